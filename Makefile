@@ -1,0 +1,45 @@
+# Every target sets up what it needs by itself: `make demo` and `make test` work on a fresh clone.
+# Without make, in an environment of your own: pip install -c constraints.txt -e '.[dev,viz]'
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := megatron_fp8 tools tests setup.py pretrain_gpt_fp8.py
+# Python 3.12 by its own name, through pyenv, or as the default python3; the first that really is 3.12.
+FIND_PYTHON = for p in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin/python" python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done
+# Several processes share the cores: one thread each is faster, and makes sums reproducible.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test test-slow lint venv clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## train a small GPT at every level and compare (minutes, no GPU needed)
+	@$(BIN)/python tools/demo.py
+
+test: $(READY) ## the tests for every change
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY) ## every test, the slow ones too (nightly)
+	@$(BIN)/python -m pytest
+
+lint: $(READY) ## ruff and mypy
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/mypy
+
+venv: $(READY) ## only the environment, in .venv
+
+clean: ## remove the environment, the caches and runs/
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp comes last, so an interrupted set-up is never taken for a finished one.
+$(READY): pyproject.toml setup.py constraints.txt
+	@python=$$($(FIND_PYTHON)); \
+	if [ -z "$$python" ]; then echo "make: Python 3.12 not found: install it (pyenv install 3.12, or your system's python3.12)" >&2; exit 1; fi; \
+	echo "setting up $(VENV) with $$($$python -V) (about two minutes, once; torch is a large download)"; \
+	rm -f $@ && $$python -m venv $(VENV) && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,viz]' && \
+	touch $@

@@ -1,0 +1,327 @@
+"""From flags to one frozen Fp8Config; and what a run needs before it may start.
+
+    parser   add_fp8_arguments    our flags: --fp8-level, one for each cell of its table, and --fp8-attention
+    args     config_from_args     an Fp8Config, or None where the run is stock Megatron's
+             adapt_stock_args     edits stock's arguments, before Megatron validates them
+    machine  check_device, check_megatron_version, check_data_files
+
+What becomes of each stock flag is a table, stock_flags.py; the levels are another, level.py. Every mistake of
+a user is a ValueError of one line: the flag, its value, and what to do.
+"""
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .level import CELLS, LEVELS, resolve
+from .numerics.formats import E4M3, E5M2, Format
+from .stock_flags import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
+
+ATTENTIONS = ("torch", "te")
+GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
+MEGATRON_SERIES = "0.19"
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Everything that a run with a level was asked for.
+
+    Attributes:
+        level: "O1", "O2" or "O3".
+        gemm ... partition: the cells of level.py, each one of its available values.
+        forward_format, grad_format: of activations and weights; of activation gradients.
+        recipe: "delayed" or "tensorwise"; margin, amax_history_len, amax_compute_algo: as stock has them.
+        wgrad: whether the weight-gradient GEMM is FP8 (else BF16).
+        bf16_layers_start, bf16_layers_end: how many first and last layers of the model keep BF16 GEMMs.
+        keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
+        attention: "torch" or "te".
+        masked_attention: torch's attention cannot do; use Megatron's unfused kernel, which reads the mask
+            (--reset-attention-mask, --attention-backend local or unfused).
+        tp_only_amax_red: agree on an amax over tensor parallelism only (stock has no flag for it).
+    """
+
+    level: str
+    gemm: str
+    grad_accum: str
+    grad_reduce: str
+    exp_avg: str
+    exp_avg_sq: str
+    master: str
+    weight: str
+    tp_gather: str
+    tp_reduce_scatter: str
+    partition: str
+    forward_format: Format
+    grad_format: Format
+    recipe: str
+    margin: int
+    amax_history_len: int
+    amax_compute_algo: str
+    wgrad: bool
+    bf16_layers_start: int
+    bf16_layers_end: int
+    keep_transpose_cache: bool
+    attention: str
+    masked_attention: bool
+    tp_only_amax_red: bool
+
+
+def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group "megatron-fp8"; every default is None, so that what was given can be told."""
+    group = parser.add_argument_group("megatron-fp8", "FP8 training: a level, and flags to change its cells")
+    group.add_argument(
+        "--fp8-level",
+        metavar=f"{{{','.join(LEVELS)}}}",
+        help="How much of the run is FP8. O0, the default, is stock Megatron-LM, bit for bit.",
+    )
+    for cell in CELLS:
+        values = f"{{{','.join(cell.available)}}}"
+        defaults = " ".join(f"{level} {cell.at(level)}" for level in LEVELS[1:])
+        group.add_argument(cell.flag, metavar=values, help=f"{cell.meaning}. By level: {defaults}.")
+    group.add_argument(
+        "--fp8-attention",
+        metavar=f"{{{','.join(ATTENTIONS)}}}",
+        help="Whose BF16 attention: torch's (the default), or Transformer Engine's, which must be installed.",
+    )
+    return parser
+
+
+def config_from_args(args: Namespace) -> Fp8Config | None:
+    """Read a run's flags.
+
+    Args:
+        args: as Megatron's parser returns them, not yet validated; not changed.
+
+    Returns:
+        None without a level and at O0: nothing of the run is then to be touched.
+
+    Raises:
+        ValueError: the first flag that the run cannot honour, in one line: flag, value, remedy.
+    """
+    level = getattr(args, "fp8_level", None)
+    if level is None or level == "O0":
+        _check_stock_run(args, level)
+        return None
+    cells = resolve(level, {c.name: getattr(args, c.dest, None) for c in CELLS})
+    for row in rows(args, REFUSED):
+        raise ValueError(f"{row.shown(args)}: {row.note}")
+
+    attention = args.fp8_attention or "torch"
+    if attention not in ATTENTIONS:
+        raise ValueError(f"--fp8-attention {attention}: no such value; use {' or '.join(ATTENTIONS)}")
+    if attention == "te" and not installed(TE):
+        raise ValueError("--fp8-attention te: Transformer Engine is not installed; install it, or use torch")
+    if args.fp8_amax_history_len < 1:
+        raise ValueError(f"--fp8-amax-history-len {args.fp8_amax_history_len}: use 1 or more")
+    ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
+    start, end = ends if args.first_last_layers_bf16 else (0, 0)
+    if min(start, end) < 0 or (args.num_layers is not None and start + end > args.num_layers):
+        raise ValueError(
+            f"--num-layers-at-start-in-bf16 {start} with --num-layers-at-end-in-bf16 {end}: a model of "
+            f"--num-layers {args.num_layers} has not so many; use smaller counts"
+        )
+    if cells["gemm"] == "fp8":
+        _check_geometry(args)
+    return Fp8Config(
+        level=level,
+        **cells,
+        forward_format=E4M3,
+        grad_format=E4M3 if args.fp8 == "e4m3" else E5M2,
+        recipe=args.fp8_recipe,
+        margin=args.fp8_margin,
+        amax_history_len=args.fp8_amax_history_len,
+        amax_compute_algo=args.fp8_amax_compute_algo,
+        wgrad=args.fp8_wgrad,
+        bf16_layers_start=start,
+        bf16_layers_end=end,
+        keep_transpose_cache=args.keep_fp8_transpose_cache,
+        attention=attention,
+        masked_attention=args.reset_attention_mask or plain(args.attention_backend) in ("local", "unfused"),
+        tp_only_amax_red=getattr(args, "tp_only_amax_red", False),
+    )
+
+
+def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
+    """Edit stock's arguments for a level, before Megatron validates them.
+
+    A command written for Transformer Engine and apex then passes validation also where neither is installed.
+    Calling it again changes nothing more.
+
+    Args:
+        args: what `config` was read from; changed in place.
+
+    Returns:
+        Lines for the log: what was changed, and what the level does not reach.
+    """
+    args.fp8 = None  # kept in `config`: stock's own FP8, Transformer Engine's, must not start
+    found = list(rows(args, ADAPTED, NOTED))
+    flags_of: dict[str, list[str]] = {}
+    for row in found:
+        flags_of.setdefault(row.note, []).append(row.shown(args))
+    for row in found:
+        if row.verdict == ADAPTED:
+            row.adapt(args)
+    return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()]
+
+
+def check_device(capability: tuple[int, int]) -> None:
+    """Raise ValueError unless a GPU of this CUDA compute capability has FP8 tensor cores."""
+    if tuple(capability) < (8, 9):
+        raise ValueError(
+            "--fp8-level: a GPU of compute capability {}.{} has no FP8 tensor cores (from 8.9 on); "
+            "use another GPU, or --fp8-level O0".format(*capability)
+        )
+
+
+def check_megatron_version(version: str) -> None:
+    """Raise ValueError unless the plugin knows this version of megatron-core."""
+    if version.split(".")[:2] != MEGATRON_SERIES.split("."):
+        raise ValueError(
+            f"megatron-core {version}: megatron_fp8 knows {MEGATRON_SERIES}.x only; "
+            f"pip install 'megatron-core=={MEGATRON_SERIES}.*', or use a Megatron-LM checkout of that version"
+        )
+
+
+def check_data_files(args: Namespace) -> None:
+    """Raise ValueError for the first data or tokenizer file on the command line that is not there.
+
+    Megatron would say it minutes later, from the depths. Only rank 0 looks, since not every rank need see the
+    data, and only at files: s3:// and msc:// paths are taken on trust.
+    """
+    if getattr(args, "rank", 0) != 0 or getattr(args, "yaml_cfg", None) is not None:
+        return
+    for flag, path in _named_files(args):
+        if path is not None and not _is_there(path):
+            raise ValueError(f"{flag} {path}: there is no such file; give the path of one")
+    for flag, prefix in () if args.mock_data else _data_prefixes(args):
+        for path in (prefix,) if args.sft else (f"{prefix}.bin", f"{prefix}.idx"):
+            if not _is_there(path):
+                raise ValueError(
+                    f"{flag} {prefix}: there is no {path}; give the path without .bin or .idx "
+                    "(tools/prepare_data.py makes both files from text)"
+                )
+
+
+def _check_stock_run(args: Namespace, level: str | None) -> None:
+    """Refuse flags that a run without a level would ignore in silence."""
+    without = f"--fp8-level {level}" if level else "no --fp8-level"
+    given = {"--fp8-attention": getattr(args, "fp8_attention", None)}
+    given |= {c.flag: getattr(args, c.dest, None) for c in CELLS}
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"{flag} {value} with {without}: no effect; add --fp8-level O1, or remove it")
+    fmt = getattr(args, "fp8", None)
+    if fmt and args.transformer_impl == "local":
+        raise ValueError(
+            f"--fp8-format {fmt} with --transformer-impl local and {without}: Megatron would train in BF16, "
+            "silently; add --fp8-level O1, or use --transformer-impl transformer_engine"
+        )
+    yaml = getattr(args, "yaml_cfg", None)
+    if yaml is not None and level is None and any(a.startswith("--fp8-level") for a in sys.argv):
+        raise ValueError(f"--yaml-cfg {yaml}: replaces every flag, --fp8-level included; give flags instead")
+
+
+def _check_geometry(args: Namespace) -> None:
+    """Refuse shapes that an FP8 GEMM cannot take: multiples of 16 on every tensor-parallel rank.
+
+    Shapes that are read from a checkpoint later (--use-checkpoint-args) are checked by the layers themselves.
+    """
+    if args.hidden_size is not None:
+        _require_multiple("--hidden-size", args.hidden_size, args.hidden_size, GEMM_MULTIPLE)
+        tp = args.tensor_model_parallel_size
+        for flag, value, size in _sharded_sizes(args):
+            _require_multiple(flag, value, size, GEMM_MULTIPLE * tp)
+    length = args.seq_length or args.encoder_seq_length
+    if args.fp8_wgrad and length and args.micro_batch_size:  # tokens are what a weight gradient sums over
+        pieces = args.context_parallel_size * args.mlp_chunks_for_training
+        tokens = length * args.micro_batch_size
+        if tokens % (GEMM_MULTIPLE * pieces):
+            raise ValueError(
+                f"--seq-length {length} with --micro-batch-size {args.micro_batch_size}: {tokens} tokens in "
+                f"{pieces} part(s); an FP8 weight gradient needs a multiple of {GEMM_MULTIPLE} in each part: "
+                "change one of the two, or add --no-fp8-wgrad"
+            )
+
+
+def _sharded_sizes(args: Namespace) -> Iterator[tuple[str, int, int]]:
+    """(flag, value, size) of every GEMM dimension that tensor parallelism divides."""
+    if not args.multi_latent_attention and args.num_attention_heads:
+        heads = args.num_attention_heads
+        channels = args.kv_channels or args.hidden_size // heads
+        groups = args.num_query_groups if args.group_query_attention else heads
+        yield "--num-attention-heads", heads, heads * channels
+        queries = 2 * heads if args.attention_output_gate else heads
+        yield "--num-query-groups", groups, (queries + 2 * groups) * channels
+    only_experts = args.num_experts and (
+        args.moe_layer_freq == 1 or (isinstance(args.moe_layer_freq, list) and 0 not in args.moe_layer_freq)
+    )
+    if not only_experts:
+        ffn = args.ffn_hidden_size
+        if ffn is None:  # Megatron's own defaults
+            ffn = int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
+        yield "--ffn-hidden-size", ffn, ffn
+
+
+def _require_multiple(flag: str, value: int, size: int, multiple: int) -> None:
+    if size % multiple:
+        if size == value:
+            what, remedy = "", f"use {-(-size // multiple) * multiple}"
+        else:
+            what, remedy = f" a linear of {size} is", "change it, or --kv-channels"
+        raise ValueError(
+            f"{flag} {value}:{what} not a multiple of {multiple} (FP8 GEMMs need {GEMM_MULTIPLE} on each "
+            f"tensor-parallel rank); {remedy}, or add --fp8-gemm bf16"
+        )
+
+
+def _named_files(args: Namespace) -> Iterator[tuple[str, str | None]]:
+    """(flag, path or None) of what must be a file by itself."""
+    yield "--vocab-file", args.vocab_file
+    yield "--merge-file", args.merge_file
+    model = args.tokenizer_model or ""
+    on_a_hub = (args.tokenizer_type or "").startswith(("HuggingFace", "SFT", "Multimodal", "Null"))
+    if not on_a_hub or model.startswith(("/", "./", "../")):
+        yield "--tokenizer-model", args.tokenizer_model
+    if not args.mock_data:
+        yield "--data-args-path", args.data_args_path
+        yield "--per-split-data-args-path", args.per_split_data_args_path
+
+
+def _data_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
+    """(flag, prefix) of every data set, without the weights of a blend."""
+    blends = [
+        ("--data-path", args.data_path),
+        ("--train-data-path", args.train_data_path),
+        ("--valid-data-path", args.valid_data_path),
+        ("--test-data-path", args.test_data_path),
+    ]
+    if args.data_args_path and _is_local(args.data_args_path):
+        blends.append(("--data-args-path", Path(args.data_args_path).read_text().split()))
+    if args.per_split_data_args_path and _is_local(args.per_split_data_args_path):
+        for blend in json.loads(Path(args.per_split_data_args_path).read_text()).values():
+            blends.append(("--per-split-data-args-path", blend.split() if isinstance(blend, str) else blend))
+    for flag, blend in blends:
+        items = blend or []
+        weighted = len(items) % 2 == 0 and all(map(_is_number, items[::2]))
+        for prefix in items[1::2] if weighted else items:
+            yield flag, prefix
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def _is_there(path: str) -> bool:
+    return not _is_local(path) or os.path.exists(path)

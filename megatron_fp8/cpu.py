@@ -1,0 +1,210 @@
+"""Megatron's own training loop on a machine without a GPU.
+
+Megatron-LM has no CPU mode: it asserts that CUDA is there, creates its tensors on "cuda", keeps the CUDA
+random state and compares `tensor.type()` with "torch.cuda.FloatTensor". Everything it then *computes* runs
+on a CPU all the same. So this module changes no line of Megatron; it changes what "cuda" means, in one
+process, for as long as it is installed:
+
+  1. `_CudaIsCpu`, a TorchFunctionMode, sees every call into torch and turns a CUDA device (as a string, a
+     torch.device or an integer) into the CPU, `tensor.cuda()` into the tensor itself, and
+     `tensor.type()` into the name that the tensor would have on a GPU.
+  2. Attributes of `torch.cuda` that need a driver are replaced: one device, which is always idle; streams and
+     events that do nothing; memory figures of zero; and one random generator, the CPU's, for both devices.
+  3. Two functions of Megatron that only warm up or build what a GPU machine needs become empty.
+
+Communication goes through gloo (`adapt_args`), which has every collective that Megatron uses.
+
+Limits. A missing stream wait cannot be found here, memory is not accounted, `torch.cuda.is_available()` says
+yes to everyone in the process (ask `needed()` instead), and the mode covers the thread that installed it.
+"""
+
+import collections
+import contextlib
+import importlib.util
+import os
+import types
+from typing import Any
+
+import torch
+import torch._dynamo  # it inspects torch.cuda when it is first imported: that must be the real one
+from torch.overrides import TorchFunctionMode
+
+_GPU_PRESENT = torch.cuda.is_available()  # asked before anything is replaced
+_CPU = torch.device("cpu")
+_mode: TorchFunctionMode | None = None
+_replaced: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of replacement
+
+
+def needed() -> bool:
+    """Whether this machine has no CUDA device (the truth, whether or not this module is installed)."""
+    return not _GPU_PRESENT
+
+
+def install() -> None:
+    """Make "cuda" mean the CPU in this process. Call it before Megatron is imported, in the main thread.
+
+    Idempotent. Megatron decorates functions with torch.compile as it is imported, hence the order.
+    """
+    global _mode
+    if _mode is not None:
+        return
+    for owner, substitutes in _substitutes():
+        for name, value in substitutes.items():
+            _replace(owner, name, value)
+    _mode = _CudaIsCpu()
+    _mode.__enter__()
+
+    import megatron.training.initialize as initialize
+
+    # It would compile fused kernels, and draw from what is here the generator of the initial weights an
+    # amount that depends on the tensor-parallel size: TP 1 and TP 2 would start from different networks.
+    _replace(initialize, "_warmup_jit_function", _nothing)
+
+
+def uninstall() -> None:
+    """Undo `install` and `skip_dataset_compile`, in reverse order. Harmless when nothing is installed."""
+    global _mode
+    if _mode is not None:
+        _mode.__exit__(None, None, None)
+        _mode = None
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def skip_dataset_compile() -> None:
+    """Keep Megatron from running `make` for its data-set helpers where they are already built.
+
+    The wheel from PyPI carries the compiled helpers but no Makefile, so that stock training from the wheel
+    exits at once, on a GPU too. A Megatron-LM checkout has the Makefile and keeps its behaviour. Idempotent.
+    """
+    import megatron.core.datasets.utils as utils
+
+    built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
+    if built and not os.path.exists(makefile) and utils.compile_helpers is not _nothing:
+        _replace(utils, "compile_helpers", _nothing)
+
+
+def adapt_args(args) -> list[str]:
+    """Edit Megatron's parsed arguments for a machine without a GPU; returns one line to log per change."""
+    if not needed() or args.distributed_backend == "gloo":
+        return []
+    changed = f"no CUDA device: --distributed-backend {args.distributed_backend} -> gloo, training on the CPU"
+    args.distributed_backend = "gloo"
+    return [changed]
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+def _is_cuda(device: Any) -> bool:
+    """True for what names a GPU: "cuda", "cuda:0", torch.device("cuda") or a bare index."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Redirects CUDA devices in the arguments of torch functions to the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        elif _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return func(*args, **kwargs)
+
+
+def _nothing(*args, **kwargs) -> None:
+    """Stands for every call whose only effect would be on a GPU."""
+
+
+def _zero(*args, **kwargs) -> int:
+    return 0
+
+
+class _Stream:
+    """A CUDA stream or event on which all work is already done."""
+
+    cuda_stream = 0
+    device = _CPU
+    wait_stream = wait_event = wait = record = record_event = synchronize = _nothing
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "_Stream") -> float:
+        return 0.0
+
+
+def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
+    """(owner, {attribute: stand-in}) for everything outside Megatron that needs a CUDA driver."""
+    stream = _Stream()
+    generator = torch.default_generator
+    properties = types.SimpleNamespace(
+        name="cpu", major=8, minor=0, total_memory=1 << 34, multi_processor_count=1
+    )
+
+    def get_rng_state(*args, **kwargs):
+        return generator.get_state()
+
+    def set_rng_state(state, *args, **kwargs):
+        generator.set_state(state)
+
+    cuda = {
+        # one device, always ready
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": _zero,  # an index, as on a GPU: some callers build f"cuda:{index}" from it
+        "device": lambda device: contextlib.nullcontext(),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_name": lambda device=None: properties.name,
+        **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "ipc_collect"), _nothing),
+        "_lazy_call": lambda call, **kwargs: call(),
+        # streams and events
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "set_stream": _nothing,
+        "is_current_stream_capturing": lambda: False,
+        "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, mark=_nothing),
+        # random numbers
+        "default_generators": (generator,),
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": _nothing,  # torch.manual_seed calls it, after seeding this very generator
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        # memory
+        **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "device_memory_used"), _zero),
+        **dict.fromkeys(("memory_reserved", "max_memory_reserved", "utilization"), _zero),
+        "memory_stats": lambda device=None: collections.defaultdict(int),
+        "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
+    }
+    substitutes: list[tuple[Any, dict[str, Any]]] = [
+        (torch.cuda, cuda),
+        (torch.cuda.random, {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}),
+        (torch, {"compile": lambda model=None, **kwargs: model if model is not None else lambda f: f}),
+        # the thread of a DataLoader with workers that pins memory
+        (torch.accelerator, {"current_device_index": _zero, "set_device_index": _nothing}),
+        (torch.Tensor, {"pin_memory": lambda tensor, *args, **kwargs: tensor}),
+    ]
+    if hasattr(torch._C, "_cuda_setRNGState"):  # Megatron prefers it where it exists
+        substitutes.append((torch._C, {"_cuda_setRNGState": set_rng_state}))
+    return substitutes

@@ -1,0 +1,1 @@
+"""What the data-parallel group owns: the four linears' weights, gradients and optimizer state."""

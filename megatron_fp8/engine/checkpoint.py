@@ -1,0 +1,100 @@
+"""Optimizer state of the engine in Megatron's distributed checkpoints (`torch_dist`).
+
+A shard of a flat buffer means nothing to another layout.  So what is saved is each weight's own FP32 master,
+exp_avg and exp_avg_sq, whole for this tensor- and pipeline-parallel rank, under the sharding of the model's
+weight itself: `optimizer.state.exp_avg.<weight>`.  dist_checkpointing then reshards over data, tensor and
+pipeline parallelism as it does for weights, and stores every element once (data-parallel replicas are marked
+by the weight's own replica id).  The model part needs nothing: the weights are ordinary BF16 parameters.
+
+Delayed scaling saves the amax history and the scale of each linear's two slots, by layer number.
+"""
+
+import torch
+from megatron.core import mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+
+from ..layers.linear import Fp8Weight
+from ..numerics.scaling import DelayedScaling
+from .weights import WeightGroup
+
+STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
+
+
+def sharded_engine_state(groups: list[WeightGroup], adam, model_sharded_state_dict) -> dict:
+    """What to save, or to load into: {state name: {index of the weight: sharded FP32 tensor}}."""
+    weights = [span[0] for group in groups for span in group.spans]
+    sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, (w.param for w in weights))
+    state: dict[str, dict[int, ShardedTensor]] = {name: {} for name in STATES}
+    index = 0
+    for group in groups:
+        full = {name: group.unsharded(shard) for name, shard in _shards(group, adam).items()}
+        for weight, start, end in group.spans:
+            for name in STATES:
+                tensor = full[name][start:end].view_as(weight.param)
+                state[name][index] = make_sharded_optimizer_tensor(
+                    sharded[index], tensor, prefix=f"optimizer.state.{name}"
+                )
+            index += 1
+    return state
+
+
+def load_engine_state(groups: list[WeightGroup], adam, state: dict) -> None:
+    """Take this rank's shards out of the loaded whole tensors."""
+    index = 0
+    for group in groups:
+        shards = _shards(group, adam)
+        for weight, start, end in group.spans:
+            lo, hi = max(start, group.shard.start), min(end, group.shard.stop)
+            if lo < hi:
+                for name in STATES:
+                    whole = state[name][index].reshape(-1)
+                    part = slice(lo - group.shard.start, hi - group.shard.start)
+                    shards[name][part].copy_(whole[lo - start : hi - start])
+            index += 1
+
+
+def sharded_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], model_config) -> dict:
+    """Amax history and scale of each linear's two slots: a (1, 2, history + 1) slice of (layers, 2, history + 1)."""
+    state = {}
+    for weight in (w for w in weights if w.scaling is scaling):
+        slots = list(weight.slots)
+        table = torch.cat([scaling.amax_history[:, slots], scaling.scale[None, slots]]).t().contiguous()
+        layers = model_config.mtp_num_layers if weight.path.startswith("mtp.") else model_config.num_layers
+        state[f"{weight.path}.{weight.layer_number}"] = ShardedTensor.from_rank_offsets(
+            f"optimizer.fp8_scaling.{weight.path}",
+            table[None],
+            (0, weight.layer_number - 1, layers),
+            replica_id=(0, mpu.get_tensor_model_parallel_rank(), dp_rank()),
+        )
+    return state
+
+
+def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state: dict, warm: bool) -> None:
+    """The reverse of sharded_scaling_state."""
+    history, scale = torch.zeros_like(scaling.amax_history), scaling.scale.clone()
+    for weight in (w for w in weights if w.scaling is scaling):
+        table = state[f"{weight.path}.{weight.layer_number}"][0].t()
+        slots = list(weight.slots)
+        history[:, slots], scale[slots] = table[:-1], table[-1]
+    amax = torch.zeros_like(scaling.amax)
+    scaling.load_state_dict(
+        {"amax_history": history, "scale": scale, "amax": amax, "warm": torch.tensor(warm)}
+    )
+
+
+def dp_rank() -> int:
+    return mpu.get_data_parallel_rank(with_context_parallel=True)
+
+
+def _shards(group: WeightGroup, adam) -> dict[str, torch.Tensor]:
+    """This rank's FP32 shards by name; creates Adam's state if there was no step yet."""
+    state = adam.state[group.master]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=group.master.device)
+        state["exp_avg"] = torch.zeros_like(group.master)
+        state["exp_avg_sq"] = torch.zeros_like(group.master)
+    return {"fp32_param": group.master.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}

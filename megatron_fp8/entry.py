@@ -1,0 +1,88 @@
+"""What a person at the command line meets: `--help` that works, and one line for a mistake.
+
+Shared by pretrain_gpt_fp8.py, `python -m megatron_fp8` and the plugin, which wraps Megatron's argument
+parser. Imports nothing heavy, so that a mistake in the first word of a command is answered at once.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+# A ValueError from here is a bug of ours, not a user's mistake: it keeps its traceback.
+_INTERNAL = ("megatron_fp8.numerics", "megatron_fp8.ops", "megatron_fp8.comm")
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line on stderr and exit code 2 where our own code raises a ValueError.
+
+    Any other exception passes through untouched, a ValueError from Megatron or torch included.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not _is_users_mistake(error.__traceback__):
+            raise
+        if int(os.environ.get("RANK", "0")) > 0:
+            # All ranks meet the same mistake: let rank 0 say it. Its exit makes torchrun end the others, so
+            # a rank that is still here after a while met one that rank 0 did not.
+            time.sleep(3)
+        line = f"megatron_fp8: {error}"
+        print(line, file=sys.stderr, flush=True)
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # torchrun ends with a long report of its own: this puts the line into it, as the root cause
+            with open(report, "w") as file:
+                json.dump({"message": line, "timestamp": str(int(time.time()))}, file)
+        sys.exit(2)
+
+
+def _is_users_mistake(traceback: TracebackType | None) -> bool:
+    """Whether the exception was raised in megatron_fp8 itself, outside its internal packages."""
+    module = ""
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        traceback = traceback.tb_next
+    return module.startswith("megatron_fp8.") and not module.startswith(_INTERNAL)
+
+
+def hide_missing_package_warnings() -> None:
+    """Silence what Megatron says on import, module after module, of optional packages that are not needed."""
+    absent = r"(Transformer Engine and Apex are|Apex is|absl\.logging is) not installed|Only transformer-engine"
+    warnings.filterwarnings("ignore", message=absent, category=UserWarning)
+
+
+def escape_bad_help(parser: argparse.ArgumentParser) -> None:
+    """Make `--help` work where a help text holds a bare % (megatron-core 0.19.2 has some).
+
+    argparse expands help texts with the % operator: a bare % is a format error, and %(default)s is not.
+    """
+    for action in parser._actions:
+        if action.help:
+            try:
+                action.help % {**vars(action), "prog": parser.prog}
+            except (KeyError, TypeError, ValueError):
+                action.help = re.sub(r"%(?![(%])", "%%", action.help)
+
+
+def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
+    """Make a wrong flag or value a ValueError: argparse would print Megatron's 30,000 characters of usage."""
+
+    def error(message: str):
+        raise ValueError(f"{message} (--help lists every flag)")
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def refuse_flags(args: argparse.Namespace, flags: Mapping[str, str], remedy: str) -> None:
+    """Raise ValueError for the first argument of `flags` ({name in args: flag}) that is set."""
+    for name, flag in flags.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ValueError(f"{flag}{'' if value is True else f' {value}'} is not supported here: {remedy}")

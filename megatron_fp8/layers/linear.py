@@ -1,0 +1,322 @@
+"""The FP8 linear: y = x W^T with all three GEMMs in FP8, its weight owned by the plugin's engine.
+
+Notation: x (M, K) activations, W (N, K) weight, y (M, N), dy (M, N).  q(.) is a cast to FP8 with one
+scale for the tensor, so that t ~ q(t) * scale_inv(t).  Hopper's FP8 tensor cores want both operands
+"K-major" (the summed index contiguous), so each GEMM below is written as  a (m, k) times b (n, k)^T:
+
+    forward   y  = q(x)    q(W)^T        E4M3 x E4M3, fast accumulation, BF16 out
+    dgrad     dx = q(dy)   q(W^T)^T      E5M2 x E4M3, full accumulation, BF16 out
+    wgrad     dW = q(dy^T) q(x^T)^T      E5M2 x E4M3, full accumulation, FP32 out, added to main_grad
+
+x and dy are read once: one kernel writes q(t) and its transpose.  What waits for the backward is q(x^T)
+(one byte an element, half of what BF16 saves) and the scale *tensor* that it was made with: a
+later micro-batch, or the next step's scale, cannot change what this one captured.
+
+W is quantised once a step.  W^T is made when dgrad needs it, in one scratch buffer that all layers share;
+`--keep-fp8-transpose-cache` keeps one a layer instead (a byte a weight for a pass a micro-batch).
+
+To stock Megatron W is frozen (`requires_grad=False`): its DDP, gradient buffers and optimizer pass it by.
+Two consequences.  The weight gradient goes straight to `main_grad`, a view of the engine's flat buffer.
+And autograd must be told to visit us even when x needs no gradient (the first layer after a frozen
+embedding): every call takes an empty `anchor` tensor that requires one.
+
+Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
+LinearWithGradAccumulationAndAsyncCommunication.
+"""
+
+import re
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from .. import ops
+from ..config import Fp8Config
+from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import DelayedScaling, compute_scale
+from .norm import Norm
+
+INPUT, GRAD = 0, 1  # a linear's two slots in the delayed-scaling state
+
+
+class Fp8Weight:
+    """What the plugin keeps for one linear: gradient, quantised copy, scaling slots.
+
+    Attributes:
+        param: (N, K) BF16, frozen to stock Megatron.
+        main_grad: (N, K) FP32 view of the engine's buffer; None until an engine is attached.
+        grad_is_empty: True until this step's first weight gradient, which then overwrites main_grad.
+        fp8: False where the GEMMs stay in BF16 (`--fp8-gemm bf16`, `--first-last-layers-bf16`).
+        path, layer_number: where it sits in the model, for checkpoints and statistics.
+        scaling, slots: delayed-scaling state and this linear's (input, grad) slots; None for tensorwise.
+    """
+
+    _scratch: dict[torch.device, torch.Tensor] = {}
+
+    def __init__(self, param: torch.nn.Parameter, config: Fp8Config):
+        param.requires_grad_(False)
+        self.param = param
+        self.config = config
+        self.fp8 = config.gemm == "fp8"
+        self.main_grad: torch.Tensor | None = None
+        self.grad_is_empty = True
+        self.scaling: DelayedScaling | None = None
+        self.slots: tuple[int, int] = (0, 0)
+        self.wait_for_weights = lambda: None
+        self.path, self.layer_number = "", 0
+        self._quantized: ScaledTensor | None = None
+        self._version = -1
+        self._transposed: torch.Tensor | None = None
+
+    def invalidate(self) -> None:
+        """Forget the quantised copy: the weight has changed."""
+        self._quantized = self._transposed = None
+
+    def quantized(self) -> ScaledTensor:
+        """The weight in E4M3, quantised once and kept until the weight changes."""
+        if self._quantized is None or self._version != self.param._version:
+            self.invalidate()
+            self.wait_for_weights()
+            fmt, weight = self.config.forward_format, self.param.detach()
+            scale = compute_scale(ops.amax(weight), fmt, margin=self.config.margin)
+            self._quantized = ScaledTensor(ops.quantize(weight, fmt, scale), scale.reciprocal())
+            self._version = self.param._version
+        return self._quantized
+
+    def transposed(self, payload: torch.Tensor) -> torch.Tensor:
+        """(K, N) transpose of the (N, K) payload, valid until the next call on the same stream."""
+        if self.config.keep_transpose_cache:
+            if self._transposed is None:
+                self._transposed = ops.transpose(payload)
+            return self._transposed
+        n, k = payload.shape
+        scratch = self._scratch.get(payload.device)
+        if scratch is None or scratch.numel() < n * k:
+            scratch = self._scratch[payload.device] = torch.empty(
+                n * k, dtype=torch.uint8, device=payload.device
+            )
+        out = scratch[: n * k].view(payload.dtype).view(k, n)
+        return ops.transpose(payload, out=out)
+
+    def quantize(self, x: torch.Tensor, role: int, fmt, *, transpose: bool, training: bool):
+        """x (M, K) -> (payload, payload transposed or None, scale_inv), scaled by the recipe."""
+        scaling, slot = self.scaling, self.slots[role]
+        if scaling is not None and scaling.warm:
+            scale, scale_inv = scaling.scale[slot], scaling.scale_inv[slot]
+            out = ops.quantize(
+                x, fmt, scale, transpose=transpose, amax_out=scaling.amax[slot] if training else None
+            )
+        else:
+            amax = ops.amax(x)
+            if scaling is not None and training:
+                scaling.record(slot, amax)
+            scale = compute_scale(amax, fmt, margin=self.config.margin)
+            scale_inv = scale.reciprocal()
+            out = ops.quantize(x, fmt, scale, transpose=transpose)
+        payload, payload_t = out if transpose else (out, None)
+        return payload, payload_t, scale_inv
+
+    def cached_tensors(self) -> list[torch.Tensor]:
+        """What the quantised copy occupies now."""
+        kept = [self._quantized.payload] if self._quantized is not None else []
+        return kept + ([self._transposed] if self._transposed is not None else [])
+
+    def add_grad(self, write) -> None:
+        """Run `write(out, accumulate)` on main_grad; the step's first call overwrites it."""
+        if self.main_grad is None:
+            raise RuntimeError("an FP8 linear ran a backward pass before the optimizer was built")
+        write(self.main_grad, not self.grad_is_empty)
+        self.grad_is_empty = False
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T (see the top of the file); `anchor` only makes autograd come here."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, weight: Fp8Weight, gather, allreduce_dgrad, group, training, needs_backward):
+        ctx.weight, ctx.gather, ctx.allreduce_dgrad, ctx.group = weight, gather, allreduce_dgrad, group
+        ctx.training = training
+        total = _all_gather(x, group) if gather else x
+        flat = total.reshape(-1, total.shape[-1])
+        if not weight.fp8:
+            weight.wait_for_weights()
+            y = flat @ weight.param.t()
+            ctx.save_for_backward(x)
+        else:
+            cfg = weight.config
+            w = weight.quantized()
+            # Under sequence parallelism the local shard waits and is gathered again, as stock does;
+            # with --no-fp8-wgrad the backward wants x itself.
+            keep_fp8 = needs_backward and cfg.wgrad and not gather
+            payload, payload_t, scale_inv = weight.quantize(
+                flat, INPUT, cfg.forward_format, transpose=keep_fp8, training=training
+            )
+            y = ops.gemm(payload, w.payload, scale_inv, w.scale_inv, out_dtype=x.dtype, fast_accum=True)
+            ctx.w = w
+            ctx.save_for_backward(payload_t if keep_fp8 else x, scale_inv)
+        return y.view(*total.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight = ctx.weight
+        flat = dy.reshape(-1, dy.shape[-1])
+        if weight.fp8:
+            dx, write_wgrad = _fp8_backward(ctx, weight, flat)
+        else:
+            dx, write_wgrad = _bf16_backward(ctx, weight, flat)
+
+        handle = None
+        if dx is not None:
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
+            if ctx.allreduce_dgrad:
+                handle = torch.distributed.all_reduce(dx, group=ctx.group, async_op=True)
+            elif ctx.gather:
+                full, dx = dx, dx.new_empty((dx.shape[0] // ctx.group.size(), *dx.shape[1:]))
+                handle = torch.distributed.reduce_scatter_tensor(dx, full, group=ctx.group, async_op=True)
+        weight.add_grad(write_wgrad)  # hides the collective
+        if handle is not None:
+            handle.wait()
+        return dx, None, None, None, None, None, None, None
+
+
+def _fp8_backward(ctx, weight: Fp8Weight, dy):
+    cfg, w = weight.config, ctx.w
+    saved, x_scale_inv = ctx.saved_tensors
+    q, q_t, dy_scale_inv = weight.quantize(
+        dy, GRAD, cfg.grad_format, transpose=cfg.wgrad, training=ctx.training
+    )
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = ops.gemm(q, weight.transposed(w.payload), dy_scale_inv, w.scale_inv, out_dtype=dy.dtype)
+    if not cfg.wgrad:
+        return dx, _bf16_wgrad(dy, _gathered(ctx, saved))
+
+    if ctx.gather:  # gather again and quantise with the scale that the forward captured
+        x = _gathered(ctx, saved)
+        x_t = ops.quantize(x, cfg.forward_format, x_scale_inv.reciprocal(), transpose=True)[1]
+    else:
+        x_t = saved
+
+    def write(out, accumulate):
+        ops.gemm(
+            q_t, x_t, dy_scale_inv, x_scale_inv, out_dtype=torch.float32, out=out, accumulate=accumulate
+        )
+
+    return dx, write
+
+
+def _bf16_backward(ctx, weight: Fp8Weight, dy):
+    dx = dy @ weight.param if ctx.needs_input_grad[0] else None
+    return dx, _bf16_wgrad(dy, _gathered(ctx, ctx.saved_tensors[0]))
+
+
+def _bf16_wgrad(dy, x):
+    def write(out, accumulate):
+        wgrad = dy.t() @ x
+        out.add_(wgrad) if accumulate else out.copy_(wgrad)
+
+    return write
+
+
+def _gathered(ctx, x):
+    x = _all_gather(x, ctx.group) if ctx.gather else x
+    return x.reshape(-1, x.shape[-1])
+
+
+def _all_gather(x, group):
+    """(s/tp, b, h) on each rank -> (s, b, h)."""
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    torch.distributed.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class _Fp8LinearMixin:
+    """Replaces the matrix product of a stock tensor-parallel linear and takes over its weight.
+
+    Everything else stays the stock class's: initialisation, bias, tensor and sequence parallelism around
+    the product, state dict and sharding.
+    """
+
+    def _take_over(self, config: Fp8Config) -> None:
+        n, k = self.weight.shape
+        if n % 16 or k % 16:
+            raise ValueError(
+                f"--fp8-level {config.level}: a linear of {n} x {k} elements a tensor-parallel rank; Hopper's "
+                "FP8 GEMM needs multiples of 16: change --hidden-size, --ffn-hidden-size or "
+                "--tensor-model-parallel-size"
+            )
+        self.fp8_weight = Fp8Weight(self.weight, config)
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def _forward_impl(self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, **stock):
+        if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
+            raise ValueError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
+        y = _Linear.apply(
+            input,
+            self._anchor,
+            self.fp8_weight,
+            sequence_parallel,
+            allreduce_dgrad,
+            stock["tp_group"],
+            self.training,
+            torch.is_grad_enabled(),
+        )
+        return y if bias is None else y + bias
+
+
+class Fp8ColumnParallelLinear(_Fp8LinearMixin, ColumnParallelLinear):
+    """Stock ColumnParallelLinear with FP8 GEMMs; W (N/tp, K)."""
+
+    def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._take_over(fp8_config)
+
+
+class Fp8RowParallelLinear(_Fp8LinearMixin, RowParallelLinear):
+    """Stock RowParallelLinear with FP8 GEMMs; W (N, K/tp)."""
+
+    def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._take_over(fp8_config)
+
+
+class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
+    """Norm, then column-parallel linear, with the parameter names of Transformer Engine's fused module:
+    `layer_norm_weight`, `layer_norm_bias`, `weight`, `bias`.  Checkpoints of the TE spec therefore match."""
+
+    def __init__(self, input_size, output_size, *, config, fp8_config: Fp8Config, **kwargs):
+        super().__init__(input_size, output_size, config=config, fp8_config=fp8_config, **kwargs)
+        norm = Norm(config, input_size, config.layernorm_epsilon)
+        self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
+        self._norm = norm.function
+
+    def forward(self, input_, *args, **kwargs):
+        return super().forward(self._norm(input_, self.layer_norm_weight, self.layer_norm_bias), *args, **kwargs)
+
+
+def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
+    """Leave the first and last layers' GEMMs in BF16 (`--first-last-layers-bf16` and its two counts)."""
+    for module in model.modules():
+        number = getattr(module, "layer_number", None)
+        if isinstance(module, TransformerLayer) and not (
+            config.bf16_layers_start < number <= num_layers - config.bf16_layers_end
+        ):
+            for linear in fp8_weights([module]):
+                linear.fp8 = False
+
+
+def name_weights(chunks) -> None:
+    """Give every weight its `path` in the model, the layer's number left out, and its `layer_number` from 1."""
+    for chunk in chunks:
+        layers = {n: m for n, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
+        for layer_path, layer in layers.items():
+            block = re.sub(r"^(module\.)+", "", layer_path).rpartition(".")[0]
+            for name, module in layer.named_modules():
+                if isinstance(module, _Fp8LinearMixin):
+                    module.fp8_weight.path = re.sub(r"\.\d+", "", f"{block}.{name}")
+                    module.fp8_weight.layer_number = layer.layer_number
+
+
+def fp8_weights(modules) -> list[Fp8Weight]:
+    """The weights of every FP8 linear inside the modules, in model order."""
+    return [m.fp8_weight for root in modules for m in root.modules() if isinstance(m, _Fp8LinearMixin)]

@@ -1,0 +1,131 @@
+"""The layer spec: stock Megatron's own spec with the four linears, the norms and the attention exchanged.
+
+Megatron describes a model as nested dataclasses, lists and partials that name classes.  `convert` walks such
+a description and returns a copy in which
+
+    self_attention.linear_qkv   input_layernorm + column linear  ->  Fp8NormColumnParallelLinear
+    self_attention.linear_proj  row linear                       ->  Fp8RowParallelLinear
+    mlp.linear_fc1              pre_mlp_layernorm + column       ->  Fp8NormColumnParallelLinear
+    mlp.linear_fc2              row linear                       ->  Fp8RowParallelLinear
+    every other norm            torch / apex / TE                ->  Norm
+    core_attention              unfused / TE                     ->  TorchAttention
+
+by place, not by class, so that a local spec, a Transformer Engine spec and a user's own `--spec` all do.
+Mixture-of-experts layers keep their experts, and multi-latent attention its projections, in stock BF16.
+Parameter names come out as those of Megatron's TE spec, whatever came in.
+"""
+
+import dataclasses
+import functools
+
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from ..config import Fp8Config
+from .attention import TorchAttention
+from .linear import Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+from .norm import Norm
+
+
+def convert_block(spec, config, fp8: Fp8Config, vp_stage=None) -> TransformerBlockSubmodules:
+    """A GPT decoder's spec (one layer, or a whole block) -> the block with FP8 layers and our final norm."""
+    if isinstance(spec, ModuleSpec):
+        layers = [spec] * get_num_layers_to_build(config, vp_stage)
+        spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    return convert(spec, config, fp8)
+
+
+def convert(spec, config, fp8: Fp8Config):
+    """A copy of `spec` with the exchanges in the table above, however deep the layers sit."""
+    swap = functools.partial(convert, config=config, fp8=fp8)
+    if isinstance(spec, Fp8Config):
+        return spec
+    if isinstance(spec, TransformerLayerSubmodules):
+        return _convert_layer(spec, config, fp8)
+    if isinstance(spec, functools.partial):
+        keywords = {k: swap(v) for k, v in spec.keywords.items()}
+        return functools.partial(spec.func, *map(swap, spec.args), **keywords)
+    if isinstance(spec, list):
+        return [swap(s) for s in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
+        return dataclasses.replace(spec, **{k: swap(v) for k, v in fields.items()})
+    return Norm if _is_norm(spec) else spec
+
+
+def _is_norm(spec) -> bool:
+    name = getattr(spec, "__name__", "")
+    return name in ("WrappedTorchNorm", "FusedLayerNorm", "TENorm", "LayerNorm", "RMSNorm")
+
+
+def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) -> TransformerLayerSubmodules:
+    """Fuse each norm into the linear that follows it, where both are ours."""
+    changed = {}
+    attention = layer.self_attention
+    if _is_gpt_attention(attention):
+        column, normed = _column_after(layer.input_layernorm, attention.submodules.linear_qkv, fp8)
+        changed["input_layernorm"] = IdentityOp if normed else layer.input_layernorm
+        changed["self_attention"] = dataclasses.replace(
+            attention,
+            submodules=dataclasses.replace(
+                attention.submodules,
+                linear_qkv=column,
+                linear_proj=functools.partial(Fp8RowParallelLinear, fp8_config=fp8),
+                core_attention=_core_attention(attention, config, fp8),
+            ),
+        )
+    if _is_dense_mlp(layer.mlp):
+        column, normed = _column_after(layer.pre_mlp_layernorm, layer.mlp.keywords["submodules"].linear_fc1, fp8)
+        changed["pre_mlp_layernorm"] = IdentityOp if normed else layer.pre_mlp_layernorm
+        submodules = MLPSubmodules(
+            linear_fc1=column, linear_fc2=functools.partial(Fp8RowParallelLinear, fp8_config=fp8)
+        )
+        changed["mlp"] = functools.partial(MLP.as_mlp_submodule, submodules=submodules)
+    changed["sharded_state_dict_keys_map"] = {}  # the modules have the names of the TE spec themselves
+    fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)} | changed
+    return dataclasses.replace(layer, **{k: convert(v, config, fp8) for k, v in fields.items()})
+
+
+def _is_gpt_attention(spec) -> bool:
+    return (
+        isinstance(spec, ModuleSpec)
+        and issubclass(spec.module, SelfAttention)
+        and isinstance(spec.submodules, SelfAttentionSubmodules)
+    )
+
+
+def _is_dense_mlp(spec) -> bool:
+    return (
+        isinstance(spec, functools.partial)
+        and isinstance(getattr(spec.func, "__self__", None), type)
+        and issubclass(spec.func.__self__, MLP)
+    )
+
+
+def _column_after(norm, linear, fp8: Fp8Config):
+    """(column linear builder, whether it holds the norm).  TE's fused class brings its norm with it."""
+    fused = norm is not IdentityOp or "LayerNorm" in getattr(linear, "__name__", "")
+    cls = Fp8NormColumnParallelLinear if fused else Fp8ColumnParallelLinear
+    return functools.partial(cls, fp8_config=fp8), fused
+
+
+def _core_attention(attention: ModuleSpec, config, fp8: Fp8Config):
+    """torch's attention unless something else was asked for, or is needed."""
+    if fp8.attention == "te":
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention
+    plain = (
+        attention.params.get("attn_mask_type") == AttnMaskType.causal
+        and not fp8.masked_attention
+        and config.attention_backend not in (AttnBackend.unfused, AttnBackend.local)
+        and config.window_size is None
+        and config.softmax_type == "vanilla"
+    )
+    return TorchAttention if plain else DotProductAttention

@@ -1,0 +1,61 @@
+"""Rounding a float32 to the values of a format, in float32 arithmetic that is exact at every step.
+
+With ulp(x) = 2^(max(floor(log2|x|), 1-b) - M), a power of two, the quotient |x| / ulp is exact in float32,
+the format's values are the whole multiples of the ulp, and so
+
+    nearest      round-half-even(|x| / ulp) * ulp                  error <= ulp/2
+    truncate     floor(|x| / ulp) * ulp                            error <  ulp, toward zero
+    stochastic   (floor(q) + [noise < q - floor(q)]) * ulp         error <  ulp, E[result] = x
+                 with q = |x| / ulp
+
+floor(log2|x|) comes from x's exponent bits. Taking the smallest normal as the least binade makes subnormals
+need no case of their own; a result that reaches the next binade is right by itself, since that binade
+starts at a multiple of this ulp.
+
+Stochastic rounding compares the noise with the fraction instead of adding it before the floor: the float32
+sum q + noise rounds, and would now and then move a value that the format has. Noise with a grain of 2^-24
+(what torch.rand gives) leaves a bias below 2^-24 ulp.
+
+Saturation: a finite x beyond the format's maximum becomes +-max, in every mode. (torch's casts differ:
+beyond half an ulp over the maximum, E4M3 gives NaN and E5M2 infinity.) NaN stays NaN; an infinity stays one
+where the format has it, else it becomes NaN, so that an overflow is never hidden.
+"""
+
+import torch
+
+from megatron_fp8.numerics.formats import Format
+
+_EXPONENT_BITS = 0x7F800000
+
+
+def round_to_format(
+    x: torch.Tensor, fmt: Format, mode: str = "nearest", noise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round float32 `x` (any shape) to values of `fmt`, returned as float32 of the same shape.
+
+    mode: "nearest" (ties to even), "truncate" (toward zero) or "stochastic" (up or down with the
+    probability that makes the mean right; `noise` is then needed: float32, x's shape, uniform in [0, 1),
+    the caller's, so that a run can be repeated). The sign of zero is kept. ValueError for another dtype or
+    mode, or without noise.
+    """
+    if x.dtype != torch.float32:
+        raise ValueError(f"round_to_format takes float32, not {x.dtype}: convert with .float() first")
+    magnitude = x.abs()
+    binade = (magnitude.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)  # 2^floor(log2|x|)
+    ulp = binade.clamp(min=fmt.smallest_normal) * 2.0**-fmt.mantissa_bits
+    steps = magnitude / ulp  # NaN where x is infinite
+    if mode == "nearest":
+        whole = steps.round()
+    elif mode == "truncate":
+        whole = steps.floor()
+    elif mode == "stochastic":
+        if noise is None or noise.shape != x.shape:
+            raise ValueError("stochastic rounding needs noise of x's shape: pass torch.rand_like(x)")
+        whole = steps.floor()
+        whole = whole + (noise < steps - whole)
+    else:
+        raise ValueError(f"rounding mode {mode!r}: use 'nearest', 'stochastic' or 'truncate'")
+    rounded = (whole * ulp).clamp(max=fmt.max)
+    if fmt.has_infinity:
+        rounded = torch.where(x.isinf(), magnitude, rounded)
+    return rounded.copysign(x)

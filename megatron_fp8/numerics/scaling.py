@@ -1,0 +1,123 @@
+"""Scales of ScaledTensors: just in time from a tensor's own amax, or delayed, from the amax of earlier steps.
+
+    scale = fmt.max / amax / 2^margin            amax = max|x|, all float32
+
+One division, correctly rounded (max * 2^-margin is exact). The result is held within 2^-126 .. 2^126, so
+that neither it nor its reciprocal is infinite or denormal. An amax of zero says nothing, and a non-finite
+amax says only that the step is lost: both keep the scale there was, or 1. The infinity or NaN itself is
+still seen, since quantising keeps it whatever the (finite) scale.
+
+Delayed scaling saves the pass over x that reads its amax before the cast: it casts with a scale from before
+and takes the amax on the way. Over a step every slot (one tensor of one layer) collects its maximum over
+the micro-batches; `update` agrees it with the ranks that share the tensor, in one reduction for all slots,
+and makes the next scales of the newest amax or of the history's largest. A value that outgrows its scale
+saturates.
+Source: Micikevicius et al., arXiv 2209.05433, and the recipe of NVIDIA's Transformer Engine documentation.
+"""
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp8.numerics.formats import Format
+
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+
+
+def _scale(target: torch.Tensor, amax: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+    scale = (target / amax).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+    known = (amax > 0) & (amax < torch.inf)  # false for NaN
+    return torch.where(known, scale, 1.0 if previous is None else previous)
+
+
+def compute_scale(
+    amax: torch.Tensor, fmt: Format, margin: int = 0, previous: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The scale that brings `amax` (float32, any shape) to fmt.max / 2^margin, as a new float32 tensor.
+
+    Where amax is zero or not finite: `previous` (amax's shape), or 1. On the device, without synchronising.
+    margin: an integer within -100 .. 100, so that fmt.max / 2^margin is within float32.
+    """
+    return _scale(torch.full_like(amax, fmt.max * 2.0**-margin), amax, previous)
+
+
+class DelayedScaling:
+    """The amax history and the scales of `num_slots` tensors, one column each, on one device.
+
+    amax_history (history_len, num_slots), newest row first; amax (num_slots,), this step's running maximum,
+    which kernels write in place; scale (num_slots,), replaced and never written, so that a captured scale
+    stays true. formats: one Format a slot. algo: "most_recent" or "max". Until the first update (`warm` is
+    False) the scales are 1 and mean nothing: callers scale just in time.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        formats: list[Format],
+        history_len: int,
+        algo: str,
+        margin: int,
+        device: torch.device | str,
+    ):
+        if algo not in ("most_recent", "max"):
+            raise ValueError(f"--fp8-amax-compute-algo {algo}: use most_recent or max")
+        if history_len < 1:
+            raise ValueError(f"--fp8-amax-history-len {history_len}: use 1 or more")
+        if len(formats) != num_slots:
+            raise ValueError(f"{num_slots} slots need as many formats, not {len(formats)}")
+        self.algo = algo
+        self.warm = False
+        self.amax_history = torch.zeros(history_len, num_slots, device=device)
+        self.amax = torch.zeros(num_slots, device=device)
+        self.scale = torch.ones(num_slots, device=device)
+        self.scale_inv = torch.ones(num_slots, device=device)
+        self._target = torch.tensor([fmt.max * 2.0**-margin for fmt in formats], device=device)
+
+    def slot_scale(self, i: int) -> torch.Tensor:
+        """Slot i's scale now, 0-d; it keeps its value when `update` sets the next."""
+        return self.scale[i]
+
+    def record(self, i: int, amax: torch.Tensor) -> None:
+        """Take `amax` (0-d float32) into slot i's maximum of the step; NaN and infinity stay until update."""
+        torch.maximum(self.amax[i], amax, out=self.amax[i])
+
+    def update(self, group: dist.ProcessGroup | None = None) -> None:
+        """End the step: agree amax over `group` (None: with nobody), add it to the history, set new scales.
+
+        One all_reduce for all slots; no host synchronisation. A slot whose amax is not finite enters the
+        history as zero: the lost step neither sets a scale nor lingers in the maximum of the history.
+        """
+        if group is not None:
+            # NaN is no larger than anything, so a reduction may drop it, and differently on each rank.
+            self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+            dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=group)
+        newest = self.amax.nan_to_num(nan=0.0, posinf=0.0)
+        self.amax_history = torch.cat([newest[None], self.amax_history[:-1]])
+        amax = newest if self.algo == "most_recent" else self.amax_history.amax(0)
+        self.scale = _scale(self._target, amax, self.scale)
+        self.scale_inv = self.scale.reciprocal()
+        self.amax.zero_()
+        self.warm = True
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the state as plain tensors: amax_history, amax, scale, and warm (bool, 0-d)."""
+        state = {name: getattr(self, name).clone() for name in ("amax_history", "amax", "scale")}
+        return state | {"warm": torch.tensor(self.warm)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore `state_dict()`'s state. A history of another length keeps the newest rows that fit.
+
+        ValueError where the number of slots differs.
+        """
+        saved, slots = state["scale"].numel(), self.scale.numel()
+        if saved != slots:
+            raise ValueError(
+                f"the checkpoint holds {saved} FP8 scales a rank, this model {slots}: "
+                "load it with the layer count and parallel sizes that it was saved with"
+            )
+        rows = min(len(self.amax_history), len(state["amax_history"]))
+        self.amax_history = torch.zeros_like(self.amax_history)
+        self.amax_history[:rows] = state["amax_history"][:rows]
+        self.amax.copy_(state["amax"])
+        self.scale = state["scale"].to(self.scale.device, copy=True)
+        self.scale_inv = self.scale.reciprocal()
+        self.warm = bool(state["warm"])

@@ -1,0 +1,40 @@
+"""The numeric operations, one function each, and where each is computed.
+
+    on a CUDA tensor   the Triton kernels of ops/triton/, and torch._scaled_mm for the GEMM
+    elsewhere          ops/reference.py, plain PyTorch, which is also the kernels' oracle
+
+Signatures and docstrings are reference.py's. Triton is imported at the first use on a CUDA tensor, so that
+a machine without a GPU needs none.
+"""
+
+import functools
+import importlib
+
+from megatron_fp8.ops import reference
+from megatron_fp8.ops.gemm import gemm
+
+__all__ = ["amax", "gemm", "quantize", "quantize_blocks", "sum_blocks", "transpose"]
+
+
+def _on_gpu_from(family: str):
+    """Decorate a function of reference.py: CUDA tensors go to its namesake in ops/triton/`family`.py."""
+
+    @functools.cache
+    def kernel(name):
+        return getattr(importlib.import_module(f"{__name__}.triton.{family}"), name)
+
+    def decorate(oracle):
+        @functools.wraps(oracle)
+        def op(x, *args, **kwargs):
+            return (kernel(oracle.__name__) if x.is_cuda else oracle)(x, *args, **kwargs)
+
+        return op
+
+    return decorate
+
+
+amax = _on_gpu_from("cast")(reference.amax)
+quantize = _on_gpu_from("cast")(reference.quantize)
+transpose = _on_gpu_from("cast")(reference.transpose)
+quantize_blocks = _on_gpu_from("blocks")(reference.quantize_blocks)
+sum_blocks = _on_gpu_from("blocks")(reference.sum_blocks)

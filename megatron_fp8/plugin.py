@@ -1,0 +1,154 @@
+"""Every hook into Megatron-LM, in one file.
+
+    install()      once a process, before the script runs; idempotent; nothing is patched by an import
+    uninstall()    puts every original back
+
+What is hooked, and why not something more official:
+
+    megatron.training.arguments.parse_args      our flags and, before stock validates them, the stock flags that a
+                                                level changes.  `extra_args_provider` cannot do the second.
+    GPTModel.__init__                           exchanges the layer spec.  GPTModelConfig.builder is official, but
+                                                scripts with a model_provider never look at it; both end here.
+    training.training.get_megatron_optimizer    appends our part to the optimizer chain.
+    config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py.
+    datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
+
+The second and third are installed only when a run asks for a level: without one, and at O0, a run is bit for
+bit stock Megatron's.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import cpu
+from .config import (
+    Fp8Config,
+    adapt_stock_args,
+    add_fp8_arguments,
+    check_data_files,
+    check_device,
+    check_megatron_version,
+    config_from_args,
+)
+
+_originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of rebinding
+
+
+def install() -> None:
+    """Add `--fp8-level` to whatever Megatron script this process is about to run.
+
+    Raises ValueError outside the supported range of megatron-core versions, RuntimeError when a function we
+    rebind does not have the signature we know.
+    """
+    if _originals:
+        return
+    if cpu.needed():
+        cpu.install()
+    import megatron.core.package_info
+    import megatron.training.arguments as arguments
+
+    check_megatron_version(megatron.core.package_info.__version__)
+    cpu.skip_dataset_compile()
+    _rebind(arguments, "parse_args", _parse_args, "extra_args_provider ignore_unknown_args")
+
+
+def uninstall() -> None:
+    """Undo install(), in reverse order.  Models already built keep what they have."""
+    while _originals:
+        setattr(*_originals.pop())
+    cpu.uninstall()
+
+
+def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], parameters: str) -> None:
+    """Replace owner.name by make(original), if the original still has the parameters we know."""
+    original = getattr(owner, name)
+    known = parameters.split()
+    found = list(inspect.signature(original).parameters)
+    if found[: len(known)] != known:
+        raise RuntimeError(
+            f"megatron_fp8 does not know this {owner.__name__}.{name}({', '.join(found)}): it was written for "
+            f"({', '.join(known)}, ...); use megatron-core 0.19.x"
+        )
+    _originals.append((owner, name, original))
+    setattr(owner, name, make(original))
+
+
+def _log(lines: list[str]) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            print(f"[fp8] {line}", flush=True)
+
+
+def _parse_args(stock: Callable) -> Callable:
+    def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+        def provider(parser):
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            return add_fp8_arguments(parser)
+
+        args = stock(provider, ignore_unknown_args)
+        config = config_from_args(args)
+        check_data_files(args)
+        _log(cpu.adapt_args(args))
+        while len(_originals) > 1:  # an earlier run in this process had a level
+            setattr(*_originals.pop())
+        if config is not None:
+            if not cpu.needed():
+                check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
+            _log(adapt_stock_args(args, config))
+            _hook_training(config)
+        return args
+
+    return parse_args
+
+
+def _hook_training(fp8: Fp8Config) -> None:
+    import megatron.training.training as training
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
+    _rebind(
+        training,
+        "get_megatron_optimizer",
+        _get_megatron_optimizer(fp8),
+        "config model_chunks config_overrides",
+    )
+
+
+def _gpt_model_init(fp8: Fp8Config):
+    from .layers.linear import keep_in_bf16
+    from .layers.spec import convert, convert_block
+
+    def make(stock):
+        def init(self, config, transformer_layer_spec, *args, mtp_block_spec=None, vp_stage=None, **kwargs):
+            stock(
+                self,
+                config,
+                convert_block(transformer_layer_spec, config, fp8, vp_stage),
+                *args,
+                mtp_block_spec=convert(mtp_block_spec, config, fp8),
+                vp_stage=vp_stage,
+                **kwargs,
+            )
+            keep_in_bf16(self, fp8, config.num_layers)
+
+        return init
+
+    return make
+
+
+def _get_megatron_optimizer(fp8: Fp8Config):
+    from .engine.build import build_optimizer
+
+    def make(stock):
+        def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
+            chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
+            return build_optimizer(fp8, chain, config, model_chunks, config_overrides)
+
+        return get_megatron_optimizer
+
+    return make

@@ -1,0 +1,213 @@
+"""Pre-train a GPT with Megatron-LM: Megatron's own flags and training loop, and FP8 by one flag.
+
+    torchrun --nproc-per-node 8 pretrain_gpt_fp8.py <Megatron's flags> --fp8-level O1
+
+Without --fp8-level, or with O0, the run is bit for bit the one of Megatron's own pretrain_gpt.py. That script
+can do more (fine-tuning, fill in the middle, distillation): `-m megatron_fp8 pretrain_gpt.py` runs it.
+"""
+
+import time
+
+STARTED = time.time()  # before the heavy imports: Megatron reports the start-up time
+
+from megatron_fp8.entry import hide_missing_package_warnings, one_line_errors, refuse_flags
+from megatron_fp8.plugin import install
+
+with one_line_errors():
+    hide_missing_package_warnings()
+    install()  # before Megatron is imported
+
+import json
+from functools import cache, partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import (
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+BATCH_KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
+SPIKE = 10  # a loss that many times the largest one seen is reported under --check-for-spiky-loss
+OTHER_SCRIPT = {  # {name in args: flag} of what only Megatron's own script does
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "logits_load_dir": "--logits-load-dir",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "inprocess_restart": "--inprocess-restart",
+}
+straggler_timer = StragglerDetector()
+
+
+@cache
+def predicts_more_tokens(vp_stage: int | None) -> bool:
+    """Whether a multi-token-prediction layer, which reads the tokens again, is on this pipeline stage."""
+    config = core_transformer_config_from_args(get_args())
+    return mtp_on_this_rank(
+        config.pipeline_model_parallel_layout, config.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
+    )
+
+
+def reads_data(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage needs tokens or labels."""
+    return is_first_or_last_pipeline_stage(vp_stage) or predicts_more_tokens(vp_stage)
+
+
+def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+    """The next micro-batch: (batch, sequence) tensors by BATCH_KEYS, None for what this stage does not use.
+
+    Read by the first tensor-parallel rank, broadcast to the others, cut along the sequence for context
+    parallelism.
+    """
+    if not reads_data(vp_stage):
+        return dict.fromkeys(BATCH_KEYS)
+    args = get_args()
+    batch: dict[str, torch.Tensor | None] = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        for key in BATCH_KEYS:
+            value = sample.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=predicts_more_tokens(vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def loss_func(loss_mask: torch.Tensor, token_losses: torch.Tensor):
+    """Sum of the losses of the tokens that count, their number, and both for the log.
+
+    Megatron divides by the number only after summing over micro-batches and ranks: a mean over all tokens.
+    """
+    args = get_args()
+    loss_mask = loss_mask.view(-1).float()
+    loss = torch.sum(token_losses.view(-1).float() * loss_mask)
+    num_tokens = loss_mask.sum().detach().to(torch.int)
+    report = {"lm loss": torch.cat([loss.detach().clone().view(1), num_tokens.view(1)])}
+
+    validate = partial(get_rerun_state_machine().validate_result, result=loss, tolerance=0.0)
+    if args.check_for_nan_in_loss_and_grad:
+        for name, is_bad in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+            message = f"found {name} in local forward loss calculation"
+            validate(rejection_func=is_bad, message=message, fatal=True)
+    if args.check_for_spiky_loss:
+        is_spike = partial(get_rerun_state_machine().is_unexpectedly_large, threshold=SPIKE, context="loss")
+        validate(rejection_func=is_spike, message="Spiky loss", fatal=False)
+    return loss, num_tokens, report
+
+
+def forward_step(data_iterator, model, return_schedule_plan: bool = False):
+    """One micro-batch forward: the output (on the last stage, a loss a token) and its loss function."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    with straggler_timer(bdata=True):
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    with straggler_timer:
+        # the plan is what --overlap-moe-expert-parallel-comm asks for
+        forward = model.build_schedule_plan if return_schedule_plan else model
+        output = forward(*inputs, **targets)
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
+    """Training, validation and test sets with (at least) the given numbers of samples."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences_per_dataset = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences_per_dataset = json.load(file)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        sequences_per_dataset=sequences_per_dataset,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    is_built_here = mpu.get_tensor_model_parallel_rank() == 0 and reads_data(vp_stage)
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: is_built_here, config).build()
+
+
+datasets_provider.is_distributed = True  # every rank calls it, and builds only what it reads
+
+
+def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold the token embedding: first, last if tied, multi-token prediction."""
+    if len(pp_ranks) == 1:
+        return pp_ranks
+    args = get_args()
+    last = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
+    mtp_ranks = get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args))
+    return sorted({pp_ranks[0], *last, *mtp_ranks})
+
+
+def main() -> None:
+    """Parse the command line, build the model and train."""
+    set_startup_timestamps(program_start=STARTED, main_entry=time.time())
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    refuse_flags(args, OTHER_SCRIPT, "run Megatron's own script, `-m megatron_fp8 pretrain_gpt.py`")
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(
+        config,
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=get_embedding_ranks,
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

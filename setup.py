@@ -1,0 +1,5 @@
+"""Metadata lives in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

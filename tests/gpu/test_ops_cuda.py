@@ -1,0 +1,321 @@
+"""Every function of megatron_fp8.ops on CUDA against reference.py on the CPU.
+
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
+"""
+
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_fp8 import ops
+from megatron_fp8.numerics import BLOCK, E4M3, E5M2
+from megatron_fp8.ops import reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or HAS_FP8_GPU), reason="no CUDA GPU with FP8 (capability >= 8.9)"),
+]
+on_gpu_only = pytest.mark.skipif(INTERPRETED, reason="not a Triton kernel, or too large to interpret")
+if INTERPRETED:
+    from megatron_fp8.ops.triton import blocks, cast
+
+    DEVICE = "cpu"
+    ops = SimpleNamespace(
+        amax=cast.amax,
+        quantize=cast.quantize,
+        transpose=cast.transpose,
+        quantize_blocks=blocks.quantize_blocks,
+        sum_blocks=blocks.sum_blocks,
+    )
+else:
+    DEVICE = "cuda"
+
+INF, NAN = math.inf, math.nan
+formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+SHAPES = [(1, 1), (16, 16), (3, 5), (128, 64), (127, 65), (130, 70), (1, 300), (260, 2), (2, 3, 144)]
+layouts = pytest.mark.parametrize(
+    ("shape", "layout"),
+    [(shape, "plain") for shape in SHAPES]
+    + [(shape, layout) for shape in [(128, 64), (37, 150)] for layout in ("offset", "transposed")],
+    ids=str,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_data(request):
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")  # shown when the test fails
+    torch.manual_seed(seed)
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal shape, dtype and bits, but that one NaN is as good as another."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    a, b = got.cpu().double(), expected.cpu().double()
+    return bool(((a.isnan() & b.isnan()) | ((a == b) & (a.signbit() == b.signbit()))).all())
+
+
+def put(x: torch.Tensor, layout: str = "plain") -> torch.Tensor:
+    """x on the device: plain, at an offset that rules out wide loads, or with its last strides swapped."""
+    if layout == "offset":
+        return torch.cat([x.new_empty(1), x.flatten()]).to(DEVICE)[1:].view(x.shape)
+    if layout == "transposed":
+        return x.mT.contiguous().to(DEVICE).mT
+    return x.to(DEVICE)
+
+
+def random_bits(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """All patterns of a 16-bit dtype, or any of float32's: denormals, infinities and NaN included."""
+    if dtype == torch.float32:
+        return torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(dtype)
+    patterns = torch.cat([torch.randperm(1 << 16), torch.randint(0, 1 << 16, (max(n - (1 << 16), 0),))])
+    return patterns.to(torch.uint16).view(dtype)
+
+
+def random_codes(*shape: int, fmt=E4M3) -> torch.Tensor:
+    """Random finite payload."""
+    largest = torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8)
+    codes = torch.randint(0, int(largest) + 1, shape) + 128 * torch.randint(0, 2, shape)
+    return codes.to(torch.uint8).view(fmt.dtype)
+
+
+def check_quantize(x: torch.Tensor, fmt, scale: float, layout: str = "plain") -> None:
+    scale = torch.tensor(scale)
+    on_device, device_scale = put(x, layout), put(scale)
+    expected, expected_t = reference.quantize(x, fmt, scale, transpose=True)
+    largest, one_pass = put(torch.tensor(0.0)), put(torch.tensor(0.0))
+    assert same(ops.quantize(on_device, fmt, device_scale), expected)
+    assert same(ops.quantize(on_device, fmt, device_scale, amax_out=largest), expected)
+    payload, payload_t = ops.quantize(on_device, fmt, device_scale, transpose=True, amax_out=one_pass)
+    assert same(payload, expected) and same(payload_t, expected_t)
+    assert payload.is_contiguous() and payload_t.is_contiguous()
+    assert same(largest, reference.amax(x)) and same(one_pass, reference.amax(x))
+    payload, payload_t = ops.quantize(on_device, fmt, device_scale, transpose=True)
+    assert same(payload, expected) and same(payload_t, expected_t)
+
+
+# amax
+
+
+@dtypes
+@layouts
+def test_amax(dtype, shape, layout):
+    x = torch.randn(shape).to(dtype)
+    assert same(ops.amax(put(x, layout)), reference.amax(x))
+
+
+@dtypes
+@pytest.mark.parametrize("n", [1, 127, 20_000])
+def test_amax_shows_the_non_finite(dtype, n):
+    x = torch.randn(n).to(dtype)
+    for bad in (INF, -INF, NAN, -NAN):
+        x[torch.randint(n, ())] = bad
+        assert same(ops.amax(put(x)), reference.amax(x))
+
+
+def test_amax_of_zeros_and_of_denormals():
+    assert same(ops.amax(put(torch.full((5,), -0.0))), torch.tensor(0.0))
+    assert ops.amax(put(torch.tensor([0.0, -(2.0**-149)]))).item() == 2.0**-149
+
+
+# quantize
+
+
+@formats
+@dtypes
+@layouts
+def test_quantize(fmt, dtype, shape, layout):
+    x = (torch.randn(shape) * 10 ** torch.randn(shape)).to(dtype)
+    check_quantize(x, fmt, fmt.max / 30, layout)
+
+
+@formats
+@dtypes
+@pytest.mark.parametrize("scale", [0.37, 2.0**-120, 2.0**126])
+def test_quantize_any_bits(fmt, dtype, scale):
+    check_quantize(random_bits(1 << 16, dtype).view(256, 256), fmt, scale)
+
+
+@formats
+def test_quantize_at_every_value_and_midpoint_of_the_format(fmt):
+    values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
+    values = values[values.isfinite()].sort().values
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([1.01, -1.04, 1.2]) * fmt.max])
+    up, down = torch.tensor(INF), torch.tensor(-INF)
+    check_quantize(torch.cat([points, points.nextafter(up), points.nextafter(down)]), fmt, 1.0)
+
+
+@formats
+def test_quantize_only_raises_amax(fmt):
+    x = torch.randn(100, 80)
+    for before in (1e9, INF, NAN):
+        amax = put(torch.tensor([0.0, before, 0.0]))
+        ops.quantize(put(x), fmt, put(torch.tensor(1.0)), amax_out=amax[1])
+        ops.quantize(put(x), fmt, put(torch.tensor(1.0)), transpose=True, amax_out=amax[1])
+        assert same(amax, torch.tensor([0.0, before, 0.0]))
+
+
+@formats
+def test_quantize_nothing(fmt):
+    payload, payload_t = ops.quantize(put(torch.empty(0, 32)), fmt, put(torch.tensor(1.0)), transpose=True)
+    assert payload.shape == (0, 32) and payload_t.shape == (32, 0)
+
+
+@on_gpu_only
+def test_more_than_2_to_the_31_elements():
+    rows, cols = 2**16 + 3, 2**15 + 16
+    x = torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE)
+    x[-1, -1] = 1000
+    scale, largest = torch.tensor(100.0, device=DEVICE), torch.zeros((), device=DEVICE)
+    payload, payload_t = ops.quantize(x, E4M3, scale, transpose=True, amax_out=largest)
+    tail = reference.quantize(x[-500:].cpu(), E4M3, scale.cpu())
+    assert same(payload[-500:], tail) and same(payload_t[:, -500:], tail.t()) and largest.item() == 1000
+    flat = ops.quantize(x, E4M3, scale).view(torch.uint8)
+    assert torch.equal(flat, payload.view(torch.uint8)) and ops.amax(x).item() == 1000
+    assert torch.equal(flat.t(), payload_t.view(torch.uint8))
+
+
+# transpose
+
+
+@formats
+@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (128, 64), (37, 1), (1, 37), (129, 259)], ids=str)
+@pytest.mark.parametrize("layout", ["plain", "offset", "transposed"])
+def test_transpose(fmt, shape, layout):
+    payload = torch.randint(0, 256, shape).to(torch.uint8)
+    on_device = put(payload, layout).view(fmt.dtype)
+    expected = payload.view(fmt.dtype).t().contiguous()
+    assert same(ops.transpose(on_device), expected)
+    scratch = torch.zeros(payload.numel() + 5, dtype=torch.uint8, device=DEVICE)
+    out = scratch[:-5].view(fmt.dtype).view(expected.shape)
+    assert ops.transpose(on_device, out=out) is out and same(out, expected)
+    assert not scratch[-5:].any()
+
+
+# blocks
+
+
+def check_quantize_blocks(x: torch.Tensor, layout: str = "plain") -> None:
+    noise = torch.rand(x.shape)
+    for options in ({}, {"rounding": "stochastic", "noise": noise}):
+        expected = reference.quantize_blocks(x, **options)
+        options = {key: put(value) if key == "noise" else value for key, value in options.items()}
+        got = ops.quantize_blocks(put(x, layout), **options)
+        assert same(got.payload, expected.payload) and same(got.exponents, expected.exponents)
+
+
+@dtypes
+@pytest.mark.parametrize("blocks", [1, 3, 16, 67])
+@pytest.mark.parametrize("layout", ["plain", "offset"])
+def test_quantize_blocks(dtype, blocks, layout):
+    spread = 10 ** (5 * torch.randn(blocks, 1) if dtype != torch.float16 else torch.zeros(1, 1))
+    check_quantize_blocks((torch.randn(blocks, BLOCK) * spread).to(dtype).flatten(), layout)
+
+
+@dtypes
+def test_quantize_blocks_any_bits(dtype):
+    check_quantize_blocks(random_bits(1 << 16, dtype))
+
+
+def test_quantize_blocks_at_every_exponent_and_its_boundary():
+    largest = (448 * 2.0 ** torch.arange(-158, 120, dtype=torch.float64)).float()
+    up, down = torch.tensor(INF), torch.tensor(-INF)
+    largest = torch.cat(
+        [largest, largest.nextafter(up), largest.nextafter(down), torch.tensor([0.0, 3.4e38])]
+    )
+    x = (torch.rand(len(largest), BLOCK) * 2 - 1) * largest[:, None]
+    x[:, 77] = largest
+    check_quantize_blocks(x.flatten())
+
+
+def test_quantize_blocks_into_given_memory():
+    x = torch.randn(4 * BLOCK)
+    expected = reference.quantize_blocks(x)
+    payload = torch.full((6 * BLOCK,), 0x7F, dtype=torch.uint8, device=DEVICE)
+    exponents = torch.full((6,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    payload_out, exponents_out = payload[BLOCK:-BLOCK].view(E4M3.dtype), exponents[1:-1]
+    got = ops.quantize_blocks(put(x), payload_out, exponents_out)
+    assert got.payload is payload_out and got.exponents is exponents_out
+    assert same(payload_out, expected.payload) and same(exponents_out, expected.exponents)
+    assert (payload[:BLOCK] == 0x7F).all() and (payload[-BLOCK:] == 0x7F).all()
+    assert exponents[0] == 0xFF and exponents[-1] == 0xFF
+
+
+@pytest.mark.parametrize(
+    ("x", "options"),
+    [
+        (torch.zeros(100), {}),
+        (torch.zeros(2, BLOCK), {}),
+        (torch.zeros(BLOCK), {"rounding": "up"}),
+        (torch.zeros(BLOCK), {"rounding": "stochastic"}),
+    ],
+)
+def test_quantize_blocks_refuses(x, options):
+    with pytest.raises(ValueError):
+        ops.quantize_blocks(put(x), **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("blocks", [1, 3, 64])
+def test_sum_blocks(ranks, blocks):
+    payload = random_codes(ranks, blocks * BLOCK)
+    exponents = torch.randint(0, 248, (ranks, blocks)).to(torch.uint8)
+    exponents[:, 0] = 130  # where the order of the sum shows
+    exponents[:, -1] = 247  # where products overflow
+    expected = reference.sum_blocks(payload, exponents, torch.empty(blocks * BLOCK))
+    memory = torch.full((blocks * BLOCK + 7,), NAN, device=DEVICE)
+    out = memory[3:-4]
+    assert ops.sum_blocks(put(payload), put(exponents), out) is out and same(out, expected)
+    assert memory[:3].isnan().all() and memory[-4:].isnan().all()
+
+
+def test_sum_blocks_keeps_nan():
+    payload = random_codes(2, BLOCK)
+    payload.view(torch.uint8)[1, 5] = 0x7F
+    exponents = torch.full((2, 1), 127, dtype=torch.uint8)
+    out = ops.sum_blocks(put(payload), put(exponents), put(torch.empty(BLOCK)))
+    assert out.isnan().nonzero().flatten().tolist() == [5]
+
+
+# gemm
+
+
+@on_gpu_only
+@pytest.mark.parametrize("a_format", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("b_format", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fast_accum", [False, True])
+@pytest.mark.parametrize("shape", [(16, 16, 16), (48, 80, 112), (512, 384, 1040)], ids=str)
+def test_gemm(a_format, b_format, fast_accum, shape):
+    m, n, k = shape
+    a = reference.quantize(torch.randn(m, k), a_format, torch.tensor(20.0))
+    b = reference.quantize(torch.randn(n, k), b_format, torch.tensor(3.0))
+    scales = torch.tensor(0.05), torch.tensor(1 / 3.0)
+    operands = put(a), put(b), put(scales[0]), put(scales[1])
+    if a_format is b_format is E5M2:
+        with pytest.raises(ValueError, match="E4M3"):
+            ops.gemm(*operands)
+        return
+    exact = (a.double() @ b.double().t()) * scales[0].double() * scales[1].double()
+
+    def error(got, expected=exact):
+        return ((got.cpu().double() - expected).norm() / expected.norm()).item()
+
+    assert error(reference.gemm(a, b, *scales, out_dtype=torch.float32)) < 1e-6
+    y = ops.gemm(*operands, fast_accum=fast_accum)
+    assert y.dtype == torch.bfloat16 and y.shape == (m, n) and error(y) < 5e-3
+    y = ops.gemm(*operands, fast_accum=fast_accum, out_dtype=torch.float32)
+    assert y.dtype == torch.float32 and error(y) < 3e-3
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.full((m, n), NAN, dtype=dtype, device=DEVICE)
+        assert ops.gemm(*operands, fast_accum=fast_accum, out=out) is out and error(out) < 5e-3
+    before = torch.randn(m, n)
+    out = put(before)
+    assert ops.gemm(*operands, fast_accum=fast_accum, out=out, accumulate=True) is out
+    assert error(out, before + exact) < 3e-3

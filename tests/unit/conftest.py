@@ -1,0 +1,43 @@
+"""Megatron's own argument parser, for tests of flags, on machines with and without a GPU."""
+
+import argparse
+
+import pytest
+
+from megatron_fp8 import config, cpu, stock_flags
+from megatron_fp8.config import add_fp8_arguments
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """Megatron's parser with our group, whose errors are ValueErrors."""
+    if cpu.needed():
+        cpu.install()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_fp8_arguments(add_megatron_arguments(parser))
+
+    def error(message):
+        raise ValueError(message)
+
+    parser.error = error
+    yield parser
+    cpu.uninstall()
+
+
+@pytest.fixture
+def parse(parser, monkeypatch):
+    def parse(*argv):
+        args = parser.parse_args(list(argv))
+        args.rank, args.world_size = 0, 1
+        return args
+
+    monkeypatch.setattr(stock_flags, "installed", lambda module: False)
+    return parse
+
+
+@pytest.fixture
+def everything_installed(parse, monkeypatch):
+    for module in (stock_flags, config):
+        monkeypatch.setattr(module, "installed", lambda module: True)

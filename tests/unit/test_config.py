@@ -1,0 +1,328 @@
+"""Flags to Fp8Config, with Megatron's own parser; shapes, machine and data; every mistake in one line."""
+
+import argparse
+import copy
+import dataclasses
+import json
+import random
+import re
+import sys
+
+import pytest
+from commands import MODEL, O1, error_of
+
+from megatron_fp8 import config as config_module
+from megatron_fp8.config import (
+    Fp8Config,
+    check_data_files,
+    check_device,
+    check_megatron_version,
+    config_from_args,
+)
+from megatron_fp8.level import CELLS
+from megatron_fp8.numerics.formats import E4M3, E5M2
+
+
+def test_without_a_level_nothing_happens(parse):
+    for argv in (
+        MODEL,
+        [*MODEL, "--fp8-level", "O0"],
+        [*MODEL, "--fp8-format", "hybrid", "--fp8-recipe", "mxfp8"],
+    ):
+        args = parse(*argv)
+        before = copy.deepcopy(vars(args))
+        assert config_from_args(args) is None
+        assert vars(args) == before
+
+
+def test_o1(parse):
+    args = parse(*O1)
+    before = copy.deepcopy(vars(args))
+    config = config_from_args(args)
+    assert vars(args) == before
+    assert dataclasses.asdict(config) == {
+        "level": "O1",
+        **{c.name: c.at("O1") for c in CELLS},
+        "forward_format": dataclasses.asdict(E4M3),
+        "grad_format": dataclasses.asdict(E5M2),
+        "recipe": "delayed",
+        "margin": 0,
+        "amax_history_len": 1,
+        "amax_compute_algo": "most_recent",
+        "wgrad": True,
+        "bf16_layers_start": 0,
+        "bf16_layers_end": 0,
+        "keep_transpose_cache": False,
+        "attention": "torch",
+        "masked_attention": False,
+        "tp_only_amax_red": False,
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.level = "O3"
+
+
+def test_cells_are_fields_of_the_config():
+    assert {c.name for c in CELLS} <= {f.name for f in dataclasses.fields(Fp8Config)}
+
+
+def test_cells_can_be_overridden(parse):
+    config = config_from_args(parse(*O1, "--fp8-gemm", "bf16", "--fp8-grad-reduce", "fp32"))
+    assert (config.gemm, config.grad_reduce) == ("bf16", "fp32")
+
+
+def test_attention_of_transformer_engine(parse, monkeypatch):
+    args = parse(*O1, "--fp8-attention", "te")
+    monkeypatch.setattr(config_module, "installed", lambda module: False)
+    assert error_of(config_from_args, args).startswith(
+        "--fp8-attention te: Transformer Engine is not installed"
+    )
+    monkeypatch.setattr(config_module, "installed", lambda module: True)
+    assert config_from_args(args).attention == "te"
+
+
+@pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no_level", "O0"])
+@pytest.mark.parametrize("flag", [*(c.flag for c in CELLS), "--fp8-attention"])
+def test_our_flags_need_a_level(flag, level, parse):
+    value = "torch" if flag == "--fp8-attention" else next(c for c in CELLS if c.flag == flag).available[0]
+    message = error_of(config_from_args, parse(*MODEL, *level, flag, value))
+    assert message.startswith(f"{flag} {value} with ")
+    assert "add --fp8-level O1, or remove it" in message
+
+
+@pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no_level", "O0"])
+@pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
+def test_stocks_silent_bf16_is_refused(fmt, level, parse):
+    argv = [*MODEL, *level, "--transformer-impl", "local", "--fp8-format", fmt]
+    message = error_of(config_from_args, parse(*argv))
+    assert message.startswith(f"--fp8-format {fmt} with --transformer-impl local")
+    assert "--fp8-level O1" in message
+    assert config_from_args(parse(*argv[: len(MODEL)], "--fp8-level", "O1", "--fp8-format", fmt))
+
+
+@pytest.mark.parametrize(
+    "flags, start",
+    [
+        ("--fp8-level O9", "--fp8-level O9: there is no such level; use one of O0, O1, O2, O3"),
+        ("--fp8-level O2", "--fp8-level O2: not available in this version"),
+        ("--fp8-level O3", "--fp8-level O3: not available in this version"),
+        ("--fp8-level O1 --fp8-master remainder", "--fp8-master remainder: not available in this version"),
+        ("--fp8-level O1 --fp8-attention flash", "--fp8-attention flash: no such value; use torch or te"),
+        ("--fp8-level O1 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: use 1 or more"),
+        (
+            "--fp8-level O1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 4",
+            "--num-layers-at-start-in-bf16 4 with --num-layers-at-end-in-bf16 1: ",
+        ),
+        (
+            "--fp8-level O1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 -1",
+            "--num-layers-at-start-in-bf16 1 with --num-layers-at-end-in-bf16 -1: ",
+        ),
+    ],
+)
+def test_mistakes(flags, start, parse):
+    assert error_of(config_from_args, parse(*MODEL, *flags.split())).startswith(start)
+
+
+def test_first_and_last_layers(parse):
+    counts = ["--num-layers-at-start-in-bf16", "3", "--num-layers-at-end-in-bf16", "0"]
+    config = config_from_args(parse(*O1, "--first-last-layers-bf16", *counts))
+    assert (config.bf16_layers_start, config.bf16_layers_end) == (3, 0)
+    config = config_from_args(parse(*O1, *counts))  # as in stock: without the switch the counts say nothing
+    assert (config.bf16_layers_start, config.bf16_layers_end) == (0, 0)
+
+
+def test_yaml_replaces_the_level(monkeypatch):
+    from_yaml = argparse.Namespace(yaml_cfg="run.yaml")
+    assert config_from_args(from_yaml) is None
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml", "--fp8-level", "O1"])
+    assert error_of(config_from_args, from_yaml).startswith("--yaml-cfg run.yaml: ")
+
+
+def test_our_arguments_reach_no_stock_config():
+    """Megatron fills its configs with every argument of the same name."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+
+    ours = {"fp8_level", "fp8_attention", *(c.dest for c in CELLS)}
+    for stock in (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
+        assert not ours & {f.name for f in dataclasses.fields(stock)}
+
+
+def test_help_lists_our_group(parser):
+    (group,) = [g for g in parser._action_groups if g.title == "megatron-fp8"]
+    flags = [a.option_strings[0] for a in group._group_actions]
+    assert flags == ["--fp8-level", *(c.flag for c in CELLS), "--fp8-attention"]
+    assert all(a.default is None for a in group._group_actions)
+
+
+# --- geometry
+
+
+@pytest.mark.parametrize(
+    "flags, start",
+    [
+        ("--hidden-size 100", "--hidden-size 100: not a multiple of 16"),
+        ("--ffn-hidden-size 100", "--ffn-hidden-size 100: not a multiple of 16"),
+        (
+            "--ffn-hidden-size 144 --tensor-model-parallel-size 2",
+            "--ffn-hidden-size 144: not a multiple of 32",
+        ),
+        ("--kv-channels 10", "--num-attention-heads 4: a linear of 40 is not a multiple of 16"),
+        (
+            "--kv-channels 4 --group-query-attention --num-query-groups 1",
+            "--num-query-groups 1: a linear of 24 is not a multiple of 16",
+        ),
+        ("--seq-length 7", "--seq-length 7 with --micro-batch-size 2: 14 tokens"),
+        ("--mlp-chunks-for-training 5", "--seq-length 96 with --micro-batch-size 2: 192 tokens in 5 part(s)"),
+    ],
+)
+def test_shapes_that_an_fp8_gemm_cannot_take(flags, start, parse):
+    args = parse(*O1, *flags.split())
+    assert error_of(config_from_args, args).startswith(start)
+    args.fp8_gemm = "bf16"
+    assert config_from_args(args).gemm == "bf16"
+
+
+def test_tokens_matter_to_the_fp8_weight_gradient_alone(parse):
+    assert config_from_args(parse(*O1, "--seq-length", "7", "--no-fp8-wgrad")).wgrad is False
+
+
+def test_context_parallelism_divides_the_tokens(parse, everything_installed):
+    flags = ["--fp8-attention", "te", "--context-parallel-size"]
+    assert config_from_args(parse(*O1, *flags, "4"))
+    assert "192 tokens in 8 part(s)" in error_of(config_from_args, parse(*O1, *flags, "8"))
+
+
+def test_linears_that_stay_in_bf16_may_have_any_shape(parse):
+    experts = ["--num-experts", "2", "--ffn-hidden-size", "100"]
+    assert config_from_args(parse(*O1, *experts))
+    assert "--ffn-hidden-size 100" in error_of(
+        config_from_args, parse(*O1, *experts, "--moe-layer-freq", "2")
+    )
+    assert config_from_args(parse(*O1, "--multi-latent-attention", "--kv-channels", "10"))
+
+
+def test_shapes_from_a_checkpoint_are_not_known_yet(parse):
+    args = parse(*O1)
+    args.hidden_size = args.num_attention_heads = args.num_layers = None
+    assert config_from_args(args)
+
+
+def test_geometry_is_every_dimension_of_every_gemm(parse):
+    rng, args = random.Random(0), parse(*O1)
+    for _ in range(3000):
+        tp, heads = rng.choice([1, 2, 4]), rng.choice([4, 8])
+        args.tensor_model_parallel_size, args.num_attention_heads = tp, heads
+        args.hidden_size = 8 * heads * rng.randint(1, 4)
+        args.kv_channels = rng.choice([None, 4, 8, 12, 16])
+        args.group_query_attention, args.num_query_groups = rng.random() < 0.5, rng.choice([1, 2, 4])
+        args.swiglu, args.attention_output_gate = rng.random() < 0.5, rng.random() < 0.3
+        args.ffn_hidden_size = rng.choice([None, 8 * rng.randint(1, 30)])
+        args.seq_length, args.micro_batch_size = rng.choice([20, 32, 64]), rng.randint(1, 4)
+
+        width = heads * (args.kv_channels or args.hidden_size // heads)
+        groups = args.num_query_groups if args.group_query_attention else heads
+        qkv = width * (2 if args.attention_output_gate else 1) + 2 * groups * width // heads
+        swiglu_default = int((4 * args.hidden_size * 2 / 3) / 64) * 64
+        ffn = args.ffn_hidden_size or (swiglu_default if args.swiglu else 4 * args.hidden_size)
+        sharded = (qkv, width, ffn)
+        tokens = args.seq_length * args.micro_batch_size
+        fits = args.hidden_size % 16 == 0 and tokens % 16 == 0 and all(s % (16 * tp) == 0 for s in sharded)
+        if fits:
+            assert config_from_args(args)
+        else:
+            error_of(config_from_args, args)
+
+
+# --- machine, version, data
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_gpus_with_fp8(capability):
+    check_device(capability)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (8, 6)])
+def test_gpus_without_fp8(capability):
+    message = error_of(check_device, capability)
+    assert "{}.{}".format(*capability) in message
+    assert "--fp8-level O0" in message
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.2", "0.19.10", "0.19.0rc1"])
+def test_known_megatron(version):
+    check_megatron_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", "0.1.9", "1.19.0", "0.190.0"])
+def test_unknown_megatron(version):
+    message = error_of(check_megatron_version, version)
+    assert message.startswith(f"megatron-core {version}: ")
+    assert "megatron-core==0.19.*" in message
+
+
+@pytest.fixture
+def data(tmp_path, parse):
+    """A parser without mock data, in whose flags @ is a directory with the data set "there"."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"there{suffix}").touch()
+    (tmp_path / "half.bin").touch()
+    (tmp_path / "blend").write_text("0.5 @/there\n0.5 @/gone\n".replace("@", str(tmp_path)))
+    splits = {"train": [f"{tmp_path}/there"], "valid": f"1 {tmp_path}/there", "test": [f"{tmp_path}/gone"]}
+    (tmp_path / "splits.json").write_text(json.dumps(splits))
+
+    def run(flags):
+        model = [a for a in MODEL if a != "--mock-data"]
+        return parse(*model, *flags.replace("@", str(tmp_path)).split())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--data-path @/there",
+        "--data-path 0.3 @/there 7 @/there",
+        "--data-path @/there @/there",
+        "--train-data-path @/there --valid-data-path 1 @/there",
+        "--data-path s3://bucket/gone",
+        "--data-args-path msc://profile/gone",
+        "--mock-data --data-path @/gone",
+        "--sft --data-path @/there.bin",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model owner/name",
+        "",
+    ],
+)
+def test_data_that_is_there(flags, data):
+    check_data_files(data(flags))
+
+
+@pytest.mark.parametrize(
+    "flags, flag, value",
+    [
+        ("--data-path @/gone", "--data-path", "gone"),
+        ("--data-path @/half", "--data-path", "half"),
+        ("--data-path @/there.bin", "--data-path", "there.bin"),
+        ("--data-path 0.3 @/there 7 @/gone", "--data-path", "gone"),
+        ("--data-path @/there @/there @/gone", "--data-path", "gone"),
+        ("--valid-data-path @/gone", "--valid-data-path", "gone"),
+        ("--data-args-path @/gone", "--data-args-path", "gone"),
+        ("--data-args-path @/blend", "--data-args-path", "gone"),
+        ("--per-split-data-args-path @/splits.json", "--per-split-data-args-path", "gone"),
+        ("--sft --data-path @/gone.jsonl", "--data-path", "gone.jsonl"),
+        ("--mock-data --vocab-file @/vocab.json", "--vocab-file", "vocab.json"),
+        ("--mock-data --tokenizer-type TikTokenizer --tokenizer-model gone", "--tokenizer-model", "gone"),
+        (
+            "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model ./gone",
+            "--tokenizer-model",
+            "./gone",
+        ),
+    ],
+)
+def test_data_that_is_missing(flags, flag, value, data):
+    args = data(flags)
+    message = error_of(check_data_files, args)
+    assert re.match(rf"{flag} (\S*/)?{re.escape(value)}: there is no ", message)
+    assert ("tools/prepare_data.py" in message) == ("such file" not in message)
+    args.rank = 1
+    check_data_files(args)

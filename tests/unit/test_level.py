@@ -1,0 +1,87 @@
+"""The levels' table: consistent in itself, and what is asked of it."""
+
+import pytest
+
+from megatron_fp8 import level
+from megatron_fp8.level import CELLS, LEVELS, missing, resolve
+
+FIRST = {  # O1 of the design, with gradients accumulated in FP32 in this version
+    "gemm": "fp8",
+    "grad_accum": "fp32",
+    "grad_reduce": "block",
+    "exp_avg": "fp32",
+    "exp_avg_sq": "fp32",
+    "master": "fp32",
+    "weight": "bf16",
+    "tp_gather": "bf16",
+    "tp_reduce_scatter": "bf16",
+    "partition": "even",
+}
+
+
+def test_every_value_of_a_level_is_known():
+    for cell in CELLS:
+        known = cell.available + cell.planned
+        assert len(set(known)) == len(known)
+        assert set(cell.levels) <= set(known)
+
+
+def test_names():
+    assert len({c.name for c in CELLS}) == len(CELLS)
+    cell = next(c for c in CELLS if c.name == "exp_avg_sq")
+    assert (cell.dest, cell.flag, cell.at("O1"), cell.at("O3")) == (
+        "fp8_exp_avg_sq",
+        "--fp8-exp-avg-sq",
+        "fp32",
+        "fp16",
+    )
+
+
+def test_o1():
+    assert resolve("O1", {}) == FIRST
+    assert resolve("O1", dict.fromkeys(FIRST)) == FIRST
+
+
+@pytest.mark.parametrize("cell, value", [("gemm", "bf16"), ("grad_reduce", "fp32"), ("gemm", "fp8")])
+def test_override(cell, value):
+    assert resolve("O1", {cell: value}) == {**FIRST, cell: value}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)
+def test_only_available_values_pass(cell):
+    for value in cell.available:
+        assert resolve("O1", {cell.name: value})[cell.name] == value
+    for value, why in [
+        *((v, "not available in this version") for v in cell.planned),
+        ("int4", "no such value"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            resolve("O1", {cell.name: value})
+        assert str(error.value) == f"{cell.flag} {value}: {why} (available: {', '.join(cell.available)})"
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+def test_a_level_with_missing_cells_is_refused_in_one_line(name):
+    with pytest.raises(ValueError) as error:
+        resolve(name, {})
+    message = str(error.value)
+    assert message.startswith(f"--fp8-level {name}: not available in this version (lacks ")
+    assert message.endswith("; use O1")
+    assert all(lack in message for lack in missing(name))
+    assert "\n" not in message
+
+
+def test_a_level_comes_alive_with_its_cells(monkeypatch):
+    complete = [
+        level.Cell(c.name, c.meaning, c.levels, available=c.available + c.planned, planned=()) for c in CELLS
+    ]
+    monkeypatch.setattr(level, "CELLS", tuple(complete))
+    for name in LEVELS[1:]:
+        assert missing(name) == []
+        assert resolve(name, {}) == {c.name: c.at(name) for c in complete}
+
+
+@pytest.mark.parametrize("name", ["O4", "o1", "", "O0", "1"])
+def test_unknown_level(name):
+    with pytest.raises(ValueError, match=rf"^--fp8-level {name}: .*use one of O0, O1, O2, O3$"):
+        resolve(name, {})

@@ -1,0 +1,295 @@
+"""ops/reference.py against exact arithmetic: everything later is compared with these functions."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from exact import INF, NAN, edges, magnitudes, random_floats, rounded, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_fp8.numerics import BLOCK, E4M3, E5M2
+from megatron_fp8.ops import reference
+from megatron_fp8.ops.reference import amax, gemm, quantize, quantize_blocks, sum_blocks, transpose
+
+formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+ONE = torch.tensor(1.0)
+
+
+def generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def payload(shape, fmt, seed: int = 1) -> torch.Tensor:
+    """Random finite codes of every magnitude."""
+    finite = torch.tensor([float(value) for value in magnitudes(fmt)])
+    finite = torch.cat([finite, -finite])
+    return finite[torch.randint(0, len(finite), shape, generator=generator(seed))].to(fmt.dtype)
+
+
+# amax
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (1000,)])
+def test_amax_is_the_largest_magnitude_as_float32(dtype, shape):
+    x = torch.randn(shape, generator=generator()).to(dtype)
+    got = amax(x)
+    assert got.shape == () and got.dtype == torch.float32
+    assert got.item() == max(abs(value) for value in x.flatten().tolist())
+
+
+@dtypes
+@pytest.mark.parametrize("position", [0, 50, 98])
+def test_amax_shows_the_non_finite(dtype, position):
+    x = torch.randn(99, generator=generator()).to(dtype)
+    for bad, expected in ((INF, INF), (-INF, INF), (NAN, NAN)):
+        x[position] = bad
+        assert same(amax(x), torch.tensor(expected))
+    x[(position + 1) % 99] = INF
+    assert amax(x).isnan()
+
+
+def test_amax_of_negative_values_of_zeros_and_of_denormals():
+    assert amax(torch.tensor([-3.0, -5.0])).item() == 5
+    assert same(amax(torch.tensor([-0.0, -0.0])), torch.tensor(0.0))
+    assert amax(torch.tensor([0.0, -(2.0**-149)])).item() == 2.0**-149
+
+
+# quantize
+
+
+@formats
+def test_quantize_rounds_every_edge_to_nearest_even(fmt):
+    x = edges(fmt)
+    expected = torch.tensor([rounded(value, fmt) for value in x.tolist()])
+    got = quantize(x, fmt, ONE)
+    assert got.dtype == fmt.dtype
+    assert same(got.float(), expected)
+
+
+@formats
+@settings(max_examples=200, deadline=None)
+@given(
+    x=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    scale=st.floats(2.0**-126, 2.0**126, width=32),
+)
+def test_quantize_any_float_at_any_scale(fmt, x, scale):
+    got = quantize(torch.tensor([x]), fmt, torch.tensor(scale))
+    product = torch.tensor(x) * torch.tensor(scale)  # rounded to float32, infinite where that overflows
+    expected = rounded(product.item(), fmt) if product.isfinite() else fmt.max
+    assert same(got.float(), torch.tensor([expected]).copysign(torch.tensor(x)))
+
+
+@formats
+def test_quantize_is_torchs_cast_in_range(fmt):
+    x = torch.randn(1 << 16, generator=generator()) * fmt.max / 3
+    x = torch.cat([x, x * fmt.smallest_subnormal / fmt.max])
+    inside = x.abs() <= fmt.max
+    assert not inside.all()
+    assert same(quantize(x, fmt, ONE)[inside], x[inside].to(fmt.dtype))
+
+
+@formats
+@dtypes
+@pytest.mark.parametrize("scale", [1.0, 2.0**-126, 2.0**120, 0.37])
+def test_quantize_keeps_the_non_finite_visible_and_saturates_the_rest(fmt, dtype, scale):
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([INF, -INF, NAN, largest, -largest, 0.0, -0.0, 1.0]).to(dtype)
+    got = quantize(x, fmt, torch.tensor(scale)).float()
+    infinity = INF if fmt is E5M2 else NAN
+    assert same(got[:3], torch.tensor([infinity, -infinity, NAN]))
+    assert same(got[5:7], torch.tensor([0.0, -0.0]))
+    expected = torch.tensor([largest * scale, -largest * scale, scale], dtype=torch.float64)
+    expected = [rounded(value, fmt) for value in expected.tolist()]
+    assert got[[3, 4, 7]].tolist() == expected
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quantize_scales_narrow_inputs_in_float32(fmt, dtype):
+    x = torch.randn(1000, generator=generator()).to(dtype)
+    scale = torch.tensor(33.3)
+    got = quantize(x, fmt, scale)
+    assert same(got, quantize(x.float(), fmt, scale))
+    assert not same(got, quantize((x * scale.to(dtype)).float(), fmt, ONE))
+
+
+@formats
+@pytest.mark.parametrize("shape", [(16, 32), (5, 3), (2, 3, 7), (4,), (1, 1)])
+def test_quantize_with_transpose(fmt, shape):
+    x = torch.randn(shape, generator=generator())
+    scale = torch.tensor(50.0)
+    got, got_t = quantize(x, fmt, scale, transpose=True)
+    assert same(got, quantize(x, fmt, scale))
+    rows = x.reshape(-1, shape[-1])
+    assert got_t.is_contiguous() and got_t.shape == (shape[-1], rows.shape[0])
+    assert same(got_t, quantize(rows, fmt, scale).t())
+
+
+def test_quantize_a_view_and_leave_the_input_alone():
+    x = torch.randn(8, 9, generator=generator())
+    before = x.clone()
+    got, got_t = quantize(x[1:, ::2].t(), E4M3, ONE, transpose=True)
+    assert got.is_contiguous() and got.shape == (5, 7)
+    assert same(got, quantize(x, E4M3, ONE)[1:, ::2].t())
+    assert same(got_t, got.t())
+    assert same(x, before)
+
+
+@dtypes
+def test_quantize_takes_the_amax_on_the_way(dtype):
+    x = torch.tensor([1.0, -3.0, 2.0]).to(dtype)
+    running = torch.tensor(2.0)
+    assert same(quantize(x, E4M3, ONE, amax_out=running), quantize(x, E4M3, ONE))
+    assert running.item() == 3
+    quantize(x / 4, E4M3, ONE, amax_out=running)
+    assert running.item() == 3
+    quantize(torch.tensor([1.0, -INF]).to(dtype), E4M3, ONE, amax_out=running)
+    assert running.item() == INF
+    quantize(torch.tensor([1.0, NAN]).to(dtype), E4M3, ONE, amax_out=running)
+    assert running.isnan()
+    quantize(x, E4M3, ONE, amax_out=running)
+    assert running.isnan()
+
+
+# transpose
+
+
+@formats
+@pytest.mark.parametrize("shape", [(16, 32), (1, 7), (33, 5)])
+def test_transpose(fmt, shape):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator())
+    got = transpose(codes.view(fmt.dtype))
+    assert got.is_contiguous() and got.dtype == fmt.dtype
+    assert torch.equal(got.view(torch.uint8), codes.t())
+    out = torch.empty(shape[::-1], dtype=fmt.dtype)
+    assert transpose(codes.view(fmt.dtype), out) is out
+    assert torch.equal(out.view(torch.uint8), codes.t())
+
+
+# gemm
+
+
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+def test_gemm_is_the_exact_sum_within_the_float32_bound(formats):
+    m, n, k = 3, 5, 48
+    a, b = payload((m, k), formats[0], 1), payload((n, k), formats[1], 2)
+    got = gemm(a, b, torch.tensor(0.5), torch.tensor(3.0), out_dtype=torch.float32)
+    assert got.shape == (m, n) and got.dtype == torch.float32
+    a_rows, b_rows = a.float().tolist(), b.float().tolist()
+    for i in range(m):
+        for j in range(n):
+            terms = [Fraction(p) * Fraction(q) for p, q in zip(a_rows[i], b_rows[j], strict=True)]
+            bound = (k + 1) * Fraction(2) ** -24 * sum(map(abs, terms)) * Fraction(3, 2)
+            assert abs(Fraction(got[i, j].item()) - sum(terms) * Fraction(3, 2)) <= bound
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 70), st.integers(0, 2**31))
+def test_gemm_of_small_integers_is_exact(m, n, k, seed):
+    a = torch.randint(-8, 9, (m, k), generator=generator(seed)).float()
+    b = torch.randint(-4, 5, (n, k), generator=generator(seed + 1)).float()
+    scales = torch.tensor(0.25), torch.tensor(2.0)
+    got = gemm(a.to(E4M3.dtype), b.to(E5M2.dtype), *scales, out_dtype=torch.float32)
+    assert torch.equal(got, 0.5 * (a.double() @ b.double().t()).float())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gemm_scales_in_float32_and_rounds_once(out_dtype):
+    a, b = payload((4, 32), E4M3, 1), payload((6, 32), E4M3, 2)
+    scales = torch.tensor(0.0123), torch.tensor(0.00321)
+    exact = gemm(a, b, *scales, out_dtype=torch.float32)
+    assert same(exact, (a.float() @ b.float().t()) * (scales[0] * scales[1]))
+    got = gemm(a, b, *scales, out_dtype=out_dtype)
+    assert same(got, exact.to(out_dtype))
+    out = torch.full((4, 6), 9.0, dtype=out_dtype)
+    assert gemm(a, b, *scales, out=out) is out
+    assert same(out, exact.to(out_dtype))
+
+
+def test_gemm_is_bfloat16_unless_told_and_fast_accum_changes_nothing():
+    a, b = payload((4, 32), E4M3, 1), payload((6, 32), E4M3, 2)
+    assert gemm(a, b, ONE, ONE).dtype == torch.bfloat16
+    assert same(gemm(a, b, ONE, ONE, fast_accum=True), gemm(a, b, ONE, ONE))
+
+
+def test_gemm_accumulates_into_out():
+    a, b = payload((4, 32), E5M2, 1), payload((6, 32), E4M3, 2)
+    scale = torch.tensor(1e-6)
+    out = torch.randn(4, 6, generator=generator())
+    before = out.clone()
+    assert gemm(a, b, scale, ONE, out=out, accumulate=True) is out
+    product = gemm(a, b, scale, ONE, out_dtype=torch.float32)
+    assert product.abs().max() > 0
+    assert same(out, before + product)
+
+
+def test_gemm_shows_the_non_finite():
+    a, b = payload((2, 16), E5M2, 1), torch.ones(3, 16).to(E4M3.dtype)
+    a[1, 3] = INF
+    assert gemm(a, b, ONE, ONE).isfinite().tolist() == [[True] * 3, [False] * 3]
+
+
+def test_gemm_refuses_e5m2_by_e5m2():
+    a = torch.ones(16, 16).to(E5M2.dtype)
+    with pytest.raises(ValueError, match="E5M2"):
+        gemm(a, a, ONE, ONE)
+
+
+# sum_blocks (quantize_blocks: test_blocks.py)
+
+
+def stacked(ranks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = [quantize_blocks(x) for x in ranks]
+    codes = torch.stack([block.payload.view(torch.uint8) for block in blocks]).view(E4M3.dtype)
+    return codes, torch.stack([block.exponents for block in blocks])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_sum_blocks_adds_in_rank_order_in_float32(ranks):
+    n = 6 * BLOCK
+    spread = torch.randint(-20, 20, (ranks, n // BLOCK, 1), generator=generator()).float().exp2()
+    x = (torch.randn(ranks, n // BLOCK, BLOCK, generator=generator()) * spread).view(ranks, n)
+    codes, exponents = stacked(list(x))
+    out = torch.full((n,), NAN)
+    assert sum_blocks(codes, exponents, out) is out
+    expected = np.zeros(n, dtype=np.float32)
+    for r in range(ranks):
+        expected = expected + quantize_blocks(x[r]).dequantize().numpy()
+    assert torch.equal(out, torch.from_numpy(expected))
+
+
+def test_sum_blocks_order_is_the_ranks():
+    big, small = torch.full((BLOCK,), 2.0**24), torch.full((BLOCK,), 1.0)
+    for order, expected in (([big, small, -big], 0.0), ([big, -big, small], 1.0)):
+        out = sum_blocks(*stacked(order), torch.empty(BLOCK))
+        assert set(out.tolist()) == {expected}
+
+
+def test_sum_blocks_shows_the_non_finite_and_takes_random_bits():
+    x = random_floats(4 * BLOCK, generator()).view(2, -1)
+    x = torch.where(x.abs() < 1e38, x, 0.0)
+    x[1, 5] = INF
+    codes, exponents = stacked(list(x))
+    out = sum_blocks(codes, exponents, torch.empty(2 * BLOCK))
+    assert out.isnan().nonzero().tolist() == [[5]]
+    alone = [quantize_blocks(row).dequantize() for row in x]
+    assert same(out, alone[0] + alone[1] + 0.0)
+
+
+# no host synchronisation
+
+
+def test_nothing_is_read_by_the_host():
+    with FakeTensorMode():  # raises where a value would have to be known
+        x = torch.randn(BLOCK, BLOCK)
+        q, q_t = quantize(x, E4M3, amax(x), transpose=True, amax_out=torch.zeros(()))
+        gemm(q, q_t, amax(x), amax(x), out=torch.empty(BLOCK, BLOCK), accumulate=True)
+        blocks = quantize_blocks(x.flatten(), rounding="stochastic", noise=torch.rand(BLOCK * BLOCK))
+        out = sum_blocks(blocks.payload[None], blocks.exponents[None], torch.empty(BLOCK * BLOCK))
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            reference.amax(out).item()

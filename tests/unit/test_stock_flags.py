@@ -1,0 +1,224 @@
+"""Stock Megatron's flags under a level: every row of the table, with Megatron's own parser."""
+
+import copy
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import O1, error_of
+
+from megatron_fp8 import stock_flags
+from megatron_fp8.config import adapt_stock_args, config_from_args
+from megatron_fp8.level import CELLS
+from megatron_fp8.stock_flags import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, plain
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ADD_ONS = {  # flags that Megatron has only where another package is installed
+    "--kitchen-config-file",
+    "--kitchen-recipe-number",
+    "--modelopt-enabled",
+    "--export-kd-teacher-load",
+}
+LOOKS_NUMERIC = re.compile("fp8|fp4|mxfp|nvfp|amax|quant|kitchen|precision|wgrad|-dtype|bf16|fp16")
+COMPANIONS = {  # what a flag needs beside it to have an effect
+    "--num-layers-at-start-in-bf16": ["--first-last-layers-bf16"],
+    "--num-layers-at-end-in-bf16": ["--first-last-layers-bf16"],
+}
+
+
+def samples(row, parser, parse):
+    """Parsed command lines to which the row applies; with torch's attention if there are any."""
+    if row.flag in ADD_ONS:
+        args = parse(*O1)
+        setattr(args, row.dest, 3)
+        return [args]
+    action = parser._option_string_actions[row.flag]
+    if action.nargs == 0:
+        values = [[row.flag], []]
+    else:
+        values = [[row.flag, plain(v)] for v in action.choices or ("3", "0.25", "x", "attn", "moe_act")]
+    found = []
+    for attention in ("torch", "te"):
+        for value in values if not found else ():
+            base = [*(a for a in O1 if a != row.flag), *COMPANIONS.get(row.flag, [])]
+            try:
+                args = parse(*base, "--fp8-attention", attention, *value)
+            except (ValueError, KeyError):  # not a value of this flag
+                continue
+            if row.when.test(getattr(args, row.dest), args):
+                found.append(args)
+    assert found
+    return found
+
+
+def of(verdict):
+    rows = [row for row in TABLE if row.verdict == verdict]
+    return pytest.mark.parametrize(
+        "row", rows, ids=[f"{r.flag}-{r.when.text}".replace(" ", "_") for r in rows]
+    )
+
+
+def test_table_names_stock_flags(parser):
+    for row in TABLE:
+        if row.flag not in ADD_ONS:
+            assert parser._option_string_actions[row.flag].dest == row.dest
+    assert set(IRRELEVANT) <= set(parser._option_string_actions)
+    assert not set(IRRELEVANT) & {row.flag for row in TABLE}
+
+
+def test_every_stock_flag_that_looks_numeric_is_classified(parser):
+    ours = {"--fp8-level", "--fp8-attention", *(c.flag for c in CELLS)}
+    classified = ours | {row.flag for row in TABLE} | set(IRRELEVANT)
+    missing = [
+        action.option_strings
+        for action in parser._actions
+        if LOOKS_NUMERIC.search(" ".join(action.option_strings))
+        and not classified & set(action.option_strings)
+    ]
+    assert missing == []
+
+
+@of(REFUSED)
+def test_refused(row, parser, parse, monkeypatch):
+    found = samples(row, parser, parse)
+    for args in found:
+        message = error_of(config_from_args, args)
+        value = getattr(args, row.dest)
+        assert message.startswith(row.flag)
+        assert message.endswith(f": {row.note}")
+        if value is not None and not isinstance(value, bool):
+            assert f"{row.flag} {plain(value)}: " in message
+    if row.missing:
+        monkeypatch.setattr(stock_flags, "installed", lambda module: True)
+        assert config_from_args(found[0])
+
+
+@of(HONOURED)
+def test_honoured(row, parser, parse, everything_installed):
+    companions = COMPANIONS.get(row.flag, [])
+    without = config_from_args(parse(*O1, *companions))
+    shown = set()
+    for args in samples(row, parser, parse):
+        before = getattr(args, row.dest)
+        config = config_from_args(args)
+        adapt_stock_args(args, config)
+        if row.field:
+            shown.add(getattr(config, row.field))
+        else:
+            assert getattr(args, row.dest) == before
+    if row.field:
+        assert shown - {getattr(without, row.field)}
+
+
+@of(ADAPTED)
+def test_adapted(row, parser, parse, monkeypatch):
+    for args in samples(row, parser, parse):
+        config = config_from_args(args)
+        shown = row.shown(args)
+        lines = adapt_stock_args(args, config)
+        assert plain(getattr(args, row.dest)) == plain(row.to)
+        assert [line for line in lines if shown in line and line.endswith(f": {row.note}")]
+        assert not row.field or getattr(config, row.field)
+        again = copy.copy(args)
+        adapt_stock_args(again, config)
+        assert vars(again) == vars(args)
+    if row.missing:
+        monkeypatch.setattr(stock_flags, "installed", lambda module: True)
+        args = samples(row, parser, parse)[0]
+        before = getattr(args, row.dest)
+        adapt_stock_args(args, config_from_args(args))
+        assert getattr(args, row.dest) == before
+
+
+@of(NOTED)
+def test_noted(row, parser, parse):
+    for args in samples(row, parser, parse):
+        before = getattr(args, row.dest)
+        config = config_from_args(args)
+        assert [line for line in adapt_stock_args(args, config) if row.flag in line and row.note in line]
+        assert getattr(args, row.dest) == before
+        assert not row.field or getattr(config, row.field)
+
+
+def test_missing_kernels_take_one_log_line(parse):
+    args = parse(*O1, "--moe-permute-fusion", "--position-embedding-type", "rope")
+    lines = adapt_stock_args(args, config_from_args(args))
+    (line,) = [line for line in lines if "not installed" in line]
+    for name in (
+        "gradient-accumulation-fusion",
+        "masked-softmax-fusion",
+        "rope-fusion",
+        "--moe-permute-fusion",
+    ):
+        assert name in line
+
+
+COMMANDS = {  # stock commands, as written for Transformer Engine and apex: (world size, flags)
+    "dense": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --fp8-format hybrid --swiglu "
+        "--position-embedding-type rope --normalization RMSNorm --attention-backend flash "
+        "--group-query-attention --num-query-groups 2 --disable-bias-linear --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion "
+        "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max --first-last-layers-bf16",
+    ),
+    "experts": (
+        2,
+        "--num-experts 4 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --fp8-format e4m3 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --moe-router-padding-for-fp8 "
+        "--disable-bias-linear",
+    ),
+    "pipeline": (
+        2,
+        "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --fp8-format hybrid "
+        "--fp8-recipe tensorwise --untie-embeddings-and-output-weights",
+    ),
+    "graphs": (
+        1,
+        "--enable-cuda-graph --te-rng-tracker --cross-entropy-fusion-impl te --use-te-activation-func",
+    ),
+    "local": (1, "--transformer-impl local --attention-backend local --apply-layernorm-1p"),
+    "latent": (1, "--multi-latent-attention --mla-down-proj-fusion --position-embedding-type rope"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_stock_commands_pass_stock_validation(command, parse, monkeypatch):
+    from megatron.training.arguments import core_transformer_config_from_args, validate_args
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    world_size, flags = COMMANDS[command]
+    args = parse(*O1, *flags.split())
+    args.world_size = world_size
+    adapt_stock_args(args, config_from_args(args))
+    validate_args(args)
+    transformer = core_transformer_config_from_args(args)
+    assert transformer.fp8 is None
+    assert transformer.transformer_impl == "local"
+
+
+def test_flags_page_is_fresh():
+    tool = [sys.executable, "tools/make_flags_doc.py", "--check"]
+    done = subprocess.run(tool, cwd=REPOSITORY, capture_output=True, text=True, env={"PYTHONPATH": "."})
+    assert done.returncode == 0, done.stderr
+
+
+def test_stale_flags_page_is_found(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location(
+        "make_flags_doc", REPOSITORY / "tools" / "make_flags_doc.py"
+    )
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "flags.md")
+    monkeypatch.setattr(sys, "argv", ["make_flags_doc.py", "--check"])
+    assert tool.main() == 1
+    tool.PAGE.write_text(tool.page() + "edited by hand\n")
+    assert tool.main() == 1
+    monkeypatch.setattr(sys, "argv", ["make_flags_doc.py"])
+    assert tool.main() == 0
+    monkeypatch.setattr(sys, "argv", ["make_flags_doc.py", "--check"])
+    assert tool.main() == 0

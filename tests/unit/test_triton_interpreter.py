@@ -1,0 +1,52 @@
+"""The Triton kernels without a GPU: the tests of tests/gpu/test_ops_cuda.py through Triton's interpreter.
+
+Run in a process of its own, since triton decides at its import whether to interpret. The interpreter's float
+conversions round halves up, lose carries and break FP8 subnormals, so they are replaced by torch's, made to
+saturate as PTX's cvt.satfinite does. What only a GPU can show: that instruction itself, and the GEMM.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parents[1] / "gpu" / "test_ops_cuda.py"
+
+
+def test_kernels_agree_with_the_reference():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+def main() -> int:
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    types = {
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+        tl.bfloat16: torch.bfloat16,
+        tl.float16: torch.float16,
+        tl.float32: torch.float32,
+    }
+
+    def convert(data, source, target, rounding):
+        values = torch.from_numpy(data.copy()).view(types[source]).float()
+        if types[target].itemsize == 1:
+            largest = torch.finfo(types[target]).max
+            values = values.clamp(-largest, largest)
+        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[types[target].itemsize]
+        return values.to(types[target]).view(bits).numpy()
+
+    interpreter._convert_float = convert
+    return pytest.main([str(GPU_TESTS), "-q", "-p", "no:cacheprovider"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Run a training script under torchrun and read what it prints, for the demo and the tests."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_STEP = re.compile(
+    r"iteration +(?P<iteration>\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): (?P<milliseconds>[\d.]+) "
+    r".*\| lm loss: (?P<loss>\S+) \|.*\| grad norm: (?P<grad_norm>\S+) \|"
+    r".* number of skipped iterations: +(?P<skipped>\d+) \|"
+)
+_VALIDATION = re.compile(r"validation loss at iteration \d+ .*\| lm loss value: (\S+) \|")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What Megatron logs of an iteration that was not skipped (--log-interval 1)."""
+
+    iteration: int
+    loss: float
+    grad_norm: float
+    skipped: int  # iterations skipped since the line before
+    milliseconds: float
+
+
+def parse_step(line: str) -> Step | None:
+    """The iteration that a line of Megatron's log reports, if it is such a line."""
+    match = _STEP.search(line)
+    if match is None:
+        return None
+    number = match.groupdict()
+    return Step(
+        int(number["iteration"]),
+        float(number["loss"]),
+        float(number["grad_norm"]),
+        int(number["skipped"]),
+        float(number["milliseconds"]),
+    )
+
+
+def parse_validation(line: str) -> float | None:
+    """The loss in a line of Megatron's log that reports an evaluation, if it is such a line."""
+    match = _VALIDATION.search(line)
+    return float(match[1]) if match else None
+
+
+class RunFailed(RuntimeError):
+    """A run that ended with an error or ran out of time; `code` is its exit code (negative: the signal)."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+def torchrun(
+    nproc: int,
+    command: list[str],
+    log: Path,
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> list[str]:
+    """Run `command` (a script and its flags, or -m and a module) in `nproc` processes of this machine.
+
+    Args:
+        log: file for everything that the processes print.
+        timeout: seconds, after which the whole process group is killed.
+        env: variables to set beside those of this process.
+        on_line: called with every line as it comes.
+
+    Returns the lines printed. Raises RunFailed, with the end of the output and the name of the log.
+    """
+    # --standalone finds a free port by itself; the default host name need not be one that resolves.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "--nproc-per-node", str(nproc), *command],
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # its own process group, which can be killed as a whole
+    )
+    timed_out = threading.Event()
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def give_up() -> None:
+        timed_out.set()
+        kill()
+
+    timer = threading.Timer(timeout, give_up)
+    timer.start()
+    lines: list[str] = []
+    try:
+        with log.open("w") as file:
+            for line in process.stdout or ():
+                file.write(line)
+                file.flush()
+                lines.append(line.rstrip("\n"))
+                if on_line is not None:
+                    on_line(lines[-1])
+        code = process.wait()
+    finally:
+        timer.cancel()
+        kill()  # whatever is left, also when this process was interrupted
+    if timed_out.is_set():
+        raise RunFailed(f"killed after {timeout:.0f} s\n{_end(lines)}\nfull log: {log}", code)
+    if code != 0:
+        raise RunFailed(f"exit code {code}\n{_end(lines)}\nfull log: {log}", code)
+    return lines
+
+
+def _end(lines: list[str], count: int = 25) -> str:
+    """The last lines before torchrun's own report of the failure, which says nothing of its cause."""
+    own = (i for i, line in enumerate(lines) if "torch/distributed/elastic/multiprocessing/api.py" in line)
+    return "\n".join(lines[: next(own, len(lines))][-count:])

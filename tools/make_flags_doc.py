@@ -1,0 +1,114 @@
+"""Write docs/flags.md from the code.
+
+python tools/make_flags_doc.py            write it
+python tools/make_flags_doc.py --check    exit 1 if it is not what the code says
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_fp8.config import add_fp8_arguments
+from megatron_fp8.level import CELLS, LEVELS, missing
+from megatron_fp8.stock_flags import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, Row
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+INTRODUCTION = """\
+# Flags
+
+*Written by `python tools/make_flags_doc.py` from level.py, config.py and stock_flags.py: change those.*
+
+A run is stock Megatron-LM until it has `--fp8-level`. A level fills every cell of the table below; the flag
+named after a cell changes that cell alone. A cell that this version lacks is refused, never replaced.
+"""
+O1_NOTE = """\
+O1 accumulates weight gradients in FP32 in this version. Its design is FP8 storage, which will be the default
+once it is available; on the wire they are FP8 blocks already.
+"""
+STOCK = {
+    HONOURED: "Honoured: with the meaning they have in stock",
+    NOTED: "Honoured, with a line in the log about what the level does not reach",
+    ADAPTED: "Changed, with a line in the log: the result is the same",
+    REFUSED: "Refused, with the remedy",
+}
+STOCK_INTRODUCTION = """\
+## Stock flags under a level
+
+A flag that is in none of these tables does not touch precision, the linears, gradients, weights or the
+optimizer, and works as in stock. Without a level, one thing is refused: `--fp8-format` together with
+`--transformer-impl local`, with which stock Megatron trains in BF16 and does not say so.
+"""
+IRRELEVANT_INTRODUCTION = """\
+## Stock flags that sound like these and that no level meets
+"""
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    lines = [list(head), ["---"] * len(list(head)), *map(list, body)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def levels() -> str:
+    head = ("cell", "flag", "what", *LEVELS, "available", "planned")
+    body = (
+        (c.name, f"`{c.flag}`", c.meaning, "stock", *c.levels, ", ".join(c.available), ", ".join(c.planned))
+        for c in CELLS
+    )
+    lacking = [level for level in LEVELS[1:] if missing(level)]
+    status = "".join(
+        f"\n{level} is not available yet: it lacks {', '.join(missing(level))}." for level in lacking
+    )
+    return table(head, body) + status + "\n"
+
+
+def own_flags() -> str:
+    parser = add_fp8_arguments(argparse.ArgumentParser(add_help=False))
+    return table(
+        ("flag", "values", "meaning"),
+        ((f"`{a.option_strings[0]}`", a.metavar, a.help) for a in parser._actions),
+    )
+
+
+def stock_flags(verdict: str) -> str:
+    def when(row: Row) -> str:
+        return row.when.text + (f", where `{row.missing}` is not installed" if row.missing else "")
+
+    def change(row: Row) -> str:
+        return row.note + (f" (`{row.field}` of Fp8Config)" if row.field else "")
+
+    head = ("flag", "when", "remedy" if verdict == REFUSED else "under a level")
+    return table(head, ((f"`{r.flag}`", when(r), change(r)) for r in TABLE if r.verdict == verdict))
+
+
+def page() -> str:
+    """The text of docs/flags.md."""
+    parts = [
+        INTRODUCTION,
+        "## Levels\n",
+        levels(),
+        O1_NOTE,
+        "## Our flags\n",
+        own_flags(),
+        STOCK_INTRODUCTION,
+    ]
+    for verdict, title in STOCK.items():
+        parts += [f"### {title}\n", stock_flags(verdict)]
+    reasons = ((f"`{flag}`", reason) for flag, reason in IRRELEVANT.items())
+    return "\n".join([*parts, IRRELEVANT_INTRODUCTION, table(("flag", "why"), reasons)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
+    if not parser.parse_args().check:
+        PAGE.write_text(page())
+    elif not PAGE.exists() or PAGE.read_text() != page():
+        print(f"{PAGE.name} is stale: run python tools/make_flags_doc.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
