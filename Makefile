@@ -4,7 +4,6 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := megatron_fp8 tools tests setup.py pretrain_gpt_fp8.py
 # Python 3.12 by its own name, through pyenv, or as the default python3; the first that really is 3.12.
 FIND_PYTHON = for p in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin/python" python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done
@@ -26,7 +25,7 @@ test-slow: $(READY) ## every test, the slow ones too (nightly)
 	@$(BIN)/python -m pytest
 
 lint: $(READY) ## ruff and mypy
-	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff check
 	@$(BIN)/mypy
 
 venv: $(READY) ## only the environment, in .venv

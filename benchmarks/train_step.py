@@ -79,7 +79,7 @@ def run(system: str, args) -> dict:
         "tflops": statistics.median(tflops[args.warmup : -2]) if tflops else 0.0,
         "gb": float(memory[-1][0]) / 1e3 if memory else 0.0,
         "gb_peak": float(memory[-1][1]) / 1e3 if memory else 0.0,
-        "loss": float(loss[-1]),
+        "loss": float(loss[-1]) if loss else float("nan"),
         "profile": json.loads(profile[1]) if profile else {},
         "seconds": time.time() - began,
     }

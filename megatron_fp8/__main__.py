@@ -5,35 +5,10 @@
 The script may lie in a Megatron-LM checkout, whose megatron package then comes first, or anywhere else.
 """
 
-import os
-import runpy
 import sys
 
-from megatron_fp8.entry import hide_missing_package_warnings, one_line_errors
-
-USAGE = "usage: python -m megatron_fp8 SCRIPT [the script's flags] [--fp8-level LEVEL]"
-
-
-def main(argv: list[str]) -> None:
-    """Install the plugin and run the script argv[0] as __main__ with argv[1:] as its arguments.
-
-    Raises ValueError for a script that is not there.
-    """
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
-        return
-    if not os.path.isfile(argv[0]):
-        raise ValueError(f"{argv[0]}: no such script; {USAGE}")
-    # What Python does for `python SCRIPT`. Before the plugin imports Megatron: a checkout's own must win.
-    sys.argv = argv
-    sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
-    hide_missing_package_warnings()
-    from megatron_fp8.plugin import install
-
-    install()
-    runpy.run_path(argv[0], run_name="__main__")
-
+from .entry import one_line_errors, run_script
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(sys.argv[1:])
+        run_script(sys.argv[1:])

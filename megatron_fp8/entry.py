@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import sys
 import time
 import warnings
@@ -17,6 +18,27 @@ from types import TracebackType
 
 # A ValueError from here is a bug of ours, not a user's mistake: it keeps its traceback.
 _INTERNAL = ("megatron_fp8.numerics", "megatron_fp8.ops", "megatron_fp8.comm")
+
+
+def run_script(argv: list[str]) -> None:
+    """Install the plugin and run the script argv[0] as __main__ with argv[1:] as its arguments.
+
+    Raises ValueError for a script that is not there.
+    """
+    usage = "usage: python -m megatron_fp8 SCRIPT [the script's flags] [--fp8-level LEVEL]"
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage)
+        return
+    if not os.path.isfile(argv[0]):
+        raise ValueError(f"{argv[0]}: no such script; {usage}")
+    # What Python does for `python SCRIPT`. Before the plugin imports Megatron: a checkout's own must win.
+    sys.argv = argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+    hide_missing_package_warnings()
+    from .plugin import install
+
+    install()
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 @contextlib.contextmanager
@@ -38,8 +60,9 @@ def one_line_errors() -> Iterator[None]:
         print(line, file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun ends with a long report of its own: this puts the line into it, as the root cause
+            details = {"py_callstack": line, "timestamp": str(int(time.time()))}
             with open(report, "w") as file:
-                json.dump({"message": line, "timestamp": str(int(time.time()))}, file)
+                json.dump({"message": {"message": line, "extraInfo": details}}, file)
         sys.exit(2)
 
 
@@ -54,21 +77,18 @@ def _is_users_mistake(traceback: TracebackType | None) -> bool:
 
 def hide_missing_package_warnings() -> None:
     """Silence what Megatron says on import, module after module, of optional packages that are not needed."""
-    absent = r"(Transformer Engine and Apex are|Apex is|absl\.logging is) not installed|Only transformer-engine"
+    absent = r"(Transformer Engine and Apex|Apex|absl.logging) (are|is) not installed|Only transformer-eng"
     warnings.filterwarnings("ignore", message=absent, category=UserWarning)
 
 
 def escape_bad_help(parser: argparse.ArgumentParser) -> None:
     """Make `--help` work where a help text holds a bare % (megatron-core 0.19.2 has some).
 
-    argparse expands help texts with the % operator: a bare % is a format error, and %(default)s is not.
+    argparse expands help texts with the % operator, which knows %(name)s and %%. Idempotent.
     """
     for action in parser._actions:
         if action.help:
-            try:
-                action.help % {**vars(action), "prog": parser.prog}
-            except (KeyError, TypeError, ValueError):
-                action.help = re.sub(r"%(?![(%])", "%%", action.help)
+            action.help = re.sub(r"%(%|\()?", lambda found: found[0] if found[1] else "%%", action.help)
 
 
 def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:

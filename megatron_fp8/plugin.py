@@ -9,7 +9,8 @@ What is hooked, and why not something more official:
                                                 level changes.  `extra_args_provider` cannot do the second.
     GPTModel.__init__                           exchanges the layer spec.  GPTModelConfig.builder is official, but
                                                 scripts with a model_provider never look at it; both end here.
-    training.training.get_megatron_optimizer    appends our part to the optimizer chain.
+    training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
+                                                MEGATRON_FP8_REPORT, at every level).
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py.
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
@@ -17,6 +18,7 @@ The second and third are installed only when a run asks for a level: without one
 bit stock Megatron's.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -78,9 +80,15 @@ def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], paramet
 
 
 def _log(lines: list[str]) -> None:
+    """Print each line once, on rank 0 (Megatron parses its arguments more than once)."""
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
-            print(f"[fp8] {line}", flush=True)
+            _print_once(f"[fp8] {line}")
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print(line, flush=True)
 
 
 def _parse_args(stock: Callable) -> Callable:
@@ -100,23 +108,25 @@ def _parse_args(stock: Callable) -> Callable:
             if not cpu.needed():
                 check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
             _log(adapt_stock_args(args, config))
-            _hook_training(config)
+            _hook_model(config)
+        if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
+            _hook_optimizer(config)
         return args
 
     return parse_args
 
 
-def _hook_training(fp8: Fp8Config) -> None:
-    import megatron.training.training as training
+def _hook_model(fp8: Fp8Config) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
-    _rebind(
-        training,
-        "get_megatron_optimizer",
-        _get_megatron_optimizer(fp8),
-        "config model_chunks config_overrides",
-    )
+
+
+def _hook_optimizer(fp8: Fp8Config | None) -> None:
+    import megatron.training.training as training
+
+    parameters = "config model_chunks config_overrides"
+    _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8), parameters)
 
 
 def _gpt_model_init(fp8: Fp8Config):
@@ -141,13 +151,18 @@ def _gpt_model_init(fp8: Fp8Config):
     return make
 
 
-def _get_megatron_optimizer(fp8: Fp8Config):
+def _get_megatron_optimizer(fp8: Fp8Config | None):
     from .engine.build import build_optimizer
+    from .engine.report import measure, summary, write_at_exit
 
     def make(stock):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
-            return build_optimizer(fp8, chain, config, model_chunks, config_overrides)
+            if fp8 is not None:
+                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
+                chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
+            write_at_exit(model_chunks, chain)
+            return chain
 
         return get_megatron_optimizer
 

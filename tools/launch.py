@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -11,23 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
-_STEP = re.compile(
-    r"iteration +(?P<iteration>\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): (?P<milliseconds>[\d.]+) "
-    r".*\| lm loss: (?P<loss>\S+) \|.*\| grad norm: (?P<grad_norm>\S+) \|"
-    r".* number of skipped iterations: +(?P<skipped>\d+) \|"
-)
+_STEP = re.compile(r" iteration +(\d+)/ *\d+ \|")
+_FIELD = re.compile(r"([^|:]+): +(\S+) \|")
 _VALIDATION = re.compile(r"validation loss at iteration \d+ .*\| lm loss value: (\S+) \|")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What Megatron logs of an iteration that was not skipped (--log-interval 1)."""
+    """What Megatron logs of an iteration (--log-interval 1)."""
 
     iteration: int
-    loss: float
+    loss: float  # nan, as the norm, where the iteration was skipped
     grad_norm: float
-    skipped: int  # iterations skipped since the line before
+    skipped: int  # 1 where the iteration was skipped
     milliseconds: float
 
 
@@ -36,13 +34,13 @@ def parse_step(line: str) -> Step | None:
     match = _STEP.search(line)
     if match is None:
         return None
-    number = match.groupdict()
+    fields = {name.strip(): value for name, value in _FIELD.findall(line, match.end())}
     return Step(
-        int(number["iteration"]),
-        float(number["loss"]),
-        float(number["grad_norm"]),
-        int(number["skipped"]),
-        float(number["milliseconds"]),
+        int(match[1]),
+        float(fields.get("lm loss", "nan")),
+        float(fields.get("grad norm", "nan")),
+        int(fields["number of skipped iterations"]),
+        float(fields["elapsed time per iteration (ms)"]),
     )
 
 
@@ -73,7 +71,7 @@ def torchrun(
 
     Args:
         log: file for everything that the processes print.
-        timeout: seconds, after which the whole process group is killed.
+        timeout: seconds, after which every process of the run is killed.
         env: variables to set beside those of this process.
         on_line: called with every line as it comes.
 
@@ -90,17 +88,12 @@ def torchrun(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # its own process group, which can be killed as a whole
     )
     timed_out = threading.Event()
 
-    def kill() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
     def give_up() -> None:
         timed_out.set()
-        kill()
+        _kill_family(process)
 
     timer = threading.Timer(timeout, give_up)
     timer.start()
@@ -116,12 +109,21 @@ def torchrun(
         code = process.wait()
     finally:
         timer.cancel()
-        kill()  # whatever is left, also when this process was interrupted
+        _kill_family(process)  # if it still runs: this process was interrupted
     if timed_out.is_set():
         raise RunFailed(f"killed after {timeout:.0f} s\n{_end(lines)}\nfull log: {log}", code)
     if code != 0:
         raise RunFailed(f"exit code {code}\n{_end(lines)}\nfull log: {log}", code)
     return lines
+
+
+def _kill_family(process: subprocess.Popen) -> None:
+    """Kill a process and all that descend from it; torchrun gives each worker its own process group."""
+    if process.poll() is None:
+        parent = psutil.Process(process.pid)
+        for member in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
 
 
 def _end(lines: list[str], count: int = 25) -> str:

@@ -14,7 +14,8 @@ Without a distributed optimizer an all-gather follows; its payload is quantised 
 included, takes the dequantised values, so all replicas stay bitwise equal.
 
 Idea of all-to-all plus local sum: Megatron's reduce_scatter_with_fp32_accumulation (in BF16) and ZeRO++
-(arXiv 2306.10209, INT8).  `sent_bytes` counts what left this rank, by kind.
+(arXiv 2306.10209, INT8).  `sent_bytes` counts what left this rank in this
+step, by kind.
 
 A buffer here is flat FP32 of R * n elements, n a multiple of 128; rank j owns elements [j*n, (j+1)*n).
 """

@@ -47,7 +47,7 @@ def load_engine_state(groups: list[WeightGroup], adam, state: dict) -> None:
     index = 0
     for group in groups:
         shards = _shards(group, adam)
-        for weight, start, end in group.spans:
+        for _, start, end in group.spans:
             lo, hi = max(start, group.shard.start), min(end, group.shard.stop)
             if lo < hi:
                 for name in STATES:

@@ -16,6 +16,7 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.utils import get_model_config
 
+from ..comm.reduce import sent_bytes
 from ..layers.linear import Fp8Weight
 from .checkpoint import (
     load_engine_state,
@@ -47,7 +48,7 @@ class EngineOptimizer(MegatronOptimizer):
         adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
         on_gpu = groups[0].weight.is_cuda
         inner = adam(
-            [{**o, "params": [g.master]} for g, o in zip(groups, options)],
+            [{**o, "params": [g.master]} for g, o in zip(groups, options, strict=True)],
             lr=config.lr,
             weight_decay=config.weight_decay,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -62,6 +63,7 @@ class EngineOptimizer(MegatronOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step."""
+        sent_bytes.clear()
         for group in self.groups:
             group.begin_step()
 
@@ -125,11 +127,15 @@ class EngineOptimizer(MegatronOptimizer):
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
-    """Megatron's chain, with our part last, that skips a step whose gradient norm is not finite."""
+    """Megatron's chain, with our part last, that skips a step whose gradient norm is not finite.
+
+    `after_first_step` is called once, when all state is allocated.
+    """
 
     def __init__(self, stock: list[MegatronOptimizer], engine: EngineOptimizer):
         super().__init__([*stock, engine])
         self.engine = engine
+        self.after_first_step = lambda: None
         self._norm = 0.0
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
@@ -147,15 +153,28 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
                 for state in part.optimizer.state.values():
                     state["step"] = step.clone()
 
-    def get_grad_norm(self):
-        self._norm = super().get_grad_norm()
+    def get_grad_norm(self) -> float:
+        """Stock's global L2 norm, asking the host once.
+
+        Without Transformer Engine or apex, stock's own asks once a parameter.
+        """
+        if self.grads_states_parallel_group_is_shared():
+            grads = [g for part in self.chained_optimizers for g in part.get_grads_for_grad_norm()]
+            square = torch.stack(torch._foreach_norm(grads)).square().sum().view(1)
+            torch.distributed.all_reduce(square, group=self.get_grad_stats_parallel_group())
+            self._norm = square.item() ** 0.5
+        else:
+            self._norm = float(super().get_grad_norm())
         return self._norm
 
     def step_with_ready_grads(self) -> bool:
         if not math.isfinite(self._norm):
             self.engine.skip()
             return False
-        return super().step_with_ready_grads()
+        success = super().step_with_ready_grads()
+        self.after_first_step()
+        self.after_first_step = lambda: None
+        return success
 
 
 def _allocate_state(adam) -> None:

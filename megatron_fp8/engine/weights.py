@@ -43,7 +43,7 @@ class WeightGroup:
         self.grad = torch.zeros(padded, dtype=torch.float32, device=device)
 
         self.spans, start = [], 0
-        for weight, size in zip(weights, sizes):
+        for weight, size in zip(weights, sizes, strict=True):
             self.spans.append((weight, start, start + size))
             view = self.weight[start : start + size].view_as(weight.param)
             view.copy_(weight.param.detach())

@@ -37,6 +37,7 @@ from ..numerics.scaling import DelayedScaling, compute_scale
 from .norm import Norm
 
 INPUT, GRAD = 0, 1  # a linear's two slots in the delayed-scaling state
+_scratch: dict[torch.device, torch.Tensor] = {}  # where W^T is made, for all layers
 
 
 class Fp8Weight:
@@ -51,8 +52,6 @@ class Fp8Weight:
         scaling, slots: delayed-scaling state and this linear's (input, grad) slots; None for tensorwise.
     """
 
-    _scratch: dict[torch.device, torch.Tensor] = {}
-
     def __init__(self, param: torch.nn.Parameter, config: Fp8Config):
         param.requires_grad_(False)
         self.param = param
@@ -65,17 +64,17 @@ class Fp8Weight:
         self.wait_for_weights = lambda: None
         self.path, self.layer_number = "", 0
         self._quantized: ScaledTensor | None = None
-        self._version = -1
         self._transposed: torch.Tensor | None = None
+        self._version = -1  # of param, when it was quantised
 
     def invalidate(self) -> None:
-        """Forget the quantised copy: the weight has changed."""
-        self._quantized = self._transposed = None
+        """Quantise again at the next use: the weight has changed."""
+        self._version = -1
 
     def quantized(self) -> ScaledTensor:
         """The weight in E4M3, quantised once and kept until the weight changes."""
-        if self._quantized is None or self._version != self.param._version:
-            self.invalidate()
+        if self._version != self.param._version:
+            self._quantized = self._transposed = None  # freed before their successors are allocated
             self.wait_for_weights()
             fmt, weight = self.config.forward_format, self.param.detach()
             scale = compute_scale(ops.amax(weight), fmt, margin=self.config.margin)
@@ -90,9 +89,9 @@ class Fp8Weight:
                 self._transposed = ops.transpose(payload)
             return self._transposed
         n, k = payload.shape
-        scratch = self._scratch.get(payload.device)
+        scratch = _scratch.get(payload.device)
         if scratch is None or scratch.numel() < n * k:
-            scratch = self._scratch[payload.device] = torch.empty(
+            scratch = _scratch[payload.device] = torch.empty(
                 n * k, dtype=torch.uint8, device=payload.device
             )
         out = scratch[: n * k].view(payload.dtype).view(k, n)
@@ -117,7 +116,7 @@ class Fp8Weight:
         return payload, payload_t, scale_inv
 
     def cached_tensors(self) -> list[torch.Tensor]:
-        """What the quantised copy occupies now."""
+        """The quantised copy, and its transpose if that is kept."""
         kept = [self._quantized.payload] if self._quantized is not None else []
         return kept + ([self._transposed] if self._transposed is not None else [])
 

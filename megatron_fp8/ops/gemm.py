@@ -1,6 +1,7 @@
 """The FP8 GEMM: C (M, N) = a_scale_inv * b_scale_inv * A B^T, with A (M, K) and B (N, K) contiguous.
 
-Hopper's FP8 tensor cores read both operands K-major (rows contiguous along the sum), hence the transposed payloads of a backward pass:
+Hopper's FP8 tensor cores read both operands K-major (contiguous along the sum), hence the transposed payloads
+of a backward pass:
 
     forward   Y  (tokens, out)   = X  (tokens, in)   W   (out, in)^T       E4M3 x E4M3
     dgrad     dX (tokens, in)    = dY (tokens, out)  W^T (in, out)^T       E5M2 x E4M3

@@ -23,6 +23,7 @@ from megatron_fp8.numerics.rounding import round_to_format
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
+
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max|x| of a non-empty float tensor of any shape, as 0-d float32; NaN and infinity propagate."""
     low, high = torch.aminmax(x)

@@ -15,11 +15,7 @@ from megatron_fp8.numerics import BLOCK, E4M3, E5M2
 from megatron_fp8.ops import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or HAS_FP8_GPU), reason="no CUDA GPU with FP8 (capability >= 8.9)"),
-]
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 on_gpu_only = pytest.mark.skipif(INTERPRETED, reason="not a Triton kernel, or too large to interpret")
 if INTERPRETED:
     from megatron_fp8.ops.triton import blocks, cast
@@ -204,6 +200,7 @@ def test_transpose(fmt, shape, layout):
 
 def check_quantize_blocks(x: torch.Tensor, layout: str = "plain") -> None:
     noise = torch.rand(x.shape)
+    noise[::2] = (16 * noise[::2]).floor() / 16  # often just the fraction that bf16 leaves
     for options in ({}, {"rounding": "stochastic", "noise": noise}):
         expected = reference.quantize_blocks(x, **options)
         options = {key: put(value) if key == "noise" else value for key, value in options.items()}
@@ -269,6 +266,7 @@ def test_sum_blocks(ranks, blocks):
     exponents = torch.randint(0, 248, (ranks, blocks)).to(torch.uint8)
     exponents[:, 0] = 130  # where the order of the sum shows
     exponents[:, -1] = 247  # where products overflow
+    exponents[:, 1:2] = 0  # whose power of two is a denormal
     expected = reference.sum_blocks(payload, exponents, torch.empty(blocks * BLOCK))
     memory = torch.full((blocks * BLOCK + 7,), NAN, device=DEVICE)
     out = memory[3:-4]

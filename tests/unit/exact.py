@@ -35,7 +35,7 @@ def magnitudes(fmt: Format) -> list[Fraction]:
 
 
 def neighbours(x: float | Fraction, fmt: Format) -> tuple[int, Fraction]:
-    """For finite x: the index of the magnitude at or below |x|, and |x|'s place from it to the next (0 .. 1)."""
+    """For finite x: the index of the magnitude at or below |x|, and |x|'s place up to the next (0 .. 1)."""
     grid, magnitude = magnitudes(fmt), abs(Fraction(x))
     low = bisect.bisect_right(grid, magnitude) - 1
     if low == len(grid) - 1:

@@ -153,12 +153,10 @@ def test_a_captured_scale_is_not_overwritten():
     captured = [state.slot_scale(0), state.slot_scale(1)]
     assert captured[0].shape == ()
     step(state, 1.0, 1.0)
-    restored = delayed()
-    restored.load_state_dict(state.state_dict())
+    captured.append(state.slot_scale(0))
     state.load_state_dict(delayed().state_dict())
-    assert [scale.item() for scale in captured] == [64.0, 32.0]
+    assert [scale.item() for scale in captured] == [64.0, 32.0, 448.0]
     assert state.slot_scale(0).item() == 1.0
-    assert restored.slot_scale(0).item() == 448.0
 
 
 def test_warm_from_the_first_update():
@@ -208,9 +206,9 @@ def test_state_round_trip_continues_bit_for_bit(algo):
     straight.record(0, torch.tensor(5.0)), saved.record(0, torch.tensor(5.0))
     state = saved.state_dict()
     assert all(type(value) is torch.Tensor for value in state.values())
+    step(saved, 100.0, 100.0)  # what was saved is a copy
     resumed = delayed(algo=algo)
     resumed.load_state_dict(state)
-    step(saved, 100.0, 100.0)  # what was saved is a copy
     assert resumed.warm is True
     for row in amaxes[5:]:
         assert step(resumed, *row) == step(straight, *row)

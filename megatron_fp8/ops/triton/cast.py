@@ -67,7 +67,7 @@ def _flat_kernel(x_ptr, n, scale_ptr, out_ptr, amax_ptr, BLOCK: tl.constexpr):
 def _tile_kernel(
     x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, TILE_M: tl.constexpr, TILE_K: tl.constexpr
 ):
-    """out_t = x^T of a tile, cast first (and stored in out) if there is an out_ptr; amax as above."""
+    """out_t = x^T of a tile; with an out_ptr, cast first, stored in out, and amax as above."""
     tiles_k = tl.cdiv(K, TILE_K)
     first_row = tl.program_id(0) // tiles_k * TILE_M
     rows = first_row + tl.arange(0, TILE_M // 4) * 4
@@ -90,8 +90,7 @@ def _tile_kernel(
             mask = (rows + r < M)[:, None] & (cols < K)[None, :]
             tl.store(out_ptr + (rows64 + r) * K + cols[None, :], payload[r], mask=mask)
         tile = payload
-        if amax_ptr is not None:
-            tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
     # (row / 4, column, row % 4) -> (column, row)
     joined = tl.join(tl.join(tile[0], tile[2]), tl.join(tile[1], tile[3]))
@@ -137,6 +136,9 @@ def quantize(
         return payload
     x = x.view(-1, x.shape[-1])
     payload_t = torch.empty_like(x.t(), dtype=fmt.dtype, memory_format=torch.contiguous_format)
+    # Always with amax, wanted or not: without it Triton 3.6's ptxas crashes on some variants of the kernel and
+    # miscompiles others (seen on an H200, 2026-11-21), and the kernel waits for memory either way.
+    amax_out = x.new_zeros((), dtype=torch.float32) if amax_out is None else amax_out
     _launch_tiles(x, payload_t, scale, payload, amax_out)
     return payload, payload_t
 

@@ -1,0 +1,87 @@
+"""What a run holds and sends, measured: bytes a parameter by kind, bytes on the wire a step.
+
+Sizes are read off the tensors that exist, stock Megatron's and ours alike, on this rank, and divided by the
+number of parameters on this rank.  Shards count as what they are here: at a data-parallel size of R, a sharded
+FP32 moment costs 4/R bytes.  The wire: our collectives count themselves (comm/reduce.py); stock's are two a
+step over buffers of known size, a gradient reduce-scatter and a weight all-gather (an all-reduce without the
+distributed optimizer).  Tensor- and pipeline-parallel traffic is not counted.
+
+With the environment variable MEGATRON_FP8_REPORT=FILE rank 0 writes both as JSON when it exits.
+"""
+
+import atexit
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from ..comm.reduce import sent_bytes
+from .optimizer import EngineOptimizer
+
+
+def write_at_exit(model_chunks, chain) -> None:
+    """Arrange for the report of this process's last model, where MEGATRON_FP8_REPORT asks for it."""
+    path = os.environ.get("MEGATRON_FP8_REPORT")
+    if path and os.environ.get("RANK", "0") == "0":
+        atexit.register(lambda: Path(path).write_text(json.dumps(measure(model_chunks, chain), indent=1)))
+
+
+def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
+    """{"bytes_per_param": {kind: bytes}, "wire_bytes_per_step": {kind: bytes}} of this rank.
+
+    Args:
+        model_chunks: the wrapped model chunks.
+        chain: the ChainedOptimizer, stock's or ours, after at least one step.
+    """
+    params = {id(p): p for chunk in model_chunks for p in chunk.parameters()}
+    held: Counter[str] = Counter()
+    wire: Counter[str] = Counter(sent_bytes)
+    ours = {id(w.param) for part in _engine(chain) for group in part.groups for w in group.weights}
+    held["weight"] = sum(p.nbytes for i, p in params.items() if i not in ours)
+    for chunk in model_chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            held["grad"] += buffer.grad_data.nbytes
+    for part in chain.chained_optimizers:
+        if part.optimizer is None:
+            continue
+        if isinstance(part, EngineOptimizer):
+            for group in part.groups:
+                for kind, tensors in group.buffers().items():
+                    held[kind] += sum(t.nbytes for t in tensors)
+        else:
+            mains = (p for g in part.optimizer.param_groups for p in g["params"] if id(p) not in params)
+            held["master"] += sum(p.nbytes for p in mains)
+        for state in part.optimizer.state.values():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                held[kind] += state[kind].nbytes if kind in state else 0
+    for buffer, sharded in _stock_buffers(model_chunks, chain):
+        kept = buffer.data_parallel_group.size()
+        wire["grad_reduce"] += (1 if sharded else 2) * buffer.grad_data.nbytes * (kept - 1) // kept
+        if sharded:
+            wire["weight_gather"] += buffer.param_data.nbytes * (kept - 1) // kept
+    total = sum(p.numel() for p in params.values())
+    return {"bytes_per_param": {k: v / total for k, v in held.items()}, "wire_bytes_per_step": dict(wire)}
+
+
+def summary(report: dict[str, dict[str, float]]) -> list[str]:
+    """The report as two lines for the log."""
+    held, wire = report["bytes_per_param"], report["wire_bytes_per_step"]
+    parts = ", ".join(f"{kind} {size:.2f}" for kind, size in held.items())
+    sent = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in wire.items())
+    return [
+        f"bytes a parameter on this rank: {sum(held.values()):.2f} ({parts})",
+        f"MB sent a step by this rank over data parallelism: {sum(wire.values()) / 1e6:.1f} ({sent})",
+    ]
+
+
+def _engine(chain) -> list[EngineOptimizer]:
+    return [part for part in chain.chained_optimizers if isinstance(part, EngineOptimizer)]
+
+
+def _stock_buffers(model_chunks, chain):
+    sharded = any(isinstance(part, DistributedOptimizer) for part in chain.chained_optimizers)
+    for chunk in model_chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer, sharded

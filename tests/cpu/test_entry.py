@@ -1,0 +1,71 @@
+"""The two entry points, through Megatron's own training loop on the CPU."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT, RunFailed
+from megatron_runs import TINY_GPT, run_megatron
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    """Run Python in one process without torchrun, without a GPU."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_trains_alike_in_one_and_two_processes():
+    one = run_megatron(1, TINY_GPT)
+    two = run_megatron(2, [*TINY_GPT, "--use-distributed-optimizer"])
+    assert [step.iteration for step in one.steps] == list(range(1, 11))
+    assert one.losses[0] == pytest.approx(math.log(256), abs=0.1)  # the vocabulary is padded to 256
+    assert one.losses[-1] < one.losses[0] - 0.3
+    assert two.losses == pytest.approx(one.losses, abs=2e-3)
+    assert two.grad_norms == pytest.approx(one.grad_norms, abs=2e-2)
+    assert sum(step.skipped for step in two.steps) == 0
+
+
+def test_any_script_runs_through_the_launcher(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, runpy, beside\nrunpy.run_path(beside.SCRIPT, run_name=__name__)\n")
+    (tmp_path / "beside.py").write_text(f"SCRIPT = {str(ROOT / 'pretrain_gpt_fp8.py')!r}\n")
+    direct = run_megatron(1, [*TINY_GPT, "--train-iters", "4"])
+    launched = run_megatron(1, [*TINY_GPT, "--train-iters", "4"], script=["-m", "megatron_fp8", str(script)])
+    assert launched.losses == direct.losses
+    assert launched.grad_norms == direct.grad_norms
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["-m", "megatron_fp8", "nowhere/train.py"], "nowhere/train.py: no such script"),
+        (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-level", "O7"], "--fp8-level O7"),
+        (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-levle", "O1"], "unrecognized arguments: --fp8-levle"),
+        (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-level", "O1", "--fp16"], "--fp16"),
+        (["pretrain_gpt_fp8.py", *TINY_GPT, "--sft"], "--sft is not supported here"),
+    ],
+    ids=["script", "level", "flag", "fp16", "other-script"],
+)
+def test_a_mistake_is_one_line(words, expected):
+    result = command(*words)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron_fp8: ")]
+    assert expected in line
+
+
+def test_a_mistake_under_torchrun_is_said_once():
+    with pytest.raises(RunFailed) as failure:
+        run_megatron(2, [*TINY_GPT, "--fp8-level", "O7"])
+    said = [line for line in str(failure.value).splitlines() if line.startswith("megatron_fp8: ")]
+    assert len(said) == 1 and "--fp8-level O7" in said[0]
+
+
+def test_help_shows_our_flags():
+    result = command("pretrain_gpt_fp8.py", "--help")
+    assert result.returncode == 0, result.stderr[-500:]
+    assert "--fp8-level" in result.stdout

@@ -1,0 +1,118 @@
+"""O1 through Megatron's own training loop: every recipe and layout trains, close to stock's BF16."""
+
+import pytest
+from launch import ROOT, RunFailed
+from megatron_runs import TINY_GPT, run_megatron
+
+O1 = ["--fp8-level", "O1"]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return run_megatron(1, TINY_GPT)
+
+
+def close_to(run, stock, loss=4e-3, norm=2e-2):
+    assert stock.losses[-1] < stock.losses[0] - 0.3
+    assert len(run.losses) == len(stock.losses)
+    assert run.losses == pytest.approx(stock.losses, abs=loss)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, abs=norm)
+    assert run.losses != stock.losses  # something was quantised
+    assert sum(step.skipped for step in run.steps) == 0
+
+
+VARIANTS = {
+    "one process": (1, ""),
+    "all-reduce": (2, ""),
+    "distributed optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "just-in-time scaling": (1, "--fp8-recipe tensorwise"),
+    "amax history": (2, "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1"),
+    "E4M3 everywhere": (1, "--fp8-format e4m3"),
+    "BF16 wgrad": (1, "--no-fp8-wgrad"),
+    "transpose cache": (1, "--keep-fp8-transpose-cache"),
+    "first and last layer BF16": (1, "--num-layers 3 --first-last-layers-bf16"),
+    "recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "torch attention": (1, "--attention-backend auto"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_o1_trains_like_stock(variant, stock):
+    nproc, flags = VARIANTS[variant]
+    if "--num-layers" in flags:
+        stock = run_megatron(1, [*TINY_GPT, "--num-layers", "3"])
+    close_to(run_megatron(nproc, [*TINY_GPT, *flags.split(), *O1]), stock)
+
+
+def test_tensor_and_sequence_parallel():
+    """Stock's torch norm refuses sequence parallelism; the reference is tensor parallelism without it."""
+    tp = [*TINY_GPT, "--tensor-model-parallel-size", "2"]
+    stock = run_megatron(2, tp)
+    close_to(run_megatron(2, [*tp, *O1]), stock)
+    close_to(run_megatron(2, [*tp, "--sequence-parallel", *O1]), stock)
+
+
+def test_pipeline_parallel():
+    pp = [*TINY_GPT, "--pipeline-model-parallel-size", "2"]
+    close_to(run_megatron(2, [*pp, *O1]), run_megatron(2, pp))
+
+
+def test_recompute_changes_nothing():
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    plain = run_megatron(1, [*TINY_GPT, *O1])
+    again = run_megatron(1, [*TINY_GPT, *O1, *recompute])
+    assert again.losses == plain.losses and again.grad_norms == plain.grad_norms
+
+
+def test_ranks_and_accumulation_change_only_the_wire(stock):
+    """The same global batch on 1 and 2 ranks: the gradients differ by one FP8 rounding on the wire."""
+    one = run_megatron(1, [*TINY_GPT, *O1, "--fp8-grad-reduce", "fp32"])
+    two = run_megatron(2, [*TINY_GPT, *O1, "--fp8-grad-reduce", "fp32"])
+    assert two.losses == pytest.approx(one.losses, abs=1e-5)
+    wire = run_megatron(2, [*TINY_GPT, *O1])
+    assert wire.losses != two.losses and wire.losses == pytest.approx(two.losses, abs=1e-3)
+
+
+def test_a_command_for_transformer_engine_and_apex_runs_unchanged(stock):
+    """None of the flags that stock needs where neither is installed."""
+    te_only = [f for f in TINY_GPT if not f.startswith("--no-") and f not in ("--transformer-impl", "local")]
+    run = run_megatron(1, [*te_only, *O1])
+    close_to(run, stock)
+    assert sum("[fp8] " in line and "rope-fusion" in line for line in run.lines) == 1
+
+
+def test_gpt2_style_model():
+    dropped = ("--disable-bias-linear", "--swiglu", "--untie-embeddings-and-output-weights")
+    flags = "--normalization LayerNorm --position-embedding-type learned_absolute --num-query-groups 2 "
+    flags += "--group-query-attention --apply-layernorm-1p --qk-layernorm"
+    run = run_megatron(2, [*(f for f in TINY_GPT if f not in dropped), *flags.split(), *O1])
+    assert run.losses[-1] < run.losses[0] - 0.2
+
+
+def test_experts_stay_in_bf16():
+    run = run_megatron(1, [*TINY_GPT, *"--num-experts 2 --moe-router-topk 1 --moe-layer-freq [0,1]".split(), *O1])
+    assert run.losses[-1] < run.losses[0] - 0.2
+    assert sum("[fp8] " in line and "experts" in line for line in run.lines) == 1
+
+
+def test_model_provider_scripts_work(stock):
+    script = str(ROOT / "tests/scripts/legacy_gpt.py")
+    tools = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    flags = [*TINY_GPT, "--train-iters", "5"]
+    old = run_megatron(1, flags, script=["-m", "megatron_fp8", script], env=tools)
+    new = run_megatron(1, [*flags, *O1], script=["-m", "megatron_fp8", script], env=tools)
+    close_to(new, old)
+
+
+def test_the_log_says_what_is_held_and_sent():
+    run = run_megatron(2, [*TINY_GPT, *O1, "--use-distributed-optimizer", "--train-iters", "2"])
+    lines = [line for line in run.lines if "bytes a parameter on this rank" in line or "MB sent a step" in line]
+    assert len(lines) == 2 and "weight fp8 copy" in lines[0] and "grad_reduce" in lines[1]
+
+
+def test_a_model_without_gpt_layers_is_refused():
+    with pytest.raises(RunFailed, match="--fp8-level O1: found no GPT transformer layer"):
+        run_megatron(2, [*TINY_GPT, *"--num-layers 2 --pipeline-model-parallel-size 2".split(), *O1, *EMPTY_STAGE])
+
+
+EMPTY_STAGE = ["--decoder-first-pipeline-num-layers", "0"]

@@ -1,0 +1,70 @@
+"""What must not go wrong quietly: non-finite gradients, frozen inputs, resumed runs, BF16 checkpoints."""
+
+import pytest
+from launch import ROOT
+from megatron_runs import TINY_GPT, run_megatron
+
+O1 = ["--fp8-level", "O1"]
+TOOLS = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+
+
+@pytest.mark.parametrize(
+    ("value", "rank", "flags"),
+    [
+        ("nan", 0, []),
+        ("inf", 1, ["--use-distributed-optimizer"]),
+        ("-inf", 1, ["--fp8-grad-reduce", "fp32"]),
+    ],
+)
+def test_a_non_finite_gradient_skips_the_step_everywhere(value, rank, flags):
+    run = run_megatron(
+        2,
+        [*TINY_GPT, *O1, *flags, "--train-iters", "5"],
+        script=str(ROOT / "tests/scripts/poisoned_gradient.py"),
+        env={**TOOLS, "POISON": value, "POISONED_RANK": str(rank)},
+    )
+    assert [step.skipped for step in run.steps] == [0, 0, 1, 0, 0]
+    for r in range(2):
+        assert any(line.endswith(f"rank {r}: skipped without a trace") for line in run.lines)
+
+
+def test_a_frozen_embedding_stops_no_weight_gradient():
+    script = str(ROOT / "tests/scripts/frozen_embedding.py")
+    run = run_megatron(1, [*TINY_GPT, *O1, "--train-iters", "3"], script=script, env=TOOLS)
+    assert sum("smallest gradient norm" in line for line in run.lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        (2, "--use-distributed-optimizer --fp8-amax-history-len 4 --fp8-amax-compute-algo max"),
+        (1, "--fp8-recipe tensorwise"),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(nproc, flags, tmp_path):
+    flags = [*TINY_GPT, *O1, *flags.split()]
+    whole = run_megatron(nproc, flags)
+    save = ["--save", str(tmp_path), "--save-interval", "5", "--exit-interval", "5"]
+    first = run_megatron(nproc, [*flags, *save])
+    rest = run_megatron(nproc, [*flags, "--load", str(tmp_path)])
+    assert first.losses + rest.losses == whole.losses
+    assert first.grad_norms + rest.grad_norms == whole.grad_norms
+
+
+@pytest.mark.parametrize("layout", [(1, []), (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"])])
+def test_a_stock_checkpoint_loads_at_o1(layout, tmp_path):
+    """Weights only (--finetune), across tensor-parallel sizes: the loss goes on from where stock left it."""
+    nproc, flags = layout
+    save = ["--save", str(tmp_path), "--save-interval", "10"]
+    stock = run_megatron(1, [*TINY_GPT, *save])
+    load = ["--load", str(tmp_path), "--finetune", "--train-iters", "2", *O1]
+    ours = run_megatron(nproc, [*TINY_GPT, *load, *flags])
+    assert ours.losses[0] == pytest.approx(stock.losses[-1], abs=0.1)
+    assert ours.losses[0] < stock.losses[0] - 0.3
+
+
+def test_an_o1_checkpoint_loads_in_stock(tmp_path):
+    save = ["--save", str(tmp_path), "--save-interval", "10"]
+    ours = run_megatron(2, [*TINY_GPT, *O1, *save])
+    stock = run_megatron(1, [*TINY_GPT, "--load", str(tmp_path), "--finetune", "--train-iters", "1"])
+    assert stock.losses[0] == pytest.approx(ours.losses[-1], abs=0.1)

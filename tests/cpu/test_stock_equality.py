@@ -1,0 +1,80 @@
+"""Where the plugin must not change a run, it changes no digit of it.
+
+Two sharp oracles.  At O0 nothing is installed, so everything is equal bit for bit.  At O1 with BF16 GEMMs and an FP32
+wire, the plugin's whole path (spec, norms, linears, engine, chain) computes what stock computes, so every
+loss and gradient norm that Megatron prints is equal, in every parallel layout.
+"""
+
+import pytest
+import torch
+from launch import ROOT
+from megatron_runs import TINY_GPT, run_megatron
+
+STOCK = str(ROOT / "tests/scripts/without_plugin.py")
+TRANSPARENT = ["--fp8-level", "O1", "--fp8-gemm", "bf16", "--fp8-grad-reduce", "fp32"]
+
+
+@pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no flag", "O0"])
+def test_without_a_level_every_bit_is_stocks(level, tmp_path):
+    def train(name, script, flags):
+        save = ["--save", str(tmp_path / name), "--save-interval", "4", "--ckpt-format", "torch"]
+        flags = [*TINY_GPT, "--train-iters", "4", *save, *flags]
+        run = run_megatron(2, flags, script=script, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools"})
+        file = tmp_path / name / "iter_0000004/mp_rank_00/model_optim_rng.pt"
+        return run, torch.load(file, weights_only=False)["model"]
+
+    stock, stock_weights = train("stock", STOCK, [])
+    ours, our_weights = train("ours", "pretrain_gpt_fp8.py", level)
+    assert ours.losses == stock.losses and ours.grad_norms == stock.grad_norms
+    tensors = [name for name, value in stock_weights.items() if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 10 and our_weights.keys() == stock_weights.keys()
+    for name in tensors:
+        assert torch.equal(our_weights[name], stock_weights[name]), name
+
+
+LAYOUTS = {
+    "one process": (1, []),
+    "data parallel": (2, []),
+    "distributed optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()),
+    "tensor parallel": (2, "--tensor-model-parallel-size 2".split()),
+    "pipeline parallel": (2, "--pipeline-model-parallel-size 2".split()),
+    "recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()),
+    "tokens, rules": (2, "--calculate-per-token-loss --lr-warmup-iters 4 --start-weight-decay 0.01 "
+                         "--end-weight-decay 0.2 --weight-decay-incr-style linear".split()),
+    "no clipping": (1, "--clip-grad 0.0 --log-num-zeros-in-grad --log-params-norm".split()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_bf16_gemms_every_printed_digit_is_stocks(layout):
+    nproc, flags = LAYOUTS[layout]
+    flags = [*TINY_GPT, "--train-iters", "8", *flags]
+    stock = run_megatron(nproc, flags)
+    ours = run_megatron(nproc, [*flags, *TRANSPARENT])
+    assert len(stock.losses) == 8 and stock.losses[-1] < stock.losses[0]
+    assert ours.losses == stock.losses
+    assert ours.grad_norms == stock.grad_norms
+    kept = ("num zeros", "params norm")
+    assert _fields(ours.lines, kept) == pytest.approx(_fields(stock.lines, kept), rel=1e-3)
+
+
+def test_with_bf16_gemms_a_gpt2_is_stocks():
+    """LayerNorm, GELU, biases, learned positions, tied embeddings, grouped queries, dropout.
+
+    A bias gradient is summed in another order than stock's: the last digits may differ.
+    """
+    dropped = ("--disable-bias-linear", "--swiglu", "--untie-embeddings-and-output-weights")
+    flags = "--normalization LayerNorm --position-embedding-type learned_absolute --num-query-groups 2 "
+    flags += "--group-query-attention --hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 8"
+    flags = [*(f for f in TINY_GPT if f not in dropped), *flags.split()]
+    stock = run_megatron(1, flags)
+    ours = run_megatron(1, [*flags, *TRANSPARENT])
+    assert stock.losses[-1] < stock.losses[0]
+    assert ours.losses == pytest.approx(stock.losses, abs=3e-4)
+    assert ours.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+
+
+def _fields(lines, names):
+    """The values of the named fields of Megatron's log, in order."""
+    fields = [field.split(":") for line in lines if " iteration " in line for field in line.split("|")]
+    return [float(f[1]) for f in fields if len(f) == 2 and f[0].strip() in names]

@@ -1,0 +1,72 @@
+"""Start Megatron runs from tests: `run_megatron(2, TINY_GPT + ["--fp8-level", "O1"]).losses`."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launch import ROOT, Step, parse_step, parse_validation, torchrun
+
+# A GPT of 115,008 parameters on generated data: about 7 s a run on two cores, most of it start-up.
+TINY_GPT = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 "
+    "--max-position-embeddings 64 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0 "
+    "--hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 1e-3 --min-lr 1e-4 "
+    "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0 "
+    "--split 1,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 "
+    # what stock Megatron must be told where neither Transformer Engine nor apex is installed
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm --no-rope-fusion --attention-backend unfused"
+).split()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run printed."""
+
+    lines: list[str]
+    steps: list[Step]
+    validation_losses: list[float]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [step.grad_norm for step in self.steps]
+
+
+def run_megatron(
+    nproc: int,
+    flags: list[str],
+    *,
+    script: list[str] | str = "pretrain_gpt_fp8.py",
+    timeout: float = 120,
+    gpu: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> Run:
+    """Train in `nproc` processes and return what was logged.
+
+    Args:
+        flags: Megatron's and ours; a flag given twice takes its last value.
+        script: the script, or ["-m", "megatron_fp8", script].
+        timeout: seconds until every process of the run is killed.
+        gpu: let the run see the GPUs.
+
+    Raises launch.RunFailed, with the end of the log in it, for a run that fails or takes too long.
+    """
+    test = os.environ.get("PYTEST_CURRENT_TEST", "run").split(" ")[0]
+    log = ROOT / "runs/tests" / (re.sub(r"[^\w.-]+", "_", test) + ".log")
+    lines = torchrun(
+        nproc,
+        [*([script] if isinstance(script, str) else script), *flags],
+        log,
+        timeout=timeout,
+        env={**({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}), **(env or {})},
+    )
+    steps = [step for step in map(parse_step, lines) if step]
+    validation_losses = [loss for loss in map(parse_validation, lines) if loss is not None]
+    return Run(lines, steps, validation_losses)

@@ -1,0 +1,63 @@
+"""What the command line shows: help that prints, and one line for a mistake."""
+
+import argparse
+import json
+
+import pytest
+
+from megatron_fp8 import entry
+from megatron_fp8.level import resolve
+
+
+def test_help_with_a_bare_percent_sign_prints():
+    parser = argparse.ArgumentParser(prog="train")
+    parser.add_argument("--bad", help="use 50% of it, 20% scaled")
+    parser.add_argument("--mixed", default=3, help="at most 5% (default: %(default)s), or 10%% in %(prog)s")
+    parser.add_argument("--good", default=4, help="default: %(default)s, 20%%")
+    parser.add_argument("--hidden", help=argparse.SUPPRESS)
+    with pytest.raises((TypeError, ValueError)):
+        parser.format_help()
+    entry.escape_bad_help(parser)
+    text = parser.format_help()
+    for words in ("use 50% of it, 20% scaled", "at most 5% (default: 3), or 10% in train", "default: 4, 20%"):
+        assert words in text
+
+
+def test_wrong_flags_are_one_line(capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int)
+    entry.one_line_usage_errors(parser)
+    for wrong in (["--sise", "3"], ["--size", "x"]):
+        with pytest.raises(SystemExit) as stop, entry.one_line_errors():
+            parser.parse_args(wrong)
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_mistake_is_one_line_and_reaches_torchrun(capsys, monkeypatch, tmp_path):
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    with pytest.raises(SystemExit) as stop, entry.one_line_errors():
+        resolve("O7", {})
+    assert stop.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("megatron_fp8: --fp8-level O7") and line.count("\n") == 1
+    assert json.loads(report.read_text())["message"]["message"] == line.strip()
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(ValueError, match="not ours"), entry.one_line_errors():
+        raise ValueError("not ours")
+    with pytest.raises(ValueError, match="invalid literal"), entry.one_line_errors():
+        int("x")
+    with pytest.raises(KeyError), entry.one_line_errors():
+        resolve.__globals__["no such name"]
+
+
+def test_refused_flags_are_named():
+    args = argparse.Namespace(sft=False, logits_load_dir=None)
+    flags = {"sft": "--sft", "logits_load_dir": "--logits-load-dir", "newer": "--newer"}
+    entry.refuse_flags(args, flags, "use another script")
+    args.logits_load_dir = "there"
+    with pytest.raises(ValueError, match="--logits-load-dir there is not supported here: use"):
+        entry.refuse_flags(args, flags, "use another script")

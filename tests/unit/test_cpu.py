@@ -1,0 +1,108 @@
+"""Megatron's "cuda" on a machine without a GPU: what it means while installed, and that nothing stays."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_fp8 import cpu
+
+
+@pytest.fixture
+def installed():
+    cpu.install()
+    yield
+    cpu.uninstall()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda", 0)], ids=repr)
+def test_every_name_of_a_gpu_means_the_cpu(installed, device):
+    made = torch.ones(3, device=device)
+    moved = torch.arange(3).to(device)
+    moved_by_name = torch.arange(3).to(device=device, dtype=torch.bfloat16)
+    for tensor in (made, moved, moved_by_name, torch.zeros_like(made, device=device), made.cuda()):
+        assert tensor.device.type == "cpu"
+    assert moved_by_name.dtype == torch.bfloat16
+    assert torch.nn.Linear(2, 2).cuda()(made[:2]).device.type == "cpu"
+
+
+def test_type_names_are_those_of_a_gpu(installed):
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+    assert torch.ones(1).type(torch.float16).dtype == torch.float16  # a conversion stays one
+
+
+def test_random_state_is_the_cpus(installed):
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(4), first)
+
+
+def test_streams_and_optimizers_work(installed):
+    event = torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_event(event)
+        event.record()
+    torch.cuda.synchronize()
+    assert event.query()
+    assert event.elapsed_time(event) == 0
+
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    assert (weight < 1).all()
+
+
+def test_uninstall_restores_everything():
+    places = [(owner, name) for owner, substitutes in cpu._substitutes() for name in substitutes]
+    before = [getattr(owner, name) for owner, name in places]
+    cpu.install()
+    cpu.install()  # the second does nothing
+    assert torch.cuda.is_available()
+    assert cpu.needed() is not before[places.index((torch.cuda, "is_available"))]()  # the truth, even now
+    cpu.uninstall()
+    cpu.uninstall()
+    assert [getattr(owner, name) for owner, name in places] == before
+    assert torch.ones(1).type() == "torch.FloatTensor"
+    if cpu.needed():
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.ones(1, device="cuda")
+
+
+def test_warm_up_draws_no_random_numbers(installed):
+    import megatron.training.initialize as initialize
+
+    state = torch.get_rng_state()
+    initialize._warmup_jit_function(tp_size=1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_data_set_helpers_are_built_only_where_they_can_be(monkeypatch, tmp_path):
+    import megatron.core.datasets.utils as utils
+
+    original = utils.compile_helpers
+    (tmp_path / "Makefile").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "__file__", str(tmp_path / "utils.py"))  # as in a Megatron-LM checkout
+        cpu.skip_dataset_compile()
+        assert utils.compile_helpers is original
+    cpu.skip_dataset_compile()
+    cpu.skip_dataset_compile()
+    assert utils.compile_helpers is not original
+    assert utils.compile_helpers() is None  # the original exits the process here: the wheel has no Makefile
+    cpu.uninstall()
+    assert utils.compile_helpers is original
+
+
+@pytest.mark.skipif(not cpu.needed(), reason="this machine has a GPU")
+def test_communication_goes_through_gloo():
+    args = Namespace(distributed_backend="nccl")
+    (line,) = cpu.adapt_args(args)
+    assert args.distributed_backend == "gloo"
+    assert "nccl -> gloo" in line
+    assert cpu.adapt_args(args) == []

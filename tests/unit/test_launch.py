@@ -1,0 +1,60 @@
+"""Reading Megatron's log, and ending runs that fail or hang."""
+
+import math
+import time
+
+import psutil
+import pytest
+from launch import RunFailed, Step, parse_step, parse_validation, torchrun
+
+LINE = (
+    " [2026-11-21 12:25:02.319620] iteration       10/      20 | consumed samples:           80 |"
+    " elapsed time per iteration (ms): 70.4 | learning rate: 1.000000E-04 | global batch size:     8 |"
+    "{} loss scale: 1.0 |{} number of skipped iterations:   {} | number of nan iterations:   0 |"
+)
+
+
+def test_a_step_is_read():
+    done = parse_step(LINE.format(" lm loss: 5.016171E+00 | mtp_1 loss: 5.3E+00 |", " grad norm: 0.798 |", 0))
+    assert done == Step(10, 5.016171, 0.798, 0, 70.4)
+    skipped = parse_step(LINE.format("", "", 1))
+    assert skipped is not None and skipped.skipped == 1
+    assert math.isnan(skipped.loss) and math.isnan(skipped.grad_norm)
+
+
+def test_a_validation_is_read_and_not_taken_for_a_step():
+    line = " validation loss at iteration 10 on validation set | lm loss value: 1.829636E+00 | "
+    assert parse_validation(line) == 1.829636
+    assert parse_step(line) is None
+    assert parse_validation(LINE.format("", "", 0)) is None
+    assert parse_step("Number of parameters in billions: 0.00") is None
+
+
+def test_a_run_that_hangs_is_killed_with_its_children(tmp_path):
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "print('child', child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    started = time.monotonic()
+    with pytest.raises(RunFailed, match="killed after 6 s") as failure:
+        torchrun(1, [str(script)], tmp_path / "log/hang.log", timeout=6)
+    assert time.monotonic() - started < 30
+    text = (tmp_path / "log/hang.log").read_text()
+    assert "full log: " in str(failure.value)
+    child = int(text.split("child ")[1].split()[0])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_fails_shows_its_own_words(tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("print('before')\nraise SystemExit('the cause')\n")
+    seen: list[str] = []
+    with pytest.raises(RunFailed) as failure:
+        torchrun(1, [str(script)], tmp_path / "fail.log", timeout=60, on_line=seen.append)
+    assert failure.value.code == 1
+    text = str(failure.value)
+    assert "before" in text and "the cause" in text and "ChildFailedError" not in text
+    assert "before" in seen
