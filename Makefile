@@ -40,5 +40,5 @@ $(READY): pyproject.toml setup.py constraints.txt
 	if [ -z "$$python" ]; then echo "make: Python 3.12 not found: install it (pyenv install 3.12, or your system's python3.12)" >&2; exit 1; fi; \
 	echo "setting up $(VENV) with $$($$python -V) (about two minutes, once; torch is a large download)"; \
 	rm -f $@ && $$python -m venv $(VENV) && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,viz]' && \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,viz]' && \
 	touch $@

@@ -30,8 +30,8 @@ MODEL = (
     "--attention-dropout 0 --hidden-dropout 0"
 )
 TRAINING = (
-    f"--micro-batch-size 8 --global-batch-size 16 --train-iters {STEPS} --lr 2e-3 --min-lr 2e-4 "
-    "--lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 "
+    f"--micro-batch-size 8 --global-batch-size 16 --train-iters {STEPS} --lr 1e-3 --min-lr 1e-4 "
+    "--lr-decay-style cosine --lr-warmup-iters 40 --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 "
     "--adam-beta2 0.95 --bf16 --use-distributed-optimizer --seed 1234 --log-interval 1 "
     f"--eval-iters 40 --eval-interval {STEPS + 1} --num-workers 0"
 )

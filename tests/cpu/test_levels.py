@@ -1,7 +1,7 @@
 """O1 through Megatron's own training loop: every recipe and layout trains, close to stock's BF16."""
 
 import pytest
-from launch import ROOT, RunFailed
+from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron
 
 O1 = ["--fp8-level", "O1"]
@@ -90,7 +90,7 @@ def test_gpt2_style_model():
 
 
 def test_experts_stay_in_bf16():
-    run = run_megatron(1, [*TINY_GPT, *"--num-experts 2 --moe-router-topk 1 --moe-layer-freq [0,1]".split(), *O1])
+    run = run_megatron(1, [*TINY_GPT, *"--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1]".split(), *O1])
     assert run.losses[-1] < run.losses[0] - 0.2
     assert sum("[fp8] " in line and "experts" in line for line in run.lines) == 1
 
@@ -98,21 +98,13 @@ def test_experts_stay_in_bf16():
 def test_model_provider_scripts_work(stock):
     script = str(ROOT / "tests/scripts/legacy_gpt.py")
     tools = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
-    flags = [*TINY_GPT, "--train-iters", "5"]
+    flags = TINY_GPT
     old = run_megatron(1, flags, script=["-m", "megatron_fp8", script], env=tools)
     new = run_megatron(1, [*flags, *O1], script=["-m", "megatron_fp8", script], env=tools)
     close_to(new, old)
 
 
 def test_the_log_says_what_is_held_and_sent():
-    run = run_megatron(2, [*TINY_GPT, *O1, "--use-distributed-optimizer", "--train-iters", "2"])
+    run = run_megatron(2, [*TINY_GPT, *O1, "--use-distributed-optimizer", "--train-iters", "4"])
     lines = [line for line in run.lines if "bytes a parameter on this rank" in line or "MB sent a step" in line]
     assert len(lines) == 2 and "weight fp8 copy" in lines[0] and "grad_reduce" in lines[1]
-
-
-def test_a_model_without_gpt_layers_is_refused():
-    with pytest.raises(RunFailed, match="--fp8-level O1: found no GPT transformer layer"):
-        run_megatron(2, [*TINY_GPT, *"--num-layers 2 --pipeline-model-parallel-size 2".split(), *O1, *EMPTY_STAGE])
-
-
-EMPTY_STAGE = ["--decoder-first-pipeline-num-layers", "0"]

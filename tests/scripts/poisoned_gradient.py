@@ -45,7 +45,8 @@ def checked_step(self):
     self.engine.scaling.amax.zero_() if calls["step"] == 3 else None  # this step's own statistics do not count
     before = state(self)
     result = step(self)
-    changed = sum(not torch.equal(a, b) for a, b in zip(before, state(self), strict=True))
+    after = state(self)
+    changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=calls["step"] > 1))
     if calls["step"] == 3:
         assert result[0] is False, "the poisoned step was not skipped"
         assert changed == 0, f"{changed} tensors changed in the skipped step"

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.ops.triton.cast import cast_fp8, magnitude_bits
+from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
 
 _BLOCK = tl.constexpr(BLOCK)
 QUANTIZE_BLOCKS, QUANTIZE_WARPS = 16, 4  # blocks of 128 and warps a program
@@ -43,8 +43,8 @@ def _stochastic(x, noise):
     return (rounded | (x.to(tl.int32, bitcast=True) ^ bits)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def _quantize_kernel(x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=["zero"])
+def _quantize_kernel(x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, zero, ROWS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = (rows < blocks)[:, None]
@@ -55,7 +55,7 @@ def _quantize_kernel(x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, ROWS:
     y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
     if noise_ptr is not None:
         y = _stochastic(y, tl.load(noise_ptr + offsets, mask=mask, other=0.0))
-    tl.store(payload_ptr + offsets, cast_fp8(x, y, tl.float8e4nv), mask=mask)
+    tl.store(payload_ptr + offsets, fp8_code(x, y, zero, True), mask=mask)
     tl.store(exponents_ptr + rows, byte.to(tl.uint8), mask=rows < blocks)
 
 
@@ -95,8 +95,9 @@ def quantize_blocks(
     exponents = x.new_empty(blocks, dtype=torch.uint8) if exponents_out is None else exponents_out
     grid = (triton.cdiv(blocks, QUANTIZE_BLOCKS),)
     _quantize_kernel[grid](
-        x.contiguous(), noise, payload, exponents, blocks, ROWS=QUANTIZE_BLOCKS, num_warps=QUANTIZE_WARPS
-    )
+        x.contiguous(), noise, payload.view(torch.uint8), exponents, blocks, 0,
+        ROWS=QUANTIZE_BLOCKS, num_warps=QUANTIZE_WARPS,
+    )  # fmt: skip
     return BlockScaled(payload, exponents)
 
 
