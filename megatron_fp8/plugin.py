@@ -36,6 +36,7 @@ from .config import (
     check_megatron_version,
     config_from_args,
 )
+from .entry import escape_bad_help, one_line_usage_errors
 
 _originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of rebinding
 
@@ -96,7 +97,10 @@ def _parse_args(stock: Callable) -> Callable:
         def provider(parser):
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
-            return add_fp8_arguments(parser)
+            parser = add_fp8_arguments(parser)
+            escape_bad_help(parser)
+            one_line_usage_errors(parser)
+            return parser
 
         args = stock(provider, ignore_unknown_args)
         config = config_from_args(args)

@@ -10,6 +10,7 @@ changed.  The norm is the same number everywhere (it is all-reduced) and the hos
 costs no further synchronisation.  NaN and infinity reach it from any rank: no cast of ours hides one.
 """
 
+import dataclasses
 import math
 
 import torch
@@ -46,16 +47,17 @@ class EngineOptimizer(MegatronOptimizer):
         self, groups: list[WeightGroup], options, config, model_chunks, stats_group, scaling, amax_group, grad_scale
     ):
         adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        on_gpu = groups[0].weight.is_cuda
+        self.fused = groups[0].weight.is_cuda
         inner = adam(
             [{**o, "params": [g.master]} for g, o in zip(groups, options, strict=True)],
             lr=config.lr,
             weight_decay=config.weight_decay,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            fused=on_gpu or None,
+            fused=self.fused or None,
         )
         super().__init__(inner, config)
+        self.max_norm, self.clip = config.clip_grad, 1.0
         self.groups, self.model_chunks = groups, model_chunks
         self.grad_stats_parallel_group = stats_group
         self.scaling, self.amax_group, self.grad_scale = scaling, amax_group, grad_scale
@@ -76,8 +78,16 @@ class EngineOptimizer(MegatronOptimizer):
     def prepare_grads(self) -> bool:
         return False  # non-finite gradients show in the norm, see the top of the file
 
+    def set_norm(self, norm: float) -> None:
+        """Clip this step's gradients to the norm `--clip-grad`, the global norm being `norm`."""
+        self.clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm > 0.0 else 1.0
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
+        if self.fused:  # divides the gradients as it reads them
+            self.optimizer.grad_scale = torch.full((), 1.0 / self.clip, device=self.groups[0].grad.device)
+        elif self.clip < 1.0:
+            torch._foreach_mul_([group.master.grad for group in self.groups], self.clip)
         self.optimizer.step()
         for group in self.groups:
             group.publish()
@@ -98,7 +108,7 @@ class EngineOptimizer(MegatronOptimizer):
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata=None) -> dict:
         """Optimizer state in a form that every parallel layout can load (see checkpoint.py)."""
-        state = {"state": sharded_engine_state(self.groups, self.optimizer, model_sharded_state_dict)}
+        state: dict = {"state": sharded_engine_state(self.groups, self.optimizer, model_sharded_state_dict)}
         state["step"] = int(self.optimizer.state[self.groups[0].master]["step"])
         if self.scaling is not None:
             config = get_model_config(self.model_chunks[0])
@@ -135,6 +145,8 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
     def __init__(self, stock: list[MegatronOptimizer], engine: EngineOptimizer):
         super().__init__([*stock, engine])
         self.engine = engine
+        # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
+        engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
         self.after_first_step = lambda: None
         self._norm = 0.0
 
@@ -165,6 +177,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
             self._norm = square.item() ** 0.5
         else:
             self._norm = float(super().get_grad_norm())
+        self.engine.set_norm(self._norm)
         return self._norm
 
     def step_with_ready_grads(self) -> bool:

@@ -236,6 +236,8 @@ class _Fp8LinearMixin:
     the product, state dict and sharding.
     """
 
+    weight: torch.nn.Parameter
+
     def _take_over(self, config: Fp8Config) -> None:
         n, k = self.weight.shape
         if n % 16 or k % 16:

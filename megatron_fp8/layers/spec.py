@@ -101,11 +101,9 @@ def _is_gpt_attention(spec) -> bool:
 
 
 def _is_dense_mlp(spec) -> bool:
-    return (
-        isinstance(spec, functools.partial)
-        and isinstance(getattr(spec.func, "__self__", None), type)
-        and issubclass(spec.func.__self__, MLP)
-    )
+    """Whether spec is a partial of the classmethod MLP.as_mlp_submodule, or of a subclass's."""
+    owner = getattr(getattr(spec, "func", None), "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, MLP)
 
 
 def _column_after(norm, linear, fp8: Fp8Config):

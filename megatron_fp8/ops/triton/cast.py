@@ -33,7 +33,7 @@ import triton.language as tl
 from megatron_fp8.numerics.formats import E4M3, Format
 
 BLOCK, FLAT_WARPS = 8192, 8
-TILE_M, TILE_K, TILE_WARPS = 64, 128, 4
+TILE_M, TILE_K, TILE_WARPS = 32, 128, 4
 # two float32 $2, $3 -> their two codes $0, $1 as int32; $4 is zero
 _ASM = (
     "{{.reg .b16 pair; .reg .b32 word; cvt.rn.satfinite.{}x2.f32 pair, $3, $2; cvt.u32.u16 word, pair; "
