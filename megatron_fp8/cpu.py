@@ -18,6 +18,7 @@ Limits. A missing stream wait cannot be found here, memory is not accounted, `to
 yes to everyone in the process (ask `needed()` instead), and the mode covers the thread that installed it.
 """
 
+import atexit
 import collections
 import contextlib
 import importlib.util
@@ -53,6 +54,7 @@ def install() -> None:
             _replace(owner, name, value)
     _mode = _CudaIsCpu()
     _mode.__enter__()
+    atexit.register(_leave_groups)
 
     import megatron.training.initialize as initialize
 
@@ -67,6 +69,7 @@ def uninstall() -> None:
     if _mode is not None:
         _mode.__exit__(None, None, None)
         _mode = None
+        atexit.unregister(_leave_groups)
     while _replaced:
         setattr(*_replaced.pop())
 
@@ -92,6 +95,12 @@ def adapt_args(args) -> list[str]:
     changed = f"no CUDA device: --distributed-backend {args.distributed_backend} -> gloo, training on the CPU"
     args.distributed_backend = "gloo"
     return [changed]
+
+
+def _leave_groups() -> None:
+    """End gloo's threads before the process ends: otherwise they abort it now and then, after all is done."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:

@@ -76,10 +76,10 @@ def all_reduce_fp32(buffer: torch.Tensor, group) -> None:
     _count("grad_reduce", 2 * buffer.nbytes, group)
 
 
-def all_gather_weights(buffer: torch.Tensor, group):
-    """Give every rank all shards of `buffer`, in place; returns the handle of the running collective."""
+def all_gather_weights(buffer: torch.Tensor, group) -> None:
+    """Give every rank all shards of `buffer`, in place."""
+    dist.all_gather_into_tensor(buffer, own_shard(buffer, group), group=group)
     _count("weight_gather", buffer.nbytes, group)
-    return dist.all_gather_into_tensor(buffer, own_shard(buffer, group), group=group, async_op=True)
 
 
 REDUCTIONS = {  # --fp8-grad-reduce: (with the distributed optimizer, without)

@@ -9,8 +9,7 @@ One `WeightGroup` a Megatron parameter group (the same weight decay and learning
 
 A step: micro-batches add into grad; `reduce` sums it over data parallelism into the owner's shard, in place;
 the optimizer updates master from that shard; `publish` rounds master to BF16 into the shard of
-weight and gathers the rest.  The gather runs while the next step's data is loaded and its embedding computed;
-the first FP8 linear waits for it.
+weight and gathers the rest.
 
 The gradient of a parameter has the meaning that Megatron's own buffers give it: the mean over data-parallel
 (and context-parallel) ranks, or, with --calculate-per-token-loss, the sum divided by the number of tokens.
@@ -49,7 +48,6 @@ class WeightGroup:
             view.copy_(weight.param.detach())
             weight.param.data = view
             weight.main_grad = self.grad[start : start + size].view_as(weight.param)
-            weight.wait_for_weights = self.wait
             start += size
 
         # The padding at the end belongs to nobody: it must not count among the zeros of a gradient.
@@ -58,7 +56,6 @@ class WeightGroup:
         self.shard = slice(self.shard_start, max(shard_end, self.shard_start))
         self.master = Parameter(self.weight[self.shard].float())
         self.master.tensor_model_parallel = True  # each tensor-parallel rank has its own part: no duplicate
-        self._gather = None
         for weight, start, end in self.spans:  # what --log-params-norm looks at
             lo, hi = max(start, self.shard.start), min(end, self.shard.stop)
             weight.param.main_param_sharded = self.sharded
@@ -86,23 +83,16 @@ class WeightGroup:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the master weights into the weight buffer and start gathering the other ranks' shards."""
+        """Round the master weights into the weight buffer and gather the other ranks' shards."""
         self.weight[self.shard].copy_(self.master)
         if self.sharded:
-            self._gather = all_gather_weights(self.weight, self.group)
+            all_gather_weights(self.weight, self.group)
         for weight in self.weights:
             weight.invalidate()
-
-    def wait(self) -> None:
-        """Wait until the weights of every shard have arrived."""
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
 
     @torch.no_grad()
     def reload_master(self) -> None:
         """Masters from the weights, after these were loaded from a checkpoint."""
-        self.wait()
         self.master.copy_(self.weight[self.shard])
         for weight in self.weights:
             weight.invalidate()

@@ -61,7 +61,6 @@ class Fp8Weight:
         self.grad_is_empty = True
         self.scaling: DelayedScaling | None = None
         self.slots: tuple[int, int] = (0, 0)
-        self.wait_for_weights = lambda: None
         self.path, self.layer_number = "", 0
         self._quantized: ScaledTensor | None = None
         self._transposed: torch.Tensor | None = None
@@ -75,7 +74,6 @@ class Fp8Weight:
         """The weight in E4M3, quantised once and kept until the weight changes."""
         if self._version != self.param._version:
             self._quantized = self._transposed = None  # freed before their successors are allocated
-            self.wait_for_weights()
             fmt, weight = self.config.forward_format, self.param.detach()
             scale = compute_scale(ops.amax(weight), fmt, margin=self.config.margin)
             self._quantized = ScaledTensor(ops.quantize(weight, fmt, scale), scale.reciprocal())
@@ -138,7 +136,6 @@ class _Linear(torch.autograd.Function):
         total = _all_gather(x, group) if gather else x
         flat = total.reshape(-1, total.shape[-1])
         if not weight.fp8:
-            weight.wait_for_weights()
             y = flat @ weight.param.t()
             ctx.save_for_backward(x)
         else:

@@ -21,24 +21,27 @@ def close_to(run, stock, loss=4e-3, norm=2e-2):
     assert sum(step.skipped for step in run.steps) == 0
 
 
-VARIANTS = {
-    "one process": (1, ""),
-    "all-reduce": (2, ""),
-    "distributed optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    "just-in-time scaling": (1, "--fp8-recipe tensorwise"),
-    "amax history": (2, "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1"),
-    "E4M3 everywhere": (1, "--fp8-format e4m3"),
-    "BF16 wgrad": (1, "--no-fp8-wgrad"),
-    "transpose cache": (1, "--keep-fp8-transpose-cache"),
-    "first and last layer BF16": (1, "--num-layers 3 --first-last-layers-bf16"),
-    "recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    "torch attention": (1, "--attention-backend auto"),
-}
+nightly = pytest.mark.slow
+VARIANTS = [
+    pytest.param(1, "", id="one process"),
+    pytest.param(2, "", id="all-reduce", marks=nightly),
+    pytest.param(
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"
+    ),
+    pytest.param(1, "--fp8-recipe tensorwise", id="just-in-time scaling"),
+    pytest.param(
+        2, "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1", id="history", marks=nightly
+    ),
+    pytest.param(1, "--fp8-format e4m3", id="E4M3 everywhere", marks=nightly),
+    pytest.param(1, "--no-fp8-wgrad", id="BF16 wgrad"),
+    pytest.param(1, "--keep-fp8-transpose-cache", id="transpose cache", marks=nightly),
+    pytest.param(1, "--num-layers 3 --first-last-layers-bf16", id="first and last layer BF16"),
+    pytest.param(1, "--attention-backend auto", id="torch attention"),
+]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_o1_trains_like_stock(variant, stock):
-    nproc, flags = VARIANTS[variant]
+@pytest.mark.parametrize(("nproc", "flags"), VARIANTS)
+def test_o1_trains_like_stock(nproc, flags, stock):
     if "--num-layers" in flags:
         stock = run_megatron(1, [*TINY_GPT, "--num-layers", "3"])
     close_to(run_megatron(nproc, [*TINY_GPT, *flags.split(), *O1]), stock)
@@ -52,6 +55,7 @@ def test_tensor_and_sequence_parallel():
     close_to(run_megatron(2, [*tp, "--sequence-parallel", *O1]), stock)
 
 
+@nightly
 def test_pipeline_parallel():
     pp = [*TINY_GPT, "--pipeline-model-parallel-size", "2"]
     close_to(run_megatron(2, [*pp, *O1]), run_megatron(2, pp))

@@ -32,23 +32,34 @@ def test_without_a_level_every_bit_is_stocks(level, tmp_path):
         assert torch.equal(our_weights[name], stock_weights[name]), name
 
 
-LAYOUTS = {
-    "one process": (1, []),
-    "data parallel": (2, []),
-    "distributed optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()),
-    "tensor parallel": (2, "--tensor-model-parallel-size 2".split()),
-    "pipeline parallel": (2, "--pipeline-model-parallel-size 2".split()),
-    "recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()),
-    "tokens, rules": (2, "--calculate-per-token-loss --lr-warmup-iters 4 --start-weight-decay 0.01 "
-                         "--end-weight-decay 0.2 --weight-decay-incr-style linear".split()),
-    "no clipping": (1, "--clip-grad 0.0 --log-num-zeros-in-grad --log-params-norm".split()),
-}  # fmt: skip
+nightly = pytest.mark.slow
+LAYOUTS = [
+    pytest.param(1, "", id="one process"),
+    pytest.param(2, "", id="data parallel", marks=nightly),
+    pytest.param(
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"
+    ),
+    pytest.param(2, "--tensor-model-parallel-size 2", id="tensor parallel"),
+    pytest.param(2, "--pipeline-model-parallel-size 2", id="pipeline parallel"),
+    pytest.param(
+        1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        id="recompute",
+        marks=nightly,
+    ),
+    pytest.param(
+        2,
+        "--calculate-per-token-loss --lr-warmup-iters 4 --start-weight-decay 0.01 --end-weight-decay 0.2 "
+        "--weight-decay-incr-style linear",
+        id="tokens and rules",
+    ),
+    pytest.param(1, "--clip-grad 0.0 --log-num-zeros-in-grad --log-params-norm", id="no clipping", marks=nightly),
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_bf16_gemms_every_printed_digit_is_stocks(layout):
-    nproc, flags = LAYOUTS[layout]
-    flags = [*TINY_GPT, "--train-iters", "8", *flags]
+@pytest.mark.parametrize(("nproc", "flags"), LAYOUTS)
+def test_with_bf16_gemms_every_printed_digit_is_stocks(nproc, flags):
+    flags = [*TINY_GPT, "--train-iters", "8", *flags.split()]
     stock = run_megatron(nproc, flags)
     ours = run_megatron(nproc, [*flags, *TRANSPARENT])
     assert len(stock.losses) == 8 and stock.losses[-1] < stock.losses[0]

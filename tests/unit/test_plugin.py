@@ -1,0 +1,84 @@
+"""install() and uninstall(): once, reversible, and loud about a Megatron it does not know."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import ROOT
+
+from megatron_fp8.config import check_device, check_megatron_version
+
+HOOKS = """
+import sys
+import megatron_fp8.cpu as cpu
+cpu.install()
+import megatron.core.package_info, megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
+originals = arguments.parse_args, utils.compile_helpers
+from megatron_fp8 import plugin
+{body}
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess:
+    """In a process of its own: hooks are global."""
+    code = HOOKS.format(body=body)
+    env = {"CUDA_VISIBLE_DEVICES": "", "PATH": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
+
+
+def test_installing_twice_hooks_once_and_uninstalling_puts_everything_back():
+    result = run(
+        "plugin.install(); first = arguments.parse_args; plugin.install()\n"
+        "assert arguments.parse_args is first and first is not originals[0]\n"
+        "plugin.uninstall()\n"
+        "assert (arguments.parse_args, utils.compile_helpers) == originals\n"
+        "assert __import__('torch').cuda.is_available() is False\n"
+        "plugin.uninstall(); plugin.install(); assert arguments.parse_args is not originals[0]\n"
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_importing_the_package_patches_nothing():
+    result = run("assert (arguments.parse_args, utils.compile_helpers) == originals")
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_another_signature_is_refused():
+    result = run("arguments.parse_args = lambda provider: None\nplugin.install()")
+    assert result.returncode != 0
+    assert "RuntimeError: megatron_fp8 does not know this megatron.training.arguments.parse_args" in result.stderr
+
+
+def test_another_version_is_refused():
+    result = run("megatron.core.package_info.__version__ = '0.17.1'\nplugin.install()")
+    assert "ValueError: megatron-core 0.17.1" in result.stderr
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.2", "0.19.3rc1"])
+def test_known_versions_pass(version):
+    check_megatron_version(version)
+
+
+def test_a_gpu_is_judged_by_its_capability():
+    check_device((9, 0))
+    check_device((8, 9))
+    with pytest.raises(ValueError, match=r"compute capability 8\.0"):
+        check_device((8, 0))
+
+
+def test_a_model_without_fp8_layers_is_refused():
+    from dataclasses import make_dataclass
+
+    from megatron_fp8 import cpu
+
+    if cpu.needed():
+        cpu.install()
+    try:
+        from megatron_fp8.engine.build import build_optimizer
+
+        fp8 = make_dataclass("Config", [("level", str)])("O1")
+        with pytest.raises(ValueError, match="--fp8-level O1: found no GPT transformer layer"):
+            build_optimizer(fp8, None, None, [torch.nn.Linear(2, 2)], None)
+    finally:
+        cpu.uninstall()
