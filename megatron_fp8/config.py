@@ -41,7 +41,6 @@ class Fp8Config:
         attention: "torch" or "te".
         masked_attention: torch's attention cannot do; use Megatron's unfused kernel, which reads the mask
             (--reset-attention-mask, --attention-backend local or unfused).
-        tp_only_amax_red: agree on an amax over tensor parallelism only (stock has no flag for it).
     """
 
     level: str
@@ -67,7 +66,6 @@ class Fp8Config:
     keep_transpose_cache: bool
     attention: str
     masked_attention: bool
-    tp_only_amax_red: bool
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -141,7 +139,6 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         attention=attention,
         masked_attention=args.reset_attention_mask or plain(args.attention_backend) in ("local", "unfused"),
-        tp_only_amax_red=getattr(args, "tp_only_amax_red", False),
     )
 
 

@@ -149,6 +149,11 @@ OTHER_THAN_TP = When(
     lambda value, args: value not in (None, getattr(args, "tensor_model_parallel_size", None)),
 )
 FUSED_KERNELS, UNFUSED_KERNELS = one_of("flash", "fused"), one_of("unfused", "local")
+KEEPS_OPTIMIZER = When(
+    "torch, torch_dcp or fsdp_dtensor, with --save, or --load of the optimizer",
+    lambda value, args: plain(value) in ("torch", "torch_dcp", "fsdp_dtensor")
+    and bool(args.save or (args.load and not args.finetune and not args.no_load_optim)),
+)
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
 
 # Reasons and remedies that several rows share. Adapted flags with the same reason share one log line.
@@ -160,7 +165,7 @@ NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same r
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
 UNFUSED = "attention runs in Megatron's unfused kernel: memory grows with the square of --seq-length"
 STOCKS_OWN = "for stock's own parameters: embeddings, norms, biases, LM head, experts"
-SKIPPED = "a step whose gradient norm is not finite is skipped"
+SKIPPED = "a step whose gradient norm is not finite is skipped, the run not aborted; the loss is checked as in stock"
 LEVEL_DECIDES = "remove it: the level decides how the linears' weights are stored, sent and updated"
 STATES = "remove it: the level decides the optimizer's formats (see --fp8-exp-avg, --fp8-master)"
 NO_FP4 = "remove it: a level trains in FP8 (FP4: --fp8-level O0 and Transformer Engine)"
@@ -301,9 +306,10 @@ TABLE: list[Row] = [
     *_honour("--ddp-param-name-patterns-for-fp32-local-accumulation", STOCKS_OWN),
     *_honour("--ddp-average-in-collective", f"{STOCKS_OWN}; the linears' mean follows their FP32 sum"),
     *_honour("--ddp-num-buckets --ddp-bucket-size --use-nccl-ub", STOCKS_OWN),
-    *_honour("--no-check-for-nan-in-loss-and-grad --check-for-large-grads", f"{STOCKS_OWN}; {SKIPPED}"),
+    *_honour("--no-check-for-nan-in-loss-and-grad", SKIPPED),
+    *_honour("--check-for-large-grads", STOCKS_OWN),
     *_honour("--overlap-grad-reduce", f"{STOCKS_OWN}; the linears are reduced after the backward"),
-    *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' gather always overlaps"),
+    *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears are gathered in the optimizer step"),
     *_honour("--use-distributed-optimizer", "shards the linears' master weights and moments too"),
     *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
     *_honour("--dump-param-to-param-group-map", STOCKS_OWN),
@@ -313,6 +319,12 @@ TABLE: list[Row] = [
     *_refuse("--expert-tensor-parallel-num-weight-shards", NO_GTP),
     *_refuse("--freeze-all-layers", "use --fp8-level O0: nothing is trained"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
+    *_refuse("--ckpt-format", "use torch_dist: no other format holds the level's optimizer state", KEEPS_OPTIMIZER),
+    *_refuse(
+        "--dist-ckpt-optim-fully-reshardable",
+        "remove it: without Transformer Engine or apex, megatron-core 0.19 cannot load what it saves",
+        missing=TE,
+    ),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
     # --- same result, only slower without
     *_adapt("--no-gradient-accumulation-fusion", False, ABSENT, LEFT_ON, missing=FUSED_WGRAD),

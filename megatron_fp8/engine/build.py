@@ -3,7 +3,8 @@
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import _get_param_groups
+from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from ..config import Fp8Config
@@ -23,11 +24,12 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
     Raises ValueError when the model has no FP8 linear.
     """
     weights = fp8_weights(model_chunks)
-    if not weights:
+    if _fewest(len(weights)) == 0:
         raise ValueError(
-            f"--fp8-level {fp8.level}: found no GPT transformer layer to train in FP8 on this rank: use --fp8-level "
-            "O0 for other models, and fewer pipeline stages than layers"
+            f"--fp8-level {fp8.level}: found no GPT transformer layer to train in FP8 on some rank: use --fp8-level "
+            "O0 for other models, and a layer on every pipeline stage"
         )
+    _refuse_frozen_layers(fp8, model_chunks)
     name_weights(model_chunks)
     by_param = {id(w.param): w for w in weights}
     dp_group = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -47,7 +49,7 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         stats_group=stock.chained_optimizers[0].get_grad_stats_parallel_group(),
         scaling=_attach_scaling(fp8, weights),
         amax_group=mpu.get_amax_reduction_group(
-            with_context_parallel=True, tp_only_amax_red=fp8.tp_only_amax_red
+            with_context_parallel=True, tp_only_amax_red=model_config.tp_only_amax_red
         ),
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
     )
@@ -58,12 +60,35 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
     return Fp8ChainedOptimizer(stock.chained_optimizers, engine)
 
 
+def _fewest(count: int) -> int:
+    """The smallest count of any rank, so that all ranks stop together."""
+    if not torch.distributed.is_initialized():
+        return count
+    smallest = torch.tensor([count], device="cuda")
+    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
+    return int(smallest)
+
+
+def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
+    """Stop where a script froze a layer: our weights, frozen to stock in any case, would be trained all the same."""
+    for layer in (m for chunk in model_chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
+        ours = {id(w.param) for w in fp8_weights([layer])}
+        others = [p.requires_grad for p in layer.parameters() if id(p) not in ours]
+        if ours and others and not any(others):
+            raise ValueError(
+                f"--fp8-level {fp8.level}: the parameters of layer {layer.layer_number} are frozen; frozen layers "
+                "are not supported: use --fp8-level O0"
+            )
+
+
 def _our_param_groups(model_chunks, by_param: dict[int, Fp8Weight], config, overrides) -> list[dict]:
     """Megatron's own parameter groups, for exactly the parameters that it does not see."""
     flags = [(p, p.requires_grad) for chunk in model_chunks for p in chunk.parameters()]
     try:
         for param, _ in flags:
             param.requires_grad_(id(param) in by_param)
+        if overrides is None:
+            overrides = get_standard_config_overrides(config)
         return _get_param_groups(model_chunks, config, overrides)
     finally:
         for param, flag in flags:

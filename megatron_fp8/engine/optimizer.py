@@ -68,6 +68,8 @@ class EngineOptimizer(MegatronOptimizer):
         sent_bytes.clear()
         for group in self.groups:
             group.begin_step()
+        if self.scaling is not None:
+            self.scaling.amax.zero_()  # of a step that was skipped
 
     def finalize_grads(self, num_tokens: torch.Tensor | None) -> None:
         """Reduce the gradients; `num_tokens` (global, on the device) divides them if given."""
@@ -95,11 +97,6 @@ class EngineOptimizer(MegatronOptimizer):
             self.scaling.update(self.amax_group)
         return True
 
-    def skip(self) -> None:
-        """Forget this step's statistics: a skipped step leaves no trace."""
-        if self.scaling is not None:
-            self.scaling.amax.zero_()
-
     def step(self):
         raise RuntimeError("EngineOptimizer is stepped by the chain it is part of")
 
@@ -108,7 +105,9 @@ class EngineOptimizer(MegatronOptimizer):
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata=None) -> dict:
         """Optimizer state in a form that every parallel layout can load (see checkpoint.py)."""
-        state: dict = {"state": sharded_engine_state(self.groups, self.optimizer, model_sharded_state_dict)}
+        state: dict = {
+            "state": sharded_engine_state(self.groups, self.optimizer, model_sharded_state_dict, is_loading)
+        }
         state["step"] = int(self.optimizer.state[self.groups[0].master]["step"])
         if self.scaling is not None:
             config = get_model_config(self.model_chunks[0])
@@ -122,8 +121,9 @@ class EngineOptimizer(MegatronOptimizer):
         for group in self.groups:
             self.optimizer.state[group.master]["step"].fill_(state_dict["step"])
         if self.scaling is not None:
-            warm = state_dict["scaling_warm"]
-            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm)
+            load_scaling_state(
+                self.scaling, self._weights(), state_dict["scaling"], state_dict.get("scaling_warm", False)
+            )
 
     def state_dict(self):
         raise ValueError("--ckpt-format torch cannot hold FP8 optimizer state: use --ckpt-format torch_dist")
@@ -182,7 +182,6 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         if not math.isfinite(self._norm):
-            self.engine.skip()
             return False
         success = super().step_with_ready_grads()
         self.after_first_step()

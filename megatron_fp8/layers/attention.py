@@ -11,6 +11,7 @@ import math
 
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -25,8 +26,11 @@ _FASTEST_FIRST = [
 class TorchAttention(MegatronModule):
     """Causal self-attention with the constructor and call of Megatron's DotProductAttention.
 
-    query (sq, b, np, hn), key and value (sk, b, ng, hn) -> (sq, b, np * hn).  The attention mask is not read:
-    `spec.py` chooses stock's attention where anything but causal is asked for.
+    query (s, b, np, hn), key and value (s, b, ng, hn) -> (s, b, np * hn).  The attention mask is not read: `spec.py`
+    chooses stock's attention where anything but causal is configured.  --apply-query-key-layer-scaling divides and
+    multiplies the logits back around an FP16 product; in FP32 there is nothing to do.
+
+    Raises ValueError for another mask, a bias, packed sequences, or queries and keys of different lengths.
     """
 
     def __init__(
@@ -43,8 +47,6 @@ class TorchAttention(MegatronModule):
         super().__init__(config=config)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.scale /= max(1, layer_number)
 
     def forward(
         self,
@@ -58,6 +60,12 @@ class TorchAttention(MegatronModule):
     ):
         if packed_seq_params is not None:
             raise ValueError("packed sequences (--sft) need --fp8-attention te with Transformer Engine installed")
+        causal = attn_mask_type in (None, AttnMaskType.causal) and attention_bias is None
+        if not causal or query.shape[0] != key.shape[0]:
+            raise ValueError(
+                "torch's attention is causal self-attention only: for generation with a key-value cache, or another "
+                "mask, use --attention-backend unfused"
+            )
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # (b, heads, s, hn), views
         dropout = self.dropout if self.training else 0.0
         if dropout and not self.config.sequence_parallel:

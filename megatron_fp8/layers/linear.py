@@ -294,13 +294,10 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
 
 def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
     """Leave the first and last layers' GEMMs in BF16 (`--first-last-layers-bf16` and its two counts)."""
-    for module in model.modules():
-        number = getattr(module, "layer_number", None)
-        if isinstance(module, TransformerLayer) and not (
-            config.bf16_layers_start < number <= num_layers - config.bf16_layers_end
-        ):
-            for linear in fp8_weights([module]):
-                linear.fp8 = False
+    for layer in model.decoder.layers:  # multi-token-prediction layers are neither first nor last
+        if not config.bf16_layers_start < layer.layer_number <= num_layers - config.bf16_layers_end:
+            for weight in fp8_weights([layer]):
+                weight.fp8 = False
 
 
 def name_weights(chunks) -> None:

@@ -16,11 +16,15 @@ import torch.nn.functional as F
 
 
 def _layer_norm(x, weight, bias, eps, zero_centered):
-    return F.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
+    if zero_centered:  # in FP32: a BF16 1 + g forgets a g below 2^-9
+        return F.layer_norm(x.float(), weight.shape, 1 + weight.float(), bias.float(), eps).to(x.dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def _rms_norm(x, weight, bias, eps, zero_centered):
-    return F.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)
+    if zero_centered:
+        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class Norm(torch.nn.Module):

@@ -22,9 +22,13 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from ..config import Fp8Config
@@ -35,7 +39,9 @@ from .norm import Norm
 
 def convert_block(spec, config, fp8: Fp8Config, vp_stage=None) -> TransformerBlockSubmodules:
     """A GPT decoder's spec (one layer, or a whole block) -> the block with FP8 layers and our final norm."""
-    if isinstance(spec, ModuleSpec):
+    if isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerBlock):
+        spec = spec.submodules
+    elif isinstance(spec, ModuleSpec):
         layers = [spec] * get_num_layers_to_build(config, vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
     return convert(spec, config, fp8)
@@ -81,12 +87,12 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
             ),
         )
     if _is_dense_mlp(layer.mlp):
-        column, normed = _column_after(layer.pre_mlp_layernorm, layer.mlp.keywords["submodules"].linear_fc1, fp8)
+        mlp, submodules = layer.mlp, layer.mlp.keywords["submodules"]
+        column, normed = _column_after(layer.pre_mlp_layernorm, submodules.linear_fc1, fp8)
         changed["pre_mlp_layernorm"] = IdentityOp if normed else layer.pre_mlp_layernorm
-        submodules = MLPSubmodules(
-            linear_fc1=column, linear_fc2=functools.partial(Fp8RowParallelLinear, fp8_config=fp8)
-        )
-        changed["mlp"] = functools.partial(MLP.as_mlp_submodule, submodules=submodules)
+        row = functools.partial(Fp8RowParallelLinear, fp8_config=fp8)
+        submodules = dataclasses.replace(submodules, linear_fc1=column, linear_fc2=row)
+        changed["mlp"] = functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
     changed["sharded_state_dict_keys_map"] = {}  # the modules have the names of the TE spec themselves
     fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)} | changed
     return dataclasses.replace(layer, **{k: convert(v, config, fp8) for k, v in fields.items()})

@@ -32,9 +32,8 @@ VARIANTS = [
     pytest.param(
         2, "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1", id="history", marks=nightly
     ),
-    pytest.param(1, "--fp8-format e4m3", id="E4M3 everywhere", marks=nightly),
+    pytest.param(1, "--fp8-format e4m3", id="E4M3 everywhere"),
     pytest.param(1, "--no-fp8-wgrad", id="BF16 wgrad"),
-    pytest.param(1, "--keep-fp8-transpose-cache", id="transpose cache", marks=nightly),
     pytest.param(1, "--num-layers 3 --first-last-layers-bf16", id="first and last layer BF16"),
     pytest.param(1, "--attention-backend auto", id="torch attention"),
 ]
@@ -55,17 +54,31 @@ def test_tensor_and_sequence_parallel():
     close_to(run_megatron(2, [*tp, "--sequence-parallel", *O1]), stock)
 
 
-@nightly
 def test_pipeline_parallel():
     pp = [*TINY_GPT, "--pipeline-model-parallel-size", "2"]
     close_to(run_megatron(2, [*pp, *O1]), run_megatron(2, pp))
 
 
-def test_recompute_changes_nothing():
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--keep-fp8-transpose-cache",
+    ],
+)
+def test_what_trades_memory_for_time_changes_no_digit(flags):
     plain = run_megatron(1, [*TINY_GPT, *O1])
-    again = run_megatron(1, [*TINY_GPT, *O1, *recompute])
-    assert again.losses == plain.losses and again.grad_norms == plain.grad_norms
+    traded = run_megatron(1, [*TINY_GPT, *O1, *flags.split()])
+    assert traded.losses == plain.losses and traded.grad_norms == plain.grad_norms
+
+
+def test_evaluation_in_the_middle_changes_no_step():
+    data = "--split 80,20,0 --eval-iters 2".split()
+    plain = run_megatron(2, [*TINY_GPT, *O1, *data, "--use-distributed-optimizer"])
+    evaluated = run_megatron(2, [*TINY_GPT, *O1, *data, "--use-distributed-optimizer", "--eval-interval", "3"])
+    assert evaluated.losses == plain.losses
+    assert len(evaluated.validation_losses) > 2
+    assert evaluated.validation_losses[2] < evaluated.validation_losses[0]
 
 
 def test_ranks_and_accumulation_change_only_the_wire(stock):

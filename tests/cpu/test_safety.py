@@ -53,6 +53,15 @@ def test_a_resumed_run_goes_on_bit_for_bit(nproc, flags, tmp_path):
     assert resumed == expected
 
 
+def test_a_resumed_run_may_change_its_amax_history(tmp_path):
+    flags = [*TINY_GPT, *O1, "--fp8-amax-compute-algo", "max"]
+    save = ["--save", str(tmp_path), "--save-interval", "5", "--exit-interval", "5"]
+    first = run_megatron(1, [*flags, "--fp8-amax-history-len", "4", *save])
+    for length in ("2", "8"):
+        rest = run_megatron(1, [*flags, "--fp8-amax-history-len", length, "--load", str(tmp_path)])
+        assert len(rest.losses) == 5 and rest.losses[0] < first.losses[0] - 0.2
+
+
 @pytest.mark.parametrize("layout", [(1, []), (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"])])
 def test_a_stock_checkpoint_loads_at_o1(layout, tmp_path):
     """Weights only (--finetune), across tensor-parallel sizes: the loss goes on from where stock left it."""

@@ -53,6 +53,12 @@ LAYOUTS = [
         "--weight-decay-incr-style linear",
         id="tokens and rules",
     ),
+    pytest.param(
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        id="interleaved pipeline",
+        marks=nightly,
+    ),
     pytest.param(1, "--clip-grad 0.0 --log-num-zeros-in-grad --log-params-norm", id="no clipping", marks=nightly),
 ]
 

@@ -55,7 +55,6 @@ def test_o1(parse):
         "keep_transpose_cache": False,
         "attention": "torch",
         "masked_attention": False,
-        "tp_only_amax_red": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.level = "O3"
