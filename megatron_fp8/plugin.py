@@ -135,7 +135,7 @@ def _hook_optimizer(fp8: Fp8Config | None) -> None:
 
 def _gpt_model_init(fp8: Fp8Config):
     from .layers.linear import keep_in_bf16
-    from .layers.spec import convert, convert_block
+    from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
         def init(self, config, transformer_layer_spec, *args, mtp_block_spec=None, vp_stage=None, **kwargs):
@@ -149,6 +149,7 @@ def _gpt_model_init(fp8: Fp8Config):
                 **kwargs,
             )
             keep_in_bf16(self, fp8, config.num_layers)
+            accept_local_names(self)
 
         return init
 

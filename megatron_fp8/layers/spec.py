@@ -47,6 +47,23 @@ def convert_block(spec, config, fp8: Fp8Config, vp_stage=None) -> TransformerBlo
     return convert(spec, config, fp8)
 
 
+def accept_local_names(model) -> None:
+    """Let `model` load a plain state dict (--ckpt-format torch) of stock's local spec, whose norms stand alone.
+
+    torch_dist checkpoints have the names of the TE spec whichever spec wrote them.
+    """
+
+    def rename(module, state_dict, prefix, *_):
+        expected = {prefix + name for name, _ in module.named_parameters()}
+        for key in list(state_dict):
+            new = key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+            new = new.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+            if key not in expected and new in expected:
+                state_dict[new] = state_dict.pop(key)
+
+    model.register_load_state_dict_pre_hook(rename)
+
+
 def convert(spec, config, fp8: Fp8Config):
     """A copy of `spec` with the exchanges in the table above, however deep the layers sit."""
     swap = functools.partial(convert, config=config, fp8=fp8)

@@ -24,8 +24,8 @@ def test_a_non_finite_gradient_skips_the_step_everywhere(value, rank, flags):
         env={**TOOLS, "POISON": value, "POISONED_RANK": str(rank)},
     )
     assert [step.skipped for step in run.steps] == [0, 0, 1, 0, 0]
-    for r in range(2):
-        assert any(line.endswith(f"rank {r}: skipped without a trace") for line in run.lines)
+    for r in range(2):  # the ranks' lines may run into each other
+        assert sum(line.count(f"rank {r}: skipped without a trace") for line in run.lines) == 1
 
 
 def test_a_frozen_embedding_stops_no_weight_gradient():
@@ -62,11 +62,16 @@ def test_a_resumed_run_may_change_its_amax_history(tmp_path):
         assert len(rest.losses) == 5 and rest.losses[0] < first.losses[0] - 0.2
 
 
-@pytest.mark.parametrize("layout", [(1, []), (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"])])
-def test_a_stock_checkpoint_loads_at_o1(layout, tmp_path):
+@pytest.mark.parametrize(
+    ("nproc", "flags", "form"),
+    [
+        (1, [], "torch"),  # the names of the local spec
+        (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"], "torch_dist"),  # of the TE spec
+    ],
+)
+def test_a_stock_checkpoint_loads_at_o1(nproc, flags, form, tmp_path):
     """Weights only (--finetune), across tensor-parallel sizes: the loss goes on from where stock left it."""
-    nproc, flags = layout
-    save = ["--save", str(tmp_path), "--save-interval", "10"]
+    save = ["--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", form]
     stock = run_megatron(1, [*TINY_GPT, *save])
     load = ["--load", str(tmp_path), "--finetune", "--train-iters", "4", *O1]
     ours = run_megatron(nproc, [*TINY_GPT, *load, *flags])
