@@ -2,7 +2,8 @@
 
 Two sharp oracles.  At O0 nothing is installed, so everything is equal bit for bit.  At O1 with BF16 GEMMs and an FP32
 wire, the plugin's whole path (spec, norms, linears, engine, chain) computes what stock computes, so every
-loss and gradient norm that Megatron prints is equal, in every parallel layout.
+loss that Megatron prints is equal, in every parallel layout. Clipping is off there: the norm's sum runs in another
+order, and its last bit would reach the weights. One test has clipping on, with a tolerance.
 """
 
 import pytest
@@ -59,20 +60,28 @@ LAYOUTS = [
         id="interleaved pipeline",
         marks=nightly,
     ),
-    pytest.param(1, "--clip-grad 0.0 --log-num-zeros-in-grad --log-params-norm", id="no clipping", marks=nightly),
+    pytest.param(1, "--log-num-zeros-in-grad --log-params-norm", id="statistics", marks=nightly),
 ]
 
 
 @pytest.mark.parametrize(("nproc", "flags"), LAYOUTS)
 def test_with_bf16_gemms_every_printed_digit_is_stocks(nproc, flags):
-    flags = [*TINY_GPT, "--train-iters", "8", *flags.split()]
+    flags = [*TINY_GPT, "--train-iters", "8", "--clip-grad", "0", *flags.split()]
     stock = run_megatron(nproc, flags)
     ours = run_megatron(nproc, [*flags, *TRANSPARENT])
     assert len(stock.losses) == 8 and stock.losses[-1] < stock.losses[0]
     assert ours.losses == stock.losses
-    assert ours.grad_norms == stock.grad_norms
+    assert ours.grad_norms == pytest.approx(stock.grad_norms, abs=1.5e-3)  # printed with three digits
     kept = ("num zeros", "params norm")
     assert _fields(ours.lines, kept) == pytest.approx(_fields(stock.lines, kept), rel=1e-3)
+
+
+def test_with_bf16_gemms_clipping_is_stocks():
+    flags = [*TINY_GPT, "--train-iters", "8", "--clip-grad", "0.2", "--use-distributed-optimizer"]
+    stock, ours = run_megatron(2, flags), run_megatron(2, [*flags, *TRANSPARENT])
+    assert min(stock.grad_norms) > 0.3  # every step is clipped
+    assert ours.losses == pytest.approx(stock.losses, abs=3e-4)
+    assert ours.grad_norms == pytest.approx(stock.grad_norms, abs=3e-3)
 
 
 def test_with_bf16_gemms_a_gpt2_is_stocks():
