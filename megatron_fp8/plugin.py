@@ -11,7 +11,8 @@ What is hooked, and why not something more official:
                                                 scripts with a model_provider never look at it; both end here.
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
                                                 MEGATRON_FP8_REPORT, at every level).
-    config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py.
+    config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
+                                                turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 The second and third are installed only when a run asks for a level: without one, and at O0, a run is bit for

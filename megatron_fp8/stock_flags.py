@@ -314,6 +314,7 @@ TABLE: list[Row] = [
     *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
     *_honour("--dump-param-to-param-group-map", STOCKS_OWN),
     *_refuse("--num-distributed-optimizer-instances", "remove it: one instance a run", other_than("1")),
+    *_refuse("--mtp-detach-heads", "remove it: the level clips all its linears by one gradient norm"),
     *_refuse("--use-megatron-fsdp --use-torch-fsdp2", NO_FSDP),
     *_refuse("--tensor-parallel-num-weight-shards", NO_GTP, OTHER_THAN_TP),
     *_refuse("--expert-tensor-parallel-num-weight-shards", NO_GTP),

@@ -2,8 +2,9 @@
 
 Megatron trains with a ChainedOptimizer of parts that share one gradient norm, one clip and one step.  The
 plugin appends `EngineOptimizer`: AdamW over the flat FP32 master shards of the weight engine.  To the
-chain it looks like any part: parameters with `.grad`, so norm, clipping, counting of zeros, weight decay,
-learning-rate rules and schedules are stock code on our tensors.
+chain it looks like any part: parameters with `.grad`, so counting of zeros, weight decay, learning-rate rules and
+schedules are stock code on our tensors.  The norm is stock's sum, taken with one read by the host; our part
+clips by it inside its own step, stock's parts as ever.
 
 One rule is added (`Fp8ChainedOptimizer`): a non-finite norm skips the step, on every rank, with nothing
 changed.  The norm is the same number everywhere (it is all-reduced) and the host has it already, so this

@@ -34,9 +34,9 @@ class WeightGroup:
         self.weights, self.group, self.wire = weights, group, wire
         self.sharded = sharded and group.size() > 1
         sizes = [w.param.numel() for w in weights]
-        self.numel = sum(sizes)
+        numel = sum(sizes)
         unit = ALIGNMENT * group.size()
-        padded = -(-self.numel // unit) * unit
+        padded = -(-numel // unit) * unit
         device = weights[0].param.device
         self.weight = torch.zeros(padded, dtype=weights[0].param.dtype, device=device)
         self.grad = torch.zeros(padded, dtype=torch.float32, device=device)
@@ -51,9 +51,9 @@ class WeightGroup:
             start += size
 
         # The padding at the end belongs to nobody: it must not count among the zeros of a gradient.
-        self.shard_start = group.rank() * (padded // group.size()) if self.sharded else 0
-        shard_end = min(self.shard_start + (padded // group.size() if self.sharded else padded), self.numel)
-        self.shard = slice(self.shard_start, max(shard_end, self.shard_start))
+        ranks, rank = (group.size(), group.rank()) if self.sharded else (1, 0)
+        begin = rank * (padded // ranks)
+        self.shard = slice(begin, max(begin, min(begin + padded // ranks, numel)))
         self.master = Parameter(self.weight[self.shard].float())
         self.master.tensor_model_parallel = True  # each tensor-parallel rank has its own part: no duplicate
         for weight, start, end in self.spans:  # what --log-params-norm looks at

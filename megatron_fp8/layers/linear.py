@@ -99,7 +99,7 @@ class Fp8Weight:
         """x (M, K) -> (payload, payload transposed or None, scale_inv), scaled by the recipe."""
         scaling, slot = self.scaling, self.slots[role]
         if scaling is not None and scaling.warm:
-            scale, scale_inv = scaling.scale[slot], scaling.scale_inv[slot]
+            scale, scale_inv = scaling.slot_scale(slot), scaling.scale_inv[slot]
             out = ops.quantize(
                 x, fmt, scale, transpose=transpose, amax_out=scaling.amax[slot] if training else None
             )
