@@ -16,12 +16,22 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .level import CELLS, LEVELS, resolve
+from .numerics.auto_scaling import AUTO, MODES, ScalingRule
 from .numerics.formats import E4M3, E5M2, Format
 from .stock_flags import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
 
 ATTENTIONS = ("torch", "te")
+SHARED_FLAGS = (  # (flag, metavar, type, meaning), after FP8-LM section 2.1
+    ("--fp8-grad-scaling", "{auto,pre,post}", str, "how mu is found: auto-scaling (default), 1/N or 1."),
+    ("--fp8-grad-scaling-threshold", "X", float, "share of saturated elements beyond which mu shrinks (1e-5)."),
+    ("--fp8-grad-scaling-window", "N", int, "steps in which mu doubles otherwise (1000)."),
+    ("--fp8-grad-scaling-backoff", "X", float, "factor by which mu shrinks (0.5)."),
+    ("--fp8-grad-scaling-init", "X", float, "mu at the start (1/sqrt of the data-parallel size)."),
+    ("--fp8-grad-scaling-interval", "N", int, "steps from one look at saturation to the next (1)."),
+)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 MEGATRON_SERIES = "0.19"
 
@@ -38,6 +48,11 @@ class Fp8Config:
         wgrad: whether the weight-gradient GEMM is FP8 (else BF16).
         bf16_layers_start, bf16_layers_end: how many first and last layers of the model keep BF16 GEMMs.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
+        grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
+        grad_scaling: of grad_reduce "shared".
+        log_interval: steps from one log of FP8 statistics to the next; 0: never.
+        log_grad_snr: whether those compare the reduced gradients with FP32's.
+        seed: of the run.
         attention: "torch" or "te".
         masked_attention: torch's attention cannot do; use Megatron's unfused kernel, which reads the mask
             (--reset-attention-mask, --attention-backend local or unfused).
@@ -64,6 +79,11 @@ class Fp8Config:
     bf16_layers_start: int
     bf16_layers_end: int
     keep_transpose_cache: bool
+    grad_reduce_hierarchy: str
+    grad_scaling: ScalingRule
+    log_interval: int
+    log_grad_snr: bool
+    seed: int
     attention: str
     masked_attention: bool
 
@@ -80,6 +100,27 @@ def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
         values = f"{{{','.join(cell.available)}}}"
         defaults = " ".join(f"{level} {cell.at(level)}" for level in LEVELS[1:])
         group.add_argument(cell.flag, metavar=values, help=f"{cell.meaning}. By level: {defaults}.")
+    group.add_argument(
+        "--fp8-grad-reduce-hierarchy",
+        metavar="{off,node,N}",
+        help="Reduce gradients in two levels, inside a node first and then across nodes: a node is what torchrun "
+        "started together, or N data-parallel ranks. Default off.",
+    )
+    for flag, metavar, of, meaning in SHARED_FLAGS:
+        group.add_argument(flag, metavar=metavar, type=of, help=f"With --fp8-grad-reduce shared: {meaning}")
+    group.add_argument(
+        "--fp8-log-interval",
+        metavar="N",
+        type=int,
+        help="Write FP8 statistics to TensorBoard and W&B every N steps; 0: never. Default 100.",
+    )
+    group.add_argument(
+        "--fp8-log-grad-snr",
+        action="store_true",
+        default=None,
+        help="Log the signal-to-noise ratio of the reduced gradients too; the steps that log hold and reduce an FP32 "
+        "copy of them (4 bytes a parameter).",
+    )
     group.add_argument(
         "--fp8-attention",
         metavar=f"{{{','.join(ATTENTIONS)}}}",
@@ -122,6 +163,9 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
             f"--num-layers-at-start-in-bf16 {start} with --num-layers-at-end-in-bf16 {end}: a model of "
             f"--num-layers {args.num_layers} has not so many; use smaller counts"
         )
+    log_interval = 100 if args.fp8_log_interval is None else args.fp8_log_interval
+    if log_interval < 0:
+        raise ValueError(f"--fp8-log-interval {log_interval}: use 0 (never) or more")
     if cells["gemm"] == "fp8":
         _check_geometry(args)
     return Fp8Config(
@@ -137,6 +181,11 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         bf16_layers_start=start,
         bf16_layers_end=end,
         keep_transpose_cache=args.keep_fp8_transpose_cache,
+        grad_reduce_hierarchy=_hierarchy(args, cells["grad_reduce"]),
+        grad_scaling=_scaling_rule(args, cells["grad_reduce"]),
+        log_interval=log_interval,
+        log_grad_snr=bool(args.fp8_log_grad_snr),
+        seed=args.seed,
         attention=attention,
         masked_attention=args.reset_attention_mask or plain(args.attention_backend) in ("local", "unfused"),
     )
@@ -206,7 +255,8 @@ def check_data_files(args: Namespace) -> None:
 def _check_stock_run(args: Namespace, level: str | None) -> None:
     """Refuse flags that a run without a level would ignore in silence."""
     without = f"--fp8-level {level}" if level else "no --fp8-level"
-    given = {"--fp8-attention": getattr(args, "fp8_attention", None)}
+    others = ("--fp8-attention", "--fp8-grad-reduce-hierarchy", "--fp8-log-interval", "--fp8-log-grad-snr")
+    given = {flag: _given(args, flag) for flag in (*others, *(row[0] for row in SHARED_FLAGS))}
     given |= {c.flag: getattr(args, c.dest, None) for c in CELLS}
     for flag, value in given.items():
         if value is not None:
@@ -220,6 +270,46 @@ def _check_stock_run(args: Namespace, level: str | None) -> None:
     yaml = getattr(args, "yaml_cfg", None)
     if yaml is not None and level is None and any(a.startswith("--fp8-level") for a in sys.argv):
         raise ValueError(f"--yaml-cfg {yaml}: replaces every flag, --fp8-level included; give flags instead")
+
+
+def _given(args: Namespace, flag: str) -> Any:
+    """What was given for one of our flags, or None."""
+    return getattr(args, flag[2:].replace("-", "_"), None)
+
+
+def _hierarchy(args: Namespace, reduction: str) -> str:
+    """--fp8-grad-reduce-hierarchy, checked against the rest."""
+    flag, value = "--fp8-grad-reduce-hierarchy", args.fp8_grad_reduce_hierarchy
+    if value in (None, "off"):
+        return "off"
+    if value != "node" and not (value.isdecimal() and int(value) > 0):
+        raise ValueError(f"{flag} {value}: use off, node, or the number of data-parallel ranks in a node")
+    if reduction != "block":
+        raise ValueError(f"{flag} {value} with --fp8-grad-reduce {reduction}: only block has two levels; remove one")
+    if not args.use_distributed_optimizer:
+        raise ValueError(f"{flag} {value}: needs --use-distributed-optimizer; add it, or remove the hierarchy")
+    return value
+
+
+def _scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
+    """The --fp8-grad-scaling flags, checked against each other."""
+    given = {row[0]: _given(args, row[0]) for row in SHARED_FLAGS if _given(args, row[0]) is not None}
+    mode = given.get("--fp8-grad-scaling", AUTO)
+    for flag, value in given.items():
+        if reduction != "shared":
+            raise ValueError(f"{flag} {value}: no effect; add --fp8-grad-reduce shared, or remove it")
+        if flag != "--fp8-grad-scaling" and mode != AUTO:
+            raise ValueError(f"{flag} {value} with --fp8-grad-scaling {mode}: no effect; use auto, or remove it")
+        if not isinstance(value, str) and value <= 0:
+            raise ValueError(f"{flag} {value}: use a number above 0")
+    if mode not in MODES:
+        raise ValueError(f"--fp8-grad-scaling {mode}: no such value; use auto, pre or post")
+    backoff = given.get("--fp8-grad-scaling-backoff", 0.5)
+    if backoff >= 1:
+        raise ValueError(f"--fp8-grad-scaling-backoff {backoff}: mu must shrink; use a number below 1")
+    names = {"threshold", "window", "backoff", "initial", "interval"}
+    values = {flag.rpartition("-")[2].replace("init", "initial"): value for flag, value in given.items()}
+    return ScalingRule(mode, **{name: value for name, value in values.items() if name in names})
 
 
 def _check_geometry(args: Namespace) -> None:

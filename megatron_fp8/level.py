@@ -67,15 +67,14 @@ CELLS = (
         "grad_accum",
         "storage of the weight gradient over micro-batches",
         ("fp32", "fp8", "fp8"),  # the design has fp8 at O1 too: the default follows when fp8 is available
-        available=("fp32",),
-        planned=("bf16", "fp8"),
+        available=("fp32", "bf16", "fp8"),
     ),
     Cell(
         "grad_reduce",
-        "weight gradient between data-parallel ranks: FP8 blocks and one FP32 sum, or plain FP32 (ablation)",
+        "weight gradient between data-parallel ranks: FP8 blocks and one FP32 sum; FP8-LM's shared scale and FP8 "
+        "sum; or plain FP32 (ablation)",
         ("block", "block", "block"),
-        available=("block", "fp32"),
-        planned=("shared",),
+        available=("block", "shared", "fp32"),
     ),
     Cell("exp_avg", "Adam's first moment", ("fp32", "fp8", "fp8"), ("fp32",), ("bf16", "fp8")),
     Cell("exp_avg_sq", "Adam's second moment", ("fp32", "fp16", "fp16"), ("fp32",), ("fp16", "fp8")),

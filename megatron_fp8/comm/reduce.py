@@ -1,7 +1,8 @@
 """Data-parallel gradient reduction: one byte an element on the wire, one FP32 sum.
 
 A reduce-scatter over R ranks usually runs as a ring: each hop adds, and in FP8 each hop rounds again and may
-saturate.  The same bytes can be sent once instead (an all-to-all) and added once, in FP32:
+saturate (comm/shared.py does that, as the paper has it).  The same bytes can be sent once instead (an
+all-to-all) and added once, in FP32:
 
     rank i:   payload_i, exponents_i = BlockScaled(g_i)          1 + 1/128 bytes an element
     wire:     chunk j of both goes to rank j                     (R-1)/R of them leave the rank
@@ -13,92 +14,159 @@ its block (half a unit in the last of E4M3's four significant bits), and the R r
 Without a distributed optimizer an all-gather follows; its payload is quantised too and every rank, the owner
 included, takes the dequantised values, so all replicas stay bitwise equal.
 
-Idea of all-to-all plus local sum: Megatron's reduce_scatter_with_fp32_accumulation (in BF16) and ZeRO++
-(arXiv 2306.10209, INT8).  `sent_bytes` counts what left this rank in this
-step, by kind.
+The sum is not made when the bytes arrive.  What arrived takes as much room as what was sent, one byte an element,
+and *is* the FP32 sum, unevaluated: `BlockShards` evaluates it where it is read, once for the norm and once for the
+optimizer.  So a reduced gradient costs no FP32 buffer, and the reduction is pure communication.
 
-A buffer here is flat FP32 of R * n elements, n a multiple of 128; rank j owns elements [j*n, (j+1)*n).
+Two levels, for clusters (`--fp8-grad-reduce-hierarchy`), with L ranks in each of A nodes, R = A L: the same inside
+the node, then across nodes on what was summed.  Each element is rounded twice, both sums are FP32, and a node
+boundary is crossed by 1/L of the bytes:
+
+    in the node     (L-1)/L (1 + 1/128) bytes an element        then an FP32 sum of L
+    across nodes    (A-1)/A (1 + 1/128)/L bytes an element      then an FP32 sum of A
+
+Idea of all-to-all plus local sum: Megatron's reduce_scatter_with_fp32_accumulation (in BF16) and ZeRO++
+(arXiv 2306.10209, INT8, two levels).
+
+A buffer here is flat, of R * n elements, n a multiple of 128; rank j owns elements [j*n, (j+1)*n).
 """
 
-from collections import Counter
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .. import ops
-from ..numerics.blocks import BLOCK
-
-sent_bytes: Counter[str] = Counter()
-
-
-def _count(kind: str, numbytes: int, group) -> None:
-    """Count a collective of `numbytes` in all, of which this rank keeps 1/R."""
-    sent_bytes[kind] += numbytes * (group.size() - 1) // group.size()
-
-
-def own_shard(buffer: torch.Tensor, group) -> torch.Tensor:
-    """The view of `buffer` that this rank owns."""
-    return buffer.chunk(group.size())[group.rank()]
-
-
-def reduce_scatter_blocks(buffer: torch.Tensor, group) -> None:
-    """Sum `buffer` over the group into this rank's shard of it, FP8 on the wire.
-
-    Args:
-        buffer: (R * n,) FP32 or BF16, n a multiple of 128.  Its own shard receives the sum; the rest is
-            left as it was.  A non-finite element makes its sum NaN on the owner.
-        group: the data-parallel process group, of R ranks.
-    """
-    ranks = group.size()
-    blocks = ops.quantize_blocks(buffer)
-    received = _all_to_all(blocks.payload.view(torch.uint8), group).view(blocks.payload.dtype)
-    exponents = _all_to_all(blocks.exponents, group)
-    ops.sum_blocks(received.view(ranks, -1), exponents.view(ranks, -1), own_shard(buffer, group))
-
-
-def all_reduce_blocks(buffer: torch.Tensor, group) -> None:
-    """Sum `buffer` over the group on every rank: reduce_scatter_blocks, then an all-gather in FP8."""
-    reduce_scatter_blocks(buffer, group)
-    blocks = ops.quantize_blocks(own_shard(buffer, group))
-    payload = _all_gather(blocks.payload.view(torch.uint8), group).view(blocks.payload.dtype)
-    ops.sum_blocks(payload[None], _all_gather(blocks.exponents, group)[None], buffer)
-
-
-def reduce_scatter_fp32(buffer: torch.Tensor, group) -> None:
-    """The plain FP32 reduce-scatter, in place, for comparison (`--fp8-grad-reduce fp32`)."""
-    dist.reduce_scatter_tensor(own_shard(buffer, group), buffer, group=group)
-    _count("grad_reduce", buffer.nbytes, group)
-
-
-def all_reduce_fp32(buffer: torch.Tensor, group) -> None:
-    """The plain FP32 all-reduce, in place."""
-    dist.all_reduce(buffer, group=group)
-    _count("grad_reduce", 2 * buffer.nbytes, group)
-
-
-def all_gather_weights(buffer: torch.Tensor, group) -> None:
-    """Give every rank all shards of `buffer`, in place."""
-    dist.all_gather_into_tensor(buffer, own_shard(buffer, group), group=group)
-    _count("weight_gather", buffer.nbytes, group)
-
-
-REDUCTIONS = {  # --fp8-grad-reduce: (with the distributed optimizer, without)
-    "block": (reduce_scatter_blocks, all_reduce_blocks),
-    "fp32": (reduce_scatter_fp32, all_reduce_fp32),
-}
+from ..numerics.blocks import BLOCK, BlockScaled
+from . import wire
 
 ALIGNMENT = BLOCK  # a shard's length is a multiple of this, so that no block crosses two ranks
 
 
-def _all_to_all(data: torch.Tensor, group) -> torch.Tensor:
-    received = torch.empty_like(data)
-    dist.all_to_all_single(received, data, group=group)
-    _count("grad_reduce", data.nbytes, group)
-    return received
+@dataclass
+class DenseShard:
+    """A reduced gradient (n,) in FP32 or BF16."""
+
+    values: torch.Tensor
+
+    def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradient (n,) in FP32, times `scale` (0-d FP32): computed in place, so once a step."""
+        values = self.values.float()
+        return values if scale is None else values.mul_(scale)
+
+    def look(self) -> torch.Tensor:
+        """The gradient (n,) in FP32, to read only."""
+        return self.values.float()
+
+    def square_sum(self) -> torch.Tensor:
+        """Sum of squares, 0-d FP32."""
+        return torch.linalg.vector_norm(self.values, dtype=torch.float32).square()
 
 
-def _all_gather(data: torch.Tensor, group) -> torch.Tensor:
-    gathered = data.new_empty(data.numel() * group.size())
-    dist.all_gather_into_tensor(gathered, data, group=group)
-    _count("grad_reduce", gathered.nbytes, group)
-    return gathered
+@dataclass
+class BlockShards:
+    """A reduced gradient (n,) as the R contributions it is the FP32 sum of: payload (R, n), exponents (R, n/128)."""
+
+    payload: torch.Tensor
+    exponents: torch.Tensor
+
+    @classmethod
+    def of(cls, blocks: BlockScaled, ranks: int) -> "BlockShards":
+        return cls(blocks.payload.view(ranks, -1), blocks.exponents.view(ranks, -1))
+
+    def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradient (n,) in FP32, times `scale` (0-d FP32), as a new tensor."""
+        out = torch.empty(self.payload.shape[1], dtype=torch.float32, device=self.payload.device)
+        return ops.sum_blocks(self.payload, self.exponents, out, scale)
+
+    look = take
+
+    def square_sum(self) -> torch.Tensor:
+        """Sum of squares, 0-d FP32, in one pass."""
+        return ops.square_sum_blocks(self.payload, self.exponents)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The two levels of a data-parallel group: the ranks of this node, and this rank's like in every node."""
+
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+def reduce_blocks(
+    blocks: BlockScaled, group, sharded: bool, nodes: Nodes | None = None, receive: BlockScaled | None = None
+) -> BlockShards:
+    """Sum over the group, FP8 on the wire.
+
+    Args:
+        blocks: (R * n,), n a multiple of 128.  A NaN in it makes its sum NaN.
+        group: the data-parallel process group, of R ranks.
+        sharded: whether each rank gets its own n elements of the sum, or all of it, rounded once more.
+        nodes: reduce in two levels; needs `sharded`.
+        receive: where to receive, of blocks' shape; not `blocks` itself.
+    """
+    if nodes is not None:
+        return _reduce_in_two_levels(blocks, nodes)
+    received = BlockShards.of(wire.all_to_all_blocks(blocks, group, receive), group.size())
+    if sharded:
+        return received
+    summed = ops.quantize_blocks(received.take())
+    return BlockShards(wire.all_gather(summed.payload, group)[None], wire.all_gather(summed.exponents, group)[None])
+
+
+def _reduce_in_two_levels(blocks: BlockScaled, nodes: Nodes) -> BlockShards:
+    local, count = nodes.inside.size(), nodes.across.size()
+
+    def by_local_rank(data: torch.Tensor) -> torch.Tensor:
+        """Rank a * L + l owns chunk a * L + l: bring the chunks of each l together."""
+        return data.view(count, local, -1).transpose(0, 1).reshape(-1)
+
+    sent = BlockScaled(by_local_rank(blocks.payload.view(torch.uint8)), by_local_rank(blocks.exponents))
+    inside = wire.all_to_all_blocks(sent, nodes.inside)
+    inside.payload = inside.payload.view(blocks.payload.dtype)
+    summed = ops.quantize_blocks(BlockShards.of(inside, local).take())
+    return BlockShards.of(wire.all_to_all_blocks(summed, nodes.across, kind="grad_reduce_across_nodes"), count)
+
+
+def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> DenseShard:
+    """The plain FP32 reduce-scatter or all-reduce of `values` (R * n,), in place (`--fp8-grad-reduce fp32`)."""
+    if sharded:
+        shard = wire.own_shard(values, group)
+        dist.reduce_scatter_tensor(shard, values, group=group)
+        wire.count(wire.GRADS, values.nbytes, group)
+        return DenseShard(shard)
+    dist.all_reduce(values, group=group)
+    wire.count(wire.GRADS, 2 * values.nbytes, group)
+    return DenseShard(values)
+
+
+def node_groups(group, ranks_per_node: int) -> Nodes | None:
+    """Cut every data-parallel group of the run into nodes; collective over the whole world.
+
+    Args:
+        group: this rank's data-parallel group, of R ranks, as Megatron's parallel state has it.
+        ranks_per_node: L, how many consecutive ranks of a group share a node.
+
+    Returns None where two levels would be one: L of 1, or L = R.  ValueError unless L divides R.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) % ranks_per_node:
+        raise ValueError(
+            f"--fp8-grad-reduce-hierarchy {ranks_per_node}: does not divide the data-parallel size {len(ranks)}; "
+            "give the number of data-parallel ranks in a node, or off"
+        )
+    if ranks_per_node in (1, len(ranks)):
+        return None
+    every: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(every, ranks)
+    mine: dict[str, dist.ProcessGroup] = {}
+    for members in sorted({tuple(r) for r in every}):  # new_group is collective: all ranks make all groups
+        starts = range(0, len(members), ranks_per_node)
+        cuts = [("inside", members[s : s + ranks_per_node]) for s in starts]
+        cuts += [("across", members[i::ranks_per_node]) for i in range(ranks_per_node)]
+        for level, cut in cuts:
+            made = dist.new_group(list(cut))
+            if dist.get_rank() in cut:
+                mine[level] = made
+    return Nodes(**mine)

@@ -1,5 +1,8 @@
 """Builds the engine for a model: from FP8 linears and Megatron's optimizer configuration to one optimizer chain."""
 
+import os
+from collections.abc import Callable
+
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
@@ -7,11 +10,15 @@ from megatron.core.optimizer import _get_param_groups, get_standard_config_overr
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
+from ..comm.reduce import Nodes, node_groups, reduce_blocks, reduce_fp32
+from ..comm.shared import SharedScale
 from ..config import Fp8Config
 from ..layers.linear import Fp8Weight, fp8_weights, name_weights
+from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling
 from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
-from .weights import WeightGroup
+from .overlap import ChunkReducer, on
+from .weights import Bucket, Reduced, cut
 
 
 def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_overrides) -> Fp8ChainedOptimizer:
@@ -31,19 +38,34 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         )
     _refuse_frozen_layers(fp8, model_chunks)
     name_weights(model_chunks)
-    by_param = {id(w.param): w for w in weights}
     dp_group = mpu.get_data_parallel_group(with_context_parallel=True)
-    groups, options = [], []
-    for option in _our_param_groups(model_chunks, by_param, config, config_overrides):
-        members = [by_param[id(p)] for p in option.pop("params")]
-        if members:  # a parameter group may live on other pipeline stages only
-            groups.append(WeightGroup(members, dp_group, config.use_distributed_optimizer, fp8.grad_reduce))
-            options.append(option)
+    sharded = config.use_distributed_optimizer
+    stream = torch.cuda.Stream() if _overlaps(model_chunks) and weights[0].param.is_cuda else None
+    plan = _plan_buckets(model_chunks, {id(w.param): w for w in weights}, dp_group, config, config_overrides)
+    ordered = [weight for chunk in plan for _, members in chunk for weight in members]
+    reduce, shared_scale = _reduction(fp8, ordered, dp_group, sharded)
+
+    def identity(weight: Fp8Weight) -> tuple[int, ...]:
+        ranks = dp_group.rank(), mpu.get_tensor_model_parallel_rank()
+        return noise_seed(fp8.seed, *ranks, weight.layer_number, *weight.path.encode())
+
+    reducers = []
+    options: dict[int, tuple[dict, list[Bucket]]] = {}
+    for chunk, cuts in zip(model_chunks, plan, strict=True):
+        buckets = []
+        for option, members in cuts:
+            with on(stream):  # which alone frees and replaces the gradients' memory, see overlap.py
+                bucket = Bucket(members, dp_group, sharded, fp8.grad_accum, reduce, identity)
+            buckets.append(bucket)
+            options.setdefault(id(option), (option, []))[1].append(bucket)
+        reducers.append(ChunkReducer(chunk, buckets, stream, _overlaps(model_chunks)))
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
 
     model_config = get_model_config(model_chunks[0])
     engine = EngineOptimizer(
-        groups,
-        options,
+        reducers,
+        list(options.values()),
         config,
         model_chunks,
         stats_group=stock.chained_optimizers[0].get_grad_stats_parallel_group(),
@@ -51,6 +73,7 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         amax_group=mpu.get_amax_reduction_group(
             with_context_parallel=True, tp_only_amax_red=model_config.tp_only_amax_red
         ),
+        shared_scale=shared_scale,
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
     )
     _finalize_with(engine, model_config)
@@ -79,6 +102,76 @@ def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
                 f"--fp8-level {fp8.level}: the parameters of layer {layer.layer_number} are frozen; frozen layers "
                 "are not supported: use --fp8-level O0"
             )
+
+
+def _overlaps(model_chunks) -> bool:
+    return model_chunks[0].ddp_config.overlap_grad_reduce
+
+
+def _plan_buckets(model_chunks, by_param, dp_group, config, overrides) -> list[list[tuple[dict, list[Fp8Weight]]]]:
+    """For each chunk its buckets, in the order in which the backward pass completes them: (option, weights)."""
+    option_of = {}
+    for option in _our_param_groups(model_chunks, by_param, config, overrides):
+        option_of.update({id(p): option for p in option.pop("params")})
+    plan = []
+    for chunk in model_chunks:
+        backward = fp8_weights([chunk])[::-1]
+        size = _bucket_size(chunk.ddp_config, sum(w.param.numel() for w in backward), dp_group.size())
+        place = {id(weight): i for i, weight in enumerate(backward)}
+        alike: dict[int, list[Fp8Weight]] = {}
+        for weight in backward:
+            alike.setdefault(id(option_of[id(weight.param)]), []).append(weight)
+        cuts = [run for members in alike.values() for run in cut(members, size)]
+        cuts.sort(key=lambda run: place[id(run[-1])])
+        plan.append([(option_of[id(run[0].param)], run) for run in cuts])
+    return plan
+
+
+def _bucket_size(ddp_config, numel: int, ranks: int) -> int:
+    """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight."""
+    if ddp_config.num_buckets is not None:
+        return numel // ddp_config.num_buckets
+    return ddp_config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+
+
+def _reduction(
+    fp8: Fp8Config, weights: list[Fp8Weight], group, sharded: bool
+) -> tuple[Callable[[Bucket], Reduced], SharedScale | None]:
+    """How a bucket is summed over data parallelism, and the state of it if it has one."""
+    if fp8.grad_reduce == "shared":
+        sizes = [weight.param.numel() for weight in weights]
+        counting = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        shared = SharedScale(fp8.grad_scaling, sizes, group, counting, sharded, weights[0].param.device)
+        index = {id(weight): i for i, weight in enumerate(weights)}
+
+        def by_shared_scale(bucket: Bucket) -> Reduced:
+            return shared.reduce(bucket.grads.dense(), [(a, b, index[id(w)]) for w, a, b in bucket.spans])
+
+        return by_shared_scale, shared
+    if group.size() == 1:
+        return lambda bucket: bucket.grads.local(), None
+    if fp8.grad_reduce == "fp32":
+        return lambda bucket: reduce_fp32(bucket.grads.dense().float(), group, sharded), None
+    nodes = _nodes(fp8.grad_reduce_hierarchy, group)
+
+    def by_blocks(bucket: Bucket) -> Reduced:
+        return bucket.grads.reduce_blocks(
+            lambda blocks, receive: reduce_blocks(blocks, group, sharded, nodes, receive)
+        )
+
+    return by_blocks, None
+
+
+def _nodes(hierarchy: str, group) -> Nodes | None:
+    """The two levels that --fp8-grad-reduce-hierarchy asks for."""
+    if hierarchy == "off":
+        return None
+    if hierarchy == "node":
+        size = int(os.environ["LOCAL_WORLD_SIZE"])
+        node = torch.distributed.get_rank() // size
+        here = [r for r in torch.distributed.get_process_group_ranks(group) if r // size == node]
+        return node_groups(group, len(here))
+    return node_groups(group, int(hierarchy))
 
 
 def _our_param_groups(model_chunks, by_param: dict[int, Fp8Weight], config, overrides) -> list[dict]:

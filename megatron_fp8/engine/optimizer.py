@@ -2,9 +2,9 @@
 
 Megatron trains with a ChainedOptimizer of parts that share one gradient norm, one clip and one step.  The
 plugin appends `EngineOptimizer`: AdamW over the flat FP32 master shards of the weight engine.  To the
-chain it looks like any part: parameters with `.grad`, so counting of zeros, weight decay, learning-rate rules and
-schedules are stock code on our tensors.  The norm is stock's sum, taken with one read by the host; our part
-clips by it inside its own step, stock's parts as ever.
+chain it looks like any part: weight decay, learning-rate rules and schedules are stock code on our tensors.  Our
+gradients exist in FP32 for a few buckets at a time only, while Adam reads them; so the norm and the count of zeros
+are taken from the reduced buckets themselves (comm/reduce.py), and our part clips by the norm as it steps.
 
 One rule is added (`Fp8ChainedOptimizer`): a non-finite norm skips the step, on every rank, with nothing
 changed.  The norm is the same number everywhere (it is all-reduced) and the host has it already, so this
@@ -18,39 +18,58 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from ..comm.reduce import sent_bytes
+from ..comm.shared import SharedScale
+from ..comm.wire import sent_bytes
 from ..layers.linear import Fp8Weight
 from .checkpoint import (
     load_engine_state,
+    load_mu_state,
     load_scaling_state,
     sharded_engine_state,
+    sharded_mu_state,
     sharded_scaling_state,
 )
-from .weights import WeightGroup
+from .overlap import ChunkReducer
+from .weights import Bucket
+
+AT_ONCE = 32 * 2**20  # elements whose FP32 gradients exist together while Adam reads them
 
 
 class EngineOptimizer(MegatronOptimizer):
-    """Adam(W) over the weight groups, in the form of one part of a ChainedOptimizer.
+    """Adam(W) over the buckets, in the form of one part of a ChainedOptimizer.
 
     Args:
-        groups: the weight groups, one for each entry of `options`.
-        options: Megatron's param-group options (weight-decay and learning-rate multipliers, ...).
+        reducers: of each model chunk.
+        options: (Megatron's param-group options: weight-decay and learning-rate multipliers, ..., their buckets).
         config: the OptimizerConfig of the whole chain.
         model_chunks: the wrapped model chunks.
         stats_group: process group over which gradient statistics are summed: that of the chain.
         scaling, amax_group: delayed-scaling state and the group that agrees on its amax; None, None.
+        shared_scale: the state of `--fp8-grad-reduce shared`, else None.
         grad_scale: factor from the sum over data-parallel ranks to the gradient.
     """
 
     is_stub_optimizer = False
 
     def __init__(
-        self, groups: list[WeightGroup], options, config, model_chunks, stats_group, scaling, amax_group, grad_scale
+        self,
+        reducers: list[ChunkReducer],
+        options: list[tuple[dict, list[Bucket]]],
+        config,
+        model_chunks,
+        stats_group,
+        scaling,
+        amax_group,
+        shared_scale: SharedScale | None,
+        grad_scale: float,
     ):
+        self.reducers = reducers
+        self.buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
         adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        self.fused = groups[0].weight.is_cuda
+        device = self.buckets[0].weight.device
+        self.fused = device.type == "cuda"
         inner = adam(
-            [{**o, "params": [g.master]} for g, o in zip(groups, options, strict=True)],
+            [{**option, "params": [b.master for b in buckets]} for option, buckets in options],
             lr=config.lr,
             weight_decay=config.weight_decay,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -59,24 +78,32 @@ class EngineOptimizer(MegatronOptimizer):
         )
         super().__init__(inner, config)
         self.max_norm, self.clip = config.clip_grad, 1.0
-        self.groups, self.model_chunks = groups, model_chunks
+        self.model_chunks = model_chunks
         self.grad_stats_parallel_group = stats_group
-        self.scaling, self.amax_group, self.grad_scale = scaling, amax_group, grad_scale
-        self._one = torch.ones(1, device=groups[0].weight.device)
+        self.scaling, self.amax_group, self.shared_scale = scaling, amax_group, shared_scale
+        self._one = torch.ones(1, device=device)
+        self._mean = torch.full((), grad_scale, device=device)
+        self.grad_scale = self._mean  # 0-d FP32: from the reduced sum to the gradient
+        self.steps = 0  # updates made; skipped steps do not count
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step."""
         sent_bytes.clear()
-        for group in self.groups:
-            group.begin_step()
+        for reducer in self.reducers:
+            reducer.begin_step(self.steps)
         if self.scaling is not None:
             self.scaling.amax.zero_()  # of a step that was skipped
+        if self.shared_scale is not None:
+            self.shared_scale.forget_step()
 
     def finalize_grads(self, num_tokens: torch.Tensor | None) -> None:
         """Reduce the gradients; `num_tokens` (global, on the device) divides them if given."""
-        scale = self.grad_scale if num_tokens is None else 1.0 / num_tokens.clamp(min=1)
-        for group in self.groups:
-            group.reduce(scale)
+        for reducer in self.reducers:
+            reducer.launch_rest()
+        for reducer in self.reducers:
+            if reducer.stream is not None:
+                torch.cuda.current_stream().wait_stream(reducer.stream)
+        self.grad_scale = self._mean if num_tokens is None else 1.0 / num_tokens.clamp(min=1).float()
 
     def prepare_grads(self) -> bool:
         return False  # non-finite gradients show in the norm, see the top of the file
@@ -85,42 +112,85 @@ class EngineOptimizer(MegatronOptimizer):
         """Clip this step's gradients to the norm `--clip-grad`, the global norm being `norm`."""
         self.clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm > 0.0 else 1.0
 
+    def power_sum(self, p: float) -> torch.Tensor:
+        """Sum of |g|^p over this rank's gradients, or max |g| for p infinite, as 0-d FP32."""
+        if p == 2.0:
+            return torch.stack([b.reduced.square_sum() for b in self.buckets]).sum() * self.grad_scale**2
+        norms = torch.stack([torch.linalg.vector_norm(b.gradient(), p) for b in self.buckets]) * self.grad_scale
+        return norms.max() if p == math.inf else norms.pow(p).sum()
+
+    def zeros(self) -> torch.Tensor:
+        """How many of this rank's gradients are zero, 0-d int64."""
+        return torch.stack([(b.gradient() == 0).sum() for b in self.buckets]).sum()
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """This rank's gradients in FP32, for stock code that wants them all at once."""
+        return [b.gradient() * self.grad_scale for b in self.buckets] if grad_norm_group is None else []
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         if self.fused:  # divides the gradients as it reads them
-            self.optimizer.grad_scale = torch.full((), 1.0 / self.clip, device=self.groups[0].grad.device)
-        elif self.clip < 1.0:
-            torch._foreach_mul_([group.master.grad for group in self.groups], self.clip)
-        self.optimizer.step()
-        for group in self.groups:
-            group.publish()
+            self.optimizer.grad_scale = torch.full((), 1.0 / self.clip, device=self._one.device)
+        gathers = []
+        for together in self._in_turn():
+            for bucket in together:
+                bucket.master.grad = bucket.gradient(self.grad_scale, take=True)
+                if not self.fused and self.clip < 1.0:
+                    bucket.master.grad.mul_(self.clip)
+            self.optimizer.step()  # passes by all that have no gradient
+            for bucket in together:
+                bucket.master.grad = bucket.reduced = None
+                gathers.append(bucket.publish())
+        for gather in filter(None, gathers):
+            gather.wait()
+        self.steps += 1
         if self.scaling is not None:
             self.scaling.update(self.amax_group)
+        if self.shared_scale is not None:
+            self.shared_scale.end_step(self.steps)
         return True
+
+    def _in_turn(self):
+        """The buckets, a few at a time."""
+        together: list[Bucket] = []
+        filled = 0
+        for bucket in self.buckets:
+            together.append(bucket)
+            filled += bucket.master.numel()
+            if filled >= AT_ONCE or bucket is self.buckets[-1]:
+                yield together
+                together, filled = [], 0
 
     def step(self):
         raise RuntimeError("EngineOptimizer is stepped by the chain it is part of")
 
     def _weights(self) -> list[Fp8Weight]:
-        return [weight for group in self.groups for weight in group.weights]
+        return [weight for bucket in self.buckets for weight in bucket.weights]
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata=None) -> dict:
         """Optimizer state in a form that every parallel layout can load (see checkpoint.py)."""
         state: dict = {
-            "state": sharded_engine_state(self.groups, self.optimizer, model_sharded_state_dict, is_loading)
+            "state": sharded_engine_state(self.buckets, self.optimizer, model_sharded_state_dict, is_loading)
         }
-        state["step"] = int(self.optimizer.state[self.groups[0].master]["step"])
+        state["step"] = self.steps
+        config = get_model_config(self.model_chunks[0])
+        # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
+        mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu
+        state["mu"] = sharded_mu_state(mu, self._weights(), config)
         if self.scaling is not None:
-            config = get_model_config(self.model_chunks[0])
             state["scaling"] = sharded_scaling_state(self.scaling, self._weights(), config)
             state["scaling_warm"] = self.scaling.warm
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
-        load_engine_state(self.groups, self.optimizer, state_dict["state"])
-        for group in self.groups:
-            self.optimizer.state[group.master]["step"].fill_(state_dict["step"])
+        load_engine_state(self.buckets, self.optimizer, state_dict["state"])
+        self.steps = state_dict["step"]
+        for bucket in self.buckets:
+            self.optimizer.state[bucket.master]["step"].fill_(self.steps)
+        if self.shared_scale is not None:
+            mu = load_mu_state(self._weights(), state_dict["mu"], self._one.device)
+            self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
         if self.scaling is not None:
             load_scaling_state(
                 self.scaling, self._weights(), state_dict["scaling"], state_dict.get("scaling_warm", False)
@@ -133,8 +203,8 @@ class EngineOptimizer(MegatronOptimizer):
         return self._one
 
     def reload_model_params(self, state_dict=None) -> None:
-        for group in self.groups:
-            group.reload_master()
+        for bucket in self.buckets:
+            bucket.reload_master()
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
@@ -150,6 +220,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
         self.after_first_step = lambda: None
         self._norm = 0.0
+        self._zero = torch.zeros((), device=engine.buckets[0].weight.device)
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
         if is_loading:
@@ -159,27 +230,40 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
     def load_state_dict(self, state_dict) -> None:
         super().load_state_dict(state_dict)
-        step = self.engine.optimizer.state[self.engine.groups[0].master]["step"]
+        step = self.engine.optimizer.state[self.engine.buckets[0].master]["step"]
         for part in self.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Adam):
                 # Stock's DistributedOptimizer loses the step of torch's Adam, and shares one tensor among all.
                 for state in part.optimizer.state.values():
                     state["step"] = step.clone()
 
-    def get_grad_norm(self) -> float:
-        """Stock's global L2 norm, asking the host once.
+    @torch.no_grad()
+    def get_grad_norm(self, p: float = 2.0) -> float:
+        """The global p-norm, 2 as in stock, up to infinity; the host is asked once.
 
-        Without Transformer Engine or apex, stock's own asks once a parameter.
+        Stock's own, without Transformer Engine or apex, asks once a parameter.
         """
-        if self.grads_states_parallel_group_is_shared():
-            grads = [g for part in self.chained_optimizers for g in part.get_grads_for_grad_norm()]
-            square = torch.stack(torch._foreach_norm(grads)).square().sum().view(1)
-            torch.distributed.all_reduce(square, group=self.get_grad_stats_parallel_group())
-            self._norm = square.item() ** 0.5
-        else:
+        if not self.grads_states_parallel_group_is_shared():
             self._norm = float(super().get_grad_norm())
+            self.engine.set_norm(self._norm)
+            return self._norm
+        grads = [g for part in self.chained_optimizers[:-1] for g in part.get_grads_for_grad_norm()]
+        norms = torch.stack([self._zero, *torch._foreach_norm(grads, p)])
+        if p == math.inf:
+            total = torch.maximum(norms.max(), self.engine.power_sum(p)).nan_to_num(nan=math.inf, posinf=math.inf)
+            operation = torch.distributed.ReduceOp.MAX  # which may drop a NaN, but no infinity
+        else:
+            total, operation = norms.pow(p).sum() + self.engine.power_sum(p), torch.distributed.ReduceOp.SUM
+        torch.distributed.all_reduce(total, op=operation, group=self.get_grad_stats_parallel_group())
+        self._norm = total.item() if p == math.inf else total.item() ** (1.0 / p)
         self.engine.set_norm(self._norm)
         return self._norm
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        zeros = self.engine.zeros()
+        torch.distributed.all_reduce(zeros, group=self.engine.get_grad_stats_parallel_group())
+        return super().count_zeros() + zeros.item()  # stock's count passes ours by: no master has its gradient yet
 
     def step_with_ready_grads(self) -> bool:
         if not math.isfinite(self._norm):

@@ -2,7 +2,7 @@
 
 Sizes are read off the tensors that exist, stock Megatron's and ours alike, on this rank, and divided by the
 number of parameters on this rank.  Shards count as what they are here: at a data-parallel size of R, a sharded
-FP32 moment costs 4/R bytes.  The wire: our collectives count themselves (comm/reduce.py); stock's are two a
+FP32 moment costs 4/R bytes.  The wire: our collectives count themselves (comm/wire.py); stock's are two a
 step over buffers of known size, a gradient reduce-scatter and a weight all-gather (an all-reduce without the
 distributed optimizer).  Tensor- and pipeline-parallel traffic is not counted.
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ..comm.reduce import sent_bytes
+from ..comm.wire import sent_bytes
 from .optimizer import EngineOptimizer
 
 
@@ -38,7 +38,7 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
     params = {id(p): p for chunk in model_chunks for p in chunk.parameters()}
     held: Counter[str] = Counter()
     wire: Counter[str] = Counter(sent_bytes)
-    ours = {id(w.param) for part in _engine(chain) for group in part.groups for w in group.weights}
+    ours = {id(w.param) for part in _engine(chain) for bucket in part.buckets for w in bucket.weights}
     held["weight"] = sum(p.nbytes for i, p in params.items() if i not in ours)
     for chunk in model_chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -47,8 +47,8 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
         if part.optimizer is None:
             continue
         if isinstance(part, EngineOptimizer):
-            for group in part.groups:
-                for kind, tensors in group.buffers().items():
+            for bucket in part.buckets:
+                for kind, tensors in bucket.buffers().items():
                     held[kind] += sum(t.nbytes for t in tensors)
         else:
             mains = (p for g in part.optimizer.param_groups for p in g["params"] if id(p) not in params)

@@ -1,45 +1,65 @@
 """The weight engine: flat buffers for the weights, gradients and master weights of the FP8 linears.
 
-One `WeightGroup` a Megatron parameter group (the same weight decay and learning-rate rules):
+One `Bucket` for some consecutive linears of a model chunk, in backward order, all of one Megatron parameter group
+(the same weight decay and learning-rate rules):
 
-    weight   BF16   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
-    grad     FP32   |  G0  |   G1   | G2 | ... | pad |     each linear's main_grad is a view of it
-    shards          | rank 0 | rank 1 | ... | rank R-1 |    even cuts at multiples of 128 elements
-    master   FP32   this rank's shard only (everything, without the distributed optimizer)
+    weight     BF16   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
+    gradients  1 to 4 bytes, the same layout (gradients.py)
+    shards            | rank 0 | rank 1 | ... | rank R-1 |    even cuts at multiples of 128 elements
+    master     FP32   this rank's shard only (everything, without the distributed optimizer)
 
-A step: micro-batches add into grad; `reduce` sums it over data parallelism into the owner's shard, in place;
-the optimizer updates master from that shard; `publish` rounds master to BF16 into the shard of
-weight and gathers the rest.
+A step: micro-batches add to the gradients; `reduce` sums them over data parallelism for the owner of each shard;
+the optimizer updates master from that sum; `publish` rounds master to BF16 into the shard of weight and gathers
+the rest.  A bucket is the unit of all of it: what is on the wire, and what the optimizer holds in FP32, is one bucket
+(or a few) at a time.
 
 The gradient of a parameter has the meaning that Megatron's own buffers give it: the mean over data-parallel
 (and context-parallel) ranks, or, with --calculate-per-token-loss, the sum divided by the number of tokens.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import Parameter
 
-from ..comm.reduce import ALIGNMENT, REDUCTIONS, all_gather_weights, own_shard
+from ..comm import wire
+from ..comm.reduce import ALIGNMENT, BlockShards, DenseShard
+from ..comm.shared import ScaledShard
 from ..layers.linear import Fp8Weight
+from .gradients import GradSlot, GradStore
+
+Reduced = DenseShard | BlockShards | ScaledShard
 
 
-class WeightGroup:
-    """The flat buffers of one parameter group.
+class Bucket:
+    """The flat buffers of some linears.
 
     Attributes:
-        master: FP32 Parameter of this rank's part; `master.grad` is a view of the reduced gradient shard.
-        spans: (Fp8Weight, start, end) of each parameter in the flat buffers, in elements.
+        master: FP32 Parameter of this rank's part.
+        spans: (Fp8Weight, start, end) of each weight in the flat buffers, in elements.
+        shard: this rank's part of the flat buffers, without the padding at the end, which belongs to nobody.
+        reduced: after `reduce`, the sum of the gradients over data parallelism, for this rank's shard.
     """
 
-    def __init__(self, weights: list[Fp8Weight], group, sharded: bool, wire: str):
-        self.weights, self.group, self.wire = weights, group, wire
+    def __init__(
+        self,
+        weights: list[Fp8Weight],
+        group,
+        sharded: bool,
+        storage: str,
+        reduce: Callable[["Bucket"], Reduced],
+        identity: Callable[[Fp8Weight], tuple[int, ...]],
+    ):
+        self.weights, self.group, self._reduce = weights, group, reduce
         self.sharded = sharded and group.size() > 1
         sizes = [w.param.numel() for w in weights]
-        numel = sum(sizes)
-        unit = ALIGNMENT * group.size()
+        numel, unit = sum(sizes), ALIGNMENT * group.size()
         padded = -(-numel // unit) * unit
+        assert all(size % ALIGNMENT == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
         device = weights[0].param.device
         self.weight = torch.zeros(padded, dtype=weights[0].param.dtype, device=device)
-        self.grad = torch.zeros(padded, dtype=torch.float32, device=device)
+        self.grads = GradStore(padded, storage, device)
+        self.reduced: Reduced | None = None
 
         self.spans, start = [], 0
         for weight, size in zip(weights, sizes, strict=True):
@@ -47,10 +67,9 @@ class WeightGroup:
             view = self.weight[start : start + size].view_as(weight.param)
             view.copy_(weight.param.detach())
             weight.param.data = view
-            weight.main_grad = self.grad[start : start + size].view_as(weight.param)
+            weight.grad = GradSlot(self.grads, start, weight.param.shape, identity(weight))
             start += size
 
-        # The padding at the end belongs to nobody: it must not count among the zeros of a gradient.
         ranks, rank = (group.size(), group.rank()) if self.sharded else (1, 0)
         begin = rank * (padded // ranks)
         self.shard = slice(begin, max(begin, min(begin + padded // ranks, numel)))
@@ -62,33 +81,36 @@ class WeightGroup:
             part = slice(lo - self.shard.start, hi - self.shard.start)
             weight.param.main_param = self.master.detach()[part] if lo < hi else None
 
-    def begin_step(self) -> None:
-        """The next weight gradient of each parameter overwrites what is in the buffer."""
+    def begin_step(self, step: int) -> None:
+        """The next gradient of each weight overwrites what is stored."""
+        self.reduced = self.master.grad = None
         for weight in self.weights:
-            weight.grad_is_empty = True
-        self.master.grad = None
+            weight.grad.begin_step(step)
+            weight.pending = 0
 
-    def reduce(self, scale: float | torch.Tensor) -> None:
-        """Sum the gradients over data parallelism, times `scale`, into `master.grad`."""
+    @property
+    def complete(self) -> bool:
+        """Whether every weight has this step's last gradient, if this is the last micro-batch."""
+        return all(w.grad.adds > 0 and w.pending == 0 for w in self.weights)
+
+    def reduce(self) -> None:
+        """Sum the gradients over data parallelism into `reduced`."""
         for weight in self.weights:
-            if weight.grad_is_empty:
-                weight.main_grad.zero_()
-        if self.group.size() > 1:
-            with_shards, without = REDUCTIONS[self.wire]
-            (with_shards if self.sharded else without)(self.grad, self.group)
-        shard = self.grad[self.shard]
-        if isinstance(scale, torch.Tensor) or scale != 1.0:
-            shard.mul_(scale)
-        self.master.grad = shard
+            weight.grad.complete()
+        self.reduced = self._reduce(self)
+
+    def gradient(self, scale: torch.Tensor | None = None, *, take: bool = False) -> torch.Tensor:
+        """The reduced gradient of this rank's shard in FP32; with `take`, scaled, and the last time it is asked for."""
+        values = self.reduced.take(scale) if take else self.reduced.look()
+        return values[: self.shard.stop - self.shard.start]
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the master weights into the weight buffer and gather the other ranks' shards."""
+    def publish(self):
+        """Round the master weights into the weight buffer and gather the other ranks' shards -> handle or None."""
         self.weight[self.shard].copy_(self.master)
-        if self.sharded:
-            all_gather_weights(self.weight, self.group)
         for weight in self.weights:
             weight.invalidate()
+        return wire.all_gather_weights(self.weight, self.group) if self.sharded else None
 
     @torch.no_grad()
     def reload_master(self) -> None:
@@ -100,13 +122,32 @@ class WeightGroup:
     @torch.no_grad()
     def unsharded(self, state: torch.Tensor) -> torch.Tensor:
         """A shard's FP32 state -> the state of the whole flat buffer, on every rank (for checkpoints)."""
-        full = torch.zeros_like(self.grad)
+        full = torch.zeros_like(self.weight, dtype=torch.float32)
         full[self.shard] = state
         if self.sharded:
-            torch.distributed.all_gather_into_tensor(full, own_shard(full, self.group).clone(), group=self.group)
+            shard = wire.own_shard(full, self.group).clone()
+            torch.distributed.all_gather_into_tensor(full, shard, group=self.group)
         return full
 
     def buffers(self) -> dict[str, list[torch.Tensor]]:
-        """Every tensor this group holds, by kind."""
+        """Every tensor this bucket holds, by kind."""
         copies = [t for w in self.weights for t in w.cached_tensors()]
-        return {"weight": [self.weight], "weight fp8 copy": copies, "grad": [self.grad], "master": [self.master]}
+        return {
+            "weight": [self.weight],
+            "weight fp8 copy": copies,
+            "grad": self.grads.tensors,
+            "master": [self.master],
+        }
+
+
+def cut(weights: list[Fp8Weight], bucket_size: int) -> list[list[Fp8Weight]]:
+    """Cut weights into runs of at least `bucket_size` elements, as Megatron cuts its own buckets."""
+    runs: list[list[Fp8Weight]] = [[]]
+    filled = 0
+    for weight in weights:
+        if filled >= bucket_size:
+            runs.append([])
+            filled = 0
+        runs[-1].append(weight)
+        filled += weight.param.numel()
+    return [run for run in runs if run]

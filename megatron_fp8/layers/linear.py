@@ -6,7 +6,7 @@ scale for the tensor, so that t ~ q(t) * scale_inv(t).  Hopper's FP8 tensor core
 
     forward   y  = q(x)    q(W)^T        E4M3 x E4M3, fast accumulation, BF16 out
     dgrad     dx = q(dy)   q(W^T)^T      E5M2 x E4M3, full accumulation, BF16 out
-    wgrad     dW = q(dy^T) q(x^T)^T      E5M2 x E4M3, full accumulation, FP32 out, added to main_grad
+    wgrad     dW = q(dy^T) q(x^T)^T      E5M2 x E4M3, full accumulation, FP32 or BF16 out, to the engine
 
 x and dy are read once: one kernel writes q(t) and its transpose.  What waits for the backward is q(x^T)
 (one byte an element, half of what BF16 saves) and the scale *tensor* that it was made with: a
@@ -16,7 +16,7 @@ W is quantised once a step.  W^T is made when dgrad needs it, in one scratch buf
 `--keep-fp8-transpose-cache` keeps one a layer instead (a byte a weight for a pass a micro-batch).
 
 To stock Megatron W is frozen (`requires_grad=False`): its DDP, gradient buffers and optimizer pass it by.
-Two consequences.  The weight gradient goes straight to `main_grad`, a view of the engine's flat buffer.
+Two consequences.  The weight gradient goes straight to the engine, which knows how it is stored (`Fp8Weight.grad`).
 And autograd must be told to visit us even when x needs no gradient (the first layer after a frozen
 embedding): every call takes an empty `anchor` tensor that requires one.
 
@@ -25,6 +25,8 @@ LinearWithGradAccumulationAndAsyncCommunication.
 """
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -41,12 +43,13 @@ _scratch: dict[torch.device, torch.Tensor] = {}  # where W^T is made, for all la
 
 
 class Fp8Weight:
-    """What the plugin keeps for one linear: gradient, quantised copy, scaling slots.
+    """What the plugin keeps for one linear: where its gradient goes, quantised copy, scaling slots.
 
     Attributes:
         param: (N, K) BF16, frozen to stock Megatron.
-        main_grad: (N, K) FP32 view of the engine's buffer; None until an engine is attached.
-        grad_is_empty: True until this step's first weight gradient, which then overwrites main_grad.
+        grad: what takes its gradients, with `add(wgrad)` (engine/gradients.py); None until an engine is attached.
+        pending: forward passes whose backward pass has not come yet.
+        on_grad: called after each gradient.
         fp8: False where the GEMMs stay in BF16 (`--fp8-gemm bf16`, `--first-last-layers-bf16`).
         path, layer_number: where it sits in the model, for checkpoints and statistics.
         scaling, slots: delayed-scaling state and this linear's (input, grad) slots; None for tensorwise.
@@ -57,8 +60,9 @@ class Fp8Weight:
         self.param = param
         self.config = config
         self.fp8 = config.gemm == "fp8"
-        self.main_grad: torch.Tensor | None = None
-        self.grad_is_empty = True
+        self.grad: Any = None
+        self.pending = 0
+        self.on_grad: Callable[[], None] = lambda: None
         self.scaling: DelayedScaling | None = None
         self.slots: tuple[int, int] = (0, 0)
         self.path, self.layer_number = "", 0
@@ -118,12 +122,13 @@ class Fp8Weight:
         kept = [self._quantized.payload] if self._quantized is not None else []
         return kept + ([self._transposed] if self._transposed is not None else [])
 
-    def add_grad(self, write) -> None:
-        """Run `write(out, accumulate)` on main_grad; the step's first call overwrites it."""
-        if self.main_grad is None:
+    def add_grad(self, wgrad: Callable[..., torch.Tensor]) -> None:
+        """Hand over the gradient of one backward pass: wgrad(out=None, accumulate=False, dtype=None) computes it."""
+        if self.grad is None:
             raise RuntimeError("an FP8 linear ran a backward pass before the optimizer was built")
-        write(self.main_grad, not self.grad_is_empty)
-        self.grad_is_empty = False
+        self.grad.add(wgrad)
+        self.pending -= 1
+        self.on_grad()
 
 
 class _Linear(torch.autograd.Function):
@@ -133,6 +138,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, anchor, weight: Fp8Weight, gather, allreduce_dgrad, group, training, needs_backward):
         ctx.weight, ctx.gather, ctx.allreduce_dgrad, ctx.group = weight, gather, allreduce_dgrad, group
         ctx.training = training
+        weight.pending += needs_backward
         total = _all_gather(x, group) if gather else x
         flat = total.reshape(-1, total.shape[-1])
         if not weight.fp8:
@@ -157,9 +163,9 @@ class _Linear(torch.autograd.Function):
         weight = ctx.weight
         flat = dy.reshape(-1, dy.shape[-1])
         if weight.fp8:
-            dx, write_wgrad = _fp8_backward(ctx, weight, flat)
+            dx, wgrad = _fp8_backward(ctx, weight, flat)
         else:
-            dx, write_wgrad = _bf16_backward(ctx, weight, flat)
+            dx, wgrad = _bf16_backward(ctx, weight, flat)
 
         handle = None
         if dx is not None:
@@ -169,7 +175,7 @@ class _Linear(torch.autograd.Function):
             elif ctx.gather:
                 full, dx = dx, dx.new_empty((dx.shape[0] // ctx.group.size(), *dx.shape[1:]))
                 handle = torch.distributed.reduce_scatter_tensor(dx, full, group=ctx.group, async_op=True)
-        weight.add_grad(write_wgrad)  # hides the collective
+        weight.add_grad(wgrad)  # hides the collective
         if handle is not None:
             handle.wait()
         return dx, None, None, None, None, None, None, None
@@ -193,12 +199,10 @@ def _fp8_backward(ctx, weight: Fp8Weight, dy):
     else:
         x_t = saved
 
-    def write(out, accumulate):
-        ops.gemm(
-            q_t, x_t, dy_scale_inv, x_scale_inv, out_dtype=torch.float32, out=out, accumulate=accumulate
-        )
+    def wgrad(out=None, accumulate=False, dtype=None):
+        return ops.gemm(q_t, x_t, dy_scale_inv, x_scale_inv, out_dtype=dtype, out=out, accumulate=accumulate)
 
-    return dx, write
+    return dx, wgrad
 
 
 def _bf16_backward(ctx, weight: Fp8Weight, dy):
@@ -207,11 +211,13 @@ def _bf16_backward(ctx, weight: Fp8Weight, dy):
 
 
 def _bf16_wgrad(dy, x):
-    def write(out, accumulate):
-        wgrad = dy.t() @ x
-        out.add_(wgrad) if accumulate else out.copy_(wgrad)
+    def wgrad(out=None, accumulate=False, dtype=None):
+        product = dy.t() @ x
+        if out is None:
+            return product.to(dtype)
+        return out.add_(product) if accumulate else out.copy_(product)
 
-    return write
+    return wgrad
 
 
 def _gathered(ctx, x):

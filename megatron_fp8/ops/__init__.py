@@ -13,7 +13,16 @@ import importlib
 from megatron_fp8.ops import reference
 from megatron_fp8.ops.gemm import gemm
 
-__all__ = ["amax", "gemm", "quantize", "quantize_blocks", "sum_blocks", "transpose"]
+__all__ = [
+    "add_blocks",
+    "amax",
+    "gemm",
+    "quantize",
+    "quantize_blocks",
+    "square_sum_blocks",
+    "sum_blocks",
+    "transpose",
+]
 
 
 def _on_gpu_from(family: str):
@@ -37,4 +46,6 @@ amax = _on_gpu_from("cast")(reference.amax)
 quantize = _on_gpu_from("cast")(reference.quantize)
 transpose = _on_gpu_from("cast")(reference.transpose)
 quantize_blocks = _on_gpu_from("blocks")(reference.quantize_blocks)
+add_blocks = _on_gpu_from("blocks")(reference.add_blocks)
 sum_blocks = _on_gpu_from("blocks")(reference.sum_blocks)
+square_sum_blocks = _on_gpu_from("blocks")(reference.square_sum_blocks)

@@ -5,7 +5,10 @@
     transpose          (M, K) payload -> (K, M) payload
     gemm               C = a_scale_inv * b_scale_inv * A B^T             A (M, K), B (N, K), FP32 sum
     quantize_blocks    payload and E8M0 exponents                        one power of two for 128 elements
+    add_blocks         blocks <- stochastic round(blocks + x)            one FP32 addition, noise from a hash
     sum_blocks         sum over ranks of what they dequantise to         FP32, in rank order
+    square_sum_blocks  sum over elements of that sum's square            FP32
+    ring_sum           sum over ranks of one-scale payloads              each hop rounded to E4M3
 
 FP8 is emulated exactly: payloads are torch.float8 tensors, rounded to nearest with ties to even, and float32
 holds any product of two FP8 values (at most 8 significant bits). So a GEMM differs from a tensor core's only
@@ -19,6 +22,7 @@ import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format, decode
+from megatron_fp8.numerics.noise import uniform_noise
 from megatron_fp8.numerics.rounding import round_to_format
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -124,13 +128,57 @@ def quantize_blocks(
     return BlockScaled(payload.copy_(scaled), exponents.copy_(byte))
 
 
-def sum_blocks(payload: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out (n,) float32 = sum over r of payload (R, n) E4M3 * 2^(exponents (R, n/128) - 127), r = 0, 1, ...
-    R-1.
+def add_blocks(x: torch.Tensor, blocks: BlockScaled, seed: tuple[int, int]) -> None:
+    """Add x (n,), bf16, fp16 or fp32, into `blocks` (n values), in place, rounding stochastically.
 
-    The products are exact, so the float32 additions are the only roundings, and their order is fixed.
+    blocks <- quantize_blocks(dequantise(blocks) + float32(x)) with the noise uniform_noise(n, seed): one float32
+    addition, then one stochastic rounding, so that the mean over seeds is the float32 sum. A NaN or an infinity
+    of x or of `blocks`, and a sum beyond float32, become NaN payloads. ValueError where n is no multiple of 128
+    or not the blocks'. blocks' tensors may be views.
+    """
+    if x.dim() != 1 or x.numel() % BLOCK or x.shape != blocks.payload.shape:
+        raise ValueError(
+            f"add_blocks takes (n,) into (n,), n a multiple of {BLOCK}, "
+            f"not {tuple(x.shape)} into {tuple(blocks.payload.shape)}"
+        )
+    noise = uniform_noise(x.numel(), seed, x.device)
+    quantize_blocks(blocks.dequantize().add_(x), blocks.payload, blocks.exponents, "stochastic", noise)
+
+
+def sum_blocks(
+    payload: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out (n,) float32 = sum over r of payload (R, n) E4M3 * 2^(exponents (R, n/128) - 127), r = 0, 1, ...
+    R-1; times `scale` (0-d float32), if given.
+
+    The products are exact, so the float32 additions, and one multiplication of the finished sum, are the only
+    roundings, and their order is fixed.
     """
     out.zero_()
     for shard in map(BlockScaled, payload, exponents):
         out.add_(shard.dequantize())
-    return out
+    return out if scale is None else out.mul_(scale)
+
+
+def square_sum_blocks(payload: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """sum over elements of (sum over r)^2 as 0-d float32: of sum_blocks' result, its norm squared.
+
+    payload (R, n), exponents (R, n/128) as sum_blocks takes them. NaN and infinity propagate; squares are
+    float32's, infinite from 1.8e19 on. The order of this sum is not part of the definition, but does not
+    change from call to call.
+    """
+    out = payload.new_empty(payload.shape[1], dtype=torch.float32)
+    return sum_blocks(payload, exponents, out).square_().sum()
+
+
+def ring_sum(payload: torch.Tensor) -> torch.Tensor:
+    """The sum over r of payload (R, n) E4M3 as a ring makes it in FP8, r = 0, 1, ... R-1: (n,) E4M3.
+
+    Each hop adds one rank's payload in FP16 and rounds to E4M3: to nearest even, beyond 448 to 448. (The FP16
+    addition rounds too, but never so that the E4M3 differs.) NaN stays NaN. All ranks must share one scale.
+    This is NCCL's FP8 sum on Hopper but for who comes first: a real ring starts each chunk at another rank.
+    """
+    total = decode(payload[0]).half()
+    for shard in payload[1:]:
+        total = (total + decode(shard).half()).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype).half()
+    return total.to(E4M3.dtype)

@@ -1,4 +1,4 @@
-"""BlockScaled on the GPU: quantise in one pass, and sum what R ranks sent in one pass.
+"""BlockScaled on the GPU, each in one pass: quantise, add to what is stored, and sum what R ranks sent.
 
 numerics/blocks.py defines the format. Per block of 128, 1.f * 2^E being max|x|,
 
@@ -10,11 +10,20 @@ exponent exactly where 1.f > 1.75. Powers of two are built as bits, so every pro
 roundings are the cast to E4M3 (4 significant bits: relative error at most 2^-4) and, in the sum, the float32
 additions.
 
-    quantize_blocks   reads 4 (or 2) bytes an element, writes 1 + 1/128; with noise it reads 4 more
-    sum_blocks        reads R * (1 + 1/128) bytes an element, writes 4
+    quantize_blocks     reads 4 (or 2) bytes an element, writes 1 + 1/128; with noise it reads 4 more
+    add_blocks          reads 1 + 1/128 and 2 (or 4) bytes an element, writes 1 + 1/128; its noise is computed
+    sum_blocks          reads R * (1 + 1/128) bytes an element, writes 4
+    square_sum_blocks   reads R * (1 + 1/128) bytes an element, writes 4 a program
 
 Stochastic rounding goes up where noise < the fraction of an ulp that truncation would drop
-(numerics/rounding.py). Agreement with reference.py: bit for bit, but for the sign and payload of NaN.
+(numerics/rounding.py). A program owns whole blocks and reads them before it writes: adding in place needs no
+copy. The sum of squares is one number a program, then torch's sum of those: no atomics, so the order and the
+result are the same every time.
+
+Fused into one instruction, a product that overflows (|payload * 2^e| >= 3.3e38) could be brought back by what is
+added to it; apart it is infinite, as in the reference. Hence enable_fp_fusion=False where products are added.
+Agreement with reference.py: bit for bit, but for the sign and payload of NaN; the sum of squares has another
+order.
 """
 
 import torch
@@ -27,6 +36,7 @@ from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
 
 _BLOCK = tl.constexpr(BLOCK)
 QUANTIZE_BLOCKS, QUANTIZE_WARPS = 16, 4  # blocks of 128 and warps a program
+ADD_BLOCKS, ADD_WARPS = 16, 4
 SUM_BLOCKS, SUM_WARPS = 4, 4
 
 
@@ -43,36 +53,84 @@ def _stochastic(x, noise):
     return (rounded | (x.to(tl.int32, bitcast=True) ^ bits)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _noise(index, s0, s1):
+    """numerics/noise.py: the noise, float32 in [0, 1), of uint32 indices and two uint32 words."""
+    x = index + s0
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) ^ s1
+    x = x * 0x846CA68B
+    return ((x ^ (x >> 16)) >> 8).to(tl.float32) * 2.0**-24
+
+
+@triton.jit
+def _load_blocks(payload_ptr, exponents_ptr, first, rows, offsets, mask, blocks):
+    """The float32 values of blocks first + rows, exactly; zeros where rows are beyond `blocks`."""
+    payload = tl.load(payload_ptr + first * _BLOCK + offsets, mask=mask, other=0.0).to(tl.float32)
+    byte = tl.load(exponents_ptr + first + rows, mask=rows < blocks, other=0).to(tl.int32)
+    # 2^-127, byte 0, is a denormal: its bits are not byte << 23.
+    return payload * tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _store_blocks(x, noise, payload_ptr, exponents_ptr, rows, offsets, mask, blocks, zero):
+    """Quantise float32 x (ROWS, 128), stochastically if there is noise (ROWS, 128), and store it."""
+    # What is not finite counts as infinity: the exponent then is 120.
+    largest = tl.minimum(tl.max(magnitude_bits(x), axis=1), 0x7F800000)
+    byte = tl.maximum(((largest + 0x001FFFFF) >> 23) - 8, 0)
+    y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
+    if noise is not None:
+        y = _stochastic(y, noise)
+    tl.store(payload_ptr + offsets, fp8_code(x, y, zero, True), mask=mask)
+    tl.store(exponents_ptr + rows, byte.to(tl.uint8), mask=rows < blocks)
+
+
 @triton.jit(do_not_specialize=["zero"])
 def _quantize_kernel(x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, zero, ROWS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = (rows < blocks)[:, None]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    # What is not finite counts as infinity: the exponent then is 120.
-    largest = tl.minimum(tl.max(magnitude_bits(x), axis=1), 0x7F800000)
-    byte = tl.maximum(((largest + 0x001FFFFF) >> 23) - 8, 0)
-    y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
+    noise = None
     if noise_ptr is not None:
-        y = _stochastic(y, tl.load(noise_ptr + offsets, mask=mask, other=0.0))
-    tl.store(payload_ptr + offsets, fp8_code(x, y, zero, True), mask=mask)
-    tl.store(exponents_ptr + rows, byte.to(tl.uint8), mask=rows < blocks)
+        noise = tl.load(noise_ptr + offsets, mask=mask, other=0.0)
+    _store_blocks(x, noise, payload_ptr, exponents_ptr, rows, offsets, mask, blocks, zero)
+
+
+@triton.jit(do_not_specialize=["s0", "s1", "zero"])
+def _add_kernel(
+    x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, s0: tl.uint32, s1: tl.uint32, zero, ROWS: tl.constexpr
+):
+    """blocks <- blocks + x. codes_ptr is payload_ptr as bytes: read as FP8, written as fp8_code's bytes."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = (rows < blocks)[:, None]
+    total = _load_blocks(payload_ptr, exponents_ptr, 0, rows, offsets, mask, blocks)
+    total += tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    # Compiled, the words are uint32 as annotated; the interpreter takes large ones for int64.
+    noise = _noise(offsets.to(tl.uint32), s0.to(tl.uint32), s1.to(tl.uint32))
+    _store_blocks(total, noise, codes_ptr, exponents_ptr, rows, offsets, mask, blocks, zero)
 
 
 @triton.jit
-def _sum_kernel(payload_ptr, exponents_ptr, out_ptr, blocks, RANKS: tl.constexpr, ROWS: tl.constexpr):
+def _sum_kernel(
+    payload_ptr, exponents_ptr, out_ptr, scale_ptr, squares_ptr, blocks, RANKS: tl.constexpr, ROWS: tl.constexpr
+):
+    """The ranks' sum: into out, if there is an out_ptr, times scale, if there is one; squared, summed over the
+    program, into squares[program], if there is a squares_ptr."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = (rows < blocks)[:, None]
     total = tl.zeros((ROWS, _BLOCK), tl.float32)
     for rank in tl.range(0, RANKS, loop_unroll_factor=4):
         first = rank * tl.cast(blocks, tl.int64)
-        payload = tl.load(payload_ptr + first * _BLOCK + offsets, mask=mask, other=0.0).to(tl.float32)
-        byte = tl.load(exponents_ptr + first + rows, mask=rows < blocks, other=0).to(tl.int32)
-        # 2^-127, byte 0, is a denormal: its bits are not byte << 23.
-        scale = tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
-        total += payload * scale[:, None]
-    tl.store(out_ptr + offsets, total, mask=mask)
+        total += _load_blocks(payload_ptr, exponents_ptr, first, rows, offsets, mask, blocks)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr)
+    if out_ptr is not None:
+        tl.store(out_ptr + offsets, total, mask=mask)
+    if squares_ptr is not None:
+        tl.store(squares_ptr + tl.program_id(0), tl.sum(total * total))
 
 
 def quantize_blocks(
@@ -101,20 +159,39 @@ def quantize_blocks(
     return BlockScaled(payload, exponents)
 
 
-def sum_blocks(payload: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """reference.sum_blocks in one pass. `out` must be contiguous."""
+def add_blocks(x: torch.Tensor, blocks: BlockScaled, seed: tuple[int, int]) -> None:
+    """reference.add_blocks in one pass. `blocks`' tensors must be contiguous."""
+    if x.dim() != 1 or x.numel() % BLOCK or x.shape != blocks.payload.shape:
+        raise ValueError(
+            f"add_blocks takes (n,) into (n,), n a multiple of {BLOCK}, "
+            f"not {tuple(x.shape)} into {tuple(blocks.payload.shape)}"
+        )
+    count = x.numel() // BLOCK
+    _add_kernel[(triton.cdiv(count, ADD_BLOCKS),)](
+        x.contiguous(), blocks.payload, blocks.payload.view(torch.uint8), blocks.exponents, count, *seed, 0,
+        ROWS=ADD_BLOCKS, num_warps=ADD_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _launch_sum(payload, exponents, out=None, scale=None, squares=None):
     ranks, blocks = exponents.shape
-    payload, exponents = payload.contiguous(), exponents.contiguous()
-    grid = (triton.cdiv(blocks, SUM_BLOCKS),)
-    # Fused, a product that overflows (|x| >= 3.3e38) could cancel; here it is infinite, as in the reference.
-    _sum_kernel[grid](
-        payload,
-        exponents,
-        out,
-        blocks,
-        RANKS=ranks,
-        ROWS=SUM_BLOCKS,
-        num_warps=SUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    _sum_kernel[(triton.cdiv(blocks, SUM_BLOCKS),)](
+        payload.contiguous(), exponents.contiguous(), out, scale, squares, blocks,
+        RANKS=ranks, ROWS=SUM_BLOCKS, num_warps=SUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def sum_blocks(
+    payload: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """reference.sum_blocks in one pass. `out` must be contiguous."""
+    _launch_sum(payload, exponents, out=out, scale=scale)
     return out
+
+
+def square_sum_blocks(payload: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """reference.square_sum_blocks in one pass, without the (n,) sums in memory."""
+    programs = triton.cdiv(exponents.shape[1], SUM_BLOCKS)
+    squares = payload.new_empty(programs, dtype=torch.float32)
+    _launch_sum(payload, exponents, squares=squares)
+    return squares.sum()
