@@ -43,6 +43,10 @@ SYSTEMS = {  # name: (needs Transformer Engine, flags)
     "O1": (False, "--fp8-level O1"),
     "O1-tensorwise": (False, "--fp8-level O1 --fp8-recipe tensorwise"),
     "O1-transpose-cache": (False, "--fp8-level O1 --keep-fp8-transpose-cache"),
+    "O1-grads-fp32": (False, "--fp8-level O1 --fp8-grad-accum fp32"),
+    "O1-grads-bf16": (False, "--fp8-level O1 --fp8-grad-accum bf16"),
+    "O1-grads-fp8": (False, "--fp8-level O1 --fp8-grad-accum fp8"),
+    "O1-shared": (False, "--fp8-level O1 --fp8-grad-reduce shared"),
     "O1-bf16-gemm": (False, "--fp8-level O1 --fp8-gemm bf16"),
 }
 
@@ -126,13 +130,14 @@ def main() -> None:
         )
         if p:
             print(f"    busy {p['busy']} of {p['span']} ms; host waits {p['waits']}; {p['ms']}", flush=True)
+            print(f"    collectives {p['collectives']}", flush=True)
     if args.csv and rows:
         path = Path(args.csv)
         path.parent.mkdir(parents=True, exist_ok=True)
         flat = [
             {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
             | {k: round(v, 3) if isinstance(v, float) else v for k, v in r.items() if k != "profile"}
-            | {f"profile_{k}": json.dumps(r["profile"].get(k)) for k in ("busy", "span", "waits", "ms")}
+            | {f"profile_{k}": json.dumps(r["profile"].get(k)) for k in ("busy", "span", "waits", "ms", "collectives")}
             for r in rows
         ]
         new = not path.exists()

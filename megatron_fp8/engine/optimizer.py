@@ -175,7 +175,7 @@ class EngineOptimizer(MegatronOptimizer):
         state["step"] = self.steps
         config = get_model_config(self.model_chunks[0])
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
-        mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu
+        mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu.clone()
         state["mu"] = sharded_mu_state(mu, self._weights(), config)
         if self.scaling is not None:
             state["scaling"] = sharded_scaling_state(self.scaling, self._weights(), config)

@@ -97,6 +97,8 @@ class Bucket:
         """Sum the gradients over data parallelism into `reduced`."""
         for weight in self.weights:
             weight.grad.complete()
+        used = self.spans[-1][2]
+        self.grads.clear(used, self.grads.numel - used)  # what a reduction received may lie in the padding
         self.reduced = self._reduce(self)
 
     def gradient(self, scale: torch.Tensor | None = None, *, take: bool = False) -> torch.Tensor:

@@ -1,0 +1,157 @@
+"""Time to reduce gradients over data parallelism: stock's collectives and ours, side by side in one run.
+
+    torchrun --nproc-per-node 4 benchmarks/grad_reduce.py --csv benchmarks/results/grad_reduce.csv
+    torchrun --nproc-per-node 2 benchmarks/grad_reduce.py --mi 1        # any machine (gloo), checks the script
+
+Every row starts from a rank's own random gradients in the storage that the row names and ends with the sum of this
+rank's shard in FP32 (stock's BF16: in BF16, as it leaves it).  Time: the median over repetitions of the slowest rank,
+by CUDA events after a barrier.  Error: of the summed shard against FP64, all ranks together.
+"""
+
+import argparse
+import csv
+import datetime
+import os
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp8 import ops
+from megatron_fp8.comm.reduce import reduce_blocks, reduce_fp32
+from megatron_fp8.comm.shared import SharedScale
+from megatron_fp8.comm.wire import own_shard, sent_bytes
+from megatron_fp8.numerics.auto_scaling import ScalingRule
+from megatron_fp8.numerics.blocks import BlockScaled
+
+ROOT = Path(__file__).resolve().parent.parent
+MI = 2**20
+TENSOR = 16 * MI  # elements of a tensor, for what has a scale a tensor
+
+
+def systems(gradient: torch.Tensor, group) -> dict:
+    """{row: the reduction, from its storage to the sum}; `gradient` (n,) FP32 is this rank's own."""
+    ranks, device, n = group.size(), gradient.device, gradient.numel()
+    bf16 = gradient.bfloat16()
+    blocks = ops.quantize_blocks(gradient)
+    room = BlockScaled(torch.empty_like(blocks.payload), torch.empty_like(blocks.exponents))
+    spans = [(a, min(a + TENSOR, n), i) for i, a in enumerate(range(0, n, TENSOR))]
+    sizes = [b - a for a, b, _ in spans]
+    shared = SharedScale(ScalingRule(), sizes, group, group, True, device)
+    shard16 = torch.empty(n // ranks, dtype=torch.bfloat16, device=device)
+    copy = gradient.clone()
+
+    def stock_bf16():
+        dist.reduce_scatter_tensor(shard16, bf16, group=group)
+        return shard16
+
+    def stock_bf16_fp32_sum():  # --ddp-reduce-scatter-with-fp32-accumulation
+        received = torch.empty_like(bf16)
+        dist.all_to_all_single(received, bf16, group=group)
+        return received.view(ranks, -1).sum(0, dtype=torch.float32)
+
+    return {
+        "fp32 (stock)": lambda: reduce_fp32(copy, group, sharded=True).values,
+        "bf16 (stock)": stock_bf16,
+        "bf16, fp32 sum (stock)": stock_bf16_fp32_sum,
+        "block, from fp8 storage": lambda: reduce_blocks(blocks, group, True, receive=room).take(),
+        "block, from bf16 storage": lambda: reduce_blocks(ops.quantize_blocks(bf16), group, True, receive=room).take(),
+        "block, from fp32 storage": lambda: (
+            reduce_blocks(ops.quantize_blocks(gradient), group, True, receive=room).take()
+        ),
+        "shared, from bf16 storage": lambda: shared.reduce(bf16, spans).take(),
+    }
+
+
+def milliseconds(reduce, repetitions: int, device) -> float:
+    """Median time of the slowest rank."""
+    times = []
+    for i in range(repetitions + 3):
+        dist.barrier()
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            begin.record()
+            reduce()
+            end.record()
+            torch.cuda.synchronize()
+            ms = begin.elapsed_time(end)
+        else:
+            start = time.perf_counter()
+            reduce()
+            ms = (time.perf_counter() - start) * 1e3
+        slowest = torch.tensor(ms, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if i >= 3:
+            times.append(slowest.item())
+    return statistics.median(times)
+
+
+def relative_error(shard: torch.Tensor, truth: torch.Tensor) -> float:
+    """||shard - truth|| / ||truth|| over all ranks."""
+    squares = torch.stack([(shard.double() - truth).square().sum(), truth.square().sum()])
+    dist.all_reduce(squares)
+    return (squares[0] / squares[1]).sqrt().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mi", type=int, default=256, help="gradients, in Mi")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--csv", help="append the figures to this file")
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=2))
+    group, rank = dist.group.WORLD, dist.get_rank()
+
+    torch.manual_seed(rank)
+    gradient = torch.randn(args.mi * MI, device=device)
+    truth = gradient.double()  # summed over ranks in FP64, an eighth at a time
+    for part in truth.chunk(8):
+        dist.all_reduce(part)
+    truth = own_shard(truth, group).clone()
+
+    rows = []
+    for name, reduce in systems(gradient, group).items():
+        sent_bytes.clear()
+        error = relative_error(reduce(), truth)
+        sent = sum(sent_bytes.values()) / gradient.numel()
+        ms = round(milliseconds(reduce, args.repetitions, device), 4)
+        rows.append({"reduction": name, "ms": ms, "bytes_sent": round(sent, 4), "error": error})
+        if rank == 0:
+            stock = {row["reduction"]: row["ms"] for row in rows}
+            ratios = [f"{rows[-1]['ms'] / stock[k]:5.2f}" for k in ("fp32 (stock)", "bf16 (stock)") if k in stock]
+            wire = f"{sent:5.3f} B sent" if sent else ""
+            print(
+                f"{name:26} {rows[-1]['ms']:8.3f} ms   x fp32, bf16: {' '.join(ratios):11}  error {error:.3%}  {wire}",
+                flush=True,
+            )
+    if args.csv and rank == 0:
+        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        stamp = {
+            "gpu": torch.cuda.get_device_name() if on_gpu else "none",
+            "gpus": group.size(),
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
+            "commit": os.environ.get("COMMIT") or git.stdout.strip(),
+            "date": datetime.date.today().isoformat(),
+            "mi": args.mi,
+        }
+        path = Path(args.csv)
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=[*stamp, *rows[0]])
+            if new:
+                writer.writeheader()
+            writer.writerows({**stamp, **row, "error": round(row["error"], 6)} for row in rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
