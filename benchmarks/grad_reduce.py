@@ -4,8 +4,11 @@
     torchrun --nproc-per-node 2 benchmarks/grad_reduce.py --mi 1        # any machine (gloo), checks the script
 
 Every row starts from a rank's own random gradients in the storage that the row names and ends with the sum of this
-rank's shard in FP32 (stock's BF16: in BF16, as it leaves it).  Time: the median over repetitions of the slowest rank,
-by CUDA events after a barrier.  Error: of the summed shard against FP64, all ranks together.
+rank's shard in FP32 (stock's BF16: in BF16, as it leaves it).  Stock's rows are one collective; ours go in a few
+pieces, as buckets do in training: all are started, then each is summed while the next are on the wire.
+
+Time: the median over repetitions of the slowest rank, by CUDA events after a barrier.  Error: of the summed shard
+against FP64, all ranks together.
 """
 
 import argparse
@@ -21,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp8 import ops
-from megatron_fp8.comm.reduce import reduce_blocks, reduce_fp32
+from megatron_fp8.comm.reduce import reduce_blocks
 from megatron_fp8.comm.shared import SharedScale
-from megatron_fp8.comm.wire import own_shard, sent_bytes
+from megatron_fp8.comm.wire import Flight, own_shard, sent_bytes
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.blocks import BlockScaled
 
@@ -32,37 +35,56 @@ MI = 2**20
 TENSOR = 16 * MI  # elements of a tensor, for what has a scale a tensor
 
 
-def systems(gradient: torch.Tensor, group) -> dict:
+def systems(gradient: torch.Tensor, group, pieces: int) -> dict:
     """{row: the reduction, from its storage to the sum}; `gradient` (n,) FP32 is this rank's own."""
     ranks, device, n = group.size(), gradient.device, gradient.numel()
     bf16 = gradient.bfloat16()
     blocks = ops.quantize_blocks(gradient)
     room = BlockScaled(torch.empty_like(blocks.payload), torch.empty_like(blocks.exponents))
-    spans = [(a, min(a + TENSOR, n), i) for i, a in enumerate(range(0, n, TENSOR))]
-    sizes = [b - a for a, b, _ in spans]
-    shared = SharedScale(ScalingRule(), sizes, group, group, True, device)
+    spans = [(a, min(a + TENSOR, n // pieces), i) for i, a in enumerate(range(0, n // pieces, TENSOR))]
+    shared = SharedScale(ScalingRule(), [b - a for a, b, _ in spans], group, group, True, device)
     shard16 = torch.empty(n // ranks, dtype=torch.bfloat16, device=device)
     copy = gradient.clone()
 
+    def stock_fp32():
+        shard = own_shard(copy, group)
+        dist.reduce_scatter_tensor(shard, copy, group=group)
+        return [shard]
+
     def stock_bf16():
         dist.reduce_scatter_tensor(shard16, bf16, group=group)
-        return shard16
+        return [shard16]
 
     def stock_bf16_fp32_sum():  # --ddp-reduce-scatter-with-fp32-accumulation
         received = torch.empty_like(bf16)
         dist.all_to_all_single(received, bf16, group=group)
-        return received.view(ranks, -1).sum(0, dtype=torch.float32)
+        return [received.view(ranks, -1).sum(0, dtype=torch.float32)]
+
+    def cut(blocks: BlockScaled) -> list[BlockScaled]:
+        parts = blocks.payload.chunk(pieces), blocks.exponents.chunk(pieces)
+        return [BlockScaled(payload, exponents) for payload, exponents in zip(*parts, strict=True)]
+
+    def block(sent):
+        rooms = cut(room)
+        flights = [Flight(reduce_blocks(s, group, True, receive=r)) for s, r in zip(sent, rooms, strict=True)]
+        return [flight.land().take() for flight in flights]
+
+    def shared_scale():
+        flights = []
+        for part in bf16.chunk(pieces):
+            for flight in flights:
+                flight.advance()
+            flights.append(Flight(shared.reduce(part, spans)))
+        return [flight.land().take() for flight in flights]
 
     return {
-        "fp32 (stock)": lambda: reduce_fp32(copy, group, sharded=True).values,
+        "fp32 (stock)": stock_fp32,
         "bf16 (stock)": stock_bf16,
         "bf16, fp32 sum (stock)": stock_bf16_fp32_sum,
-        "block, from fp8 storage": lambda: reduce_blocks(blocks, group, True, receive=room).take(),
-        "block, from bf16 storage": lambda: reduce_blocks(ops.quantize_blocks(bf16), group, True, receive=room).take(),
-        "block, from fp32 storage": lambda: (
-            reduce_blocks(ops.quantize_blocks(gradient), group, True, receive=room).take()
-        ),
-        "shared, from bf16 storage": lambda: shared.reduce(bf16, spans).take(),
+        "block, from fp8 storage": lambda: block(cut(blocks)),
+        "block, from bf16 storage": lambda: block(map(ops.quantize_blocks, bf16.chunk(pieces))),
+        "block, from fp32 storage": lambda: block(map(ops.quantize_blocks, gradient.chunk(pieces))),
+        "shared, from bf16 storage": shared_scale,
     }
 
 
@@ -90,9 +112,12 @@ def milliseconds(reduce, repetitions: int, device) -> float:
     return statistics.median(times)
 
 
-def relative_error(shard: torch.Tensor, truth: torch.Tensor) -> float:
-    """||shard - truth|| / ||truth|| over all ranks."""
-    squares = torch.stack([(shard.double() - truth).square().sum(), truth.square().sum()])
+def relative_error(shards: list[torch.Tensor], truth: torch.Tensor, group) -> float:
+    """||sum - truth|| / ||truth|| over all ranks; `shards` of the pieces of `truth` (n,), FP64."""
+    squares = torch.zeros(2, dtype=torch.float64, device=truth.device)
+    for shard, part in zip(shards, truth.chunk(len(shards)), strict=True):
+        true = own_shard(part, group)
+        squares += torch.stack([(shard.double() - true).square().sum(), true.square().sum()])
     dist.all_reduce(squares)
     return (squares[0] / squares[1]).sqrt().item()
 
@@ -100,6 +125,7 @@ def relative_error(shard: torch.Tensor, truth: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mi", type=int, default=256, help="gradients, in Mi")
+    parser.add_argument("--pieces", type=int, default=4, help="ours go in so many")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--csv", help="append the figures to this file")
     args = parser.parse_args()
@@ -115,12 +141,11 @@ def main() -> None:
     truth = gradient.double()  # summed over ranks in FP64, an eighth at a time
     for part in truth.chunk(8):
         dist.all_reduce(part)
-    truth = own_shard(truth, group).clone()
 
     rows = []
-    for name, reduce in systems(gradient, group).items():
+    for name, reduce in systems(gradient, group, args.pieces).items():
         sent_bytes.clear()
-        error = relative_error(reduce(), truth)
+        error = relative_error(reduce(), truth, group)
         sent = sum(sent_bytes.values()) / gradient.numel()
         ms = round(milliseconds(reduce, args.repetitions, device), 4)
         rows.append({"reduction": name, "ms": ms, "bytes_sent": round(sent, 4), "error": error})
@@ -142,6 +167,7 @@ def main() -> None:
             "commit": os.environ.get("COMMIT") or git.stdout.strip(),
             "date": datetime.date.today().isoformat(),
             "mi": args.mi,
+            "pieces": args.pieces,
         }
         path = Path(args.csv)
         new = not path.exists()

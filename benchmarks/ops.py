@@ -4,8 +4,8 @@
 
 Times are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random. GB/s
 counts the bytes that must move (each input read once, each output written once), and % is that rate over a
-device copy's in the same run. The rows named "tile", "flat", "quantize_blocks" and "sum_blocks" with a
-configuration compare launch configurations: the product's is the default in ops/triton/.
+device copy's in the same run. The rows named "tile", "flat", "quantize_blocks", "add_blocks" and "sum_blocks" with
+a configuration compare launch configurations: the product's is the default in ops/triton/.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import triton
 from triton.testing import do_bench
 
 from megatron_fp8 import ops
-from megatron_fp8.numerics import BLOCK, E4M3, E5M2
+from megatron_fp8.numerics import BLOCK, E4M3, E5M2, BlockScaled
+from megatron_fp8.numerics.noise import noise_seed
 from megatron_fp8.ops import reference
 from megatron_fp8.ops.triton import blocks, cast
 
@@ -25,6 +26,7 @@ SHAPES = [(8192, 4096), (8192, 12288), (8192, 16384)]
 FLAT = [(4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8)]  # elements, warps
 TILES = [(64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (32, 128, 4)]
 QUANTIZE_BLOCKS = [(4, 4), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8)]  # blocks, warps
+ADD_BLOCKS = [(4, 4), (8, 4), (16, 4), (16, 8), (32, 8)]
 SUM_BLOCKS = [(4, 4), (8, 4), (8, 8), (16, 8)]
 TOKENS = 8192
 LINEARS = {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "fc2": (4096, 16384)}  # out, in
@@ -92,9 +94,17 @@ def check() -> None:
     for options in ({}, {"rounding": "stochastic", "noise": torch.rand_like(x)}):
         got, expected = ops.quantize_blocks(x, **options), reference.quantize_blocks(x, **options)
         assert equal(got.payload, expected.payload) and equal(got.exponents, expected.exponents)
+    expected = BlockScaled(got.payload.clone(), got.exponents.clone())
+    increment = randn(1 << 24)
+    ops.add_blocks(increment, got, noise_seed(1))
+    reference.add_blocks(increment, expected, noise_seed(1))
+    assert equal(got.payload, expected.payload) and equal(got.exponents, expected.exponents)
     shards = got.payload.view(8, -1), got.exponents.view(8, -1)
     out, expected = torch.empty_like(x[: 1 << 21]), torch.empty_like(x[: 1 << 21])
-    assert equal(ops.sum_blocks(*shards, out), reference.sum_blocks(*shards, expected))
+    for scale in (None, scalar(0.3)):
+        assert equal(ops.sum_blocks(*shards, out, scale), reference.sum_blocks(*shards, expected, scale))
+    squares, expected = ops.square_sum_blocks(*shards), reference.square_sum_blocks(*shards)
+    assert torch.allclose(squares, expected, rtol=1e-5)
     for fmt, fast in [(E4M3, True), (E5M2, False)]:
         a, b, scale = payload(2048, 4096, fmt), payload(1024, 4096), scalar(0.01)
         exact = (a.float().double() @ b.float().double().t()) * 1e-4
@@ -186,6 +196,17 @@ def bench_blocks(table: Table) -> None:
     table.add(
         "quantize_blocks bf16", (n,), lambda: ops.quantize_blocks(narrow, *outputs), numbytes=(2 + one) * n
     )
+    chosen = blocks.ADD_BLOCKS, blocks.ADD_WARPS
+    for config in ADD_BLOCKS:
+        blocks.ADD_BLOCKS, blocks.ADD_WARPS = config
+        table.add(
+            "add_blocks bf16",
+            (n,),
+            lambda: ops.add_blocks(narrow, quantized, noise_seed(1)),
+            config=str(config),
+            numbytes=(2 + 2 * one) * n,
+        )
+    blocks.ADD_BLOCKS, blocks.ADD_WARPS = chosen
     chosen = blocks.SUM_BLOCKS, blocks.SUM_WARPS
     for ranks in (1, 4, 8):
         shards, out = [t.view(ranks, -1) for t in outputs], x[: n // ranks]
@@ -197,6 +218,13 @@ def bench_blocks(table: Table) -> None:
                 lambda s=shards, out=out: ops.sum_blocks(*s, out),
                 config=str(config),
                 numbytes=one * n + 4 * out.numel(),
+            )
+            table.add(
+                f"square_sum_blocks R={ranks}",
+                out.shape,
+                lambda s=shards: ops.square_sum_blocks(*s),
+                config=str(config),
+                numbytes=one * n,
             )
         blocks.SUM_BLOCKS, blocks.SUM_WARPS = chosen
 

@@ -96,8 +96,8 @@ class Nodes:
 
 def reduce_blocks(
     blocks: BlockScaled, group, sharded: bool, nodes: Nodes | None = None, receive: BlockScaled | None = None
-) -> BlockShards:
-    """Sum over the group, FP8 on the wire.
+) -> wire.Stages:
+    """Sum over the group, FP8 on the wire -> BlockShards.
 
     Args:
         blocks: (R * n,), n a multiple of 128.  A NaN in it makes its sum NaN.
@@ -107,38 +107,44 @@ def reduce_blocks(
         receive: where to receive, of blocks' shape; not `blocks` itself.
     """
     if nodes is not None:
-        return _reduce_in_two_levels(blocks, nodes)
-    received = BlockShards.of(wire.all_to_all_blocks(blocks, group, receive), group.size())
+        return (yield from _reduce_in_two_levels(blocks, nodes))
+    received, handles = wire.all_to_all_blocks(blocks, group, receive)
+    shards = BlockShards.of(received, group.size())
     if sharded:
-        return received
-    summed = ops.quantize_blocks(received.take())
-    return BlockShards(wire.all_gather(summed.payload, group)[None], wire.all_gather(summed.exponents, group)[None])
+        return shards, handles
+    yield handles
+    summed = ops.quantize_blocks(shards.take())
+    payload, first = wire.all_gather(summed.payload, group)
+    exponents, second = wire.all_gather(summed.exponents, group)
+    return BlockShards(payload[None], exponents[None]), [first, second]
 
 
-def _reduce_in_two_levels(blocks: BlockScaled, nodes: Nodes) -> BlockShards:
+def _reduce_in_two_levels(blocks: BlockScaled, nodes: Nodes) -> wire.Stages:
     local, count = nodes.inside.size(), nodes.across.size()
 
     def by_local_rank(data: torch.Tensor) -> torch.Tensor:
         """Rank a * L + l owns chunk a * L + l: bring the chunks of each l together."""
-        return data.view(count, local, -1).transpose(0, 1).reshape(-1)
+        return data.view(torch.uint8).view(count, local, -1).transpose(0, 1).reshape(-1).view(data.dtype)
 
-    sent = BlockScaled(by_local_rank(blocks.payload.view(torch.uint8)), by_local_rank(blocks.exponents))
-    inside = wire.all_to_all_blocks(sent, nodes.inside)
-    inside.payload = inside.payload.view(blocks.payload.dtype)
+    sent = BlockScaled(by_local_rank(blocks.payload), by_local_rank(blocks.exponents))
+    inside, handles = wire.all_to_all_blocks(sent, nodes.inside)
+    yield handles
     summed = ops.quantize_blocks(BlockShards.of(inside, local).take())
-    return BlockShards.of(wire.all_to_all_blocks(summed, nodes.across, kind="grad_reduce_across_nodes"), count)
+    across, handles = wire.all_to_all_blocks(summed, nodes.across, kind="grad_reduce_across_nodes")
+    return BlockShards.of(across, count), handles
 
 
-def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> DenseShard:
+def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:
     """The plain FP32 reduce-scatter or all-reduce of `values` (R * n,), in place (`--fp8-grad-reduce fp32`)."""
+    yield from ()
     if sharded:
         shard = wire.own_shard(values, group)
-        dist.reduce_scatter_tensor(shard, values, group=group)
+        handle = dist.reduce_scatter_tensor(shard, values, group=group, async_op=True)
         wire.count(wire.GRADS, values.nbytes, group)
-        return DenseShard(shard)
-    dist.all_reduce(values, group=group)
+        return DenseShard(shard), [handle]
+    handle = dist.all_reduce(values, group=group, async_op=True)
     wire.count(wire.GRADS, 2 * values.nbytes, group)
-    return DenseShard(values)
+    return DenseShard(values), [handle]
 
 
 def node_groups(group, ranks_per_node: int) -> Nodes | None:

@@ -77,8 +77,8 @@ class SharedScale:
         self._saturated = torch.zeros(2, len(sizes), device=device)  # elements at +-448 before, after the sum
         self._sizes = torch.tensor(sizes, dtype=torch.float32, device=device)
 
-    def reduce(self, values: torch.Tensor, spans: list[tuple[int, int, int]]) -> ScaledShard:
-        """Sum over the group.
+    def reduce(self, values: torch.Tensor, spans: list[tuple[int, int, int]]) -> wire.Stages:
+        """Sum over the group -> ScaledShard.
 
         Args:
             values: (N * n,) FP32 or BF16, the bucket's gradients; not changed.
@@ -88,36 +88,40 @@ class SharedScale:
         amax = torch.stack([ops.amax(values[a:b]) for a, b, _ in spans])
         shared = compute_scale(amax, E4M3)
         if self.group.size() > 1:
-            dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group)
+            handle = dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
             wire.count("grad_scales", 2 * shared.nbytes, self.group)
+            yield [handle]
         factor = shared * self.mu[first_tensor : first_tensor + len(spans)]
         payload = torch.zeros(values.numel(), dtype=torch.uint8, device=values.device).view(E4M3.dtype)
         for i, (a, b, t) in enumerate(spans):
             payload[a:b] = ops.quantize(values[a:b], E4M3, factor[i])
             self._saturated[0, t] += _at_maximum(payload[a:b])
-        summed, first = self._sum(payload)
+        summed, first = yield from self._sum(payload)
         pieces = [(max(a - first, 0), min(b - first, summed.numel()), i) for i, (a, b, _) in enumerate(spans)]
         pieces = [(a, b, i) for a, b, i in pieces if a < b]
         for a, b, i in pieces:
             self._saturated[1, first_tensor + i] += _at_maximum(summed[a:b])
-        return ScaledShard(summed, pieces, factor.reciprocal())
+        return ScaledShard(summed, pieces, factor.reciprocal()), []
 
-    def _sum(self, payload: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """(the FP8 sum of this rank's shard, or of everything; where it starts)."""
+    def _sum(self, payload: torch.Tensor) -> wire.Stages:
+        """-> (the FP8 sum of this rank's shard, or of everything; where it starts)."""
         group, ranks = self.group, self.group.size()
         if ranks == 1:
             return payload, 0
         if payload.is_cuda:
             shard = torch.empty_like(wire.own_shard(payload, group))
-            dist.reduce_scatter_tensor(shard, payload, group=group)
+            yield [dist.reduce_scatter_tensor(shard, payload, group=group, async_op=True)]
             wire.count(wire.GRADS, payload.nbytes, group)
         else:
-            received = wire.all_to_all(payload, group).view(ranks, -1)
+            received, handle = wire.all_to_all(payload, group)
+            yield [handle]
             order = [(group.rank() + 1 + hop) % ranks for hop in range(ranks)]
-            shard = ring_sum(received.view(torch.uint8)[order].view(payload.dtype))
+            shard = ring_sum(received.view(torch.uint8).view(ranks, -1)[order].view(payload.dtype))
         if self.sharded:
             return shard, group.rank() * shard.numel()
-        return wire.all_gather(shard, group), 0
+        gathered, handle = wire.all_gather(shard, group)
+        yield [handle]
+        return gathered, 0
 
     def end_step(self, step: int) -> None:
         """Move mu by the saturation of step 1, 2, ...; on the device, one all-reduce, every `interval` steps."""

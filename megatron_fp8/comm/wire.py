@@ -1,10 +1,18 @@
-"""The collectives that gradients and weights travel by, each counted.
+"""The collectives that gradients and weights travel by: each started, not waited for, and counted.
 
 Payloads travel as bytes: gloo has no FP8 types, and an all-to-all or a gather does not look inside.  `sent_bytes`
 counts what left this rank in this step, by kind; a collective over R ranks keeps 1/R of its bytes at home.
+
+Nothing here waits.  A collective is started and its handle kept, and work goes on.  What needs several, one after the
+other, is a generator of stages (`Stages`): it yields the handles of what it has started, and is resumed when they are
+done; its last collective's handles come with its result.  So many buckets can be under way at once, without a stream
+or a thread of our own.  (On a stream of our own, the wait between two stages would hold up the backward pass: under
+CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share one queue of the hardware.)
 """
 
 from collections import Counter
+from collections.abc import Generator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,31 +33,66 @@ def own_shard(buffer: torch.Tensor, group) -> torch.Tensor:
     return buffer.chunk(group.size())[group.rank()]
 
 
-def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind: str = GRADS) -> torch.Tensor:
-    """Chunk j of `data` (R * n,), one byte an element, goes to rank j -> what the R ranks sent, in rank order."""
+def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind: str = GRADS):
+    """Chunk j of `data` (R * n,), one byte an element, goes to rank j -> (what the ranks send, in order; handle)."""
     out = torch.empty_like(data) if out is None else out
-    dist.all_to_all_single(out.view(torch.uint8), data.view(torch.uint8), group=group)
+    handle = dist.all_to_all_single(out.view(torch.uint8), data.view(torch.uint8), group=group, async_op=True)
     count(kind, data.nbytes, group)
-    return out
+    return out, handle
 
 
-def all_to_all_blocks(blocks: BlockScaled, group, out: BlockScaled | None = None, kind: str = GRADS) -> BlockScaled:
-    """all_to_all of a BlockScaled (R * n,), n a multiple of 128, into `out` if given."""
-    return BlockScaled(
-        all_to_all(blocks.payload, group, out.payload if out else None, kind),
-        all_to_all(blocks.exponents, group, out.exponents if out else None, kind),
-    )
+def all_to_all_blocks(blocks: BlockScaled, group, out: BlockScaled | None = None, kind: str = GRADS):
+    """all_to_all of a BlockScaled (R * n,), n a multiple of 128, into `out` if given -> (BlockScaled, handles)."""
+    payload, first = all_to_all(blocks.payload, group, out.payload if out else None, kind)
+    exponents, second = all_to_all(blocks.exponents, group, out.exponents if out else None, kind)
+    return BlockScaled(payload, exponents), [first, second]
 
 
-def all_gather(shard: torch.Tensor, group) -> torch.Tensor:
-    """(n,), one byte an element, of every rank -> (R * n,)."""
+def all_gather(shard: torch.Tensor, group):
+    """(n,), one byte an element, of every rank -> ((R * n,), handle)."""
     gathered = shard.new_empty(shard.numel() * group.size())
-    dist.all_gather_into_tensor(gathered.view(torch.uint8), shard.view(torch.uint8), group=group)
+    sent, room = shard.view(torch.uint8), gathered.view(torch.uint8)
+    handle = dist.all_gather_into_tensor(room, sent, group=group, async_op=True)
     count(GRADS, gathered.nbytes, group)
-    return gathered
+    return gathered, handle
 
 
 def all_gather_weights(buffer: torch.Tensor, group):
-    """Give every rank all shards of `buffer` (R * n,), in place -> the handle to wait for."""
+    """Give every rank all shards of `buffer` (R * n,), in place -> handle."""
     count(WEIGHTS, buffer.nbytes, group)
     return dist.all_gather_into_tensor(buffer, own_shard(buffer, group), group=group, async_op=True)
+
+
+Handles = list[Any]
+Stages = Generator[Handles, None, tuple[Any, Any]]  # -> (result, the handles that it waits for)
+
+
+class Flight:
+    """Stages under way; the first is started at once."""
+
+    def __init__(self, stages: Stages):
+        self._stages = stages
+        self._handles: Handles = []
+        self._result: Any = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Start the next stage, when the one before is done; nothing where all are started."""
+        if self._result is None:
+            self._wait()
+            try:
+                self._handles = next(self._stages)
+            except StopIteration as end:
+                self._result, self._handles = end.value
+
+    def land(self) -> Any:
+        """The result, valid for what the current stream does next."""
+        while self._result is None:
+            self.advance()
+        self._wait()
+        return self._result
+
+    def _wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []

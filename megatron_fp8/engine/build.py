@@ -12,13 +12,16 @@ from megatron.core.utils import get_model_config
 
 from ..comm.reduce import Nodes, node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
+from ..comm.wire import Stages
 from ..config import Fp8Config
 from ..layers.linear import Fp8Weight, fp8_weights, name_weights
+from ..monitor.collect import Monitor
+from ..monitor.write import has_writer
 from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling
 from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
-from .overlap import ChunkReducer, on
-from .weights import Bucket, Reduced, cut
+from .overlap import ChunkReducer
+from .weights import Bucket, cut
 
 
 def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_overrides) -> Fp8ChainedOptimizer:
@@ -40,7 +43,6 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
     name_weights(model_chunks)
     dp_group = mpu.get_data_parallel_group(with_context_parallel=True)
     sharded = config.use_distributed_optimizer
-    stream = torch.cuda.Stream() if _overlaps(model_chunks) and weights[0].param.is_cuda else None
     plan = _plan_buckets(model_chunks, {id(w.param): w for w in weights}, dp_group, config, config_overrides)
     ordered = [weight for chunk in plan for _, members in chunk for weight in members]
     reduce, shared_scale = _reduction(fp8, ordered, dp_group, sharded)
@@ -54,13 +56,10 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
     for chunk, cuts in zip(model_chunks, plan, strict=True):
         buckets = []
         for option, members in cuts:
-            with on(stream):  # which alone frees and replaces the gradients' memory, see overlap.py
-                bucket = Bucket(members, dp_group, sharded, fp8.grad_accum, reduce, identity)
+            bucket = Bucket(members, dp_group, sharded, fp8.grad_accum, reduce, identity)
             buckets.append(bucket)
             options.setdefault(id(option), (option, []))[1].append(bucket)
-        reducers.append(ChunkReducer(chunk, buckets, stream, _overlaps(model_chunks)))
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
+        reducers.append(ChunkReducer(chunk, buckets, chunk.ddp_config.overlap_grad_reduce))
 
     model_config = get_model_config(model_chunks[0])
     engine = EngineOptimizer(
@@ -76,6 +75,10 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         shared_scale=shared_scale,
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
     )
+    if fp8.log_interval and has_writer():
+        sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        stages = mpu.get_pipeline_model_parallel_group()
+        engine.monitor = Monitor(fp8, engine.buckets, shared_scale, sharing, stages)
     _finalize_with(engine, model_config)
     for chunk in model_chunks:
         # Stock's own check aborts the run and asks the host at every bucket; ours skips the step and does not.
@@ -102,10 +105,6 @@ def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
                 f"--fp8-level {fp8.level}: the parameters of layer {layer.layer_number} are frozen; frozen layers "
                 "are not supported: use --fp8-level O0"
             )
-
-
-def _overlaps(model_chunks) -> bool:
-    return model_chunks[0].ddp_config.overlap_grad_reduce
 
 
 def _plan_buckets(model_chunks, by_param, dp_group, config, overrides) -> list[list[tuple[dict, list[Fp8Weight]]]]:
@@ -136,7 +135,7 @@ def _bucket_size(ddp_config, numel: int, ranks: int) -> int:
 
 def _reduction(
     fp8: Fp8Config, weights: list[Fp8Weight], group, sharded: bool
-) -> tuple[Callable[[Bucket], Reduced], SharedScale | None]:
+) -> tuple[Callable[[Bucket], Stages], SharedScale | None]:
     """How a bucket is summed over data parallelism, and the state of it if it has one."""
     if fp8.grad_reduce == "shared":
         sizes = [weight.param.numel() for weight in weights]
@@ -144,7 +143,7 @@ def _reduction(
         shared = SharedScale(fp8.grad_scaling, sizes, group, counting, sharded, weights[0].param.device)
         index = {id(weight): i for i, weight in enumerate(weights)}
 
-        def by_shared_scale(bucket: Bucket) -> Reduced:
+        def by_shared_scale(bucket: Bucket) -> Stages:
             return shared.reduce(bucket.grads.dense(), [(a, b, index[id(w)]) for w, a, b in bucket.spans])
 
         return by_shared_scale, shared
@@ -154,7 +153,7 @@ def _reduction(
         return lambda bucket: reduce_fp32(bucket.grads.dense().float(), group, sharded), None
     nodes = _nodes(fp8.grad_reduce_hierarchy, group)
 
-    def by_blocks(bucket: Bucket) -> Reduced:
+    def by_blocks(bucket: Bucket) -> Stages:
         return bucket.grads.reduce_blocks(
             lambda blocks, receive: reduce_blocks(blocks, group, sharded, nodes, receive)
         )

@@ -22,6 +22,7 @@ import torch
 
 from .. import ops
 from ..comm.reduce import BlockShards, DenseShard
+from ..comm.wire import Stages
 from ..numerics.blocks import BLOCK, BlockScaled
 from ..numerics.formats import E4M3
 from ..numerics.noise import noise_seed
@@ -71,15 +72,16 @@ class GradStore:
         blocks = slice(start // BLOCK, (start + numel) // BLOCK)
         return BlockScaled(self._blocks.payload[start : start + numel], self._blocks.exponents[blocks])
 
-    def local(self) -> BlockShards | DenseShard:
-        """What is stored, as a reduced gradient: of a data-parallel group of one."""
-        return DenseShard(self._dense) if self._blocks is None else BlockShards.of(self._blocks, 1)
-
     def dense(self) -> torch.Tensor:
         """The gradients (n,) in FP32 or BF16: the storage itself, or of FP8 a temporary copy."""
         return self._dense if self._blocks is None else self._blocks.dequantize()
 
-    def reduce_blocks(self, reduce: Callable[[BlockScaled, BlockScaled | None], BlockShards]) -> BlockShards:
+    def local(self) -> Stages:
+        """What is stored, as a reduced gradient: of a data-parallel group of one."""
+        yield from ()
+        return (DenseShard(self._dense) if self._blocks is None else BlockShards.of(self._blocks, 1)), []
+
+    def reduce_blocks(self, reduce: Callable[[BlockScaled, BlockScaled | None], Stages]) -> Stages:
         """Send the gradients in FP8: `reduce(what to send, where to receive or None)`; the storage holds the result.
 
         FP8 storage is sent as it is, and what was received takes its place.  FP32 or BF16 is quantised into a
@@ -90,11 +92,11 @@ class GradStore:
             receive = BlockScaled(
                 room[: self.numel].view(E4M3.dtype), room[self.numel : self.numel + self.numel // BLOCK]
             )
-            return reduce(ops.quantize_blocks(self._dense), receive)
-        reduced = reduce(self._blocks, None)
+            return (yield from reduce(ops.quantize_blocks(self._dense), receive))
+        reduced, handles = yield from reduce(self._blocks, None)
         if reduced.payload.numel() == self.numel:
             self._blocks = BlockScaled(reduced.payload.view(-1), reduced.exponents.view(-1))
-        return reduced
+        return reduced, handles
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -121,6 +123,11 @@ class GradSlot:
         seed = noise_seed(*self.identity, self.step, self.adds)
         self.store.add(wgrad, self.start, self.shape, first=self.adds == 0, seed=seed)
         self.adds += 1
+
+    @property
+    def blocks(self) -> BlockScaled:
+        """What is stored, of FP8 storage: views."""
+        return self.store._span(self.start, self.shape.numel())
 
     def complete(self) -> None:
         """Make the gradient valid also where no micro-batch gave one."""

@@ -13,6 +13,7 @@ costs no further synchronisation.  NaN and infinity reach it from any rank: no c
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -85,6 +86,7 @@ class EngineOptimizer(MegatronOptimizer):
         self._mean = torch.full((), grad_scale, device=device)
         self.grad_scale = self._mean  # 0-d FP32: from the reduced sum to the gradient
         self.steps = 0  # updates made; skipped steps do not count
+        self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step."""
@@ -95,14 +97,15 @@ class EngineOptimizer(MegatronOptimizer):
             self.scaling.amax.zero_()  # of a step that was skipped
         if self.shared_scale is not None:
             self.shared_scale.forget_step()
+        if self.monitor is not None:
+            self.monitor.begin()
 
     def finalize_grads(self, num_tokens: torch.Tensor | None) -> None:
         """Reduce the gradients; `num_tokens` (global, on the device) divides them if given."""
         for reducer in self.reducers:
             reducer.launch_rest()
         for reducer in self.reducers:
-            if reducer.stream is not None:
-                torch.cuda.current_stream().wait_stream(reducer.stream)
+            reducer.land()
         self.grad_scale = self._mean if num_tokens is None else 1.0 / num_tokens.clamp(min=1).float()
 
     def prepare_grads(self) -> bool:
@@ -266,11 +269,12 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return super().count_zeros() + zeros.item()  # stock's count passes ours by: no master has its gradient yet
 
     def step_with_ready_grads(self) -> bool:
-        if not math.isfinite(self._norm):
-            return False
-        success = super().step_with_ready_grads()
-        self.after_first_step()
-        self.after_first_step = lambda: None
+        success = math.isfinite(self._norm) and super().step_with_ready_grads()
+        if success:
+            self.after_first_step()
+            self.after_first_step = lambda: None
+        if self.engine.monitor is not None:
+            self.engine.monitor.end()
         return success
 
 

@@ -8,16 +8,17 @@ One `Bucket` for some consecutive linears of a model chunk, in backward order, a
     shards            | rank 0 | rank 1 | ... | rank R-1 |    even cuts at multiples of 128 elements
     master     FP32   this rank's shard only (everything, without the distributed optimizer)
 
-A step: micro-batches add to the gradients; `reduce` sums them over data parallelism for the owner of each shard;
-the optimizer updates master from that sum; `publish` rounds master to BF16 into the shard of weight and gathers
-the rest.  A bucket is the unit of all of it: what is on the wire, and what the optimizer holds in FP32, is one bucket
-(or a few) at a time.
+A step: micro-batches add to the gradients; these are summed over data parallelism for the owner of each shard
+(`launch`, `advance`, `land`: started, driven on, waited for); the optimizer updates master from that sum; `publish`
+rounds master to BF16 into the shard of weight and gathers the rest.  A bucket is the unit of all of it: what is on
+the wire, and what the optimizer holds in FP32, is one bucket (or a few) at a time.
 
 The gradient of a parameter has the meaning that Megatron's own buffers give it: the mean over data-parallel
 (and context-parallel) ranks, or, with --calculate-per-token-loss, the sum divided by the number of tokens.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -38,7 +39,8 @@ class Bucket:
         master: FP32 Parameter of this rank's part.
         spans: (Fp8Weight, start, end) of each weight in the flat buffers, in elements.
         shard: this rank's part of the flat buffers, without the padding at the end, which belongs to nobody.
-        reduced: after `reduce`, the sum of the gradients over data parallelism, for this rank's shard.
+        reduced: after `land`, the sum of the gradients over data parallelism, for this rank's shard.
+        watch: looks at the sum (`reduce`), see monitor/collect.py; None on most steps.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Bucket:
         group,
         sharded: bool,
         storage: str,
-        reduce: Callable[["Bucket"], Reduced],
+        reduce: Callable[["Bucket"], wire.Stages],
         identity: Callable[[Fp8Weight], tuple[int, ...]],
     ):
         self.weights, self.group, self._reduce = weights, group, reduce
@@ -60,6 +62,8 @@ class Bucket:
         self.weight = torch.zeros(padded, dtype=weights[0].param.dtype, device=device)
         self.grads = GradStore(padded, storage, device)
         self.reduced: Reduced | None = None
+        self._flight: wire.Flight | None = None
+        self.watch: Any = None
 
         self.spans, start = [], 0
         for weight, size in zip(weights, sizes, strict=True):
@@ -93,13 +97,22 @@ class Bucket:
         """Whether every weight has this step's last gradient, if this is the last micro-batch."""
         return all(w.grad.adds > 0 and w.pending == 0 for w in self.weights)
 
-    def reduce(self) -> None:
-        """Sum the gradients over data parallelism into `reduced`."""
+    def launch(self) -> None:
+        """Start to sum the gradients over data parallelism."""
         for weight in self.weights:
             weight.grad.complete()
         used = self.spans[-1][2]
         self.grads.clear(used, self.grads.numel - used)  # what a reduction received may lie in the padding
-        self.reduced = self._reduce(self)
+        stages = self._reduce(self) if self.watch is None else self.watch.reduce(self, self._reduce)
+        self._flight = wire.Flight(stages)
+
+    def advance(self) -> None:
+        """Start the next stage of the sum, where it has several."""
+        self._flight.advance()
+
+    def land(self) -> None:
+        """Wait for the sum: `reduced`."""
+        self.reduced, self._flight = self._flight.land(), None
 
     def gradient(self, scale: torch.Tensor | None = None, *, take: bool = False) -> torch.Tensor:
         """The reduced gradient of this rank's shard in FP32; with `take`, scaled, and the last time it is asked for."""

@@ -50,6 +50,7 @@ class Fp8Weight:
         grad: what takes its gradients, with `add(wgrad)` (engine/gradients.py); None until an engine is attached.
         pending: forward passes whose backward pass has not come yet.
         on_grad: called after each gradient.
+        watch: looks at this step's casts (`cast`) and gradients (`add`), see monitor/collect.py; None on most steps.
         fp8: False where the GEMMs stay in BF16 (`--fp8-gemm bf16`, `--first-last-layers-bf16`).
         path, layer_number: where it sits in the model, for checkpoints and statistics.
         scaling, slots: delayed-scaling state and this linear's (input, grad) slots; None for tensorwise.
@@ -63,6 +64,7 @@ class Fp8Weight:
         self.grad: Any = None
         self.pending = 0
         self.on_grad: Callable[[], None] = lambda: None
+        self.watch: Any = None
         self.scaling: DelayedScaling | None = None
         self.slots: tuple[int, int] = (0, 0)
         self.path, self.layer_number = "", 0
@@ -115,6 +117,8 @@ class Fp8Weight:
             scale_inv = scale.reciprocal()
             out = ops.quantize(x, fmt, scale, transpose=transpose)
         payload, payload_t = out if transpose else (out, None)
+        if self.watch is not None and training:
+            self.watch.cast(self, role, x, payload, scale_inv)
         return payload, payload_t, scale_inv
 
     def cached_tensors(self) -> list[torch.Tensor]:
@@ -126,7 +130,10 @@ class Fp8Weight:
         """Hand over the gradient of one backward pass: wgrad(out=None, accumulate=False, dtype=None) computes it."""
         if self.grad is None:
             raise RuntimeError("an FP8 linear ran a backward pass before the optimizer was built")
-        self.grad.add(wgrad)
+        if self.watch is None:
+            self.grad.add(wgrad)
+        else:
+            self.watch.add(self, wgrad)
         self.pending -= 1
         self.on_grad()
 

@@ -1,0 +1,222 @@
+"""What FP8 did to the tensors of a step, counted where the tensors are, on the steps that log.
+
+A cast takes x to payload * scale_inv. Of each cast, per tensor:
+
+    overflows      finite x beyond the format's maximum * scale_inv: they were clipped
+    underflows     non-zero x whose payload is zero
+    cur_amax       max|x|
+    scale_inv      its smallest and largest value (blocks of zeros aside)
+
+The maximum has a margin of 2^-20: the scale that brings amax to the maximum is itself rounded, and may put amax a
+2^-24th beyond it. Neighbouring BF16 numbers are 2^-8 apart, so nothing else falls into the margin. Infinities and
+NaNs are neither overflows nor underflows. The casts:
+
+    activation     x, at every micro-batch's forward pass
+    gradient       dy, at every backward pass
+    weight         W, once
+    wgrad          dW: FP8 storage at every addition, wanted sum against what was stored; FP32 or BF16 storage when it
+                   is cast for the wire; the shared scale's wire always. No cast: nothing to count.
+
+Of the gradient summed over data parallelism ("wgrad_reduced"):
+
+    saturations    elements at +-448 where the sum itself is FP8 (`--fp8-grad-reduce shared`): this share moves mu
+    SNR            10 log10(sum ref^2 / sum (g - ref)^2) dB; g: the gradient as the optimizer takes it; ref: the same
+                   micro-batches' dW added in FP32 and summed over data parallelism in FP32 (`--fp8-log-grad-snr`).
+                   Both use the same GEMM operands, so this is the noise of storage and wire alone.
+
+On all other steps `watch` of weights and buckets is None, and nothing here runs. On a step that logs, torch's own
+kernels read each cast tensor again, some 20 bytes an element; the SNR holds 4 bytes a parameter, does one more
+weight-gradient GEMM a micro-batch (none with FP32 storage) and one FP32 reduction. The host waits once, after the
+optimizer's step.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .. import ops
+from ..comm import wire
+from ..comm.shared import ScaledShard, SharedScale
+from ..config import Fp8Config
+from ..engine.gradients import GradStore, Wgrad
+from ..engine.weights import Bucket, Reduced
+from ..layers.linear import Fp8Weight
+from ..numerics.blocks import BLOCK, block_scales
+from ..numerics.formats import E4M3, by_dtype
+from .write import CASTS, Tally, current_iteration, weight_name, write
+
+_, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
+AT_ONCE = 2**24  # elements whose temporaries exist together
+_MARGIN = 1 + 2.0**-20
+_SCALE_OF_ZEROS = 2.0**-127
+_AT_MAXIMUM = 0x7E  # E4M3's code of 448 without its sign
+
+
+def count_cast(wanted: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """(3,) float64: elements, overflows, underflows of a cast, as the top of the file defines them.
+
+    Args:
+        wanted: what was cast, of any float type and shape, not empty.
+        payload: what became of it, FP8, of the same shape.
+        scale_inv: float32; 0-d, or (n/128,) where each 128 consecutive elements have their own.
+    """
+    width = BLOCK if scale_inv.dim() else wanted.shape[-1]
+    values, codes = wanted.reshape(-1, width), payload.view(torch.uint8).reshape(-1, width)
+    limits = (scale_inv * (by_dtype(payload.dtype).max * _MARGIN)).view(-1, 1).expand(len(values), 1)
+    rows = max(1, AT_ONCE // width)
+    counts = torch.zeros(3, dtype=torch.float64, device=wanted.device)
+    counts[0] = wanted.numel()
+    for x, code, limit in zip(values.split(rows), codes.split(rows), limits.split(rows), strict=True):
+        size = x.abs()
+        counts[1] += ((size > limit) & (size < torch.inf)).sum()
+        counts[2] += ((x != 0) & (code & 0x7F == 0)).sum()
+    return counts
+
+
+def _square_sum(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+
+
+def _sum_over(bucket: Bucket, values: torch.Tensor) -> tuple[torch.Tensor, wire.Handles]:
+    """`values` (n,) FP32 summed over the bucket's group, in place -> (this rank's shard, the handles to wait for)."""
+    if bucket.sharded:
+        shard = wire.own_shard(values, bucket.group)
+        return shard, [dist.reduce_scatter_tensor(shard, values, group=bucket.group, async_op=True)]
+    return values, [dist.all_reduce(values, group=bucket.group, async_op=True)]
+
+
+class Monitor:
+    """Counts on the steps that log: between `begin` and `end`, weights and buckets call `cast`, `add` and `reduce`.
+
+    Args:
+        buckets: all buckets of this rank.
+        shared: the state of `--fp8-grad-reduce shared`, else None.
+        sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
+        stages: the pipeline-parallel group, whose ranks hold different layers.
+    """
+
+    def __init__(self, config: Fp8Config, buckets: list[Bucket], shared: SharedScale | None, sharing, stages):
+        self.interval, self.snr, self.wire = config.log_interval, config.log_grad_snr, config.grad_reduce
+        self.buckets, self.shared, self.sharing, self.stages = buckets, shared, sharing, stages
+        self.weights = [weight for bucket in buckets for weight in bucket.weights]
+        self.active = False
+        self._row = {weight: i for i, weight in enumerate(self.weights)}
+        self._reference: dict[GradStore, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a step: of one that logs, count."""
+        self.iteration = current_iteration()
+        self._watch(self.iteration % self.interval == 0)
+        self._reference.clear()  # of a step that never ended
+        if not self.active:
+            return
+        device, count = self.weights[0].param.device, len(self.weights)
+        self._casts = torch.zeros(count, len(CASTS), 3, dtype=torch.float64, device=device)
+        # cur_amax, largest scale_inv, minus the smallest
+        self._extremes = torch.full((count, len(CASTS), 3), -torch.inf, device=device)
+        # elements of the sum, saturations; signal, noise
+        self._reduced = torch.zeros(count, 4, dtype=torch.float64, device=device)
+        self._mu = self.shared.mu if self.shared else None  # replaced, never written, by the step
+        for weight in self.weights:
+            if weight.fp8:
+                quantized = weight.quantized()  # which the forward pass then finds done
+                self.cast(weight, WEIGHT, weight.param, quantized.payload, quantized.scale_inv)
+        if self.snr:
+            for grads in (bucket.grads for bucket in self.buckets if bucket.grads.storage != "fp32"):
+                self._reference[grads] = torch.zeros(grads.numel, device=device)
+
+    def cast(self, weight: Fp8Weight, tensor: int, wanted, payload, scale_inv) -> None:
+        """Count a cast of CASTS[tensor], in count_cast's terms."""
+        row = self._row[weight]
+        self._casts[row, tensor] += count_cast(wanted, payload, scale_inv)
+        smallest = torch.where(scale_inv > _SCALE_OF_ZEROS, scale_inv, torch.inf).min()
+        found = torch.stack([ops.amax(wanted), scale_inv.max(), -smallest])
+        torch.maximum(self._extremes[row, tensor], found, out=self._extremes[row, tensor])
+
+    @torch.no_grad()
+    def add(self, weight: Fp8Weight, wgrad: Wgrad) -> None:
+        """Add a micro-batch's gradient to where it is stored, and count what that did."""
+        slot = weight.grad
+        if slot.store in self._reference:
+            part = self._reference[slot.store][slot.start : slot.start + weight.param.numel()]
+            wgrad(out=part.view(slot.shape), accumulate=slot.adds > 0)
+        if slot.store.storage != "fp8":
+            slot.add(wgrad)
+            return
+        dense, stored = wgrad(dtype=torch.bfloat16), slot.blocks
+        wanted = dense.flatten().float()
+        if slot.adds:
+            wanted += stored.dequantize()
+        slot.add(lambda **_: dense)
+        self.cast(weight, WGRAD, wanted, stored.payload, block_scales(stored.exponents))
+
+    def reduce(self, bucket: Bucket, reduce: Callable[[Bucket], wire.Stages]) -> wire.Stages:
+        """The stages of the bucket's reduction, and counts of its cast for the wire and of what became of the sum."""
+        grads = bucket.grads
+        if self.wire == "block" and grads.storage != "fp8" and bucket.group.size() > 1:
+            values = grads.dense()
+            sent = ops.quantize_blocks(values)
+            for weight, a, b in bucket.spans:
+                scales = block_scales(sent.exponents[a // BLOCK : b // BLOCK])
+                self.cast(weight, WGRAD, values[a:b], sent.payload[a:b], scales)
+        reference = self._reference.pop(grads, None)
+        if self.snr and reference is None:
+            reference = grads.dense().clone()
+        reduced, handles = yield from reduce(bucket)
+        yield handles
+        if isinstance(reduced, ScaledShard):
+            self._count_shared(bucket, reduced)
+        if reference is not None:
+            shard, handles = _sum_over(bucket, reference)
+            yield handles
+            self._compare(bucket, reduced, shard)
+        return reduced, []
+
+    def _count_shared(self, bucket: Bucket, reduced: ScaledShard) -> None:
+        values = bucket.grads.dense()
+        for (weight, a, b), scale_inv in zip(bucket.spans, reduced.inverse, strict=True):
+            wanted = values[a:b].view(weight.param.shape)
+            self.cast(weight, WGRAD, wanted, ops.quantize(wanted, E4M3, scale_inv.reciprocal()), scale_inv)
+        for a, b, i in reduced.pieces:
+            row = self._reduced[self._row[bucket.weights[i]]]
+            row[0] += b - a
+            row[1] += (reduced.payload[a:b].view(torch.uint8) & 0x7F == _AT_MAXIMUM).sum()
+
+    def _compare(self, bucket: Bucket, reduced: Reduced, reference: torch.Tensor) -> None:
+        """Signal and noise of this rank's shard against the reference's."""
+        values, shard = reduced.look(), bucket.shard
+        for weight, a, b in bucket.spans:
+            lo, hi = max(a, shard.start) - shard.start, min(b, shard.stop) - shard.start
+            if lo < hi:
+                row = self._reduced[self._row[weight]]
+                row[2] += _square_sum(reference[lo:hi])
+                row[3] += _square_sum(values[lo:hi] - reference[lo:hi])
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """End a step, made or skipped: of one that logs, agree on the counts and write them."""
+        if not self.active:
+            return
+        self._watch(False)
+        extremes = self._extremes.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.sharing)  # which may drop a NaN, but no infinity
+        for counts in (self._casts, self._reduced):
+            dist.all_reduce(counts, group=self.sharing)
+        mu = self._mu.tolist() if self.shared else [None] * len(self.weights)
+        rows = zip(self._casts.tolist(), extremes.tolist(), self._reduced.tolist(), mu, strict=True)
+        tallies = {weight_name(w.path, w.layer_number): Tally(*row) for w, row in zip(self.weights, rows, strict=True)}
+        stages: list[dict[str, Tally]] = [tallies]
+        if self.stages.size() > 1:
+            stages *= self.stages.size()
+            dist.all_gather_object(stages, tallies, group=self.stages)
+        write({name: tally for stage in stages for name, tally in stage.items()}, self.iteration)
+
+    def _watch(self, active: bool) -> None:
+        if active != self.active:
+            self.active = active
+            for weight in self.weights:
+                weight.watch = self if active else None
+            for bucket in self.buckets:
+                bucket.watch = self if active else None
