@@ -291,8 +291,10 @@ def by_mode(rows: list[dict], kind: str, ranks: int) -> dict[str, dict[str, floa
 def print_table(rows: list[dict]) -> None:
     """Markdown: SNR of each mode, then underflow and overflow of the shared ones."""
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        print(f"\n{kind}\n| ranks | block error | SNR dB: block | two-level | post | pre | auto "
-              "| underflow: block | post | pre | auto | overflow: post | pre | auto |")
+        print(
+            f"\n{kind}\n| ranks | block error | SNR dB: block | two-level | post | pre | auto "
+            "| underflow: block | post | pre | auto | overflow: post | pre | auto |"
+        )
         print("|---" * 14 + "|")
         for ranks in dict.fromkeys(row["ranks"] for row in rows):
             found = by_mode(rows, kind, ranks)

@@ -28,7 +28,7 @@ from megatron_fp8.comm.reduce import reduce_blocks
 from megatron_fp8.comm.shared import SharedScale
 from megatron_fp8.comm.wire import Flight, own_shard, sent_bytes
 from megatron_fp8.numerics.auto_scaling import ScalingRule
-from megatron_fp8.numerics.blocks import BlockScaled
+from megatron_fp8.numerics.blocks import PackedBlocks
 
 ROOT = Path(__file__).resolve().parent.parent
 MI = 2**20
@@ -39,8 +39,12 @@ def systems(gradient: torch.Tensor, group, pieces: int) -> dict:
     """{row: the reduction, from its storage to the sum}; `gradient` (n,) FP32 is this rank's own."""
     ranks, device, n = group.size(), gradient.device, gradient.numel()
     bf16 = gradient.bfloat16()
-    blocks = ops.quantize_blocks(gradient)
-    room = BlockScaled(torch.empty_like(blocks.payload), torch.empty_like(blocks.exponents))
+
+    def pack(values: torch.Tensor) -> PackedBlocks:
+        return ops.quantize_blocks(values, out=PackedBlocks.empty(ranks, values.numel() // ranks, device))
+
+    packed = [pack(part) for part in gradient.chunk(pieces)]
+    room = [PackedBlocks.empty(ranks, n // pieces // ranks, device) for _ in packed]
     spans = [(a, min(a + TENSOR, n // pieces), i) for i, a in enumerate(range(0, n // pieces, TENSOR))]
     shared = SharedScale(ScalingRule(), [b - a for a, b, _ in spans], group, group, True, device)
     shard16 = torch.empty(n // ranks, dtype=torch.bfloat16, device=device)
@@ -60,13 +64,8 @@ def systems(gradient: torch.Tensor, group, pieces: int) -> dict:
         dist.all_to_all_single(received, bf16, group=group)
         return [received.view(ranks, -1).sum(0, dtype=torch.float32)]
 
-    def cut(blocks: BlockScaled) -> list[BlockScaled]:
-        parts = blocks.payload.chunk(pieces), blocks.exponents.chunk(pieces)
-        return [BlockScaled(payload, exponents) for payload, exponents in zip(*parts, strict=True)]
-
     def block(sent):
-        rooms = cut(room)
-        flights = [Flight(reduce_blocks(s, group, True, receive=r)) for s, r in zip(sent, rooms, strict=True)]
+        flights = [Flight(reduce_blocks(s, group, True, receive=r)) for s, r in zip(sent, room, strict=True)]
         return [flight.land().take() for flight in flights]
 
     def shared_scale():
@@ -81,9 +80,9 @@ def systems(gradient: torch.Tensor, group, pieces: int) -> dict:
         "fp32 (stock)": stock_fp32,
         "bf16 (stock)": stock_bf16,
         "bf16, fp32 sum (stock)": stock_bf16_fp32_sum,
-        "block, from fp8 storage": lambda: block(cut(blocks)),
-        "block, from bf16 storage": lambda: block(map(ops.quantize_blocks, bf16.chunk(pieces))),
-        "block, from fp32 storage": lambda: block(map(ops.quantize_blocks, gradient.chunk(pieces))),
+        "block, from fp8 storage": lambda: block(packed),
+        "block, from bf16 storage": lambda: block(map(pack, bf16.chunk(pieces))),
+        "block, from fp32 storage": lambda: block(map(pack, gradient.chunk(pieces))),
         "shared, from bf16 storage": shared_scale,
     }
 

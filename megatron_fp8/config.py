@@ -32,6 +32,7 @@ SHARED_FLAGS = (  # (flag, metavar, type, meaning), after FP8-LM section 2.1
     ("--fp8-grad-scaling-init", "X", float, "mu at the start (1/sqrt of the data-parallel size)."),
     ("--fp8-grad-scaling-interval", "N", int, "steps from one look at saturation to the next (1)."),
 )
+FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 MEGATRON_SERIES = "0.19"
 
@@ -42,7 +43,7 @@ class Fp8Config:
 
     Attributes:
         level: "O1", "O2" or "O3".
-        gemm ... partition: the cells of level.py, each one of its available values.
+        gemm ... partition: the cells of level.py, each one of its available values; grad_accum is never "auto".
         forward_format, grad_format: of activations and weights; of activation gradients.
         recipe: "delayed" or "tensorwise"; margin, amax_history_len, amax_compute_algo: as stock has them.
         wgrad: whether the weight-gradient GEMM is FP8 (else BF16).
@@ -166,6 +167,8 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     log_interval = 100 if args.fp8_log_interval is None else args.fp8_log_interval
     if log_interval < 0:
         raise ValueError(f"--fp8-log-interval {log_interval}: use 0 (never) or more")
+    if cells["grad_accum"] == "auto":
+        cells["grad_accum"] = "fp8" if _micro_batches(args) <= FEW_MICRO_BATCHES else "bf16"
     if cells["gemm"] == "fp8":
         _check_geometry(args)
     return Fp8Config(
@@ -211,7 +214,7 @@ def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
     for row in found:
         if row.verdict == ADAPTED:
             row.adapt(args)
-    return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()]
+    return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()] + _storage_line(args, config)
 
 
 def check_device(capability: tuple[int, int]) -> None:
@@ -270,6 +273,26 @@ def _check_stock_run(args: Namespace, level: str | None) -> None:
     yaml = getattr(args, "yaml_cfg", None)
     if yaml is not None and level is None and any(a.startswith("--fp8-level") for a in sys.argv):
         raise ValueError(f"--yaml-cfg {yaml}: replaces every flag, --fp8-level included; give flags instead")
+
+
+def _micro_batches(args: Namespace) -> int:
+    """How many micro-batches a step adds up, before Megatron has worked it out."""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    replicas = max(1, args.world_size // model)
+    return (args.global_batch_size or 1) // ((args.micro_batch_size or 1) * replicas)
+
+
+def _storage_line(args: Namespace, config: Fp8Config) -> list[str]:
+    """What the log should say of how gradients are stored."""
+    count = _micro_batches(args)
+    if count <= FEW_MICRO_BATCHES:
+        return []
+    noise = f"an unbiased error of about {0.0375 * ((count + 1) / 2) ** 0.5:.0%}"
+    if config.grad_accum == "fp8":
+        return [f"--fp8-grad-accum fp8: {count} micro-batches a step, {noise}; bf16: 1 %, for a byte a parameter more"]
+    if args.fp8_grad_accum in (None, "auto"):
+        return [f"gradients in BF16: {count} micro-batches a step would have {noise} in FP8 (--fp8-grad-accum fp8)"]
+    return []
 
 
 def _given(args: Namespace, flag: str) -> Any:

@@ -5,7 +5,7 @@ flag named after the cell overrides one of them. O0 is not in the table: it inst
 
     cell                 what is chosen                                     bytes a parameter
     gemm                 the three GEMMs of qkv, proj, fc1 and fc2
-    grad_accum           weight gradient while micro-batches add to it      4 fp32, 2 bf16, 1 fp8
+    grad_accum           weight gradient while micro-batches add to it      4 fp32, 2 bf16, 1 + 1/128 fp8
     grad_reduce          weight gradient between data-parallel ranks        4 fp32, 1 + 1/128 block, 1 shared
     exp_avg, exp_avg_sq  Adam's moments                                     4 fp32, 2 fp16 or bf16, 1 fp8
     master               the weight that Adam updates                       4 fp32, 2 remainder, ...
@@ -65,9 +65,9 @@ CELLS = (
     ),
     Cell(
         "grad_accum",
-        "storage of the weight gradient over micro-batches",
-        ("fp32", "fp8", "fp8"),  # the design has fp8 at O1 too: the default follows when fp8 is available
-        available=("fp32", "bf16", "fp8"),
+        "storage of the weight gradient over micro-batches; auto: FP8 for up to 8 a step, BF16 for more",
+        ("auto", "auto", "auto"),
+        available=("auto", "fp8", "bf16", "fp32"),
     ),
     Cell(
         "grad_reduce",

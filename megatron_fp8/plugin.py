@@ -160,6 +160,7 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
+    from .monitor.collect import attach
 
     def make(stock):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
@@ -167,6 +168,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
             if fp8 is not None:
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
+                attach(fp8, chain.engine)
             write_at_exit(model_chunks, chain)
             return chain
 

@@ -28,7 +28,7 @@ boundary is crossed by 1/L of the bytes:
 Idea of all-to-all plus local sum: Megatron's reduce_scatter_with_fp32_accumulation (in BF16) and ZeRO++
 (arXiv 2306.10209, INT8, two levels).
 
-A buffer here is flat, of R * n elements, n a multiple of 128; rank j owns elements [j*n, (j+1)*n).
+What travels is a `PackedBlocks` of R shards of m elements: row j, payload and exponents together, is rank j's.
 """
 
 from dataclasses import dataclass
@@ -37,10 +37,8 @@ import torch
 import torch.distributed as dist
 
 from .. import ops
-from ..numerics.blocks import BLOCK, BlockScaled
+from ..numerics.blocks import PackedBlocks
 from . import wire
-
-ALIGNMENT = BLOCK  # a shard's length is a multiple of this, so that no block crosses two ranks
 
 
 @dataclass
@@ -65,25 +63,41 @@ class DenseShard:
 
 @dataclass
 class BlockShards:
-    """A reduced gradient (n,) as the R contributions it is the FP32 sum of: payload (R, n), exponents (R, n/128)."""
+    """A reduced gradient (m,) as the R contributions that it is the FP32 sum of: row i is rank i's."""
 
-    payload: torch.Tensor
-    exponents: torch.Tensor
-
-    @classmethod
-    def of(cls, blocks: BlockScaled, ranks: int) -> "BlockShards":
-        return cls(blocks.payload.view(ranks, -1), blocks.exponents.view(ranks, -1))
+    packed: PackedBlocks
 
     def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The gradient (n,) in FP32, times `scale` (0-d FP32), as a new tensor."""
-        out = torch.empty(self.payload.shape[1], dtype=torch.float32, device=self.payload.device)
-        return ops.sum_blocks(self.payload, self.exponents, out, scale)
+        """The gradient (m,) in FP32, times `scale` (0-d FP32), as a new tensor."""
+        payload = self.packed.payload
+        out = torch.empty(payload.shape[1], dtype=torch.float32, device=payload.device)
+        return ops.sum_blocks(payload, self.packed.exponents, out, scale)
 
     look = take
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares, 0-d FP32, in one pass."""
-        return ops.square_sum_blocks(self.payload, self.exponents)
+        return ops.square_sum_blocks(self.packed.payload, self.packed.exponents)
+
+
+@dataclass
+class GatheredShards:
+    """A reduced gradient (R * m,), all of it: row j is what rank j summed."""
+
+    packed: PackedBlocks
+
+    def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradient (R * m,) in FP32, times `scale` (0-d FP32), as a new tensor."""
+        return torch.cat([row.take(scale) for row in self._rows()])
+
+    look = take
+
+    def square_sum(self) -> torch.Tensor:
+        """Sum of squares, 0-d FP32."""
+        return torch.stack([row.square_sum() for row in self._rows()]).sum()
+
+    def _rows(self) -> list[BlockShards]:
+        return [BlockShards(PackedBlocks(row[None])) for row in self.packed.data]
 
 
 @dataclass(frozen=True)
@@ -95,43 +109,47 @@ class Nodes:
 
 
 def reduce_blocks(
-    blocks: BlockScaled, group, sharded: bool, nodes: Nodes | None = None, receive: BlockScaled | None = None
+    packed: PackedBlocks, group, sharded: bool, nodes: Nodes | None = None, receive: PackedBlocks | None = None
 ) -> wire.Stages:
-    """Sum over the group, FP8 on the wire -> BlockShards.
+    """Sum over the group, FP8 on the wire -> BlockShards, or GatheredShards.
 
     Args:
-        blocks: (R * n,), n a multiple of 128.  A NaN in it makes its sum NaN.
+        packed: R shards of m elements.  A NaN in it makes its sum NaN.
         group: the data-parallel process group, of R ranks.
-        sharded: whether each rank gets its own n elements of the sum, or all of it, rounded once more.
+        sharded: whether each rank gets its own m elements of the sum, or all of it, rounded once more.
         nodes: reduce in two levels; needs `sharded`.
-        receive: where to receive, of blocks' shape; not `blocks` itself.
+        receive: where to receive, of packed's shape; not `packed` itself.
     """
     if nodes is not None:
-        return (yield from _reduce_in_two_levels(blocks, nodes))
-    received, handles = wire.all_to_all_blocks(blocks, group, receive)
-    shards = BlockShards.of(received, group.size())
+        return (yield from _reduce_in_two_levels(packed, nodes))
+    received, handle = wire.all_to_all(packed.data, group, receive.data if receive else None)
+    shards = BlockShards(PackedBlocks(received))
     if sharded:
-        return shards, handles
-    yield handles
-    summed = ops.quantize_blocks(shards.take())
-    payload, first = wire.all_gather(summed.payload, group)
-    exponents, second = wire.all_gather(summed.exponents, group)
-    return BlockShards(payload[None], exponents[None]), [first, second]
+        return shards, [handle]
+    yield [handle]
+    summed = _pack(shards.take(), shards=1)
+    gathered, handle = wire.all_gather(summed.data.view(-1), group)
+    return GatheredShards(PackedBlocks(gathered)), [handle]
 
 
-def _reduce_in_two_levels(blocks: BlockScaled, nodes: Nodes) -> wire.Stages:
+def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:
     local, count = nodes.inside.size(), nodes.across.size()
+    m = packed.payload.shape[1]
+    # Rank a * local + l owns row a * local + l: bring together, in row l, what the ranks l of all nodes own.
+    sent = PackedBlocks.empty(local, count * m, packed.data.device)
+    for own, all_ in ((sent.payload, packed.payload), (sent.exponents, packed.exponents)):
+        by_rank = all_.view(torch.uint8).unflatten(0, (count, local)).transpose(0, 1)
+        own.view(torch.uint8).unflatten(1, (count, -1)).copy_(by_rank)
+    inside, handle = wire.all_to_all(sent.data, nodes.inside)
+    yield [handle]
+    summed = _pack(BlockShards(PackedBlocks(inside)).take(), shards=count)
+    across, handle = wire.all_to_all(summed.data, nodes.across, kind="grad_reduce_across_nodes")
+    return BlockShards(PackedBlocks(across)), [handle]
 
-    def by_local_rank(data: torch.Tensor) -> torch.Tensor:
-        """Rank a * L + l owns chunk a * L + l: bring the chunks of each l together."""
-        return data.view(torch.uint8).view(count, local, -1).transpose(0, 1).reshape(-1).view(data.dtype)
 
-    sent = BlockScaled(by_local_rank(blocks.payload), by_local_rank(blocks.exponents))
-    inside, handles = wire.all_to_all_blocks(sent, nodes.inside)
-    yield handles
-    summed = ops.quantize_blocks(BlockShards.of(inside, local).take())
-    across, handles = wire.all_to_all_blocks(summed, nodes.across, kind="grad_reduce_across_nodes")
-    return BlockShards.of(across, count), handles
+def _pack(values: torch.Tensor, shards: int) -> PackedBlocks:
+    """Quantise (n,)."""
+    return ops.quantize_blocks(values, out=PackedBlocks.empty(shards, values.numel() // shards, values.device))
 
 
 def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:

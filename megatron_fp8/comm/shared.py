@@ -113,15 +113,15 @@ class SharedScale:
             yield [dist.reduce_scatter_tensor(shard, payload, group=group, async_op=True)]
             wire.count(wire.GRADS, payload.nbytes, group)
         else:
-            received, handle = wire.all_to_all(payload, group)
+            received, handle = wire.all_to_all(payload.view(torch.uint8).view(ranks, -1), group)
             yield [handle]
             order = [(group.rank() + 1 + hop) % ranks for hop in range(ranks)]
-            shard = ring_sum(received.view(torch.uint8).view(ranks, -1)[order].view(payload.dtype))
+            shard = ring_sum(received[order].view(payload.dtype))
         if self.sharded:
             return shard, group.rank() * shard.numel()
-        gathered, handle = wire.all_gather(shard, group)
+        gathered, handle = wire.all_gather(shard.view(torch.uint8), group)
         yield [handle]
-        return gathered, 0
+        return gathered.view(-1).view(payload.dtype), 0
 
     def end_step(self, step: int) -> None:
         """Move mu by the saturation of step 1, 2, ...; on the device, one all-reduce, every `interval` steps."""

@@ -1,13 +1,14 @@
 """The collectives that gradients and weights travel by: each started, not waited for, and counted.
 
-Payloads travel as bytes: gloo has no FP8 types, and an all-to-all or a gather does not look inside.  `sent_bytes`
-counts what left this rank in this step, by kind; a collective over R ranks keeps 1/R of its bytes at home.
+FP8 travels as bytes: gloo has no FP8 types, and an all-to-all or a gather does not look inside.  `sent_bytes` counts
+what left this rank in this step, by kind; a collective over R ranks keeps 1/R of its bytes at home.
 
 Nothing here waits.  A collective is started and its handle kept, and work goes on.  What needs several, one after the
 other, is a generator of stages (`Stages`): it yields the handles of what it has started, and is resumed when they are
 done; its last collective's handles come with its result.  So many buckets can be under way at once, without a stream
-or a thread of our own.  (On a stream of our own, the wait between two stages would hold up the backward pass: under
-CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share one queue of the hardware.)
+or a thread of our own.  (Under CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share
+one queue of the hardware: a wait between two stages on a stream of our own, or a second collective behind a first,
+would hold up the backward pass.)
 """
 
 from collections import Counter
@@ -16,8 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from ..numerics.blocks import BlockScaled
 
 GRADS, WEIGHTS = "grad_reduce", "weight_gather"
 sent_bytes: Counter[str] = Counter()
@@ -34,25 +33,17 @@ def own_shard(buffer: torch.Tensor, group) -> torch.Tensor:
 
 
 def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind: str = GRADS):
-    """Chunk j of `data` (R * n,), one byte an element, goes to rank j -> (what the ranks send, in order; handle)."""
+    """Row j of `data` (R, ...), uint8, goes to rank j -> (what the ranks send, row i from rank i; handle)."""
     out = torch.empty_like(data) if out is None else out
-    handle = dist.all_to_all_single(out.view(torch.uint8), data.view(torch.uint8), group=group, async_op=True)
+    handle = dist.all_to_all_single(out, data, group=group, async_op=True)
     count(kind, data.nbytes, group)
     return out, handle
 
 
-def all_to_all_blocks(blocks: BlockScaled, group, out: BlockScaled | None = None, kind: str = GRADS):
-    """all_to_all of a BlockScaled (R * n,), n a multiple of 128, into `out` if given -> (BlockScaled, handles)."""
-    payload, first = all_to_all(blocks.payload, group, out.payload if out else None, kind)
-    exponents, second = all_to_all(blocks.exponents, group, out.exponents if out else None, kind)
-    return BlockScaled(payload, exponents), [first, second]
-
-
-def all_gather(shard: torch.Tensor, group):
-    """(n,), one byte an element, of every rank -> ((R * n,), handle)."""
-    gathered = shard.new_empty(shard.numel() * group.size())
-    sent, room = shard.view(torch.uint8), gathered.view(torch.uint8)
-    handle = dist.all_gather_into_tensor(room, sent, group=group, async_op=True)
+def all_gather(row: torch.Tensor, group):
+    """(n,) uint8 of every rank -> ((R, n), handle)."""
+    gathered = row.new_empty(group.size(), row.numel())
+    handle = dist.all_gather_into_tensor(gathered.view(-1), row, group=group, async_op=True)
     count(GRADS, gathered.nbytes, group)
     return gathered, handle
 

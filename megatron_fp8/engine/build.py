@@ -15,8 +15,6 @@ from ..comm.shared import SharedScale
 from ..comm.wire import Stages
 from ..config import Fp8Config
 from ..layers.linear import Fp8Weight, fp8_weights, name_weights
-from ..monitor.collect import Monitor
-from ..monitor.write import has_writer
 from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling
 from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
@@ -75,10 +73,6 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         shared_scale=shared_scale,
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
     )
-    if fp8.log_interval and has_writer():
-        sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        stages = mpu.get_pipeline_model_parallel_group()
-        engine.monitor = Monitor(fp8, engine.buckets, shared_scale, sharing, stages)
     _finalize_with(engine, model_config)
     for chunk in model_chunks:
         # Stock's own check aborts the run and asks the host at every bucket; ours skips the step and does not.
@@ -155,7 +149,7 @@ def _reduction(
 
     def by_blocks(bucket: Bucket) -> Stages:
         return bucket.grads.reduce_blocks(
-            lambda blocks, receive: reduce_blocks(blocks, group, sharded, nodes, receive)
+            lambda packed, receive: reduce_blocks(packed, group, sharded, nodes, receive)
         )
 
     return by_blocks, None

@@ -23,8 +23,7 @@ import torch
 from .. import ops
 from ..comm.reduce import BlockShards, DenseShard
 from ..comm.wire import Stages
-from ..numerics.blocks import BLOCK, BlockScaled
-from ..numerics.formats import E4M3
+from ..numerics.blocks import BlockScaled, PackedBlocks
 from ..numerics.noise import noise_seed
 
 Wgrad = Callable[..., torch.Tensor]  # (out=None, accumulate=False, dtype=None) -> dW (N, K)
@@ -32,26 +31,25 @@ _DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class GradStore:
-    """Flat gradients of one bucket, n elements, n a multiple of 128, in one of the three formats."""
+    """Flat gradients of one bucket, R shards of m elements, m a multiple of 2,048, in one of the three formats."""
 
-    def __init__(self, numel: int, storage: str, device):
-        self.numel, self.storage = numel, storage
-        self._dense, self._blocks = None, None
+    def __init__(self, shards: int, m: int, storage: str, device):
+        self.shards, self.numel, self.storage = shards, shards * m, storage
+        self._dense: torch.Tensor | None = None
+        self._packed: PackedBlocks | None = None
         if storage == "fp8":
-            payload = torch.zeros(numel, dtype=torch.uint8, device=device).view(E4M3.dtype)
-            self._blocks = BlockScaled(payload, payload.new_zeros(numel // BLOCK, dtype=torch.uint8))
+            self._packed = PackedBlocks.zeros(shards, m, device)
         else:
-            self._dense = torch.zeros(numel, dtype=_DENSE[storage], device=device)
+            self._dense = torch.zeros(self.numel, dtype=_DENSE[storage], device=device)
 
     def add(self, wgrad: Wgrad, start: int, shape: torch.Size, *, first: bool, seed: tuple[int, int]) -> None:
         """Add a weight's gradient (N, K) at `start`, or overwrite what is there if it is the `first` of a step."""
-        if self.storage == "fp8":
-            span = self._span(start, shape.numel())
+        if self._packed is not None:
             dense = wgrad(dtype=torch.bfloat16).view(-1)
             if first:
-                ops.quantize_blocks(dense, span.payload, span.exponents)
+                ops.quantize_blocks(dense, out=self._packed, first=start)
             else:
-                ops.add_blocks(dense, span, seed)
+                ops.add_blocks(dense, self._packed, seed, start)
             return
         view = self._dense[start : start + shape.numel()].view(shape)
         if first or self.storage == "fp32":
@@ -60,48 +58,45 @@ class GradStore:
             view.add_(wgrad(dtype=torch.bfloat16))
 
     def clear(self, start: int, numel: int) -> None:
-        """Zero a weight's gradient: no micro-batch of this step had one."""
-        if self.storage == "fp8":
-            span = self._span(start, numel)
-            span.payload.view(torch.uint8).zero_()
-            span.exponents.zero_()
+        """Zero some elements: of padding, or a weight that no micro-batch of this step had a gradient for."""
+        if self._packed is not None:
+            self._packed.clear(start, numel)
         else:
             self._dense[start : start + numel].zero_()
 
-    def _span(self, start: int, numel: int) -> BlockScaled:
-        blocks = slice(start // BLOCK, (start + numel) // BLOCK)
-        return BlockScaled(self._blocks.payload[start : start + numel], self._blocks.exponents[blocks])
-
     def dense(self) -> torch.Tensor:
         """The gradients (n,) in FP32 or BF16: the storage itself, or of FP8 a temporary copy."""
-        return self._dense if self._blocks is None else self._blocks.dequantize()
+        return self._dense if self._packed is None else self._packed.dequantize()
+
+    def read(self, start: int, numel: int) -> BlockScaled:
+        """A copy of some elements of FP8 storage."""
+        return self._packed.read(start, numel)
 
     def local(self) -> Stages:
         """What is stored, as a reduced gradient: of a data-parallel group of one."""
         yield from ()
-        return (DenseShard(self._dense) if self._blocks is None else BlockShards.of(self._blocks, 1)), []
+        return (DenseShard(self._dense) if self._packed is None else BlockShards(self._packed)), []
 
-    def reduce_blocks(self, reduce: Callable[[BlockScaled, BlockScaled | None], Stages]) -> Stages:
+    def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
         """Send the gradients in FP8: `reduce(what to send, where to receive or None)`; the storage holds the result.
 
         FP8 storage is sent as it is, and what was received takes its place.  FP32 or BF16 is quantised into a
         temporary, and is itself the memory that receives.
         """
-        if self._blocks is None:
-            room = self._dense.view(torch.uint8)
-            receive = BlockScaled(
-                room[: self.numel].view(E4M3.dtype), room[self.numel : self.numel + self.numel // BLOCK]
-            )
-            return (yield from reduce(ops.quantize_blocks(self._dense), receive))
-        reduced, handles = yield from reduce(self._blocks, None)
-        if reduced.payload.numel() == self.numel:
-            self._blocks = BlockScaled(reduced.payload.view(-1), reduced.exponents.view(-1))
+        if self._packed is None:
+            sent = PackedBlocks.empty(self.shards, self.numel // self.shards, self._dense.device)
+            ops.quantize_blocks(self._dense, out=sent)
+            room = self._dense.view(torch.uint8)[: sent.data.numel()].view(sent.data.shape)
+            return (yield from reduce(sent, PackedBlocks(room)))
+        reduced, handles = yield from reduce(self._packed, None)
+        if reduced.packed.data.shape == self._packed.data.shape:
+            self._packed = reduced.packed
         return reduced, handles
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What is allocated."""
-        return [self._dense] if self._blocks is None else [self._blocks.payload, self._blocks.exponents]
+        return [self._dense if self._packed is None else self._packed.data]
 
 
 class GradSlot:
@@ -126,8 +121,8 @@ class GradSlot:
 
     @property
     def blocks(self) -> BlockScaled:
-        """What is stored, of FP8 storage: views."""
-        return self.store._span(self.start, self.shape.numel())
+        """A copy of what is stored, of FP8 storage."""
+        return self.store.read(self.start, self.shape.numel())
 
     def complete(self) -> None:
         """Make the gradient valid also where no micro-batch gave one."""

@@ -5,7 +5,7 @@ One `Bucket` for some consecutive linears of a model chunk, in backward order, a
 
     weight     BF16   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
     gradients  1 to 4 bytes, the same layout (gradients.py)
-    shards            | rank 0 | rank 1 | ... | rank R-1 |    even cuts at multiples of 128 elements
+    shards            | rank 0 | rank 1 | ... | rank R-1 |    even cuts, at multiples of 2,048 elements
     master     FP32   this rank's shard only (everything, without the distributed optimizer)
 
 A step: micro-batches add to the gradients; these are summed over data parallelism for the owner of each shard
@@ -24,12 +24,13 @@ import torch
 from torch.nn import Parameter
 
 from ..comm import wire
-from ..comm.reduce import ALIGNMENT, BlockShards, DenseShard
+from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
 from ..layers.linear import Fp8Weight
+from ..numerics.blocks import BLOCK, SHARD_UNIT
 from .gradients import GradSlot, GradStore
 
-Reduced = DenseShard | BlockShards | ScaledShard
+Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
 
 
 class Bucket:
@@ -55,12 +56,12 @@ class Bucket:
         self.weights, self.group, self._reduce = weights, group, reduce
         self.sharded = sharded and group.size() > 1
         sizes = [w.param.numel() for w in weights]
-        numel, unit = sum(sizes), ALIGNMENT * group.size()
+        numel, unit = sum(sizes), SHARD_UNIT * group.size()
         padded = -(-numel // unit) * unit
-        assert all(size % ALIGNMENT == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
+        assert all(size % BLOCK == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
         device = weights[0].param.device
         self.weight = torch.zeros(padded, dtype=weights[0].param.dtype, device=device)
-        self.grads = GradStore(padded, storage, device)
+        self.grads = GradStore(group.size(), padded // group.size(), storage, device)
         self.reduced: Reduced | None = None
         self._flight: wire.Flight | None = None
         self.watch: Any = None

@@ -34,17 +34,19 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 
 from .. import ops
 from ..comm import wire
 from ..comm.shared import ScaledShard, SharedScale
 from ..config import Fp8Config
 from ..engine.gradients import GradStore, Wgrad
+from ..engine.optimizer import EngineOptimizer
 from ..engine.weights import Bucket, Reduced
 from ..layers.linear import Fp8Weight
 from ..numerics.blocks import BLOCK, block_scales
 from ..numerics.formats import E4M3, by_dtype
-from .write import CASTS, Tally, current_iteration, weight_name, write
+from .write import CASTS, Tally, current_iteration, has_writer, weight_name, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
 AT_ONCE = 2**24  # elements whose temporaries exist together
@@ -84,6 +86,14 @@ def _sum_over(bucket: Bucket, values: torch.Tensor) -> tuple[torch.Tensor, wire.
         shard = wire.own_shard(values, bucket.group)
         return shard, [dist.reduce_scatter_tensor(shard, values, group=bucket.group, async_op=True)]
     return values, [dist.all_reduce(values, group=bucket.group, async_op=True)]
+
+
+def attach(config: Fp8Config, engine: EngineOptimizer) -> None:
+    """Give the engine a monitor, in a run that logs statistics: one with an interval and a writer."""
+    if config.log_interval and has_writer():
+        sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        stages = mpu.get_pipeline_model_parallel_group()
+        engine.monitor = Monitor(config, engine.buckets, engine.shared_scale, sharing, stages)
 
 
 class Monitor:
@@ -145,11 +155,12 @@ class Monitor:
         if slot.store.storage != "fp8":
             slot.add(wgrad)
             return
-        dense, stored = wgrad(dtype=torch.bfloat16), slot.blocks
+        dense = wgrad(dtype=torch.bfloat16)
         wanted = dense.flatten().float()
         if slot.adds:
-            wanted += stored.dequantize()
+            wanted += slot.blocks.dequantize()
         slot.add(lambda **_: dense)
+        stored = slot.blocks
         self.cast(weight, WGRAD, wanted, stored.payload, block_scales(stored.exponents))
 
     def reduce(self, bucket: Bucket, reduce: Callable[[Bucket], wire.Stages]) -> wire.Stages:

@@ -1,10 +1,10 @@
 """Noise for stochastic rounding that needs no memory: a hash of (element index, two 32-bit seed words).
 
     x = index + s0                              all modulo 2^32, shifts logical
-    x = (x ^ x >> 16) * 0x7feb352d
-    x = (x ^ x >> 15) ^ s1
-    x = x * 0x846ca68b
-    noise = (x ^ x >> 16) >> 8, times 2^-24     float32, uniform on the grid of 2^-24 in [0, 1)
+    x = (x ^ x >> 17) * 0xed5ad4bb
+    x = (x ^ x >> 11 ^ s1) * 0xac4c1b51
+    x = (x ^ x >> 15) * 0x31848bab
+    noise = (x ^ x >> 14) >> 8, times 2^-24     float32, uniform on the grid of 2^-24 in [0, 1)
 
 An element's noise depends on nothing but its index and the seed, so a kernel makes it where it needs it, a
 run repeats itself, and any slice of it can be made alone. Every step is a bijection of the 32-bit integers:
@@ -50,10 +50,12 @@ def uniform_noise(n: int, seed: tuple[int, int], device: torch.device | str = "c
     """
     # int32 arithmetic wraps as uint32's does, with the constants' two's complement; its >> copies the sign.
     x = torch.arange(first + seed[0], first + seed[0] + n, device=device).to(torch.int32)
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
+    x ^= (x >> 17) & 0x7FFF
+    x *= 0xED5AD4BB - (1 << 32)
+    x ^= (x >> 11) & 0x1FFFFF
     x ^= torch.tensor(seed[1]).to(torch.int32)
-    x *= 0x846CA68B - (1 << 32)
-    x ^= (x >> 16) & 0xFFFF
+    x *= 0xAC4C1B51 - (1 << 32)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x31848BAB
+    x ^= (x >> 14) & 0x3FFFF
     return ((x >> 8) & 0xFFFFFF).float() * 2.0**-24

@@ -20,7 +20,7 @@ maximum of an infinity, which must stay visible, hence what `_saturate` puts bac
 
 import torch
 
-from megatron_fp8.numerics.blocks import BLOCK, BlockScaled
+from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
 from megatron_fp8.numerics.formats import E4M3, E5M2, Format, decode
 from megatron_fp8.numerics.noise import uniform_noise
 from megatron_fp8.numerics.rounding import round_to_format
@@ -100,15 +100,15 @@ def gemm(
 
 def quantize_blocks(
     x: torch.Tensor,
-    payload_out: torch.Tensor | None = None,
-    exponents_out: torch.Tensor | None = None,
     rounding: str = "nearest",
     noise: torch.Tensor | None = None,
-) -> BlockScaled:
+    out: PackedBlocks | None = None,
+    first: int = 0,
+) -> BlockScaled | PackedBlocks:
     """Quantise x (n,), n a multiple of 128 (else ValueError), any float type, as numerics/blocks.py defines.
 
-    rounding: "nearest", or "stochastic" with `noise` (n,) float32 uniform in [0, 1). payload_out (n,)
-    float8_e4m3fn and exponents_out (n/128,) uint8 are written and returned where given.
+    rounding: "nearest", or "stochastic" with `noise` (n,) float32 uniform in [0, 1). Returns a new BlockScaled; or,
+    with `out`, writes the elements first .. first + n - 1 of it (first a multiple of 128) and returns `out`.
     """
     if x.dim() != 1 or x.numel() % BLOCK:
         raise ValueError(f"quantize_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
@@ -123,26 +123,25 @@ def quantize_blocks(
         scaled = round_to_format(scaled, E4M3, "stochastic", noise)
     elif rounding != "nearest":
         raise ValueError(f"quantize_blocks rounding {rounding!r}: use 'nearest' or 'stochastic'")
-    payload = torch.empty_like(scaled, dtype=E4M3.dtype) if payload_out is None else payload_out
-    exponents = torch.empty_like(byte, dtype=torch.uint8) if exponents_out is None else exponents_out
-    return BlockScaled(payload.copy_(scaled), exponents.copy_(byte))
+    quantized = BlockScaled(scaled.to(E4M3.dtype), byte.to(torch.uint8))
+    if out is None:
+        return quantized
+    out.write(first, quantized)
+    return out
 
 
-def add_blocks(x: torch.Tensor, blocks: BlockScaled, seed: tuple[int, int]) -> None:
-    """Add x (n,), bf16, fp16 or fp32, into `blocks` (n values), in place, rounding stochastically.
+def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: tuple[int, int], first: int = 0) -> None:
+    """Add x (n,), bf16, fp16 or fp32, into the elements first .. first + n - 1 of `blocks`, rounding stochastically.
 
-    blocks <- quantize_blocks(dequantise(blocks) + float32(x)) with the noise uniform_noise(n, seed): one float32
-    addition, then one stochastic rounding, so that the mean over seeds is the float32 sum. A NaN or an infinity
-    of x or of `blocks`, and a sum beyond float32, become NaN payloads. ValueError where n is no multiple of 128
-    or not the blocks'. blocks' tensors may be views.
+    blocks <- quantize_blocks(dequantise(blocks) + float32(x)) with the noise uniform_noise(n, seed), which counts
+    from x's first element: one float32 addition, then one stochastic rounding, so that the mean over seeds is the
+    float32 sum. A NaN or an infinity of x or of `blocks`, and a sum beyond float32, become NaN payloads. ValueError
+    where n or `first` is no multiple of 128, or `blocks` too small.
     """
-    if x.dim() != 1 or x.numel() % BLOCK or x.shape != blocks.payload.shape:
-        raise ValueError(
-            f"add_blocks takes (n,) into (n,), n a multiple of {BLOCK}, "
-            f"not {tuple(x.shape)} into {tuple(blocks.payload.shape)}"
-        )
-    noise = uniform_noise(x.numel(), seed, x.device)
-    quantize_blocks(blocks.dequantize().add_(x), blocks.payload, blocks.exponents, "stochastic", noise)
+    if x.dim() != 1:
+        raise ValueError(f"add_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
+    total = blocks.read(first, x.numel()).dequantize().add_(x)
+    quantize_blocks(total, "stochastic", uniform_noise(x.numel(), seed, x.device), blocks, first)
 
 
 def sum_blocks(
@@ -151,8 +150,8 @@ def sum_blocks(
     """out (n,) float32 = sum over r of payload (R, n) E4M3 * 2^(exponents (R, n/128) - 127), r = 0, 1, ...
     R-1; times `scale` (0-d float32), if given.
 
-    The products are exact, so the float32 additions, and one multiplication of the finished sum, are the only
-    roundings, and their order is fixed.
+    Both may be strided in the first dimension, as a PackedBlocks' are. The products are exact, so the float32
+    additions, and one multiplication of the finished sum, are the only roundings, and their order is fixed.
     """
     out.zero_()
     for shard in map(BlockScaled, payload, exponents):

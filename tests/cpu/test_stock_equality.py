@@ -12,7 +12,7 @@ from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron
 
 STOCK = str(ROOT / "tests/scripts/without_plugin.py")
-TRANSPARENT = ["--fp8-level", "O1", "--fp8-gemm", "bf16", "--fp8-grad-reduce", "fp32"]
+TRANSPARENT = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()
 
 
 @pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no flag", "O0"])

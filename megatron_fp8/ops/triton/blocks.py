@@ -1,4 +1,4 @@
-"""BlockScaled on the GPU, each in one pass: quantise, add to what is stored, and sum what R ranks sent.
+"""BlockScaled and PackedBlocks on the GPU, in one pass each: quantise, add to what is stored, sum what R ranks sent.
 
 numerics/blocks.py defines the format. Per block of 128, 1.f * 2^E being max|x|,
 
@@ -15,6 +15,13 @@ additions.
     sum_blocks          reads R * (1 + 1/128) bytes an element, writes 4
     square_sum_blocks   reads R * (1 + 1/128) bytes an element, writes 4 a program
 
+Where block b of a PackedBlocks lies: with per_row = m/128 blocks a row and pitch = m + m/128 bytes a row,
+
+    payload at (b // per_row) * pitch + (b % per_row) * 128,   exponent at (b // per_row) * pitch + b % per_row
+
+each from the first of its kind. m is a multiple of 2048, so pitch is one of 16: Triton sees that in the argument,
+and moves the payload as 16-byte vectors. A BlockScaled is one row. Offsets are 64-bit.
+
 Stochastic rounding goes up where noise < the fraction of an ulp that truncation would drop
 (numerics/rounding.py). A program owns whole blocks and reads them before it writes: adding in place needs no
 copy. The sum of squares is one number a program, then torch's sum of those: no atomics, so the order and the
@@ -30,7 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.blocks import BLOCK, BlockScaled
+from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
 
@@ -57,90 +64,110 @@ def _stochastic(x, noise):
 def _noise(index, s0, s1):
     """numerics/noise.py: the noise, float32 in [0, 1), of uint32 indices and two uint32 words."""
     x = index + s0
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) ^ s1
-    x = x * 0x846CA68B
-    return ((x ^ (x >> 16)) >> 8).to(tl.float32) * 2.0**-24
+    x = (x ^ (x >> 17)) * 0xED5AD4BB
+    x = (x ^ (x >> 11) ^ s1) * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    return ((x ^ (x >> 14)) >> 8).to(tl.float32) * 2.0**-24
 
 
 @triton.jit
-def _load_blocks(payload_ptr, exponents_ptr, first, rows, offsets, mask, blocks):
-    """The float32 values of blocks first + rows, exactly; zeros where rows are beyond `blocks`."""
-    payload = tl.load(payload_ptr + first * _BLOCK + offsets, mask=mask, other=0.0).to(tl.float32)
-    byte = tl.load(exponents_ptr + first + rows, mask=rows < blocks, other=0).to(tl.int32)
+def _places(block, per_row, pitch):
+    """Where blocks (ROWS,) of a packed order lie: offsets of the payload (ROWS, 128), of the exponents (ROWS,)."""
+    start = (block // per_row).to(tl.int64) * pitch
+    column = (block % per_row).to(tl.int64)
+    return (start + column * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :], start + column
+
+
+@triton.jit
+def _load_blocks(payload_ptr, exponents_ptr, values, scales, inside):
+    """The float32 values, exactly, of blocks at offsets values (ROWS, 128) and scales (ROWS,); zeros where not
+    inside (ROWS,)."""
+    payload = tl.load(payload_ptr + values, mask=inside[:, None], other=0.0).to(tl.float32)
+    byte = tl.load(exponents_ptr + scales, mask=inside, other=0).to(tl.int32)
     # 2^-127, byte 0, is a denormal: its bits are not byte << 23.
     return payload * tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit
-def _store_blocks(x, noise, payload_ptr, exponents_ptr, rows, offsets, mask, blocks, zero):
-    """Quantise float32 x (ROWS, 128), stochastically if there is noise (ROWS, 128), and store it."""
+def _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, zero):
+    """Quantise float32 x (ROWS, 128), stochastically if there is noise (ROWS, 128), and store it as _load_blocks
+    reads it."""
     # What is not finite counts as infinity: the exponent then is 120.
     largest = tl.minimum(tl.max(magnitude_bits(x), axis=1), 0x7F800000)
     byte = tl.maximum(((largest + 0x001FFFFF) >> 23) - 8, 0)
     y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
     if noise is not None:
         y = _stochastic(y, noise)
-    tl.store(payload_ptr + offsets, fp8_code(x, y, zero, True), mask=mask)
-    tl.store(exponents_ptr + rows, byte.to(tl.uint8), mask=rows < blocks)
+    tl.store(payload_ptr + values, fp8_code(x, y, zero, True), mask=inside[:, None])
+    tl.store(exponents_ptr + scales, byte.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["zero"])
-def _quantize_kernel(x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, zero, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "zero"])
+def _quantize_kernel(
+    x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, first, per_row, pitch, zero, ROWS: tl.constexpr
+):  # fmt: skip
+    """x's `blocks` blocks go to those from block `first` on of the packed order."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    mask = (rows < blocks)[:, None]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    inside = rows < blocks
+    x = tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
     noise = None
     if noise_ptr is not None:
-        noise = tl.load(noise_ptr + offsets, mask=mask, other=0.0)
-    _store_blocks(x, noise, payload_ptr, exponents_ptr, rows, offsets, mask, blocks, zero)
+        noise = tl.load(noise_ptr + offsets, mask=inside[:, None], other=0.0)
+    values, scales = _places(first + rows, per_row, pitch)
+    _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, zero)
 
 
-@triton.jit(do_not_specialize=["s0", "s1", "zero"])
+@triton.jit(do_not_specialize=["first", "s0", "s1", "zero"])
 def _add_kernel(
-    x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, s0: tl.uint32, s1: tl.uint32, zero, ROWS: tl.constexpr
-):
-    """blocks <- blocks + x. codes_ptr is payload_ptr as bytes: read as FP8, written as fp8_code's bytes."""
+    x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, first, per_row, pitch, s0: tl.uint32, s1: tl.uint32, zero,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """blocks <- blocks + x, from block `first` on. codes_ptr is payload_ptr as bytes: read as FP8, written as
+    fp8_code's bytes."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    mask = (rows < blocks)[:, None]
-    total = _load_blocks(payload_ptr, exponents_ptr, 0, rows, offsets, mask, blocks)
-    total += tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    inside = rows < blocks
+    values, scales = _places(first + rows, per_row, pitch)
+    total = _load_blocks(payload_ptr, exponents_ptr, values, scales, inside)
+    total += tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
     # Compiled, the words are uint32 as annotated; the interpreter takes large ones for int64.
     noise = _noise(offsets.to(tl.uint32), s0.to(tl.uint32), s1.to(tl.uint32))
-    _store_blocks(total, noise, codes_ptr, exponents_ptr, rows, offsets, mask, blocks, zero)
+    _store_blocks(total, noise, codes_ptr, exponents_ptr, values, scales, inside, zero)
 
 
 @triton.jit
 def _sum_kernel(
-    payload_ptr, exponents_ptr, out_ptr, scale_ptr, squares_ptr, blocks, RANKS: tl.constexpr, ROWS: tl.constexpr
-):
+    payload_ptr, exponents_ptr, out_ptr, scale_ptr, squares_ptr, blocks, payload_pitch, exponents_pitch,
+    RANKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """The ranks' sum: into out, if there is an out_ptr, times scale, if there is one; squared, summed over the
-    program, into squares[program], if there is a squares_ptr."""
+    program, into squares[program], if there is a squares_ptr. A rank's payload and exponents lie a pitch apart from
+    the next's."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    mask = (rows < blocks)[:, None]
+    inside = rows < blocks
     total = tl.zeros((ROWS, _BLOCK), tl.float32)
     for rank in tl.range(0, RANKS, loop_unroll_factor=4):
-        first = rank * tl.cast(blocks, tl.int64)
-        total += _load_blocks(payload_ptr, exponents_ptr, first, rows, offsets, mask, blocks)
+        payload = payload_ptr + rank * tl.cast(payload_pitch, tl.int64)
+        exponents = exponents_ptr + rank * tl.cast(exponents_pitch, tl.int64)
+        total += _load_blocks(payload, exponents, offsets, rows, inside)
     if scale_ptr is not None:
         total *= tl.load(scale_ptr)
     if out_ptr is not None:
-        tl.store(out_ptr + offsets, total, mask=mask)
+        tl.store(out_ptr + offsets, total, mask=inside[:, None])
     if squares_ptr is not None:
         tl.store(squares_ptr + tl.program_id(0), tl.sum(total * total))
 
 
 def quantize_blocks(
     x: torch.Tensor,
-    payload_out: torch.Tensor | None = None,
-    exponents_out: torch.Tensor | None = None,
     rounding: str = "nearest",
     noise: torch.Tensor | None = None,
-) -> BlockScaled:
-    """reference.quantize_blocks in one pass. The outputs, if given, must be contiguous."""
+    out: PackedBlocks | None = None,
+    first: int = 0,
+) -> BlockScaled | PackedBlocks:
+    """reference.quantize_blocks in one pass."""
     if x.dim() != 1 or x.numel() % BLOCK:
         raise ValueError(f"quantize_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
     if rounding not in ("nearest", "stochastic"):
@@ -149,34 +176,42 @@ def quantize_blocks(
         raise ValueError("stochastic rounding needs noise of x's shape: pass torch.rand_like(x)")
     noise = noise.contiguous() if rounding == "stochastic" else None
     blocks = x.numel() // BLOCK
-    payload = torch.empty_like(x, dtype=E4M3.dtype) if payload_out is None else payload_out
-    exponents = x.new_empty(blocks, dtype=torch.uint8) if exponents_out is None else exponents_out
-    grid = (triton.cdiv(blocks, QUANTIZE_BLOCKS),)
-    _quantize_kernel[grid](
-        x.contiguous(), noise, payload.view(torch.uint8), exponents, blocks, 0,
-        ROWS=QUANTIZE_BLOCKS, num_warps=QUANTIZE_WARPS,
+    if out is None:
+        target = BlockScaled(x.new_empty(x.numel(), dtype=E4M3.dtype), x.new_empty(blocks, dtype=torch.uint8))
+        per_row, pitch = blocks, 0
+    else:
+        out.check_span(first, x.numel())
+        target, per_row, pitch = out, out.exponents.shape[1], out.data.stride(0)
+    _quantize_kernel[(triton.cdiv(blocks, QUANTIZE_BLOCKS),)](
+        x.contiguous(), noise, target.payload.view(torch.uint8), target.exponents, blocks, first // BLOCK,
+        per_row, pitch, 0, ROWS=QUANTIZE_BLOCKS, num_warps=QUANTIZE_WARPS,
     )  # fmt: skip
-    return BlockScaled(payload, exponents)
+    return target
 
 
-def add_blocks(x: torch.Tensor, blocks: BlockScaled, seed: tuple[int, int]) -> None:
-    """reference.add_blocks in one pass. `blocks`' tensors must be contiguous."""
-    if x.dim() != 1 or x.numel() % BLOCK or x.shape != blocks.payload.shape:
-        raise ValueError(
-            f"add_blocks takes (n,) into (n,), n a multiple of {BLOCK}, "
-            f"not {tuple(x.shape)} into {tuple(blocks.payload.shape)}"
-        )
-    count = x.numel() // BLOCK
+def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: tuple[int, int], first: int = 0) -> None:
+    """reference.add_blocks in one pass."""
+    if x.dim() != 1:
+        raise ValueError(f"add_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
+    blocks.check_span(first, x.numel())
+    count, payload, exponents = x.numel() // BLOCK, blocks.payload, blocks.exponents
     _add_kernel[(triton.cdiv(count, ADD_BLOCKS),)](
-        x.contiguous(), blocks.payload, blocks.payload.view(torch.uint8), blocks.exponents, count, *seed, 0,
+        x.contiguous(), payload, payload.view(torch.uint8), exponents, count, first // BLOCK,
+        exponents.shape[1], blocks.data.stride(0), *seed, 0,
         ROWS=ADD_BLOCKS, num_warps=ADD_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
+def _rows(shards: torch.Tensor) -> torch.Tensor:
+    """`shards` (R, n) as it is, unless its rows are not contiguous."""
+    return shards if shards.stride(1) == 1 else shards.contiguous()
+
+
 def _launch_sum(payload, exponents, out=None, scale=None, squares=None):
+    payload, exponents = _rows(payload), _rows(exponents)
     ranks, blocks = exponents.shape
     _sum_kernel[(triton.cdiv(blocks, SUM_BLOCKS),)](
-        payload.contiguous(), exponents.contiguous(), out, scale, squares, blocks,
+        payload, exponents, out, scale, squares, blocks, payload.stride(0), exponents.stride(0),
         RANKS=ranks, ROWS=SUM_BLOCKS, num_warps=SUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
