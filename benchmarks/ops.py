@@ -17,7 +17,8 @@ import triton
 from triton.testing import do_bench
 
 from megatron_fp8 import ops
-from megatron_fp8.numerics import BLOCK, E4M3, E5M2, BlockScaled
+from megatron_fp8.numerics import BLOCK, E4M3, E5M2
+from megatron_fp8.numerics.blocks import PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed
 from megatron_fp8.ops import reference
 from megatron_fp8.ops.triton import blocks, cast
@@ -94,12 +95,14 @@ def check() -> None:
     for options in ({}, {"rounding": "stochastic", "noise": torch.rand_like(x)}):
         got, expected = ops.quantize_blocks(x, **options), reference.quantize_blocks(x, **options)
         assert equal(got.payload, expected.payload) and equal(got.exponents, expected.exponents)
-    expected = BlockScaled(got.payload.clone(), got.exponents.clone())
-    increment = randn(1 << 24)
-    ops.add_blocks(increment, got, noise_seed(1))
-    reference.add_blocks(increment, expected, noise_seed(1))
-    assert equal(got.payload, expected.payload) and equal(got.exponents, expected.exponents)
-    shards = got.payload.view(8, -1), got.exponents.view(8, -1)
+    packed = ops.quantize_blocks(x, out=PackedBlocks.empty(8, 1 << 21, "cuda"))
+    expected = reference.quantize_blocks(x, out=PackedBlocks.empty(8, 1 << 21, "cuda"))
+    assert equal(packed.data, expected.data)
+    first, increment = 5 * BLOCK, randn((1 << 24) - 7 * BLOCK)
+    ops.add_blocks(increment, packed, noise_seed(1), first)
+    reference.add_blocks(increment, expected, noise_seed(1), first)
+    assert equal(packed.data, expected.data)
+    shards = packed.payload, packed.exponents
     out, expected = torch.empty_like(x[: 1 << 21]), torch.empty_like(x[: 1 << 21])
     for scale in (None, scalar(0.3)):
         assert equal(ops.sum_blocks(*shards, out, scale), reference.sum_blocks(*shards, expected, scale))
@@ -172,15 +175,14 @@ def bench_blocks(table: Table) -> None:
     n = 256 << 20
     x = randn(n, dtype=torch.float32)
     one = 1 + 1 / BLOCK
-    quantized = ops.quantize_blocks(x)
-    outputs = quantized.payload, quantized.exponents
+    stored = ops.quantize_blocks(x, out=PackedBlocks.empty(4, n // 4, "cuda"))
     chosen = blocks.QUANTIZE_BLOCKS, blocks.QUANTIZE_WARPS
     for config in QUANTIZE_BLOCKS:
         blocks.QUANTIZE_BLOCKS, blocks.QUANTIZE_WARPS = config
         table.add(
             "quantize_blocks fp32",
             (n,),
-            lambda: ops.quantize_blocks(x, *outputs),
+            lambda: ops.quantize_blocks(x, out=stored),
             config=str(config),
             numbytes=(4 + one) * n,
         )
@@ -189,12 +191,12 @@ def bench_blocks(table: Table) -> None:
     table.add(
         "quantize_blocks stoch.",
         (n,),
-        lambda: ops.quantize_blocks(x, *outputs, "stochastic", noise),
+        lambda: ops.quantize_blocks(x, "stochastic", noise, stored),
         numbytes=(8 + one) * n,
     )
     narrow = x.bfloat16()
     table.add(
-        "quantize_blocks bf16", (n,), lambda: ops.quantize_blocks(narrow, *outputs), numbytes=(2 + one) * n
+        "quantize_blocks bf16", (n,), lambda: ops.quantize_blocks(narrow, out=stored), numbytes=(2 + one) * n
     )
     chosen = blocks.ADD_BLOCKS, blocks.ADD_WARPS
     for config in ADD_BLOCKS:
@@ -202,14 +204,15 @@ def bench_blocks(table: Table) -> None:
         table.add(
             "add_blocks bf16",
             (n,),
-            lambda: ops.add_blocks(narrow, quantized, noise_seed(1)),
+            lambda: ops.add_blocks(narrow, stored, noise_seed(1)),
             config=str(config),
             numbytes=(2 + 2 * one) * n,
         )
     blocks.ADD_BLOCKS, blocks.ADD_WARPS = chosen
     chosen = blocks.SUM_BLOCKS, blocks.SUM_WARPS
     for ranks in (1, 4, 8):
-        shards, out = [t.view(ranks, -1) for t in outputs], x[: n // ranks]
+        packed = ops.quantize_blocks(x, out=PackedBlocks.empty(ranks, n // ranks, "cuda"))
+        shards, out = (packed.payload, packed.exponents), torch.empty(n // ranks, device="cuda")
         for config in SUM_BLOCKS if ranks == 4 else [chosen]:
             blocks.SUM_BLOCKS, blocks.SUM_WARPS = config
             table.add(

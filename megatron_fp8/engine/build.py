@@ -160,7 +160,7 @@ def _nodes(hierarchy: str, group) -> Nodes | None:
     if hierarchy == "off":
         return None
     if hierarchy == "node":
-        size = int(os.environ["LOCAL_WORLD_SIZE"])
+        size = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())  # set by torchrun, not by srun
         node = torch.distributed.get_rank() // size
         here = [r for r in torch.distributed.get_process_group_ranks(group) if r // size == node]
         return node_groups(group, len(here))

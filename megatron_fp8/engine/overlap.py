@@ -9,7 +9,8 @@ wire work at the same time:
                                                                                   ^ all that is waited for
 
 A sum of several stages (two levels, no distributed optimizer, a shared scale) is driven on by one stage whenever the
-next bucket is launched: by then what it waits for is long done.
+next bucket is launched: by then what it waits for is long done.  At most IN_FLIGHT buckets are under way: what they
+send and receive is held twice until they land.
 
 Buckets of a model chunk go out in their order, never out of turn: collectives must start in the same order on all
 ranks.  Which micro-batch is the last is Megatron's business: its schedules open DDP's `no_sync` for all others, and
@@ -20,6 +21,8 @@ with --align-grad-reduce under a pipeline they say themselves when (`start_grad_
 import torch
 
 from .weights import Bucket
+
+IN_FLIGHT = 4
 
 
 class ChunkReducer:
@@ -64,7 +67,10 @@ class ChunkReducer:
 
     @torch.no_grad()
     def _launch(self) -> None:
-        for bucket in self.buckets[: self._launched]:
+        first = max(0, self._launched - IN_FLIGHT + 1)
+        if first:
+            self.buckets[first - 1].land()
+        for bucket in self.buckets[first : self._launched]:
             bucket.advance()
         self.buckets[self._launched].launch()
         self._launched += 1

@@ -109,11 +109,13 @@ class Bucket:
 
     def advance(self) -> None:
         """Start the next stage of the sum, where it has several."""
-        self._flight.advance()
+        if self._flight is not None:
+            self._flight.advance()
 
     def land(self) -> None:
-        """Wait for the sum: `reduced`."""
-        self.reduced, self._flight = self._flight.land(), None
+        """Have the current stream wait for the sum: `reduced`."""
+        if self._flight is not None:
+            self.reduced, self._flight = self._flight.land(), None
 
     def gradient(self, scale: torch.Tensor | None = None, *, take: bool = False) -> torch.Tensor:
         """The reduced gradient of this rank's shard in FP32; with `take`, scaled, and the last time it is asked for."""

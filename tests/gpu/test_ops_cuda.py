@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from megatron_fp8 import ops
-from megatron_fp8.numerics import BLOCK, E4M3, E5M2
+from megatron_fp8.numerics import BLOCK, E4M3, E5M2, BlockScaled
+from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
+from megatron_fp8.numerics.noise import noise_seed, uniform_noise
 from megatron_fp8.ops import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,13 +28,16 @@ if INTERPRETED:
         quantize=cast.quantize,
         transpose=cast.transpose,
         quantize_blocks=blocks.quantize_blocks,
+        add_blocks=blocks.add_blocks,
         sum_blocks=blocks.sum_blocks,
+        square_sum_blocks=blocks.square_sum_blocks,
     )
 else:
     DEVICE = "cuda"
 
 INF, NAN = math.inf, math.nan
 formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+shard_counts = pytest.mark.parametrize("shards", [1, 3, 4])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 SHAPES = [(1, 1), (16, 16), (3, 5), (128, 64), (127, 65), (130, 70), (1, 300), (260, 2), (2, 3, 144)]
 layouts = pytest.mark.parametrize(
@@ -232,17 +237,44 @@ def test_quantize_blocks_at_every_exponent_and_its_boundary():
     check_quantize_blocks(x.flatten())
 
 
-def test_quantize_blocks_into_given_memory():
-    x = torch.randn(4 * BLOCK)
-    expected = reference.quantize_blocks(x)
-    payload = torch.full((6 * BLOCK,), 0x7F, dtype=torch.uint8, device=DEVICE)
-    exponents = torch.full((6,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    payload_out, exponents_out = payload[BLOCK:-BLOCK].view(E4M3.dtype), exponents[1:-1]
-    got = ops.quantize_blocks(put(x), payload_out, exponents_out)
-    assert got.payload is payload_out and got.exponents is exponents_out
-    assert same(payload_out, expected.payload) and same(exponents_out, expected.exponents)
-    assert (payload[:BLOCK] == 0x7F).all() and (payload[-BLOCK:] == 0x7F).all()
-    assert exponents[0] == 0xFF and exponents[-1] == 0xFF
+def random_packed(shards: int, n: int) -> tuple[PackedBlocks, int]:
+    """Random bytes, on the CPU, with room for n elements and some more; and where among them the n may begin."""
+    m = -(-(n + 5 * BLOCK) // (shards * SHARD_UNIT)) * SHARD_UNIT
+    packed = PackedBlocks.empty(shards, m, "cpu")
+    packed.data.random_(256)
+    return packed, BLOCK * int(torch.randint((packed.numel - n) // BLOCK + 1, ()))
+
+
+def same_packed(got: PackedBlocks, expected: PackedBlocks) -> bool:
+    return same(got.payload, expected.payload) and same(got.exponents, expected.exponents)
+
+
+@shard_counts
+@dtypes
+@pytest.mark.parametrize("blocks", [1, 16, 67])
+def test_quantize_blocks_into_packed(shards, dtype, blocks):
+    x, noise = torch.randn(blocks * BLOCK).to(dtype), torch.rand(blocks * BLOCK)
+    for options in ({}, {"rounding": "stochastic", "noise": noise}):
+        expected, first = random_packed(shards, x.numel())
+        print(f"first {first} of {expected.payload.shape}")
+        got = PackedBlocks(put(expected.data.clone()))
+        reference.quantize_blocks(x, **options, out=expected, first=first)
+        options = {key: put(value) if key == "noise" else value for key, value in options.items()}
+        assert ops.quantize_blocks(put(x), **options, out=got, first=first) is got
+        assert same_packed(got, expected)
+
+
+BEYOND = [(64, BLOCK), (-BLOCK, BLOCK), (2 * SHARD_UNIT, BLOCK), (BLOCK, 2 * SHARD_UNIT)]
+
+
+@pytest.mark.parametrize(("first", "count"), BEYOND)
+def test_what_is_not_inside_a_packed_is_refused(first, count):
+    packed, x = PackedBlocks.zeros(2, SHARD_UNIT, DEVICE), put(torch.ones(count))
+    with pytest.raises(ValueError, match="128"):
+        ops.quantize_blocks(x, out=packed, first=first)
+    with pytest.raises(ValueError, match="128"):
+        ops.add_blocks(x, packed, (1, 2), first)
+    assert not packed.data.any()
 
 
 @pytest.mark.parametrize(
@@ -259,6 +291,99 @@ def test_quantize_blocks_refuses(x, options):
         ops.quantize_blocks(put(x), **options)
 
 
+def random_blocks(n: int) -> BlockScaled:
+    """Any finite payload, any exponent of quantize_blocks."""
+    return BlockScaled(random_codes(n), torch.randint(0, 248, (n // BLOCK,)).to(torch.uint8))
+
+
+def check_add_blocks(x: torch.Tensor, stored: BlockScaled, layout: str = "plain", seed=None, shards: int = 3) -> None:
+    """x is added to `stored`, somewhere in a PackedBlocks whose other bytes must stay."""
+    seed = noise_seed(torch.initial_seed()) if seed is None else seed
+    expected, first = random_packed(shards, x.numel())
+    print(f"first {first} of {expected.payload.shape}")
+    expected.write(first, stored)
+    got = PackedBlocks(put(expected.data.clone()))
+    reference.add_blocks(x, expected, seed, first)
+    assert ops.add_blocks(put(x, layout), got, seed, first) is None
+    assert same_packed(got, expected)
+
+
+@dtypes
+@pytest.mark.parametrize("blocks", [1, 3, 16, 67])
+@pytest.mark.parametrize("layout", ["plain", "offset"])
+@shard_counts
+def test_add_blocks(dtype, blocks, layout, shards):
+    spread = 10 ** (5 * torch.randn(blocks, 1) if dtype != torch.float16 else torch.zeros(1, 1))
+    x = (torch.randn(blocks, BLOCK) * spread).to(dtype).flatten()
+    start = reference.quantize_blocks(torch.randn(blocks * BLOCK) * x.abs().float() * 10 ** torch.randn(x.shape))
+    check_add_blocks(x, start, layout, shards=shards)
+
+
+@dtypes
+def test_add_blocks_any_bits(dtype):
+    x = random_bits(1 << 16, dtype)
+    check_add_blocks(x, random_blocks(1 << 16))
+    check_add_blocks(torch.where(x.isfinite(), x, 0.0), random_blocks(1 << 16))
+    start = random_blocks(1 << 16)
+    start.payload.view(torch.uint8)[torch.randint(1 << 16, (100,))] = 0x7F
+    check_add_blocks(torch.randn(1 << 16).to(dtype), start)
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (1, 16), (2**31, 2**31 - 1), (2**32 - 1, 2**32 - 1)], ids=str)
+def test_add_blocks_any_seed(seed):
+    check_add_blocks(torch.randn(5 * BLOCK), reference.quantize_blocks(torch.randn(5 * BLOCK)), seed=seed)
+
+
+def test_add_blocks_of_zeros_of_what_cancels_and_overflows():
+    values = reference.quantize_blocks(torch.randn(6 * BLOCK))
+    x = -values.dequantize()
+    x[BLOCK:] = 0.0
+    check_add_blocks(x, values)
+    check_add_blocks(torch.zeros(6 * BLOCK), reference.quantize_blocks(torch.zeros(6 * BLOCK)))
+    largest = BlockScaled(random_codes(6 * BLOCK), torch.full((6,), 247, dtype=torch.uint8))
+    check_add_blocks(torch.randn(6 * BLOCK).sign() * 3.4e38, largest)
+
+
+def test_add_blocks_repeats_itself_and_differs_from_seed_to_seed():
+    start, x = put(torch.randn(40 * BLOCK)), put(torch.randn(40 * BLOCK).bfloat16())
+    sums = []
+    for seed in (noise_seed(1), noise_seed(1), noise_seed(2)):
+        sums.append(ops.quantize_blocks(start, out=PackedBlocks.zeros(3, SHARD_UNIT, DEVICE)))
+        ops.add_blocks(x, sums[-1], seed)
+    assert torch.equal(sums[0].data, sums[1].data)
+    a, c = (stored.read(0, 40 * BLOCK).payload.view(torch.uint8) for stored in (sums[0], sums[2]))
+    assert 0.1 < (a != c).float().mean() < 0.6
+
+
+@pytest.mark.parametrize("shape", [(100,), (2, BLOCK), ()], ids=str)
+def test_add_blocks_refuses(shape):
+    with pytest.raises(ValueError, match="128"):
+        ops.add_blocks(put(torch.ones(shape)), PackedBlocks.zeros(1, SHARD_UNIT, DEVICE), (1, 2))
+
+
+@on_gpu_only
+@dtypes
+def test_add_blocks_of_millions(dtype):
+    n = 23_437 * BLOCK
+    check_add_blocks(torch.randn(n).to(dtype), reference.quantize_blocks(torch.randn(n)))
+
+
+@on_gpu_only
+def test_add_blocks_beyond_2_to_the_32_elements():
+    n, tail = 2**32 + 3 * BLOCK, 7 * BLOCK
+    stored = PackedBlocks.zeros(4, 2**30 + SHARD_UNIT, DEVICE)
+    x = torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)
+    x[-tail:] = torch.randn(tail)
+    seed = noise_seed(torch.initial_seed())
+    ops.add_blocks(x, stored, seed)
+    noise = uniform_noise(tail, seed, first=n - tail)
+    expected = reference.quantize_blocks(x[-tail:].cpu(), rounding="stochastic", noise=noise)
+    got = stored.read(n - tail, tail)
+    assert same(got.payload, expected.payload) and same(got.exponents, expected.exponents)
+    stored.clear(n - tail, tail)
+    assert not stored.data.any()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("blocks", [1, 3, 64])
 def test_sum_blocks(ranks, blocks):
@@ -272,6 +397,53 @@ def test_sum_blocks(ranks, blocks):
     out = memory[3:-4]
     assert ops.sum_blocks(put(payload), put(exponents), out) is out and same(out, expected)
     assert memory[:3].isnan().all() and memory[-4:].isnan().all()
+    scale = torch.rand(())
+    expected = reference.sum_blocks(payload, exponents, torch.empty(blocks * BLOCK), scale)
+    assert ops.sum_blocks(put(payload), put(exponents), out, put(scale)) is out and same(out, expected)
+    assert memory[:3].isnan().all() and memory[-4:].isnan().all()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("layout", ["packed", "transposed"])
+def test_sums_of_shards_where_they_lie(ranks, layout):
+    packed = PackedBlocks(torch.empty(ranks, 3 * SHARD_UNIT * (BLOCK + 1) // BLOCK, dtype=torch.uint8))
+    packed.payload.copy_(random_codes(ranks, 3 * SHARD_UNIT))
+    packed.exponents.random_(110, 140)
+    expected = reference.sum_blocks(packed.payload, packed.exponents, torch.empty(3 * SHARD_UNIT))
+    if layout == "packed":
+        packed = PackedBlocks(put(packed.data))
+        shards = packed.payload, packed.exponents
+    else:
+        shards = put(packed.payload, layout), put(packed.exponents, layout)
+    assert not shards[0].is_contiguous() or ranks == 1
+    assert same(ops.sum_blocks(*shards, torch.empty(3 * SHARD_UNIT, device=DEVICE)), expected)
+    exact = expected.double().square().sum().item()
+    assert abs(ops.square_sum_blocks(*shards).item() - exact) <= exact * 60 * 2.0**-24
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+@pytest.mark.parametrize("blocks", [1, 3, 64, pytest.param(30_001, marks=on_gpu_only)])
+def test_square_sum_blocks(ranks, blocks):
+    payload = random_codes(ranks, blocks * BLOCK)
+    exponents = torch.randint(110, 140, (ranks, blocks)).to(torch.uint8)
+    total = reference.sum_blocks(payload, exponents, torch.empty(blocks * BLOCK))
+    exact = total.double().square().sum().item()
+    payload, exponents = put(payload), put(exponents)
+    got = ops.square_sum_blocks(payload, exponents)
+    assert got.shape == () and got.dtype == torch.float32 and got.device == payload.device
+    assert abs(got.item() - exact) <= exact * 60 * 2.0**-24  # the square and some tens of partial sums round
+    for _ in range(3):
+        assert ops.square_sum_blocks(payload, exponents).item() == got.item()
+
+
+def test_square_sum_blocks_shows_the_non_finite():
+    payload = torch.ones(2, 9 * BLOCK).to(E4M3.dtype)
+    exponents = torch.full((2, 9), 127, dtype=torch.uint8)
+    assert ops.square_sum_blocks(put(payload), put(exponents)).item() == 4 * 9 * BLOCK
+    exponents[1, 5] = 247
+    assert ops.square_sum_blocks(put(payload), put(exponents)).item() == INF
+    payload.view(torch.uint8)[0, 3] = 0xFF
+    assert ops.square_sum_blocks(put(payload), put(exponents)).isnan()
 
 
 def test_sum_blocks_keeps_nan():

@@ -1,15 +1,18 @@
-"""BlockScaled and quantize_blocks against exact fractions; each promise at the top of numerics/blocks.py."""
+"""BlockScaled, PackedBlocks, quantize_blocks and add_blocks against exact fractions and plain bytes; each promise at
+the top of numerics/blocks.py."""
 
 from fractions import Fraction
 
 import pytest
 import torch
-from exact import INF, magnitudes, random_floats, rounded, same
+from exact import INF, NAN, magnitudes, random_floats, rounded, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fp8.numerics import BLOCK, E4M3, BlockScaled, block_scales
-from megatron_fp8.ops.reference import quantize_blocks
+from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
+from megatron_fp8.numerics.noise import noise_seed, uniform_noise
+from megatron_fp8.ops.reference import add_blocks, quantize_blocks
 
 LARGEST = 248 * 2.0**120  # from here on a value rounds to 2^128
 
@@ -238,18 +241,6 @@ def test_infinities_and_every_kind_of_nan_become_nan_in_their_block_only(bits, r
         assert same(got.dequantize()[part], clean.dequantize()[part])
 
 
-def test_writes_into_what_it_is_given():
-    x = wide_blocks(3, 9)
-    payload = torch.full((5 * BLOCK,), 7.0).to(E4M3.dtype)
-    exponents = torch.full((5,), 7, dtype=torch.uint8)
-    got = quantize_blocks(x, payload[BLOCK : 4 * BLOCK], exponents[1:4])
-    assert got.payload.data_ptr() == payload[BLOCK:].data_ptr()
-    assert got.exponents.data_ptr() == exponents[1:].data_ptr()
-    assert same_blocks(BlockScaled(payload[BLOCK : 4 * BLOCK], exponents[1:4]), quantize_blocks(x))
-    assert (payload.float()[:BLOCK] == 7).all() and (payload.float()[4 * BLOCK :] == 7).all()
-    assert exponents[0] == exponents[4] == 7
-
-
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="128"):
         quantize_blocks(torch.ones(100))
@@ -259,3 +250,248 @@ def test_wrong_arguments_are_refused():
         quantize_blocks(torch.ones(BLOCK), rounding="truncate")
     with pytest.raises(ValueError, match="noise"):
         quantize_blocks(torch.ones(BLOCK), rounding="stochastic")
+
+
+# PackedBlocks
+
+SHARDS, M = 4, 2 * SHARD_UNIT
+SPANS = [  # blocks: first, count; 32 a row
+    (0, SHARDS * M // BLOCK), (0, 1), (5, 3), (31, 1), (31, 2), (32, 32), (30, 40), (1, 126), (63, 65), (128, 0),
+    (17, 0),
+]  # fmt: skip
+spans = pytest.mark.parametrize(("first", "count"), [(BLOCK * a, BLOCK * n) for a, n in SPANS])
+BEYOND = [(64, BLOCK), (-BLOCK, BLOCK), (SHARDS * M, BLOCK), (BLOCK, SHARDS * M), (SHARDS * M + BLOCK, 0)]
+
+
+def random_blocks(n: int) -> BlockScaled:
+    payload, exponents = torch.randint(0, 256, (n,)), torch.randint(0, 256, (n // BLOCK,))
+    return BlockScaled(payload.byte().view(E4M3.dtype), exponents.byte())
+
+
+def packed_bytes(blocks: BlockScaled, shards: int) -> torch.Tensor:
+    """What the lesson draws: each shard's payload followed by its exponents."""
+    payload, exponents = blocks.payload.view(torch.uint8).chunk(shards), blocks.exponents.chunk(shards)
+    return torch.stack([torch.cat(row) for row in zip(payload, exponents, strict=True)])
+
+
+def random_packed() -> tuple[BlockScaled, PackedBlocks]:
+    """The same random bytes, flat and packed."""
+    blocks = random_blocks(SHARDS * M)
+    return blocks, PackedBlocks(packed_bytes(blocks, SHARDS))
+
+
+def replaced(blocks: BlockScaled, first: int, by: BlockScaled) -> BlockScaled:
+    """blocks with `by` from element `first` on."""
+    payload, exponents, stop = blocks.payload.view(torch.uint8), blocks.exponents, first + by.payload.numel()
+    payload = torch.cat([payload[:first], by.payload.view(torch.uint8), payload[stop:]]).view(E4M3.dtype)
+    return BlockScaled(payload, torch.cat([exponents[: first // BLOCK], by.exponents, exponents[stop // BLOCK :]]))
+
+
+def test_packed_rows_are_payload_then_exponents():
+    blocks, packed = random_packed()
+    assert packed.numel == SHARDS * M and packed.payload.dtype == E4M3.dtype
+    assert torch.equal(packed.payload.view(torch.uint8), blocks.payload.view(torch.uint8).view(SHARDS, M))
+    assert torch.equal(packed.exponents, blocks.exponents.view(SHARDS, M // BLOCK))
+    assert same(packed.dequantize(), blocks.dequantize())
+    packed.payload.view(torch.uint8).fill_(7)
+    packed.exponents.fill_(9)
+    assert packed.data.tolist() == SHARDS * [M * [7] + M // BLOCK * [9]]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("units", [0, 1, 3])
+def test_packed_shapes_and_the_alignment_of_rows(shards, units):
+    m = units * SHARD_UNIT
+    for packed in (PackedBlocks.zeros(shards, m, "cpu"), PackedBlocks.empty(shards, m, "cpu")):
+        assert packed.data.shape == (shards, m + m // 128) and packed.data.dtype == torch.uint8
+        assert packed.payload.shape == (shards, m) and packed.exponents.shape == (shards, m // 128)
+        assert packed.numel == shards * m == packed.dequantize().numel()
+        assert packed.data.shape[1] % 16 == 0
+    assert not PackedBlocks.zeros(shards, m, "cpu").data.any()
+    assert PackedBlocks.empty(shards, m, "meta").data.device.type == "meta"
+
+
+@pytest.mark.parametrize("m", [1, 128, SHARD_UNIT - 128, SHARD_UNIT + 16])
+def test_packed_shards_of_other_sizes_are_refused(m):
+    for make in (PackedBlocks.zeros, PackedBlocks.empty):
+        with pytest.raises(ValueError, match=f"2048.*{m}"):
+            make(2, m, "cpu")
+
+
+@spans
+def test_packed_read_write_and_clear(first, count):
+    blocks, packed = random_packed()
+    before = packed.data.clone()
+    got = packed.read(first, count)
+    assert same_blocks(got, blocks.part(first, count))
+    assert got.payload.is_contiguous() and got.exponents.is_contiguous()
+    got.payload.view(torch.uint8).fill_(7)  # a copy
+    assert torch.equal(packed.data, before)
+
+    new = random_blocks(count)
+    packed.write(first, new)
+    assert torch.equal(packed.data, packed_bytes(replaced(blocks, first, new), SHARDS))
+    packed.clear(first, count)
+    zeros = BlockScaled(torch.zeros(count).to(E4M3.dtype), torch.zeros(count // BLOCK, dtype=torch.uint8))
+    assert torch.equal(packed.data, packed_bytes(replaced(blocks, first, zeros), SHARDS))
+
+
+@pytest.mark.parametrize(("first", "count"), BEYOND)
+def test_packed_refuses_what_is_not_whole_blocks_inside(first, count):
+    _, packed = random_packed()
+    before = packed.data.clone()
+    for act in (
+        lambda: packed.read(first, count),
+        lambda: packed.write(first, random_blocks(count)),
+        lambda: packed.clear(first, count),
+        lambda: quantize_blocks(torch.ones(count), out=packed, first=first),
+        lambda: add_blocks(torch.ones(count), packed, noise_seed(1), first),
+    ):
+        with pytest.raises(ValueError, match="128"):
+            act()
+    with pytest.raises(ValueError, match="128"):
+        packed.read(0, 100)
+    assert torch.equal(packed.data, before)
+
+
+@spans
+def test_quantize_into_packed(first, count):
+    x = wide_blocks(max(count // BLOCK, 1), 9)[:count]
+    for options in ({}, {"rounding": "stochastic", "noise": torch.rand(count)}):
+        blocks, packed = random_packed()
+        assert quantize_blocks(x, **options, out=packed, first=first) is packed
+        expected = replaced(blocks, first, quantize_blocks(x, **options))
+        assert torch.equal(packed.data, packed_bytes(expected, SHARDS))
+
+
+@spans
+def test_add_into_packed_takes_its_noise_from_the_first_of_x(first, count):
+    stored, x = quantize_blocks(torch.randn(SHARDS * M)), torch.randn(count)
+    packed, words = PackedBlocks(packed_bytes(stored, SHARDS)), noise_seed(first, count)
+    add_blocks(x, packed, words, first)
+    total = float32_sum(stored.part(first, count), x)
+    new = quantize_blocks(total, "stochastic", uniform_noise(count, words))
+    assert torch.equal(packed.data, packed_bytes(replaced(stored, first, new), SHARDS))
+
+
+# add_blocks
+
+
+def added(x: torch.Tensor, blocks: BlockScaled, words: tuple[int, int]) -> BlockScaled:
+    """`blocks` with x added, where they begin a PackedBlocks."""
+    n = blocks.payload.numel()
+    packed = PackedBlocks.zeros(1, -(-n // SHARD_UNIT) * SHARD_UNIT, "cpu")
+    packed.write(0, blocks)
+    assert add_blocks(x, packed, words) is None
+    return packed.read(0, n)
+
+
+def float32_sum(blocks: BlockScaled, x: torch.Tensor) -> torch.Tensor:
+    """Stored values + x, rounded to float32: of two float32, the float64 sum rounds to the right float32."""
+    powers = 2.0 ** (blocks.exponents.double() - 127)
+    stored = (blocks.payload.double().view(-1, BLOCK) * powers[:, None]).flatten()
+    return (stored + x.double()).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_add_is_one_float32_sum_rounded_stochastically(dtype, seed):
+    blocks = quantize_blocks(wide_blocks(30, seed) / 4)
+    ratio = 10 ** (3 * torch.randn(30 * BLOCK, generator=generator(seed)))
+    x = (blocks.dequantize() * torch.randn(30 * BLOCK, generator=generator(seed)) * ratio).clamp(-1e38, 1e38).to(dtype)
+    x = torch.where(x.isfinite(), x, 0.0)
+    total, words = float32_sum(blocks, x), noise_seed(seed, 1)
+    assert not torch.equal(total, x.float()) and not torch.equal(total, blocks.dequantize())
+    before = x.clone()
+    got = added(x, blocks, words)
+    assert same(x, before)
+    assert_exact(total, got, "stochastic", uniform_noise(30 * BLOCK, words))
+
+
+def test_add_repeats_itself_and_differs_from_seed_to_seed():
+    start = quantize_blocks(torch.randn(20 * BLOCK, generator=generator(1)))
+    x = torch.randn(20 * BLOCK, generator=generator(2))
+    sums = [added(x, start, words) for words in (noise_seed(1), noise_seed(1), noise_seed(2))]
+    assert same_blocks(sums[0], sums[1])
+    differing = sums[0].payload.view(torch.uint8) != sums[2].payload.view(torch.uint8)
+    assert 0.1 < differing.double().mean() < 0.6
+
+
+def test_the_mean_over_many_seeds_is_the_exact_sum_where_rounding_to_nearest_stalls():
+    """40 times the same x is added. Each of 400 copies of it has noise of its own."""
+    additions, copies, seed = 40, 400, torch.seed()
+    print(f"seed {seed}")
+    x = torch.randn(BLOCK, generator=generator(seed)).bfloat16()
+    exact = additions * x.double()
+    zeros = torch.zeros(copies * BLOCK)
+    stochastic, nearest = quantize_blocks(zeros), quantize_blocks(zeros[:BLOCK])
+    for i in range(additions):
+        stochastic = added(x.repeat(copies), stochastic, noise_seed(seed, i))
+        nearest = quantize_blocks(nearest.dequantize() + x)
+    results = stochastic.dequantize().view(copies, BLOCK).double()
+    error = (results.mean(0) - exact) / (results.std(0) / copies**0.5)  # in standard errors
+    assert error.abs().max() < 6.5
+    assert error.square().mean() < 2
+
+    def bias(total):
+        return ((total - exact) @ exact / (exact @ exact)).item()
+
+    assert abs(bias(results.mean(0))) < 0.01
+    assert bias(nearest.dequantize().double()) < -0.2
+    last = nearest.dequantize()
+    for _ in range(3):  # most elements stay for ever
+        nearest = quantize_blocks(nearest.dequantize() + x)
+    assert (nearest.dequantize() == last).double().mean() > 0.5
+
+
+def test_add_of_zeros_and_of_what_cancels():
+    start = quantize_blocks(torch.randn(3 * BLOCK, generator=generator()))
+    blocks = added(-start.dequantize(), start, noise_seed(1))
+    assert blocks.exponents.tolist() == [0, 0, 0]
+    assert same(blocks.dequantize(), torch.zeros(3 * BLOCK))
+    blocks = added(torch.zeros(3 * BLOCK), blocks, noise_seed(2))
+    assert blocks.exponents.tolist() == [0, 0, 0] and not blocks.payload.view(torch.uint8).any()
+    got = added(torch.zeros(3 * BLOCK), start, noise_seed(3))  # what is stored needs no rounding
+    assert same(got.dequantize(), start.dequantize())
+
+
+def test_add_keeps_denormals():
+    start = torch.zeros(BLOCK)
+    start[:2] = torch.tensor([2.0**-136, 2.0**-134])
+    blocks = quantize_blocks(start)
+    x = torch.full((BLOCK,), 2.0**-136)
+    blocks = added(x, blocks, noise_seed(1))
+    assert blocks.exponents.item() == 0 and same(blocks.dequantize(), start + x)
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_add_shows_the_non_finite_of_either_side_and_the_overflow(bad, dtype):
+    expected = torch.zeros(4 * BLOCK, dtype=torch.bool)
+    expected[BLOCK + 5] = expected[2 * BLOCK + 7] = True
+    start = torch.randn(4 * BLOCK, generator=generator())
+    start[BLOCK + 5] = bad
+    x = torch.randn(4 * BLOCK, generator=generator(2)).to(dtype)
+    x[2 * BLOCK + 7] = bad
+    blocks = added(x, quantize_blocks(start), noise_seed(1))
+    assert torch.equal(blocks.dequantize().isnan(), expected)
+    assert blocks.exponents[1:3].tolist() == [247, 247]
+    ends = torch.tensor([0, 3]).repeat_interleave(BLOCK) * BLOCK + torch.arange(BLOCK).repeat(2)
+    clean = added(torch.where(expected, 0.0, x), quantize_blocks(start), noise_seed(1))
+    assert same(blocks.dequantize()[ends], clean.dequantize()[ends])
+    blocks = added(torch.zeros(4 * BLOCK), blocks, noise_seed(2))  # and it stays
+    assert torch.equal(blocks.dequantize().isnan(), expected)
+
+
+def test_a_sum_beyond_float32_becomes_nan():
+    blocks = quantize_blocks(torch.full((BLOCK,), 3e38))
+    x = torch.full((BLOCK,), -3e38)
+    x[9] = 3e38
+    blocks = added(x, blocks, noise_seed(1))
+    assert blocks.dequantize().isnan().nonzero().flatten().tolist() == [9]
+
+
+@pytest.mark.parametrize("shape", [(100,), (2, BLOCK), (SHARD_UNIT + BLOCK,), ()])
+def test_add_refuses_other_shapes(shape):
+    with pytest.raises(ValueError, match="128"):
+        add_blocks(torch.ones(shape), PackedBlocks.zeros(1, SHARD_UNIT, "cpu"), noise_seed(1))

@@ -1,18 +1,30 @@
 """ops/reference.py against exact arithmetic: everything later is compared with these functions."""
 
+import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from exact import INF, NAN, edges, magnitudes, random_floats, rounded, same
+from exact import FP16, INF, NAN, edges, magnitudes, random_floats, rounded, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2
+from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
 from megatron_fp8.ops import reference
-from megatron_fp8.ops.reference import amax, gemm, quantize, quantize_blocks, sum_blocks, transpose
+from megatron_fp8.ops.reference import (
+    add_blocks,
+    amax,
+    gemm,
+    quantize,
+    quantize_blocks,
+    ring_sum,
+    square_sum_blocks,
+    sum_blocks,
+    transpose,
+)
 
 formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -240,7 +252,7 @@ def test_gemm_refuses_e5m2_by_e5m2():
         gemm(a, a, ONE, ONE)
 
 
-# sum_blocks (quantize_blocks: test_blocks.py)
+# sum_blocks and square_sum_blocks (quantize_blocks and add_blocks: test_blocks.py)
 
 
 def stacked(ranks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,6 +273,19 @@ def test_sum_blocks_adds_in_rank_order_in_float32(ranks):
     for r in range(ranks):
         expected = expected + quantize_blocks(x[r]).dequantize().numpy()
     assert torch.equal(out, torch.from_numpy(expected))
+    scale = torch.rand((), generator=generator())
+    assert sum_blocks(codes, exponents, out, scale) is out  # the finished sum, multiplied once
+    assert torch.equal(out, torch.from_numpy(expected * np.float32(scale.item())))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_sums_of_packed_shards_where_they_lie(ranks):
+    x = torch.randn(ranks, SHARD_UNIT, generator=generator())
+    packed = quantize_blocks(x.flatten(), out=PackedBlocks.zeros(ranks, SHARD_UNIT, "cpu"))
+    where_they_lie, alone = (packed.payload, packed.exponents), stacked(list(x))
+    total = sum_blocks(*alone, torch.empty(SHARD_UNIT))
+    assert torch.equal(sum_blocks(*where_they_lie, torch.empty(SHARD_UNIT)), total)
+    assert torch.equal(square_sum_blocks(*where_they_lie), square_sum_blocks(*alone))
 
 
 def test_sum_blocks_order_is_the_ranks():
@@ -281,6 +306,71 @@ def test_sum_blocks_shows_the_non_finite_and_takes_random_bits():
     assert same(out, alone[0] + alone[1] + 0.0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("blocks", [1, 9, 64])
+def test_square_sum_blocks_is_the_square_of_the_norm(ranks, blocks):
+    codes, exponents = stacked(list(torch.randn(ranks, blocks * BLOCK) * 10 ** torch.randn(ranks, 1)))
+    total = sum_blocks(codes, exponents, torch.empty(blocks * BLOCK)).tolist()
+    exact = sum(Fraction(value) ** 2 for value in total)
+    got = square_sum_blocks(codes, exponents)
+    assert got.shape == () and got.dtype == torch.float32
+    # A square's rounding, and those of some tens of partial sums.
+    assert abs(Fraction(got.item()) - exact) <= exact * 40 * Fraction(2) ** -24
+
+
+def test_square_sum_blocks_shows_the_non_finite():
+    ones = torch.ones(3 * BLOCK)
+    assert square_sum_blocks(*stacked([ones, -ones])).item() == 0
+    assert square_sum_blocks(*stacked([ones, 2 * ones])).item() == 9 * 3 * BLOCK
+    assert square_sum_blocks(*stacked([ones, 3e38 * ones])).item() == INF
+    codes, exponents = stacked([ones, ones])
+    codes.view(torch.uint8)[1, 200] = 0x7F
+    assert square_sum_blocks(codes, exponents).isnan()
+
+
+# ring_sum
+
+
+def hop(a: float, b: float) -> float:
+    """a + b rounded to FP16, then to E4M3, saturating."""
+    return NAN if math.isnan(a + b) else rounded(rounded(a + b, FP16), E4M3)
+
+
+def test_ring_sum_of_every_pair():
+    codes = torch.arange(256, dtype=torch.uint8)
+    pairs = torch.cartesian_prod(codes, codes).t().contiguous().view(E4M3.dtype)
+    got = ring_sum(pairs)
+    assert got.dtype == E4M3.dtype and got.shape == (256 * 256,)
+    expected = [hop(a, b) for a, b in zip(*pairs.float().tolist(), strict=True)]
+    assert same(got.float(), torch.tensor(expected))
+    sums = {a + b for a, b in zip(*pairs.float().tolist(), strict=True) if not math.isnan(a + b)}
+    assert all(hop(total, 0.0) == rounded(total, E4M3) for total in sums)  # FP16's own rounding changes nothing
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 33])
+def test_ring_sum_rounds_and_saturates_at_every_hop(ranks):
+    shards = torch.randn(ranks, 300) * 10 ** (2 * torch.rand(1, 300))
+    shards = quantize(shards, E4M3, ONE)
+    shards.view(torch.uint8)[-1, 7] = 0xFF
+    expected = []
+    for column in shards.float().t().tolist():
+        total = column[0]
+        for value in column[1:]:
+            total = hop(total, value)
+        expected.append(total)
+    before = shards.clone()
+    got = ring_sum(shards)
+    assert same(got.float(), torch.tensor(expected)) and got[7].isnan()
+    got.view(torch.uint8).zero_()
+    assert same(shards, before)
+
+
+def test_ring_sum_is_not_the_rounded_sum():
+    for column, expected in (([448, 448, -448], 0), ([448, -448, 448], 448), ([16] + 20 * [0.5], 16), ([NAN, 1], NAN)):
+        shards = torch.tensor(column, dtype=torch.float32)[:, None].to(E4M3.dtype)
+        assert same(ring_sum(shards).float(), torch.tensor([float(expected)]))
+
+
 # no host synchronisation
 
 
@@ -289,7 +379,11 @@ def test_nothing_is_read_by_the_host():
         x = torch.randn(BLOCK, BLOCK)
         q, q_t = quantize(x, E4M3, amax(x), transpose=True, amax_out=torch.zeros(()))
         gemm(q, q_t, amax(x), amax(x), out=torch.empty(BLOCK, BLOCK), accumulate=True)
-        blocks = quantize_blocks(x.flatten(), rounding="stochastic", noise=torch.rand(BLOCK * BLOCK))
-        out = sum_blocks(blocks.payload[None], blocks.exponents[None], torch.empty(BLOCK * BLOCK))
+        blocks = PackedBlocks.zeros(2, BLOCK * BLOCK // 2, "cpu")
+        quantize_blocks(x.flatten(), rounding="stochastic", noise=torch.rand(BLOCK * BLOCK), out=blocks)
+        add_blocks(x.flatten(), blocks, (1, 2))
+        shards = blocks.payload, blocks.exponents
+        out = sum_blocks(*shards, torch.empty(BLOCK * BLOCK // 2), square_sum_blocks(*shards))
+        ring_sum(q)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             reference.amax(out).item()

@@ -20,7 +20,8 @@ Where block b of a PackedBlocks lies: with per_row = m/128 blocks a row and pitc
     payload at (b // per_row) * pitch + (b % per_row) * 128,   exponent at (b // per_row) * pitch + b % per_row
 
 each from the first of its kind. m is a multiple of 2048, so pitch is one of 16: Triton sees that in the argument,
-and moves the payload as 16-byte vectors. A BlockScaled is one row. Offsets are 64-bit.
+and quantising and adding move the payload as 16-byte vectors (byte by byte without it). A BlockScaled is one row.
+Offsets are 64-bit.
 
 Stochastic rounding goes up where noise < the fraction of an ulp that truncation would drop
 (numerics/rounding.py). A program owns whole blocks and reads them before it writes: adding in place needs no
