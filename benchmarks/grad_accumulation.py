@@ -58,6 +58,7 @@ from grad_error import (
 )
 
 from megatron_fp8.numerics import E4M3, BlockScaled, ScaledTensor, compute_scale
+from megatron_fp8.numerics.blocks import PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed
 from megatron_fp8.ops import reference
 
@@ -77,9 +78,9 @@ def add_bf16(total: torch.Tensor | None, gradient: torch.Tensor, seed: tuple[int
     return gradient.bfloat16() if total is None else total + gradient.bfloat16()
 
 
-def add_stochastic(total: BlockScaled | None, gradient: torch.Tensor, seed: tuple[int, int]) -> BlockScaled:
+def add_stochastic(total: PackedBlocks | None, gradient: torch.Tensor, seed: tuple[int, int]) -> PackedBlocks:
     if total is None:
-        return reference.quantize_blocks(gradient.bfloat16())
+        return reference.quantize_blocks(gradient.bfloat16(), out=PackedBlocks.empty(1, gradient.numel(), "cpu"))
     reference.add_blocks(gradient.bfloat16(), total, seed)
     return total
 

@@ -43,9 +43,9 @@ from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
 
 _BLOCK = tl.constexpr(BLOCK)
-QUANTIZE_BLOCKS, QUANTIZE_WARPS = 16, 4  # blocks of 128 and warps a program
+QUANTIZE_BLOCKS, QUANTIZE_WARPS = 32, 4  # blocks of 128 and warps a program
 ADD_BLOCKS, ADD_WARPS = 16, 4
-SUM_BLOCKS, SUM_WARPS = 4, 4
+SUM_BLOCKS, SUM_WARPS = 16, 4
 
 
 @triton.jit

@@ -1,0 +1,359 @@
+"""The statistics: counts against direct computation, the SNR against its closed form, nothing off logging steps."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fp8.comm.shared import SharedScale
+from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
+from megatron_fp8.monitor import collect, write
+from megatron_fp8.monitor.collect import Monitor, count_cast
+from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together, weight_name
+from megatron_fp8.numerics.auto_scaling import ScalingRule
+from megatron_fp8.numerics.blocks import BLOCK, block_scales
+from megatron_fp8.numerics.formats import E4M3, E5M2, decode
+from megatron_fp8.numerics.scaling import compute_scale
+from megatron_fp8.ops import reference
+
+NONE = [[0.0] * 3] * len(CASTS), [[-math.inf] * 3] * len(CASTS), [0.0] * 4
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def direct_counts(x, fmt, scale):
+    """Overflows and underflows of a cast to nearest, one Python float at a time, from the format's definition."""
+    overflows = underflows = 0
+    for value in x.flatten().tolist():
+        size = abs(value) * scale
+        overflows += math.isfinite(value) and size > fmt.max * (1 + 2**-20)
+        underflows += value != 0 and size <= fmt.smallest_subnormal / 2  # a tie goes to zero, which is even
+    return overflows, underflows
+
+
+class TestCounts:
+    @pytest.mark.parametrize("fmt", [E4M3, E5M2])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("shape", [(1, 1), (7, 13), (129, 65), (333,)])
+    def test_of_one_scale(self, fmt, dtype, shape, monkeypatch):
+        monkeypatch.setattr(collect, "AT_ONCE", 1000)  # several portions
+        spread = math.log2(fmt.max / fmt.smallest_subnormal)
+        x = torch.randn(shape).mul(spread * math.log(2) / 2).exp().mul(torch.randn(shape).sign()).to(dtype)
+        edges = [0.0, -0.0, fmt.max, -fmt.max, fmt.max * 1.01, fmt.smallest_subnormal / 2, fmt.smallest_subnormal * 0.6]
+        edges += [math.nan, math.inf, -math.inf, 1e-40, 3e38]
+        if x.numel() > len(edges):
+            x.view(-1)[: len(edges)] = torch.tensor(edges).to(dtype)
+        for scale in (1.0, 2.0**-3, 2.0**5):  # exact, so that the definition needs no rounding
+            payload = reference.quantize(x, fmt, torch.tensor(scale))
+            counts = count_cast(x, payload, torch.tensor(1 / scale)).tolist()
+            assert counts == [x.numel(), *direct_counts(x, fmt, scale)]
+
+    def test_what_fills_the_format_does_not_overflow_and_the_next_number_does(self):
+        for amax in torch.rand(2000).mul(20).exp().bfloat16():
+            scale = compute_scale(amax.float(), E4M3)
+            x = torch.stack([amax, (amax.view(torch.int16) + 1).view(torch.bfloat16), -amax])
+            assert count_cast(x, reference.quantize(x, E4M3, scale), scale.reciprocal()).tolist() == [3, 1, 0]
+
+    def test_of_blocks(self):
+        x = torch.randn(37, BLOCK).mul(6).exp()
+        x[3], x[5, :9], x[6, 1], x[7, 7] = 0, 0, math.nan, math.inf
+        x[8] = 1e-44  # below half a step of the smallest scale
+        blocks = reference.quantize_blocks(x.flatten())
+        scales = block_scales(blocks.exponents)
+        small = x.double() <= E4M3.smallest_subnormal / 2 * scales[:, None].double()
+        underflows = int((small & (x != 0)).sum())
+        assert underflows > 2 * BLOCK  # blocks 6 and 7 lost nearly all
+        assert count_cast(x.flatten(), blocks.payload, scales).tolist() == [x.numel(), 0, underflows]
+        # With scales half as large, what lies beyond 448 * scale / 2 would have been clipped.
+        beyond = (x.double() > 448 * scales[:, None].double() / 2 * (1 + 2**-20)) & x.isfinite()
+        assert count_cast(x.flatten(), blocks.payload, scales / 2)[1] == beyond.sum() > 0
+
+
+class TestTally:
+    def test_the_snr_is_that_of_its_definition(self):
+        assert decibels(100.0, 1.0) == pytest.approx(20.0)
+        assert decibels(2.0, 1.0) == pytest.approx(3.0103, abs=1e-4)
+        assert decibels(1.0, 0.0) == math.inf
+        for signal, noise in [(math.nan, 1.0), (1.0, math.nan), (1.0, math.inf), (math.inf, math.inf)]:
+            assert decibels(signal, noise) == -math.inf
+
+    def test_what_was_not_cast_is_not_named(self):
+        assert Tally(*NONE).statistics() == {}
+        casts = [[200.0, 1.0, 3.0], *NONE[0][1:]]
+        extremes = [[5.0, 0.5, -0.25], *NONE[1][1:]]
+        assert Tally(casts, extremes, [1000.0, 10.0, 4.0, 0.04], 0.5).statistics() == {
+            "activation_overflows%": 0.5,
+            "activation_underflows%": 1.5,
+            "activation_cur_amax": 5.0,
+            "activation_scale_inv_min": 0.25,
+            "activation_scale_inv_max": 0.5,
+            "wgrad_reduced_saturations%": 1.0,
+            "wgrad_reduced_snr_db": pytest.approx(20.0),
+            "wgrad_mu": 0.5,
+        }
+
+    def test_together(self):
+        first = Tally([[10.0, 1.0, 0.0]] * 4, [[2.0, 0.5, -0.1]] * 4, [0.0, 0.0, 8.0, 1.0], mu=1.0)
+        other = Tally([[90.0, 0.0, 5.0]] * 4, [[1.0, 0.7, -0.3]] * 4, [0.0, 0.0, 2.0, 0.0], mu=0.5)
+        found = together([first, other]).statistics()
+        assert found["wgrad_overflows%"] == 1.0 and found["wgrad_underflows%"] == 5.0
+        assert found["gradient_cur_amax"] == 2.0
+        assert (found["weight_scale_inv_min"], found["weight_scale_inv_max"]) == (0.1, 0.7)
+        assert found["wgrad_reduced_snr_db"] == pytest.approx(10.0) and "wgrad_mu" not in found
+
+    def test_names(self):
+        name = weight_name("decoder.layers.mlp.linear_fc1", 13)
+        assert name == "decoder.layers.12.mlp.linear_fc1" and layer_name(name) == "decoder.layers.12"
+
+    def test_the_summary_names_the_worst(self):
+        text = summary(
+            {
+                "a_gradient_overflows%": 0.0,
+                "a_weight_underflows%": 1.0,
+                "b_weight_underflows%": 2.0,
+                "a_wgrad_reduced_snr_db": 30.0,
+                "b_wgrad_reduced_snr_db": -math.inf,
+            }
+        )
+        assert text == "most overflows 0 %; most underflows 2 % b_weight; lowest SNR -inf dB b"
+
+
+class Setup:
+    """One bucket of two weights, (48, 32) and (16, 16), in a group of one, watched at iterations 2, 4, ..."""
+
+    def __init__(self, group, monkeypatch, storage="fp8", wire="block", snr=True):
+        config = SimpleNamespace(
+            gemm="fp8", forward_format=E4M3, margin=0, log_interval=2, log_grad_snr=snr, grad_reduce=wire
+        )
+        params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((48, 32), (16, 16))]
+        self.weights = [Fp8Weight(param, config) for param in params]
+        for i, weight in enumerate(self.weights):
+            weight.path, weight.layer_number = f"decoder.layers.linear_{i}", 1
+        self.shared = None
+        if wire == "shared":
+            sizes = [w.param.numel() for w in self.weights]
+            self.shared = SharedScale(ScalingRule("post"), sizes, group, group, False, "cpu")
+        self.bucket = Bucket(self.weights, group, False, storage, self.reduce, lambda w: (w.param.numel(), 0))
+        self.monitor = Monitor(config, [self.bucket], self.shared, group, group)
+        self.written, self.counted = [], 0
+        monkeypatch.setattr(collect, "write", lambda tallies, iteration: self.written.append(tallies))
+        monkeypatch.setattr(collect, "current_iteration", lambda: self.iteration)
+        monkeypatch.setattr(collect, "count_cast", self.count)
+
+    def count(self, *args):
+        self.counted += 1
+        return count_cast(*args)
+
+    def reduce(self, bucket):
+        if self.shared is None:
+            return bucket.grads.local()
+        spans = [(a, b, i) for i, (_, a, b) in enumerate(bucket.spans)]
+        return self.shared.reduce(bucket.grads.dense(), spans)
+
+    def step(self, iteration, gradients):
+        """Train `iteration`, micro-batches having `gradients[i]` of each weight, and return the reduced gradient."""
+        self.iteration = iteration
+        self.bucket.begin_step(iteration)
+        self.monitor.begin()
+        for micro_batch in gradients:
+            for weight, gradient in zip(self.weights, micro_batch, strict=True):
+                weight.add_grad(wgrad_of(gradient))
+        self.bucket.launch()
+        self.bucket.land()
+        reduced = self.bucket.gradient().clone()
+        self.monitor.end()
+        return reduced
+
+    def tally(self, i=0):
+        (tallies,) = self.written
+        return tallies[f"decoder.layers.0.linear_{i}"]
+
+
+def wgrad_of(gradient):
+    def wgrad(out=None, accumulate=False, dtype=None):
+        if out is None:
+            return gradient.to(dtype)
+        return out.add_(gradient) if accumulate else out.copy_(gradient)
+
+    return wgrad
+
+
+def random_gradients(micro_batches=5):
+    return [[torch.randn(shape).mul(4).exp() for shape in ((48, 32), (16, 16))] for _ in range(micro_batches)]
+
+
+class TestMonitor:
+    @pytest.mark.parametrize("storage", ["fp32", "bf16", "fp8"])
+    @pytest.mark.parametrize("wire", ["block", "shared"])
+    def test_a_watched_step_has_the_gradients_of_one_that_is_not(self, group, monkeypatch, storage, wire):
+        setup, gradients = Setup(group, monkeypatch, storage, wire), random_gradients()
+        reduced = setup.step(2, gradients)
+        unwatched = Setup(group, monkeypatch, storage, wire)
+        unwatched.monitor.interval = 3
+        assert torch.equal(reduced, unwatched.step(2, gradients))
+        assert setup.counted > 0 == unwatched.counted and len(setup.written) == 1 and unwatched.written == []
+
+    def test_off_the_steps_that_log_nothing_runs(self, group, monkeypatch):
+        setup = Setup(group, monkeypatch)
+        for iteration in (1, 2, 3):
+            before = setup.counted
+            setup.step(iteration, random_gradients(2))
+            assert setup.counted - before == (2 + 2 * 2 if iteration == 2 else 0)
+            assert [w.watch for w in setup.weights] == [None, None] and setup.bucket.watch is None
+        assert len(setup.written) == 1 and not setup.monitor._reference
+
+    def test_a_step_that_never_ended_leaves_no_watch(self, group, monkeypatch):
+        setup = Setup(group, monkeypatch)
+        setup.iteration = 2
+        setup.monitor.begin()
+        assert setup.weights[0].watch is setup.bucket.watch is setup.monitor
+        setup.step(3, random_gradients(1))
+        assert setup.weights[0].watch is setup.bucket.watch is None and setup.written == []
+        assert not setup.monitor._reference
+
+    def test_blocks_of_zeros_do_not_set_the_smallest_scale(self, group, monkeypatch):
+        setup, gradients = Setup(group, monkeypatch), random_gradients(1)
+        gradients[0][0].view(-1)[:BLOCK], gradients[0][1][:] = 0, 0
+        setup.step(2, gradients)
+        scales = block_scales(reference.quantize_blocks(gradients[0][0].flatten()).exponents)[1:]
+        assert setup.tally(0).extremes[CASTS.index("wgrad")][1:] == [scales.max(), -scales.min()]
+        found = setup.tally(1).statistics()
+        assert found["wgrad_cur_amax"] == 0 and "wgrad_scale_inv_min" not in found
+
+    def test_fp8_storage_is_counted_at_every_addition(self, group, monkeypatch):
+        setup, gradients = Setup(group, monkeypatch), random_gradients()
+        setup.step(2, gradients)
+        twin = Setup(group, monkeypatch)  # the same noise: replay the additions and look between them
+        twin.bucket.begin_step(2)
+        slot, underflows, extremes = twin.weights[0].grad, 0, []
+        stored = torch.zeros(48 * 32)
+        for gradient, _ in gradients:
+            wanted = stored.double() + gradient.bfloat16().flatten().double()
+            slot.add(wgrad_of(gradient))
+            stored = slot.blocks.dequantize()
+            underflows += int(((wanted != 0) & (stored == 0)).sum())
+            extremes.append((float(wanted.abs().max().float()), block_scales(slot.blocks.exponents)))
+        tally = setup.tally()
+        assert underflows > 0 and tally.casts[CASTS.index("wgrad")] == [5 * 48 * 32, 0, underflows]
+        amax, largest, smallest = tally.extremes[CASTS.index("wgrad")]
+        assert amax == pytest.approx(max(a for a, _ in extremes))
+        assert largest == max(s.max() for _, s in extremes) and -smallest == min(s.min() for _, s in extremes)
+        signal = sum(g for g, _ in gradients)
+        noise = stored.view(48, 32) - signal
+        expected = 10 * math.log10(signal.double().square().sum() / noise.double().square().sum())
+        assert tally.statistics()["wgrad_reduced_snr_db"] == pytest.approx(expected, abs=1e-3)
+        assert 20 < expected < 40
+
+    def test_a_known_error_has_the_known_snr(self, group, monkeypatch):
+        """Every element off by 2^-8 of itself: 20 log10(2^8) dB."""
+        setup = Setup(group, monkeypatch, storage="bf16")
+        setup.step(2, [[torch.full(shape, 1 + 2.0**-8) for shape in ((48, 32), (16, 16))]])  # a tie, to even: 1
+        expected = 20 * math.log10(2**8 + 1)
+        assert setup.tally().statistics()["wgrad_reduced_snr_db"] == pytest.approx(expected, abs=1e-4)
+
+    def test_fp32_storage_and_nothing_sent_is_without_noise(self, group, monkeypatch):
+        setup = Setup(group, monkeypatch, storage="fp32")
+        setup.step(2, random_gradients())
+        found = setup.tally().statistics()
+        assert found["wgrad_reduced_snr_db"] == math.inf and "wgrad_overflows%" not in found
+
+    def test_without_the_flag_there_is_no_snr(self, group, monkeypatch):
+        setup = Setup(group, monkeypatch, snr=False)
+        setup.step(2, random_gradients())
+        assert not any("snr" in name for name in setup.tally().statistics())
+
+    def test_weights_are_counted_once(self, group, monkeypatch):
+        setup = Setup(group, monkeypatch)
+        weight = setup.weights[0].param.detach()
+        scale = float(compute_scale(weight.abs().max().float(), E4M3))
+        setup.step(2, random_gradients())
+        tally = setup.tally()
+        assert tally.casts[CASTS.index("weight")] == [weight.numel(), *direct_counts(weight, E4M3, scale)]
+        amax, largest, smallest = tally.extremes[CASTS.index("weight")]
+        assert amax == weight.abs().max() and largest == -smallest == pytest.approx(1 / scale)
+
+    def test_the_shared_scale_is_counted_before_and_after_the_sum(self, group, monkeypatch):
+        setup, gradients = Setup(group, monkeypatch, "fp32", "shared"), random_gradients(1)
+        setup.shared.mu = setup.shared.mu * torch.tensor([4.0, 1.0])  # what mu may become: clips
+        setup.step(2, gradients)
+        for i in range(2):
+            values = gradients[0][i]
+            scale = float(compute_scale(values.max(), E4M3) * setup.shared.mu[i])
+            tally, elements = setup.tally(i), values.numel()
+            assert tally.casts[CASTS.index("wgrad")] == [elements, *direct_counts(values, E4M3, scale)]
+            payload = decode(reference.quantize(values, E4M3, torch.tensor(scale)))
+            assert tally.reduced[:2] == [elements, int((payload.abs() == 448).sum())]
+            assert tally.mu == setup.shared.mu[i]
+        assert setup.tally(0).casts[CASTS.index("wgrad")][1] > 0 == setup.tally(1).casts[CASTS.index("wgrad")][1]
+
+    def test_nan_and_infinity_neither_saturate_nor_vanish(self, group, monkeypatch):
+        setup, gradients = Setup(group, monkeypatch), random_gradients(2)
+        for gradient, bad in zip(gradients[1], (math.nan, math.inf), strict=True):
+            gradient.fill_(1.0)[3, 5] = bad
+        gradients[0] = [torch.ones_like(g) for g in gradients[0]]
+        setup.step(2, gradients)
+        for i in range(2):
+            found = setup.tally(i).statistics()
+            assert found["wgrad_overflows%"] == 0.0 and found["wgrad_reduced_snr_db"] == -math.inf
+            assert found["wgrad_cur_amax"] == math.inf  # a NaN would be lost between ranks: see Monitor.end
+
+    def test_activations_and_gradients_are_counted_while_training_only(self, group, monkeypatch):
+        setup = Setup(group, monkeypatch)
+        setup.iteration = 2
+        setup.monitor.begin()
+        weight = setup.weights[0]
+        x, dy = torch.randn(33, 32).bfloat16(), torch.randn(33, 48).mul(9).exp().bfloat16()
+        for role, tensor, fmt in ((INPUT, x, E4M3), (GRAD, dy, E5M2)):
+            weight.quantize(tensor, role, fmt, transpose=True, training=False)
+            weight.quantize(tensor, role, fmt, transpose=False, training=True)
+            weight.quantize(tensor, role, fmt, transpose=True, training=True)
+        weight.add_grad(wgrad_of(torch.ones(48, 32)))
+        setup.bucket.launch()
+        setup.bucket.land()
+        setup.monitor.end()
+        for role, tensor, fmt in ((INPUT, x, E4M3), (GRAD, dy, E5M2)):
+            scale = float(compute_scale(tensor.abs().max().float(), fmt))
+            overflows, underflows = direct_counts(tensor, fmt, scale)
+            assert setup.tally().casts[role] == [2 * tensor.numel(), 2 * overflows, 2 * underflows]
+        assert setup.tally().casts[GRAD][2] > 0
+
+    def test_a_delayed_scale_that_is_too_large_overflows(self, group, monkeypatch):
+        setup = Setup(group, monkeypatch)
+        setup.iteration = 2
+        setup.monitor.begin()
+        x = torch.randn(64, 32).bfloat16()
+        scale = torch.tensor(448.0)  # made for an amax of 1
+        payload = reference.quantize(x, E4M3, scale)
+        setup.monitor.cast(setup.weights[0], INPUT, x, payload, scale.reciprocal())
+        setup.monitor.end()
+        beyond = int((x.abs() > 1).sum())
+        assert beyond > 100 and setup.tally().casts[INPUT][:2] == [x.numel(), beyond]
+
+
+def test_every_rank_prints_and_writes_what_is_its_own(group, monkeypatch, capsys):
+    scalars, logs = {}, []
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: scalars.update({(name, step): value}))
+    wandb = SimpleNamespace(log=lambda values, step: logs.append((values, step)))
+    monkeypatch.setattr(write, "get_tensorboard_writer", lambda: writer)
+    monkeypatch.setattr(write, "get_wandb_writer", lambda: wandb)
+    tally = Tally([[100.0, 0.0, 2.0], *NONE[0][1:]], NONE[1], NONE[2])
+    write.write({"decoder.layers.3.mlp.linear_fc1": tally, "decoder.layers.3.mlp.linear_fc2": tally}, 100)
+    assert scalars[("decoder.layers.3.mlp.linear_fc1_activation_underflows%", 100)] == 2.0
+    assert scalars[("decoder.layers.3_activation_underflows%", 100)] == 2.0
+    assert logs == [({name: value for (name, _), value in scalars.items()}, 100)]
+    line = "[fp8] iteration 100: most overflows 0 %; most underflows 2 % decoder.layers.3.mlp.linear_fc1_activation\n"
+    assert capsys.readouterr().out == line
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(write, "get_tensorboard_writer", lambda: None)
+    monkeypatch.setattr(write, "get_wandb_writer", lambda: None)
+    write.write({"decoder.layers.3.mlp.linear_fc1": tally}, 200)
+    assert capsys.readouterr().out == "" and len(logs) == 1
