@@ -323,12 +323,12 @@ def _scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
             raise ValueError(f"{flag} {value}: no effect; add --fp8-grad-reduce shared, or remove it")
         if flag != "--fp8-grad-scaling" and mode != AUTO:
             raise ValueError(f"{flag} {value} with --fp8-grad-scaling {mode}: no effect; use auto, or remove it")
-        if not isinstance(value, str) and value <= 0:
+        if not isinstance(value, str) and not value > 0:
             raise ValueError(f"{flag} {value}: use a number above 0")
     if mode not in MODES:
         raise ValueError(f"--fp8-grad-scaling {mode}: no such value; use auto, pre or post")
     backoff = given.get("--fp8-grad-scaling-backoff", 0.5)
-    if backoff >= 1:
+    if not backoff < 1:
         raise ValueError(f"--fp8-grad-scaling-backoff {backoff}: mu must shrink; use a number below 1")
     names = {"threshold", "window", "backoff", "initial", "interval"}
     values = {flag.rpartition("-")[2].replace("init", "initial"): value for flag, value in given.items()}

@@ -67,7 +67,7 @@ def own_flags() -> str:
     parser = add_fp8_arguments(argparse.ArgumentParser(add_help=False))
     return table(
         ("flag", "values", "meaning"),
-        ((f"`{a.option_strings[0]}`", a.metavar, a.help) for a in parser._actions),
+        ((f"`{a.option_strings[0]}`", a.metavar or "", a.help) for a in parser._actions),
     )
 
 

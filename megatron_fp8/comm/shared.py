@@ -17,7 +17,7 @@ in the order of NCCL's ring: chunk j starts at rank j+1 and ends at rank j; each
 (found bit for bit equal to NCCL 2.28 on four H200s).
 
 NaN stays NaN through cast and sum; an infinity becomes NaN.  A tensor whose maximum is not finite has no scale of its
-own: 1 enters the minimum, and its NaN travels on.
+own: 1 enters the minimum, and its NaN travels on.  A rank whose gradient is zero leaves the scale to the others.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from .. import ops
 from ..numerics.auto_scaling import AUTO, ScalingRule
 from ..numerics.formats import E4M3, decode
-from ..numerics.scaling import compute_scale
+from ..numerics.scaling import LARGEST_SCALE, compute_scale
 from ..ops.reference import ring_sum
 from . import wire
 
@@ -86,12 +86,12 @@ class SharedScale:
         """
         first_tensor = spans[0][2]
         amax = torch.stack([ops.amax(values[a:b]) for a, b, _ in spans])
-        shared = compute_scale(amax, E4M3)
+        shared = compute_scale(amax, E4M3, previous=torch.where(amax == 0, LARGEST_SCALE, 1.0))
         if self.group.size() > 1:
             handle = dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
             wire.count("grad_scales", 2 * shared.nbytes, self.group)
             yield [handle]
-        factor = shared * self.mu[first_tensor : first_tensor + len(spans)]
+        factor = (shared * self.mu[first_tensor : first_tensor + len(spans)]).clamp(max=LARGEST_SCALE)
         payload = torch.zeros(values.numel(), dtype=torch.uint8, device=values.device).view(E4M3.dtype)
         for i, (a, b, t) in enumerate(spans):
             payload[a:b] = ops.quantize(values[a:b], E4M3, factor[i])

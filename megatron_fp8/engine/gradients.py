@@ -13,7 +13,7 @@ measured).  The first write rounds to nearest: nothing is there to stall on, and
 The noise is a hash of the element's index and of a seed made of the run's seed, the step, the micro-batch, the
 data-parallel rank and the weight: a run that restarts from a checkpoint draws the same.
 
-A NaN or an infinity in dW is a NaN in G in every format.
+A NaN or an infinity in dW stays visible in G: in FP8 as a NaN.
 """
 
 from collections.abc import Callable

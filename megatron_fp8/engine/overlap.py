@@ -14,7 +14,7 @@ send and receive is held twice until they land.
 
 Buckets of a model chunk go out in their order, never out of turn: collectives must start in the same order on all
 ranks.  Which micro-batch is the last is Megatron's business: its schedules open DDP's `no_sync` for all others, and
-with --align-grad-reduce under a pipeline they say themselves when (`start_grad_sync`).  Without
+under a pipeline they say themselves when (`start_grad_sync`, but for --no-align-grad-reduce).  Without
 --overlap-grad-reduce, and for what is left, everything goes out at the end.
 """
 

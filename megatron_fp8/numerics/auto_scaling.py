@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+LARGEST_MU = 2.0**16
 AUTO, PRE, POST = MODES = ("auto", "pre", "post")
 
 
@@ -45,4 +46,4 @@ class ScalingRule:
     def next(self, mu: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """mu after a look at the share of saturated elements, both (tensors,) FP32, as a new tensor."""
         grow = 2.0 ** (self.interval / self.window)
-        return torch.where(share > self.threshold, mu * self.backoff, mu * grow)
+        return torch.where(share > self.threshold, mu * self.backoff, (mu * grow).clamp(max=LARGEST_MU))

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from megatron_fp8.numerics.formats import Format
 
-_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 
 def _scale(target: torch.Tensor, amax: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
-    scale = (target / amax).clamp(_SMALLEST_SCALE, _LARGEST_SCALE)
+    scale = (target / amax).clamp(SMALLEST_SCALE, LARGEST_SCALE)
     known = (amax > 0) & (amax < torch.inf)  # false for NaN
     return torch.where(known, scale, 1.0 if previous is None else previous)
 

@@ -8,20 +8,30 @@ O1 = ["--fp8-level", "O1"]
 TOOLS = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
 
 
+nightly = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("value", "rank", "flags"),
+    ("value", "rank", "at", "flags"),
     [
-        ("nan", 0, []),
-        ("inf", 1, ["--use-distributed-optimizer"]),
-        ("-inf", 1, ["--fp8-grad-reduce", "fp32"]),
+        ("nan", 0, "storage", "--fp8-grad-accum fp32"),
+        ("inf", 1, "storage", "--fp8-grad-accum fp32 --use-distributed-optimizer"),
+        ("-inf", 1, "storage", "--fp8-grad-accum fp32 --fp8-grad-reduce fp32"),
+        ("nan", 1, "storage", "--fp8-grad-accum fp8 --use-distributed-optimizer"),
+        ("-inf", 0, "wgrad", "--fp8-grad-accum fp8 --use-distributed-optimizer --overlap-grad-reduce"),
+        ("inf", 1, "wgrad", "--fp8-grad-accum fp8 --fp8-grad-reduce shared"),
+        ("nan", 0, "storage", "--fp8-grad-accum fp32 --fp8-grad-reduce shared --use-distributed-optimizer"),
+        pytest.param("-inf", 1, "storage", "--fp8-grad-accum bf16 --fp8-grad-reduce shared", marks=nightly),
+        pytest.param("nan", 0, "wgrad", "--fp8-grad-accum bf16 --use-distributed-optimizer", marks=nightly),
+        pytest.param("nan", 1, "wgrad", "--fp8-grad-accum fp8 --fp8-grad-reduce fp32", marks=nightly),
     ],
 )
-def test_a_non_finite_gradient_skips_the_step_everywhere(value, rank, flags):
+def test_a_non_finite_gradient_skips_the_step_everywhere(value, rank, at, flags):
     run = run_megatron(
         2,
-        [*TINY_GPT, *O1, *flags, "--train-iters", "5"],
+        [*TINY_GPT, *O1, *flags.split(), "--train-iters", "5"],
         script=str(ROOT / "tests/scripts/poisoned_gradient.py"),
-        env={**TOOLS, "POISON": value, "POISONED_RANK": str(rank)},
+        env={**TOOLS, "POISON": value, "POISONED_RANK": str(rank), "POISON_AT": at},
     )
     assert [step.skipped for step in run.steps] == [0, 0, 1, 0, 0]
     for r in range(2):  # the ranks' lines may run into each other

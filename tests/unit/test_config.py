@@ -14,12 +14,14 @@ from commands import MODEL, O1, error_of
 from megatron_fp8 import config as config_module
 from megatron_fp8.config import (
     Fp8Config,
+    adapt_stock_args,
     check_data_files,
     check_device,
     check_megatron_version,
     config_from_args,
 )
 from megatron_fp8.level import CELLS
+from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.formats import E4M3, E5M2
 
 
@@ -43,6 +45,7 @@ def test_o1(parse):
     assert dataclasses.asdict(config) == {
         "level": "O1",
         **{c.name: c.at("O1") for c in CELLS},
+        "grad_accum": "fp8",
         "forward_format": dataclasses.asdict(E4M3),
         "grad_format": dataclasses.asdict(E5M2),
         "recipe": "delayed",
@@ -53,6 +56,11 @@ def test_o1(parse):
         "bf16_layers_start": 0,
         "bf16_layers_end": 0,
         "keep_transpose_cache": False,
+        "grad_reduce_hierarchy": "off",
+        "grad_scaling": dataclasses.asdict(ScalingRule()),
+        "log_interval": 100,
+        "log_grad_snr": False,
+        "seed": 1234,
         "attention": "torch",
         "masked_attention": False,
     }
@@ -79,13 +87,139 @@ def test_attention_of_transformer_engine(parse, monkeypatch):
     assert config_from_args(args).attention == "te"
 
 
+# Every flag of ours but the level, with a value; None: a switch.
+OURS = {
+    **{c.flag: c.available[0] for c in CELLS},
+    "--fp8-grad-reduce-hierarchy": "node",
+    "--fp8-grad-scaling": "auto",
+    "--fp8-grad-scaling-threshold": "0.001",
+    "--fp8-grad-scaling-window": "50",
+    "--fp8-grad-scaling-backoff": "0.25",
+    "--fp8-grad-scaling-init": "0.7",
+    "--fp8-grad-scaling-interval": "10",
+    "--fp8-log-interval": "0",
+    "--fp8-log-grad-snr": None,
+    "--fp8-attention": "torch",
+}
+
+
 @pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no_level", "O0"])
-@pytest.mark.parametrize("flag", [*(c.flag for c in CELLS), "--fp8-attention"])
+@pytest.mark.parametrize("flag", OURS)
 def test_our_flags_need_a_level(flag, level, parse):
-    value = "torch" if flag == "--fp8-attention" else next(c for c in CELLS if c.flag == flag).available[0]
-    message = error_of(config_from_args, parse(*MODEL, *level, flag, value))
-    assert message.startswith(f"{flag} {value} with ")
+    given = [flag] if OURS[flag] is None else [flag, OURS[flag]]
+    message = error_of(config_from_args, parse(*MODEL, *level, *given))
+    assert message.startswith(f"{flag} {OURS[flag] or True} with ")
     assert "add --fp8-level O1, or remove it" in message
+
+
+SHARED = [*O1, "--fp8-grad-reduce", "shared"]
+
+
+def test_auto_scaling_as_given(parse):
+    assert config_from_args(parse(*SHARED)).grad_scaling == ScalingRule()
+    flags = [word for flag, value in OURS.items() if flag.startswith("--fp8-grad-scaling") for word in (flag, value)]
+    assert config_from_args(parse(*SHARED, *flags)).grad_scaling == ScalingRule("auto", 0.001, 50, 0.25, 0.7, 10)
+    for mode in ("pre", "post"):
+        assert config_from_args(parse(*SHARED, "--fp8-grad-scaling", mode)).grad_scaling == ScalingRule(mode)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "storage", "line"),
+    [
+        ("--global-batch-size 16", 1, "fp8", None),  # of micro-batches of 2: 8 a step
+        ("--global-batch-size 18", 1, "bf16", "gradients in BF16: 9 micro-batches a step would have "),
+        ("--global-batch-size 64", 4, "fp8", None),
+        ("--global-batch-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, "bf16", "32 mi"),
+        ("--global-batch-size 64 --fp8-grad-accum auto", 2, "bf16", "16 micro-batches"),
+        ("--global-batch-size 64 --fp8-grad-accum fp8", 2, "fp8", "--fp8-grad-accum fp8: 16 micro-batches a step"),
+        ("--global-batch-size 64 --fp8-grad-accum bf16", 2, "bf16", None),
+        ("--global-batch-size 16 --fp8-grad-accum fp32", 1, "fp32", None),
+        ("", 8, "fp8", None),  # Megatron's default is one micro-batch
+    ],
+)
+def test_many_micro_batches_are_stored_in_bf16_and_the_log_says_so(flags, world, storage, line, parse):
+    args = parse(*O1, *flags.split())
+    args.world_size = world
+    config = config_from_args(args)
+    assert config.grad_accum == storage
+    lines = [text for text in adapt_stock_args(args, config) if "micro-batches" in text]
+    assert len(lines) == (line is not None) and all(line in text for text in lines)
+
+
+@pytest.mark.parametrize("value", ["off", "node", "1", "8"])
+def test_hierarchy_as_given(value, parse):
+    flags = ["--use-distributed-optimizer", "--fp8-grad-reduce-hierarchy", value]
+    assert config_from_args(parse(*O1, *flags)).grad_reduce_hierarchy == value
+
+
+def test_statistics_as_given(parse):
+    config = config_from_args(parse(*O1, "--fp8-log-interval", "0", "--fp8-log-grad-snr", "--seed", "99"))
+    assert (config.log_interval, config.log_grad_snr, config.seed) == (0, True, 99)
+
+
+HIERARCHY = "--fp8-grad-reduce-hierarchy"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--fp8-grad-accum fp4", "--fp8-grad-accum fp4: no such value (available: auto, fp8, bf16, fp32)"),
+        ("--fp8-grad-reduce ring", "--fp8-grad-reduce ring: no such value (available: block, shared, fp32)"),
+        *(
+            (f"{flag} {OURS[flag]}", f"{flag} {OURS[flag]}: no effect; add --fp8-grad-reduce shared, or remove it")
+            for flag in OURS
+            if flag.startswith("--fp8-grad-scaling")
+        ),
+        *(
+            (
+                f"--fp8-grad-reduce shared --fp8-grad-scaling {mode} {flag} {OURS[flag]}",
+                f"{flag} {OURS[flag]} with --fp8-grad-scaling {mode}: no effect; use auto, or remove it",
+            )
+            for mode in ("pre", "post")
+            for flag in OURS
+            if flag.startswith("--fp8-grad-scaling-")
+        ),
+        (
+            "--fp8-grad-reduce shared --fp8-grad-scaling middle",
+            "--fp8-grad-scaling middle: no such value; use auto, pre or post",
+        ),
+        *(
+            (f"--fp8-grad-reduce shared {flag} {value}", f"{flag} {value}: use a number above 0")
+            for flag, value in [
+                ("--fp8-grad-scaling-threshold", "0.0"),
+                ("--fp8-grad-scaling-window", "0"),
+                ("--fp8-grad-scaling-backoff", "-0.5"),
+                ("--fp8-grad-scaling-init", "0.0"),
+                ("--fp8-grad-scaling-interval", "-1"),
+            ]
+        ),
+        (
+            "--fp8-grad-reduce shared --fp8-grad-scaling-backoff 1.0",
+            "--fp8-grad-scaling-backoff 1.0: mu must shrink; use a number below 1",
+        ),
+        *(
+            (
+                f"--use-distributed-optimizer {HIERARCHY} {value}",
+                f"{HIERARCHY} {value}: use off, node, or the number of data-parallel ranks in a node",
+            )
+            for value in ("nodes", "0", "-2", "2.5")
+        ),
+        *(
+            (
+                f"--use-distributed-optimizer --fp8-grad-reduce {wire} {HIERARCHY} 2",
+                f"{HIERARCHY} 2 with --fp8-grad-reduce {wire}: only block has two levels; remove one",
+            )
+            for wire in ("fp32", "shared")
+        ),
+        (
+            f"{HIERARCHY} node",
+            f"{HIERARCHY} node: needs --use-distributed-optimizer; add it, or remove the hierarchy",
+        ),
+        ("--fp8-log-interval -1", "--fp8-log-interval -1: use 0 (never) or more"),
+    ],
+)
+def test_mistakes_about_gradients(flags, message, parse):
+    assert error_of(config_from_args, parse(*O1, *flags.split())) == message
 
 
 @pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no_level", "O0"])
@@ -142,7 +276,7 @@ def test_our_arguments_reach_no_stock_config():
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig
 
-    ours = {"fp8_level", "fp8_attention", *(c.dest for c in CELLS)}
+    ours = {flag[2:].replace("-", "_") for flag in ("--fp8-level", *OURS)}
     for stock in (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
         assert not ours & {f.name for f in dataclasses.fields(stock)}
 
@@ -150,7 +284,7 @@ def test_our_arguments_reach_no_stock_config():
 def test_help_lists_our_group(parser):
     (group,) = [g for g in parser._action_groups if g.title == "megatron-fp8"]
     flags = [a.option_strings[0] for a in group._group_actions]
-    assert flags == ["--fp8-level", *(c.flag for c in CELLS), "--fp8-attention"]
+    assert flags == ["--fp8-level", *OURS]
     assert all(a.default is None for a in group._group_actions)
 
 

@@ -5,9 +5,9 @@ import pytest
 from megatron_fp8 import level
 from megatron_fp8.level import CELLS, LEVELS, missing, resolve
 
-FIRST = {  # O1 of the design, with gradients accumulated in FP32 in this version
+FIRST = {  # O1 of the design
     "gemm": "fp8",
-    "grad_accum": "fp32",
+    "grad_accum": "auto",
     "grad_reduce": "block",
     "exp_avg": "fp32",
     "exp_avg_sq": "fp32",
@@ -42,7 +42,17 @@ def test_o1():
     assert resolve("O1", dict.fromkeys(FIRST)) == FIRST
 
 
-@pytest.mark.parametrize("cell, value", [("gemm", "bf16"), ("grad_reduce", "fp32"), ("gemm", "fp8")])
+@pytest.mark.parametrize(
+    "cell, value",
+    [
+        ("gemm", "bf16"),
+        ("gemm", "fp8"),
+        ("grad_reduce", "fp32"),
+        ("grad_reduce", "shared"),
+        ("grad_accum", "bf16"),
+        ("grad_accum", "fp8"),
+    ],
+)
 def test_override(cell, value):
     assert resolve("O1", {cell: value}) == {**FIRST, cell: value}
 

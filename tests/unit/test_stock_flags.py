@@ -12,7 +12,6 @@ from commands import O1, error_of
 
 from megatron_fp8 import stock_flags
 from megatron_fp8.config import adapt_stock_args, config_from_args
-from megatron_fp8.level import CELLS
 from megatron_fp8.stock_flags import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, plain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,7 +70,8 @@ def test_table_names_stock_flags(parser):
 
 
 def test_every_stock_flag_that_looks_numeric_is_classified(parser):
-    ours = {"--fp8-level", "--fp8-attention", *(c.flag for c in CELLS)}
+    (group,) = [g for g in parser._action_groups if g.title == "megatron-fp8"]
+    ours = {a.option_strings[0] for a in group._group_actions}
     classified = ours | {row.flag for row in TABLE} | set(IRRELEVANT)
     missing = [
         action.option_strings

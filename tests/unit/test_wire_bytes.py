@@ -1,0 +1,132 @@
+"""Bytes on the wire for the models of FP8-LM's Table 1: our collectives, counted, against its Table 5.
+
+The collectives run in torch's fake process group, which sends nothing, over tensors on the meta device, which have
+no memory: so one process counts what a rank of 32 sends for 7 billion weights.  Per GPU and step the paper has
+
+    (W / (TP PP) * b + 2 V h / TP * 6) * (DP - 1) / DP  bytes,   W = 12 h^2 L,  b = 6 for BF16,  b = 2 for FP8
+
+b being the gradient (4, or 1) and the weight (2, or 1); embedding and head stay at 6.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from megatron_fp8.comm import wire
+from megatron_fp8.comm.reduce import reduce_blocks, reduce_fp32
+from megatron_fp8.comm.shared import SharedScale
+from megatron_fp8.numerics.auto_scaling import ScalingRule
+from megatron_fp8.numerics.blocks import PackedBlocks
+
+GIB, VOCABULARY = 2**30, 50_304
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    layers: int
+    tp: int
+    pp: int
+    dp: int
+    bf16: float  # GiB, Table 5
+    fp8: float
+
+    @property
+    def weights(self) -> int:
+        """Of a rank's linears."""
+        return 12 * self.hidden**2 * self.layers // (self.tp * self.pp)
+
+    @property
+    def embeddings(self) -> float:
+        """Bytes a rank sends for the embedding or the head, or both: the paper's term."""
+        return 2 * VOCABULARY * self.hidden / self.tp * 6 * (self.dp - 1) / self.dp
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave a rank for each byte of its weights."""
+        return self.weights * (self.dp - 1) / self.dp
+
+    @property
+    def group(self) -> FakeProcessGroup:
+        """Of data parallelism."""
+        return FakeProcessGroup._create_internal(1, self.dp)
+
+
+MODELS = {
+    "7B": Model(4096, 32, 1, 1, 32, 37.2, 13.9),
+    "13B": Model(5120, 40, 2, 1, 16, 34.3, 12.4),
+    "175B": Model(12288, 96, 8, 4, 4, 23.4, 8.2),
+}
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS)
+def model(request):
+    wire.sent_bytes.clear()
+    yield request.param
+    wire.sent_bytes.clear()
+
+
+def on_meta(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def reduced_in_blocks(model) -> int:
+    packed = PackedBlocks.empty(model.dp, model.weights // model.dp, "meta")
+    wire.Flight(reduce_blocks(packed, model.group, True)).land()
+    return wire.sent_bytes.pop("grad_reduce")
+
+
+def reduced_with_a_shared_scale(model) -> int:
+    """In one piece for each linear of a rank: qkv, proj, fc1 and fc2 of every layer."""
+    share, layers = model.hidden**2 // model.tp, model.layers // model.pp
+    sizes = [part * share for part in (3, 1, 4, 4)] * layers
+    assert sum(sizes) == model.weights
+    shared = SharedScale(ScalingRule(), sizes, model.group, model.group, True, "meta")
+    for first in range(0, len(sizes), 4):  # a layer a bucket
+        ends = torch.tensor(sizes[first : first + 4]).cumsum(0).tolist()
+        spans = [(end - sizes[first + i], end, first + i) for i, end in enumerate(ends)]
+        wire.Flight(shared.reduce(on_meta(ends[-1], torch.bfloat16), spans)).land()
+    shared.end_step(1)
+    return wire.sent_bytes.pop("grad_reduce")
+
+
+def gathered(model, dtype) -> int:
+    wire.all_gather_weights(on_meta(model.weights, dtype), model.group)
+    return wire.sent_bytes.pop("weight_gather")
+
+
+def test_blocks_cost_a_byte_and_a_128th(model):
+    assert reduced_in_blocks(model) == model.sent * (1 + 1 / 128)
+    assert not wire.sent_bytes
+
+
+def test_a_shared_scale_costs_a_byte_and_its_scales_next_to_nothing(model):
+    assert reduced_with_a_shared_scale(model) == model.sent
+    scales = wire.sent_bytes.pop("grad_scales")
+    assert 0 < scales < 1e-6 * model.sent and not wire.sent_bytes
+
+
+def test_the_papers_volume_of_fp8(model):
+    """With FP8 gradients, and weights gathered in one byte (not yet: the next test)."""
+    total = reduced_with_a_shared_scale(model) + gathered(model, torch.uint8) + model.embeddings
+    formula = (model.weights * 2 + 2 * VOCABULARY * model.hidden / model.tp * 6) * (model.dp - 1) / model.dp
+    assert total == pytest.approx(formula, rel=1e-12)
+    assert total / GIB == pytest.approx(model.fp8, abs=0.1)
+
+
+def test_the_papers_volume_of_bf16(model):
+    """FP32 gradients and BF16 weights, as `--fp8-grad-reduce fp32` sends them."""
+    wire.Flight(reduce_fp32(on_meta(model.weights, torch.float32), model.group, True)).land()
+    total = wire.sent_bytes.pop("grad_reduce") + gathered(model, torch.bfloat16) + model.embeddings
+    assert total / GIB == pytest.approx(model.bf16, abs=0.1)
+
+
+def test_o1_gathers_weights_in_bf16(model):
+    """3 + 1/128 bytes a weight instead of 6: the gradients' three are saved, the weights' one is not yet."""
+    gradients, weights = reduced_in_blocks(model), gathered(model, torch.bfloat16)
+    assert (gradients + weights) / model.sent == pytest.approx(3 + 1 / 128, rel=1e-12)
+    o1 = (gradients + weights + model.embeddings) / GIB
+    assert model.fp8 < o1 < 0.6 * model.bf16
+    print(f"O1 sends {o1:.1f} GiB, the paper's FP8 {model.fp8}, BF16 {model.bf16}")
