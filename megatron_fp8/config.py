@@ -279,19 +279,20 @@ def _micro_batches(args: Namespace) -> int:
     """How many micro-batches a step adds up, before Megatron has worked it out."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = max(1, args.world_size // model)
-    return (args.global_batch_size or 1) // ((args.micro_batch_size or 1) * replicas)
+    return max(1, (args.global_batch_size or 1) // ((args.micro_batch_size or 1) * replicas))
 
 
 def _storage_line(args: Namespace, config: Fp8Config) -> list[str]:
     """What the log should say of how gradients are stored."""
     count = _micro_batches(args)
-    if count <= FEW_MICRO_BATCHES:
-        return []
+    few, chosen = count <= FEW_MICRO_BATCHES, args.fp8_grad_accum in (None, "auto")
     noise = f"an unbiased error of about {0.0375 * ((count + 1) / 2) ** 0.5:.0%}"
-    if config.grad_accum == "fp8":
+    if chosen and few:
+        return [f"gradients are stored in FP8: {count} micro-batch{'es' * (count > 1)} a step (--fp8-grad-accum)"]
+    if chosen:
+        return [f"gradients are stored in BF16: {count} micro-batches a step, in FP8 {noise} (--fp8-grad-accum fp8)"]
+    if config.grad_accum == "fp8" and not few:
         return [f"--fp8-grad-accum fp8: {count} micro-batches a step, {noise}; bf16: 1 %, for a byte a parameter more"]
-    if args.fp8_grad_accum in (None, "auto"):
-        return [f"gradients in BF16: {count} micro-batches a step would have {noise} in FP8 (--fp8-grad-accum fp8)"]
     return []
 
 

@@ -31,6 +31,8 @@ Idea of all-to-all plus local sum: Megatron's reduce_scatter_with_fp32_accumulat
 What travels is a `PackedBlocks` of R shards of m elements: row j, payload and exponents together, is rank j's.
 """
 
+import itertools
+import socket
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +90,10 @@ class GatheredShards:
 
     def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
         """The gradient (R * m,) in FP32, times `scale` (0-d FP32), as a new tensor."""
-        return torch.cat([row.take(scale) for row in self._rows()])
+        out = torch.empty(self.packed.numel, dtype=torch.float32, device=self.packed.data.device)
+        for row, part in zip(self._rows(), out.chunk(len(self.packed.data)), strict=True):
+            ops.sum_blocks(row.packed.payload, row.packed.exponents, part, scale)
+        return out
 
     look = take
 
@@ -142,7 +147,9 @@ def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:
         own.view(torch.uint8).unflatten(1, (count, -1)).copy_(by_rank)
     inside, handle = wire.all_to_all(sent.data, nodes.inside)
     yield [handle]
+    del sent, own, all_, by_rank
     summed = _pack(BlockShards(PackedBlocks(inside)).take(), shards=count)
+    del inside
     across, handle = wire.all_to_all(summed.data, nodes.across, kind="grad_reduce_across_nodes")
     return BlockShards(PackedBlocks(across)), [handle]
 
@@ -165,27 +172,40 @@ def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:
     return DenseShard(values), [handle]
 
 
-def node_groups(group, ranks_per_node: int) -> Nodes | None:
+def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
     """Cut every data-parallel group of the run into nodes; collective over the whole world.
 
     Args:
         group: this rank's data-parallel group, of R ranks, as Megatron's parallel state has it.
-        ranks_per_node: L, how many consecutive ranks of a group share a node.
+        ranks_per_node: L, how many consecutive ranks of a group share a node; None: those with the same host name.
 
-    Returns None where two levels would be one: L of 1, or L = R.  ValueError unless L divides R.
+    Returns None where two levels would be one: L of 1, or L = R.  ValueError, on all ranks, unless all nodes of all
+    groups have the same number of ranks, one after the other.
     """
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) % ranks_per_node:
+    every: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size()
+    dist.all_gather_object(every, (socket.gethostname(), dist.get_process_group_ranks(group)))
+    groups = sorted({tuple(ranks) for _, ranks in every})
+    if ranks_per_node is None:
+        runs = [len(list(run)) for ranks in groups for _, run in itertools.groupby(every[r][0] for r in ranks)]
+        if len(set(runs)) > 1:
+            raise ValueError(
+                "--fp8-grad-reduce-hierarchy node: the nodes have different numbers of data-parallel ranks "
+                f"({', '.join(map(str, sorted(set(runs))))}); use off"
+            )
+        ranks_per_node = runs[0]
+    size = len(groups[0])
+    if size % ranks_per_node:
         raise ValueError(
-            f"--fp8-grad-reduce-hierarchy {ranks_per_node}: does not divide the data-parallel size {len(ranks)}; "
+            f"--fp8-grad-reduce-hierarchy {ranks_per_node}: does not divide the data-parallel size {size}; "
             "give the number of data-parallel ranks in a node, or off"
         )
-    if ranks_per_node in (1, len(ranks)):
+    if dist.get_rank() == 0:
+        levels = "one level" if ranks_per_node in (1, size) else f"{size // ranks_per_node} nodes of {ranks_per_node}"
+        print(f"[fp8] gradients are reduced over {size} data-parallel ranks in {levels}", flush=True)
+    if ranks_per_node in (1, size):
         return None
-    every: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(every, ranks)
     mine: dict[str, dist.ProcessGroup] = {}
-    for members in sorted({tuple(r) for r in every}):  # new_group is collective: all ranks make all groups
+    for members in groups:  # new_group is collective: all ranks make all groups
         starts = range(0, len(members), ranks_per_node)
         cuts = [("inside", members[s : s + ranks_per_node]) for s in starts]
         cuts += [("across", members[i::ranks_per_node]) for i in range(ranks_per_node)]

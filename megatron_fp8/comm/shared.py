@@ -92,10 +92,11 @@ class SharedScale:
             wire.count("grad_scales", 2 * shared.nbytes, self.group)
             yield [handle]
         factor = (shared * self.mu[first_tensor : first_tensor + len(spans)]).clamp(max=LARGEST_SCALE)
-        payload = torch.zeros(values.numel(), dtype=torch.uint8, device=values.device).view(E4M3.dtype)
+        payload = torch.zeros_like(values, dtype=torch.uint8).view(E4M3.dtype)
         for i, (a, b, t) in enumerate(spans):
             payload[a:b] = ops.quantize(values[a:b], E4M3, factor[i])
             self._saturated[0, t] += _at_maximum(payload[a:b])
+        del values  # of FP8 storage a copy in FP32
         summed, first = yield from self._sum(payload)
         pieces = [(max(a - first, 0), min(b - first, summed.numel()), i) for i, (a, b, _) in enumerate(spans)]
         pieces = [(a, b, i) for a, b, i in pieces if a < b]

@@ -3,7 +3,7 @@
 FP8 travels as bytes: gloo has no FP8 types, and an all-to-all or a gather does not look inside.  `sent_bytes` counts
 what left this rank in this step, by kind; a collective over R ranks keeps 1/R of its bytes at home.
 
-Nothing here waits.  A collective is started and its handle kept, and work goes on.  What needs several, one after the
+No collective here waits.  It is started and its handle kept, and work goes on.  What needs several, one after the
 other, is a generator of stages (`Stages`): it yields the handles of what it has started, and is resumed when they are
 done; its last collective's handles come with its result.  So many buckets can be under way at once, without a stream
 or a thread of our own.  (Under CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share

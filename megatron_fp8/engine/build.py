@@ -1,6 +1,5 @@
 """Builds the engine for a model: from FP8 linears and Megatron's optimizer configuration to one optimizer chain."""
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -10,11 +9,11 @@ from megatron.core.optimizer import _get_param_groups, get_standard_config_overr
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
-from ..comm.reduce import Nodes, node_groups, reduce_blocks, reduce_fp32
+from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
 from ..comm.wire import Stages
 from ..config import Fp8Config
-from ..layers.linear import Fp8Weight, fp8_weights, name_weights
+from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
 from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling
 from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
@@ -108,7 +107,7 @@ def _plan_buckets(model_chunks, by_param, dp_group, config, overrides) -> list[l
         option_of.update({id(p): option for p in option.pop("params")})
     plan = []
     for chunk in model_chunks:
-        backward = fp8_weights([chunk])[::-1]
+        backward = in_forward_order(fp8_weights([chunk]))[::-1]
         size = _bucket_size(chunk.ddp_config, sum(w.param.numel() for w in backward), dp_group.size())
         place = {id(weight): i for i, weight in enumerate(backward)}
         alike: dict[int, list[Fp8Weight]] = {}
@@ -145,7 +144,8 @@ def _reduction(
         return lambda bucket: bucket.grads.local(), None
     if fp8.grad_reduce == "fp32":
         return lambda bucket: reduce_fp32(bucket.grads.dense().float(), group, sharded), None
-    nodes = _nodes(fp8.grad_reduce_hierarchy, group)
+    hierarchy = fp8.grad_reduce_hierarchy
+    nodes = None if hierarchy == "off" else node_groups(group, None if hierarchy == "node" else int(hierarchy))
 
     def by_blocks(bucket: Bucket) -> Stages:
         return bucket.grads.reduce_blocks(
@@ -153,18 +153,6 @@ def _reduction(
         )
 
     return by_blocks, None
-
-
-def _nodes(hierarchy: str, group) -> Nodes | None:
-    """The two levels that --fp8-grad-reduce-hierarchy asks for."""
-    if hierarchy == "off":
-        return None
-    if hierarchy == "node":
-        size = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())  # set by torchrun, not by srun
-        node = torch.distributed.get_rank() // size
-        here = [r for r in torch.distributed.get_process_group_ranks(group) if r // size == node]
-        return node_groups(group, len(here))
-    return node_groups(group, int(hierarchy))
 
 
 def _our_param_groups(model_chunks, by_param: dict[int, Fp8Weight], config, overrides) -> list[dict]:

@@ -108,13 +108,19 @@ class GradSlot:
     def __init__(self, store: GradStore, start: int, shape: torch.Size, identity: tuple[int, ...]):
         self.store, self.start, self.shape, self.identity = store, start, shape, identity
         self.step = self.adds = 0
+        self.closed = False
 
     def begin_step(self, step: int) -> None:
         """The next gradient overwrites."""
-        self.step, self.adds = step, 0
+        self.step, self.adds, self.closed = step, 0, False
 
     def add(self, wgrad: Wgrad) -> None:
-        """Take the gradient of one micro-batch."""
+        """Take the gradient of one micro-batch.  RuntimeError if it comes when the step's gradients are on the wire."""
+        if self.closed:
+            raise RuntimeError(
+                "a weight gradient came after its bucket had gone out (a weight that is used several times in a "
+                "micro-batch, under recomputation?): train without --overlap-grad-reduce"
+            )
         seed = noise_seed(*self.identity, self.step, self.adds)
         self.store.add(wgrad, self.start, self.shape, first=self.adds == 0, seed=seed)
         self.adds += 1
@@ -124,7 +130,8 @@ class GradSlot:
         """A copy of what is stored, of FP8 storage."""
         return self.store.read(self.start, self.shape.numel())
 
-    def complete(self) -> None:
-        """Make the gradient valid also where no micro-batch gave one."""
+    def close(self) -> None:
+        """No more gradients in this step; make it valid also where no micro-batch gave one."""
+        self.closed = True
         if self.adds == 0:
             self.store.clear(self.start, self.shape.numel())

@@ -119,7 +119,9 @@ class EngineOptimizer(MegatronOptimizer):
         """Sum of |g|^p over this rank's gradients, or max |g| for p infinite, as 0-d FP32."""
         if p == 2.0:
             return torch.stack([b.reduced.square_sum() for b in self.buckets]).sum() * self.grad_scale**2
-        norms = torch.stack([torch.linalg.vector_norm(b.gradient(), p) for b in self.buckets]) * self.grad_scale
+        # A rank whose shard is padding has no gradient, and an empty vector no maximum.
+        grads = [gradient for b in self.buckets if (gradient := b.gradient()).numel()] or [torch.zeros_like(self._one)]
+        norms = torch.stack([torch.linalg.vector_norm(gradient, p) for gradient in grads]) * self.grad_scale
         return norms.max() if p == math.inf else norms.pow(p).sum()
 
     def zeros(self) -> torch.Tensor:
@@ -247,6 +249,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         Stock's own, without Transformer Engine or apex, asks once a parameter.
         """
         if not self.grads_states_parallel_group_is_shared():
+            assert p == 2.0
             self._norm = float(super().get_grad_norm())
             self.engine.set_norm(self._norm)
             return self._norm

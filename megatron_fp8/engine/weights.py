@@ -88,20 +88,15 @@ class Bucket:
 
     def begin_step(self, step: int) -> None:
         """The next gradient of each weight overwrites what is stored."""
-        self.reduced = self.master.grad = None
+        self.reduced = self._flight = self.master.grad = None
         for weight in self.weights:
             weight.grad.begin_step(step)
             weight.pending = 0
 
-    @property
-    def complete(self) -> bool:
-        """Whether every weight has this step's last gradient, if this is the last micro-batch."""
-        return all(w.grad.adds > 0 and w.pending == 0 for w in self.weights)
-
     def launch(self) -> None:
         """Start to sum the gradients over data parallelism."""
         for weight in self.weights:
-            weight.grad.complete()
+            weight.grad.close()
         used = self.spans[-1][2]
         self.grads.clear(used, self.grads.numel - used)  # what a reduction received may lie in the padding
         stages = self._reduce(self) if self.watch is None else self.watch.reduce(self, self._reduce)

@@ -49,7 +49,7 @@ class Fp8Weight:
         param: (N, K) BF16, frozen to stock Megatron.
         grad: what takes its gradients, with `add(wgrad)` (engine/gradients.py); None until an engine is attached.
         pending: forward passes whose backward pass has not come yet.
-        on_grad: called after each gradient.
+        on_grad: called with this weight after each gradient.
         watch: looks at this step's casts (`cast`) and gradients (`add`), see monitor/collect.py; None on most steps.
         fp8: False where the GEMMs stay in BF16 (`--fp8-gemm bf16`, `--first-last-layers-bf16`).
         path, layer_number: where it sits in the model, for checkpoints and statistics.
@@ -63,7 +63,7 @@ class Fp8Weight:
         self.fp8 = config.gemm == "fp8"
         self.grad: Any = None
         self.pending = 0
-        self.on_grad: Callable[[], None] = lambda: None
+        self.on_grad: Callable[[Fp8Weight], None] = lambda weight: None
         self.watch: Any = None
         self.scaling: DelayedScaling | None = None
         self.slots: tuple[int, int] = (0, 0)
@@ -135,7 +135,7 @@ class Fp8Weight:
         else:
             self.watch.add(self, wgrad)
         self.pending -= 1
-        self.on_grad()
+        self.on_grad(self)
 
 
 class _Linear(torch.autograd.Function):
@@ -323,6 +323,14 @@ def name_weights(chunks) -> None:
                 if isinstance(module, _Fp8LinearMixin):
                     module.fp8_weight.path = re.sub(r"\.\d+", "", f"{block}.{name}")
                     module.fp8_weight.layer_number = layer.layer_number
+
+
+def in_forward_order(weights: list[Fp8Weight]) -> list[Fp8Weight]:
+    """Named weights of one chunk in the order of the forward pass: attention registers its output projection first."""
+    blocks = {(w.path.rpartition(".")[0], w.layer_number): i for i, w in reversed(list(enumerate(weights)))}
+    return sorted(
+        weights, key=lambda w: (blocks[w.path.rpartition(".")[0], w.layer_number], w.path.endswith(".linear_proj"))
+    )
 
 
 def fp8_weights(modules) -> list[Fp8Weight]:

@@ -17,6 +17,7 @@ DISTRIBUTED = " --use-distributed-optimizer"
 OVERLAP = DISTRIBUTED + " --overlap-grad-reduce --ddp-bucket-size 10000"
 EXACT = O1 + "--fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
 INTERLEAVED = " --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+RECOMPUTE = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 1"
 nightly = pytest.mark.slow
 
 
@@ -42,6 +43,8 @@ def zeros(run):
     ("nproc", "flags"),
     [
         (2, OVERLAP + " --log-num-zeros-in-grad"),
+        (2, OVERLAP + RECOMPUTE),
+        pytest.param(2, OVERLAP + " --recompute-granularity selective --recompute-modules mlp", marks=nightly),
         pytest.param(2, OVERLAP + INTERLEAVED, marks=nightly),
         pytest.param(4, OVERLAP + INTERLEAVED, marks=nightly),
         pytest.param(4, OVERLAP + INTERLEAVED + " --no-align-grad-reduce", marks=nightly),

@@ -131,10 +131,10 @@ def test_a_gradient_touches_no_neighbour(storage):
 def test_a_weight_without_a_gradient_has_a_zero_one(storage):
     place = slot(storage)
     place.add(wgrad_of(torch.full(SHAPE, NAN)))
-    place.complete()  # it has one
+    place.close()  # it has one
     assert stored(place).isnan().all()
     place.begin_step(5)
-    place.complete()
+    place.close()
     assert (stored(place) == 0).all()
 
 
