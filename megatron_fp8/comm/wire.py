@@ -13,6 +13,7 @@ would hold up the backward pass.)
 
 from collections import Counter
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind:
     out = torch.empty_like(data) if out is None else out
     handle = dist.all_to_all_single(out, data, group=group, async_op=True)
     count(kind, data.nbytes, group)
-    return out, handle
+    return out, Kept(handle, data)
 
 
 def all_gather(row: torch.Tensor, group):
@@ -52,6 +53,17 @@ def all_gather_weights(buffer: torch.Tensor, group):
     """Give every rank all shards of `buffer` (R * n,), in place -> handle."""
     count(WEIGHTS, buffer.nbytes, group)
     return dist.all_gather_into_tensor(buffer, own_shard(buffer, group), group=group, async_op=True)
+
+
+@dataclass
+class Kept:
+    """A handle that keeps what it sends: FP8 storage has taken what it receives in its place already."""
+
+    handle: Any
+    sent: torch.Tensor
+
+    def wait(self) -> None:
+        self.handle.wait()
 
 
 Handles = list[Any]
