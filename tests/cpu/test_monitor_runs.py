@@ -92,7 +92,7 @@ def test_two_processes_count_the_shared_scale_and_overlap(tmp_path):
     assert plain(2, flags).losses == logged.run.losses
 
 
-@pytest.mark.parametrize("wire", ["block", "fp32"])
+@pytest.mark.parametrize("wire", ["block", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_two_processes_count_the_cast_for_the_wire(tmp_path, wire):
     """FP32 storage: the wire's blocks are the only cast of dW; with an FP32 wire there is none, and no noise."""
     logged = Logged(
@@ -119,6 +119,7 @@ def test_pipeline_stages_meet_at_the_writer(tmp_path):
     assert len(logged.lines) == 1
 
 
+@pytest.mark.slow
 def test_tensor_parallel_parts_add_up(tmp_path):
     logged = Logged(tmp_path, 2, "--fp8-log-interval 2 --train-iters 3 --fp8-margin 6 --tensor-model-parallel-size 2")
     parts = {}

@@ -16,11 +16,11 @@ nightly = pytest.mark.slow
     [
         ("nan", 0, "storage", "--fp8-grad-accum fp32"),
         ("inf", 1, "storage", "--fp8-grad-accum fp32 --use-distributed-optimizer"),
-        ("-inf", 1, "storage", "--fp8-grad-accum fp32 --fp8-grad-reduce fp32"),
+        pytest.param("-inf", 1, "storage", "--fp8-grad-accum fp32 --fp8-grad-reduce fp32", marks=nightly),
         ("nan", 1, "storage", "--fp8-grad-accum fp8 --use-distributed-optimizer"),
         ("-inf", 0, "wgrad", "--fp8-grad-accum fp8 --use-distributed-optimizer --overlap-grad-reduce"),
         ("inf", 1, "wgrad", "--fp8-grad-accum fp8 --fp8-grad-reduce shared"),
-        ("nan", 0, "storage", "--fp8-grad-accum fp32 --fp8-grad-reduce shared --use-distributed-optimizer"),
+        pytest.param("nan", 0, "storage", "--fp8-grad-reduce shared --use-distributed-optimizer", marks=nightly),
         pytest.param("-inf", 1, "storage", "--fp8-grad-accum bf16 --fp8-grad-reduce shared", marks=nightly),
         pytest.param("nan", 0, "wgrad", "--fp8-grad-accum bf16 --use-distributed-optimizer", marks=nightly),
         pytest.param("nan", 1, "wgrad", "--fp8-grad-accum fp8 --fp8-grad-reduce fp32", marks=nightly),
@@ -48,7 +48,7 @@ def test_a_frozen_embedding_stops_no_weight_gradient():
     ("nproc", "flags"),
     [
         (2, "--use-distributed-optimizer --fp8-amax-history-len 4 --fp8-amax-compute-algo max"),
-        (1, "--fp8-recipe tensorwise"),
+        pytest.param(1, "--fp8-recipe tensorwise", marks=nightly),
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(nproc, flags, tmp_path):
@@ -63,6 +63,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(nproc, flags, tmp_path):
     assert resumed == expected
 
 
+@nightly
 def test_a_resumed_run_may_change_its_amax_history(tmp_path):
     flags = [*TINY_GPT, *O1, "--fp8-amax-compute-algo", "max"]
     save = ["--save", str(tmp_path), "--save-interval", "5", "--exit-interval", "5"]

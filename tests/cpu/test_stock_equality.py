@@ -15,7 +15,9 @@ STOCK = str(ROOT / "tests/scripts/without_plugin.py")
 TRANSPARENT = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()
 
 
-@pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no flag", "O0"])
+@pytest.mark.parametrize(
+    "level", [pytest.param([], id="no flag", marks=pytest.mark.slow), pytest.param(["--fp8-level", "O0"], id="O0")]
+)
 def test_without_a_level_every_bit_is_stocks(level, tmp_path):
     def train(name, script, flags):
         save = ["--save", str(tmp_path / name), "--save-interval", "4", "--ckpt-format", "torch"]
