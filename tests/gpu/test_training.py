@@ -42,8 +42,7 @@ def test_exact_gradients_train_as_stocks():
     assert losses(GPUS, f"{OVERLAP} {ours}") == pytest.approx(losses(GPUS, OVERLAP), abs=5e-3)
 
 
-@pytest.mark.parametrize("storage", ["fp8", "bf16"])
-@pytest.mark.parametrize("wire", ["block", "shared"])
+@pytest.mark.parametrize(("storage", "wire"), [("fp8", "block"), ("bf16", "shared")])
 def test_overlap_changes_nothing(storage, wire):
     flags = f"--fp8-level O1 --fp8-grad-accum {storage} --fp8-grad-reduce {wire}"
     overlapped = losses(GPUS, f"{flags} {OVERLAP}")

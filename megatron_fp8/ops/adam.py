@@ -1,0 +1,146 @@
+"""One step of Adam over states in few bytes: gradient, averages, master and weight are read and written once.
+
+With g = gradient * grad_scale and the step's number t, all in float32, each operation rounded by itself:
+
+    g = g + weight_decay * w                                        only where the decay is not decoupled (L2)
+    m = beta1 * m + (1 - beta1) * g                                 exp_avg
+    v = beta2 * v + (1 - beta2) * g^2                               exp_avg_sq
+    w = w * (1 - lr * weight_decay)                                 only where the decay is decoupled (AdamW)
+    w = w - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
+
+in the order of torch.optim.Adam and AdamW. m, v and w are then rounded to what stores them, to nearest:
+
+    gradient     float32, bfloat16, or the PackedBlocks rows of R ranks, summed here in float32, in rank order
+    exp_avg      float32, bfloat16, BlockScaled
+    exp_avg_sq   float32, Block16, BlockScaled (which holds sqrt(v))
+    master       float32, int16 (the remainder to the weight), Block16, bfloat16, BlockScaled
+    weight       bfloat16, or a ScaledTensor of E4M3 whose scale is a power of two
+
+numerics/master.py says what each holds and loses. The weight is rounded from w itself, not from the master as stored:
+to nearest, ties to even (beside a remainder to BF16: ties away from zero). The step's number, rates and bias
+corrections are the host's; the scale of the gradient, which holds the clip, and those of the weight are read on the
+device: nothing waits for it.
+
+Bytes read and written per element, for BlockScaled m, Block16 v, and the remainder to a BF16 weight:
+
+    gradient 1 (R = 1)    m 1 + 1    v 2 + 2    remainder 2 + 2    weight 2 + 2    exponents 5/128    15.04 in all
+
+where FP32 states, an FP32 gradient and a BF16 weight (written only) move 4 + 8 + 8 + 8 + 2 = 30.
+
+A NaN or an infinity is never hidden: a NaN gradient makes NaN of m, v, master and weight.
+"""
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+
+from megatron_fp8.numerics.blocks import BLOCK, BlockScaled
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.numerics.master import Block16
+from megatron_fp8.numerics.scaled import ScaledTensor
+
+type State = torch.Tensor | Block16 | BlockScaled
+type Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_KINDS = {
+    "exp_avg": (torch.float32, torch.bfloat16, BlockScaled),
+    "exp_avg_sq": (torch.float32, Block16, BlockScaled),
+    "master": (torch.float32, torch.int16, Block16, torch.bfloat16, BlockScaled),
+    "weight": (torch.bfloat16, ScaledTensor),
+}
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """What a step needs to know beside its tensors, as torch.optim.Adam's arguments. step: 1 for the first.
+
+    decoupled: weight decay as AdamW's, else as Adam's, added to the gradient.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool = True
+
+    @property
+    def step_size(self) -> float:
+        """lr over the bias correction of exp_avg."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_correction(self) -> float:
+        """What sqrt(exp_avg_sq) is multiplied by to correct its bias."""
+        return 1 / math.sqrt(1 - self.beta2**self.step)
+
+
+def adam_step(
+    gradient: Gradient,
+    exp_avg: State,
+    exp_avg_sq: State,
+    master: State,
+    weight: torch.Tensor | ScaledTensor,
+    hyper: AdamHyper,
+    grad_scale: torch.Tensor,
+    weight_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+) -> None:
+    """One step of Adam, in place, over n consecutive elements, n a positive multiple of 128.
+
+    gradient: (n,) float32 or bfloat16; or (payload (R, n) float8_e4m3fn, exponents (R, n/128) uint8) as sum_blocks
+    takes them, which may be strided in the first dimension. exp_avg, exp_avg_sq, master, weight: as the top of the
+    file lists them, contiguous, (n,) each; an int16 master is the remainder to the weight. grad_scale: 0-d float32.
+    weight_scale (0-d float32, a power of two): for a ScaledTensor, the scale to write it with; None keeps the one it
+    has. Its payload is written in place, its scale_inv replaced. |w| * weight_scale is at most 448: beyond, it
+    saturates. amax_out (0-d float32, not negative) becomes max(amax_out, max|w|), NaN and infinity included.
+    ValueError where a size or type is another.
+    """
+    n = _payload(weight).numel()
+    _check(n, gradient, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, master=master, weight=weight)
+    if isinstance(weight, ScaledTensor) and weight_scale is None:
+        weight_scale = weight.scale_inv.reciprocal()
+    family = "triton.adam" if _payload(weight).is_cuda else "reference_adam"
+    step = importlib.import_module(f"megatron_fp8.ops.{family}").adam_step
+    step(gradient, exp_avg, exp_avg_sq, master, weight, hyper, grad_scale, weight_scale, amax_out)
+    if isinstance(weight, ScaledTensor):
+        weight.scale_inv = weight_scale.reciprocal()
+
+
+def is_remainder(master: State) -> TypeGuard[torch.Tensor]:
+    """Whether the master is what it lacks of the weight, rather than a number of its own."""
+    return isinstance(master, torch.Tensor) and master.dtype == torch.int16
+
+
+def _payload(state: State | ScaledTensor) -> torch.Tensor:
+    return state if isinstance(state, torch.Tensor) else state.payload
+
+
+def _check(n: int, gradient: Gradient, **states: State | ScaledTensor) -> None:
+    """ValueError unless n is some whole blocks and all have n elements, of the types that adam_step takes."""
+    if n % BLOCK or not n:
+        raise ValueError(f"adam_step takes a positive multiple of {BLOCK} elements, not {n}")
+    for name, state in states.items():
+        kind, kinds = (state.dtype if isinstance(state, torch.Tensor) else type(state)), _KINDS[name]
+        if kind not in kinds:
+            raise ValueError(f"adam_step takes as {name} one of {', '.join(map(str, kinds))}, not {kind}")
+        payload = _payload(state)
+        if payload.shape != (n,) or not payload.is_contiguous():
+            raise ValueError(f"adam_step takes {name} ({n},) and contiguous, not {tuple(payload.shape)}")
+        if isinstance(state, (Block16, BlockScaled)) and state.exponents.shape != (n // BLOCK,):
+            raise ValueError(f"adam_step takes {name} with ({n // BLOCK},) exponents: {tuple(state.exponents.shape)}")
+    if isinstance(states["weight"], ScaledTensor) and _payload(states["weight"]).dtype != E4M3.dtype:
+        raise ValueError(f"adam_step takes a weight of {E4M3.dtype}, not {_payload(states['weight']).dtype}")
+    if isinstance(gradient, torch.Tensor):
+        if gradient.shape != (n,) or gradient.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"adam_step takes a float32 or bfloat16 gradient ({n},), not {tuple(gradient.shape)}")
+    else:
+        payload, exponents = gradient
+        if payload.shape[1:] != (n,) or exponents.shape != (len(payload), n // BLOCK):
+            raise ValueError(
+                f"adam_step takes gradients (R, {n}) with exponents (R, {n // BLOCK}), "
+                f"not {tuple(payload.shape)} with {tuple(exponents.shape)}"
+            )

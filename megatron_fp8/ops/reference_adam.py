@@ -1,0 +1,91 @@
+"""adam_step in plain PyTorch: the oracle for the kernel, and what runs on the CPU. ops/adam.py defines it.
+
+Every line of arithmetic is as many float32 operations as it shows, each rounded by itself: no addcmul and no
+add with alpha, which on some machines round once where the kernel rounds twice. The square root is taken in float64,
+and so rounded correctly: torch's in float32, where it comes from MKL, is at times an ulp off.
+"""
+
+import torch
+
+from megatron_fp8.numerics.blocks import BlockScaled
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
+from megatron_fp8.numerics.rounding import round_to_format
+from megatron_fp8.numerics.scaled import ScaledTensor
+from megatron_fp8.ops.adam import AdamHyper, Gradient, State, is_remainder
+from megatron_fp8.ops.reference import amax, quantize_blocks, sum_blocks
+
+
+def _read(state: State) -> torch.Tensor:
+    """A state's values, (n,) float32."""
+    return state.float() if isinstance(state, torch.Tensor) else state.dequantize()
+
+
+def _write(state: State, values: torch.Tensor) -> None:
+    """Round `values` (n,) float32 to the state's format, in place."""
+    if isinstance(state, torch.Tensor):
+        state.copy_(values)
+        return
+    new = quantize_block16(values) if isinstance(state, Block16) else quantize_blocks(values)
+    state.payload.copy_(new.payload)
+    state.exponents.copy_(new.exponents)
+
+
+def _read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
+    if not is_remainder(master):
+        return _read(master)
+    if isinstance(weight, ScaledTensor):
+        return join_e4m3(weight.payload, master, weight.scale_inv)
+    return join_bf16(weight, master)
+
+
+def _write_master(
+    master: State, weight: torch.Tensor | ScaledTensor, w: torch.Tensor, weight_scale: torch.Tensor | None
+) -> None:
+    """Both the master and the weight, in place, from w (n,) float32."""
+    if is_remainder(master):
+        scaled = isinstance(weight, ScaledTensor)
+        new, remainder = split_e4m3(w, weight_scale) if scaled else split_bf16(w)
+        master.copy_(remainder)
+    else:
+        new = round_to_format(w * weight_scale, E4M3).to(E4M3.dtype) if isinstance(weight, ScaledTensor) else w
+        _write(master, w)
+    (weight.payload if isinstance(weight, ScaledTensor) else weight).copy_(new)
+
+
+def _read_gradient(gradient: Gradient, grad_scale: torch.Tensor) -> torch.Tensor:
+    if isinstance(gradient, torch.Tensor):
+        return gradient.float() * grad_scale
+    payload, exponents = gradient
+    return sum_blocks(payload, exponents, grad_scale.new_empty(payload.shape[1]), grad_scale)
+
+
+def adam_step(
+    gradient: Gradient,
+    exp_avg: State,
+    exp_avg_sq: State,
+    master: State,
+    weight: torch.Tensor | ScaledTensor,
+    hyper: AdamHyper,
+    grad_scale: torch.Tensor,
+    weight_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+) -> None:
+    """ops.adam.adam_step, without its checks; a ScaledTensor needs its weight_scale and keeps its scale_inv."""
+    g, w = _read_gradient(gradient, grad_scale), _read_master(master, weight)
+    m, v = _read(exp_avg), _read(exp_avg_sq)
+    if isinstance(exp_avg_sq, BlockScaled):
+        v = v * v
+    if not hyper.decoupled:
+        g = g + w * hyper.weight_decay
+    m = m * hyper.beta1 + g * (1 - hyper.beta1)
+    v = v * hyper.beta2 + g * g * (1 - hyper.beta2)
+    root = v.double().sqrt().float()
+    if hyper.decoupled:
+        w = w * (1 - hyper.lr * hyper.weight_decay)
+    w = w - m / (root * hyper.root_correction + hyper.eps) * hyper.step_size
+    _write(exp_avg, m)
+    _write(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
+    _write_master(master, weight, w, weight_scale)
+    if amax_out is not None:
+        torch.maximum(amax_out, amax(w), out=amax_out)
