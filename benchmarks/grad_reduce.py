@@ -16,12 +16,12 @@ import csv
 import datetime
 import os
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from train_step import stamp
 
 from megatron_fp8 import ops
 from megatron_fp8.comm.reduce import reduce_blocks
@@ -30,7 +30,6 @@ from megatron_fp8.comm.wire import Flight, own_shard, sent_bytes
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.blocks import PackedBlocks
 
-ROOT = Path(__file__).resolve().parent.parent
 MI = 2**20
 TENSOR = 16 * MI  # elements of a tensor, for what has a scale a tensor
 
@@ -125,7 +124,7 @@ def relative_error(shards: list[torch.Tensor], truth: torch.Tensor, group) -> fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mi", type=int, default=256, help="gradients, in Mi")
-    parser.add_argument("--pieces", type=int, default=4, help="ours go in so many")
+    parser.add_argument("--pieces", type=int, default=1, help="ours go in so many")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--csv", help="append the figures to this file")
     args = parser.parse_args()
@@ -158,24 +157,15 @@ def main() -> None:
                 flush=True,
             )
     if args.csv and rank == 0:
-        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        stamp = {
-            "gpu": torch.cuda.get_device_name() if on_gpu else "none",
-            "gpus": group.size(),
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
-            "commit": os.environ.get("COMMIT") or git.stdout.strip(),
-            "date": datetime.date.today().isoformat(),
-            "mi": args.mi,
-            "pieces": args.pieces,
-        }
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else ""
+        made = {**stamp(), "gpus": group.size(), "nccl": nccl, "mi": args.mi, "pieces": args.pieces}
         path = Path(args.csv)
         new = not path.exists()
         with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*stamp, *rows[0]])
+            writer = csv.DictWriter(file, fieldnames=[*made, *rows[0]])
             if new:
                 writer.writeheader()
-            writer.writerows({**stamp, **row, "error": round(row["error"], 6)} for row in rows)
+            writer.writerows({**made, **row, "error": round(row["error"], 6)} for row in rows)
     dist.destroy_process_group()
 
 

@@ -113,7 +113,8 @@ def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--fp8-log-interval",
         metavar="N",
         type=int,
-        help="Write FP8 statistics to TensorBoard and W&B every N steps; 0: never. Default 100.",
+        help="Write FP8 statistics to TensorBoard and W&B, and the worst of them to the log, every N steps; 0: never. "
+        "Default 100 with --tensorboard-dir or --wandb-project, else 0.",
     )
     group.add_argument(
         "--fp8-log-grad-snr",
@@ -164,9 +165,13 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
             f"--num-layers-at-start-in-bf16 {start} with --num-layers-at-end-in-bf16 {end}: a model of "
             f"--num-layers {args.num_layers} has not so many; use smaller counts"
         )
-    log_interval = 100 if args.fp8_log_interval is None else args.fp8_log_interval
+    log_interval = args.fp8_log_interval
+    if log_interval is None:
+        log_interval = 100 if args.tensorboard_dir or args.wandb_project else 0
     if log_interval < 0:
         raise ValueError(f"--fp8-log-interval {log_interval}: use 0 (never) or more")
+    if args.fp8_log_grad_snr and not log_interval:
+        raise ValueError("--fp8-log-grad-snr: nothing is logged; add --fp8-log-interval N, or remove it")
     if cells["grad_accum"] == "auto":
         cells["grad_accum"] = "fp8" if _micro_batches(args) <= FEW_MICRO_BATCHES else "bf16"
     if cells["gemm"] == "fp8":

@@ -13,6 +13,9 @@ What is hooked, and why not something more official:
                                                 MEGATRON_FP8_REPORT, at every level).
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
+    DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
+                                                for it; set in engine/overlap.py, which also reads the bucket
+                                                groups' is_last_microbatch.  Neither has an official way.
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 The second and third are installed only when a run asks for a level: without one, and at O0, a run is bit for

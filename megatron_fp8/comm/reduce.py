@@ -199,9 +199,6 @@ def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
             f"--fp8-grad-reduce-hierarchy {ranks_per_node}: does not divide the data-parallel size {size}; "
             "give the number of data-parallel ranks in a node, or off"
         )
-    if dist.get_rank() == 0:
-        levels = "one level" if ranks_per_node in (1, size) else f"{size // ranks_per_node} nodes of {ranks_per_node}"
-        print(f"[fp8] gradients are reduced over {size} data-parallel ranks in {levels}", flush=True)
     if ranks_per_node in (1, size):
         return None
     mine: dict[str, dist.ProcessGroup] = {}

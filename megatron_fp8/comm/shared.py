@@ -95,13 +95,13 @@ class SharedScale:
         payload = torch.zeros_like(values, dtype=torch.uint8).view(E4M3.dtype)
         for i, (a, b, t) in enumerate(spans):
             payload[a:b] = ops.quantize(values[a:b], E4M3, factor[i])
-            self._saturated[0, t] += _at_maximum(payload[a:b])
+            self._saturated[0, t] += at_maximum(payload[a:b])
         del values  # of FP8 storage a copy in FP32
         summed, first = yield from self._sum(payload)
         pieces = [(max(a - first, 0), min(b - first, summed.numel()), i) for i, (a, b, _) in enumerate(spans)]
         pieces = [(a, b, i) for a, b, i in pieces if a < b]
         for a, b, i in pieces:
-            self._saturated[1, first_tensor + i] += _at_maximum(summed[a:b])
+            self._saturated[1, first_tensor + i] += at_maximum(summed[a:b])
         return ScaledShard(summed, pieces, factor.reciprocal()), []
 
     def _sum(self, payload: torch.Tensor) -> wire.Stages:
@@ -146,5 +146,6 @@ class SharedScale:
         self._saturated.zero_()
 
 
-def _at_maximum(payload: torch.Tensor) -> torch.Tensor:
+def at_maximum(payload: torch.Tensor) -> torch.Tensor:
+    """How many elements of an E4M3 payload are +-448, 0-d int64."""
     return ((payload.view(torch.uint8) & 0x7F) == _AT_MAXIMUM).sum()

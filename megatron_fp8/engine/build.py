@@ -145,7 +145,12 @@ def _reduction(
     if fp8.grad_reduce == "fp32":
         return lambda bucket: reduce_fp32(bucket.grads.dense().float(), group, sharded), None
     hierarchy = fp8.grad_reduce_hierarchy
-    nodes = None if hierarchy == "off" else node_groups(group, None if hierarchy == "node" else int(hierarchy))
+    nodes = None
+    if hierarchy != "off":
+        nodes = node_groups(group, None if hierarchy == "node" else int(hierarchy))
+        levels = f"in {nodes.across.size()} nodes of {nodes.inside.size()}" if nodes else "in one level"
+        if torch.distributed.get_rank() == 0:
+            print(f"[fp8] gradients are reduced over {group.size()} data-parallel ranks {levels}", flush=True)
 
     def by_blocks(bucket: Bucket) -> Stages:
         return bucket.grads.reduce_blocks(

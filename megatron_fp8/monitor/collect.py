@@ -38,7 +38,8 @@ from megatron.core import mpu
 
 from .. import ops
 from ..comm import wire
-from ..comm.shared import ScaledShard, SharedScale
+from ..comm.reduce import reduce_fp32
+from ..comm.shared import ScaledShard, SharedScale, at_maximum
 from ..config import Fp8Config
 from ..engine.gradients import GradStore, Wgrad
 from ..engine.optimizer import EngineOptimizer
@@ -46,13 +47,12 @@ from ..engine.weights import Bucket, Reduced
 from ..layers.linear import Fp8Weight
 from ..numerics.blocks import BLOCK, block_scales
 from ..numerics.formats import E4M3, by_dtype
-from .write import CASTS, Tally, current_iteration, has_writer, weight_name, write
+from .write import CASTS, Tally, current_iteration, weight_name, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
 AT_ONCE = 2**24  # elements whose temporaries exist together
 _MARGIN = 1 + 2.0**-20
 _SCALE_OF_ZEROS = 2.0**-127
-_AT_MAXIMUM = 0x7E  # E4M3's code of 448 without its sign
 
 
 def count_cast(wanted: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
@@ -80,17 +80,9 @@ def _square_sum(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-def _sum_over(bucket: Bucket, values: torch.Tensor) -> tuple[torch.Tensor, wire.Handles]:
-    """`values` (n,) FP32 summed over the bucket's group, in place -> (this rank's shard, the handles to wait for)."""
-    if bucket.sharded:
-        shard = wire.own_shard(values, bucket.group)
-        return shard, [dist.reduce_scatter_tensor(shard, values, group=bucket.group, async_op=True)]
-    return values, [dist.all_reduce(values, group=bucket.group, async_op=True)]
-
-
 def attach(config: Fp8Config, engine: EngineOptimizer) -> None:
-    """Give the engine a monitor, in a run that logs statistics: one with an interval and a writer."""
-    if config.log_interval and has_writer():
+    """Give the engine a monitor, in a run that logs statistics."""
+    if config.log_interval:
         sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         stages = mpu.get_pipeline_model_parallel_group()
         engine.monitor = Monitor(config, engine.buckets, engine.shared_scale, sharing, stages)
@@ -180,9 +172,9 @@ class Monitor:
         if isinstance(reduced, ScaledShard):
             self._count_shared(bucket, reduced)
         if reference is not None:
-            shard, handles = _sum_over(bucket, reference)
+            true, handles = yield from reduce_fp32(reference, bucket.group, bucket.sharded)
             yield handles
-            self._compare(bucket, reduced, shard)
+            self._compare(bucket, reduced, true.values)
         return reduced, []
 
     def _count_shared(self, bucket: Bucket, reduced: ScaledShard) -> None:
@@ -193,7 +185,7 @@ class Monitor:
         for a, b, i in reduced.pieces:
             row = self._reduced[self._row[bucket.weights[i]]]
             row[0] += b - a
-            row[1] += (reduced.payload[a:b].view(torch.uint8) & 0x7F == _AT_MAXIMUM).sum()
+            row[1] += at_maximum(reduced.payload[a:b])
 
     def _compare(self, bucket: Bucket, reduced: Reduced, reference: torch.Tensor) -> None:
         """Signal and noise of this rank's shard against the reference's."""

@@ -84,12 +84,6 @@ def layer_name(weight: str) -> str:
     return f"{block}.layers.{rest.partition('.')[0]}"
 
 
-def has_writer() -> bool:
-    """Whether some rank of this run has a writer."""
-    args = get_args()
-    return bool(args.tensorboard_dir or args.wandb_project)
-
-
 def current_iteration() -> int:
     """The iteration that has begun, as Megatron's log will number it."""
     return get_args().curr_iteration + 1

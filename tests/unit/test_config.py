@@ -58,7 +58,7 @@ def test_o1(parse):
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
         "grad_scaling": dataclasses.asdict(ScalingRule()),
-        "log_interval": 100,
+        "log_interval": 0,
         "log_grad_snr": False,
         "seed": 1234,
         "attention": "torch",
@@ -153,8 +153,12 @@ def test_hierarchy_as_given(value, parse):
 
 
 def test_statistics_as_given(parse):
-    config = config_from_args(parse(*O1, "--fp8-log-interval", "0", "--fp8-log-grad-snr", "--seed", "99"))
-    assert (config.log_interval, config.log_grad_snr, config.seed) == (0, True, 99)
+    config = config_from_args(parse(*O1, "--fp8-log-interval", "7", "--fp8-log-grad-snr", "--seed", "99"))
+    assert (config.log_interval, config.log_grad_snr, config.seed) == (7, True, 99)
+    assert config_from_args(parse(*O1, "--tensorboard-dir", "runs")).log_interval == 100
+    assert config_from_args(parse(*O1, "--tensorboard-dir", "runs", "--fp8-log-interval", "0")).log_interval == 0
+    with pytest.raises(ValueError, match=r"^--fp8-log-grad-snr: nothing is logged; add --fp8-log-interval N"):
+        config_from_args(parse(*O1, "--fp8-log-grad-snr"))
 
 
 HIERARCHY = "--fp8-grad-reduce-hierarchy"
