@@ -33,9 +33,9 @@ def group():
 def direct_counts(x, fmt, scale):
     """Overflows and underflows of a cast to nearest, one Python float at a time, from the format's definition."""
     overflows = underflows = 0
-    for value in x.flatten().tolist():
-        size = abs(value) * scale
-        overflows += math.isfinite(value) and size > fmt.max * (1 + 2**-20)
+    products = (x.float() * scale).abs().flatten().tolist()  # in float32, as a cast is defined: a tie may hang on it
+    for value, size in zip(x.flatten().tolist(), products, strict=True):
+        overflows += math.isfinite(value) and abs(value) * scale > fmt.max * (1 + 2**-20)
         underflows += value != 0 and size <= fmt.smallest_subnormal / 2  # a tie goes to zero, which is even
     return overflows, underflows
 
