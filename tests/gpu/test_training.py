@@ -42,12 +42,13 @@ def test_exact_gradients_train_as_stocks():
     assert losses(GPUS, f"{OVERLAP} {ours}") == pytest.approx(losses(GPUS, OVERLAP), abs=5e-3)
 
 
-@pytest.mark.parametrize(("storage", "wire"), [("fp8", "block"), ("bf16", "shared")])
-def test_overlap_changes_nothing(storage, wire):
+@pytest.mark.parametrize(("storage", "wire", "order"), [("fp8", "block", 2e-3), ("bf16", "shared", 1e-2)])
+def test_overlap_changes_nothing(storage, wire, order):
+    """Another cut into buckets is another order of sums: of FP32 values by blocks, of E4M3 ones on the shared wire."""
     flags = f"--fp8-level O1 --fp8-grad-accum {storage} --fp8-grad-reduce {wire}"
     overlapped = losses(GPUS, f"{flags} {OVERLAP}")
     waiting = losses(GPUS, f"{flags} --use-distributed-optimizer")
-    assert overlapped == pytest.approx(waiting, abs=2e-3)  # another cut into buckets has another order of sums
+    assert overlapped == pytest.approx(waiting, abs=order)
     assert overlapped == pytest.approx(losses(1, "--fp8-level O1 --fp8-grad-accum fp32"), abs=2e-2)
 
 
