@@ -41,6 +41,8 @@ SYSTEMS = {  # name: (needs Transformer Engine, flags)
     "te-tensorwise": (True, TE_FP8 + " --fp8-recipe tensorwise"),
     "bf16-local": (False, LOCAL + " --no-gradient-accumulation-fusion"),
     "O1": (False, "--fp8-level O1"),
+    "O2": (False, "--fp8-level O2"),
+    "O3": (False, "--fp8-level O3"),
     "O1-tensorwise": (False, "--fp8-level O1 --fp8-recipe tensorwise"),
     "O1-transpose-cache": (False, "--fp8-level O1 --keep-fp8-transpose-cache"),
     "O1-grads-fp32": (False, "--fp8-level O1 --fp8-grad-accum fp32"),
@@ -102,7 +104,7 @@ def stamp() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["bf16", "te-delayed", "O1"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["bf16", "te-delayed", "O1", "O2", "O3"])
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--gbs", type=int, default=16)

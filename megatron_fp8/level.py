@@ -15,7 +15,7 @@ flag named after the cell overrides one of them. O0 is not in the table: it inst
     partition            how the optimizer's work is cut over data parallelism
 
 This file is the whole story of what exists: a value becomes usable when it moves from `planned` to
-`available` in its row, and a level when all its cells are. No other code decides by a level's name.
+`available` in its row. No other code decides by a level's name.
 """
 
 from collections.abc import Mapping
@@ -76,28 +76,30 @@ CELLS = (
         ("block", "block", "block"),
         available=("block", "shared", "fp32"),
     ),
-    Cell("exp_avg", "Adam's first moment", ("fp32", "fp8", "fp8"), ("fp32",), ("bf16", "fp8")),
-    Cell("exp_avg_sq", "Adam's second moment", ("fp32", "fp16", "fp16"), ("fp32",), ("fp16", "fp8")),
+    Cell("exp_avg", "Adam's first moment", ("fp32", "fp8", "fp8"), ("fp32", "bf16", "fp8")),
+    Cell(
+        "exp_avg_sq",
+        "Adam's second moment; fp8 stores its root, and stands still where it should decay",
+        ("fp32", "fp16", "fp16"),
+        ("fp32", "fp16", "fp8"),
+    ),
     Cell(
         "master",
         "master weight: a copy, or the stored weight plus a 16-bit remainder",
         ("fp32", "remainder", "remainder"),
-        available=("fp32",),
-        planned=("remainder", "fp16", "bf16", "fp8"),
+        available=("fp32", "remainder", "fp16", "bf16", "fp8"),
     ),
     Cell(
         "weight",
         "stored weight, and its data-parallel gather",
         ("bf16", "bf16", "fp8"),
-        available=("bf16",),
-        planned=("fp8",),
+        available=("bf16", "fp8"),
     ),
     Cell(
         "tp_gather",
         "tensor/sequence-parallel all-gather of activations",
         ("bf16", "bf16", "fp8"),
-        available=("bf16",),
-        planned=("fp8",),
+        available=("bf16", "fp8"),
     ),
     Cell(
         "tp_reduce_scatter",
@@ -110,15 +112,9 @@ CELLS = (
         "partition",
         "how the weights are cut over the data-parallel ranks",
         ("even", "even", "even"),
-        available=("even",),
-        planned=("greedy",),
+        available=("even", "greedy"),
     ),
 )
-
-
-def missing(level: str) -> list[str]:
-    """The cells of `level` (O1, O2 or O3) that this version lacks, each as "name value"."""
-    return [f"{c.name} {c.at(level)}" for c in CELLS if c.at(level) not in c.available]
 
 
 def resolve(level: str, overrides: Mapping[str, str | None]) -> dict[str, str]:
@@ -137,14 +133,9 @@ def resolve(level: str, overrides: Mapping[str, str | None]) -> dict[str, str]:
     if level not in LEVELS[1:]:
         raise ValueError(f"--fp8-level {level}: there is no such level; use one of {', '.join(LEVELS)}")
     values = {c.name: overrides.get(c.name) or c.at(level) for c in CELLS}
-    lacking = [c for c in CELLS if values[c.name] not in c.available]
-    for cell in lacking:
-        if overrides.get(cell.name):
-            state = "not available in this version" if values[cell.name] in cell.planned else "no such value"
-            options = ", ".join(cell.available)
-            raise ValueError(f"{cell.flag} {values[cell.name]}: {state} (available: {options})")
-    if lacking:
-        cells = ", ".join(f"{c.name} {values[c.name]}" for c in lacking)
-        usable = ", ".join(o for o in LEVELS[1:] if not missing(o))
-        raise ValueError(f"--fp8-level {level}: not available in this version (lacks {cells}); use {usable}")
+    for cell in CELLS:
+        value = values[cell.name]
+        if value not in cell.available:
+            state = "not available in this version" if value in cell.planned else "no such value"
+            raise ValueError(f"{cell.flag} {value}: {state} (available: {', '.join(cell.available)})")
     return values

@@ -16,6 +16,10 @@ What is hooked, and why not something more official:
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
                                                 for it; set in engine/overlap.py, which also reads the bucket
                                                 groups' is_last_microbatch.  Neither has an official way.
+    training.checkpointing._build_sharded_state_dict_metadata
+                                                says in each checkpoint what of ours it holds (engine/checkpoint.py).
+    dist_checkpointing.save and training.checkpointing._load_base_checkpoint, check_checkpoint_args
+                                                seal checkpoints, and refuse damaged ones (engine/seal.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 The second and third are installed only when a run asks for a level: without one, and at O0, a run is bit for
@@ -26,6 +30,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +140,18 @@ def _hook_optimizer(fp8: Fp8Config | None) -> None:
 
     parameters = "config model_chunks config_overrides"
     _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8), parameters)
+    if fp8 is not None:
+        _hook_checkpoints(fp8)
+
+
+def _hook_checkpoints(fp8: Fp8Config) -> None:
+    import megatron.core.dist_checkpointing as dist_checkpointing
+    import megatron.training.checkpointing as checkpointing
+
+    _rebind(checkpointing, "_build_sharded_state_dict_metadata", _metadata(fp8), "args")
+    _rebind(dist_checkpointing, "save", _save_sealed, "sharded_state_dict checkpoint_dir")
+    _rebind(checkpointing, "_load_base_checkpoint", _load_verified, "load_dir args rank0")
+    _rebind(checkpointing, "check_checkpoint_args", _check_in_one_line, "checkpoint_args")
 
 
 def _gpt_model_init(fp8: Fp8Config):
@@ -178,3 +195,71 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
         return get_megatron_optimizer
 
     return make
+
+
+def _metadata(fp8: Fp8Config):
+    from .engine.checkpoint import CONTENTS, contents
+
+    def make(stock):
+        def metadata(args, *rest, **kwargs):
+            return {**stock(args, *rest, **kwargs), CONTENTS: contents(fp8, args)}
+
+        return metadata
+
+    return make
+
+
+def _save_sealed(stock: Callable) -> Callable:
+    from .engine.seal import seal, unseal
+
+    def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
+        folder = Path(checkpoint_dir)
+        unseal(folder)
+        request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        if request is None:
+            seal(folder)
+        else:  # asynchronous: when it is finished, before Megatron says so in its tracker
+            request.finalize_fns.append(lambda: seal(folder))
+        return request
+
+    return save
+
+
+def _load_verified(stock: Callable) -> Callable:
+    from megatron.core.dist_checkpointing import load_content_metadata
+    from megatron.training.checkpointing import get_checkpoint_name, get_checkpoint_tracker_filename, read_metadata
+
+    from .engine.checkpoint import CONTENTS
+    from .engine.seal import MISFITS, find_complete, one_line, require_seal, verify
+
+    def load(load_dir, args, rank0=False, *rest, **kwargs):
+        if load_dir is not None and rank0 and torch.distributed.is_initialized():
+            tracker = Path(get_checkpoint_tracker_filename(load_dir))
+            find_complete(Path(load_dir), tracker)
+            if tracker.is_file() or args.ckpt_step:
+                iteration, release = (args.ckpt_step, False) if args.ckpt_step else read_metadata(str(tracker))
+                verify(Path(get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)))
+        try:
+            loaded = stock(load_dir, args, rank0, *rest, **kwargs)
+        except MISFITS as error:
+            raise one_line(load_dir, error) from error
+        state, folder = loaded[:2]
+        if state is not None and CONTENTS in (load_content_metadata(preloaded_state_dict=state) or {}):
+            require_seal(Path(folder))
+        return loaded
+
+    return load
+
+
+def _check_in_one_line(stock: Callable) -> Callable:
+    from megatron.training.global_vars import get_args
+
+    from .engine.seal import one_line
+
+    def check(checkpoint_args, *rest, **kwargs):
+        try:
+            stock(checkpoint_args, *rest, **kwargs)
+        except AssertionError as error:
+            raise one_line(get_args().load, error) from error
+
+    return check

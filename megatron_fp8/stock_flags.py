@@ -310,7 +310,7 @@ TABLE: list[Row] = [
     *_honour("--no-check-for-nan-in-loss-and-grad", SKIPPED),
     *_honour("--check-for-large-grads", STOCKS_OWN),
     *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced while the backward goes on"),
-    *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears are gathered in the optimizer step"),
+    *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
     *_honour("--use-distributed-optimizer", "shards the linears' master weights and moments too"),
     *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
     *_honour("--dump-param-to-param-group-map", STOCKS_OWN),
@@ -322,11 +322,6 @@ TABLE: list[Row] = [
     *_refuse("--freeze-all-layers", "use --fp8-level O0: nothing is trained"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--ckpt-format", "use torch_dist: no other format holds the level's optimizer state", KEEPS_OPTIMIZER),
-    *_refuse(
-        "--dist-ckpt-optim-fully-reshardable",
-        "remove it: without Transformer Engine or apex, megatron-core 0.19 cannot load what it saves",
-        missing=TE,
-    ),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
     # --- same result, only slower without
     *_adapt("--no-gradient-accumulation-fusion", False, ABSENT, LEFT_ON, missing=FUSED_WGRAD),

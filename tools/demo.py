@@ -19,7 +19,7 @@ from launch import ROOT, RunFailed, Step, parse_step, parse_validation, torchrun
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_fp8.level import LEVELS, missing
+from megatron_fp8.level import LEVELS
 
 OUTPUT = Path("runs/demo")  # in the repository
 STEPS = 200
@@ -180,8 +180,7 @@ def main() -> None:
     nproc = min(2, torch.cuda.device_count()) if on_gpu else 2
     env = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     device = torch.cuda.get_device_name() if on_gpu else "the CPU"
-    levels = ["O0", *(level for level in LEVELS if level != "O0" and not missing(level))]
-    print(f"A GPT of 2.6 million parameters, {STEPS} steps at each of {', '.join(levels)}")
+    print(f"A GPT of 2.6 million parameters, {STEPS} steps at each of {', '.join(LEVELS)}")
     print(f"{nproc} process{'es' * (nproc > 1)} on {device}")
     if not Path(f"{OUTPUT}/data/stdlib_heldout.idx").exists():
         counts = prepare_data.prepare([], f"{OUTPUT}/data/stdlib", prepare_data.Bytes())
@@ -189,7 +188,7 @@ def main() -> None:
         print(f"Text: Python's standard library, {sizes}")
 
     curves, results = {}, {}
-    for level in levels:
+    for level in LEVELS:
         try:
             curves[level], results[level] = train(level, nproc, env)
         except RunFailed as failure:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_fp8.config import add_fp8_arguments
-from megatron_fp8.level import CELLS, LEVELS, missing
+from megatron_fp8.level import CELLS, LEVELS
 from megatron_fp8.stock_flags import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, Row
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -56,11 +56,7 @@ def levels() -> str:
         (c.name, f"`{c.flag}`", c.meaning, "stock", *c.levels, ", ".join(c.available), ", ".join(c.planned))
         for c in CELLS
     )
-    lacking = [level for level in LEVELS[1:] if missing(level)]
-    status = "".join(
-        f"\n{level} is not available yet: it lacks {', '.join(missing(level))}." for level in lacking
-    )
-    return table(head, body) + status + "\n"
+    return table(head, body)
 
 
 def own_flags() -> str:

@@ -16,7 +16,8 @@ included, takes the dequantised values, so all replicas stay bitwise equal.
 
 The sum is not made when the bytes arrive.  What arrived takes as much room as what was sent, one byte an element,
 and *is* the FP32 sum, unevaluated: `BlockShards` evaluates it where it is read, once for the norm and once for the
-optimizer.  So a reduced gradient costs no FP32 buffer, and the reduction is pure communication.
+optimizer, which reads the bytes as they are.  So a reduced gradient costs no FP32 buffer, and the reduction is pure
+communication.
 
 Two levels, for clusters (`--fp8-grad-reduce-hierarchy`), with L ranks in each of A nodes, R = A L: the same inside
 the node, then across nodes on what was summed.  Each element is rounded twice, both sums are FP32, and a node
@@ -39,7 +40,8 @@ import torch
 import torch.distributed as dist
 
 from .. import ops
-from ..numerics.blocks import PackedBlocks
+from ..numerics.blocks import BLOCK, PackedBlocks
+from ..ops.adam import Gradient
 from . import wire
 
 
@@ -49,14 +51,13 @@ class DenseShard:
 
     values: torch.Tensor
 
-    def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The gradient (n,) in FP32, times `scale` (0-d FP32): computed in place, so once a step."""
-        values = self.values.float()
-        return values if scale is None else values.mul_(scale)
-
     def look(self) -> torch.Tensor:
         """The gradient (n,) in FP32, to read only."""
         return self.values.float()
+
+    def gradient(self, start: int, stop: int) -> Gradient:
+        """Elements start .. stop, multiples of 128, as adam_step takes them."""
+        return self.values[start:stop]
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares, 0-d FP32."""
@@ -69,13 +70,15 @@ class BlockShards:
 
     packed: PackedBlocks
 
-    def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The gradient (m,) in FP32, times `scale` (0-d FP32), as a new tensor."""
+    def look(self) -> torch.Tensor:
+        """The gradient (m,) in FP32, a new tensor."""
         payload = self.packed.payload
         out = torch.empty(payload.shape[1], dtype=torch.float32, device=payload.device)
-        return ops.sum_blocks(payload, self.packed.exponents, out, scale)
+        return ops.sum_blocks(payload, self.packed.exponents, out)
 
-    look = take
+    def gradient(self, start: int, stop: int) -> Gradient:
+        """Elements start .. stop, multiples of 128, as adam_step takes them: not yet summed."""
+        return self.packed.payload[:, start:stop], self.packed.exponents[:, start // BLOCK : stop // BLOCK]
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares, 0-d FP32, in one pass."""
@@ -88,14 +91,14 @@ class GatheredShards:
 
     packed: PackedBlocks
 
-    def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The gradient (R * m,) in FP32, times `scale` (0-d FP32), as a new tensor."""
-        out = torch.empty(self.packed.numel, dtype=torch.float32, device=self.packed.data.device)
-        for row, part in zip(self._rows(), out.chunk(len(self.packed.data)), strict=True):
-            ops.sum_blocks(row.packed.payload, row.packed.exponents, part, scale)
-        return out
+    def look(self) -> torch.Tensor:
+        """The gradient (R * m,) in FP32, a new tensor."""
+        return self.packed.dequantize()
 
-    look = take
+    def gradient(self, start: int, stop: int) -> Gradient:
+        """Elements start .. stop, multiples of 128, as adam_step takes them; a copy."""
+        blocks = self.packed.read(start, stop - start)
+        return blocks.payload[None], blocks.exponents[None]
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares, 0-d FP32."""
@@ -132,7 +135,7 @@ def reduce_blocks(
     if sharded:
         return shards, [handle]
     yield [handle]
-    summed = _pack(shards.take(), shards=1)
+    summed = _pack(shards.look(), shards=1)
     gathered, handle = wire.all_gather(summed.data.view(-1), group)
     return GatheredShards(PackedBlocks(gathered)), [handle]
 
@@ -148,7 +151,7 @@ def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:
     inside, handle = wire.all_to_all(sent.data, nodes.inside)
     yield [handle]
     del sent, own, all_, by_rank
-    summed = _pack(BlockShards(PackedBlocks(inside)).take(), shards=count)
+    summed = _pack(BlockShards(PackedBlocks(inside)).look(), shards=count)
     del inside
     across, handle = wire.all_to_all(summed.data, nodes.across, kind="grad_reduce_across_nodes")
     return BlockShards(PackedBlocks(across)), [handle]

@@ -46,19 +46,20 @@ class ScaledShard:
     pieces: list[tuple[int, int, int]]
     inverse: torch.Tensor
 
-    def take(self, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The gradient (n,) in FP32, times `scale` (0-d FP32), as a new tensor."""
-        values = decode(self.payload)
-        factors = self.inverse if scale is None else self.inverse * scale
-        for start, stop, t in self.pieces:
-            values[start:stop] *= factors[t]
-        return values
+    def look(self) -> torch.Tensor:
+        """The gradient (n,) in FP32, a new tensor."""
+        return self.gradient(0, self.payload.numel())
 
-    look = take
+    def gradient(self, start: int, stop: int) -> torch.Tensor:
+        """Elements start .. stop in FP32, as adam_step takes them."""
+        values = decode(self.payload[start:stop])
+        for a, b, t in self.pieces:
+            values[max(a - start, 0) : max(b - start, 0)] *= self.inverse[t]
+        return values
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares, 0-d FP32."""
-        return torch.linalg.vector_norm(self.take()).square()
+        return torch.linalg.vector_norm(self.look()).square()
 
 
 class SharedScale:

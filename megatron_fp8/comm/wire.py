@@ -52,7 +52,8 @@ def all_gather(row: torch.Tensor, group):
 def all_gather_weights(buffer: torch.Tensor, group):
     """Give every rank all shards of `buffer` (R * n,), in place -> handle."""
     count(WEIGHTS, buffer.nbytes, group)
-    return dist.all_gather_into_tensor(buffer, own_shard(buffer, group), group=group, async_op=True)
+    data = buffer.view(torch.uint8)
+    return dist.all_gather_into_tensor(data, own_shard(data, group), group=group, async_op=True)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
+from megatron.training.global_vars import get_args
 
 from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
@@ -15,7 +16,9 @@ from ..comm.wire import Stages
 from ..config import Fp8Config
 from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
 from ..numerics.noise import noise_seed
-from ..numerics.scaling import DelayedScaling
+from ..numerics.scaling import DelayedScaling, WeightScaling
+from .checkpoint import contents
+from .gather import ChunkGather
 from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
 from .overlap import ChunkReducer
 from .weights import Bucket, cut
@@ -40,7 +43,7 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
     name_weights(model_chunks)
     dp_group = mpu.get_data_parallel_group(with_context_parallel=True)
     sharded = config.use_distributed_optimizer
-    plan = _plan_buckets(model_chunks, {id(w.param): w for w in weights}, dp_group, config, config_overrides)
+    plan = _plan_buckets(fp8, model_chunks, {id(w.param): w for w in weights}, dp_group, config, config_overrides)
     ordered = [weight for chunk in plan for _, members in chunk for weight in members]
     reduce, shared_scale = _reduction(fp8, ordered, dp_group, sharded)
 
@@ -48,19 +51,26 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         ranks = dp_group.rank(), mpu.get_tensor_model_parallel_rank()
         return noise_seed(fp8.seed, *ranks, weight.layer_number, *weight.path.encode())
 
-    reducers = []
+    weight_scaling = _weight_scaling(fp8, ordered)
+    first = 0  # of the next bucket of E4M3 weights, among all of them
+    reducers, gathers = [], []
     options: dict[int, tuple[dict, list[Bucket]]] = {}
     for chunk, cuts in zip(model_chunks, plan, strict=True):
         buckets = []
         for option, members in cuts:
-            bucket = Bucket(members, dp_group, sharded, fp8.grad_accum, reduce, identity)
+            in_fp8 = members[0].storage == "fp8"
+            scaling = weight_scaling if in_fp8 else None
+            bucket = Bucket(members, dp_group, sharded, fp8, scaling, first, reduce, identity)
+            first += len(members) if in_fp8 else 0
             buckets.append(bucket)
             options.setdefault(id(option), (option, []))[1].append(bucket)
         reducers.append(ChunkReducer(chunk, buckets, chunk.ddp_config.overlap_grad_reduce))
+        gathers.append(ChunkGather(buckets[::-1], chunk.ddp_config.overlap_param_gather))
 
     model_config = get_model_config(model_chunks[0])
     engine = EngineOptimizer(
         reducers,
+        gathers,
         list(options.values()),
         config,
         model_chunks,
@@ -69,8 +79,10 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         amax_group=mpu.get_amax_reduction_group(
             with_context_parallel=True, tp_only_amax_red=model_config.tp_only_amax_red
         ),
+        weight_scaling=weight_scaling,
         shared_scale=shared_scale,
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
+        contents=contents(fp8, get_args()),
     )
     _finalize_with(engine, model_config)
     for chunk in model_chunks:
@@ -100,30 +112,46 @@ def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
             )
 
 
-def _plan_buckets(model_chunks, by_param, dp_group, config, overrides) -> list[list[tuple[dict, list[Fp8Weight]]]]:
-    """For each chunk its buckets, in the order in which the backward pass completes them: (option, weights)."""
+def _plan_buckets(
+    fp8: Fp8Config, model_chunks, by_param, dp_group, config, overrides
+) -> list[list[tuple[dict, list[Fp8Weight]]]]:
+    """For each chunk its buckets, in the order in which the backward pass completes them: (option, weights).
+
+    The weights of a bucket have one option and one storage.
+    """
     option_of = {}
     for option in _our_param_groups(model_chunks, by_param, config, overrides):
         option_of.update({id(p): option for p in option.pop("params")})
     plan = []
     for chunk in model_chunks:
         backward = in_forward_order(fp8_weights([chunk]))[::-1]
-        size = _bucket_size(chunk.ddp_config, sum(w.param.numel() for w in backward), dp_group.size())
+        numel = sum(w.param.numel() for w in backward)
+        # Whole weights balance well only where there are many (partition.py).
+        size = numel if fp8.partition == "greedy" else bucket_size(chunk.ddp_config, numel, dp_group.size())
         place = {id(weight): i for i, weight in enumerate(backward)}
-        alike: dict[int, list[Fp8Weight]] = {}
+        alike: dict[tuple[int, str], list[Fp8Weight]] = {}
         for weight in backward:
-            alike.setdefault(id(option_of[id(weight.param)]), []).append(weight)
+            alike.setdefault((id(option_of[id(weight.param)]), weight.storage), []).append(weight)
         cuts = [run for members in alike.values() for run in cut(members, size)]
         cuts.sort(key=lambda run: place[id(run[-1])])
         plan.append([(option_of[id(run[0].param)], run) for run in cuts])
     return plan
 
 
-def _bucket_size(ddp_config, numel: int, ranks: int) -> int:
+def bucket_size(ddp_config, numel: int, ranks: int) -> int:
     """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight."""
     if ddp_config.num_buckets is not None:
         return numel // ddp_config.num_buckets
     return ddp_config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+
+
+def _weight_scaling(fp8: Fp8Config, weights: list[Fp8Weight]) -> WeightScaling | None:
+    """The scales of the weights that are stored in E4M3."""
+    count = sum(weight.storage == "fp8" for weight in weights)
+    if not count:
+        return None
+    sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return WeightScaling(count, fp8.forward_format, fp8.margin, sharing, weights[0].param.device)
 
 
 def _reduction(

@@ -1,14 +1,20 @@
 """Optimizer state of the engine in Megatron's distributed checkpoints (`torch_dist`).
 
-A shard of a flat buffer means nothing to another layout.  So what is saved is each weight's own FP32 master,
-exp_avg and exp_avg_sq, whole for this tensor- and pipeline-parallel rank, under the sharding of the model's
-weight itself: `optimizer.state.exp_avg.<weight>`.  dist_checkpointing then reshards over data, tensor and
-pipeline parallelism as it does for weights, and stores every element once (data-parallel replicas are marked
-by the weight's own replica id).  The price: 12 bytes a parameter of host memory on every rank while saving.
-The model part needs nothing: the weights are ordinary BF16 parameters.
+A shard of a flat buffer means nothing to another layout, and a format nothing to another level.  So what is saved is
+each weight's own FP32 master, exp_avg and exp_avg_sq, whole for this tensor- and pipeline-parallel rank, under the
+sharding of the model's weight itself: `optimizer.state.exp_avg.<weight>`.  dist_checkpointing then reshards over
+data, tensor and pipeline parallelism as it does for weights, and stores every element once (data-parallel replicas
+are marked by the weight's own replica id).  Every format's values are FP32 values, so saving loses nothing, and a run
+that loads its own checkpoint goes on bit for bit; another level rounds to its own formats.  The price: 12 bytes a
+parameter of disk, and of host memory while saving.  `--fp8-ckpt-compact` saves the bytes as they are instead
+(compact.py).
 
-Delayed scaling saves the amax history and the scale of each linear's two slots, by layer number, and
-`--fp8-grad-reduce shared` each weight's mu.
+The model part holds every weight as BF16 under its stock name, at each level: an E4M3 payload times a power of two is a
+BF16 number.  Loading it sets weights and, without optimizer state, masters.
+
+Beside them: of E4M3 weights scale and amax, of delayed scaling the amax history and scale of each linear's two slots,
+of `--fp8-grad-reduce shared` each weight's mu; by layer number.  What a checkpoint has of these is said in its
+content metadata (`contents`), which Megatron saves and hands back: only what is there is asked for.
 """
 
 import torch
@@ -19,29 +25,70 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
 )
 
+from ..config import Fp8Config
 from ..layers.linear import Fp8Weight
 from ..numerics.scaling import DelayedScaling
+from .states import read_average, write_average
 from .weights import Bucket
 
+CONTENTS, VERSION = "megatron_fp8", 1
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
 
 
-def sharded_engine_state(buckets: list[Bucket], adam, model_sharded_state_dict, is_loading: bool) -> dict:
+def contents(fp8: Fp8Config, args) -> dict:
+    """What a checkpoint of this run holds: the version of the format, what it has, of compact ones the layout."""
+    layout = ""
+    if fp8.ckpt_compact:
+        sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "data")
+        parts = [f"{size} {getattr(args, f'{size}_model_parallel_size', None) or 1}" for size in sizes[:3]]
+        parts += [f"{size} {getattr(args, f'{size}_parallel_size')}" for size in sizes[3:]]
+        parts.append(f"distributed optimizer {args.use_distributed_optimizer}")
+        parts.append(f"buckets {args.ddp_num_buckets or args.ddp_bucket_size}")
+        parts += [f"{cell} {getattr(fp8, cell)}" for cell in ("exp_avg", "exp_avg_sq", "master", "weight", "partition")]
+        layout = ", ".join(parts)
+    return {
+        "version": VERSION,
+        "weight_scale": fp8.weight == "fp8",
+        "scaling": fp8.recipe == "delayed" and fp8.gemm == "fp8",
+        "compact": layout,
+    }
+
+
+def check_contents(found: dict | None, mine: dict) -> None:
+    """ValueError in one line where this run cannot take the optimizer state of a checkpoint with contents `found`."""
+    if found is None:
+        raise ValueError(
+            "--load: the checkpoint was saved without --fp8-level, and its optimizer state is stock Megatron's; add "
+            "--no-load-optim (weights and iteration are kept, masters come from the weights) or --finetune"
+        )
+    if found["version"] > VERSION:
+        raise ValueError(
+            f"--load: the checkpoint's FP8 format is version {found['version']}, newer than {VERSION}, which this "
+            "version of megatron_fp8 knows; update megatron_fp8, or add --no-load-optim"
+        )
+    if found["compact"] and found["compact"] != mine["compact"]:
+        raise ValueError(
+            f"--load: the checkpoint was saved with --fp8-ckpt-compact, for its own layout only ({found['compact']}), "
+            f"not this run's ({mine['compact'] or 'without --fp8-ckpt-compact'}); load it with that layout and save "
+            "without --fp8-ckpt-compact, or add --no-load-optim"
+        )
+
+
+def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loading: bool) -> dict:
     """What to save, or to load into: {state name: {index of the weight: sharded FP32 tensor on the host}}."""
     weights = [span[0] for bucket in buckets for span in bucket.spans]
-    sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, (w.param for w in weights))
+    sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, (w.in_model_state() for w in weights))
     state: dict[str, dict[int, ShardedTensor]] = {name: {} for name in STATES}
     index = 0
     for bucket in buckets:
-        shards = _shards(bucket, adam)
         # On the host, one state at a time: the whole state need not fit the device.
         host = {
-            name: torch.empty(bucket.weight.shape) if is_loading else bucket.unsharded(shard).cpu()
-            for name, shard in shards.items()
+            name: torch.empty(bucket.numel) if is_loading else bucket.unsharded(_read(bucket, name)).cpu()
+            for name in STATES
         }
         for weight, start, end in bucket.spans:
             for name in STATES:
-                tensor = host[name][start:end].view_as(weight.param)
+                tensor = host[name][start:end].view(weight.param.shape)
                 state[name][index] = make_sharded_optimizer_tensor(
                     sharded[index], tensor, prefix=f"optimizer.state.{name}"
                 )
@@ -49,19 +96,52 @@ def sharded_engine_state(buckets: list[Bucket], adam, model_sharded_state_dict, 
     return state
 
 
-def load_engine_state(buckets: list[Bucket], adam, state: dict) -> None:
-    """Take this rank's shards out of the loaded whole tensors."""
+def load_engine_state(buckets: list[Bucket], state: dict) -> None:
+    """Take this rank's shards out of the loaded whole tensors.
+
+    Weights are loaded already.  A master from which the weight is rounded, or which the weight is part of, sets the
+    weight too; a coarser one leaves it: weights are rounded from what Adam computed, not from what it stored.
+    """
     index = 0
     for bucket in buckets:
-        shards = _shards(bucket, adam)
-        for _, start, end in bucket.spans:
-            lo, hi = max(start, bucket.shard.start), min(end, bucket.shard.stop)
-            if lo < hi:
+        begin = bucket.shard.start
+        pieces = {i: (lo, hi) for i, lo, hi in bucket.pieces()}
+        for i, (_, start, _) in enumerate(bucket.spans):
+            if i in pieces:
+                lo, hi = pieces[i]
+                part = slice(begin + lo - start, begin + hi - start)
                 for name in STATES:
-                    whole = state[name][index].reshape(-1)
-                    part = slice(lo - bucket.shard.start, hi - bucket.shard.start)
-                    shards[name][part].copy_(whole[lo - start : hi - start])
+                    _write(bucket, name, i, lo, hi, state[name][index].reshape(-1)[part].to(bucket.weight.device))
             index += 1
+
+
+def _read(bucket: Bucket, name: str) -> torch.Tensor:
+    if name == "fp32_param":
+        return bucket.masters()
+    return read_average(getattr(bucket, name), is_square=name == "exp_avg_sq")
+
+
+def _write(bucket: Bucket, name: str, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+    if name == "fp32_param":
+        bucket.load_master(i, lo, hi, values)
+    else:
+        write_average(bucket.part(name, lo, hi), values, is_square=name == "exp_avg_sq")
+
+
+def sharded_weight_scales(buckets: list[Bucket], model_config) -> dict:
+    """Scale and amax of each E4M3 weight: (2,)."""
+    state = {}
+    for bucket in (b for b in buckets if b.scaling is not None):
+        for i, weight in enumerate(bucket.weights):
+            state[_key(weight)] = _by_layer("fp8_weight_scale", bucket.scale_and_amax(i), weight, model_config)
+    return state
+
+
+def load_weight_scales(buckets: list[Bucket], state: dict) -> None:
+    """The reverse of sharded_weight_scales; the weights keep their values."""
+    for bucket in (b for b in buckets if b.scaling is not None):
+        for i, weight in enumerate(bucket.weights):
+            bucket.rescale(i, *state[_key(weight)][0].to(bucket.weight.device))
 
 
 def sharded_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], model_config) -> dict:
@@ -116,13 +196,3 @@ def _by_layer(name: str, tensor: torch.Tensor, weight: Fp8Weight, model_config, 
 
 def dp_rank() -> int:
     return mpu.get_data_parallel_rank(with_context_parallel=True)
-
-
-def _shards(bucket: Bucket, adam) -> dict[str, torch.Tensor]:
-    """This rank's FP32 shards by name; creates Adam's state if there was no step yet."""
-    state = adam.state[bucket.master]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=bucket.master.device)
-        state["exp_avg"] = torch.zeros_like(bucket.master)
-        state["exp_avg_sq"] = torch.zeros_like(bucket.master)
-    return {"fp32_param": bucket.master.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}

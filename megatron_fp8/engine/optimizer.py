@@ -1,10 +1,10 @@
 """Our part of Megatron's optimizer chain, and the chain.
 
 Megatron trains with a ChainedOptimizer of parts that share one gradient norm, one clip and one step.  The
-plugin appends `EngineOptimizer`: AdamW over the flat FP32 master shards of the weight engine.  To the
-chain it looks like any part: weight decay, learning-rate rules and schedules are stock code on our tensors.  Our
-gradients exist in FP32 for a few buckets at a time only, while Adam reads them; so the norm and the count of zeros
-are taken from the reduced buckets themselves (comm/reduce.py), and our part clips by the norm as it steps.
+plugin appends `EngineOptimizer`: one fused pass of Adam(W) over the shards of the weight engine (ops/adam.py).  To the
+chain it looks like any part: weight decay, learning-rate rules and schedules are stock code on our param groups.  Our
+gradients never exist in FP32; the norm and the count of zeros are taken from the reduced buckets themselves
+(comm/reduce.py), and the pass clips by the norm as it reads.
 
 One rule is added (`Fp8ChainedOptimizer`): a non-finite norm skips the step, on every rank, with nothing
 changed.  The norm is the same number everywhere (it is all-reduced) and the host has it already, so this
@@ -16,38 +16,48 @@ import math
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from ..comm.shared import SharedScale
 from ..comm.wire import sent_bytes
 from ..layers.linear import Fp8Weight
+from ..numerics.scaling import WeightScaling, adam_growth
+from ..ops.adam import AdamHyper
 from .checkpoint import (
+    CONTENTS,
+    STATES,
+    check_contents,
     load_engine_state,
     load_mu_state,
     load_scaling_state,
+    load_weight_scales,
     sharded_engine_state,
     sharded_mu_state,
     sharded_scaling_state,
+    sharded_weight_scales,
 )
+from .compact import load_compact_state, sharded_compact_state
+from .gather import ChunkGather
 from .overlap import ChunkReducer
 from .weights import Bucket
-
-AT_ONCE = 32 * 2**20  # elements whose FP32 gradients exist together while Adam reads them
 
 
 class EngineOptimizer(MegatronOptimizer):
     """Adam(W) over the buckets, in the form of one part of a ChainedOptimizer.
 
     Args:
-        reducers: of each model chunk.
+        reducers, gathers: of each model chunk.
         options: (Megatron's param-group options: weight-decay and learning-rate multipliers, ..., their buckets).
         config: the OptimizerConfig of the whole chain.
         model_chunks: the wrapped model chunks.
         stats_group: process group over which gradient statistics are summed: that of the chain.
         scaling, amax_group: delayed-scaling state and the group that agrees on its amax; None, None.
+        weight_scaling: the scales of E4M3 weights, else None.
         shared_scale: the state of `--fp8-grad-reduce shared`, else None.
         grad_scale: factor from the sum over data-parallel ranks to the gradient.
+        contents: what this run's checkpoints hold, see checkpoint.py.
     """
 
     is_stub_optimizer = False
@@ -55,36 +65,35 @@ class EngineOptimizer(MegatronOptimizer):
     def __init__(
         self,
         reducers: list[ChunkReducer],
+        gathers: list[ChunkGather],
         options: list[tuple[dict, list[Bucket]]],
         config,
         model_chunks,
         stats_group,
         scaling,
         amax_group,
+        weight_scaling: WeightScaling | None,
         shared_scale: SharedScale | None,
         grad_scale: float,
+        contents: dict,
     ):
-        self.reducers = reducers
+        self.reducers, self.gathers = reducers, gathers
         self.buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
-        adam = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        device = self.buckets[0].weight.device
-        self.fused = device.type == "cuda"
-        inner = adam(
-            [{**option, "params": [b.master for b in buckets]} for option, buckets in options],
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=self.fused or None,
-        )
+        # Holds the groups whose lr and weight_decay Megatron's scheduler writes; its parameters are empty.
+        groups = [{**option, "params": [torch.nn.Parameter(torch.empty(0))]} for option, _ in options]
+        inner = torch.optim.Optimizer(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+        self._groups = list(zip(inner.param_groups, (buckets for _, buckets in options), strict=True))
         super().__init__(inner, config)
         self.max_norm, self.clip = config.clip_grad, 1.0
         self.model_chunks = model_chunks
         self.grad_stats_parallel_group = stats_group
-        self.scaling, self.amax_group, self.shared_scale = scaling, amax_group, shared_scale
+        self.scaling, self.amax_group = scaling, amax_group
+        self.weight_scaling, self.shared_scale = weight_scaling, shared_scale
+        device = self.buckets[0].weight.device
         self._one = torch.ones(1, device=device)
         self._mean = torch.full((), grad_scale, device=device)
         self.grad_scale = self._mean  # 0-d FP32: from the reduced sum to the gradient
+        self.contents = contents
         self.steps = 0  # updates made; skipped steps do not count
         self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
 
@@ -119,52 +128,52 @@ class EngineOptimizer(MegatronOptimizer):
         """Sum of |g|^p over this rank's gradients, or max |g| for p infinite, as 0-d FP32."""
         if p == 2.0:
             return torch.stack([b.reduced.square_sum() for b in self.buckets]).sum() * self.grad_scale**2
-        # A rank whose shard is padding has no gradient, and an empty vector no maximum.
-        grads = [gradient for b in self.buckets if (gradient := b.gradient()).numel()] or [torch.zeros_like(self._one)]
-        norms = torch.stack([torch.linalg.vector_norm(gradient, p) for gradient in grads]) * self.grad_scale
+        norms = torch.stack([torch.linalg.vector_norm(b.reduced.look(), p) for b in self.buckets]) * self.grad_scale
         return norms.max() if p == math.inf else norms.pow(p).sum()
 
     def zeros(self) -> torch.Tensor:
         """How many of this rank's gradients are zero, 0-d int64."""
-        return torch.stack([(b.gradient() == 0).sum() for b in self.buckets]).sum()
+        counts = [self._one.new_zeros((), dtype=torch.int64)]
+        for bucket in self.buckets:
+            gradient = bucket.reduced.look()
+            counts += [(gradient[lo:hi] == 0).sum() for _, lo, hi in bucket.pieces()]
+        return torch.stack(counts).sum()
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         """This rank's gradients in FP32, for stock code that wants them all at once."""
-        return [b.gradient() * self.grad_scale for b in self.buckets] if grad_norm_group is None else []
+        return [b.reduced.look() * self.grad_scale for b in self.buckets] if grad_norm_group is None else []
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        if self.fused:  # divides the gradients as it reads them
-            self.optimizer.grad_scale = torch.full((), 1.0 / self.clip, device=self._one.device)
-        gathers = []
-        for together in self._in_turn():
-            for bucket in together:
-                bucket.master.grad = bucket.gradient(self.grad_scale, take=True)
-                if not self.fused and self.clip < 1.0:
-                    bucket.master.grad.mul_(self.clip)
-            self.optimizer.step()  # passes by all that have no gradient
-            for bucket in together:
-                bucket.master.grad = bucket.reduced = None
-                gathers.append(bucket.publish())
-        for gather in filter(None, gathers):
-            gather.wait()
         self.steps += 1
+        if self.weight_scaling is not None:
+            lr = max(group["lr"] for group, _ in self._groups)
+            self.weight_scaling.begin_step(adam_growth(lr, *self._betas, self.steps))
+        scale = self.grad_scale * self.clip
+        for group, buckets in self._groups:
+            hyper = AdamHyper(
+                group["lr"],
+                *self._betas,
+                self.config.adam_eps,
+                group["weight_decay"],
+                self.steps,
+                self.config.decoupled_weight_decay,
+            )
+            for bucket in buckets:
+                bucket.step(hyper, scale)
+        for gather in self.gathers:
+            gather.begin()
+        if self.weight_scaling is not None:
+            self.weight_scaling.end_step()
         if self.scaling is not None:
             self.scaling.update(self.amax_group)
         if self.shared_scale is not None:
             self.shared_scale.end_step(self.steps)
         return True
 
-    def _in_turn(self):
-        """The buckets, a few at a time."""
-        together: list[Bucket] = []
-        filled = 0
-        for bucket in self.buckets:
-            together.append(bucket)
-            filled += bucket.master.numel()
-            if filled >= AT_ONCE or bucket is self.buckets[-1]:
-                yield together
-                together, filled = [], 0
+    @property
+    def _betas(self) -> tuple[float, float]:
+        return self.config.adam_beta1, self.config.adam_beta2
 
     def step(self):
         raise RuntimeError("EngineOptimizer is stepped by the chain it is part of")
@@ -173,33 +182,48 @@ class EngineOptimizer(MegatronOptimizer):
         return [weight for bucket in self.buckets for weight in bucket.weights]
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata=None) -> dict:
-        """Optimizer state in a form that every parallel layout can load (see checkpoint.py)."""
-        state: dict = {
-            "state": sharded_engine_state(self.buckets, self.optimizer, model_sharded_state_dict, is_loading)
-        }
+        """Optimizer state, in the form for every layout and level or in the compact one (checkpoint.py)."""
+        found = (metadata or {}).get(CONTENTS)
+        check_contents(found, self.contents)
+        self._finish_gathers()
+        if found["compact"]:
+            state: dict = {"state": sharded_compact_state(self.buckets)}
+        else:
+            state = {"state": sharded_engine_state(self.buckets, model_sharded_state_dict, is_loading)}
         state["step"] = self.steps
         config = get_model_config(self.model_chunks[0])
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
         mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu.clone()
         state["mu"] = sharded_mu_state(mu, self._weights(), config)
-        if self.scaling is not None:
+        if found["weight_scale"] and self.weight_scaling is not None:
+            state["weight_scale"] = sharded_weight_scales(self.buckets, config)
+        if found["scaling"] and self.scaling is not None:
             state["scaling"] = sharded_scaling_state(self.scaling, self._weights(), config)
             state["scaling_warm"] = self.scaling.warm
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
-        load_engine_state(self.buckets, self.optimizer, state_dict["state"])
+        if "weight_scale" in state_dict:
+            load_weight_scales(self.buckets, state_dict["weight_scale"])
+        if STATES[0] in state_dict["state"]:
+            load_engine_state(self.buckets, state_dict["state"])
+        else:
+            load_compact_state(self.buckets, state_dict["state"])
+        for gather in self.gathers:  # what the owners rounded from their masters
+            gather.begin()
+        self._finish_gathers()
         self.steps = state_dict["step"]
-        for bucket in self.buckets:
-            self.optimizer.state[bucket.master]["step"].fill_(self.steps)
         if self.shared_scale is not None:
             mu = load_mu_state(self._weights(), state_dict["mu"], self._one.device)
             self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
-        if self.scaling is not None:
-            load_scaling_state(
-                self.scaling, self._weights(), state_dict["scaling"], state_dict.get("scaling_warm", False)
-            )
+        if self.scaling is not None and "scaling" in state_dict:
+            warm = state_dict.get("scaling_warm", False)
+            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm)
+
+    def _finish_gathers(self) -> None:
+        for gather in self.gathers:
+            gather.finish()
 
     def state_dict(self):
         raise ValueError("--ckpt-format torch cannot hold FP8 optimizer state: use --ckpt-format torch_dist")
@@ -209,7 +233,7 @@ class EngineOptimizer(MegatronOptimizer):
 
     def reload_model_params(self, state_dict=None) -> None:
         for bucket in self.buckets:
-            bucket.reload_master()
+            bucket.reload_masters()
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
@@ -221,6 +245,8 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
     def __init__(self, stock: list[MegatronOptimizer], engine: EngineOptimizer):
         super().__init__([*stock, engine])
         self.engine = engine
+        for part in stock:
+            _let_load_without_step(part)
         # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
         self.after_first_step = lambda: None
@@ -235,12 +261,11 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
     def load_state_dict(self, state_dict) -> None:
         super().load_state_dict(state_dict)
-        step = self.engine.optimizer.state[self.engine.buckets[0].master]["step"]
         for part in self.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Adam):
                 # Stock's DistributedOptimizer loses the step of torch's Adam, and shares one tensor among all.
                 for state in part.optimizer.state.values():
-                    state["step"] = step.clone()
+                    state["step"] = torch.full_like(state["step"], self.engine.steps)
 
     @torch.no_grad()
     def get_grad_norm(self, p: float = 2.0) -> float:
@@ -289,10 +314,20 @@ def _allocate_state(adam) -> None:
     """
     if not isinstance(adam, torch.optim.Adam):  # AdamW is one too; TE's FusedAdam is not
         return
-    for param in (p for group in adam.param_groups for p in group["params"]):
+    for options, param in ((group, p) for group in adam.param_groups for p in group["params"]):
         if not adam.state[param]:
             adam.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                "step": torch.zeros((), device=param.device if options["fused"] or options["capturable"] else "cpu"),
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
+
+
+def _let_load_without_step(part: MegatronOptimizer) -> None:
+    """Let a DistributedOptimizer over torch's Adam load --dist-ckpt-optim-fully-reshardable.
+
+    megatron-core 0.19.2 looks there for a step of each parameter, which that form does not have.
+    """
+    if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+        stock = part._set_main_param_and_optimizer_states
+        part._set_main_param_and_optimizer_states = lambda param, tensors: stock(param, {"step": None, **tensors})

@@ -1,45 +1,63 @@
-"""The weight engine: flat buffers for the weights, gradients and master weights of the FP8 linears.
+"""The weight engine: flat buffers for the weights, gradients and optimizer state of the FP8 linears.
 
-One `Bucket` for some consecutive linears of a model chunk, in backward order, all of one Megatron parameter group
-(the same weight decay and learning-rate rules):
+One `Bucket` for some linears of a model chunk, in backward order, all of one Megatron parameter group (the same weight
+decay and learning-rate rules):
 
-    weight     BF16   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
-    gradients  1 to 4 bytes, the same layout (gradients.py)
-    shards            | rank 0 | rank 1 | ... | rank R-1 |    even cuts, at multiples of 2,048 elements
-    master     FP32   this rank's shard only (everything, without the distributed optimizer)
+    weight      BF16 or E4M3   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
+    gradients   1 to 4 bytes   the same layout (gradients.py)
+    rows                       | rank 0 | rank 1 | ... | rank R-1 |   partition.py says where each weight starts
+    master, m, v               this rank's row only (everything, without the distributed optimizer), see states.py
 
-A step: micro-batches add to the gradients; these are summed over data parallelism for the owner of each shard
-(`launch`, `advance`, `land`: started, driven on, waited for); the optimizer updates master from that sum; `publish`
-rounds master to BF16 into the shard of weight and gathers the rest.  A bucket is the unit of all of it: what is on
-the wire, and what the optimizer holds in FP32, is one bucket (or a few) at a time.
+A step: micro-batches add to the gradients; these are summed over data parallelism for the owner of each row
+(`launch`, `advance`, `land`: started, driven on, waited for); one pass of Adam reads that sum and updates state and
+weight (`step`); the rows of the others are gathered (`gather`, `land_weights`).  A bucket is the unit of all of it.
 
 The gradient of a parameter has the meaning that Megatron's own buffers give it: the mean over data-parallel
 (and context-parallel) ranks, or, with --calculate-per-token-loss, the sum divided by the number of tokens.
+
+A weight in E4M3 has one scale, a power of two (numerics/scaling.py, `WeightScaling`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 
+from .. import ops
 from ..comm import wire
 from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
+from ..config import Fp8Config
 from ..layers.linear import Fp8Weight
-from ..numerics.blocks import BLOCK, SHARD_UNIT
+from ..numerics.blocks import BLOCK
+from ..numerics.formats import E4M3
+from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import WeightScaling
+from ..ops.adam import AdamHyper, adam_step
+from ..ops.reference_adam import read_master, write_master, write_state
+from . import states
 from .gradients import GradSlot, GradStore
+from .partition import place
 
 Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
 
 
 class Bucket:
-    """The flat buffers of some linears.
+    """The flat buffers of some linears, all with BF16 or all with E4M3 weights.
+
+    Args:
+        weights: in backward order, with BF16 parameters, which the bucket takes over.
+        group: the data-parallel group, of R ranks.
+        sharded: whether each rank owns a row, or all.
+        scaling, first: of E4M3 weights their scales, and the place of the bucket's first; None and 0.
+        reduce: how the gradients are summed over the group.
+        identity: what tells a weight from all others, for the noise of its gradients.
 
     Attributes:
-        master: FP32 Parameter of this rank's part.
         spans: (Fp8Weight, start, end) of each weight in the flat buffers, in elements.
-        shard: this rank's part of the flat buffers, without the padding at the end, which belongs to nobody.
+        shard: this rank's part of the flat buffers, padding included.
+        exp_avg, exp_avg_sq, master: states of the shard.
         reduced: after `land`, the sum of the gradients over data parallelism, for this rank's shard.
         watch: looks at the sum (`reduce`), see monitor/collect.py; None on most steps.
     """
@@ -49,46 +67,63 @@ class Bucket:
         weights: list[Fp8Weight],
         group,
         sharded: bool,
-        storage: str,
+        fp8: Fp8Config,
+        scaling: WeightScaling | None,
+        first: int,
         reduce: Callable[["Bucket"], wire.Stages],
         identity: Callable[[Fp8Weight], tuple[int, ...]],
     ):
         self.weights, self.group, self._reduce = weights, group, reduce
         self.sharded = sharded and group.size() > 1
+        self._fp8, self.scaling, self._first = fp8, scaling, first
         sizes = [w.param.numel() for w in weights]
-        numel, unit = sum(sizes), SHARD_UNIT * group.size()
-        padded = -(-numel // unit) * unit
         assert all(size % BLOCK == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
+        placed = place(sizes, group.size(), fp8.partition)
+        starts = placed.starts
+        self.gaps = placed.gaps
         device = weights[0].param.device
-        self.weight = torch.zeros(padded, dtype=weights[0].param.dtype, device=device)
-        self.grads = GradStore(group.size(), padded // group.size(), storage, device)
+        self.numel = placed.numel
+        self.grads = GradStore(group.size(), placed.row, fp8.grad_accum, device)
         self.reduced: Reduced | None = None
         self._flight: wire.Flight | None = None
+        self._arrival: Any = None
         self.watch: Any = None
 
-        self.spans, start = [], 0
-        for weight, size in zip(weights, sizes, strict=True):
-            self.spans.append((weight, start, start + size))
-            view = self.weight[start : start + size].view_as(weight.param)
-            view.copy_(weight.param.detach())
-            weight.param.data = view
-            weight.grad = GradSlot(self.grads, start, weight.param.shape, identity(weight))
-            start += size
-
         ranks, rank = (group.size(), group.rank()) if self.sharded else (1, 0)
-        begin = rank * (padded // ranks)
-        self.shard = slice(begin, max(begin, min(begin + padded // ranks, numel)))
-        self.master = Parameter(self.weight[self.shard].float())
-        self.master.tensor_model_parallel = True  # each tensor-parallel rank has its own part: no duplicate
-        for weight, start, end in self.spans:  # what --log-params-norm looks at
-            lo, hi = max(start, self.shard.start), min(end, self.shard.stop)
-            weight.param.main_param_sharded = self.sharded
-            part = slice(lo - self.shard.start, hi - self.shard.start)
-            weight.param.main_param = self.master.detach()[part] if lo < hi else None
+        owned = self.numel // ranks
+        self.shard = slice(rank * owned, (rank + 1) * owned)
+        self.exp_avg = states.zeros(fp8.exp_avg, owned, device)
+        self.exp_avg_sq = states.zeros(fp8.exp_avg_sq, owned, device)
+        self.master = states.zeros(fp8.master, owned, device)
+        dtype = weights[0].param.dtype if scaling is None else E4M3.dtype
+        self.weight = torch.zeros(self.numel, dtype=dtype, device=device)
+        self.spans = []
+        for i, (weight, start, size) in enumerate(zip(weights, starts, sizes, strict=True)):
+            self.spans.append((weight, start, start + size))
+            values = weight.param.detach()
+            weight.param.data = self.weight[start : start + size].view_as(values)
+            weight.grad = GradSlot(self.grads, start, weight.param.shape, identity(weight))
+            self.load(i, values)
+            if scaling is not None:
+                weight.load = functools.partial(self.load, i)
+            if fp8.master == "fp32":  # what --log-params-norm looks at
+                lo, hi = self._owned(start, start + size)
+                weight.param.main_param_sharded = self.sharded
+                weight.param.main_param = states.part(self.master, lo, hi) if lo < hi else None
+
+    def _owned(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of the flat buffers' start .. stop that lies in the shard, counted from the shard's start."""
+        lo, hi = max(start, self.shard.start), min(stop, self.shard.stop)
+        return lo - self.shard.start, hi - self.shard.start
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(index of a weight, start, stop) of what the shard holds of each, counted from the shard's start."""
+        cuts = [(i, *self._owned(start, stop)) for i, (_, start, stop) in enumerate(self.spans)]
+        return [(i, lo, hi) for i, lo, hi in cuts if lo < hi]
 
     def begin_step(self, step: int) -> None:
         """The next gradient of each weight overwrites what is stored."""
-        self.reduced = self._flight = self.master.grad = None
+        self.reduced = self._flight = None
         for weight in self.weights:
             weight.grad.begin_step(step)
             weight.pending = 0
@@ -97,8 +132,8 @@ class Bucket:
         """Start to sum the gradients over data parallelism."""
         for weight in self.weights:
             weight.grad.close()
-        used = self.spans[-1][2]
-        self.grads.clear(used, self.grads.numel - used)  # what a reduction received may lie in the padding
+        for start, stop in self.gaps:  # what a reduction received may lie in the padding
+            self.grads.clear(start, stop - start)
         stages = self._reduce(self) if self.watch is None else self.watch.reduce(self, self._reduce)
         self._flight = wire.Flight(stages)
 
@@ -112,45 +147,129 @@ class Bucket:
         if self._flight is not None:
             self.reduced, self._flight = self._flight.land(), None
 
-    def gradient(self, scale: torch.Tensor | None = None, *, take: bool = False) -> torch.Tensor:
-        """The reduced gradient of this rank's shard in FP32; with `take`, scaled, and the last time it is asked for."""
-        values = self.reduced.take(scale) if take else self.reduced.look()
-        return values[: self.shard.stop - self.shard.start]
-
     @torch.no_grad()
-    def publish(self):
-        """Round the master weights into the weight buffer and gather the other ranks' shards -> handle or None."""
-        self.weight[self.shard].copy_(self.master)
-        for weight in self.weights:
-            weight.invalidate()
-        return wire.all_gather_weights(self.weight, self.group) if self.sharded else None
+    def step(self, hyper: AdamHyper, grad_scale: torch.Tensor) -> None:
+        """One step of Adam on the shard; `grad_scale` (0-d FP32): from the reduced sum to the clipped gradient."""
+        whole = [(0, 0, self.shard.stop - self.shard.start)]
+        for i, lo, hi in whole if self.scaling is None else self.pieces():
+            averages = states.part(self.exp_avg, lo, hi), states.part(self.exp_avg_sq, lo, hi)
+            weight = self.weight[self.shard][lo:hi]
+            gradient, master = self.reduced.gradient(lo, hi), states.part(self.master, lo, hi)
+            if self.scaling is None:
+                adam_step(gradient, *averages, master, weight, hyper, grad_scale)
+            else:
+                slot = self._first + i
+                stored = ScaledTensor(weight, self.weights[i].stored.scale_inv)
+                scale, amax = self.scaling.scale[slot], self.scaling.amax[slot]
+                adam_step(gradient, *averages, master, stored, hyper, grad_scale, scale, amax)
+        self.reduced = None
+        self._changed()
 
-    @torch.no_grad()
-    def reload_master(self) -> None:
-        """Masters from the weights, after these were loaded from a checkpoint."""
-        self.master.copy_(self.weight[self.shard])
-        for weight in self.weights:
-            weight.invalidate()
-
-    @torch.no_grad()
-    def unsharded(self, state: torch.Tensor) -> torch.Tensor:
-        """A shard's FP32 state -> the state of the whole flat buffer, on every rank (for checkpoints)."""
-        full = torch.zeros_like(self.weight, dtype=torch.float32)
-        full[self.shard] = state
+    def gather(self) -> None:
+        """Start to gather the other ranks' rows of the weights."""
         if self.sharded:
-            shard = wire.own_shard(full, self.group).clone()
-            torch.distributed.all_gather_into_tensor(full, shard, group=self.group)
+            self._arrival = wire.all_gather_weights(self.weight, self.group)
+
+    def land_weights(self) -> None:
+        """Have the current stream wait for `gather`."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+        for weight in self.weights:
+            weight.on_use = None
+
+    def _changed(self) -> None:
+        """The weights are others now, or their scales."""
+        for i, weight in enumerate(self.weights):
+            if self.scaling is not None:
+                weight.stored = ScaledTensor(weight.param.data, self.scaling.scale_inv[self._first + i])
+            weight.invalidate()
+
+    @torch.no_grad()
+    def load(self, i: int, values: torch.Tensor) -> None:
+        """Set weight i, and what this rank has of its master, to `values` (N, K) of any float type.
+
+        Of E4M3 weights all ranks of the scaling's group must come here together.
+        """
+        _, start, stop = self.spans[i]
+        flat = values.to(self.weight.device).flatten()
+        if self.scaling is None:
+            self.weight[start:stop] = flat
+        else:
+            self.scaling.load(self._first + i, flat)
+            self.weight[start:stop] = ops.quantize(flat, E4M3, self.scaling.scale[self._first + i])
+        lo, hi = self._owned(start, stop)
+        if lo < hi:
+            mine = flat[lo + self.shard.start - start : hi + self.shard.start - start]
+            self.encode(i, lo, hi, mine.float())
+        self._changed()
+
+    def part(self, name: str, lo: int, hi: int):
+        """Views of exp_avg, exp_avg_sq or master, in the shard's lo .. hi."""
+        return states.part(getattr(self, name), lo, hi)
+
+    def load_master(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+        """Set weight i's master, in the shard's lo .. hi, to `values` FP32 of a checkpoint, whose weight is loaded."""
+        if self._fp8.master in ("fp32", "remainder"):
+            self.encode(i, lo, hi, values)
+        else:
+            write_state(self.part("master", lo, hi), values)
+
+    def scale_and_amax(self, i: int) -> torch.Tensor:
+        """(2,) of the E4M3 weight i, as they are between two steps."""
+        self.scaling.wait()
+        return torch.stack([self.scaling.scale[self._first + i], self.scaling.amax[self._first + i]])
+
+    def rescale(self, i: int, scale: torch.Tensor, amax: torch.Tensor) -> None:
+        """Give the E4M3 weight i the scale and amax that it had when it was saved; all of it, with the same values."""
+        weight, start, stop = self.spans[i]
+        values = weight.stored.dequantize().flatten()
+        self.scaling.amax[self._first + i] = amax
+        self.scaling.set_scale(self._first + i, scale)
+        self.weight[start:stop] = ops.quantize(values, E4M3, scale)
+        self._changed()
+
+    def encode(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+        """Round `values` FP32 to both the master and the weight, of weight i in the shard's lo .. hi."""
+        weight, scale = self.weight[self.shard][lo:hi], None
+        if self.scaling is not None:
+            scale = self.scaling.scale[self._first + i]
+            weight = ScaledTensor(weight, scale.reciprocal())
+        write_master(states.part(self.master, lo, hi), weight, values, scale)
+
+    def masters(self) -> torch.Tensor:
+        """The shard's master weights in FP32, a new tensor; zeros in the padding."""
+        values = torch.zeros(self.shard.stop - self.shard.start, device=self.weight.device)
+        for i, lo, hi in self.pieces():
+            weight = self.weight[self.shard][lo:hi]
+            stored = weight if self.scaling is None else ScaledTensor(weight, self.weights[i].stored.scale_inv)
+            values[lo:hi] = read_master(states.part(self.master, lo, hi), stored)
+        return values
+
+    @torch.no_grad()
+    def reload_masters(self) -> None:
+        """Masters from BF16 weights, after these were loaded from a checkpoint (E4M3 ones come with `load`)."""
+        if self.scaling is None:
+            for i, lo, hi in self.pieces():
+                self.encode(i, lo, hi, self.weight[self.shard][lo:hi].float())
+            self._changed()
+
+    @torch.no_grad()
+    def unsharded(self, values: torch.Tensor) -> torch.Tensor:
+        """A shard's FP32 values -> those of the whole flat buffer, on every rank (for checkpoints)."""
+        if not self.sharded:
+            return values
+        full = values.new_empty(self.numel)
+        torch.distributed.all_gather_into_tensor(full, values.contiguous(), group=self.group)
         return full
 
     def buffers(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor this bucket holds, by kind."""
         copies = [t for w in self.weights for t in w.cached_tensors()]
-        return {
-            "weight": [self.weight],
-            "weight fp8 copy": copies,
-            "grad": self.grads.tensors,
-            "master": [self.master],
-        }
+        held = {"weight": [self.weight], "weight fp8 copy": copies, "grad": self.grads.tensors}
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            held[name] = list(states.tensors(getattr(self, name)).values())
+        return held
 
 
 def cut(weights: list[Fp8Weight], bucket_size: int) -> list[list[Fp8Weight]]:

@@ -12,8 +12,14 @@ x and dy are read once: one kernel writes q(t) and its transpose.  What waits fo
 (one byte an element, half of what BF16 saves) and the scale *tensor* that it was made with: a
 later micro-batch, or the next step's scale, cannot change what this one captured.
 
-W is quantised once a step.  W^T is made when dgrad needs it, in one scratch buffer that all layers share;
-`--keep-fp8-transpose-cache` keeps one a layer instead (a byte a weight for a pass a micro-batch).
+W is quantised once a step; stored in E4M3 (O3) it is taken as it is.  W^T is made when dgrad needs it, in one scratch
+buffer that all layers share; `--keep-fp8-transpose-cache` keeps one a layer instead (a byte a weight for a pass a
+micro-batch).
+
+Under sequence parallelism each tensor-parallel rank has a part of x's rows, which is gathered for the forward and again
+for wgrad.  With `--fp8-tp-gather fp8` (O3) the cast comes first and the payload is gathered, half the bytes; what waits
+for the backward is then the rank's own rows of q(x).  The values are those of casting after the gather, bit for bit:
+all ranks cast with one scale, delayed scaling's, which they agree on anyway, or else one that they agree on here.
 
 To stock Megatron W is frozen (`requires_grad=False`): its DDP, gradient buffers and optimizer pass it by.
 Two consequences.  The weight gradient goes straight to the engine, which knows how it is stored (`Fp8Weight.grad`).
@@ -24,7 +30,9 @@ Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path
 LinearWithGradAccumulationAndAsyncCommunication.
 """
 
+import dataclasses
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +54,11 @@ class Fp8Weight:
     """What the plugin keeps for one linear: where its gradient goes, quantised copy, scaling slots.
 
     Attributes:
-        param: (N, K) BF16, frozen to stock Megatron.
+        param: (N, K) BF16 or E4M3, frozen to stock Megatron.
+        storage: "bf16" or "fp8", what the engine is to make of param.
+        stored: of an E4M3 param, with its scale; None until the engine has made it.
+        load: of an E4M3 param, sets it to values (N, K) of any float type.
+        on_use: called before the weight is used, while it may still be on its way from the other ranks; or None.
         grad: what takes its gradients, with `add(wgrad)` (engine/gradients.py); None until an engine is attached.
         pending: forward passes whose backward pass has not come yet.
         on_grad: called with this weight after each gradient.
@@ -61,6 +73,10 @@ class Fp8Weight:
         self.param = param
         self.config = config
         self.fp8 = config.gemm == "fp8"
+        self.storage = config.weight
+        self.stored: ScaledTensor | None = None
+        self.load: Callable[[torch.Tensor], None] = lambda values: None
+        self.on_use: Callable[[], None] | None = None
         self.grad: Any = None
         self.pending = 0
         self.on_grad: Callable[[Fp8Weight], None] = lambda weight: None
@@ -71,13 +87,28 @@ class Fp8Weight:
         self._quantized: ScaledTensor | None = None
         self._transposed: torch.Tensor | None = None
         self._version = -1  # of param, when it was quantised
+        self._in_model_state: Callable[[], torch.Tensor] = lambda: param
 
     def invalidate(self) -> None:
-        """Quantise again at the next use: the weight has changed."""
+        """Quantise and transpose again at the next use: the weight has changed."""
         self._version = -1
+        self._transposed = None
+
+    def arrive(self) -> None:
+        """Have the weight here; before every use."""
+        if self.on_use is not None:
+            self.on_use()
+
+    def dense(self) -> torch.Tensor:
+        """The weight (N, K) in BF16: the parameter, or of E4M3 a copy, exactly."""
+        self.arrive()
+        return self.param if self.stored is None else self.stored.dequantize(torch.bfloat16)
 
     def quantized(self) -> ScaledTensor:
-        """The weight in E4M3, quantised once and kept until the weight changes."""
+        """The weight in E4M3: as it is stored, or quantised once and kept until the weight changes."""
+        self.arrive()
+        if self.stored is not None:
+            return self.stored
         if self._version != self.param._version:
             self._quantized = self._transposed = None  # freed before their successors are allocated
             fmt, weight = self.config.forward_format, self.param.detach()
@@ -101,8 +132,11 @@ class Fp8Weight:
         out = scratch[: n * k].view(payload.dtype).view(k, n)
         return ops.transpose(payload, out=out)
 
-    def quantize(self, x: torch.Tensor, role: int, fmt, *, transpose: bool, training: bool):
-        """x (M, K) -> (payload, payload transposed or None, scale_inv), scaled by the recipe."""
+    def quantize(self, x: torch.Tensor, role: int, fmt, *, transpose: bool, training: bool, group=None):
+        """x (M, K) -> (payload, payload transposed or None, scale, scale_inv), scaled by the recipe.
+
+        group: the ranks that must use one scale, or None.
+        """
         scaling, slot = self.scaling, self.slots[role]
         if scaling is not None and scaling.warm:
             scale, scale_inv = scaling.slot_scale(slot), scaling.scale_inv[slot]
@@ -111,6 +145,9 @@ class Fp8Weight:
             )
         else:
             amax = ops.amax(x)
+            if group is not None:
+                amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum may drop NaN, differently on each rank
+                torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
             if scaling is not None and training:
                 scaling.record(slot, amax)
             scale = compute_scale(amax, fmt, margin=self.config.margin)
@@ -119,7 +156,20 @@ class Fp8Weight:
         payload, payload_t = out if transpose else (out, None)
         if self.watch is not None and training:
             self.watch.cast(self, role, x, payload, scale_inv)
-        return payload, payload_t, scale_inv
+        return payload, payload_t, scale, scale_inv
+
+    def export(self, sharded: Any) -> Any:
+        """The weight's entry in a sharded state dict (a ShardedTensor of param), as stock has it: in BF16."""
+        self.arrive()
+        if self.stored is None:
+            return sharded
+        copy = self.stored.dequantize(torch.bfloat16).cpu()
+        self._in_model_state = weakref.ref(copy)
+        return dataclasses.replace(sharded, data=copy, dtype=copy.dtype)
+
+    def in_model_state(self) -> torch.Tensor:
+        """What stands for the weight in the model's sharded state dict that was made last."""
+        return self._in_model_state()
 
     def cached_tensors(self) -> list[torch.Tensor]:
         """The quantised copy, and its transpose if that is kept."""
@@ -146,24 +196,37 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.gather, ctx.allreduce_dgrad, ctx.group = weight, gather, allreduce_dgrad, group
         ctx.training = training
         weight.pending += needs_backward
-        total = _all_gather(x, group) if gather else x
+        ctx.gather_fp8 = gather and weight.fp8 and weight.config.tp_gather == "fp8"
+        total = _all_gather(x, group) if gather and not ctx.gather_fp8 else x
         flat = total.reshape(-1, total.shape[-1])
         if not weight.fp8:
-            y = flat @ weight.param.t()
+            y = flat @ weight.dense().t()
             ctx.save_for_backward(x)
         else:
             cfg = weight.config
             w = weight.quantized()
             # Under sequence parallelism the local shard waits and is gathered again, as stock does;
             # with --no-fp8-wgrad the backward wants x itself.
-            keep_fp8 = needs_backward and cfg.wgrad and not gather
-            payload, payload_t, scale_inv = weight.quantize(
-                flat, INPUT, cfg.forward_format, transpose=keep_fp8, training=training
+            keep_fp8 = needs_backward and cfg.wgrad
+            payload, payload_t, scale, scale_inv = weight.quantize(
+                flat,
+                INPUT,
+                cfg.forward_format,
+                transpose=keep_fp8 and not gather,
+                training=training,
+                group=group if ctx.gather_fp8 else None,
             )
+            kept = x
+            if keep_fp8 and not gather:
+                kept = payload_t
+            elif keep_fp8 and ctx.gather_fp8:
+                kept = payload
+            if ctx.gather_fp8:
+                payload = _all_gather(payload, group)
             y = ops.gemm(payload, w.payload, scale_inv, w.scale_inv, out_dtype=x.dtype, fast_accum=True)
             ctx.w = w
-            ctx.save_for_backward(payload_t if keep_fp8 else x, scale_inv)
-        return y.view(*total.shape[:-1], y.shape[-1])
+            ctx.save_for_backward(kept, scale, scale_inv)
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx, dy):
@@ -190,8 +253,8 @@ class _Linear(torch.autograd.Function):
 
 def _fp8_backward(ctx, weight: Fp8Weight, dy):
     cfg, w = weight.config, ctx.w
-    saved, x_scale_inv = ctx.saved_tensors
-    q, q_t, dy_scale_inv = weight.quantize(
+    saved, x_scale, x_scale_inv = ctx.saved_tensors
+    q, q_t, _, dy_scale_inv = weight.quantize(
         dy, GRAD, cfg.grad_format, transpose=cfg.wgrad, training=ctx.training
     )
     dx = None
@@ -200,9 +263,11 @@ def _fp8_backward(ctx, weight: Fp8Weight, dy):
     if not cfg.wgrad:
         return dx, _bf16_wgrad(dy, _gathered(ctx, saved))
 
-    if ctx.gather:  # gather again and quantise with the scale that the forward captured
+    if ctx.gather_fp8:
+        x_t = ops.transpose(_all_gather(saved, ctx.group))
+    elif ctx.gather:  # gather again and quantise with the scale that the forward captured
         x = _gathered(ctx, saved)
-        x_t = ops.quantize(x, cfg.forward_format, x_scale_inv.reciprocal(), transpose=True)[1]
+        x_t = ops.quantize(x, cfg.forward_format, x_scale, transpose=True)[1]
     else:
         x_t = saved
 
@@ -213,7 +278,7 @@ def _fp8_backward(ctx, weight: Fp8Weight, dy):
 
 
 def _bf16_backward(ctx, weight: Fp8Weight, dy):
-    dx = dy @ weight.param if ctx.needs_input_grad[0] else None
+    dx = dy @ weight.dense() if ctx.needs_input_grad[0] else None
     return dx, _bf16_wgrad(dy, _gathered(ctx, ctx.saved_tensors[0]))
 
 
@@ -233,9 +298,10 @@ def _gathered(ctx, x):
 
 
 def _all_gather(x, group):
-    """(s/tp, b, h) on each rank -> (s, b, h)."""
+    """(s/tp, ...) on each rank -> (s, ...)."""
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    torch.distributed.all_gather_into_tensor(out, x.contiguous(), group=group)
+    # As bytes: gloo has no FP8 types.
+    torch.distributed.all_gather_into_tensor(out.view(torch.uint8), x.contiguous().view(torch.uint8), group=group)
     return out
 
 
@@ -258,6 +324,18 @@ class _Fp8LinearMixin:
             )
         self.fp8_weight = Fp8Weight(self.weight, config)
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    def sharded_state_dict(self, prefix="", *args, **kwargs):
+        state = super().sharded_state_dict(prefix, *args, **kwargs)
+        state[f"{prefix}weight"] = self.fp8_weight.export(state[f"{prefix}weight"])
+        return state
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        values = state_dict.get(f"{prefix}weight")
+        if self.fp8_weight.stored is not None and values is not None and values.shape == self.weight.shape:
+            self.fp8_weight.load(values)
+            state_dict = {**state_dict, f"{prefix}weight": self.weight.data}  # which it is copied from, to itself
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _forward_impl(self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, **stock):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
@@ -310,7 +388,7 @@ def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
     for layer in model.decoder.layers:  # multi-token-prediction layers are neither first nor last
         if not config.bf16_layers_start < layer.layer_number <= num_layers - config.bf16_layers_end:
             for weight in fp8_weights([layer]):
-                weight.fp8 = False
+                weight.fp8, weight.storage = False, "bf16"
 
 
 def name_weights(chunks) -> None:

@@ -12,8 +12,26 @@ and takes the amax on the way. Over a step every slot (one tensor of one layer) 
 the micro-batches; `update` agrees it with the ranks that share the tensor, in one reduction for all slots,
 and makes the next scales of the newest amax or of the history's largest. A value that outgrows its scale
 saturates.
+
+Stored weights have a scale chosen before the step that writes them, because the owners of a weight's parts encode in
+the same pass that updates (`WeightScaling`). It is a power of two, so that a change of scale moves no bit of a
+significand:
+
+    scale = 2^floor(log2(fmt.max / 2^margin / (amax + growth)))
+
+amax is the weight's after the last step, agreed by all that hold a part of it; growth bounds what one step of Adam can
+add to any element. With r = beta1^2 / beta2 < 1, by the inequality of Cauchy and Schwarz,
+
+    |m_t| / sqrt(v_t) <= (1 - beta1) / sqrt(1 - beta2) * sqrt((1 - r^t) / (1 - r))
+
+and growth = 2 lr times that with Adam's bias corrections, 2 covering the rounding of m and v as they are stored (E4M3's
+is 2^-4). So a growing weight does not saturate. (It may where v is stored so coarsely that it becomes zero beside an m
+that does not.) amax * scale lies in (fmt.max / 4, fmt.max] for growth <= amax.
 Source: Micikevicius et al., arXiv 2209.05433, and the recipe of NVIDIA's Transformer Engine documentation.
 """
+
+import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,3 +144,70 @@ class DelayedScaling:
         self.scale = state["scale"].to(self.scale.device)
         self.scale_inv = _aligned(self.scale.reciprocal())
         self.warm = bool(state["warm"])
+
+
+def power_of_two_scale(
+    amax: torch.Tensor, fmt: Format, margin: int = 0, previous: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As compute_scale, rounded down to a power of two."""
+    scale = compute_scale(amax, fmt, margin, previous)
+    return torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
+
+
+def adam_growth(lr: float, beta1: float, beta2: float, step: int) -> float:
+    """What step number `step` (from 1) of Adam can add to the magnitude of a weight; the top of the file has the bound.
+
+    Needs beta1^2 < beta2.
+    """
+    r = beta1**2 / beta2
+    first = (1 - beta1) / (1 - beta1**step)
+    second = math.sqrt((1 - beta2**step) / (1 - beta2))
+    return 2 * lr * first * second * math.sqrt((1 - r**step) / (1 - r))
+
+
+class WeightScaling:
+    """Scales of T stored weights, powers of two, each chosen before the step that encodes with it.
+
+    amax (T,): max|w| of the last step, which a step's kernels write; scale (T,): replaced, never written;
+    scale_inv (T,): its inverse, aligned for GEMMs. The group shares the weights' parts.
+    """
+
+    def __init__(self, weights: int, fmt: Format, margin: int, group, device: torch.device | str):
+        self.fmt, self.margin, self.group = fmt, margin, group
+        self.amax = torch.zeros(weights, device=device)
+        self._handle: Any = None
+        self._set(torch.ones(weights, device=device))
+
+    def _set(self, scale: torch.Tensor) -> None:
+        self.scale, self.scale_inv = scale, _aligned(scale.reciprocal())
+
+    def begin_step(self, growth: float) -> None:
+        """Choose the scales of a step that may add `growth` to any |w|; `amax` then collects the step's."""
+        self.wait()
+        self._set(power_of_two_scale(self.amax + growth, self.fmt, self.margin, self.scale))
+        self.amax.zero_()
+
+    def end_step(self) -> None:
+        """Agree the step's amax; nobody waits for it before the next."""
+        # NaN is no larger than anything, so a reduction may drop it, and differently on each rank.
+        self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        self._handle = dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Have `amax` valid for what the current stream does next."""
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+
+    def load(self, i: int, values: torch.Tensor) -> None:
+        """Set weight i's amax to that of `values`, agreed, and its scale to the tightest."""
+        amax = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        self.amax[i] = amax
+        self.set_scale(i, power_of_two_scale(amax, self.fmt, self.margin))
+
+    def set_scale(self, i: int, scale: torch.Tensor) -> None:
+        """Give weight i another scale (0-d, a power of two)."""
+        new = self.scale.clone()
+        new[i] = scale
+        self._set(new)

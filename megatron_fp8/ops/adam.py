@@ -1,6 +1,7 @@
 """One step of Adam over states in few bytes: gradient, averages, master and weight are read and written once.
 
-With g = gradient * grad_scale and the step's number t, all in float32, each operation rounded by itself:
+With g = gradient * grad_scale and the step's number t, all in float32, each operation rounded by itself (on a GPU what
+is taken from w in the last line is approximate, to 2^-21 of itself: triton/adam.py):
 
     g = g + weight_decay * w                                        only where the decay is not decoupled (L2)
     m = beta1 * m + (1 - beta1) * g                                 exp_avg
@@ -25,7 +26,8 @@ Bytes read and written per element, for BlockScaled m, Block16 v, and the remain
 
     gradient 1 (R = 1)    m 1 + 1    v 2 + 2    remainder 2 + 2    weight 2 + 2    exponents 5/128    15.04 in all
 
-where FP32 states, an FP32 gradient and a BF16 weight (written only) move 4 + 8 + 8 + 8 + 2 = 30.
+(13.04 with an E4M3 weight) where FP32 states, an FP32 gradient and a BF16 weight, only written, move
+4 + 8 + 8 + 8 + 2 = 30.
 
 A NaN or an infinity is never hidden: a NaN gradient makes NaN of m, v, master and weight.
 """

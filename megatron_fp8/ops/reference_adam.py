@@ -16,12 +16,12 @@ from megatron_fp8.ops.adam import AdamHyper, Gradient, State, is_remainder
 from megatron_fp8.ops.reference import amax, quantize_blocks, sum_blocks
 
 
-def _read(state: State) -> torch.Tensor:
+def read_state(state: State) -> torch.Tensor:
     """A state's values, (n,) float32."""
     return state.float() if isinstance(state, torch.Tensor) else state.dequantize()
 
 
-def _write(state: State, values: torch.Tensor) -> None:
+def write_state(state: State, values: torch.Tensor) -> None:
     """Round `values` (n,) float32 to the state's format, in place."""
     if isinstance(state, torch.Tensor):
         state.copy_(values)
@@ -31,15 +31,15 @@ def _write(state: State, values: torch.Tensor) -> None:
     state.exponents.copy_(new.exponents)
 
 
-def _read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
+def read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
     if not is_remainder(master):
-        return _read(master)
+        return read_state(master)
     if isinstance(weight, ScaledTensor):
         return join_e4m3(weight.payload, master, weight.scale_inv)
     return join_bf16(weight, master)
 
 
-def _write_master(
+def write_master(
     master: State, weight: torch.Tensor | ScaledTensor, w: torch.Tensor, weight_scale: torch.Tensor | None
 ) -> None:
     """Both the master and the weight, in place, from w (n,) float32."""
@@ -49,7 +49,7 @@ def _write_master(
         master.copy_(remainder)
     else:
         new = round_to_format(w * weight_scale, E4M3).to(E4M3.dtype) if isinstance(weight, ScaledTensor) else w
-        _write(master, w)
+        write_state(master, w)
     (weight.payload if isinstance(weight, ScaledTensor) else weight).copy_(new)
 
 
@@ -72,8 +72,8 @@ def adam_step(
     amax_out: torch.Tensor | None = None,
 ) -> None:
     """ops.adam.adam_step, without its checks; a ScaledTensor needs its weight_scale and keeps its scale_inv."""
-    g, w = _read_gradient(gradient, grad_scale), _read_master(master, weight)
-    m, v = _read(exp_avg), _read(exp_avg_sq)
+    g, w = _read_gradient(gradient, grad_scale), read_master(master, weight)
+    m, v = read_state(exp_avg), read_state(exp_avg_sq)
     if isinstance(exp_avg_sq, BlockScaled):
         v = v * v
     if not hyper.decoupled:
@@ -84,8 +84,8 @@ def adam_step(
     if hyper.decoupled:
         w = w * (1 - hyper.lr * hyper.weight_decay)
     w = w - m / (root * hyper.root_correction + hyper.eps) * hyper.step_size
-    _write(exp_avg, m)
-    _write(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
-    _write_master(master, weight, w, weight_scale)
+    write_state(exp_avg, m)
+    write_state(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
+    write_master(master, weight, w, weight_scale)
     if amax_out is not None:
         torch.maximum(amax_out, amax(w), out=amax_out)

@@ -1,4 +1,5 @@
-"""ops.adam.adam_step on CUDA against reference_adam.py on the CPU, bit for bit, for every combination of formats.
+"""ops.adam.adam_step on CUDA against reference_adam.py on the CPU, for every combination of formats: averages bit for
+bit, the update within its bound of float64, and what is stored of the stepped master bit for bit again.
 
 tests/unit/test_adam.py runs this file without a GPU too, through Triton's interpreter.
 """
@@ -75,30 +76,70 @@ def to_device(state):
     return type(state)(**{name: to_device(part) for name, part in vars(state).items()})
 
 
+def to_view(state, n: int):
+    """Its first n elements, in place."""
+    if isinstance(state, torch.Tensor):
+        return state[:n]
+    return ScaledTensor(state.payload[:n], state.scale_inv) if isinstance(state, ScaledTensor) else state.part(0, n)
+
+
 def parts(state) -> list[torch.Tensor]:
     return [state] if isinstance(state, torch.Tensor) else list(vars(state).values())
+
+
+def step(gradient, state, hyper, grad_scale, weight_scale, largest) -> torch.Tensor:
+    """adam_step on the device; its amax_out, `largest` before."""
+    amax_out = torch.tensor(largest, device=DEVICE)
+    scales = [torch.tensor(scale, device=DEVICE) for scale in (grad_scale, weight_scale)]
+    adam_step(to_device(gradient), *state, hyper, *scales, amax_out)
+    return amax_out
+
+
+def check_update(w, gradient, state, hyper, grad_scale) -> None:
+    """w (n,), the kernel's new FP32 masters, against float64 from the reference's new averages."""
+    before = reference_adam.read_master(*state[2:])
+    m, v = (reference_adam.read_state(part).clone() for part in state[:2])
+    v = v * v if isinstance(state[1], BlockScaled) else v
+    reference_adam.adam_step(gradient, m, v, before.clone(), before.bfloat16(), hyper, torch.tensor(grad_scale))
+    if not isinstance(state[1], BlockScaled):
+        v[v >= 2.0**104] = INF
+    step_size, correction, eps = torch.tensor([hyper.step_size, hyper.root_correction, hyper.eps]).double()
+    update = step_size * (m.double() / (v.double().sqrt() * correction + eps))
+    decayed = before * (1 - hyper.lr * hyper.weight_decay) if hyper.decoupled else before
+    exact = decayed.double() - update
+    finite = exact.float().isfinite()
+    assert same(w[~finite], exact.float()[~finite])
+    error = ((w.double() - exact).abs() - 2.0**-150 - 2.0**-24 * w.double().abs())[finite]
+    assert (error <= 2.0**-21 * update[finite].abs()).all(), (error / update[finite].abs()).max()
 
 
 def check(gradient, state, hyper=HYPER, grad_scale=0.37, weight_scale=2.0**6) -> list:
     """A step of both from the same state; returns the new state, on the CPU."""
     expected, got = [copy.deepcopy(part) for part in state], [to_device(part) for part in state]
-    amaxes = torch.tensor(0.5), torch.tensor(0.5, device=DEVICE)
+    arguments = (hyper, grad_scale, weight_scale, 0.5)
+    largest = step(gradient, got, *arguments)
+    if isinstance(w := got[2], torch.Tensor) and w.dtype == FP32:
+        w = w.cpu()
+    else:  # the masters before they are stored: what a kernel with FP32 masters makes of the same state
+        w = to_device(reference_adam.read_master(*state[2:]))
+        step(gradient, [*map(to_device, state[:2]), w, w.bfloat16()], *arguments)
+        w = w.cpu()
+    check_update(w, gradient, state, hyper, grad_scale)
     scales = torch.tensor(grad_scale), torch.tensor(weight_scale)
-    on_device = [scale.to(DEVICE) for scale in scales]
-    reference_adam.adam_step(gradient, *expected, hyper, *scales, amaxes[0])
-    adam_step(to_device(gradient), *got, hyper, *on_device, amaxes[1])
+    reference_adam.adam_step(gradient, *expected, hyper, *scales)
+    reference_adam.write_master(*expected[2:], w, scales[1])
     if not INTERPRETED and isinstance(expected[3], ScaledTensor):
         expected[3].scale_inv = 1 / scales[1]
     for a, b in zip(got, expected, strict=True):
         assert all(same(x, y) for x, y in zip(parts(a), parts(b), strict=True))
-    assert same(amaxes[1], amaxes[0])
+    assert same(largest, torch.maximum(torch.tensor(0.5), reference.amax(w)))
     return expected
 
 
 @formats
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_every_combination_of_formats(m, v, master, weight, decoupled):
+def test_every_combination_of_formats(m, v, master, weight):
     n = 3 * BLOCK
+    decoupled = bool(FORMATS.index((m, v, master, weight)) // 2 % 2)  # every master with every weight has both
     hyper = AdamHyper(3e-3, 0.9, 0.95, 1e-8, 0.1, 5, decoupled)
     before = states(n, m, v, master, weight)
     after = check(torch.randn(n), before, hyper)
@@ -106,14 +147,27 @@ def test_every_combination_of_formats(m, v, master, weight, decoupled):
 
 
 @the_o2_set
-@pytest.mark.parametrize("blocks", [1, 7, 8, 9, 35])
+@pytest.mark.parametrize("blocks", [1, 8, 19])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_sizes(weight, blocks, dtype):
     n = blocks * BLOCK
     state = states(n, BlockScaled, Block16, INT16, weight)
-    for step in (1, 2, 1000):
-        hyper = AdamHyper(1e-4, 0.9, 0.999, 0, 0, step)  # eps = 0: where there are no elements, 0 / 0
+    for t in (1, 1000):
+        hyper = AdamHyper(1e-4, 0.9, 0.999, 0, 0, t)  # eps = 0: where there are no elements, 0 / 0
         state = check(torch.randn(n).to(dtype), state, hyper, weight_scale=2.0**7)
+
+
+@pytest.mark.parametrize("kinds", [FORMATS[0], (BlockScaled, Block16, INT16, BF16), FORMATS[-1]])
+def test_what_lies_behind_the_end_is_left_alone(kinds):
+    n, behind = 9 * BLOCK, BLOCK
+    whole = [to_device(part) for part in states(n + behind, *kinds)]
+    before = copy.deepcopy(whole)
+    first = [to_view(part, n) for part in whole]
+    step(torch.randn(n), first, HYPER, 1.0, 2.0**6, 0.0)
+    for a, b in zip(whole, before, strict=True):
+        for x, y in zip(parts(a), parts(b), strict=True):
+            assert x.dim() == 0 or same(x[n * len(x) // (n + behind) :], y[n * len(y) // (n + behind) :])
+    assert not same(*(torch.cat([part.float() for part in parts(state[0])]) for state in (whole, before)))
 
 
 @the_o2_set
@@ -122,11 +176,13 @@ def test_sizes(weight, blocks, dtype):
 def test_packed_gradients(weight, ranks, span):
     packed = PackedBlocks.empty(ranks, 2 * SHARD_UNIT, "cpu")
     reference.quantize_blocks(torch.randn(packed.numel), out=packed)
+    packed.payload.view(torch.uint8)[:, ::5] = 0x80  # -0: a sum that starts from 0 has none
     packed = PackedBlocks(packed.data.to(DEVICE))
     of_blocks = slice(span.start // BLOCK, span.stop and span.stop // BLOCK)
     gradient = packed.payload[:, span], packed.exponents[:, of_blocks]
     assert gradient[0].stride(0) == gradient[1].stride(0) == packed.data.shape[1]
     state = states(gradient[0].shape[1], BlockScaled, Block16, INT16, weight)
+    state[0].payload.view(torch.uint8)[::2] = 0x80
     on_cpu = tuple(part.cpu() for part in gradient)
     after = check(on_cpu, state)
     got = [to_device(part) for part in state]
@@ -144,7 +200,7 @@ def test_packed_gradients(weight, ranks, span):
 )
 def test_edge_values(kinds):
     n = 16 * BLOCK
-    special = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-130), 1e-30, 1e15, -3e38, INF, -INF, NAN])
+    special = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-130), 1e-30, 1e17, -3e38, INF, -INF, NAN])
     all_ones = torch.tensor([2**31 - 1, -1]).to(torch.int32).view(FP32)  # of NaN's bits, whose rounding up carries
     special = torch.cat([special, all_ones])
     zeros = [stored(torch.zeros(n), kind) for kind in kinds[:3]]
@@ -159,8 +215,32 @@ def test_edge_values(kinds):
         after = check(torch.randn(n), after, weight_scale=2.0**7)
         m, v, _, new_weight = after
         new_weight = new_weight.dequantize() if kinds[3] is ScaledTensor else new_weight
-        for part in (reference_adam._read(m), reference_adam._read(v), new_weight):
+        for part in (reference_adam.read_state(m), reference_adam.read_state(v), new_weight):
             assert part[[i * BLOCK + 3 for i in (10, 11, 12)]].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [FP32, Block16], ids=str)
+@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-8])
+def test_updates_from_averages_of_every_size(kind, eps):
+    n = 64 * BLOCK
+    magnitude = 2.0 ** torch.linspace(-149, 127.9, n).double()
+    m = (magnitude.sqrt() * torch.randn(n)).float()
+    v = stored((magnitude * (0.5 + torch.rand(n) / 2)).float(), kind)
+    w = torch.randn(n) * torch.randint(2, (n,))  # where it is zero, the update is seen whole
+    hyper = AdamHyper(1e-3, 0.9, 0.95, eps, 0.1, 2)
+    check(torch.zeros(n), [m, v, w, w.bfloat16()], hyper)
+
+
+@pytest.mark.parametrize(("m", "v"), [(BlockScaled, Block16), (BlockScaled, BlockScaled)])
+def test_blocks_whose_largest_is_at_the_limit_of_a_format(m, v):
+    """Without memory m is the gradient and v its square."""
+    limits = torch.cat([torch.linspace(440, 456, 16), torch.linspace(65470, 65540, 48).sqrt()])
+    gradient = 2 * torch.rand(len(limits), BLOCK) - 1
+    gradient[:, 17] = 1.0
+    zeros = torch.zeros(gradient.numel())
+    hyper = AdamHyper(1e-3, 0.0, 0.0, 1e-8, 0.0, 1)
+    state = [stored(zeros, m), stored(zeros, v), zeros, zeros.bfloat16()]
+    check((gradient * limits[:, None]).flatten(), state, hyper, grad_scale=1.0)
 
 
 def test_weights_of_any_bits_beside_a_remainder():

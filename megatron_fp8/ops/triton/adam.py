@@ -2,17 +2,40 @@
 
 ops/adam.py defines the step and counts its bytes; numerics/master.py defines the formats. The kernel learns a state's
 format from its pointers: exponents are there or not, and the payload's type tells the rest. Each combination in use is
-compiled once, whatever the rates, which are plain float arguments.
+compiled once, whatever the rates, which are plain float arguments, and where its tensors lie; and once more for sizes
+that do not fill the last program.
 
     (exponents)   float8 BlockScaled, float16 Block16
     (none)        float32, bfloat16; int16 for the remainder
     weight        uint8 for E4M3; bfloat16, or its bits as int16 beside a remainder
 
-A program owns whole blocks and reads them before it writes: in place needs no copy. The FP8 code leaves the conversion
-through fp8_code's opaque zero (the compiler bug at the top of cast.py), and is decoded again for the remainder.
+A program owns whole blocks and reads them before it writes: in place needs no copy. Offsets are 64-bit.
 
-sqrt and division are the correctly rounded ones, and enable_fp_fusion=False keeps products and sums apart. Offsets are
-64-bit. Agreement with reference_adam.py: bit for bit, but for the sign and payload of NaN.
+Time. At 15 bytes an element and 4.1 TB/s, memory gives an H200 an element every 3.7 ps; its 132 processors issue about
+110 instructions in that time. Compiled for it (ptxas 12.8), the step with BlockScaled m, Block16 v and the remainder is
+51 with a BF16 weight, 73 with an E4M3 one and its amax; 33 with FP32 states. What keeps them few:
+
+- The square root and 1 / x are the approximate instructions. Correctly rounded they are 16 and 26 more, and branch.
+- max|block| is a float maximum that keeps NaN: one instruction, |x| included.
+- Four codes leave the conversion to FP8 in one register, as they are stored. They pass the opaque zero of cast.py,
+  whose top tells of the compiler bug.
+- Halves of 32-bit words are taken as they are: the low half of an FP32 is its remainder to BF16, and the low half of
+  1.5 * 2^23 + x, where float32's ulp is 1, is x rounded to nearest even as an int16.
+
+And ptxas moves a load down to its first use: it would wait for memory twice, for the averages and then for master and
+weight. So all loads stand before a barrier, and what every later line needs, the gradient's scale, behind it.
+
+Rounding. m, v, the decay, and what is stored of w are as in reference_adam.py bit for bit, but for the sign and payload
+of NaN; enable_fp_fusion=False keeps products and sums apart where they do not show as an fma. What is taken from w is
+approximate, in one fma, so that w is rounded once:
+
+    w = w - (1 + d) * step_size * m / (sqrt(v) * root_correction + eps)        |d| < 2^-21
+
+(2^-23 each from the root and 1 / x, 2^-24 each from an fma and a product). sqrt.approx.ftz takes denormals for zero, so
+it is given v * 2^24: right for every v below 2^104, and infinite from there up, where w only decays. (2^104 is the
+square of a gradient of 10^16; that of 10^20 is infinite anyway.) An eps below 2^-126 may count as zero. Where v is
+stored as its root, that is the correctly rounded one, of any v.
+Source: PTX ISA, sqrt.approx.ftz.f32, rcp.approx.ftz.f32, cvt.rn.satfinite.e4m3x2.f32.
 """
 
 import torch
@@ -22,135 +45,189 @@ import triton.language as tl
 from megatron_fp8.numerics.blocks import BLOCK
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops.adam import AdamHyper, Gradient, State, is_remainder
-from megatron_fp8.ops.triton.blocks import _load_blocks, _rows, _store_blocks
-from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
+from megatron_fp8.ops.triton.blocks import _rows
 
 _BLOCK = tl.constexpr(BLOCK)
-ADAM_BLOCKS, ADAM_WARPS = 8, 4  # blocks of 128 and warps a program
+ADAM_BLOCKS, ADAM_WARPS = 16, 4  # blocks of 128 and warps a program; half the blocks where a state is float32
+# What lies where a weight's turn comes, and is read byte by byte or once: not a reason to compile again.
+_ANYWHERE = [
+    "grad_exponents_ptr", "m_exponents_ptr", "v_exponents_ptr", "master_exponents_ptr",
+    "grad_scale_ptr", "old_scale_inv_ptr", "scale_ptr", "amax_ptr",
+]  # fmt: skip
+# four float32 $1 .. $4 -> their codes, one word $0; $5 .. $8 are zero
+_CODES_ASM = tl.constexpr(
+    "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; xor.b32 $0, $0, $5;}"
+)
+_ONE_AND_A_HALF = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def _load(ptr, exponents_ptr, offsets, rows, inside):
-    """A state's values as float32 (ROWS, 128); zeros where not inside (ROWS,)."""
-    if exponents_ptr is None:
-        return tl.load(ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
-    else:
-        return _load_blocks(ptr, exponents_ptr, offsets, rows, inside)
+def _codes(y, zero):
+    """The E4M3 codes, uint8, of float32 y, saturating infinities too."""
+    return tl.inline_asm_elementwise(_CODES_ASM, "=r,r,r,r,r,r,r,r,r", [y, zero], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
-def _store_block16(x, ptr, exponents_ptr, offsets, rows, inside):
-    """Quantise float32 x (ROWS, 128) to Block16 and store it as _load_blocks reads it."""
-    largest = tl.minimum(tl.max(magnitude_bits(x), axis=1), 0x7F800000)
-    byte = tl.maximum(((largest + 0x1FFF) >> 23) - 15, 0)
-    y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
-    tl.store(ptr + offsets, y.to(tl.float16), mask=inside[:, None])
-    tl.store(exponents_ptr + rows, byte.to(tl.uint8), mask=inside)
+def _reciprocal(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _store(x, ptr, exponents_ptr, offsets, rows, inside, zero):
+def _larger(a, b):
+    """Or NaN, if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _elements(ptr, first, ROWS: tl.constexpr):
+    """Pointers (ROWS, 128) to the elements of ROWS blocks from block `first` on."""
+    local = tl.arange(0, ROWS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    return ptr + first.to(tl.int64) * _BLOCK + local
+
+
+@triton.jit
+def _load(ptr, exponents_ptr, first, inside):
+    """A state's values as float32 (ROWS, 128); anything where not inside (ROWS,)."""
+    ROWS: tl.constexpr = inside.shape[0]
+    values = tl.load(_elements(ptr, first, ROWS), mask=inside[:, None]).to(tl.float32)
+    if exponents_ptr is not None:
+        byte = tl.load(exponents_ptr + first + tl.arange(0, ROWS), mask=inside).to(tl.int32)
+        # 2^-127, byte 0, is a denormal: its bits are not byte << 23.
+        values *= tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)[:, None]
+    return values
+
+
+@triton.jit
+def _store(x, ptr, exponents_ptr, first, inside, zero):
     """Round float32 x (ROWS, 128) to the state's format and store it."""
+    ROWS: tl.constexpr = inside.shape[0]
+    pointers = _elements(ptr, first, ROWS)
     if exponents_ptr is None:
-        tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=inside[:, None])
-    elif ptr.dtype.element_ty == tl.float16:
-        _store_block16(x, ptr, exponents_ptr, offsets, rows, inside)
+        tl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside[:, None])
     else:
-        codes_ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        _store_blocks(x, None, codes_ptr, exponents_ptr, offsets, rows, inside, zero)
-
-
-@triton.jit
-def _binade(code):
-    """The exponent field of E4M3 codes, uint8, as int32; 1 for subnormals, which have binade 1's ulp."""
-    return tl.maximum((code.to(tl.int32) >> 3) & 15, 1)
+        # As in blocks.py and numerics/master.py: what is not finite counts as infinity; the sum carries into the
+        # exponent where the significand is above the format's largest.
+        HALF: tl.constexpr = ptr.dtype.element_ty == tl.float16
+        CARRY: tl.constexpr = 0x1FFF if HALF else 0x1FFFFF
+        EXPONENT: tl.constexpr = 15 if HALF else 8
+        largest = tl.minimum(tl.reduce(tl.abs(x), 1, _larger).to(tl.int32, bitcast=True), 0x7F800000)
+        byte = tl.maximum(((largest + CARRY) >> 23) - EXPONENT, 0)
+        y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
+        if HALF:
+            tl.store(pointers, y.to(tl.float16), mask=inside[:, None])
+        else:
+            codes = _codes(tl.fma(x, 0.0, y), zero)  # x * 0 is NaN for an infinity, else a zero
+            tl.store(pointers.to(tl.pointer_type(tl.uint8), bitcast=True), codes, mask=inside[:, None])
+        tl.store(exponents_ptr + first + tl.arange(0, ROWS), byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _decode(code):
+    """The float32 values of E4M3 codes, uint8."""
     return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _join_e4m3(code, remainder):
+    """numerics/master.py: an E4M3 weight and its remainder, int16, as one float32, still scaled."""
+    rounded = _decode(code)
+    # The ulp is 2^-3 of the binade, and that of a subnormal the one of 2^-6 (bits 121 << 23); the unit, 2^-19 of it.
+    binade = tl.maximum(rounded.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    return tl.fma(remainder.to(tl.float32), (binade - (19 << 23)).to(tl.float32, bitcast=True), rounded)
 
 
 @triton.jit
 def _e4m3_remainder(y, code):
     """numerics/master.py: what is left of float32 y beside its E4M3 code, int16 in units of ulp * 2^-16."""
     rounded = _decode(code)
-    # The unit is 2^(binade - 26), with float32's bits (binade + 101) << 23; these are its reciprocal's.
-    steps = (y - rounded) * ((153 - _binade(code)) << 23).to(tl.float32, bitcast=True)
-    steps = tl.minimum(tl.maximum(steps, -32767.0), 32767.0)
-    whole = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23, where float32's ulp is 1: rounds to nearest even
-    return tl.where(rounded == rounded, whole, 0.0).to(tl.int16)
+    # With its exponent's bits inverted the binade 2^e is 2^(1 - e): 2^-18 of what turns y - rounded into units.
+    inverse = tl.minimum(~rounded.to(tl.int32, bitcast=True) & 0x7F800000, (255 - 121) << 23)
+    steps = (y - rounded) * inverse.to(tl.float32, bitcast=True)
+    steps = tl.minimum(tl.maximum(steps, -32767 * 2.0**-18), 32767 * 2.0**-18)
+    whole = tl.fma(steps, 2.0**18, _ONE_AND_A_HALF).to(tl.int32, bitcast=True)
+    return tl.where(rounded == rounded, whole, 0).to(tl.int16)
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit(do_not_specialize=["grad_exponents_pitch", "blocks", "zero"], do_not_specialize_on_alignment=_ANYWHERE)
 def _adam_kernel(
     grad_ptr, grad_exponents_ptr, grad_pitch, grad_exponents_pitch, grad_scale_ptr,
     m_ptr, m_exponents_ptr, v_ptr, v_exponents_ptr, master_ptr, master_exponents_ptr,
     weight_ptr, old_scale_inv_ptr, scale_ptr, amax_ptr, blocks,
     beta1, complement1, beta2, complement2, eps, step_size, root_correction, weight_decay, zero,
-    RANKS: tl.constexpr, DECOUPLED: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, DECOUPLED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """weight_decay is the factor 1 - lr * weight_decay where DECOUPLED."""
+    """weight_decay is the factor 1 - lr * weight_decay where DECOUPLED. EVEN: ROWS divides blocks."""
     SCALED_WEIGHT: tl.constexpr = weight_ptr.dtype.element_ty == tl.uint8
     REMAINDER: tl.constexpr = master_ptr.dtype.element_ty == tl.int16
     V_IS_ROOT: tl.constexpr = v_ptr.dtype.element_ty == tl.float8e4nv
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    inside = rows < blocks
+    first = tl.program_id(0) * ROWS
+    inside = tl.full((ROWS,), True, tl.int1) if EVEN else first + tl.arange(0, ROWS) < blocks
     mask = inside[:, None]
 
-    if grad_exponents_ptr is None:
-        g = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    m = _load(m_ptr, m_exponents_ptr, first, inside)
+    v = _load(v_ptr, v_exponents_ptr, first, inside)
+    if REMAINDER:
+        remainder = tl.load(_elements(master_ptr, first, ROWS), mask=mask)
+        top = tl.load(_elements(weight_ptr, first, ROWS), mask=mask)
+    else:
+        w = _load(master_ptr, master_exponents_ptr, first, inside)
+    if SCALED_WEIGHT:
+        old_scale_inv, scale = tl.load(old_scale_inv_ptr), tl.load(scale_ptr)
+    if RANKS == 1:
+        g = _load(grad_ptr, grad_exponents_ptr, first, inside)
     else:
         g = tl.zeros((ROWS, _BLOCK), tl.float32)
         for rank in tl.range(0, RANKS, loop_unroll_factor=4):
             payload = grad_ptr + rank * tl.cast(grad_pitch, tl.int64)
             exponents = grad_exponents_ptr + rank * tl.cast(grad_exponents_pitch, tl.int64)
-            g += _load_blocks(payload, exponents, offsets, rows, inside)
-    g *= tl.load(grad_scale_ptr)
-    m = _load(m_ptr, m_exponents_ptr, offsets, rows, inside)
-    v = _load(v_ptr, v_exponents_ptr, offsets, rows, inside)
+            g += _load(payload, exponents, first, inside)
+    tl.debug_barrier()
+
+    grad_scale = tl.load(grad_scale_ptr)
+    if grad_exponents_ptr is None:
+        g *= grad_scale
+    else:
+        g = tl.fma(g, grad_scale, 0.0)  # a sum that starts from 0 has no -0
     if V_IS_ROOT:
         v *= v
-    if REMAINDER:
-        remainder = tl.load(master_ptr + offsets, mask=mask, other=0)
-        top = tl.load(weight_ptr + offsets, mask=mask, other=0)
-        if SCALED_WEIGHT:
-            unit = ((_binade(top) + 101) << 23).to(tl.float32, bitcast=True)
-            w = (_decode(top) + remainder.to(tl.float32) * unit) * tl.load(old_scale_inv_ptr)
-        else:
-            w = ((top.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
-    else:
-        w = _load(master_ptr, master_exponents_ptr, offsets, rows, inside)
+    if REMAINDER and SCALED_WEIGHT:
+        w = _join_e4m3(top, remainder) * old_scale_inv
+    elif REMAINDER:
+        w = ((top.to(tl.int32) << 16) + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
 
     if not DECOUPLED:
         g += w * weight_decay
     m = m * beta1 + g * complement1
     v = v * beta2 + g * g * complement2
-    root = tl.sqrt_rn(v)
+    if V_IS_ROOT:
+        root = tl.sqrt_rn(v)
+    else:
+        root = tl.sqrt(v * 2.0**24)
+        root_correction *= 2.0**-12
     if DECOUPLED:
         w *= weight_decay
-    w -= tl.div_rn(m, root * root_correction + eps) * step_size
+    w = tl.fma(m * _reciprocal(tl.fma(root, root_correction, eps)), -step_size, w)
 
-    _store(m, m_ptr, m_exponents_ptr, offsets, rows, inside, zero)
-    _store(root if V_IS_ROOT else v, v_ptr, v_exponents_ptr, offsets, rows, inside, zero)
+    _store(m, m_ptr, m_exponents_ptr, first, inside, zero)
+    _store(root if V_IS_ROOT else v, v_ptr, v_exponents_ptr, first, inside, zero)
     if SCALED_WEIGHT:
-        y = w * tl.load(scale_ptr)
-        code = fp8_code(y, y, zero, True)
-        tl.store(weight_ptr + offsets, code, mask=mask)
+        y = w * scale
+        code = _codes(tl.fma(y, 0.0, y), zero)
+        tl.store(_elements(weight_ptr, first, ROWS), code, mask=mask)
         if REMAINDER:
-            tl.store(master_ptr + offsets, _e4m3_remainder(y, code), mask=mask)
+            tl.store(_elements(master_ptr, first, ROWS), _e4m3_remainder(y, code), mask=mask)
     elif REMAINDER:
-        bits = w.to(tl.int32, bitcast=True)
-        top = (bits + 0x8000) >> 16
-        tl.store(weight_ptr + offsets, tl.where(w == w, top, 0x7FFF).to(tl.int16), mask=mask)
-        tl.store(master_ptr + offsets, tl.where(w == w, bits - (top << 16), 0).to(tl.int16), mask=mask)
+        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FFF0000)
+        tl.store(_elements(weight_ptr, first, ROWS), ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)
+        tl.store(_elements(master_ptr, first, ROWS), bits.to(tl.int16), mask=mask)
     else:
-        tl.store(weight_ptr + offsets, w.to(tl.bfloat16), mask=mask)
+        tl.store(_elements(weight_ptr, first, ROWS), w.to(tl.bfloat16), mask=mask)
     if not REMAINDER:
-        _store(w, master_ptr, master_exponents_ptr, offsets, rows, inside, zero)
+        _store(w, master_ptr, master_exponents_ptr, first, inside, zero)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(tl.where(mask, magnitude_bits(w), 0)), sem="relaxed")
+        largest = tl.reduce(tl.where(mask, tl.abs(w), 0.0), None, _larger)
+        tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 def _pointers(state: State) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -188,8 +265,11 @@ def adam_step(
         hyper.step_size, hyper.root_correction, decay,
     )  # fmt: skip
     blocks = states[0].numel() // BLOCK
-    _adam_kernel[(triton.cdiv(blocks, ADAM_BLOCKS),)](
+    # 16 bytes a thread: eight elements, of float32 four.
+    rows = ADAM_BLOCKS // 2 if any(state.dtype == torch.float32 for state in states[::2]) else ADAM_BLOCKS
+    _adam_kernel[(triton.cdiv(blocks, rows),)](
         *gradients, grad_scale, *states, *weights, None if amax_out is None else amax_out.view(torch.int32), blocks,
         *map(float, rates), 0,
-        RANKS=ranks, DECOUPLED=hyper.decoupled, ROWS=ADAM_BLOCKS, num_warps=ADAM_WARPS, enable_fp_fusion=False,
+        RANKS=ranks, DECOUPLED=hyper.decoupled, ROWS=rows, EVEN=blocks % rows == 0, num_warps=ADAM_WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip

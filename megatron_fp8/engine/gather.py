@@ -1,0 +1,60 @@
+"""When the weights come back: after a step every rank has encoded its own shard, and lacks the others'.
+
+Without --overlap-param-gather all buckets are gathered at the end of the step.  With it they are gathered while the
+next forward pass goes on, in the order in which it needs them: a bucket is waited for at the first use of one of its
+weights, and then the next one starts.
+
+    compute   Adam | embedding  layers of bucket 0   layers of bucket 1   ...
+    wire           | gather 0 | gather 1           | gather 2           | ...
+
+One is under way ahead of the one in use, no more: under CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue of
+the hardware, where a gather that waits for another holds up the compute behind it.
+
+Whatever reads a weight asks for it first (`Fp8Weight.arrive`), evaluation and checkpoints too.  Gathers of a chunk
+start in one order on all ranks, whoever asks.
+"""
+
+import functools
+
+from .weights import Bucket
+
+
+class ChunkGather:
+    """Gathers the weights of one model chunk.
+
+    Args:
+        buckets: the chunk's, in forward order.
+        overlap: whether they are gathered during the forward pass.
+    """
+
+    def __init__(self, buckets: list[Bucket], overlap: bool):
+        self.buckets, self.overlap = buckets, overlap
+        self._place = {id(bucket): i for i, bucket in enumerate(buckets)}
+        self._started = self._arrived = len(buckets)
+
+    def begin(self) -> None:
+        """All own shards are written: start."""
+        self._started = self._arrived = 0
+        for bucket in self.buckets:
+            for weight in bucket.weights:
+                weight.on_use = functools.partial(self._need, bucket)
+        self._start(1)
+        if not self.overlap:
+            self.finish()
+
+    def finish(self) -> None:
+        """Have everything."""
+        self._need(self.buckets[-1])
+
+    def _start(self, count: int) -> None:
+        for bucket in self.buckets[self._started : count]:
+            bucket.gather()
+        self._started = max(self._started, min(count, len(self.buckets)))
+
+    def _need(self, bucket: Bucket) -> None:
+        """Have `bucket`, and all before it; start the one after it."""
+        last = self._place[id(bucket)] + 1
+        while self._arrived < last:
+            self._start(self._arrived + 2)
+            self.buckets[self._arrived].land_weights()
+            self._arrived += 1

@@ -1,0 +1,1 @@
+"""What a job costs, computed from its flags: memory."""

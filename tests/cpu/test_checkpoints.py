@@ -1,0 +1,173 @@
+"""Checkpoints at every level: what resumes bit for bit, what other layouts and levels load, what is refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from launch import RunFailed
+from megatron_runs import TINY_GPT, Run, run_megatron
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+nightly = pytest.mark.slow
+DISTRIBUTED = "--use-distributed-optimizer"
+OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
+
+
+def train(nproc: int, flags: str, folder: Path | None = None, **named) -> Run:
+    """Train the tiny GPT; `save=N` into the folder every N steps, `load=True` from it, `until=N` of 10 iterations."""
+    extra = flags.split()
+    if "save" in named:
+        extra += ["--save", str(folder), "--save-interval", str(named["save"])]
+    if named.get("load"):
+        extra += ["--load", str(folder)]
+    if "until" in named:
+        extra += ["--exit-interval", str(named["until"])]
+    return run_megatron(nproc, [*TINY_GPT, *extra])
+
+
+def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    """Every tensor in a checkpoint."""
+    reader = dcp.FileSystemReader(folder / f"iter_{iteration:07d}")
+    stored = reader.read_metadata().state_dict_metadata.items()
+    found = {
+        name: torch.empty(data.size, dtype=data.properties.dtype)
+        for name, data in stored
+        if isinstance(data, TensorStorageMetadata)
+    }
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and len(a) > 20
+    for name in a:
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        pytest.param(2, f"--fp8-level O3 {OVERLAP}", marks=nightly),
+        pytest.param(1, "--fp8-level O2", marks=nightly),
+        pytest.param(2, f"--fp8-level O2 --fp8-ckpt-compact {DISTRIBUTED}", marks=nightly),
+        pytest.param(2, f"--fp8-level O1 {OVERLAP}", marks=nightly),
+        pytest.param(1, "--fp8-level O1", marks=nightly),
+        pytest.param(2, f"--fp8-level O2 {OVERLAP}", marks=nightly),
+        pytest.param(2, f"--fp8-level O3 --fp8-ckpt-compact {OVERLAP}", marks=nightly),
+        pytest.param(2, f"--fp8-level O3 {DISTRIBUTED}", marks=nightly),
+        pytest.param(2, "--fp8-level O3", marks=nightly),
+        pytest.param(1, "--fp8-level O3 --fp8-ckpt-compact", marks=nightly),
+        pytest.param(1, "--fp8-level O3 --fp8-master fp16", marks=nightly),
+        pytest.param(1, "--fp8-level O2 --fp8-master fp8 --fp8-exp-avg-sq fp8 --fp8-exp-avg bf16", marks=nightly),
+    ],
+)
+def test_fifty_steps_with_a_restart_in_the_middle(nproc, flags, tmp_path):
+    """Losses, gradient norms, weights and states, bit for bit."""
+    flags += " --train-iters 50"
+    whole = train(nproc, flags, tmp_path / "whole", save=50)
+    first = train(nproc, flags, tmp_path / "cut", save=25, until=25)
+    rest = train(nproc, flags, tmp_path / "cut", save=25, load=True)
+    assert first.grad_norms + rest.grad_norms == whole.grad_norms
+    resumed, expected = first.losses + rest.losses, list(whole.losses)
+    del resumed[26], expected[26]  # stock logs the mean of a resumed run's first two losses there
+    assert resumed == expected
+    same(tensors(tmp_path / "cut", 50), tensors(tmp_path / "whole", 50))
+
+
+LAYOUTS = {
+    "dp2": (2, DISTRIBUTED),
+    "dp1": (1, DISTRIBUTED),
+    "tp2": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}"),
+    "pp2": (2, f"--pipeline-model-parallel-size 2 {DISTRIBUTED}"),
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "before", "after"),
+    [
+        ("O3", "tp2", "pp2"),
+        pytest.param("O3", "dp2", "dp1", marks=nightly),
+        pytest.param("O3", "dp1", "tp2", marks=nightly),
+        pytest.param("O3", "tp2", "dp1", marks=nightly),
+        pytest.param("O3", "dp1", "pp2", marks=nightly),
+        pytest.param("O2", "dp1", "tp2", marks=nightly),
+        pytest.param("O2", "tp2", "dp2", marks=nightly),
+        pytest.param("O1", "dp1", "tp2", marks=nightly),
+    ],
+)
+def test_another_layout(level, before, after, tmp_path):
+    """The first step's loss, and every weight and master, as one rank has them: bit for bit."""
+    both = f"--fp8-level {level} --dist-ckpt-optim-fully-reshardable"
+    (ranks, flags), (other_ranks, other_flags) = LAYOUTS[before], LAYOUTS[after]
+    whole = train(ranks, f"{both} {flags}", tmp_path / "first", save=5)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    (tmp_path / "second/latest_checkpointed_iteration.txt").write_text("5")
+    rest = train(other_ranks, f"{both} {other_flags}", tmp_path / "second", load=True, until=6)
+    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
+    # without a step, what was read is written
+    still = "--train-iters 5 --override-opt_param-scheduler"
+    train(other_ranks, f"{both} {other_flags} {still}", tmp_path / "second", save=4, load=True)
+    old, new = tensors(tmp_path / "first", 5), tensors(tmp_path / "second", 5)
+    linears = [name for name in old if name.endswith(".weight") and ".linear_" in name]
+    assert len(linears) == 4 * 4  # model, master, exp_avg, exp_avg_sq; torch_dist stacks the layers
+    if "tp2" in (before, after):  # other blocks
+        linears = [name for name in linears if "exp_avg" not in name]
+    for name in linears:
+        assert torch.equal(old[name], new[name]), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("--fp8-level O1", "--fp8-level O3"),
+        pytest.param("--fp8-level O3", "--fp8-level O1 --fp8-recipe tensorwise", marks=nightly),
+        pytest.param("--fp8-level O2", "--fp8-level O3 --fp8-master fp16", marks=nightly),
+        pytest.param("--fp8-level O3", "--fp8-level O2 --fp8-partition greedy", marks=nightly),
+        pytest.param("--fp8-level O1 --fp8-recipe tensorwise", "--fp8-level O2", marks=nightly),
+    ],
+)
+def test_another_level(before, after, tmp_path):
+    first = train(2, f"{before} {DISTRIBUTED}", tmp_path, save=5, until=5)
+    whole = train(2, f"{before} {DISTRIBUTED}")
+    rest = train(2, f"{after} {DISTRIBUTED}", tmp_path, load=True)
+    assert first.losses == whole.losses[:5]
+    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=3e-3)
+    assert rest.losses[2:] == pytest.approx(whole.losses[7:], abs=1e-2)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], rel=0.02)
+
+
+@pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=nightly)])
+def test_stock_and_back(level, tmp_path):
+    """Weights alone: stock's at a level, on two tensor-parallel ranks, and the level's in stock."""
+    stock = train(1, "", tmp_path / "stock", save=10)
+    weights = "--finetune --train-iters 4"
+    ours = train(2, f"--fp8-level {level} --tensor-model-parallel-size 2 --sequence-parallel {weights}",
+                 tmp_path / "stock", load=True)  # fmt: skip
+    assert ours.losses[0] == pytest.approx(stock.losses[-1], abs=0.1) and ours.losses[0] < stock.losses[0] - 0.3
+    mine = train(2, f"--fp8-level {level} {DISTRIBUTED}", tmp_path / "ours", save=10)
+    back = train(1, weights, tmp_path / "ours", load=True)
+    assert back.losses[0] == pytest.approx(mine.losses[-1], abs=0.1) and back.losses[0] < mine.losses[0] - 0.3
+
+
+def test_refusals_are_one_line(tmp_path):
+    compact = "--fp8-level O2 --fp8-ckpt-compact"
+    train(1, compact, tmp_path, save=2, until=2)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tmp_path / "iter_0000002", damaged / "iter_0000002")
+    (damaged / "latest_checkpointed_iteration.txt").write_text("2")
+    file = max((damaged / "iter_0000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    for folder, flags, line in (
+        (damaged, compact, f"--load {damaged}: iter_0000002/{file.name} is damaged or missing"),
+        (tmp_path, "--fp8-level O3", "--load: the checkpoint was saved with --fp8-ckpt-compact, for its own layout"),
+        (tmp_path, f"{compact} --num-layers 3", f"--load {tmp_path}: the checkpoint does not fit this run: Global"),
+    ):
+        with pytest.raises(RunFailed) as failed:
+            train(1, flags, folder, load=True)
+        said = [text for text in str(failed.value).splitlines() if text.startswith("megatron_fp8: ")]
+        assert said and said[0].startswith(f"megatron_fp8: {line}"), str(failed.value)[-2000:]
+        assert "Traceback" not in str(failed.value)

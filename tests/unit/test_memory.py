@@ -1,0 +1,327 @@
+"""The memory estimate: sizes against known models, bytes against real tensors, balance against FP8-LM's tables."""
+
+import argparse
+import re
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from megatron_fp8 import ops
+from megatron_fp8.engine import states
+from megatron_fp8.engine.gradients import GradStore
+from megatron_fp8.engine.partition import place
+from megatron_fp8.level import CELLS
+from megatron_fp8.numerics.blocks import SHARD_UNIT
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.perf import memory
+from megatron_fp8.perf.memory import BYTES, MODELS, STATES, Job, engine_buckets, engine_bytes, ranks_bytes
+
+BLOCKS = 1 / 128
+
+
+def cells(level: str, **overrides: str) -> dict[str, str]:
+    return {cell.name: cell.at(level) for cell in CELLS} | overrides
+
+
+def job(**given) -> Job:
+    """A small GPT of 2 layers, with what is `given` changed."""
+    small = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "position_embedding_type": "rope",
+    }
+    return Job(**{**small, **given})
+
+
+def printed(capsys, *argv: str) -> dict[str, list[str]]:
+    """{row: its cells} of the table that the command prints."""
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    assert memory.run(parser.parse_args(argv)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
+    return {row: values for row, *values in rows}
+
+
+def whole(rank: memory.Rank) -> int:
+    return sum(rank.linears.values()) + sum(rank.others.values())
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    "model, count",
+    [
+        (  # GPT-2 small
+            Job(12, 768, 12, 50_257, make_vocab_size_divisible_by=1, max_position_embeddings=1024),
+            124_439_808,
+        ),
+        (  # Llama 2 7B
+            Job(
+                32,
+                4096,
+                32,
+                32_000,
+                ffn_hidden_size=11_008,
+                swiglu=True,
+                disable_bias_linear=True,
+                normalization="RMSNorm",
+                position_embedding_type="rope",
+                untie_embeddings_and_output_weights=True,
+            ),
+            6_738_415_616,
+        ),
+        (  # Llama 3 8B
+            Job(
+                32,
+                4096,
+                32,
+                128_256,
+                ffn_hidden_size=14_336,
+                num_query_groups=8,
+                swiglu=True,
+                disable_bias_linear=True,
+                normalization="RMSNorm",
+                position_embedding_type="rope",
+                untie_embeddings_and_output_weights=True,
+            ),
+            8_030_261_248,
+        ),
+    ],
+    ids=["GPT-2", "Llama 2 7B", "Llama 3 8B"],
+)
+def test_published_models_have_their_published_number_of_parameters(model, count):
+    assert sum(memory.parameters(model)) == count
+
+
+def test_the_backward_pass_begins_with_the_last_linear_of_a_layer():
+    hidden = 64
+    assert job(num_layers=2).linears() == [size * hidden**2 for size in (4, 4, 1, 3)] * 2
+    llama = job(swiglu=True, ffn_hidden_size=96, num_query_groups=2, tensor_model_parallel_size=2)
+    assert llama.linears()[:4] == [64 * 48, 96 * 64, 64 * 32, (4 + 4) * 16 * 64 // 2]
+    assert job(hidden_size=128, swiglu=True).linears()[0] == 128 * 320  # 8/3 of 128 is 341: 64's multiple below
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_and_tensor_parallel_ranks_share_the_model(tied):
+    given = {"num_layers": 8, "vocab_size": 512, "untie_embeddings_and_output_weights": not tied}
+    one = job(**given)
+    linears, others = memory.parameters(one)
+    staged = job(**given, pipeline_model_parallel_size=4)
+    copy = 512 * 64 * tied
+    assert memory.parameters(staged) == (linears, others + copy)
+    assert len(staged.others(1)) < len(staged.others(0)) and staged.others(1) == staged.others(2)
+    halves = memory.parameters(job(**given, tensor_model_parallel_size=2))
+    uncut = 8 * (4 * 64 + 2 * 64) + 2 * 64  # norms, and the biases of proj and fc2
+    assert halves == (linears // 2, (others - uncut) // 2 + uncut)
+
+
+def test_vocabulary_is_padded_as_megatron_pads_it():
+    words = job(vocab_size=50_257, tensor_model_parallel_size=4).others(0)[0]
+    assert words * 4 == 50_688 * 64
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("value", ["fp32", "bf16", "fp16", "fp8", "remainder"])
+def test_states_cost_what_the_table_says(value):
+    n = 128 * 40
+    assert sum(t.nbytes for t in states.tensors(states.zeros(value, n, "cpu")).values()) == n * BYTES[value]
+
+
+@pytest.mark.parametrize("value", ["fp32", "bf16", "fp8"])
+def test_gradients_cost_what_the_table_says(value):
+    store = GradStore(3, SHARD_UNIT, value, "cpu")
+    assert sum(t.nbytes for t in store.tensors) == 3 * SHARD_UNIT * BYTES[value]
+
+
+def test_e4m3_weights_cost_what_the_table_says():
+    weight = torch.randn(48, 64)
+    assert ops.quantize(weight, E4M3, torch.tensor(1.0)).nbytes == weight.numel() * BYTES["e4m3"]
+
+
+def test_every_value_of_a_cell_that_costs_memory_has_its_bytes():
+    for cell in memory._CELLS:
+        if cell.name not in ("gemm", "partition"):
+            assert set(cell.available + cell.planned) <= BYTES.keys() | {"auto"}
+
+
+@pytest.mark.parametrize("how", ["even", "greedy"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_bucket_by_hand(how, ranks):
+    """10 units of 2,048 elements: on 3 ranks rows of 4, so 12."""
+    sizes = [4 * SHARD_UNIT, 2 * SHARD_UNIT, SHARD_UNIT, 3 * SHARD_UNIT]
+    row = {1: 10, 3: 4}[ranks] * SHARD_UNIT
+    numel = 10 * SHARD_UNIT
+    buckets = engine_buckets(sizes, ranks, how)
+    assert [bucket.row for bucket in buckets] == [row]
+    assert engine_bytes(buckets, cells("O1")) == {
+        "weight": 2 * ranks * row,
+        "weight fp8 copy": numel,
+        "transpose scratch": 4 * SHARD_UNIT,
+        "grad": ranks * row * (1 + BLOCKS),
+        "master": 4 * row,
+        "exp_avg": 4 * row,
+        "exp_avg_sq": 4 * row,
+    }
+    o2 = engine_bytes(buckets, cells("O2"))
+    assert o2["weight"] == 2 * ranks * row and o2["weight fp8 copy"] == numel
+    assert [o2[state] for state in STATES] == [2 * row, row * (1 + BLOCKS), row * (2 + BLOCKS)]
+    o3 = engine_bytes(buckets, cells("O3", grad_accum="bf16", exp_avg_sq="fp8", master="bf16"))
+    assert o3["weight"] == ranks * row and not o3["weight fp8 copy"] and o3["grad"] == 2 * ranks * row
+    assert [o3[state] for state in STATES] == [2 * row, row * (1 + BLOCKS), row * (1 + BLOCKS)]
+    bf16 = engine_bytes(buckets, cells("O1", gemm="bf16"))
+    assert not bf16["weight fp8 copy"] and not bf16["transpose scratch"]
+
+
+def test_even_has_megatrons_buckets_and_greedy_one():
+    """Of at least 40 M elements, or 1 M a rank: buckets end with the weight that reaches it."""
+    model = MODELS["7b"]
+    layer = 12 * 4096**2  # 201 M: fc2 is 67 M, a bucket by itself
+    eight = engine_buckets(model.linears(), 8, "even")
+    assert [len(bucket.sizes) for bucket in eight[:3]] == [1, 1, 2] and len(eight) == 96
+    many = engine_buckets(model.linears(), 256, "even")
+    assert all(256e6 <= sum(bucket.sizes) < 256e6 + 4 * 4096**2 for bucket in many[:-1])
+    assert sum(sum(bucket.sizes) for bucket in many) == 32 * layer
+    assert [sorted(b.sizes) for b in engine_buckets(model.linears(), 256, "greedy")] == [sorted(model.linears())]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7, 32])
+def test_stock_owns_every_parameter_once_in_18_bytes(ranks):
+    given = job(num_layers=3, data_parallel_size=ranks)
+    count = sum(memory.parameters(given))
+    held = list(ranks_bytes(given, None))
+    assert len(held) == ranks
+    owned = sum(part[state] for rank in held for part in (rank.linears, rank.others) for state in STATES)
+    assert owned == 12 * count
+    assert sum(rank.used for rank in held) == 12 * sum(given.linears())
+    for rank in held:
+        buffers = sum(part[kind] for part in (rank.linears, rank.others) for kind in ("weight", "grad"))
+        padding = 2 * 128 * ranks + 64 * (len(given.linears()) + len(given.others(0)))
+        assert 6 * count <= buffers <= 6 * (count + padding)
+
+
+def test_stocks_bucket_rule_is_that_of_its_configuration():
+    config = DistributedDataParallelConfig()  # what the estimate takes the defaults from
+    assert config.bucket_size is None and config.num_buckets is None and not config.pad_buckets_for_high_nccl_busbw
+
+
+def test_o3_needs_at_most_8_bytes_a_parameter_where_stock_needs_18(capsys):
+    table = printed(capsys, "--model", "7b", "--data-parallel-size", "1")
+    o0, o1, o2, o3 = map(float, table["bytes a parameter: linears"])
+    assert o0 == 18
+    assert o3 == pytest.approx(1 + 1 + 2 + 1 + 2 + 3 * BLOCKS + 4 / (12 * 32), abs=1e-3) and o3 <= 8
+    assert o0 > o1 > o2 > o3
+
+
+# Balance: FP8-LM's Table 8 (arXiv 2310.18313), GB of the emptiest and fullest GPU.
+
+TABLE_8 = {"7b": (49.06, 49.36), "13b": (48.45, 48.85), "175b": (38.64, 40.28)}
+PAPERS_BYTES = 2 + 1 + 2  # its states: FP16 master, E4M3 first moment, FP16 second moment
+
+
+@pytest.mark.parametrize("name", TABLE_8)
+@pytest.mark.parametrize("how", ["greedy", "even"])
+def test_the_partition_explains_no_more_spread_than_table_8_has(name, how):
+    """Whole-GPU figures hold activations and the allocator's slack; what a partition may add to their spread is
+    compared: the difference of our emptiest and fullest rank in the linears' states, and over all ranks in everything.
+
+    A layer is 12 h^2: qkv 3, proj 1, fc1 4, fc2 4, divided by TP. By largest-first, in units of h^2 / TP,
+        7B,   DP 32:  64 of 4, 32 of 3, 32 of 1:  each rank 4 + 4, then 3, then 1                       = 12
+        13B,  DP 16:  80 of 4, 40 of 3, 40 of 1:  each 5 of 4; 3 + 3, half of them 3 more; 1 or 4 of 1  = 30
+        175B, DP 4:   48 of 4, 24 of 3, 24 of 1, of a stage:  each 12 of 4, 6 of 3, 6 of 1              = 72
+    So whole weights balance perfectly in all three, and the spread that the paper measured is not the partition's. With
+    a pipeline the first and the last stage have the embedding or the head on top, which no partition can share.
+    """
+    model, units = MODELS[name], {"7b": 12, "13b": 30, "175b": 72}[name]
+    share = units * model.hidden_size**2 // model.tensor_model_parallel_size
+    ranks = list(ranks_bytes(model, cells("O3", partition=how)))
+    assert len(ranks) == model.pipeline_model_parallel_size * model.data_parallel_size
+    used = [rank.used for rank in ranks]
+    assert share * model.data_parallel_size == sum(model.linears())
+    states_bytes = PAPERS_BYTES + 2 * BLOCKS
+    if how == "greedy":
+        assert set(used) == {share * states_bytes}
+    else:  # the fullest rank of every bucket is within 2,048 elements of the mean
+        buckets = len(engine_buckets(model.linears(), model.data_parallel_size, how))
+        assert 0 <= max(used) - share * states_bytes < SHARD_UNIT * buckets * states_bytes
+    least, most = TABLE_8[name]
+    spread = (max(map(whole, ranks)) - min(map(whole, ranks))) / 1e9
+    assert spread <= most - least
+    words = 51_200 * 12_288 // 8 * (2 + 4 + 12 / 4) / 1e9  # 50,304 words are padded to 128 * 8
+    assert spread == pytest.approx(words if name == "175b" else 0, abs=1e-3)
+    assert max(map(whole, ranks)) / 1e9 < least  # with no activations yet
+    print(f"{name} {how}: spread {spread:.3f} GB, Table 8 {most - least:.2f}")
+
+
+def test_7b_at_256_ranks_does_not_inflate(capsys):
+    """The paper: 6.4 GB become 17.2, a byte for each element of 256 rows that hold the largest weight."""
+    sizes = MODELS["7b"].linears()
+    mean = sum(sizes) / 256
+    assert 256 * mean / 1e9 == pytest.approx(6.4, abs=0.05)
+    assert 256 * max(sizes) / 1e9 == pytest.approx(17.2, abs=0.05)  # the largest weight sets everybody's share
+    even, greedy = (engine_buckets(sizes, 256, how) for how in ("even", "greedy"))
+    assert sum(bucket.row for bucket in even) == mean  # 1.5 * 4096^2, 2,048's multiple in every bucket
+    assert greedy[0].row < 1.05 * mean
+    table = printed(capsys, *"--model 7b --data-parallel-size 256 --fp8-level O3 --fp8-partition greedy".split())
+    least, most = map(float, table["linears: of these states, in use"][0].split(" .. "))
+    assert most <= 1.05 * mean * (PAPERS_BYTES + 2 * BLOCKS) / 1e9 + 5e-4 and least > 0
+
+
+def test_greedy_of_many_ranks_stays_below_twice_the_mean():
+    for name, model in MODELS.items():
+        sizes = model.linears()
+        for ranks in (64, 128, 333, 1000):
+            assert place(sizes, ranks, "greedy").row < 2 * (sum(sizes) / ranks + SHARD_UNIT), (name, ranks)
+
+
+# The command.
+
+
+def test_the_table_adds_up(capsys):
+    flags = "--model 175b --fp8-grad-accum bf16"
+    table = printed(capsys, *flags.split())
+    assert table["GB on a rank; TP 8, PP 4, DP 4"] == ["O0", "O1", "O2", "O3"]
+    for column in range(4):
+        cell = {row: [float(part) for part in re.findall(r"[\d.]*\d", values[column])] for row, values in table.items()}
+        parts = [cell[f"linears: {kind}"] for kind in memory.KINDS if cell[f"linears: {kind}"]]
+        other = cell["embedding, head, norms, biases"]
+        for end in (0, -1):  # the emptiest and the fullest rank
+            assert cell["all"][end] == pytest.approx(sum(p[end] for p in parts) + other[end], abs=0.005)
+    assert table["linears: weight fp8 copy"] == ["", "5.436", "5.436", ""]
+    assert table["linears: grad"][1:] == ["10.872"] * 3
+
+
+def test_flags_change_a_model_and_a_model_may_be_given_by_flags(capsys):
+    by_name = printed(capsys, "--model", "125m", "--tensor-model-parallel-size", "2")
+    flags = (
+        "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50304 --disable-bias-linear "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights --tensor-model-parallel-size 2"
+    )
+    assert printed(capsys, *flags.split()) == by_name
+    assert by_name != printed(capsys, "--model", "125m")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--num-layers 4", "--hidden-size is missing: give it, or --model"),
+        ("--model 7b --num-layers 0", "--num-layers 0: use 1 or more"),
+        ("--model 7b --tensor-model-parallel-size 3", "does not divide --num-attention-heads 32"),
+        ("--model 7b --pipeline-model-parallel-size 5", "does not divide --num-layers 32"),
+        ("--model 7b --tensor-model-parallel-size 4 --num-query-groups 6", "--num-query-groups 6: neither multiple"),
+        ("--model 7b --hidden-size 4100", "--num-attention-heads 32: does not divide --hidden-size 4100"),
+        ("--model 7b --ffn-hidden-size 100", "a linear of 100 x 4096 elements"),
+        ("--model 7b --position-embedding-type learned_absolute", "add --max-position-embeddings"),
+        ("--model 7b --fp8-level O0 --fp8-master fp16", "--fp8-master fp16 with --fp8-level O0: no effect"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(capsys, flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        printed(capsys, *flags.split())
+    assert "\n" not in str(error.value) and str(error.value).startswith("--")
