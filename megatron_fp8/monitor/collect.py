@@ -1,19 +1,17 @@
 """What FP8 did to the tensors of a step, counted where the tensors are, on the steps that log.
 
-A cast takes x to payload * scale_inv. Of each cast, per tensor:
+A cast takes x to payload * scale_inv. Of each cast, per tensor (ops/reference_statistics.py has the details):
 
     overflows      finite x beyond the format's maximum * scale_inv: they were clipped
     underflows     non-zero x whose payload is zero
     cur_amax       max|x|
     scale_inv      its smallest and largest value (blocks of zeros aside)
 
-The maximum has a margin of 2^-20: the scale that brings amax to the maximum is itself rounded, and may put amax a
-2^-24th beyond it. Neighbouring BF16 numbers are 2^-8 apart, so nothing else falls into the margin. Infinities and
-NaNs are neither overflows nor underflows. The casts:
+The casts:
 
     activation     x, at every micro-batch's forward pass
     gradient       dy, at every backward pass
-    weight         W, once
+    weight         W, once; not where it is stored in E4M3
     wgrad          dW: FP8 storage at every addition, wanted sum against what was stored; FP32 or BF16 storage when it
                    is cast for the wire; the shared scale's wire always. No cast: nothing to count.
 
@@ -24,10 +22,11 @@ Of the gradient summed over data parallelism ("wgrad_reduced"):
                    micro-batches' dW added in FP32 and summed over data parallelism in FP32 (`--fp8-log-grad-snr`).
                    Both use the same GEMM operands, so this is the noise of storage and wire alone.
 
-On all other steps `watch` of weights and buckets is None, and nothing here runs. On a step that logs, torch's own
-kernels read each cast tensor again, some 20 bytes an element; the SNR holds 4 bytes a parameter, does one more
-weight-gradient GEMM a micro-batch (none with FP32 storage) and one FP32 reduction. The host waits once, after the
-optimizer's step.
+On all other steps `watch` of weights and buckets is None, and nothing here runs. On a step that logs, one kernel
+reads each cast tensor and its payload again, 3 bytes an element of BF16; the SNR holds 4 bytes a parameter, does one
+more weight-gradient GEMM a micro-batch (none with FP32 storage) and one FP32 reduction. Until the optimizer's step is
+made nothing goes from host to device or back, since each such copy, of a single number too, would make the host wait;
+then one copy brings everything.
 """
 
 from collections.abc import Callable
@@ -45,35 +44,12 @@ from ..engine.gradients import GradStore, Wgrad
 from ..engine.optimizer import EngineOptimizer
 from ..engine.weights import Bucket, Reduced
 from ..layers.linear import Fp8Weight
-from ..numerics.blocks import BLOCK, block_scales
-from ..numerics.formats import E4M3, by_dtype
+from ..numerics.blocks import block_scales
+from ..numerics.formats import E4M3
+from ..ops import count_cast
 from .write import CASTS, Tally, current_iteration, weight_name, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
-AT_ONCE = 2**24  # elements whose temporaries exist together
-_MARGIN = 1 + 2.0**-20
-_SCALE_OF_ZEROS = 2.0**-127
-
-
-def count_cast(wanted: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    """(3,) float64: elements, overflows, underflows of a cast, as the top of the file defines them.
-
-    Args:
-        wanted: what was cast, of any float type and shape, not empty.
-        payload: what became of it, FP8, of the same shape.
-        scale_inv: float32; 0-d, or (n/128,) where each 128 consecutive elements have their own.
-    """
-    width = BLOCK if scale_inv.dim() else wanted.shape[-1]
-    values, codes = wanted.reshape(-1, width), payload.view(torch.uint8).reshape(-1, width)
-    limits = (scale_inv * (by_dtype(payload.dtype).max * _MARGIN)).view(-1, 1).expand(len(values), 1)
-    rows = max(1, AT_ONCE // width)
-    counts = torch.zeros(3, dtype=torch.float64, device=wanted.device)
-    counts[0] = wanted.numel()
-    for x, code, limit in zip(values.split(rows), codes.split(rows), limits.split(rows), strict=True):
-        size = x.abs()
-        counts[1] += ((size > limit) & (size < torch.inf)).sum()
-        counts[2] += ((x != 0) & (code & 0x7F == 0)).sum()
-    return counts
 
 
 def _square_sum(x: torch.Tensor) -> torch.Tensor:
@@ -115,14 +91,14 @@ class Monitor:
         if not self.active:
             return
         device, count = self.weights[0].param.device, len(self.weights)
-        self._casts = torch.zeros(count, len(CASTS), 3, dtype=torch.float64, device=device)
-        # cur_amax, largest scale_inv, minus the smallest
+        # count_cast's counts and extremes, of each tensor of CASTS
+        self._casts = torch.zeros(count, len(CASTS), 3, dtype=torch.int64, device=device)
         self._extremes = torch.full((count, len(CASTS), 3), -torch.inf, device=device)
         # elements of the sum, saturations; signal, noise
         self._reduced = torch.zeros(count, 4, dtype=torch.float64, device=device)
         self._mu = self.shared.mu if self.shared else None  # replaced, never written, by the step
         for weight in self.weights:
-            if weight.fp8:
+            if weight.fp8 and weight.stored is None:  # a stored one was never cast
                 quantized = weight.quantized()  # which the forward pass then finds done
                 self.cast(weight, WEIGHT, weight.param, quantized.payload, quantized.scale_inv)
         if self.snr:
@@ -132,10 +108,7 @@ class Monitor:
     def cast(self, weight: Fp8Weight, tensor: int, wanted, payload, scale_inv) -> None:
         """Count a cast of CASTS[tensor], in count_cast's terms."""
         row = self._row[weight]
-        self._casts[row, tensor] += count_cast(wanted, payload, scale_inv)
-        smallest = torch.where(scale_inv > _SCALE_OF_ZEROS, scale_inv, torch.inf).min()
-        found = torch.stack([ops.amax(wanted), scale_inv.max(), -smallest])
-        torch.maximum(self._extremes[row, tensor], found, out=self._extremes[row, tensor])
+        count_cast(wanted, payload, scale_inv, self._casts[row, tensor], self._extremes[row, tensor])
 
     @torch.no_grad()
     def add(self, weight: Fp8Weight, wgrad: Wgrad) -> None:
@@ -148,9 +121,9 @@ class Monitor:
             slot.add(wgrad)
             return
         dense = wgrad(dtype=torch.bfloat16)
-        wanted = dense.flatten().float()
+        wanted = dense.flatten()
         if slot.adds:
-            wanted += slot.blocks.dequantize()
+            wanted = slot.blocks.dequantize().add_(wanted)
         slot.add(lambda **_: dense)
         stored = slot.blocks
         self.cast(weight, WGRAD, wanted, stored.payload, block_scales(stored.exponents))
@@ -159,11 +132,7 @@ class Monitor:
         """The stages of the bucket's reduction, and counts of its cast for the wire and of what became of the sum."""
         grads = bucket.grads
         if self.wire == "block" and grads.storage != "fp8" and bucket.group.size() > 1:
-            values = grads.dense()
-            sent = ops.quantize_blocks(values)
-            for weight, a, b in bucket.spans:
-                scales = block_scales(sent.exponents[a // BLOCK : b // BLOCK])
-                self.cast(weight, WGRAD, values[a:b], sent.payload[a:b], scales)
+            self._count_sent(bucket)
         reference = self._reference.pop(grads, None)
         if self.snr and reference is None:
             reference = grads.dense().clone()
@@ -176,6 +145,12 @@ class Monitor:
             yield handles
             self._compare(bucket, reduced, true.values)
         return reduced, []
+
+    def _count_sent(self, bucket: Bucket) -> None:
+        values = bucket.grads.dense()
+        for weight, a, b in bucket.spans:
+            sent = ops.quantize_blocks(values[a:b])  # what the bucket will send, a weight at a time
+            self.cast(weight, WGRAD, values[a:b], sent.payload, block_scales(sent.exponents))
 
     def _count_shared(self, bucket: Bucket, reduced: ScaledShard) -> None:
         values = bucket.grads.dense()
@@ -205,11 +180,15 @@ class Monitor:
         self._watch(False)
         extremes = self._extremes.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.sharing)  # which may drop a NaN, but no infinity
-        for counts in (self._casts, self._reduced):
-            dist.all_reduce(counts, group=self.sharing)
-        mu = self._mu.tolist() if self.shared else [None] * len(self.weights)
-        rows = zip(self._casts.tolist(), extremes.tolist(), self._reduced.tolist(), mu, strict=True)
-        tallies = {weight_name(w.path, w.layer_number): Tally(*row) for w, row in zip(self.weights, rows, strict=True)}
+        sums = torch.cat([self._casts.flatten(1), self._reduced], 1)  # float64: exact to 2^53
+        dist.all_reduce(sums, group=self.sharing)
+        mu = [] if self._mu is None else [self._mu[:, None]]
+        found = torch.cat([sums, extremes.flatten(1), *mu], 1).cpu()  # the one wait
+        tallies = {}
+        for weight, row in zip(self.weights, found, strict=True):
+            casts, reduced, largest, own_mu = row.split([3 * len(CASTS), 4, 3 * len(CASTS), len(mu)])
+            tally = Tally(casts.view(-1, 3).tolist(), largest.view(-1, 3).tolist(), reduced.tolist(), *own_mu.tolist())
+            tallies[weight_name(weight.path, weight.layer_number)] = tally
         stages: list[dict[str, Tally]] = [tallies]
         if self.stages.size() > 1:
             stages *= self.stages.size()

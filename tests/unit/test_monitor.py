@@ -1,4 +1,4 @@
-"""The statistics: counts against direct computation, the SNR against its closed form, nothing off logging steps."""
+"""A step's statistics: counts against direct computation, SNR against its closed form, nothing off logging steps."""
 
 import math
 from types import SimpleNamespace
@@ -6,18 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from test_statistics import direct_counts
 
 from megatron_fp8.comm.shared import SharedScale
 from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
 from megatron_fp8.monitor import collect, write
-from megatron_fp8.monitor.collect import Monitor, count_cast
+from megatron_fp8.monitor.collect import Monitor
 from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together, weight_name
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.blocks import BLOCK, block_scales
 from megatron_fp8.numerics.formats import E4M3, E5M2, decode
 from megatron_fp8.numerics.scaling import compute_scale
-from megatron_fp8.ops import reference
+from megatron_fp8.ops import count_cast, reference
 
 NONE = [[0.0] * 3] * len(CASTS), [[-math.inf] * 3] * len(CASTS), [0.0] * 4
 
@@ -28,54 +29,6 @@ def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-def direct_counts(x, fmt, scale):
-    """Overflows and underflows of a cast to nearest, one Python float at a time, from the format's definition."""
-    overflows = underflows = 0
-    products = (x.float() * scale).abs().flatten().tolist()  # in float32, as a cast is defined: a tie may hang on it
-    for value, size in zip(x.flatten().tolist(), products, strict=True):
-        overflows += math.isfinite(value) and abs(value) * scale > fmt.max * (1 + 2**-20)
-        underflows += value != 0 and size <= fmt.smallest_subnormal / 2  # a tie goes to zero, which is even
-    return overflows, underflows
-
-
-class TestCounts:
-    @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    @pytest.mark.parametrize("shape", [(1, 1), (7, 13), (129, 65), (333,)])
-    def test_of_one_scale(self, fmt, dtype, shape, monkeypatch):
-        monkeypatch.setattr(collect, "AT_ONCE", 1000)  # several portions
-        spread = math.log2(fmt.max / fmt.smallest_subnormal)
-        x = torch.randn(shape).mul(spread * math.log(2) / 2).exp().mul(torch.randn(shape).sign()).to(dtype)
-        edges = [0.0, -0.0, fmt.max, -fmt.max, fmt.max * 1.01, fmt.smallest_subnormal / 2, fmt.smallest_subnormal * 0.6]
-        edges += [math.nan, math.inf, -math.inf, 1e-40, 3e38]
-        if x.numel() > len(edges):
-            x.view(-1)[: len(edges)] = torch.tensor(edges).to(dtype)
-        for scale in (1.0, 2.0**-3, 2.0**5):  # exact, so that the definition needs no rounding
-            payload = reference.quantize(x, fmt, torch.tensor(scale))
-            counts = count_cast(x, payload, torch.tensor(1 / scale)).tolist()
-            assert counts == [x.numel(), *direct_counts(x, fmt, scale)]
-
-    def test_what_fills_the_format_does_not_overflow_and_the_next_number_does(self):
-        for amax in torch.rand(2000).mul(20).exp().bfloat16():
-            scale = compute_scale(amax.float(), E4M3)
-            x = torch.stack([amax, (amax.view(torch.int16) + 1).view(torch.bfloat16), -amax])
-            assert count_cast(x, reference.quantize(x, E4M3, scale), scale.reciprocal()).tolist() == [3, 1, 0]
-
-    def test_of_blocks(self):
-        x = torch.randn(37, BLOCK).mul(6).exp()
-        x[3], x[5, :9], x[6, 1], x[7, 7] = 0, 0, math.nan, math.inf
-        x[8] = 1e-44  # below half a step of the smallest scale
-        blocks = reference.quantize_blocks(x.flatten())
-        scales = block_scales(blocks.exponents)
-        small = x.double() <= E4M3.smallest_subnormal / 2 * scales[:, None].double()
-        underflows = int((small & (x != 0)).sum())
-        assert underflows > 2 * BLOCK  # blocks 6 and 7 lost nearly all
-        assert count_cast(x.flatten(), blocks.payload, scales).tolist() == [x.numel(), 0, underflows]
-        # With scales half as large, what lies beyond 448 * scale / 2 would have been clipped.
-        beyond = (x.double() > 448 * scales[:, None].double() / 2 * (1 + 2**-20)) & x.isfinite()
-        assert count_cast(x.flatten(), blocks.payload, scales / 2)[1] == beyond.sum() > 0
 
 
 class TestTally:
@@ -132,8 +85,9 @@ class Setup:
 
     def __init__(self, group, monkeypatch, storage="fp8", wire="block", snr=True):
         config = SimpleNamespace(
-            gemm="fp8", forward_format=E4M3, margin=0, log_interval=2, log_grad_snr=snr, grad_reduce=wire
-        )
+            gemm="fp8", forward_format=E4M3, margin=0, log_interval=2, log_grad_snr=snr, grad_reduce=wire,
+            grad_accum=storage, partition="even", weight="bf16", exp_avg="fp32", exp_avg_sq="fp32", master="fp32",
+        )  # fmt: skip
         params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((48, 32), (16, 16))]
         self.weights = [Fp8Weight(param, config) for param in params]
         for i, weight in enumerate(self.weights):
@@ -142,7 +96,7 @@ class Setup:
         if wire == "shared":
             sizes = [w.param.numel() for w in self.weights]
             self.shared = SharedScale(ScalingRule("post"), sizes, group, group, False, "cpu")
-        self.bucket = Bucket(self.weights, group, False, storage, self.reduce, lambda w: (w.param.numel(), 0))
+        self.bucket = Bucket(self.weights, group, False, config, None, 0, self.reduce, lambda w: (w.param.numel(), 0))
         self.monitor = Monitor(config, [self.bucket], self.shared, group, group)
         self.written, self.counted = [], 0
         monkeypatch.setattr(collect, "write", lambda tallies, iteration: self.written.append(tallies))
@@ -169,7 +123,7 @@ class Setup:
                 weight.add_grad(wgrad_of(gradient))
         self.bucket.launch()
         self.bucket.land()
-        reduced = self.bucket.gradient().clone()
+        reduced = self.bucket.reduced.look().clone()
         self.monitor.end()
         return reduced
 

@@ -1,0 +1,186 @@
+"""ops.count_cast on CUDA against reference_statistics.py on the CPU; and that nothing in it, or in the monitor until
+the step is made, has the host wait.
+
+tests/unit/test_statistics.py runs this file without a GPU too, through Triton's interpreter.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_ops_cuda import DEVICE, INTERPRETED, dtypes, formats, on_gpu_only, put, random_bits, same
+
+from megatron_fp8 import ops
+from megatron_fp8.numerics import BLOCK, E4M3, E5M2
+from megatron_fp8.numerics.blocks import block_scales
+from megatron_fp8.ops import reference, reference_statistics
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+if INTERPRETED:
+    from megatron_fp8.ops.triton.statistics import count_cast
+else:
+    count_cast = ops.count_cast
+
+INF = math.inf
+SIZES = [1, 127, 128, 4_097, 64 * 128, 64 * 128 + 1, 50_000]  # a program takes 64 * 128
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_data():
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")  # shown when the test fails
+    torch.manual_seed(seed)
+
+
+def totals(device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts and extremes of three tensors, of which some casts were counted."""
+    counts = torch.tensor([[7, 0, 0], [2**40, 2**33, 2**35], [0, 0, 5]], device=device)
+    return counts, torch.full((3, 3), -INF, device=device)
+
+
+def check(x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor, layout: str = "plain") -> list[int]:
+    """Both count the cast, and half of it again, into the middle row; returns its counts."""
+    expected, got = totals("cpu"), totals(DEVICE)
+    on_device = put(x, layout), put(payload.view(torch.uint8), layout).view(payload.dtype), put(scale_inv)
+    again = x.flatten()[::2], payload.view(torch.uint8).flatten()[::2].view(payload.dtype), torch.tensor(0.37)
+    for count, cast, half, (counts, extremes) in (
+        (reference_statistics.count_cast, (x, payload, scale_inv), again, expected),
+        (count_cast, on_device, map(put, again), got),
+    ):
+        assert count(*cast, counts[1], extremes[1]) is None
+        before = counts[1].clone()
+        count(*half, counts[1], extremes[1])
+        del counts, extremes
+    assert same(got[0], expected[0]) and same(got[1], expected[1])
+    return before.tolist()
+
+
+@formats
+@dtypes
+@pytest.mark.parametrize("n", SIZES)
+def test_one_scale(fmt, dtype, n):
+    spread = math.log(fmt.max / fmt.smallest_subnormal) / 2
+    x = (torch.randn(n) * torch.randn(n).mul(spread).exp()).to(dtype)
+    for scale in (0.37, 2.0**-5, 300.0):
+        scale = torch.tensor(scale)
+        check(x, reference.quantize(x, fmt, scale), scale.reciprocal())
+
+
+@pytest.mark.parametrize("layout", ["plain", "offset", "transposed"])
+@pytest.mark.parametrize("shape", [(128, 64), (37, 150), (2, 3, 144)], ids=str)
+def test_layouts(layout, shape):
+    x = torch.randn(shape).mul(9).exp().bfloat16()
+    scale = torch.tensor(2.0**-3)
+    counts = check(x, reference.quantize(x, E4M3, scale), scale.reciprocal(), layout)
+    assert counts[0] == 2**40 + x.numel() and counts[1] > 2**33 and counts[2] > 2**35
+
+
+@formats
+@dtypes
+def test_any_bits(fmt, dtype):
+    """x and payload of any patterns: counts follow their definition, whatever made the payload."""
+    n = 1 << 16
+    x, payload = random_bits(n, dtype), torch.randint(0, 256, (n,)).to(torch.uint8).view(fmt.dtype)
+    for scale_inv in (2.0**-126, 0.1, 2.0**100, 2.0**126):  # of the last the limit is infinite
+        check(x, payload, torch.tensor(scale_inv))
+    check(torch.where(x.isfinite(), x, 0.0), payload, torch.tensor(0.1))
+    check(x, payload, block_scales(torch.randint(0, 255, (n // BLOCK,)).to(torch.uint8)))
+
+
+@formats
+@pytest.mark.parametrize("blocks", [1, 63, 64, 130])
+def test_limits(fmt, blocks):
+    """At the limit, and one float32 to either side of it."""
+    scale_inv = torch.rand(blocks) * 2.0 ** torch.randint(-126, 110, (blocks,))
+    limit = (scale_inv * (fmt.max * (1 + 2.0**-20)))[:, None]
+    up, down = torch.tensor(INF), torch.tensor(-INF)
+    x = torch.cat([limit, limit.nextafter(up), limit.nextafter(down), torch.zeros(blocks, BLOCK - 3)], 1)
+    payload = torch.ones(blocks, BLOCK).to(fmt.dtype)
+    assert check(x.flatten(), payload.flatten(), scale_inv)[1] == 2**33 + blocks
+    assert check(x[0], payload[0], scale_inv[0])[1] == 2**33 + 1
+
+
+@dtypes
+@pytest.mark.parametrize("blocks", [1, 63, 64, 301])
+def test_blocks(dtype, blocks):
+    spread = 10 ** (5 * torch.randn(blocks, 1) if dtype != torch.float16 else torch.zeros(1, 1))
+    x = (torch.randn(blocks, BLOCK) * spread * torch.randn(blocks, BLOCK).mul(4).exp()).to(dtype).flatten()
+    for zeros in (0, blocks // 2, blocks):  # whose scale does not count as the smallest
+        x[: zeros * BLOCK] = 0
+        quantized = reference.quantize_blocks(x)
+        for factor in (1.0, 0.5):  # with half its scale a block clips
+            check(x, quantized.payload, block_scales(quantized.exponents) * factor)
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+def test_what_is_not_finite_stays_in_the_maximum(bad):
+    x, scale = torch.randn(40_000), torch.tensor(1.0)
+    x[torch.randint(40_000, ())] = bad
+    counts, extremes = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.full((3,), -INF, device=DEVICE)
+    count_cast(put(x), put(reference.quantize(x, E4M3, scale)), put(scale), counts, extremes)
+    assert same(extremes[0], torch.tensor(abs(bad))) and counts[1] == 0
+    count_cast(put(torch.ones(5)), put(torch.ones(5).to(E4M3.dtype)), put(scale), counts, extremes)
+    assert same(extremes[0], torch.tensor(abs(bad)))
+
+
+@pytest.mark.parametrize(("payload", "scale_inv"), [((100,), ()), ((2, BLOCK), (1,)), ((2, BLOCK), (3,))], ids=str)
+def test_shapes_that_do_not_fit_are_refused(payload, scale_inv):
+    x, untouched = put(torch.ones(2, BLOCK)), put(torch.zeros(3))
+    with pytest.raises(ValueError, match="payload of that shape"):
+        count_cast(x, put(torch.ones(payload).to(E4M3.dtype)), put(torch.ones(scale_inv)), untouched, untouched)
+    assert not untouched.any()
+
+
+@on_gpu_only
+def test_more_than_2_to_the_31_elements():
+    n = 2**31 + 5 * BLOCK
+    x = torch.full((n,), 1e-9, dtype=torch.bfloat16, device=DEVICE)
+    x[-300:] = torch.tensor([450.0, -3.0, 0.0] * 100)
+    payload = ops.quantize(x, E4M3, put(torch.tensor(1.0)))
+    for scale_inv in (torch.tensor(1.0), torch.ones(n // BLOCK)):
+        counts, extremes = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.full((3,), -INF, device=DEVICE)
+        count_cast(x, payload, put(scale_inv), counts, extremes)
+        assert counts.tolist() == [n, 100, n - 300] and extremes.tolist() == [450.0, 1.0, -1.0]
+
+
+@on_gpu_only
+def test_the_host_does_not_wait(monkeypatch):
+    """Casts of every kind through Monitor, from `begin` to where `end` would read."""
+    from megatron_fp8.engine.gradients import GradSlot, GradStore
+    from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
+    from megatron_fp8.monitor import collect
+
+    config = SimpleNamespace(
+        gemm="fp8", weight="bf16", forward_format=E4M3, margin=0,
+        log_interval=2, log_grad_snr=False, grad_reduce="block",
+    )  # fmt: skip
+    weight = Fp8Weight(torch.nn.Parameter(torch.randn(64, 32, device=DEVICE).bfloat16()), config)
+    two_ranks = SimpleNamespace(size=lambda: 2)
+    buckets = []
+    for storage in ("bf16", "fp8"):
+        store = GradStore(1, 2048, storage, DEVICE)
+        spans = [(weight, 0, 2048)]
+        buckets.append(SimpleNamespace(weights=[weight], grads=store, spans=spans, group=two_ranks, watch=None))
+    monitor = collect.Monitor(config, buckets[:1], None, None, None)
+    monkeypatch.setattr(collect, "current_iteration", lambda: 2)
+    x, dy = (torch.randn(40, k, device=DEVICE).bfloat16() for k in (32, 64))
+
+    def step():
+        monitor.begin()
+        weight.quantize(x, INPUT, E4M3, transpose=True, training=True)
+        weight.quantize(dy, GRAD, E5M2, transpose=True, training=True)
+        weight.grad = GradSlot(buckets[1].grads, 0, weight.param.shape, (1, 2, 3))
+        for _ in range(3):
+            monitor.add(weight, lambda dtype: dy.t().to(dtype) @ x.to(dtype))
+        for _ in monitor.reduce(buckets[0], lambda bucket: bucket.grads.local()):
+            pass
+
+    step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # The weight, x and dy once, the gradient where three micro-batches store it, and as it is sent.
+    assert monitor._casts[0, :, 0].tolist() == [40 * 32, 40 * 64, 2048, 4 * 2048]
