@@ -1,0 +1,38 @@
+"""`megatron-fp8 VERB ...`, also `python -m megatron_fp8.cli VERB ...`: everything that is no training run.
+
+A verb's module is imported when the verb is used, and offers `add_arguments(parser)` and `run(args) -> int`,
+whose result is the exit code.  A mistake on the command line is one line and exit code 2.
+"""
+
+import argparse
+import importlib
+import sys
+
+from .entry import one_line_errors, one_line_usage_errors
+
+VERBS = {"convert": "megatron_fp8.convert", "memory": "megatron_fp8.perf.memory"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the verb argv[0] with the rest (None: the process's arguments); returns the exit code."""
+    code = 1
+    with one_line_errors():
+        parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
+        parser.add_argument("verb", choices=VERBS)
+        parser.add_argument("rest", nargs=argparse.REMAINDER, help="the verb's own arguments")
+        one_line_usage_errors(parser)
+        chosen = parser.parse_args(argv)
+        module = importlib.import_module(VERBS[chosen.verb])
+        parser = argparse.ArgumentParser(
+            prog=f"megatron-fp8 {chosen.verb}",
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        one_line_usage_errors(parser)
+        module.add_arguments(parser)
+        code = module.run(parser.parse_args(chosen.rest))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,464 @@
+"""The converter without training: layouts against what the models compute, E4M3 weights, refusals, damage."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_fp8 import cli, convert
+from megatron_fp8.hf.config import args_of, config_of, flags_of, model_args
+from megatron_fp8.hf.families import FAMILIES, parameters, to_e4m3
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SAVED = {  # what a stock checkpoint of a small Llama has in its arguments
+    "num_layers": 2,
+    "hidden_size": 24,
+    "ffn_hidden_size": 40,
+    "num_attention_heads": 6,
+    "group_query_attention": True,
+    "num_query_groups": 3,
+    "kv_channels": 4,
+    "max_position_embeddings": 32,
+    "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-5,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "bias_gelu_fusion": False,
+    "untie_embeddings_and_output_weights": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 500000,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.01,
+    "padded_vocab_size": 128,
+    "vocab_size": 101,
+    "tokenizer_type": "NullTokenizer",
+    "softmax_type": "vanilla",
+    "glu_linear_offset": 0.0,
+}
+NEOX = {
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "add_bias_linear": True,
+    "group_query_attention": False,
+    "bias_gelu_fusion": True,
+    "rotary_percent": 0.5,
+}
+GPT2 = NEOX | {
+    "position_embedding_type": "learned_absolute",
+    "untie_embeddings_and_output_weights": False,
+    "rotary_percent": 1.0,
+    "rotary_base": 10000,
+}
+FAMILY_CHANGES = {"llama": {}, "gpt_neox": NEOX, "gpt2": GPT2}
+
+
+def saved(**changes) -> Namespace:
+    return Namespace(**SAVED | changes)
+
+
+@pytest.fixture(params=FAMILY_CHANGES)
+def args(request) -> Namespace:
+    return model_args(saved(**FAMILY_CHANGES[request.param]))
+
+
+def parameter(args: Namespace, name: str):
+    (found,) = [p for p in parameters(args) if p.name == name]
+    return found
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 3, 4), (4, 4, 2), (5, 1, 3), (8, 2, 1)])
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_qkv_rows_are_those_that_attention_reads(heads, groups, dim, kind):
+    changes = {"num_attention_heads": heads, "num_query_groups": groups, "kv_channels": dim, "add_bias_linear": True}
+    args = model_args(saved(**changes))
+    qkv = parameter(args, f"decoder.layers.self_attention.linear_qkv.{kind}")
+    fused = torch.randn(qkv.shape)
+    q, k, v = qkv.split(fused, args)
+    assert len(q) == heads * dim and len(k) == len(v) == groups * dim
+    per_group = heads // groups
+    for row in range(len(fused)):  # Megatron views a token's outputs as (groups, per_group + 2, dim)
+        group, rest = divmod(row, (per_group + 2) * dim)
+        slot, channel = divmod(rest, dim)
+        if slot < per_group:  # Hugging Face's query head h attends to key h // per_group
+            expected = q[(group * per_group + slot) * dim + channel]
+        else:
+            expected = (k if slot == per_group else v)[group * dim + channel]
+        assert torch.equal(fused[row], expected)
+    assert torch.equal(qkv.merge([q, k, v], args), fused)
+
+
+def test_gate_comes_before_up():
+    args = model_args(saved())
+    fc1 = parameter(args, "decoder.layers.mlp.linear_fc1.weight")
+    fused, x = torch.randn(fc1.shape), torch.randn(3, args.hidden_size)
+    gate, up = fc1.split(fused, args)
+    first, second = F.linear(x, fused).chunk(2, -1)  # --swiglu is silu(first) * second
+    torch.testing.assert_close(F.silu(F.linear(x, gate)) * F.linear(x, up), F.silu(first) * second)
+    assert [name.split(".")[-2] for name in fc1.names] == ["gate_proj", "up_proj"]
+    assert torch.equal(fc1.merge([gate, up], args), fused)
+
+
+def test_gpt2_multiplies_from_the_right():
+    args = model_args(saved(**GPT2))
+    x = torch.randn(3, args.hidden_size)
+    qkv = parameter(args, "decoder.layers.self_attention.linear_qkv.weight")
+    fused = torch.randn(qkv.shape)
+    (weight,) = qkv.split(fused, args)
+    per_head = F.linear(x, fused).view(3, args.num_attention_heads, 3, args.kv_channels)
+    torch.testing.assert_close((x @ weight).view(3, 3, args.num_attention_heads, -1), per_head.transpose(1, 2))
+    fc1 = parameter(args, "decoder.layers.mlp.linear_fc1.weight")
+    tensor = torch.randn(fc1.shape)
+    torch.testing.assert_close(x @ fc1.split(tensor, args)[0], F.linear(x, tensor))
+
+
+def test_merge_undoes_split(args):
+    for p in parameters(args):
+        tensor = torch.randn(p.shape)
+        if p.has_vocabulary:
+            tensor[args.vocab_size :] = 0
+        assert torch.equal(p.merge(p.split(tensor, args), args), tensor), p.name
+
+
+def test_llama_has_the_names_of_its_model():
+    names = [name.format(0) for p in parameters(model_args(saved())) for name in p.names]
+    layer = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    layer += ["input_layernorm", "post_attention_layernorm"]
+    assert set(names) == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        *(f"model.layers.0.{module}.weight" for module in layer),
+    }
+    tied = model_args(saved(untie_embeddings_and_output_weights=False))
+    assert "lm_head.weight" not in [name for p in parameters(tied) for name in p.names]
+
+
+def test_padding_goes_and_comes_back():
+    args = model_args(saved())
+    words = parameter(args, "embedding.word_embeddings.weight")
+    tensor = torch.randn(words.shape)
+    (real,) = words.split(tensor, args)
+    assert torch.equal(real, tensor[:101])
+    padded = words.merge([real], args)
+    assert padded.shape == (128, 24) and torch.equal(padded[:101], real) and not padded[101:].any()
+    assert model_args(saved(), vocab_size=100).vocab_size == 100
+    assert model_args(saved(tokenizer_type="GPT2BPETokenizer", vocab_size=7)).vocab_size == 128  # 7 means nothing
+
+
+# ---- E4M3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("magnitude", [1e-6, 0.02, 1.0, 448.0, 3e4])
+def test_e4m3_errs_within_its_bound(dtype, magnitude):
+    weight = (torch.randn(37, 53) * magnitude * torch.logspace(-6, 0, 53)).clamp(-6e4, 6e4).to(dtype)
+    weight[0, :3] = torch.tensor([0.0, -0.0, torch.finfo(dtype).smallest_normal])
+    scaled = to_e4m3(weight)
+    scale = scaled.scale_inv.item()
+    assert scaled.payload.dtype == torch.float8_e4m3fn and torch.frexp(scaled.scale_inv).mantissa == 0.5
+    largest = weight.abs().max().item()
+    assert 224 < largest / scale <= 448
+    exact = weight.double()
+    error = (scaled.payload.double() * scale - exact).abs()
+    assert (error <= (exact.abs() * 2.0**-4).clamp(min=scale * 2.0**-10)).all()
+    assert (error > exact.abs() * 2.0**-5).any()  # it is E4M3 that was measured
+
+
+@pytest.mark.parametrize("exponent", [-60, -9, 0, 5])
+def test_a_weight_that_is_e4m3_keeps_every_bit(exponent):
+    codes = torch.randint(0, 256, (41, 29), dtype=torch.uint8)
+    payload = codes.masked_fill(codes & 0x7F == 0x7F, 0).view(torch.float8_e4m3fn)
+    for top in (448, 100, 2):  # a scale that leaves room above the largest element, as training's does
+        values = payload.double().clamp(-top, top)
+        values = values.to(torch.float8_e4m3fn).double() * 2.0**exponent
+        scaled = to_e4m3(values.bfloat16())
+        assert torch.equal(scaled.payload.double() * scaled.scale_inv.double(), values)
+        assert torch.equal(scaled.dequantize(torch.bfloat16).double(), values)
+
+
+def test_e4m3_of_zeros_and_of_no_numbers():
+    zeros = to_e4m3(torch.zeros(3, 4))
+    assert not zeros.payload.double().any() and zeros.scale_inv == 1
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        with pytest.raises(ValueError, match="use --dtype bf16"):
+            to_e4m3(torch.tensor([[1.0, bad]]))
+
+
+# ---- config.json
+
+
+def test_arguments_survive_config_json(args):
+    config = json.loads(json.dumps(config_of(args)))
+    back = args_of(config)
+    assert vars(back) == vars(args)
+    assert config_of(back) == config
+    assert FAMILIES[config["model_type"]].architecture in config["architectures"]
+
+
+def test_llama_3_rope_in_both_spellings():
+    args = model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0))
+    config = config_of(args)
+    assert config["rope_scaling"]["factor"] == 32.0 and args_of(config).use_rope_scaling
+    scaling, theta = config.pop("rope_scaling"), config.pop("rope_theta")
+    newer = args_of(config | {"rope_parameters": {**scaling, "rope_theta": theta}})
+    assert (newer.rotary_base, newer.use_rope_scaling, newer.rope_scaling_factor) == (500000, True, 32.0)
+    plain = args_of(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    assert (plain.rotary_base, plain.use_rope_scaling) == (1000000, False)
+
+
+def test_flags_describe_the_model():
+    flags = flags_of(model_args(saved()))
+    for words in "--num-query-groups 3", "--norm-epsilon 1e-05", "--swiglu", "--disable-bias-linear":
+        assert f" {words} " in f" {flags} "
+    assert "rope-scaling" not in flags and "gelu" not in flags
+    assert "--no-bias-gelu-fusion" in flags_of(model_args(saved(**GPT2 | {"bias_gelu_fusion": False})))
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"num_experts": 8}, "--num-experts 8"),
+        ({"qk_layernorm": True}, "--qk-layernorm"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+        ({"window_size": (128, 0)}, "--window-size"),
+        ({"add_qkv_bias": True}, "--add-qkv-bias"),
+        ({"swiglu": False}, "--swiglu"),
+        ({"position_embedding_type": "yarn"}, "--position-embedding-type"),
+        ({"rotary_percent": 0.25}, "--rotary-percent"),
+        (NEOX | {"add_bias_linear": False}, "--disable-bias-linear"),
+        (NEOX | {"group_query_attention": True}, "--group-query-attention"),
+        (NEOX | {"kv_channels": 8}, "--kv-channels"),
+        (NEOX | {"swiglu": True}, "--swiglu"),
+        (GPT2 | {"squared_relu": True}, "--squared-relu"),
+        ({"vocab_size": 129}, "--vocab-size 129"),
+        ({"kv_channels": None}, "kv_channels"),
+    ],
+)
+def test_a_model_without_a_family_is_refused_by_its_flag(changes, flag):
+    with pytest.raises(ValueError, match=flag) as refusal:
+        model_args(saved(**changes))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"model_type": "mistral"}, "model_type mistral"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act relu"),
+        ("llama", {"attention_bias": True}, "mlp_bias False"),
+        ("llama", {"rope_theta": 10000.5}, "rope_theta 10000.5"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "rope scaling"),
+        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual True"),
+        ("gpt_neox", {"hidden_act": "relu"}, "hidden_act relu"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
+def test_a_model_that_megatron_has_not_is_refused_by_its_key(family, changes, named):
+    config = config_of(model_args(saved(**FAMILY_CHANGES[family])))
+    with pytest.raises(ValueError, match=named):
+        args_of(config | changes)
+    del config["vocab_size"]
+    with pytest.raises(ValueError, match="no vocab_size"):
+        args_of(config)
+
+
+# ---- folders
+
+
+def write_folder(folder: Path, args: Namespace, change=lambda tensors: tensors) -> dict[str, torch.Tensor]:
+    """A Hugging Face folder with random weights, and what it holds."""
+    tensors = {}
+    for p in parameters(args):
+        for layer in range(args.num_layers if p.is_stacked else 1):
+            for name, part in zip(p.names, p.split(torch.randn(p.shape).bfloat16(), args), strict=True):
+                tensors[name.format(layer)] = part.clone(memory_format=torch.contiguous_format)
+    tensors = change(tensors)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_of(args)))
+    return tensors
+
+
+def test_there_and_back_is_identical(args, tmp_path):
+    tensors = write_folder(tmp_path / "hf", args)
+    convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "megatron"))
+    convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "again"))
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "again/config.json").read_text()) == config_of(args)
+
+    limit = 3000
+    convert.to_hf(str(tmp_path / "megatron/release"), str(tmp_path / "shards"), max_shard_bytes=limit)
+    index = json.loads((tmp_path / "shards/model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    found = {}
+    for file in files:
+        shard = load_file(file)
+        assert len(shard) == 1 or sum(t.nbytes for t in shard.values()) <= limit
+        assert all(index["weight_map"][name] == file.name for name in shard)
+        found |= shard
+    assert found.keys() == tensors.keys() == index["weight_map"].keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_e4m3_folder_there_and_back(family, tmp_path):
+    args = model_args(saved(**FAMILY_CHANGES[family]))
+    tensors = write_folder(tmp_path / "hf", args)
+    convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "megatron"))
+    convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "e4m3"), dtype="e4m3")
+    stored = load_file(tmp_path / "e4m3/model.safetensors")
+    coded = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    linears = {n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2 and ".layers." in n}
+    assert coded == linears and stored.keys() == tensors.keys() | {f"{name}_scale" for name in coded}
+    for name, tensor in tensors.items():
+        if name not in coded:
+            assert torch.equal(stored[name], tensor)
+            continue
+        scale = stored[f"{name}_scale"]
+        assert scale.shape == (1,) and scale.dtype == torch.float32
+        error = (stored[name].double() * scale.double() - tensor.double()).abs()
+        assert (error <= (tensor.double().abs() * 2.0**-4).clamp(min=scale.item() * 2.0**-10)).all()
+    if family == "llama":  # loaders fuse these again
+        layer = "model.layers.1.self_attn"
+        assert len({stored[f"{layer}.{part}_proj.weight_scale"].item() for part in "qkv"}) == 1
+    quantization = json.loads((tmp_path / "e4m3/config.json").read_text())["quantization_config"]
+    assert quantization["quant_method"] == "compressed-tensors" and "lm_head" in quantization["ignore"]
+    # what was rounded once is not rounded again, though a smaller scale may then do
+    convert.to_megatron(str(tmp_path / "e4m3"), str(tmp_path / "rounded"))
+    convert.to_hf(str(tmp_path / "rounded"), str(tmp_path / "again"), dtype="e4m3")
+    again = load_file(tmp_path / "again/model.safetensors")
+    for name in coded:
+        value = stored[name].double() * stored[f"{name}_scale"].double()
+        assert torch.equal(again[name].double() * again[f"{name}_scale"].double(), value)
+
+
+def test_other_precisions_and_names_are_read(tmp_path):
+    args = model_args(saved(**GPT2))
+    tensors = write_folder(tmp_path / "hf", args)
+    other = {  # as gpt2 was published: float32, names without "transformer.", a mask among the weights
+        **{name.removeprefix("transformer."): tensor.float() + 1e-6 for name, tensor in tensors.items()},
+        "h.0.attn.bias": torch.ones(1, 1, 32, 32),
+    }
+    save_file(other, tmp_path / "hf/model.safetensors")
+    convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "megatron"))
+    convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "again"))
+    found = load_file(tmp_path / "again/model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, other[name.removeprefix("transformer.")].bfloat16())
+
+
+def test_a_scale_for_each_row_is_read(tmp_path):
+    args = model_args(saved())
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def by_rows(tensors):
+        scale = torch.rand(len(tensors[name]), 1) + 0.1
+        payload = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        unused = {f"{name.removesuffix('weight')}input_scale": torch.ones(1)}
+        return tensors | {name: payload, f"{name}_scale_inv": scale, **unused}
+
+    tensors = write_folder(tmp_path / "hf", args, by_rows)
+    convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "megatron"))
+    convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "again"))
+    found = load_file(tmp_path / "again/model.safetensors")[name]
+    assert torch.equal(found, (tensors[name].float() * tensors[f"{name}_scale_inv"]).bfloat16())
+
+
+def without(name):
+    return lambda tensors: {k: v for k, v in tensors.items() if k != name}
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without(NAME), f"no tensor {NAME}"),
+        (lambda t: t | {"model.layers.2.norm.weight": t[NAME].clone()}, "layers.2.norm.weight has no place"),
+        (lambda t: t | {NAME: t[NAME][1:]}, "does not fit the sizes in config.json"),
+        (lambda t: t | {NAME: t[NAME].t().contiguous()}, "does not fit the sizes in config.json"),
+        (lambda t: t | {"lm_head.weight": t["lm_head.weight"][:-1]}, "does not fit the sizes in config.json"),
+        (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn)}, "without weight_scale"),
+        (lambda t: t | {NAME: t[NAME].to(torch.int8), f"{NAME}_scale": torch.ones(1)}, "is torch.int8"),
+        (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn), f"{NAME}_scale_inv": torch.ones(2, 2)}, "one a weight"),
+    ],
+    ids=["missing", "surplus", "cut", "transposed", "vocabulary", "unscaled", "integers", "blocks"],
+)
+def test_a_folder_that_does_not_fit_is_refused(change, said, tmp_path):
+    write_folder(tmp_path / "hf", model_args(saved()), change)
+    with pytest.raises(ValueError, match=said) as refusal:
+        convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "out"))
+    assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
+
+
+def test_truncated_files_are_refused(tmp_path):
+    write_folder(tmp_path / "hf", model_args(saved()))
+    convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "megatron"))
+    release = tmp_path / "megatron/release"
+    cases = [(tmp_path / "hf/model.safetensors", convert.to_megatron, tmp_path / "hf")]
+    cases += [(release / name, convert.to_hf, tmp_path / "megatron") for name in (".metadata", "__0_0.distcp")]
+    for path, direction, source in cases:
+        whole = path.read_bytes()
+        for share in (0.0, 0.1, 0.5, 0.9, 0.999):
+            path.write_bytes(whole[: int(share * len(whole))])
+            with pytest.raises(ValueError, match=r"damaged|is missing") as refusal:
+                direction(str(source), str(tmp_path / "out" / f"{path.name}{share}"))
+            assert "\n" not in str(refusal.value)
+        path.write_bytes(whole)
+    (release / "metadata.json").unlink()  # written last: the checkpoint is not complete
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "out2"))
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "verb"),
+        ("transmute", "transmute"),
+        ("convert", "to-hf"),
+        ("convert to-hf nowhere out --dtype fp4", "fp4"),
+        ("convert to-hf nowhere out", "nowhere: no complete checkpoint"),
+        ("convert to-megatron nowhere out", "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words.split())
+    captured = capsys.readouterr()
+    assert end.value.code == 2 and captured.err.count("\n") == 1 and said in captured.err
+    assert captured.err.startswith("megatron_fp8: ")
+
+
+def test_command_converts_and_spares_what_is_there(tmp_path, capsys):
+    write_folder(tmp_path / "hf", model_args(saved()))
+    words = ["convert", "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    assert f"--load {tmp_path / 'out'} --num-layers 2 --hidden-size 24 " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert "is there already" in capsys.readouterr().err
+    assert cli.main(["convert", "to-hf", str(tmp_path / "out"), str(tmp_path / "new"), "--vocab-size", "90"]) == 0
+    with safe_open(tmp_path / "new/model.safetensors", framework="pt") as file:
+        assert file.get_slice("lm_head.weight").get_shape() == [90, 24]
