@@ -8,7 +8,7 @@ import argparse
 import importlib
 import sys
 
-from .entry import one_line_errors, one_line_usage_errors
+from .entry import hide_missing_package_warnings, one_line_errors, one_line_usage_errors
 
 VERBS = {"convert": "megatron_fp8.convert", "memory": "megatron_fp8.perf.memory"}
 
@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("rest", nargs=argparse.REMAINDER, help="the verb's own arguments")
         one_line_usage_errors(parser)
         chosen = parser.parse_args(argv)
+        hide_missing_package_warnings()
         module = importlib.import_module(VERBS[chosen.verb])
         parser = argparse.ArgumentParser(
             prog=f"megatron-fp8 {chosen.verb}",

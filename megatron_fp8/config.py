@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .emulate import EmulationPlan, plan_from_flags
 from .level import CELLS, LEVELS, resolve
 from .numerics.auto_scaling import AUTO, MODES, ScalingRule
 from .numerics.formats import E4M3, E5M2, Format
@@ -31,6 +32,19 @@ SHARED_FLAGS = (  # (flag, metavar, type, meaning), after FP8-LM section 2.1
     ("--fp8-grad-scaling-backoff", "X", float, "factor by which mu shrinks (0.5)."),
     ("--fp8-grad-scaling-init", "X", float, "mu at the start (1/sqrt of the data-parallel size)."),
     ("--fp8-grad-scaling-interval", "N", int, "steps from one look at saturation to the next (1)."),
+)
+EMULATE_FLAGS = (  # (flag, metavar or None for a switch, type, meaning), see emulate.py
+    (
+        "--fp8-emulate",
+        "SPEC",
+        str,
+        "Round the operands of the linears' BF16 GEMMs: E8M3, or weight=E4M3,activation=E4M3:nearest:tensor, "
+        "each FORMAT[:ROUNDING][:SCALING]. Without --fp8-level everything else is as in stock BF16.",
+    ),
+    ("--fp8-emulate-layers", "PATTERNS", str, "Which linears, as 'decoder.layers.[0-3].*,*.linear_fc2'. Default all."),
+    ("--fp8-emulate-lm-head", None, None, "The LM head too."),
+    ("--fp8-emulate-from-step", "N", int, "From update N on (default 1, the first)."),
+    ("--fp8-emulate-until-step", "N", int, "Before update N (default: to the end)."),
 )
 FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
@@ -51,6 +65,7 @@ class Fp8Config:
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
         grad_scaling: of grad_reduce "shared".
+        emulate: which operands of the GEMMs are rounded to which formats, and when; None: none are.
         ckpt_compact: save optimizer state as it is, for this layout only.
         log_interval: steps from one log of FP8 statistics to the next; 0: never.
         log_grad_snr: whether those compare the reduced gradients with FP32's.
@@ -83,6 +98,7 @@ class Fp8Config:
     keep_transpose_cache: bool
     grad_reduce_hierarchy: str
     grad_scaling: ScalingRule
+    emulate: EmulationPlan | None
     ckpt_compact: bool
     log_interval: int
     log_grad_snr: bool
@@ -111,6 +127,9 @@ def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     for flag, metavar, of, meaning in SHARED_FLAGS:
         group.add_argument(flag, metavar=metavar, type=of, help=f"With --fp8-grad-reduce shared: {meaning}")
+    for flag, metavar, of, meaning in EMULATE_FLAGS:
+        how = {"metavar": metavar, "type": of} if metavar else {"action": "store_true", "default": None}
+        group.add_argument(flag, help=meaning, **how)
     group.add_argument(
         "--fp8-ckpt-compact",
         action="store_true",
@@ -153,10 +172,17 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         ValueError: the first flag that the run cannot honour, in one line: flag, value, remedy.
     """
     level = getattr(args, "fp8_level", None)
-    if level is None or level == "O0":
+    emulate = None
+    if level != "O0":
+        emulate = plan_from_flags(*(_given(args, flag) for flag, *_ in EMULATE_FLAGS))
+    if (level is None and emulate is None) or level == "O0":
         _check_stock_run(args, level)
         return None
-    cells = resolve(level, {c.name: getattr(args, c.dest, None) for c in CELLS})
+    overrides = {c.name: getattr(args, c.dest, None) for c in CELLS}
+    if emulate is not None:
+        overrides |= _emulation_base(level, overrides)
+        level = level or "O1"
+    cells = resolve(level, overrides)
     for row in rows(args, REFUSED):
         raise ValueError(f"{row.shown(args)}: {row.note}")
 
@@ -201,6 +227,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=_hierarchy(args, cells["grad_reduce"]),
         grad_scaling=_scaling_rule(args, cells["grad_reduce"]),
+        emulate=emulate,
         ckpt_compact=bool(args.fp8_ckpt_compact),
         log_interval=log_interval,
         log_grad_snr=bool(args.fp8_log_grad_snr),
@@ -275,7 +302,8 @@ def _check_stock_run(args: Namespace, level: str | None) -> None:
     """Refuse flags that a run without a level would ignore in silence."""
     without = f"--fp8-level {level}" if level else "no --fp8-level"
     others = "--fp8-attention --fp8-grad-reduce-hierarchy --fp8-ckpt-compact --fp8-log-interval --fp8-log-grad-snr"
-    given = {flag: _given(args, flag) for flag in (*others.split(), *(row[0] for row in SHARED_FLAGS))}
+    more = [row[0] for row in (*SHARED_FLAGS, *EMULATE_FLAGS)]
+    given = {flag: _given(args, flag) for flag in (*others.split(), *more)}
     given |= {c.flag: getattr(args, c.dest, None) for c in CELLS}
     for flag, value in given.items():
         if value is not None:
@@ -289,6 +317,14 @@ def _check_stock_run(args: Namespace, level: str | None) -> None:
     yaml = getattr(args, "yaml_cfg", None)
     if yaml is not None and level is None and any(a.startswith("--fp8-level") for a in sys.argv):
         raise ValueError(f"--yaml-cfg {yaml}: replaces every flag, --fp8-level included; give flags instead")
+
+
+def _emulation_base(level: str | None, overrides: dict[str, str | None]) -> dict[str, str]:
+    """The cells of a run that emulates: its GEMMs are BF16 ones, and without a level nothing else is rounded."""
+    if overrides["gemm"] == "fp8":
+        raise ValueError("--fp8-gemm fp8 with --fp8-emulate: emulated operands go into BF16 GEMMs; remove one")
+    exact = {"gemm": "bf16"} if level else {"gemm": "bf16", "grad_accum": "fp32", "grad_reduce": "fp32"}
+    return {cell: overrides[cell] or value for cell, value in exact.items()}
 
 
 def _micro_batches(args: Namespace) -> int:

@@ -155,7 +155,8 @@ def _hook_checkpoints(fp8: Fp8Config) -> None:
 
 
 def _gpt_model_init(fp8: Fp8Config):
-    from .layers.linear import keep_in_bf16
+    from .layers.emulated_head import emulate_head
+    from .layers.linear import fp8_weights, keep_in_bf16
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -170,6 +171,10 @@ def _gpt_model_init(fp8: Fp8Config):
                 **kwargs,
             )
             keep_in_bf16(self, fp8, config.num_layers)
+            if fp8.emulate is not None and fp8.emulate.lm_head and self.post_process:
+                weights = fp8_weights([self])
+                rank = torch.distributed.get_rank()
+                emulate_head(self.output_layer, fp8.emulate, lambda: weights[0].step, fp8.seed, rank)
             accept_local_names(self)
 
         return init

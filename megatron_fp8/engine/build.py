@@ -48,8 +48,8 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
     reduce, shared_scale = _reduction(fp8, ordered, dp_group, sharded)
 
     def identity(weight: Fp8Weight) -> tuple[int, ...]:
-        ranks = dp_group.rank(), mpu.get_tensor_model_parallel_rank()
-        return noise_seed(fp8.seed, *ranks, weight.layer_number, *weight.path.encode())
+        rank = mpu.get_tensor_model_parallel_rank()
+        return noise_seed(fp8.seed, rank, weight.layer_number, *weight.path.encode())
 
     weight_scaling = _weight_scaling(fp8, ordered)
     first = 0  # of the next bucket of E4M3 weights, among all of them

@@ -52,7 +52,7 @@ class Bucket:
         sharded: whether each rank owns a row, or all.
         scaling, first: of E4M3 weights their scales, and the place of the bucket's first; None and 0.
         reduce: how the gradients are summed over the group.
-        identity: what tells a weight from all others, for the noise of its gradients.
+        identity: what tells a weight from all others, for the noise of what is rounded stochastically.
 
     Attributes:
         spans: (Fp8Weight, start, end) of each weight in the flat buffers, in elements.
@@ -102,7 +102,8 @@ class Bucket:
             self.spans.append((weight, start, start + size))
             values = weight.param.detach()
             weight.param.data = self.weight[start : start + size].view_as(values)
-            weight.grad = GradSlot(self.grads, start, weight.param.shape, identity(weight))
+            weight.identity, weight.rank = identity(weight), group.rank()
+            weight.grad = GradSlot(self.grads, start, weight.param.shape, (weight.rank, *weight.identity))
             self.load(i, values)
             if scaling is not None:
                 weight.load = functools.partial(self.load, i)
@@ -127,6 +128,7 @@ class Bucket:
         for weight in self.weights:
             weight.grad.begin_step(step)
             weight.pending = 0
+            weight.step, weight.forwards = step + 1, [0, 0]
 
     def launch(self) -> None:
         """Start to sum the gradients over data parallelism."""

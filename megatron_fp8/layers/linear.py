@@ -42,6 +42,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from .. import ops
 from ..config import Fp8Config
+from ..emulate import OPERANDS
+from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import DelayedScaling, compute_scale
 from .norm import Norm
@@ -59,6 +61,8 @@ class Fp8Weight:
         stored: of an E4M3 param, with its scale; None until the engine has made it.
         load: of an E4M3 param, sets it to values (N, K) of any float type.
         on_use: called before the weight is used, while it may still be on its way from the other ranks; or None.
+        identity, rank, step: what tells the weight from others; of data parallelism; the number of the update, from 1.
+        forwards: of this step, those that keep nothing for a backward pass, and those that do.
         grad: what takes its gradients, with `add(wgrad)` (engine/gradients.py); None until an engine is attached.
         pending: forward passes whose backward pass has not come yet.
         on_grad: called with this weight after each gradient.
@@ -74,6 +78,11 @@ class Fp8Weight:
         self.config = config
         self.fp8 = config.gemm == "fp8"
         self.storage = config.weight
+        self.emulate = config.emulate
+        self.identity: tuple[int, ...] = ()
+        self.rank = 0
+        self.step = 1
+        self.forwards = [0, 0]
         self.stored: ScaledTensor | None = None
         self.load: Callable[[torch.Tensor], None] = lambda values: None
         self.on_use: Callable[[], None] | None = None
@@ -103,6 +112,16 @@ class Fp8Weight:
         """The weight (N, K) in BF16: the parameter, or of E4M3 a copy, exactly."""
         self.arrive()
         return self.param if self.stored is None else self.stored.dequantize(torch.bfloat16)
+
+    def emulated(self, operand: str, x: torch.Tensor, count: int = 0) -> torch.Tensor:
+        """x as the GEMMs read it: rounded as --fp8-emulate has it, in the count-th micro-batch of the step."""
+        how = self.emulate and self.emulate.for_operand(self.path, self.layer_number, operand, self.step)
+        if not how:
+            return x
+        noisy = how.rounding == "stochastic"
+        rank = 0 if operand == "weight" else self.rank  # the weight is one, and rounded alike, on all of them
+        seed = noise_seed(*self.identity, rank, self.step, OPERANDS.index(operand), count) if noisy else None
+        return ops.emulate(x.detach(), how, seed)
 
     def quantized(self) -> ScaledTensor:
         """The weight in E4M3: as it is stored, or quantised once and kept until the weight changes."""
@@ -200,8 +219,12 @@ class _Linear(torch.autograd.Function):
         total = _all_gather(x, group) if gather and not ctx.gather_fp8 else x
         flat = total.reshape(-1, total.shape[-1])
         if not weight.fp8:
-            y = flat @ weight.dense().t()
-            ctx.save_for_backward(x)
+            # A forward pass that is computed again has the noise of the first: micro-batches come in one order.
+            ctx.count = weight.forwards[needs_backward]
+            weight.forwards[needs_backward] += 1
+            flat = weight.emulated("activation", flat, ctx.count)
+            y = flat @ weight.emulated("weight", weight.dense()).t()
+            ctx.save_for_backward(x if gather else flat)
         else:
             cfg = weight.config
             w = weight.quantized()
@@ -278,8 +301,10 @@ def _fp8_backward(ctx, weight: Fp8Weight, dy):
 
 
 def _bf16_backward(ctx, weight: Fp8Weight, dy):
-    dx = dy @ weight.dense() if ctx.needs_input_grad[0] else None
-    return dx, _bf16_wgrad(dy, _gathered(ctx, ctx.saved_tensors[0]))
+    dy = weight.emulated("gradient", dy, ctx.count)
+    dx = dy @ weight.emulated("weight", weight.dense()) if ctx.needs_input_grad[0] else None
+    x = _gathered(ctx, ctx.saved_tensors[0])
+    return dx, _bf16_wgrad(dy, weight.emulated("activation", x, ctx.count) if ctx.gather else x)
 
 
 def _bf16_wgrad(dy, x):

@@ -58,6 +58,7 @@ def test_o1(parse):
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
         "grad_scaling": dataclasses.asdict(ScalingRule()),
+        "emulate": None,
         "ckpt_compact": False,
         "log_interval": 0,
         "log_grad_snr": False,
@@ -98,6 +99,9 @@ OURS = {
     "--fp8-grad-scaling-backoff": "0.25",
     "--fp8-grad-scaling-init": "0.7",
     "--fp8-grad-scaling-interval": "10",
+    "--fp8-emulate": "E8M3",
+    **{"--fp8-emulate-layers": "*", "--fp8-emulate-lm-head": None},
+    **{"--fp8-emulate-from-step": "2", "--fp8-emulate-until-step": "9"},
     "--fp8-ckpt-compact": None,
     "--fp8-log-interval": "0",
     "--fp8-log-grad-snr": None,
@@ -108,10 +112,28 @@ OURS = {
 @pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no_level", "O0"])
 @pytest.mark.parametrize("flag", OURS)
 def test_our_flags_need_a_level(flag, level, parse):
+    if flag.startswith("--fp8-emulate") and not level:
+        return  # a run that emulates needs none, see below
     given = [flag] if OURS[flag] is None else [flag, OURS[flag]]
     message = error_of(config_from_args, parse(*MODEL, *level, *given))
     assert message.startswith(f"{flag} {OURS[flag] or True} with ")
     assert "add --fp8-level O1, or remove it" in message
+
+
+def test_emulation(parse):
+    """Alone it changes a BF16 run in nothing else; at a level, the GEMMs only."""
+    alone = config_from_args(parse(*MODEL, "--fp8-emulate", "E8M3"))
+    assert (alone.level, alone.gemm, alone.grad_accum, alone.grad_reduce) == ("O1", "bf16", "fp32", "fp32")
+    assert (alone.exp_avg, alone.master, alone.weight) == ("fp32", "fp32", "bf16")
+    at_o3 = config_from_args(parse(*MODEL, "--fp8-level", "O3", "--fp8-emulate", "gradient=E5M2:truncate"))
+    assert (at_o3.gemm, at_o3.grad_reduce, at_o3.weight) == ("bf16", "block", "fp8")
+    assert str(at_o3.emulate.gradient) == "E5M2:truncate:none" and at_o3.emulate.weight is None
+    for flags, line in (
+        ("--fp8-emulate E8M3 --fp8-level O1 --fp8-gemm fp8", "--fp8-gemm fp8 with --fp8-emulate: "),
+        ("--fp8-emulate-lm-head", "--fp8-emulate-lm-head: nothing is emulated; add --fp8-emulate"),
+        ("--fp8-emulate E9M1", "--fp8-emulate E9M1: "),
+    ):
+        assert error_of(config_from_args, parse(*MODEL, *flags.split())).startswith(line)
 
 
 SHARED = [*O1, "--fp8-grad-reduce", "shared"]

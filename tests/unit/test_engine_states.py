@@ -11,11 +11,14 @@ import torch.distributed as dist
 from megatron_fp8.comm.reduce import DenseShard
 from megatron_fp8.engine import states
 from megatron_fp8.engine.checkpoint import STATES, _read, _write
+from megatron_fp8.engine.gradients import GradStore
 from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.layers.linear import Fp8Weight
+from megatron_fp8.level import resolve
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import WeightScaling, adam_growth, power_of_two_scale
 from megatron_fp8.ops.adam import AdamHyper
+from megatron_fp8.perf.memory import engine_buckets, engine_bytes
 
 SHAPES = ((48, 32), (16, 16), (64, 80))
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2 + 1 / 128, "fp8": 1 + 1 / 128, "remainder": 2}
@@ -164,3 +167,19 @@ def test_parts_are_views():
         for whole, cut in zip(states.tensors(state).values(), cuts.values(), strict=True):
             assert cut.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
             assert cut.numel() * 1024 == whole.numel() * 384
+
+
+@pytest.mark.parametrize("partition", ["even", "greedy"])
+@pytest.mark.parametrize(("level", "most"), [("O1", 17), ("O2", 10), ("O3", 8)])
+def test_the_bytes_are_those_of_the_estimate(group, level, most, partition):
+    """`megatron-fp8 memory` computes without a model what is allocated here, every level's limit with it."""
+    cells = {**resolve(level, {}), "partition": partition, "grad_accum": "fp8"}
+    bucket, _ = bucket_of(group, *(cells[name] for name in ("exp_avg", "exp_avg_sq", "master", "weight")), partition)
+    bucket.grads = GradStore(1, bucket.numel, "fp8", "cpu")
+    for weight in bucket.weights:
+        weight.quantized()
+    held = {kind: sum(t.nbytes for t in tensors) for kind, tensors in bucket.buffers().items()}
+    sizes = [rows * columns for rows, columns in SHAPES]
+    expected = engine_bytes(engine_buckets(sizes, 1, partition), cells)
+    assert held == {kind: size for kind, size in expected.items() if kind != "transpose scratch"}
+    assert sum(held.values()) <= most * bucket.numel  # stock: 18 bytes a parameter

@@ -1,0 +1,70 @@
+"""The LM head with emulated operands (`--fp8-emulate-lm-head`); its weight, gradient and optimizer stay stock's.
+
+    forward   y = e(x) e(W)^T          dgrad   dx = e(dy) e(W)          wgrad   dW = e(dy)^T e(x)
+
+Roundings stand around stock's own linear: what it is given is rounded on the way in, and the gradient that comes back
+to it on its way.  Gradients pass through the former unchanged (straight through).
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from .. import ops
+from ..emulate import LM_HEAD, OPERANDS, EmulationPlan
+from ..numerics.emulation import EmulatedFormat
+from ..numerics.noise import noise_seed
+
+
+class _Rounded(torch.autograd.Function):
+    """e(x) forward, dy backward."""
+
+    @staticmethod
+    def forward(ctx, x, how: EmulatedFormat, seed):
+        return ops.emulate(x.detach(), how, seed)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """x forward, e(dy) backward."""
+
+    @staticmethod
+    def forward(ctx, x, how: EmulatedFormat, seed):
+        ctx.how, ctx.seed = how, seed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ops.emulate(dy, ctx.how, ctx.seed), None, None
+
+
+def emulate_head(head, plan: EmulationPlan, step: Callable[[], int], seed: int, rank: int) -> None:
+    """Let `head`, a stock ColumnParallelLinear, read operands as the plan has it.
+
+    step: says the number of the update, from 1; seed, rank: of the run and of this process, for stochastic rounding.
+    """
+    stock = head.forward
+    calls = [0]  # of the head, for the noise
+
+    def how_to(operand: str):
+        how = plan.for_operand(LM_HEAD, 1, operand, step())
+        if how is None or how.rounding != "stochastic":
+            return how, None
+        count = (step(), 0) if operand == "weight" else (rank, calls[0])
+        return how, noise_seed(seed, OPERANDS.index(operand), *count, *LM_HEAD.encode())
+
+    def forward(input_, weight=None, **kwargs):
+        calls[0] += 1
+        weight = head.weight if weight is None else weight
+        how, noise = how_to("activation")
+        input_ = input_ if how is None else _Rounded.apply(input_, how, noise)
+        how, noise = how_to("weight")
+        weight = weight if how is None else _Rounded.apply(weight, how, noise)
+        output, bias = stock(input_, weight=weight, **kwargs)
+        how, noise = how_to("gradient")
+        return (output if how is None else _RoundedGradient.apply(output, how, noise)), bias
+
+    head.forward = forward
