@@ -390,7 +390,17 @@ def _scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
 
 def _check_optimizer(args: Namespace, cells: dict[str, str]) -> None:
     """Refuse what the formats of weights and states cannot do."""
+    if args.log_params_norm and args.overlap_param_gather and cells["master"] != "fp32":
+        raise ValueError(
+            "--log-params-norm with --overlap-param-gather: Megatron would read weights that are still on their way; "
+            "remove one, or add --fp8-master fp32"
+        )
+    for flag in ("--save", "--load"):
+        if (_given(args, flag) or "").startswith("msc://"):
+            raise ValueError(f"{flag} {_given(args, flag)}: a level's checkpoints need a file system; give a path")
     if cells["weight"] == "fp8":
+        if args.fp8_margin < 0:
+            raise ValueError(f"--fp8-margin {args.fp8_margin}: E4M3 weights would saturate; use 0 or more")
         if not args.adam_beta1**2 < args.adam_beta2:
             raise ValueError(
                 f"--adam-beta1 {args.adam_beta1} with --adam-beta2 {args.adam_beta2}: E4M3 weights need beta1^2 < "

@@ -18,12 +18,12 @@ What is hooked, and why not something more official:
                                                 groups' is_last_microbatch.  Neither has an official way.
     training.checkpointing._build_sharded_state_dict_metadata
                                                 says in each checkpoint what of ours it holds (engine/checkpoint.py).
-    dist_checkpointing.save and training.checkpointing._load_base_checkpoint, check_checkpoint_args
-                                                seal checkpoints, and refuse damaged ones (engine/seal.py).
+    dist_checkpointing.save and training.checkpointing._load_base_checkpoint, _load_global_dist_base_checkpoint,
+    check_checkpoint_args                       seal checkpoints, and refuse damaged ones (engine/seal.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
-The second and third are installed only when a run asks for a level: without one, and at O0, a run is bit for
-bit stock Megatron's.
+All but the first and the last are installed only when a run asks for a level: without one, and at O0, a run is bit
+for bit stock Megatron's.
 """
 
 import functools
@@ -150,7 +150,9 @@ def _hook_checkpoints(fp8: Fp8Config) -> None:
 
     _rebind(checkpointing, "_build_sharded_state_dict_metadata", _metadata(fp8), "args")
     _rebind(dist_checkpointing, "save", _save_sealed, "sharded_state_dict checkpoint_dir")
-    _rebind(checkpointing, "_load_base_checkpoint", _load_verified, "load_dir args rank0")
+    _rebind(checkpointing, "_load_base_checkpoint", _load_complete, "load_dir args rank0")
+    known = "load_dir args rank0 sharded_state_dict iteration release"
+    _rebind(checkpointing, "_load_global_dist_base_checkpoint", _load_verified, known)
     _rebind(checkpointing, "check_checkpoint_args", _check_in_one_line, "checkpoint_args")
 
 
@@ -230,27 +232,40 @@ def _save_sealed(stock: Callable) -> Callable:
     return save
 
 
+def _load_complete(stock: Callable) -> Callable:
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    from .engine.seal import find_complete
+
+    def load(load_dir, args, *rest, **kwargs):
+        if load_dir is not None and not args.ckpt_step:
+            find_complete(Path(load_dir), Path(get_checkpoint_tracker_filename(load_dir)))
+        return stock(load_dir, args, *rest, **kwargs)
+
+    return load
+
+
 def _load_verified(stock: Callable) -> Callable:
+    """Of a checkpoint that Megatron has chosen."""
     from megatron.core.dist_checkpointing import load_content_metadata
-    from megatron.training.checkpointing import get_checkpoint_name, get_checkpoint_tracker_filename, read_metadata
+    from megatron.training.checkpointing import get_checkpoint_name
 
     from .engine.checkpoint import CONTENTS
-    from .engine.seal import MISFITS, find_complete, one_line, require_seal, verify
+    from .engine.seal import MISFITS, one_line, require_seal, verify
 
-    def load(load_dir, args, rank0=False, *rest, **kwargs):
-        if load_dir is not None and rank0 and torch.distributed.is_initialized():
-            tracker = Path(get_checkpoint_tracker_filename(load_dir))
-            find_complete(Path(load_dir), tracker)
-            if tracker.is_file() or args.ckpt_step:
-                iteration, release = (args.ckpt_step, False) if args.ckpt_step else read_metadata(str(tracker))
-                verify(Path(get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)))
-        try:
-            loaded = stock(load_dir, args, rank0, *rest, **kwargs)
-        except MISFITS as error:
-            raise one_line(load_dir, error) from error
-        state, folder = loaded[:2]
-        if state is not None and CONTENTS in (load_content_metadata(preloaded_state_dict=state) or {}):
-            require_seal(Path(folder))
+    def load(load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **kwargs):
+        given = load_dir, args, rank0, sharded_state_dict, iteration, release, *rest
+        if not rank0:
+            try:
+                return stock(*given, **kwargs)
+            except MISFITS as error:
+                raise one_line(load_dir, error) from error
+        folder = Path(get_checkpoint_name(load_dir, iteration, release, return_base_dir=True))
+        if torch.distributed.is_initialized():  # else the arguments alone are read (--use-checkpoint-args)
+            verify(folder)
+        loaded = stock(*given, **kwargs)
+        if CONTENTS in (load_content_metadata(preloaded_state_dict=loaded[0]) or {}):
+            require_seal(folder)
         return loaded
 
     return load

@@ -6,8 +6,8 @@ sharding of the model's weight itself: `optimizer.state.exp_avg.<weight>`.  dist
 data, tensor and pipeline parallelism as it does for weights, and stores every element once (data-parallel replicas
 are marked by the weight's own replica id).  Every format's values are FP32 values, so saving loses nothing, and a run
 that loads its own checkpoint goes on bit for bit; another level rounds to its own formats.  The price: 12 bytes a
-parameter of disk, and of host memory while saving.  `--fp8-ckpt-compact` saves the bytes as they are instead
-(compact.py).
+parameter of disk, and of the host's memory while saving, on every data-parallel rank.  `--fp8-ckpt-compact` saves the
+bytes as they are instead (compact.py).
 
 The model part holds every weight as BF16 under its stock name, at each level: an E4M3 payload times a power of two is a
 BF16 number.  Loading it sets weights and, without optimizer state, masters.
@@ -42,6 +42,7 @@ def contents(fp8: Fp8Config, args) -> dict:
         sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "data")
         parts = [f"{size} {getattr(args, f'{size}_model_parallel_size', None) or 1}" for size in sizes[:3]]
         parts += [f"{size} {getattr(args, f'{size}_parallel_size')}" for size in sizes[3:]]
+        parts.append(f"BF16 layers {fp8.bf16_layers_start} + {fp8.bf16_layers_end}")
         parts.append(f"distributed optimizer {args.use_distributed_optimizer}")
         parts.append(f"buckets {args.ddp_num_buckets or args.ddp_bucket_size}")
         parts += [f"{cell} {getattr(fp8, cell)}" for cell in ("exp_avg", "exp_avg_sq", "master", "weight", "partition")]
@@ -58,8 +59,8 @@ def check_contents(found: dict | None, mine: dict) -> None:
     """ValueError in one line where this run cannot take the optimizer state of a checkpoint with contents `found`."""
     if found is None:
         raise ValueError(
-            "--load: the checkpoint was saved without --fp8-level, and its optimizer state is stock Megatron's; add "
-            "--no-load-optim (weights and iteration are kept, masters come from the weights) or --finetune"
+            "--load: the checkpoint was saved without --fp8-level, or by an older version: its optimizer state cannot "
+            "be read; add --no-load-optim (weights and iteration are kept, masters come from the weights) or --finetune"
         )
     if found["version"] > VERSION:
         raise ValueError(
@@ -128,12 +129,12 @@ def _write(bucket: Bucket, name: str, i: int, lo: int, hi: int, values: torch.Te
         write_average(bucket.part(name, lo, hi), values, is_square=name == "exp_avg_sq")
 
 
-def sharded_weight_scales(buckets: list[Bucket], model_config) -> dict:
+def sharded_weight_scales(buckets: list[Bucket]) -> dict:
     """Scale and amax of each E4M3 weight: (2,)."""
     state = {}
     for bucket in (b for b in buckets if b.scaling is not None):
         for i, weight in enumerate(bucket.weights):
-            state[_key(weight)] = _by_layer("fp8_weight_scale", bucket.scale_and_amax(i), weight, model_config)
+            state[_key(weight)] = _by_layer("fp8_weight_scale", bucket.scale_and_amax(i), weight)
     return state
 
 
@@ -141,17 +142,17 @@ def load_weight_scales(buckets: list[Bucket], state: dict) -> None:
     """The reverse of sharded_weight_scales; the weights keep their values."""
     for bucket in (b for b in buckets if b.scaling is not None):
         for i, weight in enumerate(bucket.weights):
-            bucket.rescale(i, *state[_key(weight)][0].to(bucket.weight.device))
+            bucket.rescale(i, *state[_key(weight)].to(bucket.weight.device))
 
 
-def sharded_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], model_config) -> dict:
+def sharded_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight]) -> dict:
     """Scale and amax history of each linear's two slots: (2, 1 + history)."""
     state = {}
     for weight in (w for w in weights if w.scaling is scaling):
         slots = list(weight.slots)
         table = torch.cat([scaling.scale[None, slots], scaling.amax_history[:, slots]]).t().contiguous()
         # Another --fp8-amax-history-len takes the newest amaxes that fit.
-        state[_key(weight)] = _by_layer("fp8_scaling", table, weight, model_config, allow_shape_mismatch=True)
+        state[_key(weight)] = _by_layer("fp8_scaling", table, weight, allow_shape_mismatch=True)
     return state
 
 
@@ -159,7 +160,7 @@ def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state:
     """The reverse of sharded_scaling_state."""
     history, scale = torch.zeros_like(scaling.amax_history), scaling.scale.clone()
     for weight in (w for w in weights if w.scaling is scaling):
-        table = state[_key(weight)][0].t()
+        table = state[_key(weight)].t()
         slots = list(weight.slots)
         history[:, slots], scale[slots] = table[1:], table[0]
     amax = torch.zeros_like(scaling.amax)
@@ -168,27 +169,28 @@ def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state:
     )
 
 
-def sharded_mu_state(mu: torch.Tensor, weights: list[Fp8Weight], model_config) -> dict:
+def sharded_mu_state(mu: torch.Tensor, weights: list[Fp8Weight]) -> dict:
     """mu (weights,) of the shared reduction; one number a weight."""
-    return {_key(w): _by_layer("fp8_grad_mu", mu[i : i + 1], w, model_config) for i, w in enumerate(weights)}
+    return {_key(w): _by_layer("fp8_grad_mu", mu[i : i + 1], w) for i, w in enumerate(weights)}
 
 
 def load_mu_state(weights: list[Fp8Weight], state: dict, device) -> torch.Tensor:
     """The reverse of sharded_mu_state."""
-    return torch.cat([state[_key(w)][0].to(device) for w in weights])
+    return torch.cat([state[_key(w)].to(device) for w in weights])
 
 
 def _key(weight: Fp8Weight) -> str:
     return f"{weight.path}.{weight.layer_number}"
 
 
-def _by_layer(name: str, tensor: torch.Tensor, weight: Fp8Weight, model_config, **kwargs) -> ShardedTensor:
-    """What belongs to a weight, the same on all its tensor- and data-parallel ranks: a slice of (layers, ...)."""
-    layers = model_config.mtp_num_layers if weight.path.startswith("mtp.") else model_config.num_layers
+def _by_layer(name: str, tensor: torch.Tensor, weight: Fp8Weight, **kwargs) -> ShardedTensor:
+    """What belongs to a weight, the same on all its tensor- and data-parallel ranks.
+
+    A key a layer, not Megatron's stack of all layers: some may have none (--first-last-layers-bf16, experts).
+    """
     return ShardedTensor.from_rank_offsets(
-        f"optimizer.{name}.{weight.path}",
-        tensor[None],
-        (0, weight.layer_number - 1, layers),
+        f"optimizer.{name}.{_key(weight)}",
+        tensor,
         replica_id=(0, mpu.get_tensor_model_parallel_rank(), dp_rank()),
         **kwargs,
     )

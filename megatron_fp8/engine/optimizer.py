@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.utils import get_model_config
 
 from ..comm.shared import SharedScale
 from ..comm.wire import sent_bytes
@@ -145,6 +144,7 @@ class EngineOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
+        self._finish_gathers()  # of weights that no forward pass used
         self.steps += 1
         if self.weight_scaling is not None:
             lr = max(group["lr"] for group, _ in self._groups)
@@ -191,15 +191,13 @@ class EngineOptimizer(MegatronOptimizer):
         else:
             state = {"state": sharded_engine_state(self.buckets, model_sharded_state_dict, is_loading)}
         state["step"] = self.steps
-        config = get_model_config(self.model_chunks[0])
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
         mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu.clone()
-        state["mu"] = sharded_mu_state(mu, self._weights(), config)
+        state["mu"] = sharded_mu_state(mu, self._weights())
         if found["weight_scale"] and self.weight_scaling is not None:
-            state["weight_scale"] = sharded_weight_scales(self.buckets, config)
+            state["weight_scale"] = sharded_weight_scales(self.buckets)
         if found["scaling"] and self.scaling is not None:
-            state["scaling"] = sharded_scaling_state(self.scaling, self._weights(), config)
-            state["scaling_warm"] = self.scaling.warm
+            state["scaling"] = sharded_scaling_state(self.scaling, self._weights())
         return state
 
     @torch.no_grad()
@@ -218,8 +216,11 @@ class EngineOptimizer(MegatronOptimizer):
             mu = load_mu_state(self._weights(), state_dict["mu"], self._one.device)
             self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
         if self.scaling is not None and "scaling" in state_dict:
-            warm = state_dict.get("scaling_warm", False)
-            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm)
+            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm=self.steps > 0)
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Have all weights: stock is about to read some (evaluation, checkpoints, hashes of replicas)."""
+        self._finish_gathers()
 
     def _finish_gathers(self) -> None:
         for gather in self.gathers:

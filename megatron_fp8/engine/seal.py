@@ -1,15 +1,17 @@
 """Checkpoints are whole, or refused: every file's SHA-256 is written last, and compared before anything is read.
 
-    save     the files of an older checkpoint of this iteration lose their seal
-             -> Megatron writes files -> every rank hashes its share of them -> integrity.json -> Megatron's tracker
+    save     an older checkpoint in the folder is marked as unsealed -> Megatron writes files -> every rank hashes its
+             share of them -> integrity.json, and the mark goes -> Megatron's tracker
     load     the tracker's checkpoint, or the newest sealed one where that is incomplete -> every rank hashes its share
              -> equal: Megatron reads it; else one line, and nothing was read
 
 integrity.json is Megatron's own form (`--verify-integrity`) and a hash of itself; Megatron's is made by rank 0 alone,
 which a terabyte takes a quarter of an hour.  A run that is killed while it saves leaves a checkpoint without
-metadata.json, without a seal, or an empty tracker: all are passed over.  A sealed checkpoint with a damaged file is
-refused, not passed over: its owner should know.  Checkpoints of stock Megatron have no seal, and load as stock loads
-them.
+metadata.json, a marked one, or an empty tracker: all are passed over.  A sealed checkpoint with a damaged file is
+refused, not passed over: its owner should know.  Checkpoints of stock Megatron need no seal.
+
+The folder must be one file system for all ranks.  An asynchronous save hashes when it is finished, while training
+waits: about 1.6 GB/s a rank.
 """
 
 import hashlib
@@ -24,32 +26,39 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
 SEAL, METADATA = "integrity.json", "metadata.json"
+MARK, PARTIAL = "unsealed", ".partial"
 _CHUNK = 2**24  # bytes read at once
 
 
 def seal(folder: Path) -> None:
     """Hash every file of a complete checkpoint, each rank its share, and write integrity.json; collective."""
-    names = _from_rank_0(lambda: sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != SEAL))
+    names = _on_rank_0(lambda: sorted(path.name for path in folder.iterdir() if path.is_file() and not _is_ours(path)))
     hashes = _merge(_hash_share(folder, names))
-    if dist.get_rank() == 0:
+
+    def write() -> None:
+        if unread := [name for name in names if not hashes[name]]:
+            raise OSError(f"{folder / unread[0]} cannot be read back")
         content = {"algorithm": "sha256", "files": hashes, "of_files": _sha256_of(hashes)}
         _write(folder / SEAL, json.dumps(content, indent=2))
-    dist.barrier()
+        (folder / MARK).unlink(missing_ok=True)
+
+    _on_rank_0(write)
 
 
 def unseal(folder: Path) -> None:
-    """Make an older checkpoint in this folder an incomplete one, before it is overwritten; collective."""
-    if dist.get_rank() == 0:
-        for name in (SEAL, METADATA):
-            (folder / name).unlink(missing_ok=True)
-    dist.barrier()
+    """Mark what is in this folder as incomplete, before it is overwritten; collective."""
+
+    def mark() -> None:
+        (folder / MARK).touch()
+        for path in [path for path in folder.iterdir() if _is_ours(path) and path.name != MARK]:
+            path.unlink()
+
+    _on_rank_0(mark)
 
 
 def verify(folder: Path) -> None:
     """ValueError in one line, on all ranks, where a sealed checkpoint is not what was sealed; collective."""
-    expected = _from_rank_0(lambda: _read_seal(folder / SEAL))
-    if isinstance(expected, str):
-        raise ValueError(expected)
+    expected = _on_rank_0(lambda: _read_seal(folder / SEAL))
     if expected is None:
         return
     found = _merge(_hash_share(folder, sorted(expected)))
@@ -72,13 +81,20 @@ def require_seal(folder: Path) -> None:
 
 
 def find_complete(load: Path, tracker: Path) -> None:
-    """Point the tracker to the newest sealed checkpoint where it is empty or names an incomplete one; collective."""
-    if dist.get_rank() == 0 and tracker.is_file() and not _is_complete(load, tracker.read_text().strip()):
-        sealed = sorted(path.parent.name for path in load.glob(f"iter_*/{SEAL}"))
-        if sealed:
-            print(f"[fp8] --load {load}: the last save was interrupted; going back to {sealed[-1]}", flush=True)
-            _write(tracker, str(int(sealed[-1].removeprefix("iter_"))))
-    dist.barrier()
+    """Point the tracker to the newest sealed checkpoint where it is empty or names an incomplete one.
+
+    Collective, where there is a process group; before (--use-checkpoint-args) every process does it for itself.
+    """
+
+    def find() -> None:
+        if tracker.is_file() and not _is_complete(load, tracker.read_text().strip()):
+            folders = [path.parent for path in load.glob(f"iter_*/{SEAL}") if not (path.parent / MARK).exists()]
+            sealed = max((f.name for f in folders if re.fullmatch(r"iter_\d{7,}", f.name)), key=_iteration, default="")
+            if sealed:
+                print(f"[fp8] --load {load}: the last save was interrupted; going back to {sealed}", flush=True)
+                _write(tracker, str(_iteration(sealed)))
+
+    _on_rank_0(find) if dist.is_initialized() else find()
 
 
 def one_line(load: str, error: BaseException) -> ValueError:
@@ -92,25 +108,37 @@ def one_line(load: str, error: BaseException) -> ValueError:
 MISFITS = (CheckpointingException, CheckpointException, AssertionError, KeyError)
 
 
+def _iteration(name: str) -> int:
+    return int(name.removeprefix("iter_"))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is the seal's, not the checkpoint's."""
+    return path.name in (SEAL, MARK) or path.name.endswith(PARTIAL)
+
+
 def _is_complete(load: Path, written: str) -> bool:
     if written == "release":
         return True
     folder = load / f"iter_{int(written):07d}" if written.isdecimal() else None
-    return folder is not None and folder.is_dir() and ((folder / METADATA).is_file() or any(folder.glob("mp_rank_*")))
+    if folder is None or not folder.is_dir() or (folder / MARK).exists():
+        return False
+    return (folder / METADATA).is_file() or any(folder.glob("mp_rank_*"))
 
 
-def _read_seal(path: Path) -> dict[str, str] | str | None:
-    """{file name: SHA-256}; None where there is no seal; a line that says what is wrong with it."""
+def _read_seal(path: Path) -> dict[str, str] | None:
+    """{file name: SHA-256}; None where there is no seal; ValueError for a damaged one."""
     if not path.is_file():
         return None
     try:
         found = json.loads(path.read_text())
         files = found["files"]
-        if found["algorithm"] == "sha256" and found["of_files"] == _sha256_of(files):
+        megatrons = found.keys() == {"algorithm", "files"}
+        if found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files)):
             return files
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    return (
+    raise ValueError(
         f"--load {path.parents[1]}: {path.parent.name}/{SEAL} is damaged; load another checkpoint with --ckpt-step"
     )
 
@@ -141,15 +169,23 @@ def _merge(mine: dict[str, str]) -> dict[str, str]:
     return {name: hash for share in every for name, hash in share.items()}
 
 
-def _from_rank_0(read: Callable):
-    said = [read() if dist.get_rank() == 0 else None]
+def _on_rank_0(act: Callable):
+    """What `act` returns on rank 0, or its error, on all ranks."""
+    said: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said[0] = act()
+        except (OSError, ValueError) as error:
+            said[1] = str(error)
     dist.broadcast_object_list(said, src=0)
+    if said[1] is not None:
+        raise ValueError(said[1])
     return said[0]
 
 
 def _write(path: Path, text: str) -> None:
     """All of the text, or nothing."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     with partial.open("w") as file:
         file.write(text)
         file.flush()

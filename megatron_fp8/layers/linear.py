@@ -45,7 +45,7 @@ from ..config import Fp8Config
 from ..emulate import OPERANDS
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
-from ..numerics.scaling import DelayedScaling, compute_scale
+from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
 from .norm import Norm
 
 INPUT, GRAD = 0, 1  # a linear's two slots in the delayed-scaling state
@@ -131,7 +131,9 @@ class Fp8Weight:
         if self._version != self.param._version:
             self._quantized = self._transposed = None  # freed before their successors are allocated
             fmt, weight = self.config.forward_format, self.param.detach()
-            scale = compute_scale(ops.amax(weight), fmt, margin=self.config.margin)
+            # Validation without an optimizer (--skip-train) meets E4M3 weights in BF16: a power of two changes no bit.
+            scaled_to = power_of_two_scale if self.storage == "fp8" else compute_scale
+            scale = scaled_to(ops.amax(weight), fmt, margin=self.config.margin)
             self._quantized = ScaledTensor(ops.quantize(weight, fmt, scale), scale.reciprocal())
             self._version = self.param._version
         return self._quantized

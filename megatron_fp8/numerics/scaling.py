@@ -24,9 +24,9 @@ add to any element. With r = beta1^2 / beta2 < 1, by the inequality of Cauchy an
 
     |m_t| / sqrt(v_t) <= (1 - beta1) / sqrt(1 - beta2) * sqrt((1 - r^t) / (1 - r))
 
-and growth = 2 lr times that with Adam's bias corrections, 2 covering the rounding of m and v as they are stored (E4M3's
-is 2^-4). So a growing weight does not saturate. (It may where v is stored so coarsely that it becomes zero beside an m
-that does not.) amax * scale lies in (fmt.max / 4, fmt.max] for growth <= amax.
+and growth = lr times that with Adam's bias corrections, times 1.1 (1 + 2^-4 / (1 - beta1)): an m in E4M3 is off by up
+to 2^-4 of itself in each of some 1 / (1 - beta1) steps. So a growing weight does not saturate. (It may where v is stored
+so coarsely that it becomes zero beside an m that does not.) amax * scale lies in (fmt.max / 4, fmt.max] for growth <= amax.
 Source: Micikevicius et al., arXiv 2209.05433, and the recipe of NVIDIA's Transformer Engine documentation.
 """
 
@@ -162,7 +162,8 @@ def adam_growth(lr: float, beta1: float, beta2: float, step: int) -> float:
     r = beta1**2 / beta2
     first = (1 - beta1) / (1 - beta1**step)
     second = math.sqrt((1 - beta2**step) / (1 - beta2))
-    return 2 * lr * first * second * math.sqrt((1 - r**step) / (1 - r))
+    rounding = 1.1 * (1 + 2.0**-4 / (1 - beta1))
+    return lr * rounding * first * second * math.sqrt((1 - r**step) / (1 - r))
 
 
 class WeightScaling:

@@ -7,7 +7,7 @@ and so rounded correctly: torch's in float32, where it comes from MKL, is at tim
 
 import torch
 
-from megatron_fp8.numerics.blocks import BlockScaled
+from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, block_scales
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.numerics.rounding import round_to_format
@@ -29,6 +29,14 @@ def write_state(state: State, values: torch.Tensor) -> None:
     new = quantize_block16(values) if isinstance(state, Block16) else quantize_blocks(values)
     state.payload.copy_(new.payload)
     state.exponents.copy_(new.exponents)
+
+
+def _towards_zero(m: torch.Tensor) -> torch.Tensor:
+    """m (n,) with what E4M3 would hold as subnormals of its block cut to multiples of their unit, 2^-9 * 2^e."""
+    exponents = quantize_blocks(m).exponents
+    unit = (block_scales(exponents) * 2.0**-9).repeat_interleave(BLOCK)
+    steps = m / unit
+    return torch.where(steps.abs() < 8, steps.trunc() * unit + 0.0, m)  # + 0: a zero is positive
 
 
 def read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
@@ -84,7 +92,7 @@ def adam_step(
     if hyper.decoupled:
         w = w * (1 - hyper.lr * hyper.weight_decay)
     w = w - m / (root * hyper.root_correction + hyper.eps) * hyper.step_size
-    write_state(exp_avg, m)
+    write_state(exp_avg, _towards_zero(m) if isinstance(exp_avg, BlockScaled) else m)
     write_state(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
     write_master(master, weight, w, weight_scale)
     if amax_out is not None:

@@ -60,6 +60,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         pytest.param(2, "--fp8-level O3", marks=nightly),
         pytest.param(1, "--fp8-level O3 --fp8-ckpt-compact", marks=nightly),
         pytest.param(1, "--fp8-level O3 --fp8-master fp16", marks=nightly),
+        pytest.param(2, f"--fp8-level O3 --num-layers 4 --first-last-layers-bf16 {OVERLAP}", marks=nightly),
         pytest.param(1, "--fp8-level O2 --fp8-master fp8 --fp8-exp-avg-sq fp8 --fp8-exp-avg bf16", marks=nightly),
     ],
 )
@@ -136,6 +137,27 @@ def test_another_level(before, after, tmp_path):
     assert rest.losses[0] == pytest.approx(whole.losses[5], abs=3e-3)
     assert rest.losses[2:] == pytest.approx(whole.losses[7:], abs=1e-2)
     assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], rel=0.02)
+
+
+@nightly
+def test_replicas_have_the_same_weights_while_gathers_are_under_way():
+    """Stock hashes them in the middle of a run, and stops where they differ."""
+    check = "--ddp-num-buckets 4 --check-weight-hash-across-dp-replicas-interval 2"
+    assert len(train(2, f"--fp8-level O2 {OVERLAP} {check}").losses) == 10
+
+
+@nightly
+def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
+    flags = "--fp8-level O3 --non-persistent-ckpt-type global --non-persistent-save-interval 3"
+    train(1, flags, tmp_path, save=100, until=4)
+    (folder,) = (tmp_path / "non_persistent").glob("iter_0000003")
+    file = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")  # older, and not looked at
+    with pytest.raises(RunFailed, match="iter_0000003/.* is damaged or missing"):
+        train(1, flags, tmp_path, load=True)
 
 
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=nightly)])

@@ -52,6 +52,13 @@ def test_overlap_changes_nothing(storage, wire, order):
     assert overlapped == pytest.approx(losses(1, "--fp8-level O1 --fp8-grad-accum fp32"), abs=2e-2)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_weights_gathered_under_the_forward_train_like_those_that_are_waited_for(level):
+    overlapped, waiting = (losses(GPUS, f"--fp8-level {level} {f}") for f in (OVERLAP, "--use-distributed-optimizer"))
+    assert overlapped == pytest.approx(waiting, abs=2e-3)
+    assert overlapped == pytest.approx(losses(1, "--fp8-level O1 --fp8-grad-accum fp32"), abs=5e-2)
+
+
 def test_without_the_distributed_optimizer():
     flags = "--fp8-level O1 --overlap-grad-reduce --ddp-bucket-size 4000000"
     assert losses(GPUS, flags) == pytest.approx(losses(1, "--fp8-level O1 --fp8-grad-accum fp32"), abs=2e-2)

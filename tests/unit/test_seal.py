@@ -92,6 +92,7 @@ def test_an_interrupted_save_is_passed_over(tmp_path, written, capsys):
     checkpoint(tmp_path, 5)
     checkpoint(tmp_path, 10)
     unseal(checkpoint(tmp_path, 15))  # begun again, and killed
+    checkpoint(tmp_path, 0).rename(tmp_path / "iter_0000099_copy")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text(written)
     find_complete(tmp_path, tracker)

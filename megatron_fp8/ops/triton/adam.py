@@ -99,8 +99,8 @@ def _load(ptr, exponents_ptr, first, inside):
 
 
 @triton.jit
-def _store(x, ptr, exponents_ptr, first, inside, zero):
-    """Round float32 x (ROWS, 128) to the state's format and store it."""
+def _store(x, ptr, exponents_ptr, first, inside, zero, DECAYS: tl.constexpr = False):
+    """Round float32 x (ROWS, 128) to the state's format and store it; DECAYS: E4M3's subnormals towards zero."""
     ROWS: tl.constexpr = inside.shape[0]
     pointers = _elements(ptr, first, ROWS)
     if exponents_ptr is None:
@@ -117,6 +117,8 @@ def _store(x, ptr, exponents_ptr, first, inside, zero):
         if HALF:
             tl.store(pointers, y.to(tl.float16), mask=inside[:, None])
         else:
+            if DECAYS:
+                y = tl.where(tl.abs(y) < 2.0**-6, (y * 2.0**9).to(tl.int32).to(tl.float32) * 2.0**-9, y)
             codes = _codes(tl.fma(x, 0.0, y), zero)  # x * 0 is NaN for an infinity, else a zero
             tl.store(pointers.to(tl.pointer_type(tl.uint8), bitcast=True), codes, mask=inside[:, None])
         tl.store(exponents_ptr + first + tl.arange(0, ROWS), byte.to(tl.uint8), mask=inside)
@@ -209,7 +211,7 @@ def _adam_kernel(
         w *= weight_decay
     w = tl.fma(m * _reciprocal(tl.fma(root, root_correction, eps)), -step_size, w)
 
-    _store(m, m_ptr, m_exponents_ptr, first, inside, zero)
+    _store(m, m_ptr, m_exponents_ptr, first, inside, zero, DECAYS=True)
     _store(root if V_IS_ROOT else v, v_ptr, v_exponents_ptr, first, inside, zero)
     if SCALED_WEIGHT:
         y = w * scale
