@@ -10,7 +10,11 @@ import sys
 
 from .entry import hide_missing_package_warnings, one_line_errors, one_line_usage_errors
 
-VERBS = {"convert": "megatron_fp8.convert", "memory": "megatron_fp8.perf.memory"}
+VERBS = {
+    "convert": "megatron_fp8.convert",
+    "lab": "megatron_fp8.lab.main",
+    "memory": "megatron_fp8.perf.memory",
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from ..config import Fp8Config
 from ..layers.linear import Fp8Weight
 from ..numerics.blocks import BLOCK
 from ..numerics.formats import E4M3
+from ..numerics.noise import noise_seed, uniform_noise
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import WeightScaling
 from ..ops.adam import AdamHyper, adam_step
@@ -193,12 +194,14 @@ class Bucket:
 
         Of E4M3 weights all ranks of the scaling's group must come here together.
         """
-        _, start, stop = self.spans[i]
+        weight, start, stop = self.spans[i]
         flat = values.to(self.weight.device).flatten()
         if self.scaling is None:
             self.weight[start:stop] = flat
         else:
             self.scaling.load(self._first + i, flat)
+            if flat.dtype == torch.bfloat16:
+                flat = _dithered(flat, noise_seed(*weight.identity))
             self.weight[start:stop] = ops.quantize(flat, E4M3, self.scaling.scale[self._first + i])
         lo, hi = self._owned(start, stop)
         if lo < hi:
@@ -272,6 +275,18 @@ class Bucket:
         for name in ("master", "exp_avg", "exp_avg_sq"):
             held[name] = list(states.tensors(getattr(self, name)).values())
         return held
+
+
+def _dithered(values: torch.Tensor, seed: tuple[int, int]) -> torch.Tensor:
+    """FP32 numbers that `values` (n,) BF16 may be the roundings of: within half an ulp of them, evenly.
+
+    A BF16 number has four bits more than E4M3, so one in sixteen lies just between two E4M3 numbers, where the smallest
+    update moves the weight by a whole ulp: a first step of 1e-5 would act like one of 4.5e-5 (docs/decisions.md).
+    """
+    values = values.float()
+    half_ulp = ((values.view(torch.int32) & 0x7F800000) - (8 << 23)).clamp(min=0).view(torch.float32)
+    noise = uniform_noise(values.numel(), seed, values.device)
+    return values + half_ulp * (2 * noise - 1)
 
 
 def cut(weights: list[Fp8Weight], bucket_size: int) -> list[list[Fp8Weight]]:

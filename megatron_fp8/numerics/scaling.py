@@ -25,8 +25,9 @@ add to any element. With r = beta1^2 / beta2 < 1, by the inequality of Cauchy an
     |m_t| / sqrt(v_t) <= (1 - beta1) / sqrt(1 - beta2) * sqrt((1 - r^t) / (1 - r))
 
 and growth = lr times that with Adam's bias corrections, times 1.1 (1 + 2^-4 / (1 - beta1)): an m in E4M3 is off by up
-to 2^-4 of itself in each of some 1 / (1 - beta1) steps. So a growing weight does not saturate. (It may where v is stored
-so coarsely that it becomes zero beside an m that does not.) amax * scale lies in (fmt.max / 4, fmt.max] for growth <= amax.
+to 2^-4 of itself in each of some 1 / (1 - beta1) steps. So a growing weight does not saturate. (It may where v is
+stored so coarsely that it becomes zero beside an m that does not.) amax * scale lies in (fmt.max / 4, fmt.max] for
+growth <= amax.
 Source: Micikevicius et al., arXiv 2209.05433, and the recipe of NVIDIA's Transformer Engine documentation.
 """
 

@@ -19,10 +19,10 @@ in the order of torch.optim.Adam and AdamW. m, v and w are then rounded to what 
 
 An exp_avg in BlockScaled rounds what is subnormal in its block towards zero: to nearest, beta1 = 0.9 would keep four
 units forever (3.6 is nearest to 4), and a weight whose gradients have stopped would drift on, by lr * m / eps in the
-end, as v goes to zero and m does not. numerics/master.py says what each format holds and loses. The weight is rounded from
-w itself, not from the master as stored: to nearest, ties to even (beside a remainder to BF16: ties away from zero).
-The step's number, rates and bias corrections are the host's; the scale of the gradient, which holds the clip, and
-those of the weight are read on the device: nothing waits for it.
+end, as v goes to zero and m does not. numerics/master.py says what each format holds and loses. The weight is rounded
+from w itself, not from the master as stored: to nearest, ties to even (beside a remainder to BF16: ties away from
+zero). The step's number, rates and bias corrections are the host's; the scale of the gradient, which holds the clip,
+and those of the weight are read on the device: nothing waits for it.
 
 Bytes read and written per element, for BlockScaled m, Block16 v, and the remainder to a BF16 weight:
 

@@ -156,7 +156,7 @@ def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")  # older, and not looked at
-    with pytest.raises(RunFailed, match="iter_0000003/.* is damaged or missing"):
+    with pytest.raises(RunFailed, match=r"iter_0000003/.* is damaged or missing"):
         train(1, flags, tmp_path, load=True)
 
 

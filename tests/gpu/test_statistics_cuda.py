@@ -153,7 +153,7 @@ def test_the_host_does_not_wait(monkeypatch):
 
     config = SimpleNamespace(
         gemm="fp8", weight="bf16", forward_format=E4M3, margin=0,
-        log_interval=2, log_grad_snr=False, grad_reduce="block",
+        log_interval=2, log_grad_snr=False, grad_reduce="block", emulate=None,
     )  # fmt: skip
     weight = Fp8Weight(torch.nn.Parameter(torch.randn(64, 32, device=DEVICE).bfloat16()), config)
     two_ranks = SimpleNamespace(size=lambda: 2)

@@ -86,7 +86,8 @@ class Setup:
     def __init__(self, group, monkeypatch, storage="fp8", wire="block", snr=True):
         config = SimpleNamespace(
             gemm="fp8", forward_format=E4M3, margin=0, log_interval=2, log_grad_snr=snr, grad_reduce=wire,
-            grad_accum=storage, partition="even", weight="bf16", exp_avg="fp32", exp_avg_sq="fp32", master="fp32", emulate=None,
+            grad_accum=storage, partition="even", weight="bf16", exp_avg="fp32", exp_avg_sq="fp32", master="fp32",
+            emulate=None,
         )  # fmt: skip
         params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((48, 32), (16, 16))]
         self.weights = [Fp8Weight(param, config) for param in params]

@@ -1,0 +1,181 @@
+"""What one run's curves say: whether and when it diverged, its final loss, its spikes, the steps to a loss.
+
+Losses l_t are in nats, at the logged steps t; NaN is a step whose loss is missing or not finite. Smoothed, over what
+is finite and with a half-life of h points:
+
+    E_t = sum_{s <= t} k^(t - s) l_s / sum_{s <= t} k^(t - s),      k = 2^(-1 / h)
+
+Divergence.  A run diverged if one of these holds, and its onset is the first step of the earliest that does. P is 5 %
+of its steps, 10 at least.
+
+    not finite            the last P steps have no finite loss, or the run ended itself for a loss or a gradient that
+                          was not finite; onset: the first step after the last finite loss
+    above initial         the mean of the last P steps is above the first loss; onset: when E last rose above it
+    above its own best    E is more than 0.5 nats above its own lowest value so far for P steps on end; onset: the first
+
+A single missing loss, of a skipped step, is no divergence; nor is a loss that is bad, but never was better.
+
+Final loss: the mean over the last P steps.
+
+Spike score (OLMo 2, arXiv 2501.00656): the share of steps at which a value lies 7 or more standard deviations from
+the mean of the 1,000 values before it. Here the value itself is not among them (if it were, no value could lie
+further than 31 of them out), and steps with fewer than 50 finite values before them are not judged.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy.signal import lfilter
+
+NOT_FINITE, ABOVE_INITIAL, ABOVE_BEST = "not finite", "above initial", "above its own best"
+CAUSES = (NOT_FINITE, ABOVE_INITIAL, ABOVE_BEST)
+_FLAT = 1e-9  # of the mean: what rounding alone makes of equal values
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The numbers in the definition of divergence.
+
+    Attributes:
+        rise: nats above the own best.
+        patience: P as a share of the run's steps; `at_least`, in steps.
+        half_life: of E, in points.
+    """
+
+    rise: float = 0.5
+    patience: float = 0.05
+    at_least: int = 10
+    half_life: float = 10.0
+
+    def steps(self, last: int) -> float:
+        """P of a run of `last` steps."""
+        return max(self.at_least, self.patience * last)
+
+
+RULE = Rule()
+
+
+class Divergence(NamedTuple):
+    """Why (of CAUSES, the first that holds) and since which step a run diverged."""
+
+    cause: str
+    onset: int
+
+
+def smooth(values: np.ndarray, half_life: float = RULE.half_life) -> np.ndarray:
+    """E of the lesson, (..., n) like `values`; NaN before the first finite value."""
+    keep = 2 ** (-1 / half_life)
+    finite = np.isfinite(values)
+    total = lfilter([1.0], [1.0, -keep], np.where(finite, values, 0.0))
+    weight = lfilter([1.0], [1.0, -keep], finite.astype(float))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return total / weight
+
+
+def divergence(steps: np.ndarray, losses: np.ndarray, ended: bool = False, rule: Rule = RULE) -> Divergence | None:
+    """Whether a run diverged, by the rule of the lesson.
+
+    Args:
+        steps: (n,) rising integers, n >= 1.
+        losses: (n,) nats.
+        ended: whether the run ended itself for a loss or a gradient that was not finite.
+    """
+    finite = np.flatnonzero(np.isfinite(losses))
+    patience = rule.steps(int(steps[-1]))
+    late = steps > steps[-1] - patience
+    onsets = {}
+    if ended or not np.isfinite(losses[late]).any():
+        after = finite[-1] + 1 if len(finite) else 0
+        onsets[NOT_FINITE] = steps[after] if after < len(steps) else steps[-1] + 1
+    if len(finite):
+        mean, first = smooth(losses, rule.half_life), losses[finite[0]]
+        if final_loss(steps, losses, rule) > first:
+            below = np.flatnonzero(mean <= first)
+            onsets[ABOVE_INITIAL] = steps[min(below[-1] + 1, len(steps) - 1)]
+        best = np.minimum.accumulate(np.nan_to_num(mean, nan=math.inf))
+        with np.errstate(invalid="ignore"):
+            start = _first_stretch(steps, mean > best + rule.rise, patience)
+        if start is not None:
+            onsets[ABOVE_BEST] = steps[start]
+    if not onsets:
+        return None
+    return Divergence(next(cause for cause in CAUSES if cause in onsets), int(min(onsets.values())))
+
+
+def _first_stretch(steps: np.ndarray, holds: np.ndarray, patience: float) -> int | None:
+    """Where the first stretch of at least `patience` steps begins in which `holds` is true; None: there is none."""
+    edges = np.diff(np.concatenate([[0], holds.astype(int), [0]]))
+    for begin, end in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+        before = steps[begin - 1] if begin else 0
+        if steps[end - 1] - before >= patience:
+            return int(begin)
+    return None
+
+
+def final_loss(steps: np.ndarray, losses: np.ndarray, rule: Rule = RULE) -> float:
+    """The mean of the finite losses of the last P steps; NaN where there is none."""
+    late = losses[steps > steps[-1] - rule.steps(int(steps[-1]))]
+    late = late[np.isfinite(late)]
+    return float(late.mean()) if len(late) else math.nan
+
+
+def before(values: np.ndarray, window: int, least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of the finite ones of the `window` values before each of `values` (n,).
+
+    NaN where fewer than `least` of them are finite.
+    """
+    finite = np.isfinite(values)
+    if not finite.any():
+        return np.full(len(values), math.nan), np.full(len(values), math.nan)
+    centre = float(np.median(values[finite]))  # sums of squares far from zero would cancel
+    x = np.where(finite, values - centre, 0.0)
+
+    def sums(terms: np.ndarray) -> np.ndarray:
+        until = np.concatenate([[0.0], np.cumsum(terms)])[:-1]
+        return until - np.concatenate([np.zeros(window), until])[: len(terms)]
+
+    count = sums(finite.astype(float))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = sums(x) / count
+        deviation = np.sqrt(np.maximum(sums(x * x) / count - mean * mean, 0.0))
+    few = count < least
+    return np.where(few, math.nan, mean + centre), np.where(few, math.nan, deviation)
+
+
+def spike_score(values: np.ndarray, window: int = 1000, deviations: float = 7.0, least: int = 50) -> float:
+    """The share of the judged steps that are spikes, of `values` (n,); a value that is not finite is one.
+
+    NaN where no step has `least` finite values before it.
+    """
+    mean, deviation = before(values, window, least)
+    judged = np.isfinite(mean)
+    if not judged.any():
+        return math.nan
+    distance = np.abs(values - mean)
+    with np.errstate(invalid="ignore"):
+        calm = (distance < deviations * deviation) | (distance <= _FLAT * np.abs(mean))
+    return float((~calm)[judged].mean())
+
+
+def steps_to_loss(steps: np.ndarray, losses: np.ndarray, target: float, rule: Rule = RULE) -> float:
+    """The step at which E first reaches `target`, between two logged steps by a straight line; NaN: it never does."""
+    mean = smooth(losses, rule.half_life)
+    reached = np.flatnonzero(mean <= target)
+    if not len(reached):
+        return math.nan
+    i = int(reached[0])
+    if i == 0 or not np.isfinite(mean[i - 1]):
+        return float(steps[i])
+    share = (mean[i - 1] - target) / (mean[i - 1] - mean[i])
+    return float(steps[i - 1] + share * (steps[i] - steps[i - 1]))
+
+
+def steps_ratio(base: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], rule: Rule = RULE) -> float:
+    """Steps of one run over those of another, (steps, losses) each, until E is at the higher one of their lowest E.
+
+    Times the other's speed over the first's: how much faster it gets to the same loss, its loss-matched speed-up.
+    """
+    target = max(float(np.nanmin(smooth(losses, rule.half_life))) for _, losses in (base, other))
+    return steps_to_loss(*base, target, rule) / steps_to_loss(*other, target, rule)

@@ -1,0 +1,65 @@
+"""What a report is made of, whatever it is written as: sections of text, tables and pictures; and numbers as text."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import SupportsFloat
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns' heads and rows of text, of which the first `labels` columns are words and the rest numbers."""
+
+    heads: list[str]
+    rows: list[list[str]]
+    labels: int = 1
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG with a name for its file and a caption."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """Text as a program printed it."""
+
+    text: str
+
+
+@dataclass
+class Section:
+    """A title, and paragraphs, lists of sentences, tables, pictures and logs."""
+
+    title: str
+    blocks: list["str | list[str] | Table | Picture | Log"] = field(default_factory=list)
+
+
+def number(value: float, form: str = ".4f") -> str:
+    """A number for a table; a dash where there is none."""
+    return "-" if math.isnan(value) else f"{value:{form}}"
+
+
+def percent(value: float, digits: int = 0) -> str:
+    """A share as a percentage; a dash where there is none."""
+    return "-" if math.isnan(value) else f"{100 * value:.{digits}f} %"
+
+
+def percents(ends: Iterable[float]) -> str:
+    """An interval of shares, as percentages."""
+    return between([100 * end for end in ends], ".0f") + " %"
+
+
+def between(ends: Iterable[SupportsFloat], form: str = ".4f") -> str:
+    """An interval for a table."""
+    low, high = map(float, ends)
+    return "-" if math.isnan(low) or math.isnan(high) else f"{low:{form}} .. {high:{form}}"
+
+
+def p_value(value: float) -> str:
+    """A p for a table: what is below 0.0001 says no more than that."""
+    return "-" if math.isnan(value) else "< 0.0001" if value < 1e-4 else f"{value:.4f}"

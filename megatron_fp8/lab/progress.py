@@ -1,0 +1,65 @@
+"""How far a sweep is and when it will end: a bar on a terminal, elsewhere a line a run and a line a minute."""
+
+import sys
+import time
+
+_EVERY = 60.0  # seconds between lines
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words a person reads at a glance."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
+
+
+class Progress:
+    """Counts steps of all runs together; to be used in a with statement.
+
+    Args:
+        total: steps of all runs of the store.
+    """
+
+    def __init__(self, total: int):
+        self._total, self._began, self._shown = total, time.monotonic(), time.monotonic()
+        self._first: int | None = None  # steps made when this session began
+        self._bar = _bar() if sys.stdout.isatty() else None
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._task = self._bar.add_task("", total=self._total)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def update(self, done: int, counts: str) -> None:
+        """`done` steps are made by now; `counts`: of runs, in words."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = done
+        made, elapsed = done - self._first, now - self._began
+        left = f"about {duration((self._total - done) / made * elapsed)} left" if made > 0 else "estimating the time"
+        if self._bar:
+            self._bar.update(self._task, completed=done, description=f"{counts}; {left}")
+        elif now - self._shown >= _EVERY:
+            self._shown = now
+            print(f"{counts}; {100 * done / self._total:.0f} % of the steps; {left}", flush=True)
+
+
+def _bar():
+    try:
+        from rich import progress
+    except ImportError:
+        return None
+    columns = (progress.BarColumn(), progress.TaskProgressColumn(), progress.TextColumn("{task.description}"))
+    return progress.Progress(*columns)

@@ -1,0 +1,116 @@
+"""Sweeps for tests: a training script that only prints a log such as Megatron's, and plans that run it."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_fp8.lab import main
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a run does is a function of its flags. --begun FILE: a line there for each run that begins.
+TRAINING = """
+import argparse, math, os, random, sys, time
+
+parser = argparse.ArgumentParser()
+for flag in ("--lr", "--gap", "--sleep"):
+    parser.add_argument(flag, type=float, default=0.0)
+for flag in ("--seed", "--train-iters", "--hang-at", "--nan-at", "--fail-at", "--stop-at"):
+    parser.add_argument(flag, type=int, default=0)
+parser.add_argument("--diverge", type=int, nargs="*", default=[])
+parser.add_argument("--begun")
+args, _ = parser.parse_known_args()
+if args.begun:
+    with open(args.begun, "a") as file:
+        file.write(f"{os.getpid()} {args.seed} {args.gap} {args.lr}\\n")
+data = random.Random(args.seed)
+own = random.Random(f"{args.seed} {args.gap} {args.lr}")
+for step in range(1, args.train_iters + 1):
+    loss = 2 + 3 * math.exp(-step * args.lr) + args.gap + 0.02 * data.gauss(0, 1) + 0.005 * own.gauss(0, 1)
+    sharpness = 0.1 + 0.002 * own.gauss(0, 1)
+    if args.seed in args.diverge:
+        sharpness += 0.01 * max(0, step - 30)
+        loss += 0.2 * max(0, step - 60)
+    if step == args.fail_at:
+        sys.exit("the cause")
+    if step == args.nan_at:
+        sys.exit("RuntimeError: Rank 0, node a, iteration 7: Unexpected result nan (message='found NaN in local')")
+    if step == args.stop_at:
+        sys.exit()
+    if step == args.hang_at:
+        time.sleep(600)
+    time.sleep(args.sleep)
+    print(
+        f" [2026-11-21 12:25:02.319620] iteration {step:8d}/{args.train_iters:8d} | consumed samples: {8 * step:12d} |"
+        f" elapsed time per iteration (ms): {20 * own.uniform(0.9, 1.1):.1f} | learning rate: {args.lr:.6E} |"
+        f" global batch size:     8 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {own.uniform(0.5, 1):.3f} |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |",
+        flush=True,
+    )
+    if step % 5 == 0:
+        print(f"[fp8] iteration {step}: sharpness {sharpness:.6f} %; log Z {7 + sharpness:.4f}", flush=True)
+print("-" * 80)
+value = f"lm loss value: {loss + 0.1:.6E} | lm loss PPL: 1.0E+01 | "
+print(f" validation loss at iteration {step} on validation set | {value}")
+"""
+# The lab's command line, with runs started directly: torchrun takes seconds to do so.
+LAB = """
+import argparse, sys
+from megatron_fp8.entry import one_line_errors
+from megatron_fp8.lab import main, runner, store, sweep
+runner.LAUNCHER = (sys.executable,)
+sweep._BEAT = 0.2
+parser = argparse.ArgumentParser()
+main.add_arguments(parser)
+with one_line_errors():
+    sys.exit(main.run(parser.parse_args()))
+"""
+PLAN = """
+command: train.py --lr 0.1
+steps: 100
+seeds: 3
+arms:
+  BF16: ""
+  E8M3: --gap 0.05
+"""
+
+
+def write(folder: Path, plan: str = PLAN) -> None:
+    """Put the script and plan.yaml into a folder."""
+    (folder / "train.py").write_text(TRAINING)
+    (folder / "plan.yaml").write_text(plan)
+
+
+def lab(folder: Path, *argv: str, **options) -> subprocess.Popen:
+    """Start `megatron-fp8 lab ARGV` in a folder, with its output as text in stdout."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, "-c", LAB, *argv], cwd=folder, env=environment, **pipes, **options)
+
+
+def done(folder: Path, *argv: str, code: int = 0) -> str:
+    """Run `megatron-fp8 lab ARGV` to its end; what it printed."""
+    process = lab(folder, *argv)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    return output
+
+
+def reports(folder: Path) -> dict[str, str]:
+    """What `lab report` makes of sweep.sqlite, by file; runs.* may differ from sweep to sweep."""
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    assert main.run(parser.parse_args(["report", str(folder / "sweep.sqlite"), "--out", str(folder / "out")])) == 0
+    files = sorted(path for path in (folder / "out").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder / "out")): path.read_text() for path in files}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)

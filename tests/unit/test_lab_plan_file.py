@@ -1,0 +1,95 @@
+"""Plan files: the runs that come of one, and one line for a mistake."""
+
+import re
+
+import pytest
+from lab_runs import PLAN
+
+from megatron_fp8.lab.plan_file import flag_value, read_plan
+
+
+def plan_of(tmp_path, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    return read_plan(tmp_path / "plan.yaml")
+
+
+FULL = """
+command: >
+  train.py --bf16 --lr 1e-3
+  --min-lr=1e-4 --log-interval 10
+steps: 50
+seeds: [7, 3]
+arms:
+  BF16:
+  "E8M3, cut": --fp8-emulate E8M3:truncate --fp8-emulate-layers 'a b'
+learning_rates: [1x, 3e-3, 0.5x]
+data:
+  text: --train-data-path a
+  code: --train-data-path b --save {run}/c
+processes: 2
+timeout: 90
+"""
+
+
+def test_a_plan_is_every_combination_in_pairs(tmp_path):
+    plan = plan_of(tmp_path, FULL)
+    runs = plan.runs()
+    assert len(runs) == len({(r.arm, r.seed, r.learning_rate, r.data) for r in runs}) == 2 * 2 * 3 * 2
+    assert (plan.processes, plan.timeout, plan.steps) == (2, 90.0, 50)
+    for bf16, e8m3 in zip(runs[::2], runs[1::2], strict=True):  # the arms of a pair follow each other
+        assert (bf16.arm, e8m3.arm) == ("BF16", "E8M3, cut")
+        assert (bf16.seed, bf16.learning_rate, bf16.data) == (e8m3.seed, e8m3.learning_rate, e8m3.data)
+        extra = ["--fp8-emulate", "E8M3:truncate", "--fp8-emulate-layers", "a b"]
+        assert [word for word in e8m3.command if word not in extra] == list(bf16.command)
+        assert flag_value(bf16.command, "--seed") == str(bf16.seed)
+        assert flag_value(bf16.command, "--train-iters") == "50"
+    rates = {(r.learning_rate, *(float(flag_value(r.command, flag)) for flag in ("--lr", "--min-lr"))) for r in runs}
+    assert rates == {(1e-3, 1e-3, 1e-4), (3e-3, 3e-3, 3e-4), (5e-4, 5e-4, 5e-5)}
+    assert flag_value(runs[0].command, "--log-interval") == "10"
+    assert flag_value(runs[0].command, "--data-cache-path") == "{run}/cache"
+
+
+def test_a_short_plan(tmp_path):
+    plan = plan_of(tmp_path, "{command: -m megatron_fp8 s.py --lr 1, steps: 5, seeds: 2, arms: {a: }}")
+    assert plan.seeds == (1, 2) and plan.learning_rates == (1.0,) and list(plan.data) == ["data"]
+    words = plan.runs()[0].command
+    assert words[:3] == ("-m", "megatron_fp8", "s.py") and flag_value(words, "--log-interval") == "1"
+    assert flag_value(words, "--min-lr") is None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("steps: 100", ""), "steps: missing; add it"),
+        (("steps: 100", "steps: 0"), "steps: 0: must be a whole number from 1"),
+        (("steps: 100", "steps: 1e2"), "steps: '1e2': must be a whole number from 1"),
+        (("steps: 100", "stepz: 100"), "stepz: no such key; use command, steps"),
+        (("seeds: 3", "seeds: [1, 2, 1]"), "seeds: .1, 2, 1.: one is there twice; give each once"),
+        (("seeds: 3", "seeds: yes"), "seeds: True: must be how many, or a list"),
+        (("seeds: 3", "seeds: []"), "seeds: ..: must be how many, or a list"),
+        (("--gap 0.05", "--seed 4"), "arms: E8M3: --seed 4: is the same for all arms; say it under seeds:"),
+        (("--gap 0.05", "--lr=1"), "arms: E8M3: --lr 1: is the same for all arms; say it under learning_rates:"),
+        (("--gap 0.05", "'--x \"'"), "arms: E8M3: .*: No closing quotation; close the quotes"),
+        (("--lr 0.1", "--lr 0.1 --train-iters 4"), "command: --train-iters 4: .* say it under steps:"),
+        (("--lr 0.1", ""), "command: no --lr; add it"),
+        (("--lr 0.1", "--lr abc"), "command: --lr abc: must be a number"),
+        (("--lr 0.1", "--lr 0.1 --save here"), "--save here: all runs would write there; put {run} into it"),
+        (("train.py", "--x"), "command: must begin with a script, or -m and a module"),
+        (("BF16:", "no:"), "arms: False: a name must be text; put it in quotes"),
+        (("BF16:", "E8M3:"), "E8M3: is given twice; give it once"),
+        (("arms:", "learning_rates: [0x]\narms:"), "learning_rates: '0x': must be a number, or a multiple"),
+        (("arms:", "learning_rates: [-1]\narms:"), "learning_rates: -1: must be a number, or a multiple"),
+        (("arms:", "learning_rates: [1x, 0.1]\narms:"), "learning_rates: .*: one is there twice; give each once"),
+        (("arms:", "timeout: soon\narms:"), "timeout: 'soon': must be seconds, above 0"),
+        (("arms:", "processes: true\narms:"), "processes: True: must be a whole number from 1"),
+        (("arms:", "data: []\narms:"), "data: ..: must be one or more of NAME: FLAGS"),
+        (("steps: 100", "steps: [100"), "not YAML: "),
+        ((PLAN, "text"), "not a mapping of keys"),
+    ],
+)
+def test_a_wrong_plan_is_one_line(tmp_path, change, message):
+    with pytest.raises(ValueError) as caught:
+        plan_of(tmp_path, PLAN.replace(*change))
+    line = str(caught.value)
+    assert line.startswith(f"{tmp_path}/plan.yaml: ") and "\n" not in line
+    assert re.search(message, line), line

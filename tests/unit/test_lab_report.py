@@ -1,0 +1,345 @@
+"""The report: well-formed, self-contained, the same whatever the order of the runs, and right in what it says."""
+
+import html.parser
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+import zlib
+
+import numpy as np
+import pytest
+from lab_runs import reports
+
+from megatron_fp8.lab import pieces, statistics
+from megatron_fp8.lab.pieces import Log, Picture, Section, Table
+from megatron_fp8.lab.plan_file import SweepPlan
+from megatron_fp8.lab.report import html as as_html
+from megatron_fp8.lab.report import markdown
+from megatron_fp8.lab.results import Cell, Results
+from megatron_fp8.lab.store import DONE, FAILED, NOT_FINITE, Store
+
+STEPS = 120
+GAP = 0.03
+
+
+def plan(seeds=8, rates=(1e-3, 1e-2), data=("d",), arms=("BF16", "E8M3", "broken")) -> SweepPlan:
+    flags = {arm: () for arm in arms}
+    return SweepPlan(
+        ("train.py", "--lr", "1e-3"), STEPS, tuple(range(1, seeds + 1)), flags, rates, {d: () for d in data}
+    )
+
+
+def curve(row, diverges: bool) -> list[tuple[int, str, float]]:
+    """A run's points, a function of the run alone."""
+    rng = np.random.default_rng(zlib.crc32(row.name.encode()))
+    data = np.random.default_rng(row.seed)
+    points = []
+    for step in range(1, STEPS + 1):
+        loss = 2 + 4 * math.exp(-step * row.learning_rate * 30) + 0.02 * data.normal() + 0.002 * rng.normal()
+        loss += GAP * (row.arm == "E8M3") + 0.3 * diverges * max(0, step - 80)
+        points += [(step, "loss", loss), (step, "grad_norm", 1 + 0.1 * rng.normal())]
+        points += [(step, "elapsed_time_per_iteration_ms", 8.0 if row.arm == "BF16" else 5.0)]
+        if step % 2 == 0:
+            points.append((step, "sharpness", 0.1 + 0.001 * rng.normal() + 0.01 * diverges * max(0, step - 50)))
+    return [*points, (STEPS, "validation_loss", loss + 0.1)]
+
+
+def fill(path, of=None, order=None, diverges=lambda row: False, without=()) -> Store:
+    """A store of a plan whose runs have ended, in this order of seeds; those of the arm "broken" failed."""
+    store = Store(path, create=True)
+    store.add(of or plan())
+    rows = []
+    while row := store.claim("version 1"):
+        rows.append(row)
+    for row in sorted(rows, key=order or (lambda row: row.id)):
+        if row.arm == "broken":
+            store.finish(row, FAILED, 3, "exit code 3\nhttp://example.com <b>the cause</b> | `x`")
+            continue
+        store.write(row, [point for point in curve(row, diverges(row)) if point[1] not in without])
+        store.finish(row, DONE, 0)
+    return store
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict[str, str]:
+    """Of eight seeds, of which E8M3 at the high rate loses all but one."""
+    folder = tmp_path_factory.mktemp("report")
+    fill(folder / "sweep.sqlite", diverges=at_the_edge).close()
+    return reports(folder)
+
+
+def at_the_edge(row) -> bool:
+    return row.arm == "E8M3" and row.learning_rate == 1e-2 and row.seed != 3
+
+
+class Page(html.parser.HTMLParser):
+    """A page's tags, which must be balanced, its links, ids, tables and text."""
+
+    VOID = ("meta", "link", "img", "br")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.links, self.ids, self.names = [], [], [], []
+        self.tables, self.text, self.styles = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data", "srcset", "action"):
+                self.links.append(value)
+            if name == "id":
+                self.ids.append(value)
+            if name == "style":
+                self.styles.append(value)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.open and self.open[-1] == "style":
+            self.styles.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.mark.parametrize("name", ["report.html", "runs.html"])
+def test_a_page_is_well_formed_and_needs_nothing_else(report, name):
+    page = Page(report[name])
+    assert report[name].startswith("<!DOCTYPE html>")
+    assert all(link.startswith("#") for link in page.links) and page.links
+    assert not {"script", "img", "iframe", "object", "embed", "base"} & set(page.names)
+    assert not re.search(r"@import|url\((?!#)", " ".join(page.styles))
+    assert len(set(page.ids)) == len(page.ids)
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    used = set(re.findall(r"url\(#([^)]*)\)", report[name]))
+    assert used <= set(page.ids)
+    assert all(len(row) == len(table[0]) for table in page.tables for row in table)
+
+
+def test_pictures_are_files_too_and_are_xml(report):
+    pictures = {name: text for name, text in report.items() if name.startswith("figures/")}
+    assert {"figures/losses.svg", "figures/divergence.svg", "figures/gaps.svg", "figures/learning_rates.svg"} <= set(
+        pictures
+    )
+    assert {"figures/signal_sharpness.svg", "figures/signal_grad_norm.svg"} <= set(pictures)
+    for name, text in pictures.items():
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+        assert text in report["report.html"] and f"({name})" in report["report.md"]
+
+
+def cells(line: str) -> list[str]:
+    return [re.sub(r"\\(.)", r"\1", cell.strip()) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+@pytest.mark.parametrize("name", ["report", "runs"])
+def test_both_forms_have_the_same_tables(report, name):
+    tables, before = [], ""
+    for line in report[f"{name}.md"].splitlines():
+        if line.startswith("|"):
+            if not before.startswith("|"):
+                tables.append([])
+            if not re.fullmatch(r"[|\- :]+", line):
+                tables[-1].append(cells(line))
+        before = line
+    assert tables == Page(report[f"{name}.html"]).tables and len(tables) >= 2
+
+
+def table(report, head: str) -> list[dict[str, str]]:
+    """The rows of the first table with this head, by head."""
+    found = next(table for table in Page(report["report.html"]).tables if head in table[0])
+    return [dict(zip(found[0], row, strict=True)) for row in found[1:]]
+
+
+def test_rates_and_tests_are_those_of_the_runs(report):
+    rows = table(report, "Fisher p")
+    assert [(row["learning rate"], row["arm"], row["runs"], row["diverged"]) for row in rows] == [
+        ("0.001", "BF16", "8", "0"),
+        ("0.001", "E8M3", "8", "0"),
+        ("0.01", "BF16", "8", "0"),
+        ("0.01", "E8M3", "8", "7"),
+    ]
+    last = rows[-1]
+    low, high = statistics.wilson(7, 8)
+    assert last["Wilson 95 %"] == f"{100 * low:.0f} .. {100 * high:.0f} %" and last["rate"] == "88 %"
+    assert last["Fisher p"] == f"{statistics.fisher(7, 8, 0, 8):.4f}" and last["McNemar p"] == f"{2 / 2**7:.4f}"
+    assert rows[1]["detectable"] == f"{100 * statistics.detectable_rate(8, 8):.0f} %"
+    assert last["above initial"] == "7"
+
+
+def test_gaps_are_those_of_the_pairs(report, tmp_path):
+    store = fill(tmp_path / "s.sqlite", diverges=at_the_edge)
+    results = Results(store)
+    store.close()
+    gaps = []
+    for seed in range(1, 9):
+        values = {}
+        for arm in ("BF16", "E8M3"):
+            (run,) = [r for r in results.cell(Cell("d", 1e-3, arm)) if r.row.seed == seed]
+            values[arm] = run.series["validation_loss"][1][-1]
+        gaps.append(values["E8M3"] - values["BF16"])
+    row = table(report, "Wilcoxon p")[1]
+    test = statistics.paired(np.array(gaps))
+    assert row["gap"] == f"{np.mean(gaps):+.4f}" and abs(np.mean(gaps) - GAP) < 0.005 and row["pairs"] == "8"
+    assert row["t p"] == pieces.p_value(test.t) and row["sign p"] == "0.0078" == row["Wilcoxon p"]
+    assert row["detectable gap"] == f"{statistics.detectable_gap(test.deviation, 8):.4f}"
+    last = table(report, "Wilcoxon p")[-1]
+    assert (last["healthy runs"], last["pairs"], last["t p"]) == ("1", "1", "-")
+
+
+def test_what_is_seen_and_what_cannot_be(report):
+    text = " ".join(Page(report["report.html"]).text)
+    assert (
+        "0.001, E8M3: 0 of 8 runs diverged, of BF16's 0 of 8: no difference seen; only a rate of 70 % or more" in text
+    )
+    assert "0.01, E8M3: 7 of 8 runs diverged, of BF16's 0 of 8: more often (Fisher p 0.0014*)." in text
+    assert "Final loss: 1 pairs of which neither diverged: nothing can be said." in text
+    assert re.search(r"Final loss \+0.0\d+ nats \(\+1.\d+ %\): worse", text)
+    assert "16 failed of 48 runs are not in it" in text and "0.001, broken: no run has ended well" in text
+    assert "7 pairs in which a run diverged are not in the final loss's gap" in text
+    assert "One data set, d: nothing about others." in text and "log_z, update_norm" in text
+
+
+def test_too_few_diverged_for_a_warning_is_said(tmp_path):
+    fill(tmp_path / "sweep.sqlite", plan(seeds=3), diverges=at_the_edge).close()
+    text = " ".join(Page(reports(tmp_path)["report.html"]).text)
+    assert "Too few to judge any signal: at least 3 of either kind are needed" in text
+    assert "no difference seen, and none could be: with so few runs not even 100 % would be." in text
+    assert "with 3 pairs, the sign test and Wilcoxon's cannot give p <= 0.05 at all" in text
+
+
+def test_warnings_come_before_the_divergence(tmp_path):
+    fill(tmp_path / "sweep.sqlite", plan(seeds=16), diverges=at_the_edge).close()
+    report = reports(tmp_path)
+    rows = {(row["signal"], row["as"], row["within"]): row for row in table(report, "within")}
+    early = [head for head in next(iter(rows.values())) if head.endswith("steps before")]
+    assert early == ["1 steps before", "6 steps before", "12 steps before"]
+    sharp = rows["sharpness", "level", "data set"]
+    assert sharp["runs"] == "8, 24" and all(sharp[head].startswith("1.00") for head in early)
+    assert 0.2 < float(rows["grad_norm", "level", "data set"][early[1]].split()[0]) < 0.8
+    assert rows["sharpness", "level", "cell"]["runs"] == "0, 0"  # every held-out run of that cell diverged
+    alarms = {row["signal"]: row for row in table(report, "median lead")}
+    assert alarms["sharpness"]["warned"] == "8 of 8" and 15 <= int(alarms["sharpness"]["median lead"]) <= 40
+
+
+@pytest.mark.parametrize("order", ["backwards", "shuffled"])
+def test_the_order_in_which_runs_end_makes_no_difference(report, tmp_path, order):
+    shuffled = np.random.default_rng().permutation(1000)
+    orders = {
+        "backwards": lambda row: -row.id,
+        "shuffled": lambda row: shuffled[row.id],
+    }
+    fill(tmp_path / "sweep.sqlite", diverges=at_the_edge, order=orders[order]).close()
+    again = reports(tmp_path)
+    assert {k: v for k, v in again.items() if "runs" not in k} == {k: v for k, v in report.items() if "runs" not in k}
+
+
+def test_the_order_in_which_runs_were_planned_makes_no_difference(report, tmp_path):
+    few = Store(tmp_path / "sweep.sqlite", create=True)
+    few.add(plan(seeds=3))
+    few.close()
+    fill(tmp_path / "sweep.sqlite", diverges=at_the_edge).close()  # the others are added after
+    assert reports(tmp_path)["report.html"] == report["report.html"]
+
+
+def test_speed_is_in_the_other_page(report):
+    assert "speed-up" not in " ".join(" ".join(row) for t in Page(report["report.html"]).tables for row in t)
+    speeds = Page(report["runs.html"]).tables[0]
+    row = dict(zip(speeds[0], speeds[2], strict=True))
+    assert (row["arm"], row["ms a step"], row["speed-up"]) == ("E8M3", "5.0", "1.600")
+    ratio = next(r["ratio"] for r in table(report, "ratio"))
+    assert float(speeds[2][speeds[0].index("loss-matched")]) == pytest.approx(1.6 * float(ratio), abs=2e-3)
+    assert float(ratio) < 1  # E8M3 is worse
+
+
+def test_the_ends_of_failed_logs_are_text(report):
+    page = Page(report["runs.html"])
+    assert "http://example.com <b>the cause</b> | `x`" in "".join(page.text) and "b" not in page.names
+    assert "    http://example.com <b>the cause</b> | `x`" in report["runs.md"]
+    assert "version 1" in report["runs.html"] and "version 1" not in report["report.html"]
+
+
+def test_one_arm_one_rate_two_data_sets(tmp_path):
+    fill(tmp_path / "sweep.sqlite", plan(seeds=2, rates=(1e-3,), data=("a", "b"), arms=("BF16",))).close()
+    report = reports(tmp_path)
+    text = " ".join(Page(report["report.html"]).text)
+    assert "no run of another arm than BF16: nothing is compared" in text
+    assert "Learning-rate sensitivity" not in text and "figures/gaps.svg" not in report
+    assert [row["data"] for row in table(report, "Fisher p")] == ["a", "b"]
+
+
+def test_without_validation_the_training_loss_is_compared(tmp_path):
+    fill(tmp_path / "sweep.sqlite", plan(rates=(1e-3,)), without=("validation_loss", "sharpness", "grad_norm")).close()
+    report = reports(tmp_path)
+    text = " ".join(Page(report["report.html"]).text)
+    assert "The mean training loss of the last 5 % of steps (some runs lack a validation loss)" in text
+    assert "Not logged, so not judged: log_z, grad_norm, update_norm, sharpness." in text
+    assert abs(float(table(report, "Wilcoxon p")[1]["gap"]) - GAP) < 0.005
+
+
+def test_a_run_that_ended_itself_has_diverged(tmp_path):
+    store = Store(tmp_path / "sweep.sqlite", create=True)
+    store.add(plan(seeds=1, rates=(1e-3,), arms=("BF16", "E8M3", "E8M4")))
+    for points in (30, 0, 120):
+        row = store.claim("")
+        store.write(row, curve(row, False)[: 3 * points])
+        store.finish(row, NOT_FINITE if points < 120 else DONE, 1, "found NaN")
+    store.close()
+    report = reports(tmp_path)
+    assert [row["not finite"] for row in table(report, "Fisher p")] == ["1", "1", "0"]
+    assert [row["ended by NaN"] for row in table(report, "ended by NaN")] == ["1", "1", "0"]
+
+
+def test_a_sweep_that_has_just_begun_has_no_report(tmp_path):
+    store = Store(tmp_path / "sweep.sqlite", create=True)
+    store.add(plan())
+    store.close()
+    with pytest.raises(ValueError, match="no run has ended well yet; wait for the first"):
+        reports(tmp_path)
+
+
+def test_text_is_escaped_in_both_forms():
+    odd = "a|b <i>*x*</i> [y](z) `q` \\ _w_ & c"
+    content = [Section(odd, [odd, [odd], Table([odd], [[odd]]), Log(odd), Picture("p", odd, "<svg><g/></svg>")])]
+    page = Page(as_html(odd, content))
+    # title, h1, nav, h2, p, li, th, td, pre, figcaption
+    assert "".join(page.text).count(odd) == 10 and "i" not in page.names
+    lines = markdown(odd, content).splitlines()
+    assert f"    {odd}" in lines
+    plain = [re.sub(r"\\(.)", r"\1", line) for line in lines]
+    assert {f"# {odd}", f"## {odd}", odd, f"- {odd}", f"![{odd}](figures/p.svg)"} <= set(plain)
+    assert [cells(line) for line in lines if line.startswith("| a")] == [[odd], [odd]]
+    for line in lines:
+        if not line.startswith("    "):
+            assert not re.search(r"(?<![\\!])[<`_*[]", line)
+
+
+def test_numbers_as_text():
+    nan = math.nan
+    assert [pieces.number(x) for x in (1.23456, nan)] == ["1.2346", "-"]
+    assert [pieces.percent(x) for x in (0.125, 0.0, nan)] == ["12 %", "0 %", "-"]
+    assert [pieces.p_value(x) for x in (0.04064, 1e-5, 0.0, 1.0, nan)] == [
+        "0.0406",
+        "< 0.0001",
+        "< 0.0001",
+        "1.0000",
+        "-",
+    ]
+    assert pieces.between((0.1, 0.25), ".1f") == "0.1 .. 0.2" and pieces.between((nan, 1.0)) == "-"
+    assert pieces.percents((0.004, 0.996)) == "0 .. 100 %"

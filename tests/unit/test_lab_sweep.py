@@ -1,0 +1,258 @@
+"""Sweeps: what they run and say, and that no way of ending one makes a difference to its report."""
+
+import os
+import re
+import signal
+import stat
+import sys
+import time
+
+import psutil
+import pytest
+from lab_runs import PLAN, done, lab, reports, wait_for, write
+
+from megatron_fp8.lab import sweep
+from megatron_fp8.lab.plan_file import read_plan
+from megatron_fp8.lab.store import DONE, FAILED, NOT_FINITE, WAITING, Store
+
+
+def states(folder):
+    store = Store(folder / "sweep.sqlite")
+    rows = store.runs()
+    store.close()
+    return rows
+
+
+def begun(folder) -> list[int]:
+    """The processes of the runs that were begun."""
+    file = folder / "begun"
+    return [int(line.split()[0]) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def families(folder) -> list[psutil.Process]:
+    """The training processes that were begun and live."""
+    found = []
+    for pid in begun(folder):
+        try:
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE and "train.py" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+SWEEP = ("sweep", "plan.yaml", "--store", "sweep.sqlite")
+SLOW = PLAN.replace("train.py", "train.py --begun begun --sleep 0.01").replace("steps: 100", "steps: 60")
+
+
+def test_a_sweep_runs_everything_and_again_nothing(tmp_path):
+    write(tmp_path, SLOW.replace("--sleep 0.01", ""))
+    output = done(tmp_path, *SWEEP, "--jobs", "2")
+    assert output.splitlines()[-1] == "6 done" and output.count(": done") == 6
+    assert len(begun(tmp_path)) == 6
+    for row in states(tmp_path):
+        assert (row.state, row.attempt, row.exit_code) == (DONE, 1, 0)
+    store = Store(tmp_path / "sweep.sqlite")
+    series = store.series(1)
+    store.close()
+    assert series["loss"][0].tolist() == list(range(1, 61))
+    assert series["sharpness"][0].tolist() == list(range(5, 61, 5))
+    assert series["validation_loss"][0].tolist() == [60]
+    logs = sorted((tmp_path / "sweep.runs").glob("*/log.txt"))
+    assert len(logs) == 6 and logs[0].parent.name == "0001-BF16-0.1-data-1"
+    assert done(tmp_path, *SWEEP) == "6 done\n"
+    assert len(begun(tmp_path)) == 6
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, str]:
+    """The report of the sweep SLOW."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write(folder, SLOW)
+    done(folder, *SWEEP, "--jobs", "3")
+    return reports(folder)
+
+
+def function_of_the_curves(report: dict[str, str]) -> dict[str, str]:
+    return {name: text for name, text in report.items() if not name.startswith("runs.")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_sweep_that_is_ended_in_the_middle_makes_the_same_report(tmp_path, number, undisturbed):
+    cut = tmp_path
+    write(cut, SLOW)
+    process = lab(cut, *SWEEP, "--jobs", "2", start_new_session=True)
+    wait_for(lambda: len(begun(cut)) >= 3 and len(families(cut)) == 2)
+    time.sleep(0.3)
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=30)
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+        assert "running" in {row.state for row in states(cut)}
+    else:
+        assert process.returncode == 130 and "stopping 2 runs" in output
+        assert families(cut) == []
+        rows = states(cut)
+        assert {row.state for row in rows} == {WAITING, DONE}
+        store = Store(cut / "sweep.sqlite")
+        assert all(not store.series(row.id) for row in rows if row.state == WAITING)
+        store.close()
+    was_done = {row.id for row in states(cut) if row.state == DONE}
+    assert 0 < len(was_done) < 6
+    assert done(cut, *SWEEP, "--jobs", "1").endswith("6 done\n")
+    assert families(cut) == []
+    assert len(begun(cut)) == 8  # the two that were interrupted started over; none that was done did
+    assert {row.attempt for row in states(cut) if row.id in was_done} == {1}
+    again = function_of_the_curves(reports(cut))
+    assert again == function_of_the_curves(undisturbed) and {"report.html", "report.md"} <= set(again)
+
+
+def test_what_a_killed_sweep_left_running_is_ended(tmp_path):
+    write(tmp_path, PLAN.replace("train.py", "train.py --begun begun --hang-at 50").replace("seeds: 3", "seeds: 1"))
+    process = lab(tmp_path, *SWEEP, "--jobs", "2")
+    wait_for(lambda: len(families(tmp_path)) == 2)
+    time.sleep(0.5)
+    process.kill()
+    process.communicate()
+    assert len(families(tmp_path)) == 2  # silent, so it does not notice
+    left = families(tmp_path)
+    again = lab(tmp_path, *SWEEP, "--jobs", "1")
+    try:
+        wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in left))
+    finally:
+        again.send_signal(signal.SIGINT)
+        again.communicate(timeout=30)
+    assert families(tmp_path) == []
+
+
+def test_ends_of_runs(tmp_path):
+    arms = "well: '', nan: --nan-at 7, failed: --fail-at 9, early: --stop-at 20, mute: --stop-at 1, hangs: --hang-at 5"
+    write(tmp_path, f"{{command: train.py --lr 0.1, steps: 30, seeds: 1, timeout: 4, arms: {{{arms}}}}}")
+    output = done(tmp_path, *SWEEP, "--jobs", "6", code=1)
+    rows = {row.arm: row for row in states(tmp_path)}
+    assert {arm: row.state for arm, row in rows.items()} == {
+        "well": DONE,
+        "nan": NOT_FINITE,
+        **dict.fromkeys(("failed", "early", "mute", "hangs"), FAILED),
+    }
+    assert rows["failed"].error.splitlines()[0] == "exit code 1, at step 8 of 30"
+    assert rows["failed"].error.splitlines()[-1] == "the cause" and "iteration        8/" in rows["failed"].error
+    assert rows["early"].error.startswith("ended early, at step 19 of 30")
+    assert rows["mute"].error.startswith("ended early, at step 0 of 30")
+    assert rows["hangs"].error.startswith("killed after 4 s, at step 4 of 30") and rows["hangs"].exit_code is None
+    assert "found NaN" in rows["nan"].error and rows["nan"].exit_code == 1
+    assert "1 done, 4 failed, 1 not finite" in output and "failed, seed 1, learning rate 0.1, data: FAILED" in output
+    # What made them fail is repaired.
+    text = (tmp_path / "train.py").read_text()
+    (tmp_path / "train.py").write_text(re.sub(r"args.(fail|stop|hang)_at", "-1", text))
+    assert "4 failed" in done(tmp_path, *SWEEP, code=1)
+    assert "5 done, 1 not finite" in done(tmp_path, *SWEEP, "--retry-failed")
+
+
+def test_two_sweeps_share_a_store(tmp_path):
+    write(tmp_path, SLOW)
+    both = [lab(tmp_path, *SWEEP, "--jobs", "1") for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert [output.count(": done") > 0 for output in outputs] == [True, True]
+    assert sum(output.count(": done") for output in outputs) == 6
+    assert len(begun(tmp_path)) == 6
+
+
+def test_how_much_is_left_is_said(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("megatron_fp8.lab.progress.time.monotonic", lambda: now[0])
+    with sweep.Progress(1000) as progress:
+        progress.update(400, "a")  # of an earlier session
+        now[0] = 60.0
+        progress.update(500, "4/10 runs")
+        now[0] = 61.0
+        progress.update(501, "not yet again")
+    # 100 steps in 60 s: 500 more take 300 s
+    assert capsys.readouterr().out == "4/10 runs; 50 % of the steps; about 5 min 00 s left\n"
+
+
+def test_the_bar_of_a_terminal(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with sweep.Progress(100) as progress:
+        progress.update(0, "0/2 runs")
+        progress.say("E8M3 [bold]: done")
+        progress.update(50, "1/2 runs")
+    output = capsys.readouterr().out
+    assert "1/2 runs" in output and "50%" in output and "E8M3 [bold]: done" in output
+
+
+def test_places_fit_the_machine(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    assert [sweep._fitting(n) for n in (1, 4, 5, 64)] == [12, 3, 2, 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert [sweep._fitting(n) for n in (1, 2, 3)] == [4, 2, 1]
+    assert sweep._gpus(4) == ["4", "5", "6", "7"]
+    with pytest.raises(ValueError, match="processes: 5: this machine has 4 GPUs; use fewer"):
+        sweep._gpus(5)
+
+
+def test_every_place_has_its_gpus(tmp_path):
+    write(tmp_path)
+    (tmp_path / "plan.yaml").write_text(PLAN + "processes: 2\n")
+    store = Store(tmp_path / "s.sqlite", create=True)
+    plan = read_plan(tmp_path / "plan.yaml")
+    work = sweep._Sweep(store, plan, 5, ["0", "1", "2", "GPU-x"])
+    given = [work._environment(place)["CUDA_VISIBLE_DEVICES"] for place in range(5)]
+    assert given == ["0,1", "2,GPU-x", "0,1", "2,GPU-x", "0,1"]
+    assert sweep._Sweep(store, plan, 5, [])._environment(3) == {}
+    store.close()
+
+
+def test_wrong_command_lines_are_one_line(tmp_path):
+    write(tmp_path)
+    for argv, message in (
+        (["none.yaml", "--store", "s"], "none.yaml: No such file or directory; give a plan file"),
+        (["plan.yaml", "--store", "s", "--jobs", "0"], "--jobs 0: use 1 or more"),
+        (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "only with --slurm"),
+        (["plan.yaml"], "the following arguments are required: --store"),
+        (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: unable to open database file"),
+    ):
+        output = done(tmp_path, "sweep", *argv, code=2)
+        assert output.startswith("megatron_fp8: ") and output.count("\n") == 1 and message in output
+    (tmp_path / "train.py").unlink()
+    assert "train.py: no such script here" in done(tmp_path, "sweep", "plan.yaml", "--store", "s", code=2)
+
+
+# Slurm.
+
+
+def test_a_slurm_array_is_printed_and_its_tasks_do_the_work(tmp_path):
+    write(tmp_path, SLOW)
+    script = done(tmp_path, *SWEEP, "--slurm", "print", "--jobs", "3", "--sbatch", "--partition=a --gpus=1")
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for option in ("--array=0-2", "--ntasks=1", f"--chdir={tmp_path}", "--partition=a", "--gpus=1"):
+        assert f"#SBATCH {option}" in lines
+    assert (tmp_path / "sweep.runs").is_dir()  # where Slurm writes its files
+    command = f"-m megatron_fp8.cli lab sweep {tmp_path}/plan.yaml --store {tmp_path}/sweep.sqlite --jobs 1"
+    assert lines[-1] == f"exec {sys.executable} {command}"
+    argv = command.split()[3:]
+    tasks = [lab(tmp_path, *argv) for _ in range(3)]
+    outputs = [task.communicate(timeout=60)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0], outputs
+    assert len(begun(tmp_path)) == 6
+    assert "nothing to submit" in done(tmp_path, *SWEEP, "--slurm", "print", code=2)
+
+
+def test_a_slurm_array_is_submitted(tmp_path, monkeypatch):
+    write(tmp_path)
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\ncat > {tmp_path}/submitted\necho Submitted batch job 7\n")
+    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "no sbatch here; use --slurm print" in done(tmp_path, *SWEEP, "--slurm", "submit", code=2)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+    assert done(tmp_path, *SWEEP, "--slurm", "submit") == "Submitted batch job 7\n"
+    assert "#SBATCH --array=0-5" in (tmp_path / "submitted").read_text()
