@@ -311,6 +311,8 @@ TABLE: list[Row] = [
     *_honour("--check-for-large-grads", STOCKS_OWN),
     *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced while the backward goes on"),
     *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
+    *_honour("--check-weight-hash-across-dp-replicas-interval", "of the linears too, once all parts have arrived"),
+    *_honour("--verify-integrity", "every checkpoint of a level is hashed and verified, by all ranks, without it too"),
     *_honour("--use-distributed-optimizer", "shards the linears' master weights and moments too"),
     *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
     *_honour("--dump-param-to-param-group-map", STOCKS_OWN),

@@ -20,11 +20,8 @@ INTRODUCTION = """\
 *Written by `python tools/make_flags_doc.py` from level.py, config.py and stock_flags.py: change those.*
 
 A run is stock Megatron-LM until it has `--fp8-level`. A level fills every cell of the table below; the flag
-named after a cell changes that cell alone. A cell that this version lacks is refused, never replaced.
-"""
-O1_NOTE = """\
-O1 accumulates weight gradients in FP32 in this version. Its design is FP8 storage, which will be the default
-once it is available; on the wire they are FP8 blocks already.
+named after a cell changes that cell alone. A cell that this version lacks is refused, never replaced. `--fp8-emulate`
+alone, without a level, is a BF16 run whose GEMM operands are rounded as it says.
 """
 STOCK = {
     HONOURED: "Honoured: with the meaning they have in stock",
@@ -84,7 +81,6 @@ def page() -> str:
         INTRODUCTION,
         "## Levels\n",
         levels(),
-        O1_NOTE,
         "## Our flags\n",
         own_flags(),
         STOCK_INTRODUCTION,
