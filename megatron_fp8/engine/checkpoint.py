@@ -5,7 +5,8 @@ each weight's own FP32 master, exp_avg and exp_avg_sq, whole for this tensor- an
 sharding of the model's weight itself: `optimizer.state.exp_avg.<weight>`.  dist_checkpointing then reshards over
 data, tensor and pipeline parallelism as it does for weights, and stores every element once (data-parallel replicas
 are marked by the weight's own replica id).  Every format's values are FP32 values, so saving loses nothing, and a run
-that loads its own checkpoint goes on bit for bit; another level rounds to its own formats.  The price: 12 bytes a
+that loads its own checkpoint goes on bit for bit; another level rounds to its own formats.  The names are those of stock's
+fully reshardable form, which therefore loads too.  The price: 12 bytes a
 parameter of disk, and of the host's memory while saving, on every data-parallel rank.  `--fp8-ckpt-compact` saves the
 bytes as they are instead (compact.py).
 
@@ -32,7 +33,7 @@ from .states import read_average, write_average
 from .weights import Bucket
 
 CONTENTS, VERSION = "megatron_fp8", 1
-STATES = ("fp32_param", "exp_avg", "exp_avg_sq")
+STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def contents(fp8: Fp8Config, args) -> dict:
@@ -55,13 +56,21 @@ def contents(fp8: Fp8Config, args) -> dict:
     }
 
 
-def check_contents(found: dict | None, mine: dict) -> None:
-    """ValueError in one line where this run cannot take the optimizer state of a checkpoint with contents `found`."""
+def check_contents(metadata: dict, mine: dict) -> dict | None:
+    """What a checkpoint with this content metadata has of ours, None where it is stock Megatron's.
+
+    ValueError in one line where this run cannot take its optimizer state.
+    """
+    found = metadata.get(CONTENTS)
     if found is None:
-        raise ValueError(
-            "--load: the checkpoint was saved without --fp8-level, or by an older version: its optimizer state cannot "
-            "be read; add --no-load-optim (weights and iteration are kept, masters come from the weights) or --finetune"
-        )
+        form = metadata.get("distrib_optim_sharding_type")
+        if form != "fully_reshardable":
+            raise ValueError(
+                f"--load: the optimizer state of a run without --fp8-level, saved as {form or 'one rank has it'}, does "
+                "not load at a level; save it with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable, or "
+                "add --no-load-optim (weights and iteration are kept) or --finetune"
+            )
+        return None
     if found["version"] > VERSION:
         raise ValueError(
             f"--load: the checkpoint's FP8 format is version {found['version']}, newer than {VERSION}, which this "
@@ -73,6 +82,7 @@ def check_contents(found: dict | None, mine: dict) -> None:
             f"not this run's ({mine['compact'] or 'without --fp8-ckpt-compact'}); load it with that layout and save "
             "without --fp8-ckpt-compact, or add --no-load-optim"
         )
+    return found
 
 
 def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loading: bool) -> dict:
@@ -117,13 +127,13 @@ def load_engine_state(buckets: list[Bucket], state: dict) -> None:
 
 
 def _read(bucket: Bucket, name: str) -> torch.Tensor:
-    if name == "fp32_param":
+    if name == "param":
         return bucket.masters()
     return read_average(getattr(bucket, name), is_square=name == "exp_avg_sq")
 
 
 def _write(bucket: Bucket, name: str, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
-    if name == "fp32_param":
+    if name == "param":
         bucket.load_master(i, lo, hi, values)
     else:
         write_average(bucket.part(name, lo, hi), values, is_square=name == "exp_avg_sq")

@@ -183,9 +183,10 @@ class EngineOptimizer(MegatronOptimizer):
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata=None) -> dict:
         """Optimizer state, in the form for every layout and level or in the compact one (checkpoint.py)."""
-        found = (metadata or {}).get(CONTENTS)
-        check_contents(found, self.contents)
+        found = check_contents(metadata or {}, self.contents)
         self._finish_gathers()
+        if found is None:  # stock Megatron's: the same names, and nothing else of ours
+            return {"state": sharded_engine_state(self.buckets, model_sharded_state_dict, is_loading)}
         if found["compact"]:
             state: dict = {"state": sharded_compact_state(self.buckets)}
         else:
@@ -212,7 +213,7 @@ class EngineOptimizer(MegatronOptimizer):
             gather.begin()
         self._finish_gathers()
         self.steps = state_dict["step"]
-        if self.shared_scale is not None:
+        if self.shared_scale is not None and "mu" in state_dict:
             mu = load_mu_state(self._weights(), state_dict["mu"], self._one.device)
             self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
         if self.scaling is not None and "scaling" in state_dict:
@@ -261,6 +262,11 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
 
     def load_state_dict(self, state_dict) -> None:
+        if "optimizer" in state_dict:  # of a run without a level, whose optimizer is no chain
+            common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
+            *stock, ours = (state_dict[i] for i in range(len(self.chained_optimizers)))
+            step = int(common["optimizer"]["param_groups"][0]["step"])
+            state_dict = dict(enumerate([*({**common, **part} for part in stock), {**ours, "step": step}]))
         super().load_state_dict(state_dict)
         for part in self.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Adam):

@@ -160,6 +160,19 @@ def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
         train(1, flags, tmp_path, load=True)
 
 
+@nightly
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_run_without_a_level_goes_on_at_one(level, tmp_path):
+    """Stock's own masters and moments, saved in the form that is stock's for other layouts."""
+    both = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+    whole = train(2, both)
+    train(2, both, tmp_path, save=5, until=5)
+    rest = train(2, f"{both} --fp8-level {level}", tmp_path, load=True)
+    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
+    assert rest.losses[2:] == pytest.approx(whole.losses[7:], abs=2e-3)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], abs=5e-3)
+
+
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=nightly)])
 def test_stock_and_back(level, tmp_path):
     """Weights alone: stock's at a level, on two tensor-parallel ranks, and the level's in stock."""
