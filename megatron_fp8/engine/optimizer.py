@@ -25,7 +25,6 @@ from ..layers.linear import Fp8Weight
 from ..numerics.scaling import WeightScaling, adam_growth
 from ..ops.adam import AdamHyper
 from .checkpoint import (
-    CONTENTS,
     STATES,
     check_contents,
     load_engine_state,
