@@ -7,7 +7,8 @@ data, tensor and pipeline parallelism as it does for weights, and stores every e
 are marked by the weight's own replica id).  Every format's values are FP32 values, so saving loses nothing, and a run
 that loads its own checkpoint goes on bit for bit; another level rounds to its own formats.  The names are those of
 stock's fully reshardable form, which therefore loads too.  The price: 12 bytes a parameter of disk, and of the host's
-memory while saving, on every data-parallel rank.  `--fp8-ckpt-compact` saves the bytes as they are instead (compact.py).
+memory while saving, on every data-parallel rank.  `--fp8-ckpt-compact` saves the bytes as they are instead
+(compact.py).
 
 The model part holds every weight as BF16 under its stock name, at each level: an E4M3 payload times a power of two is a
 BF16 number.  Loading it sets weights and, without optimizer state, masters.
