@@ -122,7 +122,7 @@ def test_another_layout(level, before, after, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("--fp8-level O1", "--fp8-level O3"),
+        pytest.param("--fp8-level O1", "--fp8-level O3", marks=nightly),
         pytest.param("--fp8-level O3", "--fp8-level O1 --fp8-recipe tensorwise", marks=nightly),
         pytest.param("--fp8-level O2", "--fp8-level O3 --fp8-master fp16", marks=nightly),
         pytest.param("--fp8-level O3", "--fp8-level O2 --fp8-partition greedy", marks=nightly),
@@ -173,7 +173,8 @@ def test_a_run_without_a_level_goes_on_at_one(level, tmp_path):
     assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], abs=5e-3)
 
 
-@pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=nightly)])
+@nightly
+@pytest.mark.parametrize("level", ["O2", "O3"])
 def test_stock_and_back(level, tmp_path):
     """Weights alone: stock's at a level, on two tensor-parallel ranks, and the level's in stock."""
     stock = train(1, "", tmp_path / "stock", save=10)

@@ -35,6 +35,7 @@ def test_megatron_goes_on_from_what_came_back(tmp_path, capsys):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_o3_weights_lose_nothing_in_e4m3(tmp_path):
     """Saved by two tensor-parallel ranks, whose parts of a fused weight must find their places."""

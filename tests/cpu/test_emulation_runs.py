@@ -15,6 +15,7 @@ def test_bf16_emulated_is_bf16():
     assert losses(1, "--fp8-emulate E8M7 --fp8-emulate-lm-head") == losses(1, EXACT)
 
 
+@pytest.mark.slow
 def test_from_and_until_which_step():
     plain = losses(1, EXACT)
     later = losses(1, "--fp8-emulate E8M2:truncate --fp8-emulate-from-step 4 --fp8-emulate-until-step 6")
