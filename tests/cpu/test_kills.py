@@ -1,5 +1,6 @@
 """Runs killed at random moments while they train and save: the latest complete checkpoint loads and goes on."""
 
+import contextlib
 import os
 import random
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from launch import ROOT, parse_step
 from megatron_runs import TINY_GPT, run_megatron
@@ -39,8 +41,7 @@ def test_fifty_kills(tmp_path):
                 time.sleep(random.uniform(0.0, 0.6))  # a save is every other step and most of the time
                 assert process.poll() is None, log.read_text()[-3000:]
             finally:
-                process.kill()
-                process.wait()
+                _kill(process)
         lines = log.read_text().splitlines()
         steps = [step for step in map(parse_step, lines) if step]
         fell_back += any("the last save was interrupted" in line for line in lines)
@@ -53,6 +54,15 @@ def test_fifty_kills(tmp_path):
     for step in whole.steps:
         assert printed.get(step.iteration, (step.loss, step.grad_norm)) == (step.loss, step.grad_norm)
     print(f"{KILLS} kills, {reached} iterations, {fell_back} interrupted saves passed over")
+
+
+def _kill(process) -> None:
+    """And the helpers of Megatron's checkpoint writer, which would outlive it."""
+    parent = psutil.Process(process.pid)
+    for member in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
 
 
 def _until_step(count, process, log) -> None:
