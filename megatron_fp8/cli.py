@@ -5,10 +5,9 @@ whose result is the exit code.  A mistake on the command line is one line and ex
 """
 
 import argparse
-import importlib
 import sys
 
-from .entry import hide_missing_package_warnings, one_line_errors, one_line_usage_errors
+from .entry import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
 
 VERBS = {
     "convert": "megatron_fp8.convert",
@@ -22,20 +21,10 @@ def main(argv: list[str] | None = None) -> int:
     code = 1
     with one_line_errors():
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
-        parser.add_argument("verb", choices=VERBS)
-        parser.add_argument("rest", nargs=argparse.REMAINDER, help="the verb's own arguments")
-        one_line_usage_errors(parser)
+        add_verb(parser, VERBS)
         chosen = parser.parse_args(argv)
         hide_missing_package_warnings()
-        module = importlib.import_module(VERBS[chosen.verb])
-        parser = argparse.ArgumentParser(
-            prog=f"megatron-fp8 {chosen.verb}",
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        one_line_usage_errors(parser)
-        module.add_arguments(parser)
-        code = module.run(parser.parse_args(chosen.rest))
+        code = run_verb("megatron-fp8", VERBS, chosen)
     return code
 
 

@@ -1,21 +1,18 @@
-"""From flags to one frozen Fp8Config; and what a run needs before it may start.
+"""From flags to one frozen Fp8Config.
 
     parser   add_fp8_arguments    our flags: --fp8-level, one for each cell of its table, and --fp8-attention
     args     config_from_args     an Fp8Config, or None where the run is stock Megatron's
              adapt_stock_args     edits stock's arguments, before Megatron validates them
-    machine  check_device, check_megatron_version, check_data_files
 
-What becomes of each stock flag is a table, stock_flags.py; the levels are another, level.py. Every mistake of
-a user is a ValueError of one line: the flag, its value, and what to do.
+What becomes of each stock flag is a table, stock_flags.py; the levels are another, level.py; what else a run needs
+before it may start is in checks.py. Every mistake of a user is a ValueError of one line: the flag, its value, and what
+to do.
 """
 
-import json
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .emulate import EmulationPlan, plan_from_flags
@@ -48,7 +45,6 @@ EMULATE_FLAGS = (  # (flag, metavar or None for a switch, type, meaning), see em
 )
 FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
-MEGATRON_SERIES = "0.19"
 
 
 @dataclass(frozen=True)
@@ -260,44 +256,6 @@ def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
     return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()] + _storage_line(args, config)
 
 
-def check_device(capability: tuple[int, int]) -> None:
-    """Raise ValueError unless a GPU of this CUDA compute capability has FP8 tensor cores."""
-    if tuple(capability) < (8, 9):
-        raise ValueError(
-            "--fp8-level: a GPU of compute capability {}.{} has no FP8 tensor cores (from 8.9 on); "
-            "use another GPU, or --fp8-level O0".format(*capability)
-        )
-
-
-def check_megatron_version(version: str) -> None:
-    """Raise ValueError unless the plugin knows this version of megatron-core."""
-    if version.split(".")[:2] != MEGATRON_SERIES.split("."):
-        raise ValueError(
-            f"megatron-core {version}: megatron_fp8 knows {MEGATRON_SERIES}.x only; "
-            f"pip install 'megatron-core=={MEGATRON_SERIES}.*', or use a Megatron-LM checkout of that version"
-        )
-
-
-def check_data_files(args: Namespace) -> None:
-    """Raise ValueError for the first data or tokenizer file on the command line that is not there.
-
-    Megatron would say it minutes later, from the depths. Only rank 0 looks, since not every rank need see the
-    data, and only at files: s3:// and msc:// paths are taken on trust.
-    """
-    if getattr(args, "rank", 0) != 0 or getattr(args, "yaml_cfg", None) is not None:
-        return
-    for flag, path in _named_files(args):
-        if path is not None and not _is_there(path):
-            raise ValueError(f"{flag} {path}: there is no such file; give the path of one")
-    for flag, prefix in () if args.mock_data else _data_prefixes(args):
-        for path in (prefix,) if args.sft else (f"{prefix}.bin", f"{prefix}.idx"):
-            if not _is_there(path):
-                raise ValueError(
-                    f"{flag} {prefix}: there is no {path}; give the path without .bin or .idx "
-                    "(tools/prepare_data.py makes both files from text)"
-                )
-
-
 def _check_stock_run(args: Namespace, level: str | None) -> None:
     """Refuse flags that a run without a level would ignore in silence."""
     without = f"--fp8-level {level}" if level else "no --fp8-level"
@@ -466,52 +424,3 @@ def _require_multiple(flag: str, value: int, size: int, multiple: int) -> None:
             f"{flag} {value}:{what} not a multiple of {multiple} (FP8 GEMMs need {GEMM_MULTIPLE} on each "
             f"tensor-parallel rank); {remedy}, or add --fp8-gemm bf16"
         )
-
-
-def _named_files(args: Namespace) -> Iterator[tuple[str, str | None]]:
-    """(flag, path or None) of what must be a file by itself."""
-    yield "--vocab-file", args.vocab_file
-    yield "--merge-file", args.merge_file
-    model = args.tokenizer_model or ""
-    on_a_hub = (args.tokenizer_type or "").startswith(("HuggingFace", "SFT", "Multimodal", "Null"))
-    if not on_a_hub or model.startswith(("/", "./", "../")):
-        yield "--tokenizer-model", args.tokenizer_model
-    if not args.mock_data:
-        yield "--data-args-path", args.data_args_path
-        yield "--per-split-data-args-path", args.per_split_data_args_path
-
-
-def _data_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """(flag, prefix) of every data set, without the weights of a blend."""
-    blends = [
-        ("--data-path", args.data_path),
-        ("--train-data-path", args.train_data_path),
-        ("--valid-data-path", args.valid_data_path),
-        ("--test-data-path", args.test_data_path),
-    ]
-    if args.data_args_path and _is_local(args.data_args_path):
-        blends.append(("--data-args-path", Path(args.data_args_path).read_text().split()))
-    if args.per_split_data_args_path and _is_local(args.per_split_data_args_path):
-        for blend in json.loads(Path(args.per_split_data_args_path).read_text()).values():
-            blends.append(("--per-split-data-args-path", blend.split() if isinstance(blend, str) else blend))
-    for flag, blend in blends:
-        items = blend or []
-        weighted = len(items) % 2 == 0 and all(map(_is_number, items[::2]))
-        for prefix in items[1::2] if weighted else items:
-            yield flag, prefix
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path
-
-
-def _is_there(path: str) -> bool:
-    return not _is_local(path) or os.path.exists(path)

@@ -6,6 +6,7 @@ parser. Imports nothing heavy, so that a mistake in the first word of a command 
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -98,6 +99,26 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
         raise ValueError(f"{message} (--help lists every flag)")
 
     parser.error = error  # type: ignore[method-assign]
+
+
+def add_verb(parser: argparse.ArgumentParser, verbs: Mapping[str, str]) -> None:
+    """Let `parser` take a verb of {verb: module} and leave the rest to it."""
+    parser.add_argument("verb", choices=verbs)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="the verb's own arguments")
+    one_line_usage_errors(parser)
+
+
+def run_verb(program: str, verbs: Mapping[str, str], chosen: argparse.Namespace) -> int:
+    """Import the chosen verb's module, which offers `add_arguments(parser)` and `run(args)`; returns its exit code."""
+    module = importlib.import_module(verbs[chosen.verb])
+    parser = argparse.ArgumentParser(
+        prog=f"{program} {chosen.verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    one_line_usage_errors(parser)
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(chosen.rest))
 
 
 def refuse_flags(args: argparse.Namespace, flags: Mapping[str, str], remedy: str) -> None:

@@ -20,6 +20,9 @@ What is hooked, and why not something more official:
                                                 says in each checkpoint what of ours it holds (engine/checkpoint.py).
     dist_checkpointing.save and training.checkpointing._load_base_checkpoint, _load_global_dist_base_checkpoint,
     check_checkpoint_args                       seal checkpoints, and refuse damaged ones (engine/seal.py).
+    on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
+                                                torch's Adam cannot (engine/optimizer.py), and the LM head's forward
+                                                with --fp8-emulate-lm-head (layers/emulated_head.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 All but the first and the last are installed only when a run asks for a level: without one, and at O0, a run is bit
@@ -36,13 +39,11 @@ from typing import Any
 import torch
 
 from . import cpu
+from .checks import check_data_files, check_device, check_megatron_version
 from .config import (
     Fp8Config,
     adapt_stock_args,
     add_fp8_arguments,
-    check_data_files,
-    check_device,
-    check_megatron_version,
     config_from_args,
 )
 from .entry import escape_bad_help, one_line_usage_errors

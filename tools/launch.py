@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -12,10 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from megatron_fp8.lab.runner import LOSS, STEP_MS, VALIDATION_LOSS, read_line
+
 ROOT = Path(__file__).resolve().parent.parent
-_STEP = re.compile(r" iteration +(\d+)/ *\d+ \|")
-_FIELD = re.compile(r"([^|:]+): +(\S+) \|")
-_VALIDATION = re.compile(r"validation loss at iteration \d+ .*\| lm loss value: (\S+) \|")
 
 
 @dataclass(frozen=True)
@@ -31,23 +29,16 @@ class Step:
 
 def parse_step(line: str) -> Step | None:
     """The iteration that a line of Megatron's log reports, if it is such a line."""
-    match = _STEP.search(line)
-    if match is None:
+    iteration, found = read_line(line) or (0, {})
+    if STEP_MS not in found:
         return None
-    fields = {name.strip(): value for name, value in _FIELD.findall(line, match.end())}
-    return Step(
-        int(match[1]),
-        float(fields.get("lm loss", "nan")),
-        float(fields.get("grad norm", "nan")),
-        int(fields["number of skipped iterations"]),
-        float(fields["elapsed time per iteration (ms)"]),
-    )
+    norm, skipped = found.get("grad_norm", float("nan")), int(found["number_of_skipped_iterations"])
+    return Step(iteration, found[LOSS], norm, skipped, found[STEP_MS])
 
 
 def parse_validation(line: str) -> float | None:
     """The loss in a line of Megatron's log that reports an evaluation, if it is such a line."""
-    match = _VALIDATION.search(line)
-    return float(match[1]) if match else None
+    return (read_line(line) or (0, {}))[1].get(VALIDATION_LOSS)
 
 
 class RunFailed(RuntimeError):

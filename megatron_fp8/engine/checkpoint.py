@@ -94,7 +94,7 @@ def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loa
     for bucket in buckets:
         # On the host, one state at a time: the whole state need not fit the device.
         host = {
-            name: torch.empty(bucket.numel) if is_loading else bucket.unsharded(_read(bucket, name)).cpu()
+            name: torch.empty(bucket.numel) if is_loading else bucket.unsharded(read_shard(bucket, name)).cpu()
             for name in STATES
         }
         for weight, start, end in bucket.spans:
@@ -122,17 +122,19 @@ def load_engine_state(buckets: list[Bucket], state: dict) -> None:
                 lo, hi = pieces[i]
                 part = slice(begin + lo - start, begin + hi - start)
                 for name in STATES:
-                    _write(bucket, name, i, lo, hi, state[name][index].reshape(-1)[part].to(bucket.weight.device))
+                    write_shard(bucket, name, i, lo, hi, state[name][index].reshape(-1)[part].to(bucket.weight.device))
             index += 1
 
 
-def _read(bucket: Bucket, name: str) -> torch.Tensor:
+def read_shard(bucket: Bucket, name: str) -> torch.Tensor:
+    """A state of STATES of the bucket's shard, (n,) FP32."""
     if name == "param":
         return bucket.masters()
     return read_average(getattr(bucket, name), is_square=name == "exp_avg_sq")
 
 
-def _write(bucket: Bucket, name: str, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+def write_shard(bucket: Bucket, name: str, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+    """Set weight i's part, lo .. hi of the shard, of a state of STATES to `values` FP32."""
     if name == "param":
         bucket.load_master(i, lo, hi, values)
     else:

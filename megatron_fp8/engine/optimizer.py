@@ -13,6 +13,7 @@ costs no further synchronisation.  NaN and infinity reach it from any rank: no c
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -250,7 +251,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
             _let_load_without_step(part)
         # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
-        self.after_first_step = lambda: None
+        self.after_first_step: Callable[[], None] | None = None
         self._norm = 0.0
         self._zero = torch.zeros((), device=engine.buckets[0].weight.device)
 
@@ -304,9 +305,10 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         success = math.isfinite(self._norm) and super().step_with_ready_grads()
-        if success:
+        if success and self.after_first_step is not None:
+            self.engine.prepare_model_params_for_param_sync()  # so that all of the step's gathers are counted
             self.after_first_step()
-            self.after_first_step = lambda: None
+            self.after_first_step = None
         if self.engine.monitor is not None:
             self.engine.monitor.end()
         return success

@@ -111,7 +111,7 @@ class Bucket:
             if fp8.master == "fp32":  # what --log-params-norm looks at
                 lo, hi = self._owned(start, start + size)
                 weight.param.main_param_sharded = self.sharded
-                weight.param.main_param = states.part(self.master, lo, hi) if lo < hi else None
+                weight.param.main_param = self.part("master", lo, hi) if lo < hi else None
 
     def _owned(self, start: int, stop: int) -> tuple[int, int]:
         """The part of the flat buffers' start .. stop that lies in the shard, counted from the shard's start."""
@@ -155,16 +155,12 @@ class Bucket:
         """One step of Adam on the shard; `grad_scale` (0-d FP32): from the reduced sum to the clipped gradient."""
         whole = [(0, 0, self.shard.stop - self.shard.start)]
         for i, lo, hi in whole if self.scaling is None else self.pieces():
-            averages = states.part(self.exp_avg, lo, hi), states.part(self.exp_avg_sq, lo, hi)
-            weight = self.weight[self.shard][lo:hi]
-            gradient, master = self.reduced.gradient(lo, hi), states.part(self.master, lo, hi)
-            if self.scaling is None:
-                adam_step(gradient, *averages, master, weight, hyper, grad_scale)
-            else:
-                slot = self._first + i
-                stored = ScaledTensor(weight, self.weights[i].stored.scale_inv)
-                scale, amax = self.scaling.scale[slot], self.scaling.amax[slot]
-                adam_step(gradient, *averages, master, stored, hyper, grad_scale, scale, amax)
+            m, v, master = (self.part(name, lo, hi) for name in ("exp_avg", "exp_avg_sq", "master"))
+            gradient, weight = self.reduced.gradient(lo, hi), self._stored(i, lo, hi)
+            scale = amax = None
+            if self.scaling is not None:
+                scale, amax = self.scaling.scale[self._first + i], self.scaling.amax[self._first + i]
+            adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
         self.reduced = None
         self._changed()
 
@@ -210,8 +206,13 @@ class Bucket:
         self._changed()
 
     def part(self, name: str, lo: int, hi: int):
-        """Views of exp_avg, exp_avg_sq or master, in the shard's lo .. hi."""
+        """Views of the state `name`, exp_avg, exp_avg_sq or master, in the shard's lo .. hi."""
         return states.part(getattr(self, name), lo, hi)
+
+    def _stored(self, i: int, lo: int, hi: int) -> torch.Tensor | ScaledTensor:
+        """Weight i in the shard's lo .. hi, with the scale that it was written with."""
+        weight = self.weight[self.shard][lo:hi]
+        return weight if self.scaling is None else ScaledTensor(weight, self.weights[i].stored.scale_inv)
 
     def load_master(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
         """Set weight i's master, in the shard's lo .. hi, to `values` FP32 of a checkpoint, whose weight is loaded."""
@@ -240,15 +241,13 @@ class Bucket:
         if self.scaling is not None:
             scale = self.scaling.scale[self._first + i]
             weight = ScaledTensor(weight, scale.reciprocal())
-        write_master(states.part(self.master, lo, hi), weight, values, scale)
+        write_master(self.part("master", lo, hi), weight, values, scale)
 
     def masters(self) -> torch.Tensor:
         """The shard's master weights in FP32, a new tensor; zeros in the padding."""
         values = torch.zeros(self.shard.stop - self.shard.start, device=self.weight.device)
         for i, lo, hi in self.pieces():
-            weight = self.weight[self.shard][lo:hi]
-            stored = weight if self.scaling is None else ScaledTensor(weight, self.weights[i].stored.scale_inv)
-            values[lo:hi] = read_master(states.part(self.master, lo, hi), stored)
+            values[lo:hi] = read_master(self.part("master", lo, hi), self._stored(i, lo, hi))
         return values
 
     @torch.no_grad()

@@ -12,12 +12,10 @@ import pytest
 from commands import MODEL, O1, error_of
 
 from megatron_fp8 import config as config_module
+from megatron_fp8.checks import check_data_files, check_device, check_megatron_version
 from megatron_fp8.config import (
     Fp8Config,
     adapt_stock_args,
-    check_data_files,
-    check_device,
-    check_megatron_version,
     config_from_args,
 )
 from megatron_fp8.level import CELLS

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_fp8.comm.reduce import DenseShard
 from megatron_fp8.engine import states
-from megatron_fp8.engine.checkpoint import STATES, _read, _write
+from megatron_fp8.engine.checkpoint import STATES, read_shard, write_shard
 from megatron_fp8.engine.gradients import GradStore
 from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.layers.linear import Fp8Weight
@@ -107,9 +107,9 @@ def test_saved_and_loaded_nothing_has_changed(group, formats):
         if bucket.scaling is not None:
             other.rescale(i, *bucket.scale_and_amax(i))
     for name in STATES:
-        whole = _read(bucket, name)
+        whole = read_shard(bucket, name)
         for i, lo, hi in bucket.pieces():
-            _write(other, name, i, lo, hi, whole[lo:hi])
+            write_shard(other, name, i, lo, hi, whole[lo:hi])
     for more in (False, True):
         if more:
             draw = torch.get_rng_state()
@@ -119,7 +119,7 @@ def test_saved_and_loaded_nothing_has_changed(group, formats):
         for a, b in zip(values(bucket), values(other), strict=True):
             assert torch.equal(a, b)
         for name in STATES:
-            assert torch.equal(_read(bucket, name), _read(other, name)), name
+            assert torch.equal(read_shard(bucket, name), read_shard(other, name)), name
 
 
 @pytest.mark.parametrize("master", ["remainder", "fp16"])

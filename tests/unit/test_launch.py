@@ -17,9 +17,10 @@ LINE = (
 def test_a_step_is_read():
     done = parse_step(LINE.format(" lm loss: 5.016171E+00 | mtp_1 loss: 5.3E+00 |", " grad norm: 0.798 |", 0))
     assert done == Step(10, 5.016171, 0.798, 0, 70.4)
-    skipped = parse_step(LINE.format("", "", 1))
-    assert skipped is not None and skipped.skipped == 1
-    assert math.isnan(skipped.loss) and math.isnan(skipped.grad_norm)
+    for loss in ("", " lm loss: 0.000000E+00 |"):  # with the check of the loss, and without
+        skipped = parse_step(LINE.format(loss, "", 1))
+        assert skipped is not None and skipped.skipped == 1
+        assert math.isnan(skipped.loss) and math.isnan(skipped.grad_norm)
 
 
 def test_a_validation_is_read_and_not_taken_for_a_step():
