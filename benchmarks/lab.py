@@ -1,0 +1,69 @@
+"""The lab's instruments on one GPU: emulated formats, checked against the reference, and sharpness, timed.
+
+    python benchmarks/lab.py --csv lab.csv        about a minute on an H200, compilation included
+
+Times are medians of triton.testing.do_bench; data is random. Emulation must read and write each BF16 operand once,
+4 bytes an element, with a scale a pass of its own for the largest magnitude, 6. Sharpness reads the logits; its rate
+says how far it is from one reading of them.
+"""
+
+import argparse
+
+import torch
+from ops import Table, equal, git_commit, randn
+
+from megatron_fp8 import ops
+from megatron_fp8.lab.sharpness import Sharpness, Statistics, closed_form
+from megatron_fp8.numerics import emulation
+from megatron_fp8.numerics.emulation import EmulatedFormat
+
+OPERAND = (8192, 16384)
+FORMATS = (
+    *("E8M3", "E8M3:truncate", "E8M3:stochastic", "E7M7", "E5M2", "E4M3"),
+    *("E4M3:nearest:tensor", "E4M3:nearest:row", "E4M3:nearest:block:32"),
+)
+TOKENS = 8192
+VOCABULARIES = (32000, 50304, 128256)
+SEED = (12345, 678)
+
+
+def check(how: EmulatedFormat) -> None:
+    """Bitwise equality with the reference, of ordinary, tiny, huge and special values."""
+    x = randn(1003, 4096) * torch.randn(1003, 1, device="cuda").mul(12).exp2().bfloat16()
+    x[0, :4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")], device="cuda")
+    seed = SEED if how.rounding == "stochastic" else None
+    assert equal(ops.emulate(x, how, seed), emulation.emulate(x, how, seed)), how
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
+    parser.add_argument("--commit", default=git_commit(), help="what the rows say was measured")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    table = Table(arguments.commit)
+    source = randn(1 << 29)
+    target = torch.empty_like(source)
+    table.add("copy", source.shape, lambda: target.copy_(source), numbytes=2 * source.nbytes)
+    x = randn(*OPERAND)
+    for name in FORMATS:
+        how = EmulatedFormat.parse(name)
+        check(how)
+        seed = SEED if how.rounding == "stochastic" else None
+        passes = 6 if how.scaling == "tensor" else 4
+        table.add("emulate", OPERAND, lambda: ops.emulate(x, how, seed), config=name, numbytes=passes * x.numel())
+    for vocabulary in VOCABULARIES:
+        logits = randn(TOKENS, vocabulary) * 3
+        targets = torch.randint(vocabulary, (TOKENS,), device="cuda")
+        statistics = Statistics(Sharpness._fields, logits.device)
+
+        def measure(logits=logits, targets=targets, statistics=statistics):
+            statistics.add(torch.stack(closed_form(logits, targets)))
+
+        table.add("sharpness", logits.shape, measure, numbytes=logits.nbytes)
+    if arguments.csv:
+        table.write(arguments.csv)
+
+
+if __name__ == "__main__":
+    main()
