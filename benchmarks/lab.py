@@ -51,7 +51,11 @@ def main() -> None:
         check(how)
         seed = SEED if how.rounding == "stochastic" else None
         passes = 6 if how.scaling == "tensor" else 4
-        table.add("emulate", OPERAND, lambda: ops.emulate(x, how, seed), config=name, numbytes=passes * x.numel())
+
+        def emulate(how=how, seed=seed):
+            ops.emulate(x, how, seed)
+
+        table.add("emulate", OPERAND, emulate, config=name, numbytes=passes * x.numel())
     for vocabulary in VOCABULARIES:
         logits = randn(TOKENS, vocabulary) * 3
         targets = torch.randint(vocabulary, (TOKENS,), device="cuda")
