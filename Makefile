@@ -9,6 +9,8 @@ FIND_PYTHON = for p in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin/python"
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done
 # Several processes share the cores: one thread each is faster, and makes sums reproducible.
 export OMP_NUM_THREADS ?= 1
+# A file's tests stay together: they share runs.
+AT_ONCE := -n auto --maxprocesses 8 --dist loadfile
 
 .PHONY: help demo test test-slow lint venv clean
 
@@ -19,10 +21,10 @@ demo: $(READY) ## train a small GPT at every level and compare (minutes, no GPU 
 	@$(BIN)/python tools/demo.py
 
 test: $(READY) ## the tests for every change
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest $(AT_ONCE) -m "not slow"
 
 test-slow: $(READY) ## every test, the slow ones too (nightly)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(AT_ONCE)
 
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check

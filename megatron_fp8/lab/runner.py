@@ -35,7 +35,7 @@ _RENAMED = {"lm_loss": LOSS}
 _SKIPPED = "number_of_skipped_iterations"
 _LEFT_OUT = ("consumed_samples", "global_batch_size")  # known before the run
 _STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|")
-_EVALUATION = re.compile(r" validation\S* loss at iteration (\d+) on (validation|test) set \|")
+_EVALUATION = re.compile(r" validation\S* loss at iteration (\d+)(?: on (validation|test) set)? \|")
 _OWN = re.compile(r"\[fp8\] iteration (\d+): ")
 _ITEM = re.compile(r"([^\d;,][^;,]*?)[ :=]+([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan))(?![\w.])", re.IGNORECASE)
 # Megatron's words where it ends a run for such a value; so do pretrain_gpt.py's.
@@ -54,7 +54,7 @@ def read_line(line: str) -> tuple[int, dict[str, float]] | None:
         return int(match[1]), {name: value for name, value in found.items() if name not in _LEFT_OUT}
     if match := _EVALUATION.search(line):
         value = _fields(line[match.end() :]).get("lm_loss_value", math.nan)
-        return int(match[1]), {f"{match[2]}_{LOSS}": value}
+        return int(match[1]), {f"{match[2] or 'validation'}_{LOSS}": value}  # between two steps it names no set
     if match := _OWN.search(line):
         items = (_ITEM.match(item) for item in re.split(r"[;,] +", line[match.end() :]))
         return int(match[1]), {_slug(item[1]): float(item[2]) for item in items if item}

@@ -100,11 +100,13 @@ def _fitting(processes: int) -> int:
 
 
 def code_version() -> str:
-    """The commit that the runs start in, with "-dirty" where files were changed; else this package's version."""
+    """The commit that the runs start in, with "-dirty" where files were changed; else the installed version."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return f"megatron_fp8 {metadata.version('megatron-fp8')}"
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return f"megatron_fp8 {metadata.version('megatron-fp8')}"
+    return "unknown"
 
 
 @dataclass

@@ -54,10 +54,11 @@ def test_a_loss_that_is_not_there_is_nan():
 
 
 def test_other_lines_are_read():
-    line = " validation loss at iteration 10 on {} set | lm loss value: {} | lm loss PPL: 6.2E+00 | "
-    assert read_line(line.format("validation", "1.829636E+00")) == (10, {"validation_loss": 1.829636})
-    assert read_line(line.format("test", "1.5E+00")) == (10, {"test_loss": 1.5})
-    assert math.isnan(read_line(line.format("validation", "NAN"))[1]["validation_loss"])
+    line = " validation loss at iteration 10{} | lm loss value: {} | lm loss PPL: 6.2E+00 | "
+    assert read_line(line.format(" on validation set", "1.829636E+00")) == (10, {"validation_loss": 1.829636})
+    assert read_line(line.format("", "1.7E+00")) == (10, {"validation_loss": 1.7})  # in the midst of training
+    assert read_line(line.format(" on test set", "1.5E+00")) == (10, {"test_loss": 1.5})
+    assert math.isnan(read_line(line.format(" on validation set", "NAN"))[1]["validation_loss"])
     own = "[fp8] iteration 30: sharpness 0.1625 %; centred -1e-3, log Z 10.5; lowest SNR -inf dB decoder.1.fc2; q95 3."
     assert read_line(own) == (
         30,

@@ -24,8 +24,9 @@ def test_a_step_is_read():
 
 
 def test_a_validation_is_read_and_not_taken_for_a_step():
-    line = " validation loss at iteration 10 on validation set | lm loss value: 1.829636E+00 | "
-    assert parse_validation(line) == 1.829636
+    for where in (" on validation set", ""):  # after training, and in its midst
+        line = f" validation loss at iteration 10{where} | lm loss value: 1.829636E+00 | "
+        assert parse_validation(line) == 1.829636
     assert parse_step(line) is None
     assert parse_validation(LINE.format("", "", 0)) is None
     assert parse_step("Number of parameters in billions: 0.00") is None
