@@ -1,7 +1,8 @@
-"""Sharpness on CUDA: logits of a real size against FP64 on the CPU, and no wait for the host."""
+"""Sharpness on CUDA: logits of a real size against FP64 on the CPU, no wait for the host, and runs unchanged by it."""
 
 import pytest
 import torch
+from megatron_runs import TINY_GPT, run_megatron
 
 from megatron_fp8.lab.sharpness import Sharpness, Statistics, closed_form
 
@@ -31,3 +32,12 @@ def test_is_that_of_the_cpu(dtype, shape):
     assert torch.equal(statistics.counts.cpu(), on_cpu.counts)
     for name, row in statistics.summary().items():
         assert row == pytest.approx(on_cpu.summary()[name], rel=1e-9)
+
+
+@pytest.mark.parametrize("level", ["", "--fp8-level O2"])
+def test_losses_are_the_same_to_the_last_digit(level):
+    flags = [*TINY_GPT, "--deterministic-mode", *level.split()]
+    plain = run_megatron(1, flags, gpu=True)
+    measured = run_megatron(1, [*flags, "--fp8-sharpness-interval", "5"], gpu=True)
+    assert measured.losses == plain.losses and measured.grad_norms == plain.grad_norms
+    assert sum(line.startswith("[fp8] iteration") and "centred" in line for line in measured.lines) == 2
