@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .emulate import EmulationPlan, plan_from_flags
+from .emulate import EmulationPlan, plan_from_flags, read_patterns
 from .level import CELLS, LEVELS, resolve
 from .numerics.auto_scaling import AUTO, MODES, ScalingRule
 from .numerics.formats import E4M3, E5M2, Format
+from .probe_plan import PROBE_FLAGS
+from .sharpness_plan import SHARPNESS_FLAGS
 from .stock_flags import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
+from .watch_plan import WATCH_FLAGS, WatchPlan, watch_from_args
 
 ATTENTIONS = ("torch", "te")
 SHARED_FLAGS = (  # (flag, metavar, type, meaning), after FP8-LM section 2.1
@@ -43,6 +46,7 @@ EMULATE_FLAGS = (  # (flag, metavar or None for a switch, type, meaning), see em
     ("--fp8-emulate-from-step", "N", int, "From update N on (default 1, the first)."),
     ("--fp8-emulate-until-step", "N", int, "Before update N (default: to the end)."),
 )
+BF16_FLAG = "--fp8-bf16-layers"
 FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 
@@ -57,7 +61,8 @@ class Fp8Config:
         forward_format, grad_format: of activations and weights; of activation gradients.
         recipe: "delayed" or "tensorwise"; margin, amax_history_len, amax_compute_algo: as stock has them.
         wgrad: whether the weight-gradient GEMM is FP8 (else BF16).
-        bf16_layers_start, bf16_layers_end: how many first and last layers of the model keep BF16 GEMMs.
+        bf16_layers_start, bf16_layers_end: how many first and last layers of the model stay in BF16.
+        bf16_layers: patterns of the linears that do.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
         grad_scaling: of grad_reduce "shared".
@@ -65,6 +70,7 @@ class Fp8Config:
         ckpt_compact: save optimizer state as it is, for this layout only.
         log_interval: steps from one log of FP8 statistics to the next; 0: never.
         log_grad_snr: whether those compare the reduced gradients with FP32's.
+        watch: what is done about spikes; None: nothing is watched.
         seed: of the run.
         attention: "torch" or "te".
         masked_attention: torch's attention cannot do; use Megatron's unfused kernel, which reads the mask
@@ -91,6 +97,7 @@ class Fp8Config:
     wgrad: bool
     bf16_layers_start: int
     bf16_layers_end: int
+    bf16_layers: tuple[str, ...]
     keep_transpose_cache: bool
     grad_reduce_hierarchy: str
     grad_scaling: ScalingRule
@@ -98,6 +105,7 @@ class Fp8Config:
     ckpt_compact: bool
     log_interval: int
     log_grad_snr: bool
+    watch: WatchPlan | None
     seed: int
     attention: str
     masked_attention: bool
@@ -127,6 +135,12 @@ def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
         how = {"metavar": metavar, "type": of} if metavar else {"action": "store_true", "default": None}
         group.add_argument(flag, help=meaning, **how)
     group.add_argument(
+        BF16_FLAG,
+        metavar="PATTERNS",
+        help="Linears that stay in BF16, GEMMs and weights, and are not emulated: as 'decoder.layers.[0-3].*,"
+        "*.linear_fc2', shell patterns for a linear's whole path, layers numbered from 0.",
+    )
+    group.add_argument(
         "--fp8-ckpt-compact",
         action="store_true",
         default=None,
@@ -147,6 +161,11 @@ def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Log the signal-to-noise ratio of the reduced gradients too; the steps that log hold and reduce an FP32 "
         "copy of them (4 bytes a parameter).",
     )
+    for flag, metavar, of, meaning in (*SHARPNESS_FLAGS, *WATCH_FLAGS):
+        group.add_argument(flag, metavar=metavar, type=of, help=meaning)
+    for flag, metavar, of, meaning in PROBE_FLAGS:
+        takes = {"metavar": metavar, "type": of} if metavar else {"action": "store_true", "default": None}
+        group.add_argument(flag, help=meaning, **takes)
     group.add_argument(
         "--fp8-attention",
         metavar=f"{{{','.join(ATTENTIONS)}}}",
@@ -220,6 +239,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         wgrad=args.fp8_wgrad,
         bf16_layers_start=start,
         bf16_layers_end=end,
+        bf16_layers=read_patterns(BF16_FLAG, args.fp8_bf16_layers) if args.fp8_bf16_layers is not None else (),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=_hierarchy(args, cells["grad_reduce"]),
         grad_scaling=_scaling_rule(args, cells["grad_reduce"]),
@@ -227,6 +247,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         ckpt_compact=bool(args.fp8_ckpt_compact),
         log_interval=log_interval,
         log_grad_snr=bool(args.fp8_log_grad_snr),
+        watch=watch_from_args(args, cells["gemm"] == "fp8"),
         seed=args.seed,
         attention=attention,
         masked_attention=args.reset_attention_mask or plain(args.attention_backend) in ("local", "unfused"),
@@ -260,7 +281,7 @@ def _check_stock_run(args: Namespace, level: str | None) -> None:
     """Refuse flags that a run without a level would ignore in silence."""
     without = f"--fp8-level {level}" if level else "no --fp8-level"
     others = "--fp8-attention --fp8-grad-reduce-hierarchy --fp8-ckpt-compact --fp8-log-interval --fp8-log-grad-snr"
-    more = [row[0] for row in (*SHARED_FLAGS, *EMULATE_FLAGS)]
+    more = [BF16_FLAG, *(row[0] for row in (*SHARED_FLAGS, *EMULATE_FLAGS, *WATCH_FLAGS))]
     given = {flag: _given(args, flag) for flag in (*others.split(), *more)}
     given |= {c.flag: getattr(args, c.dest, None) for c in CELLS}
     for flag, value in given.items():

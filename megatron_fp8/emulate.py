@@ -56,10 +56,25 @@ class EmulationPlan:
 
     def covers(self, path: str, layer_number: int) -> bool:
         """Whether a linear is emulated at any time: one at least should be, or --fp8-emulate-layers is a mistake."""
-        if path == LM_HEAD:
-            return self.lm_head
-        name = path.replace(".layers.", f".layers.{layer_number - 1}.", 1)
-        return any(fnmatchcase(name, pattern) for pattern in self.layers)
+        return self.lm_head if path == LM_HEAD else matches(self.layers, linear_name(path, layer_number))
+
+
+def linear_name(path: str, layer_number: int) -> str:
+    """A linear's whole path in the model, of Fp8Weight's `path` and `layer_number`; LM_HEAD is its own."""
+    return path.replace(".layers.", f".layers.{layer_number - 1}.", 1)
+
+
+def matches(patterns: tuple[str, ...], name: str) -> bool:
+    """Whether a linear's whole path matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def read_patterns(flag: str, value: str) -> tuple[str, ...]:
+    """The patterns of a flag's value. Raises ValueError of one line for an empty one."""
+    patterns = tuple(value.split(","))
+    if not all(patterns):
+        raise ValueError(f"{flag} {value!r}: an empty pattern; give one, or remove the comma")
+    return patterns
 
 
 def plan_from_flags(
@@ -87,9 +102,7 @@ def plan_from_flags(
         raise ValueError(
             f"--fp8-emulate-until-step {until_step}: emulation starts with step {first}; use {first + 1} or more"
         )
-    patterns = ("*",) if layers is None else tuple(layers.split(","))
-    if not all(patterns):
-        raise ValueError(f"--fp8-emulate-layers {layers!r}: an empty pattern; give one, or remove the comma")
+    patterns = ("*",) if layers is None else read_patterns("--fp8-emulate-layers", layers)
     weight, activation, gradient = _operands(emulate)
     return EmulationPlan(weight, activation, gradient, patterns, bool(lm_head), first, until_step)
 

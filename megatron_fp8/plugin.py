@@ -11,6 +11,10 @@ What is hooked, and why not something more official:
                                                 scripts with a model_provider never look at it; both end here.
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
                                                 MEGATRON_FP8_REPORT, at every level).
+    training.training.train_step and            the beginning and end of what --fp8-sharpness-interval and
+    evaluate_and_print_results                  --fp8-sharpness-eval measure, with the model chunks at hand; without an
+                                                optimizer (--skip-train) too. Likewise --fp8-probe-step and
+                                                --fp8-log-exact.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
@@ -25,8 +29,8 @@ What is hooked, and why not something more official:
                                                 with --fp8-emulate-lm-head (layers/emulated_head.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
-All but the first and the last are installed only when a run asks for a level: without one, and at O0, a run is bit
-for bit stock Megatron's.
+All but the first and the last are installed only when a run asks for a level, or for what they give: without one, and
+at O0, a run is bit for bit stock Megatron's.
 """
 
 import functools
@@ -47,6 +51,8 @@ from .config import (
     config_from_args,
 )
 from .entry import escape_bad_help, one_line_usage_errors
+from .probe_plan import ProbePlan, probe_from_args
+from .sharpness_plan import SharpnessPlan, sharpness_from_args
 
 _originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of rebinding
 
@@ -125,6 +131,11 @@ def _parse_args(stock: Callable) -> Callable:
             _hook_model(config)
         if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
             _hook_optimizer(config)
+        probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
+        _hook_probe(probe, bool(getattr(args, "fp8_log_exact", None)))
+        sharpness = sharpness_from_args(args)
+        if sharpness is not None:
+            _hook_sharpness(sharpness)
         return args
 
     return parse_args
@@ -145,6 +156,26 @@ def _hook_optimizer(fp8: Fp8Config | None) -> None:
         _hook_checkpoints(fp8)
 
 
+def _hook_probe(plan: ProbePlan | None, log_exact: bool) -> None:
+    import megatron.training.training as training
+
+    parameters = "forward_step_func data_iterator model optimizer"
+    if plan is not None:
+        _rebind(training, "train_step", _probed_train_step(plan), parameters)
+    if log_exact:
+        _rebind(training, "train_step", _logged_train_step, parameters)
+
+
+def _hook_sharpness(plan: SharpnessPlan) -> None:
+    import megatron.training.training as training
+
+    if plan.interval:
+        _rebind(training, "train_step", _train_step(plan), "forward_step_func data_iterator model")
+    if plan.file is not None:
+        parameters = "prefix forward_step_func data_iterator model iteration"
+        _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
+
+
 def _hook_checkpoints(fp8: Fp8Config) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
@@ -158,8 +189,9 @@ def _hook_checkpoints(fp8: Fp8Config) -> None:
 
 
 def _gpt_model_init(fp8: Fp8Config):
+    from .layers.chosen import emulates_head
     from .layers.emulated_head import emulate_head
-    from .layers.linear import fp8_weights, keep_in_bf16
+    from .layers.linear import fp8_weights, keep_in_bf16, name_weights
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -173,8 +205,9 @@ def _gpt_model_init(fp8: Fp8Config):
                 vp_stage=vp_stage,
                 **kwargs,
             )
+            name_weights([self])  # which patterns ask for, without an optimizer (--skip-train) too
             keep_in_bf16(self, fp8, config.num_layers)
-            if fp8.emulate is not None and fp8.emulate.lm_head and self.post_process:
+            if emulates_head(fp8) and self.post_process:
                 weights = fp8_weights([self])
                 rank = torch.distributed.get_rank()
                 emulate_head(self.output_layer, fp8.emulate, lambda: weights[0].step, fp8.seed, rank)
@@ -188,19 +221,81 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
+    from .layers.chosen import check_chosen
     from .monitor.collect import attach
+    from .monitor.watch import watch_spikes
 
     def make(stock):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
             if fp8 is not None:
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
+                _log(check_chosen(fp8, model_chunks))
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
                 attach(fp8, chain.engine)
+                watch_spikes(fp8, chain.engine)
             write_at_exit(model_chunks, chain)
             return chain
 
         return get_megatron_optimizer
+
+    return make
+
+
+def _probed_train_step(plan: ProbePlan):
+    from .monitor.probe import probe_step
+
+    def make(stock):
+        @functools.wraps(stock)
+        def train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs):
+            step = functools.partial(stock, forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+            return probe_step(plan, optimizer.engine.buckets, step)
+
+        return train_step
+
+    return make
+
+
+def _logged_train_step(stock: Callable) -> Callable:
+    from .monitor.exact import log_exact
+
+    @functools.wraps(stock)
+    def train_step(*args, **kwargs):
+        result = stock(*args, **kwargs)
+        log_exact(result)
+        return result
+
+    return train_step
+
+
+def _train_step(plan: SharpnessPlan):
+    from .monitor.sharpness import watch_step
+
+    def make(stock):
+        @functools.wraps(stock)
+        def train_step(forward_step_func, data_iterator, model, *args, **kwargs):
+            step = functools.partial(stock, forward_step_func, data_iterator, model, *args, **kwargs)
+            return watch_step(plan, model, step)
+
+        return train_step
+
+    return make
+
+
+def _evaluate(plan: SharpnessPlan):
+    from .layers.linear import fp8_weights
+    from .monitor.sharpness import watch_evaluation
+
+    def make(stock):
+        @functools.wraps(stock)
+        def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
+            for weight in fp8_weights(model):
+                if weight.grad is None:  # --skip-train: no optimizer counts the steps of --fp8-emulate-from-step
+                    weight.step = max(1, iteration)
+            given = prefix, forward_step_func, data_iterator, model, iteration, *args
+            return watch_evaluation(plan, prefix, model, functools.partial(stock, *given, **kwargs))
+
+        return evaluate
 
     return make
 

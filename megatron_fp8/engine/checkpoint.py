@@ -15,7 +15,9 @@ BF16 number.  Loading it sets weights and, without optimizer state, masters.
 
 Beside them: of E4M3 weights scale and amax, of delayed scaling the amax history and scale of each linear's two slots,
 of `--fp8-grad-reduce shared` each weight's mu; by layer number.  What a checkpoint has of these is said in its
-content metadata (`contents`), which Megatron saves and hands back: only what is there is asked for.
+content metadata (`contents`), which Megatron saves and hands back: only what is there is asked for.  A weight that has
+none, since it stays in BF16, has zeros there: a run in which others do (`--fp8-bf16-layers`) finds its own, or zeros.
+Of `--fp8-on-spike` its histories and the linears that are out of FP8: plain numbers, the same on all ranks.
 """
 
 import torch
@@ -43,7 +45,8 @@ def contents(fp8: Fp8Config, args) -> dict:
         sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "data")
         parts = [f"{size} {getattr(args, f'{size}_model_parallel_size', None) or 1}" for size in sizes[:3]]
         parts += [f"{size} {getattr(args, f'{size}_parallel_size')}" for size in sizes[3:]]
-        parts.append(f"BF16 layers {fp8.bf16_layers_start} + {fp8.bf16_layers_end}")
+        kept = " ".join([f"{fp8.bf16_layers_start} + {fp8.bf16_layers_end}", *fp8.bf16_layers])
+        parts.append(f"BF16 layers {kept}")
         parts.append(f"distributed optimizer {args.use_distributed_optimizer}")
         parts.append(f"buckets {args.ddp_num_buckets or args.ddp_bucket_size}")
         parts += [f"{cell} {getattr(fp8, cell)}" for cell in ("exp_avg", "exp_avg_sq", "master", "weight", "partition")]
@@ -141,44 +144,50 @@ def write_shard(bucket: Bucket, name: str, i: int, lo: int, hi: int, values: tor
         write_average(bucket.part(name, lo, hi), values, is_square=name == "exp_avg_sq")
 
 
-def sharded_weight_scales(buckets: list[Bucket]) -> dict:
+def sharded_weight_scales(buckets: list[Bucket], is_loading: bool) -> dict:
     """Scale and amax of each E4M3 weight: (2,)."""
     state = {}
-    for bucket in (b for b in buckets if b.scaling is not None):
+    for bucket in (b for b in buckets if b.scaling is not None or not is_loading):
         for i, weight in enumerate(bucket.weights):
-            state[_key(weight)] = _by_layer("fp8_weight_scale", bucket.scale_and_amax(i), weight)
+            values = torch.zeros(2) if bucket.scaling is None else bucket.scale_and_amax(i)
+            state[_key(weight)] = _by_layer("fp8_weight_scale", values, weight)
     return state
 
 
 def load_weight_scales(buckets: list[Bucket], state: dict) -> None:
-    """The reverse of sharded_weight_scales; the weights keep their values."""
+    """The reverse of sharded_weight_scales; the weights keep their values, and one that was BF16 its scale."""
     for bucket in (b for b in buckets if b.scaling is not None):
         for i, weight in enumerate(bucket.weights):
-            bucket.rescale(i, *state[_key(weight)].to(bucket.weight.device))
+            scale, amax = state[_key(weight)].to(bucket.weight.device)
+            if scale > 0:
+                bucket.rescale(i, scale, amax)
 
 
-def sharded_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight]) -> dict:
+def sharded_scaling_state(scaling: DelayedScaling | None, weights: list[Fp8Weight], is_loading: bool) -> dict:
     """Scale and amax history of each linear's two slots: (2, 1 + history)."""
     state = {}
-    for weight in (w for w in weights if w.scaling is scaling):
-        slots = list(weight.slots)
-        table = torch.cat([scaling.scale[None, slots], scaling.amax_history[:, slots]]).t().contiguous()
+    for weight in (w for w in weights if w.scaling is not None or not is_loading):
+        table = torch.zeros(2, 2)
+        if scaling is not None and weight.scaling is scaling:
+            slots = list(weight.slots)
+            table = torch.cat([scaling.scale[None, slots], scaling.amax_history[:, slots]]).t().contiguous()
         # Another --fp8-amax-history-len takes the newest amaxes that fit.
         state[_key(weight)] = _by_layer("fp8_scaling", table, weight, allow_shape_mismatch=True)
     return state
 
 
 def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state: dict, warm: bool) -> None:
-    """The reverse of sharded_scaling_state."""
+    """The reverse of sharded_scaling_state. Where a slot was not used before, all scale just in time for a step."""
     history, scale = torch.zeros_like(scaling.amax_history), scaling.scale.clone()
     for weight in (w for w in weights if w.scaling is scaling):
         table = state[_key(weight)].t()
         slots = list(weight.slots)
         history[:, slots], scale[slots] = table[1:], table[0]
     amax = torch.zeros_like(scaling.amax)
-    scaling.load_state_dict(
-        {"amax_history": history, "scale": scale, "amax": amax, "warm": torch.tensor(warm)}
-    )
+    used = scale > 0
+    known = torch.tensor(warm and bool(used.all()))
+    scale = torch.where(used, scale, 1.0)
+    scaling.load_state_dict({"amax_history": history, "scale": scale, "amax": amax, "warm": known})
 
 
 def sharded_mu_state(mu: torch.Tensor, weights: list[Fp8Weight]) -> dict:

@@ -8,7 +8,8 @@ gradients never exist in FP32; the norm and the count of zeros are taken from th
 
 One rule is added (`Fp8ChainedOptimizer`): a non-finite norm skips the step, on every rank, with nothing
 changed.  The norm is the same number everywhere (it is all-reduced) and the host has it already, so this
-costs no further synchronisation.  NaN and infinity reach it from any rank: no cast of ours hides one.
+costs no further synchronisation.  NaN and infinity reach it from any rank: no cast of ours hides one.  In the same
+way `--fp8-on-spike skip` skips a spike (monitor/watch.py).
 """
 
 import dataclasses
@@ -95,6 +96,7 @@ class EngineOptimizer(MegatronOptimizer):
         self.contents = contents
         self.steps = 0  # updates made; skipped steps do not count
         self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
+        self.watch: Any = None  # of a run with --fp8-on-spike (monitor/watch.py): judges each step before it is made
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step."""
@@ -107,6 +109,8 @@ class EngineOptimizer(MegatronOptimizer):
             self.shared_scale.forget_step()
         if self.monitor is not None:
             self.monitor.begin()
+        if self.watch is not None:
+            self.watch.begin()
 
     def finalize_grads(self, num_tokens: torch.Tensor | None) -> None:
         """Reduce the gradients; `num_tokens` (global, on the device) divides them if given."""
@@ -195,10 +199,12 @@ class EngineOptimizer(MegatronOptimizer):
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
         mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu.clone()
         state["mu"] = sharded_mu_state(mu, self._weights())
-        if found["weight_scale"] and self.weight_scaling is not None:
-            state["weight_scale"] = sharded_weight_scales(self.buckets)
-        if found["scaling"] and self.scaling is not None:
-            state["scaling"] = sharded_scaling_state(self.scaling, self._weights())
+        if found["weight_scale"]:
+            state["weight_scale"] = sharded_weight_scales(self.buckets, is_loading)
+        if found["scaling"]:
+            state["scaling"] = sharded_scaling_state(self.scaling, self._weights(), is_loading)
+        if self.watch is not None:
+            state["watch"] = self.watch.state_dict()
         return state
 
     @torch.no_grad()
@@ -218,6 +224,8 @@ class EngineOptimizer(MegatronOptimizer):
             self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
         if self.scaling is not None and "scaling" in state_dict:
             load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm=self.steps > 0)
+        if self.watch is not None and "watch" in state_dict:
+            self.watch.load_state_dict(state_dict["watch"])
 
     def prepare_model_params_for_param_sync(self) -> None:
         """Have all weights: stock is about to read some (evaluation, checkpoints, hashes of replicas)."""
@@ -283,6 +291,8 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         if not self.grads_states_parallel_group_is_shared():
             assert p == 2.0
             self._norm = float(super().get_grad_norm())
+            if self.engine.watch is not None:
+                self.engine.watch.see(self._zero.double() + self._norm**2)
             self.engine.set_norm(self._norm)
             return self._norm
         grads = [g for part in self.chained_optimizers[:-1] for g in part.get_grads_for_grad_norm()]
@@ -293,7 +303,9 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         else:
             total, operation = norms.pow(p).sum() + self.engine.power_sum(p), torch.distributed.ReduceOp.SUM
         torch.distributed.all_reduce(total, op=operation, group=self.get_grad_stats_parallel_group())
-        self._norm = total.item() if p == math.inf else total.item() ** (1.0 / p)
+        watch = self.engine.watch if p == 2.0 else None
+        found = total.item() if watch is None else watch.see(total)
+        self._norm = found if p == math.inf else found ** (1.0 / p)
         self.engine.set_norm(self._norm)
         return self._norm
 
@@ -304,7 +316,8 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return super().count_zeros() + zeros.item()  # stock's count passes ours by: no master has its gradient yet
 
     def step_with_ready_grads(self) -> bool:
-        success = math.isfinite(self._norm) and super().step_with_ready_grads()
+        applied = self.engine.watch is None or self.engine.watch.judge()
+        success = applied and math.isfinite(self._norm) and super().step_with_ready_grads()
         if success and self.after_first_step is not None:
             self.engine.prepare_model_params_for_param_sync()  # so that all of the step's gathers are counted
             self.after_first_step()

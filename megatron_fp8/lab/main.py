@@ -2,6 +2,9 @@
 
     sweep     train formats x seeds x learning rates x data sets, as a plan file says
     report    what a sweep's runs show, and what they cannot
+    bisect    the layers or linears whose return to BF16 removes most of an FP8 run's gap
+    sharpness quantiles of a checkpoint's sharpness over a data set, and the paper's search beside the closed form
+    probe     error and gain of every GEMM beside BF16's; --invariants: checks that tell a bug from rounding
 
 `megatron-fp8 lab VERB --help` has the rest.
 """
@@ -10,7 +13,13 @@ import argparse
 
 from ..entry import add_verb, run_verb
 
-VERBS = {"sweep": "megatron_fp8.lab.sweep", "report": "megatron_fp8.lab.report"}
+VERBS = {
+    "sweep": "megatron_fp8.lab.sweep",
+    "report": "megatron_fp8.lab.report",
+    "bisect": "megatron_fp8.lab.bisect",
+    "sharpness": "megatron_fp8.lab.checkpoint_sharpness",
+    "probe": "megatron_fp8.lab.probe",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -71,12 +71,19 @@ def _diverged(runs: list[Result]) -> int:
 def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
     section = Section("What these runs show")
     strict = ALPHA / max(1, len(comparisons))
-    lines = []
+    lines, quiet = [], []
     for c in comparisons:
         if not c.base:
             lines.append(f"{c.name}: no run of {results.baseline} to compare with.")
-            continue
-        lines.append(f"{c.name}: {_rate_words(results, c, strict)} {_gap_words(c, strict)}")
+        elif c.fisher <= ALPHA or c.test.t <= ALPHA:
+            lines.append(f"{c.name}: {_rate_words(results, c, strict)} {_gap_words(c, strict)}")
+        else:
+            quiet.append(c.name)
+    if quiet:
+        lines.append(
+            f"No difference seen, neither in divergence nor in final loss: {'; '.join(quiet)}. What could have been "
+            "seen is in the last columns of the tables below."
+        )
     if not comparisons:
         lines = [f"There is no run of another arm than {results.baseline}: nothing is compared."]
     section.blocks += [
@@ -132,11 +139,12 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
     for cell in results.planned():
         if cell not in ended:
             lines.append(f"{', '.join(results.named(cell))}: no run has ended well; nothing about it.")
-    for c in comparisons:
-        if 0 < c.test.n < RANKABLE:
+    for pairs in range(1, RANKABLE):
+        if few := [c.name for c in comparisons if c.test.n == pairs]:
             lines.append(
-                f"{c.name}: with {c.test.n} pairs, the sign test and Wilcoxon's cannot give p <= {ALPHA:g} at all."
+                f"With {pairs} pairs, the sign test and Wilcoxon's cannot give p <= {ALPHA:g} at all: {'; '.join(few)}."
             )
+    for c in comparisons:
         if c.left_out:
             lines.append(
                 f"{c.name}: {c.left_out} pairs in which a run diverged are not in the final loss's gap: "

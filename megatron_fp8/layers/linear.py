@@ -42,7 +42,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from .. import ops
 from ..config import Fp8Config
-from ..emulate import OPERANDS
+from ..emulate import OPERANDS, linear_name, matches
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
@@ -67,7 +67,9 @@ class Fp8Weight:
         pending: forward passes whose backward pass has not come yet.
         on_grad: called with this weight after each gradient.
         watch: looks at this step's casts (`cast`) and gradients (`add`), see monitor/collect.py; None on most steps.
-        fp8: False where the GEMMs stay in BF16 (`--fp8-gemm bf16`, `--first-last-layers-bf16`).
+        probe: looks at this step's GEMMs (`forward`, `backward`), see monitor/probe.py; None on most steps.
+        fp8: False where the GEMMs stay in BF16 (`--fp8-gemm bf16`, `--first-last-layers-bf16`, `--fp8-bf16-layers`),
+            or are there for a while (`--fp8-on-spike bf16-fallback`); it changes between steps only.
         path, layer_number: where it sits in the model, for checkpoints and statistics.
         scaling, slots: delayed-scaling state and this linear's (input, grad) slots; None for tensorwise.
     """
@@ -90,6 +92,7 @@ class Fp8Weight:
         self.pending = 0
         self.on_grad: Callable[[Fp8Weight], None] = lambda weight: None
         self.watch: Any = None
+        self.probe: Any = None
         self.scaling: DelayedScaling | None = None
         self.slots: tuple[int, int] = (0, 0)
         self.path, self.layer_number = "", 0
@@ -179,6 +182,11 @@ class Fp8Weight:
             self.watch.cast(self, role, x, payload, scale_inv)
         return payload, payload_t, scale, scale_inv
 
+    def follow(self, role: int, x: torch.Tensor) -> None:
+        """Keep the delayed scale up to date of what a linear would cast that is out of FP8 for a while."""
+        if self.scaling is not None:
+            self.scaling.record(self.slots[role], ops.amax(x))
+
     def export(self, sharded: Any) -> Any:
         """The weight's entry in a sharded state dict (a ShardedTensor of param), as stock has it: in BF16."""
         self.arrive()
@@ -224,8 +232,11 @@ class _Linear(torch.autograd.Function):
             # A forward pass that is computed again has the noise of the first: micro-batches come in one order.
             ctx.count = weight.forwards[needs_backward]
             weight.forwards[needs_backward] += 1
+            if training:
+                weight.follow(INPUT, flat)
             flat = weight.emulated("activation", flat, ctx.count)
-            y = flat @ weight.emulated("weight", weight.dense()).t()
+            w = weight.emulated("weight", weight.dense())
+            y = flat @ w.t()
             ctx.save_for_backward(x if gather else flat)
         else:
             cfg = weight.config
@@ -251,6 +262,10 @@ class _Linear(torch.autograd.Function):
             y = ops.gemm(payload, w.payload, scale_inv, w.scale_inv, out_dtype=x.dtype, fast_accum=True)
             ctx.w = w
             ctx.save_for_backward(kept, scale, scale_inv)
+        if weight.probe is not None and needs_backward:
+            ctx.exact = x
+            read = ScaledTensor(payload.view(-1, payload.shape[-1]), scale_inv) if weight.fp8 else flat
+            weight.probe.forward(weight, _gathered(ctx, x), read, w)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
@@ -286,7 +301,11 @@ def _fp8_backward(ctx, weight: Fp8Weight, dy):
     if ctx.needs_input_grad[0]:
         dx = ops.gemm(q, weight.transposed(w.payload), dy_scale_inv, w.scale_inv, out_dtype=dy.dtype)
     if not cfg.wgrad:
-        return dx, _bf16_wgrad(dy, _gathered(ctx, saved))
+        x = _gathered(ctx, saved)
+        if weight.probe is not None:
+            read = ScaledTensor(q, dy_scale_inv), None if dx is None else w
+            weight.probe.backward(weight, x, dy, read, (dy, x))
+        return dx, _bf16_wgrad(dy, x)
 
     if ctx.gather_fp8:
         x_t = ops.transpose(_all_gather(saved, ctx.group))
@@ -295,6 +314,10 @@ def _fp8_backward(ctx, weight: Fp8Weight, dy):
         x_t = ops.quantize(x, cfg.forward_format, x_scale, transpose=True)[1]
     else:
         x_t = saved
+    if weight.probe is not None:
+        read = ScaledTensor(q, dy_scale_inv), None if dx is None else w
+        read_t = ScaledTensor(q_t.t(), dy_scale_inv), ScaledTensor(x_t.t(), x_scale_inv)
+        weight.probe.backward(weight, _gathered(ctx, ctx.exact), dy, read, read_t)
 
     def wgrad(out=None, accumulate=False, dtype=None):
         return ops.gemm(q_t, x_t, dy_scale_inv, x_scale_inv, out_dtype=dtype, out=out, accumulate=accumulate)
@@ -303,10 +326,17 @@ def _fp8_backward(ctx, weight: Fp8Weight, dy):
 
 
 def _bf16_backward(ctx, weight: Fp8Weight, dy):
-    dy = weight.emulated("gradient", dy, ctx.count)
-    dx = dy @ weight.emulated("weight", weight.dense()) if ctx.needs_input_grad[0] else None
+    if ctx.training:
+        weight.follow(GRAD, dy)
+    exact, dy = dy, weight.emulated("gradient", dy, ctx.count)
+    w = weight.emulated("weight", weight.dense()) if ctx.needs_input_grad[0] else None
+    dx = None if w is None else dy @ w
     x = _gathered(ctx, ctx.saved_tensors[0])
-    return dx, _bf16_wgrad(dy, weight.emulated("activation", x, ctx.count) if ctx.gather else x)
+    if ctx.gather:
+        x = weight.emulated("activation", x, ctx.count)
+    if weight.probe is not None:
+        weight.probe.backward(weight, _gathered(ctx, ctx.exact), exact, (dy, w), (dy, x))
+    return dx, _bf16_wgrad(dy, x)
 
 
 def _bf16_wgrad(dy, x):
@@ -411,11 +441,14 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
 
 
 def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
-    """Leave the first and last layers' GEMMs in BF16 (`--first-last-layers-bf16` and its two counts)."""
+    """Leave linears in BF16, their GEMMs and what is stored, and do not emulate them: those of the first and last
+    layers (`--first-last-layers-bf16` and its two counts), and those whose names match `--fp8-bf16-layers`."""
+    kept = [w for w in fp8_weights([model]) if matches(config.bf16_layers, linear_name(w.path, w.layer_number))]
     for layer in model.decoder.layers:  # multi-token-prediction layers are neither first nor last
         if not config.bf16_layers_start < layer.layer_number <= num_layers - config.bf16_layers_end:
-            for weight in fp8_weights([layer]):
-                weight.fp8, weight.storage = False, "bf16"
+            kept += fp8_weights([layer])
+    for weight in kept:
+        weight.fp8, weight.storage, weight.emulate = False, "bf16", None
 
 
 def name_weights(chunks) -> None:

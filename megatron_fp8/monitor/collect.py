@@ -72,6 +72,9 @@ class Monitor:
         shared: the state of `--fp8-grad-reduce shared`, else None.
         sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
         stages: the pipeline-parallel group, whose ranks hold different layers.
+
+    Attributes:
+        on_tallies: called on every rank with what was written, {weight's name: tally}, and the iteration.
     """
 
     def __init__(self, config: Fp8Config, buckets: list[Bucket], shared: SharedScale | None, sharing, stages):
@@ -79,6 +82,7 @@ class Monitor:
         self.buckets, self.shared, self.sharing, self.stages = buckets, shared, sharing, stages
         self.weights = [weight for bucket in buckets for weight in bucket.weights]
         self.active = False
+        self.on_tallies: Callable[[dict[str, Tally], int], None] = lambda tallies, iteration: None
         self._row = {weight: i for i, weight in enumerate(self.weights)}
         self._reference: dict[GradStore, torch.Tensor] = {}
 
@@ -193,7 +197,9 @@ class Monitor:
         if self.stages.size() > 1:
             stages *= self.stages.size()
             dist.all_gather_object(stages, tallies, group=self.stages)
-        write({name: tally for stage in stages for name, tally in stage.items()}, self.iteration)
+        found_everywhere = {name: tally for stage in stages for name, tally in stage.items()}
+        write(found_everywhere, self.iteration)
+        self.on_tallies(found_everywhere, self.iteration)
 
     def _watch(self, active: bool) -> None:
         if active != self.active:

@@ -94,7 +94,8 @@ class DelayedScaling:
         self.amax = torch.zeros(num_slots, device=device)
         self.scale = torch.ones(num_slots, device=device)
         self.scale_inv = _aligned(self.scale)
-        self._target = torch.tensor([fmt.max * 2.0**-margin for fmt in formats], device=device)
+        self._largest = torch.tensor([fmt.max for fmt in formats], device=device)
+        self._target = self._largest * 2.0**-margin
 
     def slot_scale(self, i: int) -> torch.Tensor:
         """Slot i's scale now, 0-d; it keeps its value when `update` sets the next."""
@@ -103,6 +104,17 @@ class DelayedScaling:
     def record(self, i: int, amax: torch.Tensor) -> None:
         """Take `amax` (0-d float32) into slot i's maximum of the step; NaN and infinity stay until update."""
         torch.maximum(self.amax[i], amax, out=self.amax[i])
+
+    def clipped(self, factor: float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Which tensors of the step have a value beyond `factor` times what their scale can hold, or not finite.
+
+        (num_slots,) bool, agreed over `group` (None: with nobody), before `update`.
+        """
+        fits = self.amax * self.scale <= self._largest * factor
+        found = (~fits).to(torch.uint8)  # true for NaN
+        if group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return found.bool()
 
     def update(self, group: dist.ProcessGroup | None = None) -> None:
         """End the step: agree amax over `group` (None: with nobody), add it to the history, set new scales.

@@ -139,6 +139,26 @@ def test_another_level(before, after, tmp_path):
     assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("level", "before", "after"),
+    [
+        ("O3", "--fp8-bf16-layers decoder.layers.0.*", "--fp8-bf16-layers *.linear_fc2"),
+        pytest.param("O3", "--fp8-bf16-layers *", "", marks=nightly),
+        pytest.param("O1", "", "--fp8-bf16-layers *", marks=nightly),
+        pytest.param("O2", "--first-last-layers-bf16", "--fp8-bf16-layers *.linear_qkv", marks=nightly),
+    ],
+)
+def test_other_linears_in_bf16(level, before, after, tmp_path):
+    """Scales that were not needed before are found anew."""
+    first = train(1, f"--fp8-level {level} {before}", tmp_path, save=5, until=5)
+    whole = train(1, f"--fp8-level {level} {before}")
+    rest = train(1, f"--fp8-level {level} {after}", tmp_path, load=True)
+    assert first.losses == whole.losses[:5]
+    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=3e-3)
+    assert rest.losses[2:] == pytest.approx(whole.losses[7:], abs=1e-2)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], rel=0.02)
+
+
 @nightly
 def test_replicas_have_the_same_weights_while_gathers_are_under_way():
     """Stock hashes them in the middle of a run, and stops where they differ."""

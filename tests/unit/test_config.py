@@ -53,6 +53,7 @@ def test_o1(parse):
         "wgrad": True,
         "bf16_layers_start": 0,
         "bf16_layers_end": 0,
+        "bf16_layers": (),
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
         "grad_scaling": dataclasses.asdict(ScalingRule()),
@@ -60,6 +61,7 @@ def test_o1(parse):
         "ckpt_compact": False,
         "log_interval": 0,
         "log_grad_snr": False,
+        "watch": None,
         "seed": 1234,
         "attention": "torch",
         "masked_attention": False,
@@ -100,9 +102,11 @@ OURS = {
     "--fp8-emulate": "E8M3",
     **{"--fp8-emulate-layers": "*", "--fp8-emulate-lm-head": None},
     **{"--fp8-emulate-from-step": "2", "--fp8-emulate-until-step": "9"},
+    "--fp8-bf16-layers": "*.linear_fc2",
     "--fp8-ckpt-compact": None,
     "--fp8-log-interval": "0",
     "--fp8-log-grad-snr": None,
+    **{"--fp8-on-spike": "skip", "--fp8-spike-sigma": "6.5", "--fp8-spike-window": "64"},
     "--fp8-attention": "torch",
 }
 

@@ -221,7 +221,7 @@ def test_too_few_diverged_for_a_warning_is_said(tmp_path):
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
     assert "Too few to judge any signal: at least 3 of either kind are needed" in text
     assert "no difference seen, and none could be: with so few runs not even 100 % would be." in text
-    assert "with 3 pairs, the sign test and Wilcoxon's cannot give p <= 0.05 at all" in text
+    assert "With 3 pairs, the sign test and Wilcoxon's cannot give p <= 0.05 at all" in text
 
 
 def test_warnings_come_before_the_divergence(tmp_path):

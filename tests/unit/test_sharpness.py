@@ -1,5 +1,6 @@
 """Sharpness: the closed form against L-BFGS-B and against its definition in 150 digits; the probe on small GPTs."""
 
+import contextlib
 import math
 import multiprocessing
 import sys
@@ -15,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megatron_fp8.lab import sharpness
-from megatron_fp8.lab.measure_sharpness import LAST, SharpnessProbe, gather_rows, measure
+from megatron_fp8.lab.measure_sharpness import LAST, SharpnessProbe, gather_rows
 from megatron_fp8.lab.sharpness import EPSILON, QUANTILES, Sharpness, Statistics, closed_form, lbfgsb
 from megatron_fp8.layers.attention import TorchAttention
 
@@ -294,6 +295,15 @@ def forward_loss(model, batch) -> torch.Tensor:
     return forward(model, batch, labels=batch["labels"], loss_mask=batch["loss_mask"])
 
 
+def measure(model, given, iterations: int = 0) -> SharpnessProbe:
+    """Evaluate the model on micro-batches, looked at by a probe."""
+    model.eval()
+    with SharpnessProbe([model], iterations) as probe, torch.no_grad():
+        for batch in given:
+            forward_loss(model, batch)
+    return probe
+
+
 @pytest.fixture(scope="module")
 def group():
     """A process group of this process alone, and Megatron's groups in it."""
@@ -321,7 +331,7 @@ class TestProbe:
         model = small_gpt(**({"use_mup": True, "mup_base_hidden_size": 8} if mup else {}))
         given = batches(3)
         probe = measure(model, given)
-        assert model.training and probe.last is None
+        assert probe.last is None
         truth = expected(model, given)
         assert torch.equal(probe.tokens.counts, truth.counts)
         assert torch.allclose(probe.tokens.total, truth.total, rtol=1e-6)
@@ -349,45 +359,43 @@ class TestProbe:
         model = small_gpt()
         (batch,) = batches(1)
         model_class_loss = GPTModel.compute_language_model_loss
-        results, probe = [], SharpnessProbe()
-        for watched in (False, True):
-            if watched:
-                probe.attach(model)
-                probe.active = True
-            torch.manual_seed(3)
-            model.zero_grad()
-            loss = forward_loss(model, batch)
-            loss.mean().backward()
-            results.append([loss.detach(), *(param.grad.clone() for param in model.parameters())])
+        results, probe = [], SharpnessProbe([model])
+        for context in (contextlib.nullcontext(), probe):
+            with context:
+                torch.manual_seed(3)
+                model.zero_grad()
+                loss = forward_loss(model, batch)
+                loss.mean().backward()
+                results.append([loss.detach(), *(param.grad.clone() for param in model.parameters())])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert probe.tokens.summary()["loss"]["count"] == batch["loss_mask"].sum()
-        probe.detach()
         assert model.compute_language_model_loss.__func__ is model_class_loss and not model._forward_pre_hooks
-        probe.reset()
         forward_loss(model, batch)
-        assert probe.tokens is None
+        assert probe.tokens.summary()["loss"]["count"] == batch["loss_mask"].sum()
 
-    def test_only_the_next_token_while_active(self, group):
-        model, probe = small_gpt(), SharpnessProbe()
+    def test_only_the_next_token(self, group):
+        model = small_gpt()
         (batch,) = batches(1)
-        probe.attach(model)
-        forward_loss(model, batch)
-        assert probe.tokens is None  # not active
-        probe.active = True
-        shifted = batch["labels"].roll(-1, 1)  # as a layer for multi-token prediction has them
-        model.compute_language_model_loss(shifted, torch.randn(SEQUENCE, BATCH, VOCABULARY))
-        forward(model, batch)  # no labels
-        assert probe.tokens is None
-        for _ in range(2):
-            forward_loss(model, batch)
+        with SharpnessProbe([model]) as probe:
+            shifted = batch["labels"].roll(-1, 1)  # as a layer for multi-token prediction has them
+            model.compute_language_model_loss(shifted, torch.randn(SEQUENCE, BATCH, VOCABULARY))
+            forward(model, batch)  # no labels
+            assert probe.tokens.summary()["loss"]["count"] == 0
+            for _ in range(2):
+                forward_loss(model, batch)
         assert probe.tokens.summary()["loss"]["count"] == 2 * batch["loss_mask"].sum()
 
-    def test_a_stage_without_output_layer(self, group):
-        probe = SharpnessProbe()
-        stage = small_gpt()
-        stage.post_process = False
-        probe.attach(stage)
-        assert "compute_language_model_loss" not in vars(stage) and not stage._forward_pre_hooks
+    def test_of_several_chunks_the_one_with_the_output_layer(self, group):
+        first, last = small_gpt(), small_gpt()
+        first.post_process = False
+        with SharpnessProbe([first, last]) as probe:
+            assert "compute_language_model_loss" not in vars(first) and not first._forward_pre_hooks
+            forward_loss(last, batches(1)[0])
+        assert probe.tokens.summary()["loss"]["count"] > 0
+        with SharpnessProbe([first, torch.nn.Linear(2, 2)], 10) as probe:
+            pass
+        probe.reduce()
+        assert probe.tokens is None and probe.last is None
 
 
 # --- tensor parallelism: two processes, each with half of the vocabulary
@@ -411,9 +419,10 @@ def work(rank: int, ranks: int, folder: str) -> None:
     model.eval()
     with torch.no_grad():
         logits = [forward(model, batch) for batch in given]  # (b, s, V / ranks)
-    found["model"] = (logits, probe.tokens.counts.clone(), probe.tokens.total.clone(), probe.last.total)
+    found["model"] = (logits, probe.tokens.counts.clone(), probe.tokens.total.clone(), probe.last.total.clone())
 
-    probe.tokens.reduce(dist.group.WORLD)
+    model.pg_collection.dp_cp_gtp_remat = dist.group.WORLD  # as if the two were data-parallel
+    probe.reduce()
     found["reduced"] = (probe.tokens.counts, probe.tokens.total)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()

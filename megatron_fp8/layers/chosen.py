@@ -1,0 +1,68 @@
+"""Which linears of the whole model the patterns of flags choose: --fp8-bf16-layers, --fp8-emulate-layers."""
+
+import re
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from megatron.core import mpu
+
+from ..config import BF16_FLAG, Fp8Config
+from ..emulate import LM_HEAD, linear_name, matches
+from .linear import fp8_weights
+
+
+def emulates_head(config: Fp8Config) -> bool:
+    """Whether the LM head is emulated."""
+    return config.emulate is not None and config.emulate.lm_head and not matches(config.bf16_layers, LM_HEAD)
+
+
+def check_chosen(config: Fp8Config, chunks) -> list[str]:
+    """A line for the log of the linears that --fp8-bf16-layers keeps in BF16, of all pipeline stages.
+
+    Args:
+        chunks: this rank's model chunks, their weights named.
+
+    Raises ValueError of one line for a pattern of --fp8-bf16-layers, or all of --fp8-emulate-layers, that match none.
+    """
+    if not config.bf16_layers and config.emulate is None:
+        return []
+    own = [(w.path, w.layer_number) for w in fp8_weights(chunks)]
+    stages = mpu.get_pipeline_model_parallel_group()
+    everywhere = [own] * stages.size()
+    if len(everywhere) > 1:
+        dist.all_gather_object(everywhere, own, group=stages)
+    linears = [linear for stage in everywhere for linear in stage]
+    if config.emulate is not None and config.emulate.lm_head:
+        linears.append((LM_HEAD, 0))
+    names = list(dict.fromkeys(linear_name(*linear) for linear in linears))  # experts share one
+    for pattern in config.bf16_layers:
+        if not any(matches((pattern,), name) for name in names):
+            raise ValueError(f"{BF16_FLAG} {pattern}: matches none of the model's linears, {ranges(names)}; change it")
+    if config.emulate is not None and not any(config.emulate.covers(*linear) for linear in linears):
+        patterns = ",".join(config.emulate.layers)
+        raise ValueError(
+            f"--fp8-emulate-layers {patterns}: matches none of the model's linears, {ranges(names)}; change it"
+        )
+    kept = [name for name in names if matches(config.bf16_layers, name)]
+    return [f"{BF16_FLAG}: {len(kept)} of {len(names)} linears stay in BF16: {ranges(kept)}"] if kept else []
+
+
+def ranges(names: Iterable[str]) -> str:
+    """Names of linears in few words: "decoder.layers.0-3,7.mlp.linear_fc1 decoder.layers.0.mlp.linear_fc2"."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    words = []
+    for name in names:
+        if found := re.fullmatch(r"(.*\.layers\.)(\d+)(\..*)", name):
+            numbers.setdefault((found[1], found[3]), []).append(int(found[2]))
+        else:
+            words.append(name)
+    for (before, after), layers in numbers.items():
+        runs: list[list[int]] = []
+        for number in sorted(layers):
+            if runs and number == runs[-1][-1] + 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        shown = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+        words.append(f"{before}{','.join(shown)}{after}")
+    return " ".join(words)

@@ -1,0 +1,303 @@
+"""What FP8 did to the three GEMMs of every linear in one step, beside the same GEMMs of what had not been rounded.
+
+    fprop   y = x W^T               dgrad   dx = dy W               wgrad   dW = dy^T x
+    q       the product of the operands as the GEMM read them: FP8 payloads times scales, or emulated
+    ref     the product of the same operands in BF16, before they were rounded
+
+    error   |q - ref| / |ref|       Frobenius norms
+    gain    <q, ref> / <ref, ref>   1 where the rounding neither shrinks nor stretches (numerics/emulation.py)
+
+q = gain * ref + what is orthogonal to ref, so that error^2 = (gain - 1)^2 + the squared size of that: an error of
+4 % with a gain of 1 is noise, one of 8 % with a gain of 0.92 is a bias.
+
+BF16 holds every FP8 number, so both products are of BF16 operands with an FP32 sum, and q is scaled after it. What
+they leave out: a tensor core's narrower sum (ops/gemm.py), and the rounding of the result to BF16. They are not what
+trains: the step's own GEMMs run as they always do, and the losses are the same to the last bit.
+
+W, the reference's weight, is the stored weight where that is BF16: what a BF16 run would multiply with. Where it is
+stored in E4M3 (O3), W is the optimizer's master, rounded to BF16: the rounding of the storage is then in the error, as
+that of the cast is at O1 and O2. x and dy are what reached the linear in this run, with all earlier rounding in it.
+
+Of the operands, over all elements of the step:
+
+    underflow     share that is not zero, but was read as zero
+    saturation    share of finite elements beyond the format's maximum times the scale: clipped, or read as infinite
+    kurtosis      E[(t - mean)^4] / E[(t - mean)^2]^2: 3 of a normal distribution, about n of one outlier among n
+    amax          largest magnitude
+    scale         of the cast, the smallest and the largest that was used
+
+What is added up, over micro-batches and over data-, tensor- and context-parallel ranks, are sums of squares, dot
+products, counts and power sums in FP64 (which loses digits of the kurtosis where the mean is beyond 1,000 standard
+deviations). A GEMM is one rank's of one micro-batch: where tensor parallelism cuts the sum (fprop of linear_proj and
+linear_fc2, dgrad of linear_qkv and linear_fc1) the parts are compared before they are added, and wgrad before the
+micro-batches are. Recomputed activations are looked at once.
+
+Cost. On other steps a test of an attribute a GEMM. On a probed one x waits for the backward pass in BF16, as in a BF16
+run; two BF16 GEMMs a GEMM, a portion of rows at a time, and some passes in FP64; with sequence parallelism two more
+gathers of x; 2 bytes an E4M3 weight, and 4 more a weight of the bucket that is being gathered.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from ..engine.weights import Bucket
+from ..layers.linear import GRAD, INPUT, Fp8Weight
+from ..numerics.emulation import EmulatedFormat
+from ..numerics.scaled import ScaledTensor
+from ..ops import count_cast
+from ..probe_plan import ProbePlan
+from .write import CASTS, current_iteration, weight_name
+
+FPROP, DGRAD, WGRAD = range(3)
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = CASTS[:3]  # activation, gradient, weight: the first two are a linear's roles, INPUT and GRAD
+WEIGHT = OPERANDS.index("weight")
+_MARGIN = 1 + 2.0**-20  # of the largest number that is not clipped, as in ops/reference_statistics.py
+_AT_ONCE = 2**24  # elements whose FP64 temporaries exist together
+
+type Read = ScaledTensor | torch.Tensor  # an operand as a GEMM reads it: FP8, or what is emulated in BF16
+
+
+def _values(operand: Read) -> torch.Tensor:
+    """The operand in BF16, but for its scale."""
+    return operand.payload.to(torch.bfloat16) if isinstance(operand, ScaledTensor) else operand
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a (m, k) @ b (k, n) of BF16 operands, summed in FP32, in FP64."""
+    product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return product.double()
+
+
+def compare(read: tuple[Read, Read], exact: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """(3,) FP64: |q - ref|^2, |ref|^2 and <q, ref> of the products q and ref.
+
+    read, exact: the two factors (m, k) and (k, n), as they were read and in BF16.
+    """
+    (a, b), (exact_a, exact_b) = map(_values, read), exact
+    found = torch.zeros(3, dtype=torch.float64, device=a.device)
+    rows = max(1, _AT_ONCE // b.shape[1])
+    for i in range(0, len(a), rows):
+        q, ref = _product(a[i : i + rows], b), _product(exact_a[i : i + rows], exact_b)
+        for operand in read:
+            if isinstance(operand, ScaledTensor):
+                q *= operand.scale_inv.double()
+        found += torch.stack([(q - ref).square_().sum(), ref.square().sum(), q.mul_(ref).sum()])
+    return found
+
+
+def power_sums(x: torch.Tensor) -> torch.Tensor:
+    """(5,) FP64: sums of x, x^2, x^3 and x^4, and how many elements are not finite; x of any shape and float type."""
+    found = torch.zeros(5, dtype=torch.float64, device=x.device)
+    for part in x.reshape(-1).split(_AT_ONCE):
+        t = part.double()
+        square = t * t
+        sums = [t.sum(), square.sum(), (square * t).sum(), square.square().sum()]
+        found += torch.stack([*sums, (~part.isfinite()).sum().double()])
+    return found
+
+
+def kurtosis(count: float, sums: list[float]) -> float:
+    """The fourth standardised moment of `count` elements, of `power_sums`' result; NaN where all are the same."""
+    mean, square, cube, fourth = (s / count for s in sums[:4])
+    variance = square - mean**2
+    if not variance > 1e-12 * square:  # nothing but the error of the sums
+        return math.nan
+    return (fourth - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4) / variance**2
+
+
+def count_emulated(x: torch.Tensor, read: torch.Tensor, how: EmulatedFormat | None, counts: torch.Tensor) -> None:
+    """As ops.count_cast's counts, of x read as emulated numbers; None: as it is."""
+    limit = math.inf if how is None or how.scaled else how.format.max * _MARGIN  # with a scale nothing saturates
+    size = x.abs().float()
+    counts[0] += x.numel()
+    counts[1] += ((size > limit) & (size < torch.inf)).sum()
+    counts[2] += ((x != 0) & (read == 0)).sum()
+
+
+def probe_step(plan: ProbePlan, buckets: list[Bucket], step: Callable[[], Any]) -> Any:
+    """Run a training step, and probe it if it is one of the plan's; its result. buckets: all of this rank."""
+    iteration = current_iteration()
+    if iteration not in plan.steps:
+        return step()
+    probe = Probe(buckets)
+    result = step()
+    stages = mpu.get_pipeline_model_parallel_group()
+    found = probe.end(mpu.get_tensor_and_data_parallel_group(with_context_parallel=True), stages)
+    if dist.get_rank() == 0:
+        write(plan.folder, iteration, found)
+    return result
+
+
+class Probe:
+    """Looks at the GEMMs of the step that begins: until `end`, the weights call `forward` and `backward`.
+
+    Args:
+        buckets: all buckets of this rank, whose FP8 and emulated linears are looked at.
+    """
+
+    @torch.no_grad()
+    def __init__(self, buckets: list[Bucket]):
+        weights = [weight for bucket in buckets for weight in bucket.weights][::-1]  # buckets are in backward order
+        self.weights = [w for w in weights if w.fp8 or (w.emulate and w.emulate.covers(w.path, w.layer_number))]
+        self._row = {weight: i for i, weight in enumerate(self.weights)}
+        count, device = len(self.weights), buckets[0].weight.device
+        self._gemms = torch.zeros(count, len(GEMMS), 3, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(count, len(OPERANDS), 3, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(count, len(OPERANDS), 5, dtype=torch.float64, device=device)
+        self._extremes = torch.full((count, len(OPERANDS), 3), -torch.inf, device=device)
+        self._formats: dict[tuple[int, int], str] = {}
+        self._masters: dict[Fp8Weight, torch.Tensor] = {}
+        for bucket in buckets:
+            if bucket.scaling is not None:
+                values = bucket.unsharded(bucket.masters())
+                for weight, start, stop in bucket.spans:
+                    self._masters[weight] = values[start:stop].view(weight.param.shape).bfloat16()
+        for weight in self.weights:
+            weight.probe = self
+
+    def _exact(self, weight: Fp8Weight) -> torch.Tensor:
+        return self._masters.get(weight, weight.param.detach())
+
+    def forward(self, weight: Fp8Weight, x: torch.Tensor, read_x: Read, read_w: Read) -> None:
+        """Look at y = x W^T: x (M, K) in BF16, and as it was read, as was W (N, K)."""
+        exact = self._exact(weight)
+        self._look(weight, INPUT, x, read_x)
+        if (self._row[weight], WEIGHT) not in self._formats:  # once: it is the same for every micro-batch
+            self._look(weight, WEIGHT, exact, read_w)
+        self._compare(weight, FPROP, (read_x, _transposed(read_w)), (x, exact.t()))
+
+    def backward(self, weight: Fp8Weight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple) -> None:
+        """Look at dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16.
+
+        dgrad, wgrad: what these GEMMs read, dy (M, N) and W (N, K) or None where there is no dx, and dy and x.
+        """
+        self._look(weight, GRAD, dy, dgrad[0])
+        if dgrad[1] is not None:
+            self._compare(weight, DGRAD, dgrad, (dy, self._exact(weight)))
+        self._compare(weight, WGRAD, (_transposed(wgrad[0]), wgrad[1]), (dy.t(), x))
+
+    def _compare(self, weight: Fp8Weight, gemm: int, read: tuple, exact: tuple) -> None:
+        self._gemms[self._row[weight], gemm] += compare(read, exact)
+
+    def _look(self, weight: Fp8Weight, operand: int, x: torch.Tensor, read: Read) -> None:
+        row = self._row[weight]
+        counts, extremes = self._counts[row, operand], self._extremes[row, operand]
+        if isinstance(read, ScaledTensor):
+            name = read.format.name.upper()
+            count_cast(x, read.payload, read.scale_inv, counts, extremes)
+        else:
+            plan = weight.emulate
+            how = plan.for_operand(weight.path, weight.layer_number, OPERANDS[operand], weight.step) if plan else None
+            name = str(how) if how else "BF16"
+            count_emulated(x, read, how, counts)
+            extremes[0] = torch.maximum(extremes[0], x.abs().amax())
+        self._formats[row, operand] = name
+        self._sums[row, operand] += power_sums(x)
+
+    @torch.no_grad()
+    def end(self, sharing: dist.ProcessGroup, stages: dist.ProcessGroup) -> dict[str, Any]:
+        """Agree on what was seen: {linear: {GEMM: gemm_statistics, operand: operand_statistics}}, on every rank.
+
+        Args:
+            sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
+            stages: the pipeline-parallel group, whose ranks hold different layers.
+        """
+        for weight in self.weights:
+            weight.probe = None
+        self._masters.clear()
+        extremes = self._extremes.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=sharing)  # which may drop a NaN, but no infinity
+        sums = torch.cat([self._gemms, self._counts, self._sums], 2)  # FP64: counts are exact to 2^53
+        dist.all_reduce(sums, group=sharing)
+        found = {}
+        for row, (weight, own, largest) in enumerate(zip(self.weights, sums.tolist(), extremes.tolist(), strict=True)):
+            gemms = {name: gemm_statistics(own[i][:3]) for i, name in enumerate(GEMMS)}
+            operands = {
+                name: operand_statistics(self._formats.get((row, i), ""), own[i][3:6], own[i][6:], largest[i])
+                for i, name in enumerate(OPERANDS)
+            }
+            found[weight_name(weight.path, weight.layer_number)] = {**gemms, **operands}
+        everywhere: list[dict[str, Any]] = [found]
+        if stages.size() > 1:
+            everywhere *= stages.size()
+            dist.all_gather_object(everywhere, found, group=stages)
+        linears = {name: values for stage in everywhere for name, values in stage.items()}
+        return dict(sorted(linears.items(), key=lambda item: _layer(item[0])))
+
+
+def _layer(name: str) -> tuple[str, int]:
+    """What a linear's name sorts by: the block, and the layer's number."""
+    block, _, rest = name.partition(".layers.")
+    return block, int(rest.partition(".")[0])
+
+
+def _transposed(operand: Read) -> Read:
+    return ScaledTensor(operand.payload.t(), operand.scale_inv) if isinstance(operand, ScaledTensor) else operand.t()
+
+
+def _finite(**values: float) -> dict[str, float | None]:
+    """None for what JSON cannot say."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def gemm_statistics(sums: list[float]) -> dict[str, float | None]:
+    """{"error", "gain"} of what `compare` returns, added up; None where nothing was computed, or not all is finite."""
+    noise, signal, dot = sums
+    if not signal:
+        return _finite(error=math.nan, gain=math.nan)
+    return _finite(error=math.sqrt(noise / signal), gain=dot / signal)
+
+
+def operand_statistics(
+    name: str, counts: list[float], sums: list[float], extremes: list[float]
+) -> dict[str, float | str | None]:
+    """{"format", "underflow", "saturation", "kurtosis", "amax", "scale_min", "scale_max", "not_finite"} of an operand.
+
+    Args:
+        name: of its format.
+        counts: elements, saturations, underflows.
+        sums: of `power_sums`.
+        extremes: amax, the largest scale_inv, minus the smallest; minus infinity where there was none.
+
+    Shares are of 1; None: there is none, or not all elements are finite.
+    """
+    elements, saturations, underflows = counts
+    if not elements:
+        return {"format": name}
+    amax, largest, smallest = extremes
+    shares = {"underflow": underflows / elements, "saturation": saturations / elements}
+    scales = {"scale_min": 1 / largest, "scale_max": -1 / smallest} if math.isfinite(largest + smallest) else {}
+    of = {"kurtosis": kurtosis(elements, sums), "amax": amax, "scale_min": math.nan, "scale_max": math.nan, **scales}
+    return {"format": name, **shares, **_finite(**of), "not_finite": sums[4]}
+
+
+def write(folder: str, step: int, linears: dict[str, Any]) -> None:
+    """Write a probed step's JSON file, and a line with the worst for the log."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"step": step, "linears": linears}, indent=1, allow_nan=False)
+    (path / f"step-{step}.json").write_text(text + "\n")
+    print(f"[fp8] iteration {step}: {summary(linears)}", flush=True)
+
+
+def summary(linears: dict[str, Any]) -> str:
+    """The largest error of each GEMM, and the gain that is farthest from 1, with the linears' names."""
+    parts, gains = [], []
+    for gemm in GEMMS:
+        found = {name: values[gemm] for name, values in linears.items() if values[gemm]["error"] is not None}
+        gains += [(values["gain"], gemm, name) for name, values in found.items()]
+        if found:
+            name = max(found, key=lambda name: found[name]["error"])
+            parts.append(f"largest {gemm} error {100 * found[name]['error']:.4g} % {name}")
+    if gains:
+        gain, gemm, name = max(gains, key=lambda row: abs(row[0] - 1))
+        parts.append(f"worst gain {gain:.4g} {gemm} {name}")
+    return "; ".join(parts) or "no GEMM was finite"

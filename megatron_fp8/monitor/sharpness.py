@@ -1,0 +1,77 @@
+"""Sharpness of the loss in a run: each step that is measured, to the log and the writers; evaluations, to a file.
+
+    sharpness_mean, ..._median, ..._q95, ..._q99, ..._max      phi in %, over all positions of all micro-batches
+    centred_sharpness_mean, ...                                phi of the mean-centred logits in %
+    log_z_mean, ...                                            log Z in nats
+
+are the scalars' names; lab/sharpness.py says what they are of, and why none is to be read without the others.  The last
+rank has Megatron's writers and prints its losses; it is of the last pipeline stage, and does both here.
+
+The weights are those before the step's update.  Until the update is made nothing waits for the host; then one sum over
+data and context parallelism (2 MiB of counters), one copy to the host.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from megatron.training.utils import is_last_rank
+
+from ..lab.measure_sharpness import SharpnessProbe
+from ..sharpness_plan import SharpnessPlan
+from .write import current_iteration
+
+NAMES = {"sharpness": "sharpness", "centred": "centred_sharpness", "log_z": "log_z"}
+COLUMNS = ("mean", "median", "q95", "q99", "max")
+
+
+def watch_step(plan: SharpnessPlan, chunks: Sequence[torch.nn.Module], step: Callable[[], Any]) -> Any:
+    """Run a training step, and measure and log it if it is one of the plan's; its result."""
+    iteration = current_iteration()
+    if iteration % plan.interval:
+        return step()
+    with SharpnessProbe(chunks) as probe:
+        result = step()
+    probe.reduce()
+    if is_last_rank():
+        log(probe.tokens.summary() if probe.tokens else None, iteration)
+    return result
+
+
+def watch_evaluation(plan: SharpnessPlan, name: str, chunks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> Any:
+    """Run an evaluation, and add what is measured to the plan's file, under `name`; its result.
+
+    The file is JSON: {name: {"tokens": Statistics.summary(), "last": the same of last tokens or null}}.
+    """
+    with SharpnessProbe(chunks, plan.iterations) as probe:
+        result = run()
+    probe.reduce()
+    if is_last_rank():
+        found = {key: of and of.summary() for key, of in (("tokens", probe.tokens), ("last", probe.last))}
+        path = Path(plan.file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**known, name: found}, indent=1))
+    return result
+
+
+def log(summary: dict[str, dict[str, float]] | None, iteration: int) -> None:
+    """One line for the log, of Statistics.summary(), and the scalars for the writers."""
+    if summary is None or not summary["sharpness"]["count"] + summary["sharpness"]["not_finite"]:
+        print(f"[fp8] iteration {iteration}: no sharpness: the model computed no loss of next tokens", flush=True)
+        return
+    mean = {name: row["mean"] for name, row in summary.items()}
+    print(
+        f"[fp8] iteration {iteration}: sharpness {mean['sharpness']:.6g} %; centred {mean['centred']:.6g} %; "
+        f"log Z {mean['log_z']:.6g}; not finite {summary['sharpness']['not_finite']:.0f}",
+        flush=True,
+    )
+    scalars = {f"{name}_{column}": summary[key][column] for key, name in NAMES.items() for column in COLUMNS}
+    if writer := get_tensorboard_writer():
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb := get_wandb_writer():
+        wandb.log(scalars, iteration)

@@ -1,0 +1,278 @@
+"""`--fp8-on-spike`: watches loss and gradient norm at every step, and acts on a spike, if asked to.
+
+    log             says so
+    skip            and the step is not applied: as a step with a NaN, it changes no bit of the state
+    bf16-fallback   and the linears whose FP8 casts clipped compute in BF16, from the next step until it is calm
+
+The loss is that of the log, the sum over all tokens that count, of all micro-batches and ranks, over their number; but
+it must be known before the step is made.  A forward hook of the model adds up both numbers on the device.  When the
+gradient norm is there, one all-reduce of three numbers over all ranks agrees on loss and norm, and they come to the
+host in the copy that the norm makes anyway.  So every rank judges the same bits, by the same arithmetic (spikes.py),
+and all come to the same decision without another word.
+
+A cast clipped if the amax of the step's tensor is more than twice what its delayed scale could hold: at most steps
+some are a little beyond it, with scales from the step before.  That is looked at only on a spike: one all-reduce over
+the ranks that share the tensors, then the names from all pipeline stages.  Where none clipped (tensorwise scales never
+do), all linears fall back: whether FP8 had a part shows when it is gone.  The step itself is made, clipped to
+--clip-grad as always.  While a linear is in BF16 its delayed scales follow the tensors, so that it returns with fresh
+ones; an E4M3 weight enters the GEMMs as the BF16 number that it is.
+
+A linear returns after `window` steps on end without a spike, twice as many each time that it falls back again.  All
+ranks keep the table of all linears, so a checkpoint's fits every layout.
+
+Not seen: the loss with --overlap-moe-expert-parallel-comm, which passes by the model's forward.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from ..config import Fp8Config
+from ..engine.optimizer import EngineOptimizer
+from ..watch_plan import FALLBACK, SKIP, WatchPlan
+from .spikes import Series
+from .write import Tally, current_iteration, together, weight_name
+
+LOSS, NORM = "loss", "gradient norm"
+MOST_SKIPS = 8  # in a row
+_MOST_DOUBLINGS = 16
+_CLIPPED = 2.0  # so far beyond what the scale can hold: by less, amaxes go up and down from step to step
+_SHARE_FLOOR = 1e-3  # per cent
+
+
+def watch_spikes(config: Fp8Config, engine: EngineOptimizer) -> None:
+    """Give the engine a watch, in a run that asks for one."""
+    if config.watch is None:
+        return
+    sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    engine.watch = Watch(config.watch, engine, sharing, mpu.get_pipeline_model_parallel_group())
+    for chunk in engine.model_chunks:
+        engine.watch.attach(chunk)
+    if engine.monitor is not None:
+        engine.monitor.on_tallies = engine.watch.observe_casts
+
+
+class Fallback:
+    """Which linears are out of FP8, and for how long.
+
+    Args:
+        calm: steps without a spike after which a linear returns for the first time.
+
+    Attributes:
+        stays: {name: [how often it fell back, calm steps that it still waits for]}; 0: it is in FP8.
+    """
+
+    def __init__(self, calm: int):
+        self.calm = calm
+        self.stays: dict[str, list[int]] = {}
+
+    def waits(self, name: str) -> int:
+        """The calm steps that a linear's present, or last, stay takes."""
+        return self.calm * 2 ** min(self.stays[name][0] - 1, _MOST_DOUBLINGS)
+
+    def out(self) -> list[str]:
+        """The linears that are in BF16 now."""
+        return [name for name, (_, left) in self.stays.items() if left]
+
+    def spike(self, fall: Iterable[str]) -> None:
+        """These fall back, and those that are out begin to wait anew."""
+        for name in self.out():
+            self.stays[name][1] = self.waits(name)
+        for name in fall:
+            self.stays[name] = [self.stays.get(name, [0])[0] + 1, 0]
+            self.stays[name][1] = self.waits(name)
+
+    def step(self) -> list[str]:
+        """A calm step; the linears that return."""
+        waiting = self.out()
+        for name in waiting:
+            self.stays[name][1] -= 1
+        return [name for name in waiting if not self.stays[name][1]]
+
+
+class Watch:
+    """See the top of the file: between `begin` and `judge` the model's chunks add up the loss, and `see` agrees on it.
+
+    Args:
+        sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
+        stages: the pipeline-parallel group, whose ranks hold different layers.
+
+    Attributes:
+        counts: of the run so far; what TensorBoard and W&B get.
+    """
+
+    def __init__(self, plan: WatchPlan, engine: EngineOptimizer, sharing, stages):
+        self.action, self._sigma, self._window = plan.action, plan.sigma, plan.window
+        self._scaling, self._sharing = engine.scaling, sharing
+        self._series = {name: Series(self._sigma, self._window) for name in (LOSS, NORM)}
+        self._loss = torch.zeros(2, dtype=torch.float64, device=engine.buckets[0].weight.device)  # sum, tokens
+        self.loss: float | None = None
+        self.norm = math.nan
+        self._skips = 0  # in a row
+        self.counts = {"fp8_spikes": 0, "fp8_rises": 0, "fp8_skipped_spikes": 0, "fp8_linears_in_bf16": 0}
+        self._fallback = Fallback(self._window)
+        weights = [weight for bucket in engine.buckets for weight in bucket.weights if weight.fp8]
+        self._weights = {weight_name(weight.path, weight.layer_number): weight for weight in weights}
+        self._stages = stages
+        self._names = self._of_all_stages(sorted(self._weights)) if self.action == FALLBACK else []
+
+    def attach(self, chunk: torch.nn.Module) -> None:
+        """Hook a model chunk, as Megatron wraps it, if it has the loss."""
+        model = unwrap_model(chunk)
+        if model.post_process:
+            model.register_forward_hook(self._add_loss, with_kwargs=True)
+
+    @torch.no_grad()
+    def _add_loss(self, model, args: tuple, kwargs: dict[str, Any], losses: Any) -> None:
+        """After a forward pass: losses (b, s) of its tokens where it was given labels."""
+        if model.training and kwargs.get("labels") is not None:
+            mask = kwargs.get("loss_mask")
+            losses = losses.double()
+            weight = torch.ones_like(losses) if mask is None else mask.double()
+            self._loss += torch.stack([(losses * weight).sum(), weight.sum()])
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._loss.zero_()
+
+    def see(self, square_norm: torch.Tensor) -> float:
+        """Agree on loss and gradient norm; each rank gives the norm's square (0-d FP32), and its own value is returned.
+
+        Tensor-parallel ranks have the same sum and number of tokens: each counts as often as the other.
+        """
+        square_norm = square_norm.double().view(1)
+        agreed = torch.cat([self._loss, square_norm])
+        dist.all_reduce(agreed)
+        own, total, tokens, squares = torch.cat([square_norm, agreed]).tolist()  # the one wait
+        self.loss = total / tokens if tokens else None
+        self.norm = math.sqrt(squares / dist.get_world_size())
+        return own
+
+    def judge(self) -> bool:
+        """Look at the step's loss and norm, say and do what is to be done; whether the step may be applied."""
+        iteration = current_iteration()
+        found = {LOSS: self.loss, NORM: self.norm}
+        spikes = {
+            name: spike
+            for name, value in found.items()
+            if value is not None and (spike := self._series[name].spike(value))
+        }
+        if not spikes:
+            self._skips = 0
+            if back := self._fallback.step():
+                self._choose_gemms()
+                self._say(iteration, f"back to FP8: {self._listed(back)}")
+            return True
+        self.counts["fp8_spikes"] += 1
+        what = "; ".join(f"{name} {spike}" for name, spike in spikes.items())
+        applied = True
+        if self.action == SKIP:
+            applied = self._skips >= MOST_SKIPS and math.isfinite(self.norm)
+            self._skips = 0 if applied else self._skips + 1
+            self.counts["fp8_skipped_spikes"] += not applied
+            what += f"; the step is made, after {MOST_SKIPS} skipped in a row" if applied else "; the step is skipped"
+        elif self.action == FALLBACK:
+            what += self._fall_back()
+        self._say(iteration, what)
+        return applied
+
+    def observe(self, name: str, iteration: int, value: float, floor: float = 0.0) -> None:
+        """Look at a number that is logged now and then: say so where it is a spike or has been rising.
+
+        On every rank alike.  floor: what it may move by, in its units, without being noticed.
+        """
+        series = self._series.setdefault(name, Series(self._sigma, self._window))
+        series.floor = floor
+        if spike := series.spike(value):
+            self.counts["fp8_spikes"] += 1
+            self._say(iteration, f"{name} {spike}")
+        elif line := series.rise():
+            self.counts["fp8_rises"] += 1
+            self._say(iteration, f"{name} rise {line.last:.4g}, from {line.first:.4g} along its last {line.length}")
+
+    def observe_on_last(self, name: str, iteration: int, value: float | None, floor: float = 0.0) -> None:
+        """`observe` what only the last rank knows, or nobody: None. Every rank must come here."""
+        sent = self._loss.new_tensor([value is not None, value or 0.0])
+        dist.broadcast(sent, dist.get_world_size() - 1)
+        known, value = sent.tolist()
+        if known:
+            self.observe(name, iteration, value, floor)
+
+    def observe_casts(self, tallies: dict[str, Tally], iteration: int) -> None:
+        """Observe the shares of clipped and of lost elements, of all linears together (monitor/collect.py)."""
+        for name, value in together(list(tallies.values())).statistics().items():
+            if name.endswith(("overflows%", "underflows%")):
+                self.observe(name, iteration, value, floor=_SHARE_FLOOR)
+
+    def _fall_back(self) -> str:
+        """Take the linears that clipped out of FP8; what to say of it."""
+        out = set(self._fallback.out())
+        guilty = set(self._of_all_stages(self._clipped())) - out
+        fall = [name for name in self._names if name not in out and (name in guilty or not guilty)]
+        self._fallback.spike(fall)
+        self._choose_gemms()
+        if not fall:
+            return "; all linears are in BF16"
+        why = "" if guilty else "; no cast clipped"
+        waits: dict[int, list[str]] = {}
+        for name in fall:
+            waits.setdefault(self._fallback.waits(name), []).append(name)
+        to_bf16 = (f"; to BF16 for {calm} calm steps: {self._listed(names)}" for calm, names in waits.items())
+        return why + "".join(to_bf16)
+
+    @torch.no_grad()
+    def _clipped(self) -> list[str]:
+        """This stage's linears in FP8 one of whose two casts clipped in this step, the same on all `sharing` ranks."""
+        if self._scaling is None or not self._scaling.warm:
+            return []
+        clipped = self._scaling.clipped(_CLIPPED, self._sharing).tolist()
+        return [name for name, w in self._weights.items() if w.fp8 and any(clipped[slot] for slot in w.slots)]
+
+    def _of_all_stages(self, names: list[str]) -> list[str]:
+        stages = [names]
+        if self._stages.size() > 1:
+            stages *= self._stages.size()
+            dist.all_gather_object(stages, names, group=self._stages)
+        return [name for stage in stages for name in stage]
+
+    def _choose_gemms(self) -> None:
+        out = self._fallback.out()
+        self.counts["fp8_linears_in_bf16"] = len(out)
+        for name, weight in self._weights.items():
+            weight.fp8 = name not in out
+
+    def _listed(self, names: list[str]) -> str:
+        return f"all {len(names)} linears" if len(names) == len(self._names) else ", ".join(names)
+
+    def _say(self, iteration: int, what: str) -> None:
+        """A line in rank 0's log; the counts, from the rank that has a writer."""
+        if dist.get_rank() == 0:
+            print(f"[fp8] iteration {iteration}: {what}", flush=True)
+        if writer := get_tensorboard_writer():
+            for name, count in self.counts.items():
+                writer.add_scalar(name, count, iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(dict(self.counts), iteration)
+
+    def state_dict(self) -> dict:
+        """All that goes on from one step to the next: plain numbers, the same on all ranks."""
+        return {
+            "series": {name: torch.tensor(s.state(), dtype=torch.float64) for name, s in self._series.items()},
+            "skips": self._skips,
+            "counts": dict(self.counts),
+            "stays": {name: list(stay) for name, stay in self._fallback.stays.items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore it, in any layout; the linears that are out of FP8 only where this run would take them out."""
+        for name, values in state["series"].items():
+            self._series.setdefault(name, Series(self._sigma, self._window)).load(values.tolist())
+        self._skips, self.counts = state["skips"], dict(state["counts"])
+        self._fallback.stays = {name: list(stay) for name, stay in state["stays"].items() if name in self._names}
+        self._choose_gemms()

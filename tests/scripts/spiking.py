@@ -1,0 +1,71 @@
+"""Train with spikes: at the iterations SPIKE_AT (as "20,24"), the losses, or the input of one linear, are multiplied.
+
+SPIKE_IN names the linear, "loss" by default; SPIKE_BY is the factor.  Every rank says after each step
+"rank R iteration N: applied A, changed C, BF16 NAMES": whether the step was made, how many tensors of its state it
+changed, and which of its linears will not compute in FP8.
+"""
+
+import os
+import runpy
+import sys
+
+import torch
+from launch import ROOT
+
+sys.path.insert(0, str(ROOT))
+from megatron_fp8.plugin import install
+
+install()
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_fp8.engine.optimizer import Fp8ChainedOptimizer
+from megatron_fp8.layers.linear import _Fp8LinearMixin
+from megatron_fp8.monitor.write import current_iteration, weight_name
+
+AT = {int(word) for word in os.environ["SPIKE_AT"].split(",")}
+IN, BY = os.environ.get("SPIKE_IN", "loss"), float(os.environ["SPIKE_BY"])
+loss, product, step = GPTModel.compute_language_model_loss, _Fp8LinearMixin._forward_impl, Fp8ChainedOptimizer.step
+
+
+def name(weight) -> str:
+    return weight_name(weight.path, weight.layer_number)
+
+
+def spiking_loss(self, labels, logits):
+    found = loss(self, labels, logits)
+    return found * BY if IN == "loss" and current_iteration() in AT else found
+
+
+def spiking_product(self, input, *args, **kwargs):
+    if name(self.fp8_weight) == IN and current_iteration() in AT:
+        input = input * BY
+    return product(self, input, *args, **kwargs)
+
+
+def state(chain) -> list[torch.Tensor]:
+    """All that a step may change: weights, masters, moments, scales, and what seeds the noise."""
+    tensors = [p for chunk in chain.model_chunks for p in chunk.parameters()]
+    for part in chain.chained_optimizers:
+        tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
+        tensors += [t for s in part.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    tensors += [t for kind in map(dict.values, (b.buffers() for b in chain.engine.buckets)) for ts in kind for t in ts]
+    if chain.engine.scaling is not None:
+        tensors += [chain.engine.scaling.amax_history, chain.engine.scaling.scale]
+    tensors.append(torch.tensor(chain.engine.steps))
+    return [t.detach().clone().reshape(-1).view(torch.uint8) for t in tensors]
+
+
+def told_step(self):
+    before = state(self)
+    result = step(self)
+    changed = sum(not torch.equal(a, b) for a, b in zip(before, state(self), strict=False))
+    bf16 = [name(w) for bucket in self.engine.buckets for w in bucket.weights if not w.fp8]
+    rank = torch.distributed.get_rank()
+    print(f"\nrank {rank} iteration {current_iteration()}: applied {result[0]}, changed {changed}, BF16 {sorted(bf16)}")
+    sys.stdout.flush()
+    return result
+
+
+GPTModel.compute_language_model_loss, _Fp8LinearMixin._forward_impl = spiking_loss, spiking_product
+Fp8ChainedOptimizer.step = told_step
+runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -1,0 +1,223 @@
+"""`lab probe` without a run: comparisons of curves, what is changed in a command, the tables, mistakes."""
+
+import math
+from pathlib import Path
+
+import pytest
+from commands import error_of
+
+from megatron_fp8.cli import main
+from megatron_fp8.lab import invariants, probe
+from megatron_fp8.lab.invariants import CHECKS, Finding, Skipped, Trials, differences
+
+SCRIPT = "pretrain_gpt_fp8.py"
+
+
+class Made(Trials):
+    """Trials whose runs are made up: `answer(command, steps)` is a run's curves; `commands` are those asked for."""
+
+    def __init__(self, command, answer, processes=1, first=1, steps=4):
+        super().__init__(command.split(), processes, None, first, steps, Path("folder"))
+        self.answer, self.commands = answer, []
+
+    def run(self, command=None, steps=0, again=False):
+        words = list(self.command if command is None else command)
+        self.commands.append((" ".join(words), steps))
+        return self.answer(words, steps)
+
+
+def curve(losses, norms=None, first=1):
+    norms = norms or [1.0] * len(losses)
+    return {
+        "exact_lm_loss": dict(enumerate(losses, first)),
+        "exact_grad_norm": dict(enumerate(norms, first)),
+    }
+
+
+class TestDifferences:
+    def test_the_largest_and_its_step(self):
+        found = differences(curve([3.0, 2.0, 1.0]), curve([3.0, 2.5, 1.25], [1.0, 1.0, 0.9]))
+        assert {f.name: (pytest.approx(f.difference), f.step) for f in found} == {
+            "exact_grad_norm": (pytest.approx(0.1), 3),
+            "exact_lm_loss": (pytest.approx(0.5), 2),
+        }
+        assert str(found[1]) == "largest difference 0.5 (lm loss, step 2)"
+
+    def test_the_last_bit_counts(self):
+        (norm, loss) = differences(curve([3.0]), curve([math.nextafter(3.0, 4)]))
+        assert norm.passed and not loss.passed
+
+    def test_a_run_that_ends_early_differs(self):
+        assert not any(f.passed for f in differences(curve([3.0, 2.0]), curve([3.0])))
+        assert not any(f.passed for f in differences(curve([3.0]), {}))
+
+    def test_what_is_not_finite(self):
+        nan, inf = math.nan, math.inf
+        assert all(f.passed for f in differences(curve([nan, inf]), curve([nan, inf])))
+        for one, other in ((nan, 1.0), (inf, nan), (inf, -inf), (inf, 1.0)):
+            assert differences(curve([one]), curve([other]))[1].difference == inf
+
+
+class TestChanges:
+    def test_recomputation(self):
+        trials = Made(f"{SCRIPT} --lr 1", lambda *_: curve([1.0]))
+        assert CHECKS["recompute"](trials).passed
+        full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        assert trials.commands[1][0] == f"{SCRIPT} --lr 1 {full}"
+        trials = Made(f"{SCRIPT} {full} --lr 1", lambda *_: curve([1.0]))
+        CHECKS["recompute"](trials)
+        assert trials.commands[1][0] == f"{SCRIPT} --lr 1"
+
+    @pytest.mark.parametrize(("flags", "other"), [("O3", "bf16"), ("O2", "fp8"), ("O2 --fp8-tp-gather fp8", "bf16")])
+    def test_gather(self, flags, other):
+        command = f"{SCRIPT} --fp8-level {flags} --tensor-model-parallel-size 2 --sequence-parallel"
+        trials = Made(command, lambda *_: curve([1.0]))
+        assert CHECKS["tp gather"](trials).passed
+        assert trials.commands[1][0] == f"{command} --fp8-tp-gather {other}"
+
+    def test_save_and_reload(self):
+        def answer(words, steps):
+            losses = [5.0, 4.0, 3.0, 2.0, 1.0]
+            if "--save" in words:
+                assert steps is None
+                return curve(losses[:2], first=11)
+            return curve(losses[2:], first=13) if steps == 3 else curve(losses, first=11)
+
+        command = f"{SCRIPT} --load here --finetune --ckpt-step 10 --lr 1"
+        trials = Made(command, answer, first=11, steps=5)
+        assert CHECKS["save and reload"](trials).passed
+        (saving, _), (loading, _), (plain, _) = trials.commands
+        assert plain == command and loading == f"{SCRIPT} --lr 1 --load folder/checkpoint"
+        assert saving == f"{command} --save folder/checkpoint --save-interval 12 --exit-interval 12"
+
+    def test_micro_batches_are_judged_by_the_bf16_twin(self):
+        def answer(words, _):
+            split = words[-4:] == ["--micro-batch-size", "2", "--global-batch-size", "8"]
+            scale = 1.0 if "O2" in words else 2.0**-6
+            return curve([1.0 + worse * scale * split], [1.0 + 0.5 * scale * split])
+
+        worse = 0.5
+        ours = "--fp8-level O2 --fp8-margin=1 --fp8-attention te --fp8-log-grad-snr"
+        trials = Made(f"{SCRIPT} {ours} --micro-batch-size 4", answer, processes=2)
+        assert CHECKS["micro-batches"](trials).passed
+        exact = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
+        assert trials.commands[2][0] == f"{SCRIPT} --fp8-attention te --micro-batch-size 4 {exact}"
+        worse = 0.5001
+        trials.answer = lambda words, _: answer(words, _) if "O2" in words else curve([1.0], [1.0])
+        finding = CHECKS["micro-batches"](trials)
+        assert not finding.passed and finding.limit == 0
+
+    def test_overlap(self):
+        trials = Made(f"{SCRIPT} --use-distributed-optimizer", lambda *_: curve([1.0]), processes=2)
+        assert CHECKS["overlap"](trials).passed
+        assert trials.commands[1][0].endswith("--overlap-grad-reduce --overlap-param-gather")
+        trials = Made(f"{SCRIPT} --overlap-grad-reduce --lr 1", lambda *_: curve([1.0]), processes=2)
+        CHECKS["overlap"](trials)
+        assert trials.commands[1][0] == f"{SCRIPT} --lr 1"
+        with pytest.raises(Skipped, match="BF16 twin"):  # of more ranks the sums' order depends on the buckets
+            CHECKS["overlap"](Made(SCRIPT, lambda *_: curve([1.0]), processes=4))
+
+    @pytest.mark.parametrize(
+        ("check", "flags", "reason"),
+        [
+            ("tp gather", "--fp8-level O3", "no tensor and sequence parallelism"),
+            ("tp gather", "--tensor-model-parallel-size 2 --sequence-parallel", "no FP8 GEMMs"),
+            ("overlap", "--tensor-model-parallel-size 2", "no data parallelism"),
+            ("micro-batches", "--micro-batch-size 3", "has no half"),
+            ("micro-batches", "--micro-batch-size 2 --fp8-level O0", "its own BF16 twin"),
+        ],
+    )
+    def test_skipped(self, check, flags, reason):
+        with pytest.raises(Skipped, match=reason):
+            CHECKS[check](Made(f"{SCRIPT} {flags}", lambda *_: curve([1.0]), processes=2))
+
+
+class TestReport:
+    def test_a_line_a_check_and_the_exit_code(self, capsys):
+        def answer(words, _):
+            if "--recompute-granularity" in words:
+                return curve([1.5])
+            if "--save" in words:
+                raise ValueError("the run failed\nmegatron_fp8: --save there: not a folder; give one\n")
+            if "--global-batch-size" in words:
+                raise ValueError("the run failed\nSegmentation fault\n")
+            return curve([1.0])
+
+        assert invariants.report(Made(f"{SCRIPT} --fp8-level O1 --micro-batch-size 2", answer)) == 1
+        assert capsys.readouterr().out.splitlines() == [
+            "repeat           PASS     largest difference 0 (grad norm, step 1)",
+            "recompute        FAIL     largest difference 0.5 (lm loss, step 1)",
+            "tp gather        skipped  no tensor and sequence parallelism",
+            "save and reload  skipped  --save there: not a folder; give one",
+            "overlap          skipped  no data parallelism",
+            "micro-batches    FAIL     a run ended: Segmentation fault",
+        ]
+
+    def test_a_run_that_does_not_repeat_itself_can_show_little(self, capsys):
+        losses = iter(range(100))
+        assert invariants.report(Made(SCRIPT, lambda *_: curve([float(next(losses))]))) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("repeat           FAIL") and all("skipped" in line for line in lines[1:])
+        assert "--deterministic-mode" in lines[1]
+
+    def test_all_well(self, capsys):
+        assert invariants.report(Made(SCRIPT, lambda *_: curve([1.0, 0.5, 0.2, 0.1]))) == 0
+
+    def test_the_worst_is_what_is_farthest_from_its_limit(self):
+        findings = [Finding(0.5, "a", 1, 1.0), Finding(0.1, "b", 1, 0.01), Finding(0.0, "c", 1)]
+        assert invariants._worst(findings).name == "b"
+
+
+class TestVerb:
+    def test_the_first_step(self, tmp_path):
+        assert probe.first_step([SCRIPT]) == 1
+        assert probe.first_step([SCRIPT, "--load", str(tmp_path)]) == 1
+        (tmp_path / probe.TRACKER).write_text("120\n")
+        assert probe.first_step([SCRIPT, "--load", str(tmp_path)]) == 121
+        assert probe.first_step([SCRIPT, f"--load={tmp_path}", "--ckpt-step", "60"]) == 61
+        assert probe.first_step([SCRIPT, "--load", str(tmp_path), "--finetune"]) == 1
+        (tmp_path / probe.TRACKER).write_text("release")
+        assert probe.first_step([SCRIPT, "--load", str(tmp_path)]) == 1
+
+    def test_the_tables(self):
+        def linear(error, kind):
+            gemms = {gemm: {"error": error, "gain": 0.92} for gemm in ("fprop", "dgrad", "wgrad")}
+            operand = {"format": kind, "underflow": 0.0125, "saturation": 0.0, "kurtosis": None, "amax": 3.5}
+            return {**gemms, **{name: operand for name in ("activation", "weight", "gradient")}}
+
+        linears = {"a": linear(0.03, "E4M3"), "b": linear(None, "E5M2"), "c": linear(0.04, "E8M3")}
+        found = {"step": 7, "linears": linears}
+        lines = probe.table(found, by_error=False).splitlines()
+        assert lines[0] == "step 7" and [line[0] for line in lines[3:6]] == ["a", "b", "c"]
+        assert lines[3].split() == ["a", *["3.000", "0.9200"] * 3] and lines[4].split()[1] == "-"
+        assert lines[8].split() == ["a", "activation", "E4M3", "1.2500", "0.0000", "-", "3.5", "-", "-"]
+        lines = probe.table(found, by_error=True).splitlines()
+        assert [line[0] for line in lines[3:6]] == ["b", "c", "a"]
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            ("--step 0", "--step 0: the command's first is 1"),
+            ("--steps 3", "--steps 3: only with --invariants"),
+            ("--invariants --steps 1", "--steps 1: a checkpoint is saved in the middle"),
+            ("--invariants --step 3", "--step 3 with --invariants: no effect"),
+            ("--invariants --sort error", "--sort error with --invariants: no effect"),
+        ],
+    )
+    def test_mistakes(self, flags, said, capsys, tmp_path):
+        script = tmp_path / "script.py"
+        script.touch()
+        with pytest.raises(SystemExit) as ended:
+            main(["lab", "probe", *flags.split(), "--", str(script)])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+
+    def test_without_a_command(self):
+        assert "no training command" in error_of(_parse, [])
+
+
+def _parse(argv):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    probe.add_arguments(parser)
+    return parser.parse_args(argv)
