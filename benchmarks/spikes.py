@@ -1,6 +1,6 @@
 """How often --fp8-on-spike takes noise for a spike, and which spikes it finds: the detector on curves made for it.
 
-    python benchmarks/spikes.py        CPU, one core, a minute or two
+    python benchmarks/spikes.py        CPU, one core, four minutes
 
 Curves of 1,000 steps. False alarms: values taken for a spike at sigma 7 where none was planted, of 10,000 that were
 judged; "early": of the first 128 steps. Found: of spikes planted one a curve, at a random step from 64 on, with the

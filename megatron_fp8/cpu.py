@@ -124,6 +124,13 @@ class _CudaIsCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.autograd.backward and isinstance(kwargs["grad_tensors"], tuple):
+            # Megatron's, of recomputed activations. torch has left this mode to ask it, and what autograd calls back
+            # would run without: so enter it again, and do what torch does next.
+            run = torch.autograd.Variable._execution_engine.run_backward
+            options = {"allow_unreachable": True, "accumulate_grad": True}
+            with self:
+                return run(args[0], kwargs["grad_tensors"], False, False, (), **options)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

@@ -170,7 +170,7 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
     import megatron.training.training as training
 
     if plan.interval:
-        _rebind(training, "train_step", _train_step(plan), "forward_step_func data_iterator model")
+        _rebind(training, "train_step", _train_step(plan), "forward_step_func data_iterator model optimizer")
     if plan.file is not None:
         parameters = "prefix forward_step_func data_iterator model iteration"
         _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
@@ -273,9 +273,10 @@ def _train_step(plan: SharpnessPlan):
 
     def make(stock):
         @functools.wraps(stock)
-        def train_step(forward_step_func, data_iterator, model, *args, **kwargs):
-            step = functools.partial(stock, forward_step_func, data_iterator, model, *args, **kwargs)
-            return watch_step(plan, model, step)
+        def train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs):
+            step = functools.partial(stock, forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+            watch = getattr(getattr(optimizer, "engine", None), "watch", None)  # stock's has no engine
+            return watch_step(plan, model, watch, step)
 
         return train_step
 

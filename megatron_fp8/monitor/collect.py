@@ -40,6 +40,7 @@ from ..comm import wire
 from ..comm.reduce import reduce_fp32
 from ..comm.shared import ScaledShard, SharedScale, at_maximum
 from ..config import Fp8Config
+from ..emulate import linear_name
 from ..engine.gradients import GradStore, Wgrad
 from ..engine.optimizer import EngineOptimizer
 from ..engine.weights import Bucket, Reduced
@@ -47,7 +48,7 @@ from ..layers.linear import Fp8Weight
 from ..numerics.blocks import block_scales
 from ..numerics.formats import E4M3
 from ..ops import count_cast
-from .write import CASTS, Tally, current_iteration, weight_name, write
+from .write import CASTS, Tally, current_iteration, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
 
@@ -192,7 +193,7 @@ class Monitor:
         for weight, row in zip(self.weights, found, strict=True):
             casts, reduced, largest, own_mu = row.split([3 * len(CASTS), 4, 3 * len(CASTS), len(mu)])
             tally = Tally(casts.view(-1, 3).tolist(), largest.view(-1, 3).tolist(), reduced.tolist(), *own_mu.tolist())
-            tallies[weight_name(weight.path, weight.layer_number)] = tally
+            tallies[linear_name(weight.path, weight.layer_number)] = tally
         stages: list[dict[str, Tally]] = [tallies]
         if self.stages.size() > 1:
             stages *= self.stages.size()

@@ -47,13 +47,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from ..emulate import linear_name
 from ..engine.weights import Bucket
 from ..layers.linear import GRAD, INPUT, Fp8Weight
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
 from ..ops import count_cast
 from ..probe_plan import ProbePlan
-from .write import CASTS, current_iteration, weight_name
+from .write import CASTS, current_iteration
 
 FPROP, DGRAD, WGRAD = range(3)
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -224,7 +225,7 @@ class Probe:
                 name: operand_statistics(self._formats.get((row, i), ""), own[i][3:6], own[i][6:], largest[i])
                 for i, name in enumerate(OPERANDS)
             }
-            found[weight_name(weight.path, weight.layer_number)] = {**gemms, **operands}
+            found[linear_name(weight.path, weight.layer_number)] = {**gemms, **operands}
         everywhere: list[dict[str, Any]] = [found]
         if stages.size() > 1:
             everywhere *= stages.size()

@@ -28,16 +28,24 @@ NAMES = {"sharpness": "sharpness", "centred": "centred_sharpness", "log_z": "log
 COLUMNS = ("mean", "median", "q95", "q99", "max")
 
 
-def watch_step(plan: SharpnessPlan, chunks: Sequence[torch.nn.Module], step: Callable[[], Any]) -> Any:
-    """Run a training step, and measure and log it if it is one of the plan's; its result."""
+def watch_step(plan: SharpnessPlan, chunks: Sequence[torch.nn.Module], watch, step: Callable[[], Any]) -> Any:
+    """Run a training step, and measure and log it if it is one of the plan's; its result.
+
+    watch: what looks for spikes (monitor/watch.py), or None.
+    """
     iteration = current_iteration()
     if iteration % plan.interval:
         return step()
     with SharpnessProbe(chunks) as probe:
         result = step()
     probe.reduce()
+    mean = None
     if is_last_rank():
-        log(probe.tokens.summary() if probe.tokens else None, iteration)
+        summary = probe.tokens.summary() if probe.tokens else None
+        log(summary, iteration)
+        mean = summary and summary["sharpness"]["mean"]
+    if watch is not None:
+        watch.observe_on_last("sharpness", iteration, mean)
     return result
 
 

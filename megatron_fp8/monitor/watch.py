@@ -34,10 +34,11 @@ from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from ..config import Fp8Config
+from ..emulate import linear_name
 from ..engine.optimizer import EngineOptimizer
 from ..watch_plan import FALLBACK, SKIP, WatchPlan
 from .spikes import Series
-from .write import Tally, current_iteration, together, weight_name
+from .write import Tally, current_iteration, together
 
 LOSS, NORM = "loss", "gradient norm"
 MOST_SKIPS = 8  # in a row
@@ -118,7 +119,7 @@ class Watch:
         self.counts = {"fp8_spikes": 0, "fp8_rises": 0, "fp8_skipped_spikes": 0, "fp8_linears_in_bf16": 0}
         self._fallback = Fallback(self._window)
         weights = [weight for bucket in engine.buckets for weight in bucket.weights if weight.fp8]
-        self._weights = {weight_name(weight.path, weight.layer_number): weight for weight in weights}
+        self._weights = {linear_name(weight.path, weight.layer_number): weight for weight in weights}
         self._stages = stages
         self._names = self._of_all_stages(sorted(self._weights)) if self.action == FALLBACK else []
 

@@ -72,14 +72,8 @@ def together(tallies: list[Tally]) -> Tally:
     return Tally(casts.tolist(), extremes.tolist(), reduced.tolist())
 
 
-def weight_name(path: str, layer_number: int) -> str:
-    """The module's path: of Fp8Weight's `path`, which has no layer number, and `layer_number`, from 1."""
-    block, _, linear = path.partition(".layers.")
-    return f"{block}.layers.{layer_number - 1}.{linear}"
-
-
 def layer_name(weight: str) -> str:
-    """The path of the transformer layer that a weight is in, of `weight_name`'s result."""
+    """The path of the transformer layer that a weight is in, of `linear_name`'s result."""
     block, _, rest = weight.partition(".layers.")
     return f"{block}.layers.{rest.partition('.')[0]}"
 

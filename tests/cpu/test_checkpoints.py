@@ -169,13 +169,13 @@ def test_replicas_have_the_same_weights_while_gathers_are_under_way():
 @nightly
 def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
     flags = "--fp8-level O3 --non-persistent-ckpt-type global --non-persistent-save-interval 3"
-    train(1, flags, tmp_path, save=100, until=4)
+    train(1, flags, tmp_path, save=2, until=3)
     (folder,) = (tmp_path / "non_persistent").glob("iter_0000003")
     file = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")  # older, and not looked at
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"  # older, and not looked at
     with pytest.raises(RunFailed, match=r"iter_0000003/.* is damaged or missing"):
         train(1, flags, tmp_path, load=True)
 

@@ -18,9 +18,10 @@ from megatron_fp8.plugin import install
 install()
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from megatron_fp8.emulate import linear_name
 from megatron_fp8.engine.optimizer import Fp8ChainedOptimizer
 from megatron_fp8.layers.linear import _Fp8LinearMixin
-from megatron_fp8.monitor.write import current_iteration, weight_name
+from megatron_fp8.monitor.write import current_iteration
 
 AT = {int(word) for word in os.environ["SPIKE_AT"].split(",")}
 IN, BY = os.environ.get("SPIKE_IN", "loss"), float(os.environ["SPIKE_BY"])
@@ -28,7 +29,7 @@ loss, product, step = GPTModel.compute_language_model_loss, _Fp8LinearMixin._for
 
 
 def name(weight) -> str:
-    return weight_name(weight.path, weight.layer_number)
+    return linear_name(weight.path, weight.layer_number)
 
 
 def spiking_loss(self, labels, logits):

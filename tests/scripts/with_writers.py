@@ -52,6 +52,7 @@ sys.modules.update({"torch.utils.tensorboard": tensorboard, "wandb": wandb})
 from megatron_fp8.plugin import install
 
 install()
+from megatron_fp8.emulate import linear_name
 from megatron_fp8.monitor import collect
 
 calls: Counter[str] = Counter()
@@ -81,7 +82,7 @@ def begin_and_say(self):
             "underflows": int((param != 0).sum() - (payload.float() != 0).sum()),
             "amax": float(param.abs().max()),
         }
-        name = collect.weight_name(weight.path, weight.layer_number)
+        name = linear_name(weight.path, weight.layer_number)
         print(f"weight {name} {json.dumps(values)}", flush=True)
 
 

@@ -21,6 +21,8 @@ from megatron_fp8.config import (
 from megatron_fp8.level import CELLS
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.probe_plan import PROBE_FLAGS
+from megatron_fp8.sharpness_plan import SHARPNESS_FLAGS
 
 
 def test_without_a_level_nothing_happens(parse):
@@ -109,6 +111,7 @@ OURS = {
     **{"--fp8-on-spike": "skip", "--fp8-spike-sigma": "6.5", "--fp8-spike-window": "64"},
     "--fp8-attention": "torch",
 }
+LOOK_ON = [row[0] for row in (*SHARPNESS_FLAGS, *PROBE_FLAGS)]  # test_sharpness_flags.py, test_probe.py
 
 
 @pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no_level", "O0"])
@@ -307,7 +310,7 @@ def test_our_arguments_reach_no_stock_config():
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig
 
-    ours = {flag[2:].replace("-", "_") for flag in ("--fp8-level", *OURS)}
+    ours = {flag[2:].replace("-", "_") for flag in ("--fp8-level", *OURS, *LOOK_ON)}
     for stock in (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
         assert not ours & {f.name for f in dataclasses.fields(stock)}
 
@@ -315,7 +318,8 @@ def test_our_arguments_reach_no_stock_config():
 def test_help_lists_our_group(parser):
     (group,) = [g for g in parser._action_groups if g.title == "megatron-fp8"]
     flags = [a.option_strings[0] for a in group._group_actions]
-    assert flags == ["--fp8-level", *OURS]
+    assert [flag for flag in flags if flag not in LOOK_ON] == ["--fp8-level", *OURS]
+    assert set(LOOK_ON) < set(flags)
     assert all(a.default is None for a in group._group_actions)
 
 

@@ -42,6 +42,41 @@ def test_random_state_is_the_cpus(installed):
     assert torch.equal(torch.rand(4), first)
 
 
+def test_what_autograd_calls_back_finds_no_gpu_either(installed):
+    """Megatron's recomputation: a backward pass inside of one, which runs a function's backward anew."""
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(torch.ones(1, device="cuda").device.type)
+            return dy * 2
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = Look.apply(x)
+            torch.autograd.backward((y,), (dy,))
+            return x.grad
+
+    x = torch.ones(3, requires_grad=True)
+    y = Recomputed.apply(x)
+    run = torch.autograd.Variable._execution_engine.run_backward  # what Megatron's schedules call
+    run((y,), (torch.ones(3),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert seen == ["cpu"] and x.grad.tolist() == [2, 2, 2]
+
+
 def test_streams_and_optimizers_work(installed):
     event = torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from test_statistics import direct_counts
 
 from megatron_fp8.comm.shared import SharedScale
+from megatron_fp8.emulate import linear_name
 from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
 from megatron_fp8.monitor import collect, write
 from megatron_fp8.monitor.collect import Monitor
-from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together, weight_name
+from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.blocks import BLOCK, block_scales
 from megatron_fp8.numerics.formats import E4M3, E5M2, decode
@@ -64,7 +65,7 @@ class TestTally:
         assert found["wgrad_reduced_snr_db"] == pytest.approx(10.0) and "wgrad_mu" not in found
 
     def test_names(self):
-        name = weight_name("decoder.layers.mlp.linear_fc1", 13)
+        name = linear_name("decoder.layers.mlp.linear_fc1", 13)
         assert name == "decoder.layers.12.mlp.linear_fc1" and layer_name(name) == "decoder.layers.12"
 
     def test_the_summary_names_the_worst(self):
