@@ -12,7 +12,7 @@ from .statistics import median, wilson
 
 LEADS = (0.01, 0.05, 0.1)  # of a run's steps
 _SHARPNESS = "sharpness"  # what a signal of this kind has in its name
-_OTHERS = ("log_z", "grad_norm", "update_norm")
+_OTHERS = ("centred", "log_z", "grad_norm", "update_norm")  # centred: sharpness of the mean-centred logits
 
 
 def absent(results: Results) -> list[str]:

@@ -57,6 +57,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         pytest.param(2, f"--fp8-level O2 {OVERLAP}", marks=nightly),
         pytest.param(2, f"--fp8-level O3 --fp8-ckpt-compact {OVERLAP}", marks=nightly),
         pytest.param(2, f"--fp8-level O3 {DISTRIBUTED}", marks=nightly),
+        pytest.param(2, f"--fp8-level O3 --async-save {OVERLAP}", marks=nightly),
         pytest.param(2, "--fp8-level O3", marks=nightly),
         pytest.param(1, "--fp8-level O3 --fp8-ckpt-compact", marks=nightly),
         pytest.param(1, "--fp8-level O3 --fp8-master fp16", marks=nightly),

@@ -213,7 +213,7 @@ def test_what_is_seen_and_what_cannot_be(report):
     assert re.search(r"Final loss \+0.0\d+ nats \(\+1.\d+ %\): worse", text)
     assert "16 failed of 48 runs are not in it" in text and "0.001, broken: no run has ended well" in text
     assert "7 pairs in which a run diverged are not in the final loss's gap" in text
-    assert "One data set, d: nothing about others." in text and "log_z, update_norm" in text
+    assert "One data set, d: nothing about others." in text and "centred, log_z, update_norm" in text
 
 
 def test_too_few_diverged_for_a_warning_is_said(tmp_path):
@@ -289,7 +289,7 @@ def test_without_validation_the_training_loss_is_compared(tmp_path):
     report = reports(tmp_path)
     text = " ".join(Page(report["report.html"]).text)
     assert "The mean training loss of the last 5 % of steps (some runs lack a validation loss)" in text
-    assert "Not logged, so not judged: log_z, grad_norm, update_norm, sharpness." in text
+    assert "Not logged, so not judged: centred, log_z, grad_norm, update_norm, sharpness." in text
     assert abs(float(table(report, "Wilcoxon p")[1]["gap"]) - GAP) < 0.005
 
 
