@@ -30,11 +30,11 @@ short of it by 19, 11, 6 and 2 % (medians of 30 rows, V = 32,000, normal logits 
 eps is the smaller of Keskar's two.
 
 Cost.  `closed_form` reads the logits (n, V) three times and makes 15 elementwise passes over portions of AT_ONCE of
-them in FP32: about 110 n V bytes of traffic, and memory for five portions; with tensor parallelism one maximum and two
-sums of a few n numbers.  Nothing waits for the host.  Measured on an H200 with `Statistics` (benchmarks/lab.py):
-12.3 ms for 8,192 positions and V = 32,000, 61 ms for 128,256.  Of the 480 ms step of docs/performance.md's slice, four
-such micro-batches, it is 10 %: under 1 % of the time from every 11th step on.  By L-BFGS-B a row of V = 32,000 takes one CPU core 0.1 s in ten iterations, and seconds to a minute
-until it has converged.
+them in FP32: about 110 n V bytes of traffic, and memory for five portions; with tensor parallelism one maximum and
+two sums of a few n numbers.  Nothing waits for the host.  Measured on an H200 with `Statistics` (benchmarks/lab.py):
+12.3 ms for 8,192 positions and V = 32,000, 61 ms for 128,256.  Of the 480 ms step of docs/performance.md's slice,
+four such micro-batches, it is 10 %: under 1 % of the time from every 11th step on.  By L-BFGS-B a row of V = 32,000
+takes one CPU core 0.1 s in ten iterations, and seconds to a minute until it has converged.
 """
 
 import math
