@@ -12,9 +12,9 @@ What is hooked, and why not something more official:
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
                                                 MEGATRON_FP8_REPORT, at every level).
     training.training.train_step and            the beginning and end of what --fp8-sharpness-interval and
-    evaluate_and_print_results                  --fp8-sharpness-eval measure, with the model chunks at hand; without an
-                                                optimizer (--skip-train) too. Likewise --fp8-probe-step and
-                                                --fp8-log-exact.
+    evaluate_and_print_results                  --fp8-sharpness-eval measure, with the model chunks at hand; likewise
+                                                --fp8-probe-step and --fp8-log-exact.  With --skip-train, where no
+                                                optimizer is built, what it would have checked and counted.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
@@ -142,9 +142,12 @@ def _parse_args(stock: Callable) -> Callable:
 
 
 def _hook_model(fp8: Fp8Config) -> None:
+    import megatron.training.training as training
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
+    parameters = "prefix forward_step_func data_iterator model iteration"
+    _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
 
 
 def _hook_optimizer(fp8: Fp8Config | None) -> None:
@@ -172,7 +175,7 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
     if plan.interval:
         _rebind(training, "train_step", _train_step(plan), "forward_step_func data_iterator model optimizer")
     if plan.file is not None:
-        parameters = "prefix forward_step_func data_iterator model iteration"
+        parameters = "prefix forward_step_func data_iterator model"
         _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
 
 
@@ -284,17 +287,33 @@ def _train_step(plan: SharpnessPlan):
 
 
 def _evaluate(plan: SharpnessPlan):
-    from .layers.linear import fp8_weights
     from .monitor.sharpness import watch_evaluation
 
     def make(stock):
         @functools.wraps(stock)
+        def evaluate(prefix, forward_step_func, data_iterator, model, *args, **kwargs):
+            run = functools.partial(stock, prefix, forward_step_func, data_iterator, model, *args, **kwargs)
+            return watch_evaluation(plan, prefix, model, run)
+
+        return evaluate
+
+    return make
+
+
+def _evaluate_without_optimizer(fp8: Fp8Config):
+    """With --skip-train no optimizer is built, which would check the patterns and count the steps."""
+    from .layers.chosen import check_chosen
+    from .layers.linear import fp8_weights
+
+    def make(stock):
+        @functools.wraps(stock)
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
-            for weight in fp8_weights(model):
-                if weight.grad is None:  # --skip-train: no optimizer counts the steps of --fp8-emulate-from-step
+            weights = fp8_weights(model)
+            if all(weight.grad is None for weight in weights):
+                _log(check_chosen(fp8, model))
+                for weight in weights:
                     weight.step = max(1, iteration)
-            given = prefix, forward_step_func, data_iterator, model, iteration, *args
-            return watch_evaluation(plan, prefix, model, functools.partial(stock, *given, **kwargs))
+            return stock(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
 
         return evaluate
 

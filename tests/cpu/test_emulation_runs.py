@@ -1,6 +1,7 @@
 """Runs with emulated GEMM operands, of Megatron's real loop."""
 
 import pytest
+from launch import RunFailed
 from megatron_runs import TINY_GPT, run_megatron
 
 EXACT = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
@@ -41,3 +42,18 @@ def test_fewer_bits_train_worse():
     best = losses(1, EXACT)[-1]
     worse = [losses(1, f"--fp8-emulate {form}:truncate --fp8-emulate-lm-head")[-1] - best for form in ("E8M5", "E8M3")]
     assert worse[1] > worse[0] > -0.01 and worse[1] > 0.03
+
+
+@pytest.mark.slow
+def test_an_evaluation_alone_emulates_what_training_would(tmp_path):
+    """--skip-train builds no optimizer, which counts the steps and checks the patterns."""
+    data = "--split 80,20,0 --eval-iters 2 --train-iters 4 --lr-warmup-iters 1"
+    coarse = "--fp8-emulate activation=E8M1 --fp8-emulate-from-step 4"
+    there = [*TINY_GPT, *data.split(), *coarse.split()]
+    trained = run_megatron(1, [*there, "--save", str(tmp_path), "--save-interval", "4"])
+    alone = [*there, "--load", str(tmp_path), "--skip-train"]
+    assert run_megatron(1, alone).validation_losses == trained.validation_losses
+    earlier = run_megatron(1, [*alone, "--fp8-emulate-from-step", "5"]).validation_losses
+    assert earlier != trained.validation_losses
+    with pytest.raises(RunFailed, match=r"--fp8-emulate-layers none\.\*: matches none"):
+        run_megatron(1, [*alone, "--fp8-emulate-layers", "none.*"])
