@@ -19,6 +19,15 @@ def _why_no_fp8_gpu() -> str | None:
     return None
 
 
+@pytest.fixture(autouse=True)
+def _environment():
+    """A test that builds a model leaves Megatron's NVTE_* variables behind, which runs started later would inherit."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_no_fp8_gpu()
     if reason:

@@ -24,6 +24,7 @@ def bytes_a_weight(lines: list[str]) -> float:
     return float(line.partition("weight ")[2].partition(",")[0])
 
 
+@pytest.mark.slow
 def test_all_linears_in_bf16_are_bf16_gemms():
     """Of FP8, of FP8 that is stored, and of what is emulated, the LM head included."""
     exact = run(EXACT)
@@ -83,6 +84,7 @@ def test_a_pattern_that_matches_nothing_is_one_line(flags, line):
     assert "Traceback" not in str(failed.value)
 
 
+@pytest.mark.slow
 def test_a_planted_culprit_is_found(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     flags = "--num-layers 4 --fp8-emulate activation=E8M1 --fp8-emulate-layers decoder.layers.1.mlp.linear_fc2"

@@ -152,6 +152,7 @@ def trials(tmp_path, monkeypatch):
     return trials
 
 
+@pytest.mark.slow
 def test_all_invariants_hold_at_o2(trials, capsys):
     assert invariants.report(trials("--fp8-level O2")) == 0
     assert [line[17:24].strip() for line in capsys.readouterr().out.splitlines()] == [
@@ -162,6 +163,21 @@ def test_all_invariants_hold_at_o2(trials, capsys):
 def test_a_planted_bug_fails(trials):
     found = CHECKS["recompute"](trials("--fp8-level O2", "tests/scripts/broken_recompute.py"))
     assert not found.passed and found.difference > 1e-4
+
+
+@pytest.mark.slow
+def test_a_planted_micro_batch_bug_fails_though_the_twin_has_it(trials):
+    """Of 4 micro-batches gradients have 4/5 of their size, of 8 they have 8/9."""
+    found = CHECKS["micro-batches"](trials("--fp8-level O2", "tests/scripts/broken_micro_batches.py"))
+    assert not found.passed and found.name == "exact_grad_norm" and found.difference > 1.5 * found.limit > 0
+
+
+@pytest.mark.slow
+def test_micro_batches_of_one_with_dropout_at_the_first_steps(trials):
+    runs = trials("--fp8-level O2 --micro-batch-size 1 --attention-dropout 0.1 --hidden-dropout 0.1")
+    runs.steps = 1
+    found = CHECKS["micro-batches"](runs)
+    assert found.passed, str(found)
 
 
 @pytest.mark.slow

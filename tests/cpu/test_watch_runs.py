@@ -99,7 +99,7 @@ def test_the_linears_that_clipped_fall_back_and_return():
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        (2, "--fp8-level O3 --use-distributed-optimizer"),
+        pytest.param(2, "--fp8-level O3 --use-distributed-optimizer", marks=pytest.mark.slow),
         pytest.param(2, "--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
         pytest.param(1, "--fp8-level O2 --fp8-ckpt-compact --recompute-granularity full --recompute-method uniform "
                      "--recompute-num-layers 1", marks=pytest.mark.slow),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_fp8.lab import bisect, runner
-from megatron_fp8.lab.bisect import gap, gemm_flags, other_micro_batches
+from megatron_fp8.lab.bisect import gap, gemm_flags
 
 # Each linear of the model that is not in BF16 adds its cost to the loss. --begun: a line there for each run.
 TRAINING = """
@@ -97,8 +97,26 @@ def test_what_was_run_is_not_run_again(bisected):
     assert not begun and again.splitlines()[-1] == out.splitlines()[-1]
     other, begun = bisected("--share 0.5 --measure grad_norm", training=training)
     assert not begun and "gap of grad_norm" in other
-    with pytest.raises(ValueError, match=r"^--folder .*: has the runs of another command; take another folder"):
+    with pytest.raises(ValueError, match=r"^--folder .*: has the runs of another command, or of another checkpoint"):
         bisected(training="--lr 0.3")
+
+
+def test_a_checkpoint_that_came_later_is_another_run(bisected, tmp_path):
+    training = f"--lr 0.2 --load {tmp_path}/saved"
+    tracker = tmp_path / "saved/latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    tracker.write_text("10")
+    bisected(training=training)
+    assert not bisected(training=training)[1]
+    tracker.write_text("20\n")
+    with pytest.raises(ValueError, match=r"^--folder .*: has the runs of another command, or of another checkpoint in"):
+        bisected(training=training)
+
+
+def test_what_writes_or_ends_is_left_out(bisected, tmp_path):
+    bisected(training="--lr 0 --tensorboard-dir logs --fp8-log-grad-snr --exit-interval 2 --exit-duration-in-mins 1")
+    (command,) = re.findall(r'"command": \[.*?\]', (tmp_path / "found/bisect.json").read_text())
+    assert "--lr" in command and not any(flag in command for flag in ("logs", "--exit", "snr"))
 
 
 def test_nothing_above_the_floor(bisected):
@@ -160,25 +178,6 @@ def test_gap():
     assert gap({**twin, 2: 1e9}, twin) == math.sqrt(1 / 3)
     assert gap({1: 4.0}, twin) == math.sqrt(2 / 3)
     assert math.isnan(gap({}, {})) and math.isnan(gap(twin, {4: math.nan}))
-
-
-@pytest.mark.parametrize(
-    ("command", "processes", "expected"),
-    [
-        ("--micro-batch-size 4 --global-batch-size 16", 1, "2 16"),
-        ("--micro-batch-size 3 --global-batch-size 12", 2, "1 12"),
-        ("--micro-batch-size 2", 4, "1 8"),
-        ("--micro-batch-size 2 --tensor-model-parallel-size 2", 4, "1 4"),
-        ("--micro-batch-size=1 --global-batch-size=4", 2, "2 4"),
-        ("--micro-batch-size 1 --global-batch-size 6", 2, None),
-        ("--micro-batch-size 1 --global-batch-size 1", 1, None),
-        ("", 1, None),
-    ],
-)
-def test_other_micro_batches(command, processes, expected):
-    found = other_micro_batches(["train.py", *command.split()], processes)
-    assert found == (expected and [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(
-        f"micro-batch-size {expected.split()[0]} global-batch-size {expected.split()[1]}".split())])  # fmt: skip
 
 
 def test_gemms_that_flags_reach():

@@ -20,10 +20,14 @@ class Made(Trials):
         super().__init__(command.split(), processes, None, first, steps, Path("folder"))
         self.answer, self.commands = answer, []
 
-    def run(self, command=None, steps=0, again=False):
+    def run(self, command=None, steps=None, again=False):
         words = list(self.command if command is None else command)
         self.commands.append((" ".join(words), steps))
         return self.answer(words, steps)
+
+
+EXACT = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 
 
 def curve(losses, norms=None, first=1):
@@ -32,6 +36,12 @@ def curve(losses, norms=None, first=1):
         "exact_lm_loss": dict(enumerate(losses, first)),
         "exact_grad_norm": dict(enumerate(norms, first)),
     }
+
+
+def linear(error, kind):
+    gemms = {gemm: {"error": error, "gain": 0.92} for gemm in ("fprop", "dgrad", "wgrad")}
+    operand = {"format": kind, "underflow": 0.0125, "saturation": 0.0, "kurtosis": None, "amax": 3.5}
+    return {**gemms, **{name: operand for name in ("activation", "weight", "gradient")}}
 
 
 class TestDifferences:
@@ -79,7 +89,7 @@ class TestChanges:
         def answer(words, steps):
             losses = [5.0, 4.0, 3.0, 2.0, 1.0]
             if "--save" in words:
-                assert steps is None
+                assert steps == 2
                 return curve(losses[:2], first=11)
             return curve(losses[2:], first=13) if steps == 3 else curve(losses, first=11)
 
@@ -90,22 +100,62 @@ class TestChanges:
         assert plain == command and loading == f"{SCRIPT} --lr 1 --load folder/checkpoint"
         assert saving == f"{command} --save folder/checkpoint --save-interval 12 --exit-interval 12"
 
-    def test_micro_batches_are_judged_by_the_bf16_twin(self):
-        def answer(words, _):
-            split = words[-4:] == ["--micro-batch-size", "2", "--global-batch-size", "8"]
-            scale = 1.0 if "O2" in words else 2.0**-6
-            return curve([1.0 + worse * scale * split], [1.0 + 0.5 * scale * split])
+    @staticmethod
+    def micro_batches(ours, twin, plain=1.0, flags=f"--micro-batch-size 4 {NO_DROPOUT}", processes=2):
+        """The finding where another size adds `ours` to the loss and the norm, and `twin` to the twin's, in step 2."""
 
-        worse = 0.5
-        ours = "--fp8-level O2 --fp8-margin=1 --fp8-attention te --fp8-log-grad-snr"
-        trials = Made(f"{SCRIPT} {ours} --micro-batch-size 4", answer, processes=2)
-        assert CHECKS["micro-batches"](trials).passed
-        exact = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
-        assert trials.commands[2][0] == f"{SCRIPT} --fp8-attention te --micro-batch-size 4 {exact}"
-        worse = 0.5001
-        trials.answer = lambda words, _: answer(words, _) if "O2" in words else curve([1.0], [1.0])
-        finding = CHECKS["micro-batches"](trials)
-        assert not finding.passed and finding.limit == 0
+        def answer(words, _):
+            split = words[-4:-1:2] == ["--micro-batch-size", "--global-batch-size"]
+            change = (twin if "bf16" in words else ours) if split else 0.0
+            return curve([1.0, plain + change], [1.0, 2 * (plain + change)])
+
+        trials = Made(f"{SCRIPT} --fp8-level O2 --fp8-margin=1 --fp8-attention te {flags}", answer, processes)
+        return CHECKS["micro-batches"](trials), [command for command, _ in trials.commands]
+
+    def test_micro_batches_are_judged_by_the_bf16_twin(self):
+        finding, commands = self.micro_batches(0.0312, 2.0**-11)
+        assert finding.passed and finding.limit == pytest.approx(64 * 2.0 ** (finding.name == "exact_grad_norm") / 2048)
+        rest = f"--fp8-attention te --micro-batch-size 4 {NO_DROPOUT}"
+        other = "--micro-batch-size 2 --global-batch-size 8"
+        ours, twin = f"{SCRIPT} --fp8-level O2 --fp8-margin=1 {rest}", f"{SCRIPT} {rest} {EXACT}"
+        assert commands == [ours, f"{ours} {other}", twin, f"{twin} {other}"]
+        assert not self.micro_batches(0.0313, 2.0**-11)[0].passed
+
+    def test_a_twin_that_is_equal_leaves_room_for_rounding(self):
+        assert self.micro_batches(3e-5, 0.0)[0].passed
+        assert not self.micro_batches(3e-4, 0.0)[0].passed
+
+    @pytest.mark.parametrize("twin", [0.06, 1e3])
+    def test_a_bug_that_the_twin_has_too_fails(self, twin):
+        finding, _ = self.micro_batches(0.06, twin)
+        assert not finding.passed and finding.limit == pytest.approx(0.05 * (1 + (finding.name == "exact_grad_norm")))
+        assert self.micro_batches(0.04, twin)[0].passed
+
+    @pytest.mark.parametrize("change", [math.nan, math.inf])
+    def test_a_twin_that_is_not_finite_is_no_judge(self, change):
+        with pytest.raises(Skipped, match="the BF16 twin is not finite, or ends early"):
+            self.micro_batches(0.5, change)
+        finding, _ = self.micro_batches(change, 1e-5)
+        assert not finding.passed and finding.limit < 1
+
+    @pytest.mark.parametrize("both", [True, False])
+    @pytest.mark.parametrize("end", [[], [math.nan]])
+    def test_a_twin_that_ends_early_is_no_judge(self, end, both):
+        def answer(words, _):
+            ends = "bf16" in words and (both or "--global-batch-size" in words)
+            return curve([1.0, *(end if ends else [1.0])])
+
+        with pytest.raises(Skipped, match="the BF16 twin"):
+            CHECKS["micro-batches"](Made(f"{SCRIPT} --fp8-level O2 --micro-batch-size 4 {NO_DROPOUT}", answer))
+
+    def test_no_masks(self):
+        finding, commands = self.micro_batches(1e-3, 1e-4, flags="--micro-batch-size 4 --hidden-dropout 0.2")
+        assert finding.passed and all(f" {NO_DROPOUT}" in command for command in commands)
+
+    def test_micro_batches_of_one_are_made_larger(self):
+        flags = f"--micro-batch-size 1 --global-batch-size 8 {NO_DROPOUT}"
+        _, commands = self.micro_batches(0.0, 0.0, flags=flags)
+        assert commands[1].endswith(" --micro-batch-size 2 --global-batch-size 8")
 
     def test_overlap(self):
         trials = Made(f"{SCRIPT} --use-distributed-optimizer", lambda *_: curve([1.0]), processes=2)
@@ -123,7 +173,7 @@ class TestChanges:
             ("tp gather", "--fp8-level O3", "no tensor and sequence parallelism"),
             ("tp gather", "--tensor-model-parallel-size 2 --sequence-parallel", "no FP8 GEMMs"),
             ("overlap", "--tensor-model-parallel-size 2", "no data parallelism"),
-            ("micro-batches", "--micro-batch-size 3", "has no half"),
+            ("micro-batches", "--micro-batch-size 1 --global-batch-size 6", "no other --micro-batch-size fits"),
             ("micro-batches", "--micro-batch-size 2 --fp8-level O0", "its own BF16 twin"),
         ],
     )
@@ -133,6 +183,9 @@ class TestChanges:
 
 
 class TestReport:
+    def made(self, answer, flags=""):
+        return Made(f"{SCRIPT} {flags}", answer, steps=1)
+
     def test_a_line_a_check_and_the_exit_code(self, capsys):
         def answer(words, _):
             if "--recompute-granularity" in words:
@@ -143,7 +196,7 @@ class TestReport:
                 raise ValueError("the run failed\nSegmentation fault\n")
             return curve([1.0])
 
-        assert invariants.report(Made(f"{SCRIPT} --fp8-level O1 --micro-batch-size 2", answer)) == 1
+        assert invariants.report(self.made(answer, "--fp8-level O1 --micro-batch-size 2")) == 1
         assert capsys.readouterr().out.splitlines() == [
             "repeat           PASS     largest difference 0 (grad norm, step 1)",
             "recompute        FAIL     largest difference 0.5 (lm loss, step 1)",
@@ -155,7 +208,7 @@ class TestReport:
 
     def test_a_run_that_does_not_repeat_itself_can_show_little(self, capsys):
         losses = iter(range(100))
-        assert invariants.report(Made(SCRIPT, lambda *_: curve([float(next(losses))]))) == 1
+        assert invariants.report(self.made(lambda *_: curve([float(next(losses))]))) == 1
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("repeat           FAIL") and all("skipped" in line for line in lines[1:])
         assert "--deterministic-mode" in lines[1]
@@ -163,28 +216,83 @@ class TestReport:
     def test_all_well(self, capsys):
         assert invariants.report(Made(SCRIPT, lambda *_: curve([1.0, 0.5, 0.2, 0.1]))) == 0
 
+    @pytest.mark.parametrize("made", [0, 1, 3])
+    def test_a_run_of_fewer_steps_than_asked(self, made, capsys):
+        trials = Made(SCRIPT, lambda *_: curve([1.0] * made, [2.0] * made))
+        said = error_of(invariants.report, trials)
+        assert said.startswith(f"the command ends after {made} of 4 steps; raise --train-iters or lower --steps")
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize(
+        ("losses", "norms", "what"),
+        [
+            ([math.nan] * 4, [math.nan] * 4, "lm loss"),
+            ([1.0] * 4, [math.inf, math.nan] * 2, "grad norm"),
+            ([math.nan] * 4, [1.0] * 4, "lm loss"),
+        ],
+    )
+    def test_a_run_that_is_never_finite(self, losses, norms, what):
+        said = error_of(invariants.report, Made(SCRIPT, lambda *_: curve(losses, norms)))
+        assert said == f"the command's {what} is finite in no step; take an earlier --load, or a lower --lr"
+
+    def test_a_step_that_is_not_finite_in_both_is_equal(self):
+        assert invariants.report(Made(SCRIPT, lambda *_: curve([1.0, math.nan, 0.5, 0.2], [math.inf, 1, 1, 1]))) == 0
+
     def test_the_worst_is_what_is_farthest_from_its_limit(self):
         findings = [Finding(0.5, "a", 1, 1.0), Finding(0.1, "b", 1, 0.01), Finding(0.0, "c", 1)]
         assert invariants._worst(findings).name == "b"
 
 
+class TestTrials:
+    def test_every_run_has_a_folder_and_the_steps(self, monkeypatch, tmp_path):
+        made = []
+
+        def curves(command, processes, folder, timeout, steps):
+            made.append((folder.name, steps))
+            if "fails" in command:
+                raise ValueError("the cause")
+            return {"loss": {1: 2.0}, **curve([1.0])}
+
+        monkeypatch.setattr(invariants, "curves", curves)
+        trials = Trials([SCRIPT], 1, None, 1, 4, tmp_path)
+        assert trials.run() == curve([1.0])
+        trials.run(again=True)
+        with pytest.raises(ValueError, match="the cause"):
+            trials.run([SCRIPT, "fails"])
+        trials.run([SCRIPT, "--lr", "1"], steps=2)
+        trials.run([SCRIPT, "--lr", "1"])
+        assert made == [("run0", 4), ("run1", 4), ("run2", 4), ("run3", 2)]
+
+
 class TestVerb:
-    def test_the_first_step(self, tmp_path):
-        assert probe.first_step([SCRIPT]) == 1
-        assert probe.first_step([SCRIPT, "--load", str(tmp_path)]) == 1
-        (tmp_path / probe.TRACKER).write_text("120\n")
-        assert probe.first_step([SCRIPT, "--load", str(tmp_path)]) == 121
-        assert probe.first_step([SCRIPT, f"--load={tmp_path}", "--ckpt-step", "60"]) == 61
-        assert probe.first_step([SCRIPT, "--load", str(tmp_path), "--finetune"]) == 1
-        (tmp_path / probe.TRACKER).write_text("release")
-        assert probe.first_step([SCRIPT, "--load", str(tmp_path)]) == 1
+    @pytest.mark.parametrize(
+        ("flags", "why"),
+        [("--fp8-bf16-layers *", "--fp8-bf16-layers *"), ("--first-last-layers-bf16", "--first-last-layers-bf16")],
+    )
+    def test_no_linear_to_look_at(self, flags, why, monkeypatch, tmp_path):
+        def curves(command, processes, folder, timeout, steps):
+            results = Path(command[-1])
+            results.mkdir()
+            (results / "step-3.json").write_text('{"step": 3, "linears": {}}')
+
+        monkeypatch.setattr(probe, "curves", curves)
+        said = error_of(probe.probe, [SCRIPT, *flags.split()], 1, tmp_path, None, 3, 3)
+        assert said == f"{why}: leaves no linear that is FP8 or emulated, nothing to look at; remove it"
+
+    def test_the_table_is_printed_before_it_is_written(self, monkeypatch, tmp_path, capsys):
+        made, found = [], {"step": 3, "linears": {"a": linear(0.1, "E4M3")}}
+        monkeypatch.setattr(probe, "probe", lambda *_: made.append(1) or found)
+        folder = tmp_path / "out"
+        command = ["--json", str(folder / "found.json"), "--", __file__]
+        said = error_of(probe.run, _parse(command))
+        assert said == f"--json {folder}/found.json: no such folder; make it, or name another file" and not made
+        folder.mkdir()
+        (folder / "found.json").mkdir()  # what only writing it shows
+        with pytest.raises(IsADirectoryError):
+            probe.run(_parse(command))
+        assert capsys.readouterr().out.startswith("step 3\n")
 
     def test_the_tables(self):
-        def linear(error, kind):
-            gemms = {gemm: {"error": error, "gain": 0.92} for gemm in ("fprop", "dgrad", "wgrad")}
-            operand = {"format": kind, "underflow": 0.0125, "saturation": 0.0, "kurtosis": None, "amax": 3.5}
-            return {**gemms, **{name: operand for name in ("activation", "weight", "gradient")}}
-
         linears = {"a": linear(0.03, "E4M3"), "b": linear(None, "E5M2"), "c": linear(0.04, "E8M3")}
         found = {"step": 7, "linears": linears}
         lines = probe.table(found, by_error=False).splitlines()

@@ -303,6 +303,7 @@ class TestSteps:
         text = probe.summary({"a": linear(0.01, 0.3, None), "b": linear(0.02, 0.1, None)})
         assert text == "largest fprop error 2 % b; largest dgrad error 30 % a; worst gain 0.7 dgrad a"
         assert probe.summary({"a": linear(None, None, None)}) == "no GEMM was finite"
+        assert probe.summary({}) == "no linear is FP8 or emulated"
 
 
 class TestFlags:

@@ -126,6 +126,15 @@ def test_the_verbs_run(tmp_path, monkeypatch, capsys):
     assert "iteration 3 on validation set\n512 positions, 3 more not finite" in capsys.readouterr().out
     assert "evaluated nothing" in error_of(verb, "--", str(script), "--load", "here", "--nothing")
     assert "add --load DIR" in error_of(verb, "--", str(script), "--seed", "3")
+    commands.clear()
+    last = ("--", str(script), "--load", "here", "--tensorboard-dir", "logs", "--fp8-log-grad-snr")
+    assert "--iterations -1: use 0 (not done) or more" in error_of(verb, "--iterations", "-1", *last)
+    assert "no/found.json: no such folder" in error_of(verb, "--json", str(tmp_path / "no/found.json"), *last)
+    assert not commands
+    with pytest.raises(IsADirectoryError):
+        verb("--json", str(tmp_path), *last)
+    assert "iteration 3 on validation set\n512" in capsys.readouterr().out
+    assert not {"--tensorboard-dir", "logs", "--fp8-log-grad-snr"} & set(commands[0][0])
 
 
 def test_a_table_has_every_number_under_its_head():

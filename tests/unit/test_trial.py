@@ -8,10 +8,23 @@ import time
 
 import psutil
 import pytest
+from commands import O1, error_of
 from lab_runs import ROOT, TRAINING, wait_for
 
 from megatron_fp8.lab import runner
-from megatron_fp8.lab.trial import add_command, curves, without
+from megatron_fp8.lab.trial import (
+    TRACKER,
+    WRITING,
+    add_command,
+    check_folder_of,
+    curves,
+    first_step,
+    has_dropout,
+    loaded,
+    other_micro_batches,
+    replicas,
+    without,
+)
 
 
 def parsed(*argv: str) -> argparse.Namespace:
@@ -49,6 +62,74 @@ def test_without():
     assert without(command, ["--save"]) == ["train.py", *command[3:4], *command[5:]]
     assert without(command, ["--data", "--quiet", "--lr"]) == [*command[:3], "--save=b", *command[-2:]]
     assert without(command, []) == command
+
+
+def test_what_writes_can_be_left_out(parse, parser):
+    """Each of them is a flag that Megatron or the plugin has, and what is left is a command."""
+    switches = ("--async-save", "--fp8-log-grad-snr")
+    flags = [word for flag in WRITING for word in ([flag] if flag in switches else [flag, "2"])]
+    parse(*O1, *flags)
+    assert without([*O1, *flags, "--lr", "3"], WRITING) == [*O1, "--lr", "3"]
+    saving = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--save")}
+    assert saving <= {*WRITING}
+
+
+def test_the_first_step(tmp_path):
+    here = f"--load={tmp_path}"
+
+    def both(*command):
+        return loaded(["train.py", *command]), first_step(["train.py", *command])
+
+    assert both() == both(here) == both("--ckpt-step", "60") == (None, 1)
+    assert both(here, "--ckpt-step", "60") == ("60", 61)
+    (tmp_path / TRACKER).write_text("120\n")
+    assert both("--load", str(tmp_path)) == ("120", 121)
+    assert both(here, "--ckpt-step", "60") == ("60", 61)
+    assert both(here, "--finetune") == ("120", 1)
+    (tmp_path / TRACKER).write_text("release")
+    assert both(here) == ("release", 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "processes", "ranks", "expected"),
+    [
+        ("--micro-batch-size 4 --global-batch-size 16", 1, 1, "2 16"),
+        ("--micro-batch-size 3 --global-batch-size 12", 2, 2, "1 12"),
+        ("--micro-batch-size 2", 4, 4, "1 8"),
+        ("--micro-batch-size 2 --tensor-model-parallel-size 2", 4, 2, "1 4"),
+        ("--micro-batch-size=1 --global-batch-size=4", 2, 2, "2 4"),
+        ("--micro-batch-size 1 --global-batch-size 6", 2, 2, None),
+        ("--micro-batch-size 1 --global-batch-size 1", 1, 1, None),
+        ("", 1, 1, None),
+    ],
+)
+def test_other_micro_batches(command, processes, ranks, expected):
+    words = ["train.py", *command.split()]
+    size, total = expected.split() if expected else ("", "")
+    flags = ["--micro-batch-size", size, "--global-batch-size", total] if expected else None
+    assert other_micro_batches(words, processes) == flags and replicas(words, processes) == ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [
+        ("", True),
+        ("--attention-dropout 0", True),
+        ("--attention-dropout 0.0 --hidden-dropout=0", False),
+        ("--attention-dropout 0 --hidden-dropout 0 --hidden-dropout 0.1", True),
+    ],
+)
+def test_has_dropout(flags, has):
+    assert has_dropout(["train.py", *flags.split()]) == has
+
+
+def test_a_folder_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in (None, "found.json", tmp_path / "found.json"):
+        check_folder_of("--json", file)
+    assert error_of(check_folder_of, "--json", "no/found.json") == (
+        "--json no/found.json: no such folder; make it, or name another file"
+    )
 
 
 @pytest.fixture

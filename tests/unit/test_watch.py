@@ -1,16 +1,19 @@
 """--fp8-on-spike: its flags, what it decides of a step, which linears leave FP8 and return, and its state."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from test_config import O1, error_of
 
 from megatron_fp8.config import config_from_args
+from megatron_fp8.lab.sharpness import Statistics
 from megatron_fp8.layers.linear import INPUT, Fp8Weight
-from megatron_fp8.monitor import watch
+from megatron_fp8.monitor import sharpness, watch
 from megatron_fp8.monitor.watch import MOST_SKIPS, Fallback, Watch
 from megatron_fp8.monitor.write import CASTS, Tally
 from megatron_fp8.numerics import E4M3, E5M2, DelayedScaling
@@ -64,8 +67,59 @@ class TestFallback:
             assert [fallback.step() for _ in range(calm)] == [[]] * (calm - 1) + [["a"]]
         fallback.spike(["a", "b"])
         assert (fallback.waits("a"), fallback.waits("b")) == (16, 2)
-        fallback.stays["a"] = [1000, 0]
-        assert fallback.waits("a") == 2 * 2**16
+        for _ in range(3):
+            fallback.stays["a"][1] = 0
+            fallback.spike(["a"])
+            assert fallback.waits("a") == 16  # and no more
+
+    def test_calm_in_fp8_is_remembered_a_stay_for_a_doubling(self):
+        fallback = Fallback(calm=2)
+        for _ in range(3):
+            fallback.spike(["a"])
+            while fallback.out():
+                fallback.step()
+        stays = []
+        for _ in range(8 + 4 + 2):
+            fallback.step()
+            stays.append(fallback.stays.get("a", [0])[0])
+        assert stays == [3] * 7 + [2] * 4 + [1] * 2 + [0] and fallback.stays == {}
+
+    def test_a_fall_without_a_clipped_cast_does_not_count(self):
+        fallback = Fallback(calm=2)
+        for clipped, calm in ((False, 2), (False, 2), (True, 2), (False, 2), (True, 4), (False, 4)):
+            fallback.spike(["a"], clipped)
+            assert fallback.waits("a") == fallback.stays["a"][1] == calm
+            fallback.stays["a"][1] = 0
+
+    def test_a_spike_while_it_is_out_prolongs_no_stay_beyond_calm_steps(self):
+        fallback = Fallback(calm=4)
+        fallback.stays["a"] = [3, 10, 0]  # of 16
+        fallback.spike([])
+        assert fallback.stays["a"] == [3, 10, 0]
+        fallback.stays["a"][1] = 1
+        fallback.spike([])
+        assert fallback.stays["a"] == [3, 4, 0]
+
+    def test_of_an_older_checkpoint(self):
+        fallback = Fallback(calm=2)
+        fallback.load({"a": [17, 100_000], "b": [1, 0], "c": [2, 3, 0]})
+        assert fallback.stays == {"a": [4, 16, 0], "b": [1, 0, 0], "c": [2, 3, 0]}
+
+    @pytest.mark.parametrize(
+        ("alarms", "clipped", "most", "most_of_50_000"),  # docs/monitoring.md has what comes out
+        [(1.5, True, 0.05, 0.1), (1.5, False, 0.05, 0.1), (9.9, True, 0.35, 0.7), (9.9, False, 0.16, 0.25)],
+    )
+    def test_false_alarms_keep_no_long_run_in_bf16(self, alarms, clipped, most, most_of_50_000):
+        """300,000 steps, so many false alarms of 10,000; each takes the linear out if it is in FP8."""
+        fallback, out = Fallback(calm=128), []
+        for alarm in np.random.default_rng().random(300_000) < alarms / 1e4:
+            if alarm:
+                fallback.spike([] if fallback.out() else ["a"], clipped)
+            else:
+                fallback.step()
+            out.append(bool(fallback.out()))
+        shares = np.reshape(out, (6, -1)).mean(1)
+        assert shares.mean() <= most and shares.max() <= most_of_50_000
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +232,28 @@ def test_without_evidence_all_fall_back(recipe, run, capsys):
     assert lines(capsys)[0].endswith("; no cast clipped; to BF16 for 16 calm steps: all 2 linears")
 
 
+def test_no_linear_in_fp8_on_any_stage(group):
+    for fp8 in ([False, False], [False, True]):
+        weights = [SimpleNamespace(fp8=has, path=f"decoder.layers.{i}", layer_number=1) for i, has in enumerate(fp8)]
+        engine = SimpleNamespace(scaling=None, buckets=[SimpleNamespace(weight=torch.zeros(1), weights=weights)])
+        Watch(WatchPlan("skip"), engine, group, group)
+        if any(fp8):
+            Watch(WatchPlan("bf16-fallback"), engine, group, group)
+        else:
+            with pytest.raises(ValueError, match=r"^--fp8-on-spike bf16-fallback: no linear .*; use log or skip$"):
+                Watch(WatchPlan("bf16-fallback"), engine, group, group)
+
+
+def test_a_loss_that_climbs_slowly_is_told(run, capsys):
+    r = run("bf16-fallback", window=32)
+    r.calm(40)
+    for i in range(100):
+        assert r.step(loss=1.0 + 0.01 * i + 0.001 * (-1) ** i) and r.fp8 == [True, True]
+    found = lines(capsys)
+    assert 2 <= len(found) <= 7 and all(": loss rise 1." in line for line in found)
+    assert r.watch.counts["fp8_rises"] == len(found) and r.watch.counts["fp8_spikes"] == 0
+
+
 @pytest.mark.parametrize("margin", [0, 3])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_clipped_is_beyond_so_many_times_what_the_scale_holds(fmt, margin, group):
@@ -233,13 +309,38 @@ def test_the_model_adds_up_its_loss(run):
 def test_observed_numbers(run, capsys):
     r = run("log", window=32)
     for i in range(1, 61):
-        r.watch.observe("sharpness", i, 0.1 * 2 ** (i / 20))
+        r.watch.observe("activation_underflows%", i, 0.1 * 2 ** (i / 20))
+        r.watch.observe_on_last("sharpness", i, 0.1 * 2 ** (i / 20))
     r.watch.observe_on_last("sharpness", 100, 5.0)
     r.watch.observe_on_last("sharpness", 200, None)
     *rises, spike = lines(capsys)
-    assert rises and all(": sharpness rise 0." in line and ", from 0." in line for line in rises)
+    assert rises and all(": activation_underflows% rise 0." in line and ", from 0." in line for line in rises)
     assert spike.startswith("[fp8] iteration 100: sharpness spike 5, ")
     assert r.watch.counts["fp8_rises"] == len(rises) and r.watch.counts["fp8_spikes"] == 1
+
+
+def test_sharpness_of_no_position_is_not_watched(monkeypatch):
+    """A micro-batch that is all masked has a mean of NaN; one of NaNs has it too, and is a spike."""
+    watched = []
+    monkeypatch.setattr(sharpness, "current_iteration", lambda: 10)
+    monkeypatch.setattr(sharpness, "is_last_rank", lambda: True)
+    monkeypatch.setattr(sharpness, "log", lambda summary, iteration: None)
+    spy = SimpleNamespace(observe_on_last=lambda name, iteration, mean: watched.append(mean))
+
+    def sees(tokens):
+        class Probe(contextlib.nullcontext):
+            def __enter__(self):
+                return SimpleNamespace(tokens=tokens, reduce=lambda: None)
+
+        monkeypatch.setattr(sharpness, "SharpnessProbe", lambda chunks: Probe())
+        sharpness.watch_step(SimpleNamespace(interval=10), [], spy, lambda: None)
+
+    for values in ([], [math.nan], [0.25, math.inf]):
+        tokens = Statistics(("sharpness",))
+        tokens.add(torch.tensor([values]))
+        sees(tokens)
+    sees(None)
+    assert watched[0] is watched[3] is None and math.isnan(watched[1]) and watched[2] == 0.25
 
 
 def test_shares_of_casts(run, capsys):
