@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 ACTIONS = LOG, SKIP, FALLBACK = ("log", "skip", "bf16-fallback")
 LEAST_WINDOW = 16  # values that a spike is told from
+NO_FP8 = f"--fp8-on-spike {FALLBACK}: no linear of this run computes in FP8; use log or skip"
 WATCH_FLAGS = (  # (flag, metavar, type, meaning)
     (
         "--fp8-on-spike",
@@ -46,7 +47,7 @@ def watch_from_args(args: Namespace, has_fp8: bool) -> WatchPlan | None:
     if action not in ACTIONS:
         raise ValueError(f"--fp8-on-spike {action}: no such value; use {', '.join(ACTIONS)}")
     if action == FALLBACK and not has_fp8:
-        raise ValueError(f"--fp8-on-spike {action}: no linear of this run computes in FP8; use log or skip")
+        raise ValueError(NO_FP8)
     if sigma is not None and not 0 < sigma < float("inf"):
         raise ValueError(f"--fp8-spike-sigma {sigma}: use a number above 0")
     if window is not None and window < LEAST_WINDOW:

@@ -301,4 +301,4 @@ def summary(linears: dict[str, Any]) -> str:
     if gains:
         gain, gemm, name = max(gains, key=lambda row: abs(row[0] - 1))
         parts.append(f"worst gain {gain:.4g} {gemm} {name}")
-    return "; ".join(parts) or "no GEMM was finite"
+    return "; ".join(parts) or ("no GEMM was finite" if linears else "no linear is FP8 or emulated")

@@ -43,7 +43,8 @@ def watch_step(plan: SharpnessPlan, chunks: Sequence[torch.nn.Module], watch, st
     if is_last_rank():
         summary = probe.tokens.summary() if probe.tokens else None
         log(summary, iteration)
-        mean = summary and summary["sharpness"]["mean"]
+        seen = summary["sharpness"] if summary else {"count": 0, "not_finite": 0}
+        mean = seen["mean"] if seen["count"] + seen["not_finite"] else None  # of no positions it is NaN
     if watch is not None:
         watch.observe_on_last("sharpness", iteration, mean)
     return result

@@ -17,8 +17,9 @@ A spike enters the window as expected + sigma s, which widens s by about a fifth
 next, and a level that has shifted for good is taken for normal after some steps. What is not finite is a spike from the
 first step on, and does not enter.
 
-Rise.  The slope is many of its own standard deviations, b >= sigma sqrt(v / S), and the line has doubled along the
-window, and since it was last reported. For shares that should be small and constant: overflows, underflows, sharpness.
+Rise.  The slope is many of its own standard deviations, b >= sigma sqrt(v / S), and the line's end is so many times
+as high as its beginning, and as where it was last reported or lowest since: twice for shares that should be small and
+constant (overflows, underflows), less for a loss, which is no spike if it climbs slowly, since the line climbs with it.
 
 Every rank runs this for itself, so plain floats and exactly rounded sums (math.fsum): the same bits on every machine.
 docs/monitoring.md has the false alarms that were measured.
@@ -32,7 +33,7 @@ from typing import NamedTuple
 from ..watch_plan import LEAST_WINDOW
 
 _FLAT = 1e-3
-_DOUBLED = 2.0
+DOUBLED = 2.0
 
 
 class Line(NamedTuple):
@@ -104,7 +105,7 @@ class Series:
 
     def __post_init__(self) -> None:
         self.values: deque[float] = deque(maxlen=self.window)
-        self._told = math.inf  # what a rise must double: the line's end when last reported, or lowest since
+        self._told = math.inf  # what a rise starts from: the line's end when last reported, or lowest since
 
     def spike(self, value: float) -> Spike | None:
         """Take the next value; whether it is a spike."""
@@ -121,14 +122,14 @@ class Series:
         self.values.append(value)
         return found
 
-    def rise(self) -> Line | None:
-        """The line through the values so far, if it is a rise that has not been reported."""
+    def rise(self, times: float = DOUBLED) -> Line | None:
+        """The line through the values so far, if it is a rise, to so many `times`, that has not been reported."""
         if len(self.values) < LEAST_WINDOW:
             return None
         line = fit(list(self.values))
         first, last = max(line.first, self.floor), max(line.last, self.floor)
         self._told = min(self._told, first if math.isinf(self._told) else last)
-        if not (0 < last >= _DOUBLED * max(first, self._told) and line.slope_deviations >= self.sigma):
+        if not (0 < last >= times * max(first, self._told) and line.slope_deviations >= self.sigma):
             return None
         self._told = line.last
         return line

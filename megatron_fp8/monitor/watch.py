@@ -5,10 +5,11 @@
     bf16-fallback   and the linears whose FP8 casts clipped compute in BF16, from the next step until it is calm
 
 The loss is that of the log, the sum over all tokens that count, of all micro-batches and ranks, over their number; but
-it must be known before the step is made.  A forward hook of the model adds up both numbers on the device.  When the
-gradient norm is there, one all-reduce of three numbers over all ranks agrees on loss and norm, and they come to the
-host in the copy that the norm makes anyway.  So every rank judges the same bits, by the same arithmetic (spikes.py),
-and all come to the same decision without another word.
+it must be known before the step is made.  The tokens that count are those of the loss_mask that the model is given, as
+Megatron's scripts do; where a script gives none, all positions count, whatever it masks later.  A forward hook of the
+model adds up both numbers on the device.  When the gradient norm is there, one all-reduce of three numbers over all
+ranks agrees on loss and norm, and they come to the host in the copy that the norm makes anyway.  So every rank judges
+the same bits, by the same arithmetic (spikes.py), and all come to the same decision without another word.
 
 A cast clipped if the amax of the step's tensor is more than twice what its delayed scale could hold: at most steps
 some are a little beyond it, with scales from the step before.  That is looked at only on a spike: one all-reduce over
@@ -17,8 +18,12 @@ do), all linears fall back: whether FP8 had a part shows when it is gone.  The s
 --clip-grad as always.  While a linear is in BF16 its delayed scales follow the tensors, so that it returns with fresh
 ones; an E4M3 weight enters the GEMMs as the BF16 number that it is.
 
-A linear returns after `window` steps on end without a spike, twice as many each time that it falls back again.  All
-ranks keep the table of all linears, so a checkpoint's fits every layout.
+A linear returns after `window` steps without a spike.  Each time that it clips and falls again it stays away for twice
+as many, up to eight times; calm steps in FP8, as many as its last stay took, undo one doubling.  For false alarms will
+come, and must not add up over a long run.  A spike while it is out was not its own, and only puts the return off until
+`window` steps have been calm.  All ranks keep the table of all linears, so a checkpoint's fits every layout.
+
+A loss that climbs slowly takes the line with it, and is no spike: `judge` says so where the line is a tenth up.
 
 Not seen: the loss with --overlap-moe-expert-parallel-comm, which passes by the model's forward.
 """
@@ -36,13 +41,14 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from ..config import Fp8Config
 from ..emulate import linear_name
 from ..engine.optimizer import EngineOptimizer
-from ..watch_plan import FALLBACK, SKIP, WatchPlan
-from .spikes import Series
+from ..watch_plan import FALLBACK, NO_FP8, SKIP, WatchPlan
+from .spikes import DOUBLED, Series
 from .write import Tally, current_iteration, together
 
 LOSS, NORM = "loss", "gradient norm"
 MOST_SKIPS = 8  # in a row
-_MOST_DOUBLINGS = 16
+_MOST_DOUBLINGS = 3
+_LOSS_RISE = 1.1  # times; docs/monitoring.md has what it finds
 _CLIPPED = 2.0  # so far beyond what the scale can hold: by less, amaxes go up and down from step to step
 _SHARE_FLOOR = 1e-3  # per cent
 
@@ -66,7 +72,8 @@ class Fallback:
         calm: steps without a spike after which a linear returns for the first time.
 
     Attributes:
-        stays: {name: [how often it fell back, calm steps that it still waits for]}; 0: it is in FP8.
+        stays: {name: [how often it fell back because it clipped, less what is forgotten; calm steps that it still waits
+            for, 0 if it is in FP8; calm steps in FP8 since]}.
     """
 
     def __init__(self, calm: int):
@@ -75,26 +82,42 @@ class Fallback:
 
     def waits(self, name: str) -> int:
         """The calm steps that a linear's present, or last, stay takes."""
-        return self.calm * 2 ** min(self.stays[name][0] - 1, _MOST_DOUBLINGS)
+        return self.calm * 2 ** max(self.stays[name][0] - 1, 0)
 
     def out(self) -> list[str]:
         """The linears that are in BF16 now."""
-        return [name for name, (_, left) in self.stays.items() if left]
+        return [name for name, (_, left, _) in self.stays.items() if left]
 
-    def spike(self, fall: Iterable[str]) -> None:
-        """These fall back, and those that are out begin to wait anew."""
-        for name in self.out():
-            self.stays[name][1] = self.waits(name)
+    def spike(self, fall: Iterable[str], clipped: bool = True) -> None:
+        """These fall back, because they clipped or just in case; those that are out wait for `calm` steps at least."""
+        for name in self.out():  # not for a whole stay: this spike was not theirs
+            self.stays[name][1] = max(self.stays[name][1], self.calm)
         for name in fall:
-            self.stays[name] = [self.stays.get(name, [0])[0] + 1, 0]
+            falls = self.stays.get(name, [0])[0] + clipped
+            self.stays[name] = [min(falls, 1 + _MOST_DOUBLINGS), 0, 0]
             self.stays[name][1] = self.waits(name)
 
     def step(self) -> list[str]:
         """A calm step; the linears that return."""
         waiting = self.out()
-        for name in waiting:
-            self.stays[name][1] -= 1
+        for name, stay in list(self.stays.items()):
+            falls, left, calm = stay
+            if left:
+                stay[1] -= 1
+            elif calm + 1 < self.waits(name):
+                stay[2] += 1
+            elif falls > 1:
+                stay[:] = falls - 1, 0, 0
+            else:
+                del self.stays[name]
         return [name for name in waiting if not self.stays[name][1]]
+
+    def load(self, stays: dict[str, list[int]]) -> None:
+        """Restore `stays`, also such as were saved without the third number and with more doublings."""
+        self.stays = {}
+        for name, (falls, left, *calm) in stays.items():
+            self.stays[name] = [min(falls, 1 + _MOST_DOUBLINGS), 0, *(calm or [0])]
+            self.stays[name][1] = min(left, self.waits(name))
 
 
 class Watch:
@@ -103,6 +126,8 @@ class Watch:
     Args:
         sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
         stages: the pipeline-parallel group, whose ranks hold different layers.
+
+    Raises ValueError of one line where linears are to leave FP8 and no stage has one in it.
 
     Attributes:
         counts: of the run so far; what TensorBoard and W&B get.
@@ -122,6 +147,8 @@ class Watch:
         self._weights = {linear_name(weight.path, weight.layer_number): weight for weight in weights}
         self._stages = stages
         self._names = self._of_all_stages(sorted(self._weights)) if self.action == FALLBACK else []
+        if self.action == FALLBACK and not self._names:
+            raise ValueError(NO_FP8)
 
     def attach(self, chunk: torch.nn.Module) -> None:
         """Hook a model chunk, as Megatron wraps it, if it has the loss."""
@@ -131,7 +158,7 @@ class Watch:
 
     @torch.no_grad()
     def _add_loss(self, model, args: tuple, kwargs: dict[str, Any], losses: Any) -> None:
-        """After a forward pass: losses (b, s) of its tokens where it was given labels."""
+        """After a forward pass: losses (b, s) of its tokens where it was given labels; all count without a mask."""
         if model.training and kwargs.get("labels") is not None:
             mask = kwargs.get("loss_mask")
             losses = losses.double()
@@ -164,6 +191,8 @@ class Watch:
             for name, value in found.items()
             if value is not None and (spike := self._series[name].spike(value))
         }
+        if self.loss is not None and LOSS not in spikes:
+            self._say_rise(LOSS, iteration, _LOSS_RISE)
         if not spikes:
             self._skips = 0
             if back := self._fallback.step():
@@ -183,8 +212,8 @@ class Watch:
         self._say(iteration, what)
         return applied
 
-    def observe(self, name: str, iteration: int, value: float, floor: float = 0.0) -> None:
-        """Look at a number that is logged now and then: say so where it is a spike or has been rising.
+    def observe(self, name: str, iteration: int, value: float, floor: float = 0.0, rises: bool = True) -> None:
+        """Look at a number that is logged now and then: say so where it is a spike or, with `rises`, has been rising.
 
         On every rank alike.  floor: what it may move by, in its units, without being noticed.
         """
@@ -193,17 +222,24 @@ class Watch:
         if spike := series.spike(value):
             self.counts["fp8_spikes"] += 1
             self._say(iteration, f"{name} {spike}")
-        elif line := series.rise():
+        elif rises:
+            self._say_rise(name, iteration, DOUBLED)
+
+    def _say_rise(self, name: str, iteration: int, times: float) -> None:
+        if line := self._series[name].rise(times):
             self.counts["fp8_rises"] += 1
             self._say(iteration, f"{name} rise {line.last:.4g}, from {line.first:.4g} along its last {line.length}")
 
-    def observe_on_last(self, name: str, iteration: int, value: float | None, floor: float = 0.0) -> None:
-        """`observe` what only the last rank knows, or nobody: None. Every rank must come here."""
+    def observe_on_last(self, name: str, iteration: int, value: float | None) -> None:
+        """`observe` what only the last rank knows, or nobody: None. Every rank must come here.
+
+        For spikes only: it is for sharpness, which rises several-fold as a healthy model begins to learn.
+        """
         sent = self._loss.new_tensor([value is not None, value or 0.0])
         dist.broadcast(sent, dist.get_world_size() - 1)
         known, value = sent.tolist()
         if known:
-            self.observe(name, iteration, value, floor)
+            self.observe(name, iteration, value, rises=False)
 
     def observe_casts(self, tallies: dict[str, Tally], iteration: int) -> None:
         """Observe the shares of clipped and of lost elements, of all linears together (monitor/collect.py)."""
@@ -216,7 +252,7 @@ class Watch:
         out = set(self._fallback.out())
         guilty = set(self._of_all_stages(self._clipped())) - out
         fall = [name for name in self._names if name not in out and (name in guilty or not guilty)]
-        self._fallback.spike(fall)
+        self._fallback.spike(fall, clipped=bool(guilty))
         self._choose_gemms()
         if not fall:
             return "; all linears are in BF16"
@@ -275,5 +311,5 @@ class Watch:
         for name, values in state["series"].items():
             self._series.setdefault(name, Series(self._sigma, self._window)).load(values.tolist())
         self._skips, self.counts = state["skips"], dict(state["counts"])
-        self._fallback.stays = {name: list(stay) for name, stay in state["stays"].items() if name in self._names}
+        self._fallback.load({name: stay for name, stay in state["stays"].items() if name in self._names})
         self._choose_gemms()
