@@ -37,13 +37,12 @@ from .bisect_search import expand, patterns, search
 from .plan_file import flag_value
 from .progress import duration
 from .runner import LOSS
-from .trial import add_command, curves, without
+from .trial import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, other_micro_batches, without
 
 Curves = dict[str, dict[int, float]]
 
 _TWIN = (BF16_FLAG, "*")
 _ABOVE = 2.0  # noise floors that a gap must have: the floor is one draw of the noise
-_SAVING = ("--save", "--save-interval", "--tensorboard-dir", "--wandb-project", "--wandb-save-dir")
 _LINEARS = re.compile(rf"\[fp8\] {BF16_FLAG}: \d+ of \d+ linears stay in BF16: (.*)")
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
@@ -89,19 +88,6 @@ def gap(values: Mapping[int, float], twin: Mapping[int, float]) -> float:
     return math.sqrt(sum(squares) / len(squares)) if squares else math.nan
 
 
-def other_micro_batches(command: list[str], processes: int) -> list[str] | None:
-    """Flags that split a step of the command into other micro-batches; None where there is no other split."""
-    size = int(flag_value(command, "--micro-batch-size") or 0)
-    parallel = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
-    replicas = max(1, processes // math.prod(int(flag_value(command, flag) or 1) for flag in parallel))
-    total = int(flag_value(command, "--global-batch-size") or size * replicas)
-    smaller = [n for n in range(size // 2, 0, -1) if size % n == 0]
-    larger = [2 * size] if size and total % (2 * size * replicas) == 0 else []
-    for other in (smaller + larger)[:1]:
-        return ["--micro-batch-size", str(other), "--global-batch-size", str(total)]
-    return None
-
-
 def gemm_flags(command: list[str]) -> list[list[str]]:
     """Flags that take one kind of GEMM, or one emulated operand, of all linears back to BF16."""
     emulate = flag_value(command, "--fp8-emulate")
@@ -121,17 +107,21 @@ class _Results:
 
     def __init__(self, args: Namespace):
         self.folder, self._args = Path(args.folder), args
-        self.command = [*without(args.command, _SAVING), "--log-interval", "1"]
+        self.command = [*without(args.command, WRITING), "--log-interval", "1"]
         if args.seed is not None:
             self.command += ["--seed", str(args.seed)]
         self._file = self.folder / "bisect.json"
-        self._same = {"command": self.command, "processes": args.processes, "steps": args.steps}
+        self._same = {
+            **{"command": self.command, "processes": args.processes, "steps": args.steps},
+            "loaded": loaded(self.command),  # --load takes the last checkpoint that is there
+        }
         self.linears: list[str] = []  # of the whole model
         self.runs: dict[str, Curves] = {}  # by their flags
         if self._file.is_file():
             found = json.loads(self._file.read_text())
-            if any(found[key] != value for key, value in self._same.items()):
-                raise ValueError(f"--folder {self.folder}: has the runs of another command; take another folder")
+            if any(found.get(key) != value for key, value in self._same.items()):
+                what = "another command, or of another checkpoint in --load"
+                raise ValueError(f"--folder {self.folder}: has the runs of {what}; take another folder")
             self.linears = found["linears"]
             for flags, run in found["runs"].items():
                 self.runs[flags] = {name: {int(k): v for k, v in curve.items()} for name, curve in run.items()}
@@ -199,9 +189,8 @@ class _Bisect:
         if flags is None:
             return 0.0, "The noise floor is not known, no other micro-batch size fits: say --floor FLAGS."
         floor = self._gap([*_TWIN, *flags], f"the twin with {shlex.join(flags)}")
-        masks = ("--attention-dropout", "--hidden-dropout")  # 0.1 where they are not given
-        if self.args.floor is None and any(float(flag_value(self.args.command, flag) or 0.1) for flag in masks):
-            return floor, "The floor has other dropout masks: add --attention-dropout 0 --hidden-dropout 0."
+        if self.args.floor is None and has_dropout(self.args.command):
+            return floor, f"The floor has other dropout masks: add {shlex.join(NO_DROPOUT)}."
         return floor, ""
 
     def _gap(self, flags: list[str], label: str) -> float:

@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from .sharpness import PAPER_ITERATIONS, QUANTILES
-from .trial import add_command, curves
+from .trial import WRITING, add_command, check_folder_of, curves, without
 
 COLUMNS = ("mean", *QUANTILES)
 ROWS = {
@@ -40,17 +40,20 @@ def run(args: Namespace) -> int:
     given = {word.partition("=")[0] for word in args.command}
     if not given & {"--load", "--pretrained-checkpoint"}:
         raise ValueError("the command loads no checkpoint; add --load DIR to it")
+    if args.iterations < 0:
+        raise ValueError(f"--iterations {args.iterations}: use 0 (not done) or more")
+    check_folder_of("--json", args.json)
     with tempfile.TemporaryDirectory(prefix="sharpness-") as scratch:
         file = Path(scratch) / "found.json"
         ours = ["--fp8-sharpness-eval", str(file), "--fp8-sharpness-iterations", str(args.iterations)]
-        command = [*args.command, "--skip-train", "--exit-on-missing-checkpoint", *ours]
+        command = [*without(args.command, WRITING), "--skip-train", "--exit-on-missing-checkpoint", *ours]
         curves(command, args.processes, Path(scratch) / "run", args.timeout)
         found = json.loads(file.read_text()) if file.exists() else {}
     if not found:
         raise ValueError("the command evaluated nothing; give it a checkpoint in --load, --eval-iters N and such data")
+    print("\n\n".join(table(name, parts) for name, parts in found.items()), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1))
-    print("\n\n".join(table(name, parts) for name, parts in found.items()))
     return 0
 
 

@@ -7,31 +7,38 @@
     save and reload   half of the steps, a checkpoint, the other half from it            equal
     overlap           gradients and weights travel while others compute, or no longer    equal with two data-parallel
                                                                                          ranks, else within rounding
-    micro-batches     of half the size, twice as many                                    within rounding
+    micro-batches     their size: half, or the like; twice where it is 1                 within rounding
 
 Equal: losses and gradient norms of all steps, bit for bit (`--fp8-log-exact`; a norm takes in every gradient). Where
 not even `repeat` is equal, these checks can show nothing, and are left out: --deterministic-mode makes it so.
 
-Within rounding: the largest difference of the losses, and that of the norms, is at most 64 times what the same change
-does to the BF16 twin, the command with BF16 GEMMs, FP32 gradients and FP32 states. E5M2 rounds by up to 2^-3 of a
-number, BF16 by up to 2^-9: 64 times as much. A bug, such as a micro-batch that counts twice, changes the norm by a
-large part of itself.
+Within rounding: the largest difference of the losses, and that of the norms, is at most
+
+    limit = 64 d    at least 2^-12 v, at most 0.05 v
+
+d being what the same change does to the BF16 twin, the command with BF16 GEMMs, FP32 gradients and FP32 states, and v
+the number itself. E5M2 rounds by up to 2^-3 of a number, BF16 by up to 2^-9: 64 times as much. The twin's losses may
+be equal: its rows are rounded alike in any split, while a scale of FP8 is a micro-batch's own. Of 512 positions, the
+tests' model, losses at O2 and O3 moved by up to 3e-5 of v: hence the 2^-12. A bug, such as a micro-batch that counts
+twice, changes the norm by a large part of itself, and may be the twin's too: hence the 5 %. All four runs are without
+dropout, whose masks depend on the split.
 (More than two ranks: stock Megatron adds FP32 gradients in an order that depends on its buckets.)
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from ..level import CELLS
 from .plan_file import flag_value
-from .trial import curves, without
+from .trial import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, without
 
 Curves = dict[str, dict[int, float]]
 _EXACT = "exact_"  # what the names of --fp8-log-exact's numbers begin with
-_NORM = "exact_grad_norm"
 _ROUNDING = 64
+_LEAST, _MOST = 2.0**-12, 0.05  # of a number, that a limit is
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
 _LOADING = (
     *("--load", "--finetune", "--ckpt-step", "--pretrained-checkpoint", "--no-load-optim", "--no-load-rng"),
@@ -84,16 +91,17 @@ class Trials:
 
     def __post_init__(self) -> None:
         self._made: dict[tuple[str, ...], Curves] = {}
+        self._numbers = count()
 
-    def run(self, command: Sequence[str] | None = None, steps: int | None = 0, again: bool = False) -> Curves:
-        """{name: {step: value}} of the exact numbers of a run, the user's command by default.
+    def run(self, command: Sequence[str] | None = None, steps: int | None = None, again: bool = False) -> Curves:
+        """{name: {step: value}} of the exact numbers of a run.
 
-        steps: how many, 0: all; None: until it ends by itself. again: make it also if it was made.
+        command: the user's by default. steps: `self.steps` by default. again: make it also if it was made.
         """
         words = (*(self.command if command is None else command), "--log-interval", "1", "--fp8-log-exact")
         if words not in self._made or again:
-            folder = self.folder / f"run{len(self._made) + again}"
-            found = curves(words, self.processes, folder, self.timeout, self.steps if steps == 0 else steps)
+            folder = self.folder / f"run{next(self._numbers)}"
+            found = curves(words, self.processes, folder, self.timeout, steps or self.steps)
             self._made[words] = {name: curve for name, curve in found.items() if name.startswith(_EXACT)}
         return self._made[words]
 
@@ -104,8 +112,7 @@ class Trials:
     @property
     def data_parallel(self) -> int:
         """The number of data-parallel ranks."""
-        model = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-        return max(1, self.processes // math.prod(map(self.size, model)))
+        return replicas(self.command, self.processes)
 
     @property
     def in_fp8(self) -> bool:
@@ -148,11 +155,28 @@ def _equal(one: Curves, other: Curves) -> Finding:
     return _worst(differences(one, other))
 
 
+def _finite_where(run: Curves, other: Curves) -> bool:
+    """Whether a run has a finite number wherever the other has any."""
+    return all(math.isfinite(run.get(name, {}).get(k, math.nan)) for name, curve in other.items() for k in curve)
+
+
 def _within_rounding(trials: Trials, change: Callable[[Sequence[str]], list[str]]) -> Finding:
+    def both(command: Sequence[str]) -> tuple[Curves, Curves]:
+        plain = [*command, *(NO_DROPOUT if has_dropout(command) else ())]
+        return trials.run(plain), trials.run(change(plain))
+
     twin = trials.twin()
-    ours = differences(trials.run(), trials.run(change(trials.command)))
-    its = {f.name: f.difference for f in differences(trials.run(twin), trials.run(change(twin)))}
-    return _worst([Finding(f.difference, f.name, f.step, _ROUNDING * its.get(f.name, 0.0)) for f in ours])
+    ours = both(trials.command)
+    twins = both(twin)
+    if not all(_finite_where(run, ours[0]) for run in twins):
+        raise Skipped("the BF16 twin is not finite, or ends early; take an earlier --load, or a lower --lr")
+    its = {f.name: f.difference for f in differences(*twins)}
+    findings = []
+    for f in differences(*ours):
+        value = abs(ours[0].get(f.name, {}).get(f.step, math.nan))
+        limit = min(max(_ROUNDING * its.get(f.name, 0.0), _LEAST * value), _MOST * value)
+        findings.append(Finding(f.difference, f.name, f.step, limit if math.isfinite(value) else 0.0))
+    return _worst(findings)
 
 
 def repeat(trials: Trials) -> Finding:
@@ -186,8 +210,8 @@ def save_and_reload(trials: Trials) -> Finding:
     """Half of the steps, a checkpoint, and the rest."""
     half, checkpoint = trials.steps // 2, str(trials.folder / "checkpoint")
     last = str(trials.first + half - 1)
-    saving = ["--save", checkpoint, "--save-interval", last, "--exit-interval", last]  # ends by itself, as it must
-    before = trials.run([*without(trials.command, ("--no-save-optim", "--no-save-rng")), *saving], steps=None)
+    saving = ["--save", checkpoint, "--save-interval", last, "--exit-interval", last]  # ends by itself, having saved
+    before = trials.run([*without(trials.command, ("--no-save-optim", "--no-save-rng")), *saving], steps=half)
     after = trials.run([*without(trials.command, _LOADING), "--load", checkpoint], steps=trials.steps - half)
     names = before.keys() | after.keys()
     return _equal(trials.run(), {name: {**before.get(name, {}), **after.get(name, {})} for name in names})
@@ -210,16 +234,11 @@ def overlap(trials: Trials) -> Finding:
 
 
 def micro_batches(trials: Trials) -> Finding:
-    """Micro-batches of half the size."""
-    size = trials.size("--micro-batch-size")
-    if size % 2:
-        raise Skipped(f"--micro-batch-size {size} has no half")
-    whole = flag_value(tuple(trials.command), "--global-batch-size") or str(size * trials.data_parallel)
-
-    def change(command: Sequence[str]) -> list[str]:
-        return [*command, "--micro-batch-size", str(size // 2), "--global-batch-size", whole]
-
-    return _within_rounding(trials, change)
+    """Micro-batches of another size."""
+    flags = other_micro_batches(trials.command, trials.processes)
+    if flags is None:
+        raise Skipped("no other --micro-batch-size fits --global-batch-size")
+    return _within_rounding(trials, lambda command: [*command, *flags])
 
 
 CHECKS: Mapping[str, Callable[[Trials], Finding]] = {
@@ -235,9 +254,9 @@ CHECKS: Mapping[str, Callable[[Trials], Finding]] = {
 def report(trials: Trials) -> int:
     """Make every check and print a line of each; 1 if one failed, else 0.
 
-    Raises ValueError where the command itself does not run.
+    Raises ValueError where the command itself does not run, or says nothing: too few steps, or none finite.
     """
-    trials.run()
+    _check_says_something(trials.run(), trials.steps)
     failed, repeats = False, True
     for name, check in CHECKS.items():
         try:
@@ -253,6 +272,18 @@ def report(trials: Trials) -> int:
         failed |= verdict == "FAIL"
         print(f"{name:17}{verdict:9}{text}", flush=True)
     return int(failed)
+
+
+def _check_says_something(found: Curves, steps: int) -> None:
+    """Raise ValueError for a run whose checks would all pass, or fail, for want of numbers."""
+    made = len({step for curve in found.values() for step in curve})
+    if made != steps:
+        remedy = "raise --train-iters or lower --steps (a NaN ends it too: take an earlier --load)"
+        raise ValueError(f"the command ends after {made} of {steps} steps; {remedy}")
+    for name, curve in found.items():
+        if not any(map(math.isfinite, curve.values())):
+            what = name.removeprefix(_EXACT).replace("_", " ")
+            raise ValueError(f"the command's {what} is finite in no step; take an earlier --load, or a lower --lr")
 
 
 def _not_run(error: str) -> tuple[str, str]:

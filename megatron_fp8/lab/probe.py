@@ -21,16 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import BF16_FLAG
 from . import invariants
 from .plan_file import flag_value
-from .trial import add_command, curves, without
+from .trial import WRITING, add_command, check_folder_of, curves, first_step, without
 
-WRITING = (  # flags that would mix a trial's output with the user's own, or end it before its time
-    *("--save", "--save-interval", "--async-save", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name"),
-    *("--wandb-save-dir", "--fp8-log-grad-snr", "--log-interval", "--exit-interval", "--exit-duration-in-mins"),
-    *("--fp8-probe-step", "--fp8-probe-dir"),
-)
-TRACKER = "latest_checkpointed_iteration.txt"  # where Megatron notes the last checkpoint of a folder
 _GEMMS, _OPERANDS = ("fprop", "dgrad", "wgrad"), ("activation", "weight", "gradient")
 
 
@@ -60,26 +55,15 @@ def run(args: Namespace) -> int:
             return invariants.report(trials)
         if args.steps is not None:
             raise ValueError(f"--steps {args.steps}: only with --invariants; add that, or use --step")
+        check_folder_of("--json", args.json)
         step = first if args.step is None else args.step
         if step < first:
             raise ValueError(f"--step {step}: the command's first is {first}; use that or a later one")
         found = probe(command, args.processes, Path(folder), args.timeout, first, step)
+    print(table(found, args.sort == "error"), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found, args.sort == "error"))
     return 0
-
-
-def first_step(command: Sequence[str]) -> int:
-    """The step that the command would begin with, as Megatron counts them: after the one that it loads, or 1."""
-    folder = flag_value(tuple(command), "--load")
-    if folder is None or "--finetune" in command:
-        return 1
-    step = flag_value(tuple(command), "--ckpt-step")
-    tracker = Path(folder) / TRACKER
-    if step is None and tracker.exists():
-        step = tracker.read_text().strip()
-    return 1 + int(step) if step is not None and step.isdecimal() else 1
 
 
 def probe(
@@ -87,7 +71,7 @@ def probe(
 ) -> dict[str, Any]:
     """What monitor/probe.py writes of a step of the command, whose first is `first`; folder: for the run.
 
-    Raises ValueError of what the run said where it failed, or never came to the step.
+    Raises ValueError of what the run said where it failed, or never came to the step, or has no linear to look at.
     """
     results = folder / "probe"
     flags = ["--log-interval", "1", "--fp8-probe-step", str(step), "--fp8-probe-dir", str(results)]
@@ -95,7 +79,13 @@ def probe(
     path = results / f"step-{step}.json"
     if not path.exists():
         raise ValueError(f"--step {step}: the command ended before it; use an earlier one, or raise --train-iters")
-    return json.loads(path.read_text())
+    found = json.loads(path.read_text())
+    if not found["linears"]:
+        values = {flag: flag_value(tuple(command), flag) for flag in (BF16_FLAG, "--fp8-emulate-layers")}
+        why = [f"{flag} {value}" for flag, value in values.items() if value is not None]
+        why += [word for word in command if word == "--first-last-layers-bf16"]
+        raise ValueError(f"{' with '.join(why)}: no linear left that is FP8 or emulated; leave some of them")
+    return found
 
 
 def table(found: dict[str, Any], by_error: bool) -> str:

@@ -7,6 +7,7 @@ The command is a plan's (plan_file.py): a script, or -m and a module, and flags;
 
 import argparse
 import contextlib
+import math
 import select
 import signal
 import time
@@ -14,8 +15,20 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .plan_file import flag_value
 from .runner import LOSS, Training
 
+WRITING = (  # flags that would mix a trial's output with the user's own, end it before its time, or change its course
+    *("--save", "--save-interval", "--persistent-save-interval", "--non-persistent-save-interval"),
+    *("--save-retain-interval", "--save-params-interval", "--save-activations-interval", "--save-wgrads-interval"),
+    *("--save-dgrads-interval", "--save-tokens-per-expert-interval", "--async-save", "--logits-save-dir"),
+    *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-entity"),
+    *("--wandb-save-dir", "--fp8-log-grad-snr", "--fp8-sharpness-eval", "--fp8-sharpness-iterations"),
+    *("--fp8-probe-step", "--fp8-probe-dir", "--exit-interval", "--exit-duration-in-mins"),
+    *("--fp8-on-spike", "--fp8-spike-sigma", "--fp8-spike-window"),
+)
+TRACKER = "latest_checkpointed_iteration.txt"  # where Megatron notes the last checkpoint of a folder
+NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 _WAIT = 0.5  # seconds to wait for output
 
 
@@ -56,6 +69,50 @@ def without(command: Sequence[str], flags: Collection[str]) -> list[str]:
         if not dropping:
             kept.append(word)
     return kept
+
+
+def loaded(command: Sequence[str]) -> str | None:
+    """The iteration that --load would take, as its folder or --ckpt-step says it: "120", "release"; None: none."""
+    folder, step = (flag_value(tuple(command), flag) for flag in ("--load", "--ckpt-step"))
+    if folder is None:
+        return None
+    tracker = Path(folder) / TRACKER
+    return tracker.read_text().strip() if step is None and tracker.is_file() else step
+
+
+def first_step(command: Sequence[str]) -> int:
+    """The step that the command would begin with, as Megatron counts them: after the one that it loads, or 1."""
+    step = loaded(command)
+    return 1 + int(step) if step is not None and step.isdecimal() and "--finetune" not in command else 1
+
+
+def replicas(command: Sequence[str], processes: int) -> int:
+    """The number of data-parallel ranks of the command."""
+    parallel = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
+    return max(1, processes // math.prod(int(flag_value(tuple(command), flag) or 1) for flag in parallel))
+
+
+def other_micro_batches(command: Sequence[str], processes: int) -> list[str] | None:
+    """Flags that split a step of the command into other micro-batches; None where there is no other split."""
+    words, ranks = tuple(command), replicas(command, processes)
+    size = int(flag_value(words, "--micro-batch-size") or 0)
+    total = int(flag_value(words, "--global-batch-size") or size * ranks)
+    smaller = [n for n in range(size // 2, 0, -1) if size % n == 0]
+    larger = [2 * size] if size and total % (2 * size * ranks) == 0 else []
+    for other in (smaller + larger)[:1]:
+        return ["--micro-batch-size", str(other), "--global-batch-size", str(total)]
+    return None
+
+
+def has_dropout(command: Sequence[str]) -> bool:
+    """Whether the command draws dropout masks, which depend on how a step is split."""
+    return any(float(flag_value(tuple(command), flag) or 0.1) for flag in NO_DROPOUT[::2])  # 0.1: Megatron's default
+
+
+def check_folder_of(flag: str, file: str | Path | None) -> None:
+    """Raise ValueError of one line where a file, a flag's value, cannot be made for want of its folder."""
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise ValueError(f"{flag} {file}: no such folder; make it, or name another file")
 
 
 def curves(

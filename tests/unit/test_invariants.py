@@ -267,7 +267,11 @@ class TestTrials:
 class TestVerb:
     @pytest.mark.parametrize(
         ("flags", "why"),
-        [("--fp8-bf16-layers *", "--fp8-bf16-layers *"), ("--first-last-layers-bf16", "--first-last-layers-bf16")],
+        [
+            ("--fp8-bf16-layers *", "--fp8-bf16-layers *"),
+            ("--first-last-layers-bf16", "--first-last-layers-bf16"),
+            ("--fp8-bf16-layers=a* --fp8-emulate-layers b", "--fp8-bf16-layers a* with --fp8-emulate-layers b"),
+        ],
     )
     def test_no_linear_to_look_at(self, flags, why, monkeypatch, tmp_path):
         def curves(command, processes, folder, timeout, steps):
@@ -277,7 +281,7 @@ class TestVerb:
 
         monkeypatch.setattr(probe, "curves", curves)
         said = error_of(probe.probe, [SCRIPT, *flags.split()], 1, tmp_path, None, 3, 3)
-        assert said == f"{why}: leaves no linear that is FP8 or emulated, nothing to look at; remove it"
+        assert said == f"{why}: no linear left that is FP8 or emulated; leave some of them"
 
     def test_the_table_is_printed_before_it_is_written(self, monkeypatch, tmp_path, capsys):
         made, found = [], {"step": 3, "linears": {"a": linear(0.1, "E4M3")}}
