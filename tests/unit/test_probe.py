@@ -187,7 +187,7 @@ class TestThroughTheLinear:
     def test_the_gain_of_a_rounding_is_the_derived_one(self, group, emulate, expected):
         found, _ = Linear(group, emulate).probe(batch(1024))
         for gemm in GEMMS:
-            assert found[gemm]["gain"] == pytest.approx(expected, abs=0.003)
+            assert found[gemm]["gain"] == pytest.approx(expected, abs=0.01)  # six deviations, of 1,536 weights
         assert all(found[operand]["format"].startswith(emulate.split(":")[0]) for operand in OPERANDS)
         assert found["fprop"]["error"] == 0 if emulate == "E8M7" else found["fprop"]["error"] > 0.02
 

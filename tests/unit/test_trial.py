@@ -173,7 +173,8 @@ def test_a_run_that_ends_for_a_nan_has_curves(run):
 def test_a_signal_ends_the_run_too(number, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     program = (
-        "import sys; from pathlib import Path; from megatron_fp8.lab import runner, trial\n"
+        "import signal, sys; from pathlib import Path; from megatron_fp8.lab import runner, trial\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background has turned off
         "runner.LAUNCHER = (sys.executable,)\n"
         "trial.curves(sys.argv[1:], 1, Path('run'))"
     )
