@@ -25,8 +25,10 @@ What is hooked, and why not something more official:
     dist_checkpointing.save and training.checkpointing._load_base_checkpoint, _load_global_dist_base_checkpoint,
     check_checkpoint_args                       seal checkpoints, and refuse damaged ones (engine/seal.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
-                                                torch's Adam cannot (engine/optimizer.py), and the LM head's forward
-                                                with --fp8-emulate-lm-head (layers/emulated_head.py).
+                                                torch's Adam cannot (engine/optimizer.py), the LM head's forward with
+                                                --fp8-emulate-lm-head (layers/emulated_head.py), and a model's
+                                                compute_language_model_loss on the steps whose sharpness is measured
+                                                (lab/measure_sharpness.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 All but the first and the last are installed only when a run asks for a level, or for what they give: without one, and
@@ -159,21 +161,35 @@ def _hook_optimizer(fp8: Fp8Config | None) -> None:
         _hook_checkpoints(fp8)
 
 
-def _hook_probe(plan: ProbePlan | None, log_exact: bool) -> None:
+def _hook_train_step(around: Callable) -> None:
     import megatron.training.training as training
 
     parameters = "forward_step_func data_iterator model optimizer"
+    _rebind(training, "train_step", _around_train_step(around), parameters)
+
+
+def _hook_probe(plan: ProbePlan | None, exact: bool) -> None:
     if plan is not None:
-        _rebind(training, "train_step", _probed_train_step(plan), parameters)
-    if log_exact:
-        _rebind(training, "train_step", _logged_train_step, parameters)
+        from .monitor.probe import probe_step
+
+        _hook_train_step(lambda model, optimizer, step: probe_step(plan, optimizer.engine.buckets, step))
+    if exact:
+        from .monitor.exact import log_exact
+
+        _hook_train_step(lambda model, optimizer, step: log_exact(step()))
 
 
 def _hook_sharpness(plan: SharpnessPlan) -> None:
     import megatron.training.training as training
 
     if plan.interval:
-        _rebind(training, "train_step", _train_step(plan), "forward_step_func data_iterator model optimizer")
+        from .monitor.sharpness import watch_step
+
+        def around(model, optimizer, step):
+            watch = getattr(getattr(optimizer, "engine", None), "watch", None)  # stock's has no engine
+            return watch_step(plan, model, watch, step)
+
+        _hook_train_step(around)
     if plan.file is not None:
         parameters = "prefix forward_step_func data_iterator model"
         _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
@@ -245,41 +261,14 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
     return make
 
 
-def _probed_train_step(plan: ProbePlan):
-    from .monitor.probe import probe_step
+def _around_train_step(around: Callable):
+    """around(model, optimizer, step) runs step(), stock's whole training step, and returns its result."""
 
     def make(stock):
         @functools.wraps(stock)
         def train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs):
             step = functools.partial(stock, forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-            return probe_step(plan, optimizer.engine.buckets, step)
-
-        return train_step
-
-    return make
-
-
-def _logged_train_step(stock: Callable) -> Callable:
-    from .monitor.exact import log_exact
-
-    @functools.wraps(stock)
-    def train_step(*args, **kwargs):
-        result = stock(*args, **kwargs)
-        log_exact(result)
-        return result
-
-    return train_step
-
-
-def _train_step(plan: SharpnessPlan):
-    from .monitor.sharpness import watch_step
-
-    def make(stock):
-        @functools.wraps(stock)
-        def train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs):
-            step = functools.partial(stock, forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-            watch = getattr(getattr(optimizer, "engine", None), "watch", None)  # stock's has no engine
-            return watch_step(plan, model, watch, step)
+            return around(model, optimizer, step)
 
         return train_step
 

@@ -12,8 +12,8 @@ from megatron.training.utils import is_last_rank
 from .write import current_iteration
 
 
-def log_exact(result: tuple[Any, ...]) -> None:
-    """Log what Megatron's train_step returned of the step that just ended: losses by name, and the gradient norm."""
+def log_exact(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Log what Megatron's train_step returned of the step that just ended, losses and gradient norm; returns it."""
     if is_last_rank():
         losses, _, _, _, _, norm, *_ = result
         values = {name: float(loss.float().sum()) for name, loss in losses.items()}
@@ -21,3 +21,4 @@ def log_exact(result: tuple[Any, ...]) -> None:
             values["grad norm"] = float(norm)
         text = "; ".join(f"exact {name} {value!r}" for name, value in values.items())
         print(f"[fp8] iteration {current_iteration()}: {text}", flush=True)
+    return result
