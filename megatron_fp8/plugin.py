@@ -13,8 +13,9 @@ What is hooked, and why not something more official:
                                                 MEGATRON_FP8_REPORT, at every level).
     training.training.train_step and            the beginning and end of what --fp8-sharpness-interval and
     evaluate_and_print_results                  --fp8-sharpness-eval measure, with the model chunks at hand; likewise
-                                                --fp8-probe-step and --fp8-log-exact.  With --skip-train, where no
-                                                optimizer is built, what it would have checked and counted.
+                                                --fp8-probe-step, --fp8-log-exact and --fp8-log-update-norm.  With
+                                                --skip-train, where no optimizer is built, what it would have checked
+                                                and counted.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
@@ -53,7 +54,7 @@ from .config import (
     config_from_args,
 )
 from .entry import escape_bad_help, one_line_usage_errors
-from .probe_plan import ProbePlan, probe_from_args
+from .probe_plan import ProbePlan, logs_update_norm, probe_from_args
 from .sharpness_plan import SharpnessPlan, sharpness_from_args
 
 _originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of rebinding
@@ -134,7 +135,7 @@ def _parse_args(stock: Callable) -> Callable:
         if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
             _hook_optimizer(config)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
-        _hook_probe(probe, bool(getattr(args, "fp8_log_exact", None)))
+        _hook_probe(probe, bool(getattr(args, "fp8_log_exact", None)), logs_update_norm(args))
         sharpness = sharpness_from_args(args)
         if sharpness is not None:
             _hook_sharpness(sharpness)
@@ -168,7 +169,7 @@ def _hook_train_step(around: Callable) -> None:
     _rebind(training, "train_step", _around_train_step(around), parameters)
 
 
-def _hook_probe(plan: ProbePlan | None, exact: bool) -> None:
+def _hook_probe(plan: ProbePlan | None, exact: bool, update_norm: bool) -> None:
     if plan is not None:
         from .monitor.probe import probe_step
 
@@ -177,6 +178,10 @@ def _hook_probe(plan: ProbePlan | None, exact: bool) -> None:
         from .monitor.exact import log_exact
 
         _hook_train_step(lambda model, optimizer, step: log_exact(step()))
+    if update_norm:
+        from .monitor.update_norm import UpdateNorm
+
+        _hook_train_step(UpdateNorm().around)
 
 
 def _hook_sharpness(plan: SharpnessPlan) -> None:

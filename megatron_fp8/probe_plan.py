@@ -1,10 +1,11 @@
-"""When a run probes its GEMMs, and how exactly it logs: the --fp8-probe flags, and --fp8-log-exact.
+"""When a run probes its GEMMs, and what else it logs of its steps: the --fp8-probe flags, and two of --fp8-log's.
 
     --fp8-probe-step N[,N...]    the steps, as Megatron's log numbers them (monitor/probe.py says what is measured)
     --fp8-probe-dir DIR          where rank 0 writes step-N.json
     --fp8-log-exact              loss and gradient norm of every step with all their digits, without a level too
+    --fp8-log-update-norm        how far the steps that are logged move the weights, without a level too
 
-Both look on: the losses are the same to the last bit.
+All look on: the losses are the same to the last bit.
 """
 
 from argparse import Namespace
@@ -24,6 +25,13 @@ PROBE_FLAGS = (  # (flag, metavar or None for a switch, type, meaning)
         None,
         "Log loss and gradient norm with all their digits, at any level and without one: Megatron's log has seven of "
         "the one and three decimals of the other.",
+    ),
+    (
+        "--fp8-log-update-norm",
+        None,
+        None,
+        "Log how far each step that is logged (--log-interval) moves the weights, and that by their norm, at any level "
+        "and without one.",
     ),
 )
 
@@ -57,3 +65,21 @@ def probe_from_args(args: Namespace, has_gemms: bool) -> ProbePlan | None:
             "or remove it"
         )
     return ProbePlan(frozenset(map(int, words)), folder)
+
+
+def logs_update_norm(args: Namespace) -> bool:
+    """Whether a run logs the norm of its updates. Raises ValueError of one line: flag, value, remedy."""
+    if not getattr(args, "fp8_log_update_norm", None):
+        return False
+    hiding = {  # their weights are not where the optimizer's are, or they step them elsewhere
+        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "--optimizer-cuda-graph": getattr(args, "optimizer_cuda_graph", False),
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        f"--optimizer {args.optimizer}": args.optimizer not in ("adam", "sgd"),
+    }
+    for flag, given in hiding.items():
+        if given:
+            raise ValueError(f"--fp8-log-update-norm with {flag}: does not see its updates; remove one")
+    return True

@@ -97,6 +97,7 @@ class EngineOptimizer(MegatronOptimizer):
         self.steps = 0  # updates made; skipped steps do not count
         self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
         self.watch: Any = None  # of a run with --fp8-on-spike (monitor/watch.py): judges each step before it is made
+        self.step_bucket: Callable[[Bucket, AdamHyper, torch.Tensor], None] = Bucket.step  # see monitor/update_norm.py
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step."""
@@ -164,7 +165,7 @@ class EngineOptimizer(MegatronOptimizer):
                 self.config.decoupled_weight_decay,
             )
             for bucket in buckets:
-                bucket.step(hyper, scale)
+                self.step_bucket(bucket, hyper, scale)
         for gather in self.gathers:
             gather.begin()
         if self.weight_scaling is not None:

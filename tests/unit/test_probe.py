@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from commands import O1, error_of
+from commands import MODEL, O1, error_of
 
 from megatron_fp8.emulate import plan_from_flags
 from megatron_fp8.engine.weights import Bucket
@@ -20,7 +20,7 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import WeightScaling, compute_scale
 from megatron_fp8.ops import reference
-from megatron_fp8.probe_plan import ProbePlan, probe_from_args
+from megatron_fp8.probe_plan import ProbePlan, logs_update_norm, probe_from_args
 
 
 @pytest.fixture(scope="module")
@@ -322,3 +322,16 @@ class TestFlags:
         assert "add --fp8-probe-step" in error_of(probe_from_args, parse(*O1, "--fp8-probe-dir", "x"), True)
         both = parse(*O1, "--fp8-probe-step", "1", "--fp8-probe-dir", "x")
         assert "no GEMM of this run is FP8" in error_of(probe_from_args, both, False)
+
+    @pytest.mark.parametrize("level", [[], ["--fp8-level", "O2"]], ids=["no level", "O2"])
+    def test_update_norm(self, parse, level):
+        assert not logs_update_norm(parse(*MODEL, *level))
+        assert logs_update_norm(parse(*MODEL, *level, "--fp8-log-update-norm"))
+
+    @pytest.mark.parametrize(
+        "flags",
+        ["--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--optimizer lion", "--use-megatron-fsdp"],
+    )
+    def test_an_update_that_is_not_seen(self, parse, flags):
+        args = parse(*MODEL, *flags.split(), "--fp8-log-update-norm")
+        assert f"--fp8-log-update-norm with {flags}: " in error_of(logs_update_norm, args)

@@ -1,0 +1,120 @@
+"""How far a step moved the weights: `--fp8-log-update-norm`, at any level and without one.
+
+    [fp8] iteration 3: update norm 0.0241938; update ratio 0.000871225
+
+    update norm     |w_t - w_(t-1)|_2 over all weights of the model, whatever moved them: clipped gradient, Adam,
+                    learning rate, weight decay, rounding
+    update ratio    the same over |w_(t-1)|_2
+
+The weights are the optimizer's: its FP32 masters where it has such (a step of 1e-5 is lost in a BF16 weight of 0.02,
+whose ulp is 1.2e-4), at a level the masters as they are stored. A gradient norm does not tell: Adam divides it out, but
+for as long as its second moment lags behind.
+
+Measured on the iterations that Megatron logs. Stock's parts hold a copy of their weights during the step, 4 bytes a
+parameter, over data parallelism with --use-distributed-optimizer; a level's part one of a bucket at a time. Then one
+sum of two numbers a part. A step that is skipped moves nothing and is not logged.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training.utils import is_last_rank
+
+from ..engine.optimizer import EngineOptimizer
+from ..engine.weights import Bucket
+from ..ops.adam import AdamHyper
+from .write import current_iteration
+
+
+class UpdateNorm:
+    """Measures the steps of a run's optimizer: `around` each training step."""
+
+    def __init__(self) -> None:
+        self._parts: Sequence[MegatronOptimizer] = ()
+        self._squares: dict[MegatronOptimizer, torch.Tensor] = {}  # of the step in progress, if it is measured:
+        # this rank's |w_t - w_(t-1)|^2 and |w_(t-1)|^2, FP64
+
+    def around(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, step: Callable[[], Any]) -> Any:
+        """Run Megatron's train_step, and measure and log it if Megatron logs it; its result."""
+        if not self._parts:
+            self._parts = getattr(optimizer, "chained_optimizers", [optimizer])
+            for part in self._parts:
+                self._attach(part)
+        iteration = current_iteration()
+        if iteration % get_args().log_interval:
+            return step()
+        device = next(chunks[0].parameters()).device
+        self._squares = {part: torch.zeros(2, dtype=torch.float64, device=device) for part in self._parts}
+        result = step()
+        squares, self._squares = self._squares, {}
+        _, skipped, *_ = result
+        if not skipped:
+            for part, sums in squares.items():
+                torch.distributed.all_reduce(sums, group=part.get_grad_stats_parallel_group())
+            log(torch.stack(list(squares.values())).sum(0), iteration)
+        return result
+
+    def _attach(self, part: MegatronOptimizer) -> None:
+        if isinstance(part, EngineOptimizer):
+            part.step_bucket = functools.partial(self._step_bucket, part)
+        elif part.optimizer is not None:  # it is where a rank has none of the part's weights
+            before: list[torch.Tensor] = []
+
+            def keep(*_) -> None:
+                if self._squares:
+                    before.extend(weight.detach().clone() for weight in _own_weights(part))
+
+            def compare(*_) -> None:
+                if self._squares:
+                    self._add(part, before, _own_weights(part))
+                    before.clear()
+
+            part.optimizer.register_step_pre_hook(keep)
+            part.optimizer.register_step_post_hook(compare)
+
+    def _step_bucket(self, part: EngineOptimizer, bucket: Bucket, hyper: AdamHyper, scale: torch.Tensor) -> None:
+        before = bucket.masters() if self._squares else None
+        bucket.step(hyper, scale)
+        if before is not None:
+            self._add(part, [before], [bucket.masters()])
+
+    @torch.no_grad()
+    def _add(self, part: MegatronOptimizer, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+        if before:
+            weights = torch._foreach_norm(before)
+            torch._foreach_sub_(before, after)
+            norms = torch.stack([torch.stack(torch._foreach_norm(before)), torch.stack(weights)])
+            self._squares[part] += norms.double().square().sum(1)
+
+
+def _own_weights(part: MegatronOptimizer) -> list[torch.Tensor]:
+    """The weights that a part of stock's steps on this rank, but for replicas: those of Megatron's gradient norm."""
+    groups = {"tp_group": getattr(part, "tp_group", None), "expert_tp_group": getattr(part, "expert_tp_group", None)}
+    return [
+        weight
+        for weight in part.get_parameters()
+        if param_is_not_shared(weight)
+        and tensor_parallel.param_is_not_tensor_parallel_duplicate(weight, **groups)
+        and tensor_parallel.param_is_not_gtp_duplicate(weight)
+    ]
+
+
+def log(squares: torch.Tensor, iteration: int) -> None:
+    """Log a step, on the rank that logs: `squares` (2,) FP64 of the update and of the weights, of all ranks."""
+    if is_last_rank():
+        update, weights = (math.sqrt(square) for square in squares.tolist())
+        ratio = update / weights if weights else math.nan
+        print(f"[fp8] iteration {iteration}: update norm {update:.6g}; update ratio {ratio:.6g}", flush=True)
+        scalars = {"update-norm": update, "update-ratio": ratio}  # beside Megatron's grad-norm and params-norm
+        if writer := get_tensorboard_writer():
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(scalars, iteration)
