@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from . import plots, signal_sections, statistics
+from . import onset_section, plots, signal_sections, statistics
 from .curves import CAUSES, RULE, spike_score, steps_ratio
 from .pieces import Section, Table, between, number, p_value, percent, percents
 from .results import Cell, Result, Results, healthy
@@ -34,6 +34,7 @@ def sections(results: Results) -> list[Section]:
         _cannot_show(results, comparisons),
         _what_ran(results),
         _divergence(results, comparisons),
+        onset_section.onsets(results),
         _final_loss(results, comparisons),
     ]
     if len(results.rates) > 1:
@@ -84,6 +85,7 @@ def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
             f"No difference seen, neither in divergence nor in final loss: {'; '.join(quiet)}. What could have been "
             "seen is in the last columns of the tables below."
         )
+    lines += _order_words(results)
     if not comparisons:
         lines = [f"There is no run of another arm than {results.baseline}: nothing is compared."]
     section.blocks += [
@@ -94,6 +96,22 @@ def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
         f"Those that stand at p <= {ALPHA:g} / {max(1, len(comparisons))} too (Bonferroni) are marked *.",
     ]
     return section
+
+
+def _order_words(results: Results) -> list[str]:
+    """Which arms' runs are seen to diverge earlier, or later, than the baseline's."""
+    orders = onset_section.by_seed(results)
+    lines = []
+    for (data, arm), order in orders.items():
+        if order.p <= ALPHA:
+            when, votes = ("earlier", order.earlier) if order.earlier > order.later else ("later", order.later)
+            name = f"{data}, {arm}" if len(results.data) > 1 else arm
+            lines.append(
+                f"{name}, over all learning rates: of {sum(order[:3])} seeds {votes} diverge {when} than "
+                f"{results.baseline}'s (sign test p {_starred(order.p, ALPHA / len(orders))}, of {len(orders)} such "
+                "comparisons)."
+            )
+    return lines
 
 
 def _rate_words(results: Results, c: _Comparison, strict: float) -> str:

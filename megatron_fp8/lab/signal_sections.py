@@ -75,6 +75,8 @@ def warnings(results: Results) -> Section:
             for within in ("data set", "cell"):
                 strata = [replace(signal, stratum=cell.data if within == "data set" else cell) for cell, signal in test]
                 found = [auroc(strata, lead) for lead in leads]
+                if all(math.isnan(a.value) for a in found):
+                    continue
                 ranked.append([name, view, within, f"{found[0].diverged}, {found[0].healthy}"])
                 ranked[-1] += [f"{number(a.value, '.2f')} ({between(a.band, '.2f')})" for a in found]
             if view == "rise":
@@ -84,7 +86,8 @@ def warnings(results: Results) -> Section:
         "AUROC: how often the signal is higher in a run that will diverge than, at the same step, in one of the "
         "same data set, or of the same cell (arm and learning rate too), that will not; 0.5 tells nothing, less: "
         f"it is lower. Level: the signal itself; rise: in standard deviations above the run's own last {WINDOW} "
-        "values. With a 95 % band, and the number of runs of either kind that had a pair.",
+        "values. With a 95 % band, and the number of runs of either kind that had a pair; no row where none had, as "
+        "the runs diverged before the signal had a history, or all of a cell did.",
         Table(["signal", "as", "within", "runs", *(f"{lead} steps before" for lead in leads)], ranked, 3),
         "Alarms: the rise is above all that a healthy run of the other seeds ever reached. Warned: of those that "
         "diverged, how many had an alarm before. The lead is the time from the first alarm, which may have been a "
