@@ -10,7 +10,11 @@ that the twin made,
 
 x being the loss (or what --measure names) of a run and y the twin's; d = 1 where x is missing or not finite. The noise
 floor is the gap of a run that differs from the twin in rounding alone: the twin with another micro-batch size, whose
-gradients add up in another order. A set of linears removes the share
+gradients add up in another order. Where a run is chaotic that grows from step to step and overtakes the gap, which does
+not: O1 against BF16 on configs/lab/levels.yaml's GPT is 41 floors apart over 20 steps and 2 over 60. So more steps are
+not better; a gap of less than five floors is not searched in, as the shares below would be noise.
+
+A set of linears removes the share
 
     (gap of the command - gap with the set in BF16, at least the floor) / (gap of the command - noise floor)
 
@@ -42,7 +46,7 @@ from .trial import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded
 Curves = dict[str, dict[int, float]]
 
 _TWIN = (BF16_FLAG, "*")
-_ABOVE = 2.0  # noise floors that a gap must have: the floor is one draw of the noise
+_ABOVE = 5.0  # noise floors that a gap must have: each share is then known to about a quarter
 _LINEARS = re.compile(rf"\[fp8\] {BF16_FLAG}: \d+ of \d+ linears stay in BF16: (.*)")
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
@@ -175,6 +179,8 @@ class _Bisect:
         if self.whole <= _ABOVE * self.floor or self.whole == 0:
             self._print_table()
             print(f"The gap is not above the noise floor (not {_ABOVE:g} times it): nothing to be found. {remark}")
+            if steps := self._clear_steps():
+                print(f"Over {steps} steps it is {2 * _ABOVE:g} times it: take --steps {steps}, another --folder.")
             return
         by_gemm = [(flags, self._removed(flags, shlex.join(flags))) for flags in gemm_flags(self.args.command)]
         chosen = frozenset(search(self.linears, self._removed_by, self.args.share))
@@ -183,15 +189,31 @@ class _Bisect:
 
     def _find_floor(self) -> tuple[float, str]:
         """The noise floor, and a remark on it."""
-        flags = other_micro_batches(self.results.command, self.args.processes)
-        if self.args.floor is not None:
-            flags = shlex.split(self.args.floor)
+        flags = self._floor_flags()
         if flags is None:
             return 0.0, "The noise floor is not known, no other micro-batch size fits: say --floor FLAGS."
         floor = self._gap([*_TWIN, *flags], f"the twin with {shlex.join(flags)}")
         if self.args.floor is None and has_dropout(self.args.command):
             return floor, f"The floor has other dropout masks: add {shlex.join(NO_DROPOUT)}."
         return floor, ""
+
+    def _floor_flags(self) -> list[str] | None:
+        if self.args.floor is not None:
+            return shlex.split(self.args.floor)
+        return other_micro_batches(self.results.command, self.args.processes)
+
+    def _clear_steps(self) -> int | None:
+        """So many steps, of those that were made, that the gap is far above the floor; None: it is at none."""
+        flags = self._floor_flags()
+        if flags is None:
+            return None
+        twin = self.twin[self.args.measure]
+        command, floor = (self.results.of(f, "").get(self.args.measure, {}) for f in ([], [*_TWIN, *flags]))
+        for count in range(len(twin) - 1, 0, -1):
+            first = dict(sorted(twin.items())[:count])
+            if gap(command, first) > 2 * _ABOVE * gap(floor, first):
+                return count
+        return None
 
     def _gap(self, flags: list[str], label: str) -> float:
         """The gap of a run, and its row of the table."""

@@ -23,6 +23,7 @@ for flag in ("--spread", "--lr"):
     parser.add_argument(flag, type=float, default=0.0)
 parser.add_argument("--nan-at", type=int, default=99)
 parser.add_argument("--die-after", type=int, default=99)
+parser.add_argument("--chaos-from", type=int, default=99)
 parser.add_argument("--begun")
 parser.add_argument("--culprit", default="decoder.layers.2.self_attention.linear_qkv")
 args, _ = parser.parse_known_args()
@@ -42,7 +43,8 @@ cost = sum(args.lr if name == args.culprit else args.spread for name in fp8) * (
 for step in range(11, 100):
     if step == args.nan_at and cost > 0.1:
         sys.exit("RuntimeError: Unexpected result nan (message='found NaN in local')")
-    loss = 4 * (1 + cost) * (1 + 1e-4 * (args.micro_batch_size == 1)) if step % 2 else 4
+    rounding = (1e-1 if step >= args.chaos_from else 1e-4) * (args.micro_batch_size == 1)
+    loss = 4 * (1 + cost) * (1 + rounding) if step % 2 else 4
     print(f" iteration {step}/ 500 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {loss / 4:.3f} |", flush=True)
 """
 
@@ -125,6 +127,14 @@ def test_nothing_above_the_floor(bisected):
     assert len(begun) == 3
     out, begun = bisected(training="--lr 0 --attention-dropout 0 --hidden-dropout 0", folder="exact")
     assert "not above the noise floor" in out and "dropout 0." not in out
+
+
+def test_fewer_steps_are_better_where_rounding_grows(bisected):
+    """From step 15 on, the fifth of the runs, rounding does more than the culprit."""
+    out, begun = bisected(training="--lr 0.1 --chaos-from 15")
+    assert "not above the noise floor" in out and len(begun) == 3
+    assert out.endswith("Over 4 steps it is 10 times it: take --steps 4, another --folder.\n")
+    assert CULPRIT in bisected("--steps 4", training="--lr 0.1 --chaos-from 15", folder="short")[0]
 
 
 def test_a_gap_that_is_spread(bisected):
