@@ -36,12 +36,12 @@ import argparse
 import csv
 import importlib.metadata
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from stamp import commit
 
 from megatron_fp8.numerics import E4M3, compute_scale
 from megatron_fp8.ops import reference
@@ -249,9 +249,8 @@ def average(results: list[dict[str, float]]) -> dict[str, float]:
 
 def stamp() -> dict[str, str]:
     """What made the figures."""
-    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    commit = os.environ.get("COMMIT") or git.stdout.strip() or "unknown"  # COMMIT: for a copy without .git
-    return {"commit": commit, "torch": torch.__version__, "megatron-core": importlib.metadata.version("megatron-core")}
+    core = importlib.metadata.version("megatron-core")
+    return {"commit": commit(), "torch": torch.__version__, "megatron-core": core}
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

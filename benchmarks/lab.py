@@ -10,7 +10,8 @@ says how far it is from one reading of them.
 import argparse
 
 import torch
-from ops import Table, equal, git_commit, randn
+from ops import Table, equal, randn
+from stamp import commit
 
 from megatron_fp8 import ops
 from megatron_fp8.lab.sharpness import Sharpness, Statistics, closed_form
@@ -38,7 +39,7 @@ def check(how: EmulatedFormat) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
-    parser.add_argument("--commit", default=git_commit(), help="what the rows say was measured")
+    parser.add_argument("--commit", default=commit(), help="what the rows say was measured")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     table = Table(arguments.commit)

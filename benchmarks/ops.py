@@ -10,10 +10,10 @@ a configuration compare launch configurations: the product's is the default in o
 
 import argparse
 import csv
-import subprocess
 
 import torch
 import triton
+from stamp import commit
 from triton.testing import do_bench
 
 from megatron_fp8 import ops
@@ -264,15 +264,10 @@ def bench_gemm(table: Table) -> None:
         table.add(f"forward {name} bf16", (TOKENS, n, k), lambda x=x, w=w: x @ w.t(), flops=flops)
 
 
-def git_commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
-    parser.add_argument("--commit", default=git_commit(), help="what the rows say was measured")
+    parser.add_argument("--commit", default=commit(), help="what the rows say was measured")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     check()

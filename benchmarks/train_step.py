@@ -21,6 +21,8 @@ import sys
 import time
 from pathlib import Path
 
+from stamp import commit
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = """--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 50303
 --make-vocab-size-divisible-by 128 --mock-data --bf16 --use-distributed-optimizer --disable-bias-linear
@@ -95,11 +97,9 @@ def stamp() -> dict:
     """What the figures were measured on."""
     import torch
 
-    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    commit = os.environ.get("COMMIT") or git.stdout.strip() or "unknown"  # COMMIT: for a copy without .git
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     date = datetime.date.today().isoformat()
-    return {"gpu": gpu, "torch": torch.__version__, "commit": commit, "date": date}
+    return {"gpu": gpu, "torch": torch.__version__, "commit": commit(), "date": date}
 
 
 def main() -> None:
