@@ -1,26 +1,45 @@
-"""How often --fp8-on-spike takes noise for a spike, and which spikes it finds: the detector on curves made for it.
+"""How often --fp8-on-spike takes noise for a spike, and which spikes it finds: on curves made for it, and on real ones.
 
-    python benchmarks/spikes.py        CPU, one core, four minutes
+    python benchmarks/spikes.py        CPU, one core, five minutes
 
-Curves of 1,000 steps. False alarms: values taken for a spike at sigma 7 where none was planted, of 10,000 that were
-judged; "early": of the first 128 steps. Found: of spikes planted one a curve, at a random step from 64 on, with the
-height given in standard deviations of the curve's own noise at that step. Log-normal noise is symmetric in the
-logarithm, as that of gradient norms is; Student's t with 3 degrees of freedom has tails no training run should have.
+Made curves (spikes.csv), of 1,000 steps. False alarms: values taken for a spike at sigma 7 where none was planted, of
+10,000 that were judged; "early": of the first 128 steps. Found: of spikes planted one a curve, at a random step from 64
+on, with the height given in standard deviations of the curve's own noise at that step. Log-normal noise is symmetric in
+the logarithm, as that of gradient norms nearly is; Student's t has 3 degrees of freedom.
+
+Real curves (spikes_real.csv): loss and gradient norm of all runs of results/lab, 300 steps each, window 128. DETECTORS
+has what judges them: the product's series of the norm's values; the same of their logarithms, for a norm is positive
+and its noise more nearly log-normal than normal; median and median absolute deviation, which no spike before pulls up.
+The same sigma means something else to each, so compare them where their false alarms are equally many. Three counts:
+
+- False alarms, in runs that do not diverge and up to AHEAD steps before the onset (lab/curves.py) in those that do.
+- Found: a norm of so many times the median of the 16 before, planted in those steps, at two random ones a run.
+- Told: divergences with an alarm in the AHEAD steps before the onset, or at it: what a watch is for. Beside it, the
+  false alarms in these runs before: a detector that tells by chance has them.
+
+Runs that diverge within 64 + 2 AHEAD steps, while the learning rate warms up, have no history to judge from; left out.
 """
 
+import copy
 import csv
+import lzma
 import math
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_fp8.monitor.spikes import Series
+from megatron_fp8.lab.results import Result, Results
+from megatron_fp8.lab.store import Store
+from megatron_fp8.monitor.spikes import Series, Spike
+from megatron_fp8.watch_plan import LEAST_WINDOW
 
 STEPS, CURVES, EARLY, WINDOWS, HEIGHTS = 1000, 40, 128, (32, 128, 512), (8, 12, 20)
-OUT = Path(__file__).parent / "results/spikes.csv"
+OUT = Path(__file__).parent / "results"
 t = np.arange(STEPS)
 
 
@@ -63,10 +82,9 @@ def spikes(curve: np.ndarray, window: int) -> list[int]:
     return [i for i, value in enumerate(curve.tolist()) if series.spike(value)]
 
 
-def main() -> None:
+def made() -> None:
     rng = np.random.default_rng(1)
-    OUT.parent.mkdir(exist_ok=True)
-    with OUT.open("w", newline="") as file:
+    with (OUT / "spikes.csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["curve", "window", "false per 10,000", "early", *(f"found of {h} sigma, %" for h in HEIGHTS)])
         for name, (level, make) in KINDS.items():
@@ -89,5 +107,93 @@ def main() -> None:
                 print(*row, sep=" | ", flush=True)
 
 
+class Median(Series):
+    """The candidate: sigma median absolute deviations, as of a normal distribution, above the median of the window."""
+
+    def spike(self, value: float) -> Spike | None:
+        found = None
+        if len(self.values) >= LEAST_WINDOW:
+            middle = median(self.values)
+            deviation = 1.4826 * median(abs(x - middle) for x in self.values)
+            if deviation and value >= middle + self.sigma * deviation:
+                found, value = Spike(value), middle + self.sigma * deviation
+        self.values.append(value)
+        return found
+
+
+def itself(value: float) -> float:
+    return value
+
+
+# name: (what is judged, of which number, by which series, at which sigmas)
+DETECTORS: dict[str, tuple[str, Callable[[float], float], type[Series], tuple[int, ...]]] = {
+    "loss": ("loss", itself, Series, (7,)),
+    "norm": ("grad_norm", itself, Series, (7, 10, 14, 20)),
+    "norm, logarithm": ("grad_norm", math.log, Series, (5, 6, 7)),
+    "norm, median": ("grad_norm", itself, Median, (7, 14, 30)),
+}
+RATES = {"0.001": (0, 0.002), "0.01": (0.002, 0.02), "0.03 .. 0.045": (0.02, 0.05), "0.07 .. 0.2": (0.05, 1)}
+TIMES, AHEAD = (3, 5, 10, 30), 20
+
+
+def runs() -> Iterator[Result]:
+    """Those of all stores, in the order of the files."""
+    for packed in sorted((OUT / "lab").glob("*.sqlite.xz")):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / packed.stem
+            path.write_bytes(lzma.decompress(packed.read_bytes()))
+            store = Store(path)
+            for _, found in Results(store).cells():
+                yield from found
+            store.close()
+
+
+def judge_run(run: Result, calm: int, plant: list[int], detector: str, sigma: float) -> tuple[int, bool, np.ndarray]:
+    """How many of a run's `calm` steps are alarms; whether one comes after them, up to the onset; what is found.
+
+    plant: steps from 0 at which a spike is tried, the run itself going on without; found: how many, for each of TIMES.
+    """
+    signal, number, kind_of_series, _ = DETECTORS[detector]
+    curve = run.series[signal][1].tolist()
+    series, alarms, found = kind_of_series(sigma, 128), [], np.zeros(len(TIMES), dtype=int)
+    for i, value in enumerate(curve[: int(min(run.onset, len(curve)))]):  # the onset counts from 1
+        if i in plant:
+            level = median(curve[i - 16 : i])
+            found += [bool(copy.deepcopy(series).spike(number(times * level))) for times in TIMES]
+        if series.spike(number(value)):
+            alarms.append(i)
+    return sum(i < calm for i in alarms), any(i >= calm for i in alarms), found
+
+
+def real() -> None:
+    rng = np.random.default_rng(2)
+    every = []
+    for run in runs():
+        if run.onset > 64 + 2 * AHEAD:
+            calm = int(min(run.onset - AHEAD - 1, len(run.losses[0])))
+            every.append((run, calm, rng.choice(np.arange(64, calm), 2, replace=False).tolist()))
+    with (OUT / "spikes_real.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        head = ["learning rate", "detector", "sigma", "runs", "steps", "false per 10,000"]
+        head += [f"found of x {times}, %" for times in TIMES]
+        table.writerow([*head, "divergences", "told", "false before, per 10,000"])
+        for rates, (low, high) in RATES.items():
+            of = [judged for judged in every if low < judged[0].row.learning_rate <= high]
+            steps = np.array([calm - LEAST_WINDOW for _, calm, _ in of])
+            diverge = np.array([run.divergence is not None for run, _, _ in of])
+            for name, (signal, _, _, sigmas) in DETECTORS.items():
+                for sigma in sigmas:
+                    false, told, found = map(np.array, zip(*(judge_run(*run, name, sigma) for run in of), strict=True))
+                    rate = 1e4 * false.sum() / steps.sum()
+                    row = [rates, name, sigma, len(of), steps.sum(), f"{rate:.1f}"]
+                    # no loss is so many times its level
+                    row += [f"{share:.0f}" if signal == "grad_norm" else "" for share in 50 * found.mean(0)]
+                    row += [diverge.sum(), told.sum()]
+                    row += [f"{1e4 * false[diverge].sum() / steps[diverge].sum():.1f}" if diverge.any() else ""]
+                    table.writerow(row)
+                    print(*row, sep=" | ", flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    made()
+    real()
