@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import is_last_rank
 
 from ..lab.measure_sharpness import SharpnessProbe
 from ..sharpness_plan import SharpnessPlan
-from .write import current_iteration
+from .write import current_iteration, write_scalars
 
 NAMES = {"sharpness": "sharpness", "centred": "centred_sharpness", "log_z": "log_z"}
 COLUMNS = ("mean", "median", "q95", "q99", "max")
@@ -79,8 +78,4 @@ def log(summary: dict[str, dict[str, float]] | None, iteration: int) -> None:
         flush=True,
     )
     scalars = {f"{name}_{column}": summary[key][column] for key, name in NAMES.items() for column in COLUMNS}
-    if writer := get_tensorboard_writer():
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, iteration)
-    if wandb := get_wandb_writer():
-        wandb.log(scalars, iteration)
+    write_scalars(scalars, iteration)

@@ -24,13 +24,13 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training.global_vars import get_args
 from megatron.training.utils import is_last_rank
 
 from ..engine.optimizer import EngineOptimizer
 from ..engine.weights import Bucket
 from ..ops.adam import AdamHyper
-from .write import current_iteration
+from .write import current_iteration, write_scalars
 
 
 class UpdateNorm:
@@ -112,9 +112,4 @@ def log(squares: torch.Tensor, iteration: int) -> None:
         update, weights = (math.sqrt(square) for square in squares.tolist())
         ratio = update / weights if weights else math.nan
         print(f"[fp8] iteration {iteration}: update norm {update:.6g}; update ratio {ratio:.6g}", flush=True)
-        scalars = {"update-norm": update, "update-ratio": ratio}  # beside Megatron's grad-norm and params-norm
-        if writer := get_tensorboard_writer():
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, iteration)
-        if wandb := get_wandb_writer():
-            wandb.log(scalars, iteration)
+        write_scalars({"update-norm": update, "update-ratio": ratio}, iteration)  # beside Megatron's grad-norm

@@ -36,14 +36,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
-from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from ..config import Fp8Config
 from ..emulate import linear_name
 from ..engine.optimizer import EngineOptimizer
 from ..watch_plan import FALLBACK, NO_FP8, SKIP, WatchPlan
 from .spikes import DOUBLED, Series
-from .write import Tally, current_iteration, together
+from .write import Tally, current_iteration, together, write_scalars
 
 LOSS, NORM = "loss", "gradient norm"
 MOST_SKIPS = 8  # in a row
@@ -291,11 +290,7 @@ class Watch:
         """A line in rank 0's log; the counts, from the rank that has a writer."""
         if dist.get_rank() == 0:
             print(f"[fp8] iteration {iteration}: {what}", flush=True)
-        if writer := get_tensorboard_writer():
-            for name, count in self.counts.items():
-                writer.add_scalar(name, count, iteration)
-        if wandb := get_wandb_writer():
-            wandb.log(dict(self.counts), iteration)
+        write_scalars(dict(self.counts), iteration)
 
     def state_dict(self) -> dict:
         """All that goes on from one step to the next: plain numbers, the same on all ranks."""

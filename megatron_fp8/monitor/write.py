@@ -83,6 +83,15 @@ def current_iteration() -> int:
     return get_args().curr_iteration + 1
 
 
+def write_scalars(scalars: dict[str, float], iteration: int) -> None:
+    """Give values by name to Megatron's TensorBoard and W&B writers, on the rank that has them."""
+    if writer := get_tensorboard_writer():
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb := get_wandb_writer():
+        wandb.log(scalars, iteration)
+
+
 def write(tallies: dict[str, Tally], iteration: int) -> None:
     """Write the statistics of every weight and layer, on the rank that has a writer; a line for the log on rank 0."""
     weights = {f"{name}_{s}": v for name, tally in tallies.items() for s, v in tally.statistics().items()}
@@ -90,11 +99,7 @@ def write(tallies: dict[str, Tally], iteration: int) -> None:
     for name, tally in tallies.items():
         members.setdefault(layer_name(name), []).append(tally)
     layers = {f"{name}_{s}": v for name, all_ in members.items() for s, v in together(all_).statistics().items()}
-    if writer := get_tensorboard_writer():
-        for name, value in {**weights, **layers}.items():
-            writer.add_scalar(name, value, iteration)
-    if wandb := get_wandb_writer():
-        wandb.log({**weights, **layers}, iteration)
+    write_scalars({**weights, **layers}, iteration)
     if torch.distributed.get_rank() == 0 and weights:
         print(f"[fp8] iteration {iteration}: {summary(weights)}", flush=True)
 

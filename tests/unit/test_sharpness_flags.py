@@ -11,6 +11,7 @@ from megatron_fp8.lab import checkpoint_sharpness
 from megatron_fp8.lab.runner import read_line
 from megatron_fp8.lab.sharpness import Sharpness
 from megatron_fp8.monitor import sharpness as monitor
+from megatron_fp8.monitor import write
 from megatron_fp8.sharpness_plan import SharpnessPlan, sharpness_from_args
 
 ROW = {"count": 512, "not_finite": 3, "mean": 0.1623, "min": 0.1, "q05": 0.11, "median": 0.15, "q95": 0.2, "q99": 0.3}
@@ -71,8 +72,8 @@ def test_the_line_is_read_back_and_the_writers_get_the_scalars(capsys, monkeypat
         def log(self, values, step):
             written.update({("wandb", name, step): value for name, value in values.items()})
 
-    monkeypatch.setattr(monitor, "get_tensorboard_writer", Writer)
-    monkeypatch.setattr(monitor, "get_wandb_writer", Writer)
+    monkeypatch.setattr(write, "get_tensorboard_writer", Writer)
+    monkeypatch.setattr(write, "get_wandb_writer", Writer)
     monitor.log(SUMMARY, 40)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "[fp8] iteration 40: sharpness 0.1623 %; centred 0.1623 %; log Z 0.1623; not finite 3"
@@ -84,8 +85,8 @@ def test_the_line_is_read_back_and_the_writers_get_the_scalars(capsys, monkeypat
 
 
 def test_a_step_of_which_nothing_is_known(capsys, monkeypatch):
-    monkeypatch.setattr(monitor, "get_tensorboard_writer", lambda: None)
-    monkeypatch.setattr(monitor, "get_wandb_writer", lambda: None)
+    monkeypatch.setattr(write, "get_tensorboard_writer", lambda: None)
+    monkeypatch.setattr(write, "get_wandb_writer", lambda: None)
     lost = {**ROW, "count": 0, "mean": float("nan")}
     monitor.log({name: {**lost, "max": float("nan")} for name in Sharpness._fields}, 6)
     monitor.log({name: {**lost, "not_finite": 0} for name in Sharpness._fields}, 7)
