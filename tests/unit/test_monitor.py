@@ -11,8 +11,9 @@ from test_statistics import direct_counts
 from megatron_fp8.comm.shared import SharedScale
 from megatron_fp8.emulate import linear_name
 from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.lab.runner import read_line
 from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
-from megatron_fp8.monitor import collect, write
+from megatron_fp8.monitor import collect, update_norm, write
 from megatron_fp8.monitor.collect import Monitor
 from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together
 from megatron_fp8.numerics.auto_scaling import ScalingRule
@@ -313,3 +314,14 @@ def test_every_rank_prints_and_writes_what_is_its_own(group, monkeypatch, capsys
     monkeypatch.setattr(write, "get_wandb_writer", lambda: None)
     write.write({"decoder.layers.3.mlp.linear_fc1": tally}, 200)
     assert capsys.readouterr().out == "" and len(logs) == 1
+
+
+def test_the_update_norm_is_said_once_and_read_back(monkeypatch, capsys):
+    scalars = []
+    monkeypatch.setattr(update_norm, "write_scalars", lambda *given: scalars.append(given))
+    squares = torch.tensor([0.01, 400.0], dtype=torch.float64)
+    for last in (True, False):
+        monkeypatch.setattr(update_norm, "is_last_rank", lambda last=last: last)
+        update_norm.log(squares, 7)
+    assert scalars == [({"update-norm": pytest.approx(0.1), "update-ratio": pytest.approx(0.005)}, 7)]
+    assert read_line(capsys.readouterr().out) == (7, {"update_norm": 0.1, "update_ratio": 0.005})
