@@ -30,8 +30,8 @@ PROBE_FLAGS = (  # (flag, metavar or None for a switch, type, meaning)
         "--fp8-log-update-norm",
         None,
         None,
-        "Log how far each step that is logged (--log-interval) moves the weights, and that by their norm, at any level "
-        "and without one.",
+        "Log how far every --log-interval-th step moves the weights, and that by their norm, at any level and without "
+        "one.",
     ),
 )
 
@@ -77,6 +77,7 @@ def logs_update_norm(args: Namespace) -> bool:
         "--optimizer-cuda-graph": getattr(args, "optimizer_cuda_graph", False),
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
+        "--qk-clip": getattr(args, "qk_clip", False),
         f"--optimizer {args.optimizer}": args.optimizer not in ("adam", "sgd"),
     }
     for flag, given in hiding.items():

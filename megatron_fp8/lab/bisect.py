@@ -47,6 +47,7 @@ Curves = dict[str, dict[int, float]]
 
 _TWIN = (BF16_FLAG, "*")
 _ABOVE = 5.0  # noise floors that a gap must have: each share is then known to about a quarter
+LEAST_POINTS = 3  # of a measure, over which a gap means anything
 _LINEARS = re.compile(rf"\[fp8\] {BF16_FLAG}: \d+ of \d+ linears stay in BF16: (.*)")
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
@@ -178,7 +179,7 @@ class _Bisect:
         print(f"gap of {self.args.measure} {self.whole:.3g}, noise floor {self.floor:.3g}", flush=True)
         if self.whole <= _ABOVE * self.floor or self.whole == 0:
             self._print_table()
-            print(f"The gap is not above the noise floor (not {_ABOVE:g} times it): nothing to be found. {remark}")
+            print(f"The gap is less than {_ABOVE:g} times the noise floor, too near to it to search in. {remark}")
             if steps := self._clear_steps():
                 print(f"Over {steps} steps it is {2 * _ABOVE:g} times it: take --steps {steps}, another --folder.")
             return
@@ -203,16 +204,17 @@ class _Bisect:
         return other_micro_batches(self.results.command, self.args.processes)
 
     def _clear_steps(self) -> int | None:
-        """So many steps, of those that were made, that the gap is far above the floor; None: it is at none."""
+        """So many of the steps that were made that the gap is far above the floor; None: over no LEAST_POINTS it is."""
         flags = self._floor_flags()
         if flags is None:
             return None
         twin = self.twin[self.args.measure]
         command, floor = (self.results.of(f, "").get(self.args.measure, {}) for f in ([], [*_TWIN, *flags]))
-        for count in range(len(twin) - 1, 0, -1):
-            first = dict(sorted(twin.items())[:count])
+        logged = sorted(twin)  # not every step's, of some measures
+        for count in range(len(logged) - 1, LEAST_POINTS - 1, -1):
+            first = {step: twin[step] for step in logged[:count]}
             if gap(command, first) > 2 * _ABOVE * gap(floor, first):
-                return count
+                return logged[count - 1] - min(self.results.of([*_TWIN], "")[LOSS]) + 1
         return None
 
     def _gap(self, flags: list[str], label: str) -> float:

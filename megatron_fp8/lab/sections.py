@@ -106,10 +106,11 @@ def _order_words(results: Results) -> list[str]:
         if order.p <= ALPHA:
             when, votes = ("earlier", order.earlier) if order.earlier > order.later else ("later", order.later)
             name = f"{data}, {arm}" if len(results.data) > 1 else arm
+            most = " at more learning rates than the opposite" if len(results.rates) > 1 else ""
             lines.append(
-                f"{name}, over all learning rates: of {sum(order[:3])} seeds {votes} diverge {when} than "
-                f"{results.baseline}'s (sign test p {_starred(order.p, ALPHA / len(orders))}, of {len(orders)} such "
-                "comparisons)."
+                f"{name}: {votes} of {sum(order[:3])} seeds diverge {when} than {results.baseline}'s{most} "
+                f"(sign test p {_starred(order.p, ALPHA / len(orders))}; {len(orders)} such "
+                f"comparisons, marked at {ALPHA:g} / {len(orders)})."
             )
     return lines
 
@@ -278,7 +279,8 @@ def _sensitivity(results: Results) -> Section:
     text = (
         "The mean over the learning rates of (final loss - best final loss of that seed), nats, with each loss "
         "capped at the first: 0 for a loss that does not depend on the learning rate (arXiv 2309.14322). Seeds "
-        f"whose {len(results.rates)} learning rates have all ended; diverged runs count."
+        f"whose {len(results.rates)} learning rates have all ended; diverged runs count. What varies from run to run, "
+        "whatever the rate, raises it too, as the best of several is below their mean."
     )
     table = Table([*labels, "seeds", "sensitivity", "95 % band", "gap", "t p"], rows, len(labels))
     return Section("Learning-rate sensitivity", [text, table, *plots.learning_rates(results)])

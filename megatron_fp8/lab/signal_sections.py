@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from . import plots
 from .early_warning import ENOUGH, WINDOW, Signal, alarms, auroc, held_out, rise, threshold
 from .pieces import Section, Table, between, number, percents
@@ -50,14 +52,14 @@ def over_time(results: Results) -> Section:
 
 
 def warnings(results: Results) -> Section:
-    """AUROC and alarms on held-out seeds, or why there are none."""
+    """AUROC, and alarms on held-out seeds, or why there are none."""
     all_runs = [(cell, run) for cell, runs in results.cells() for run in runs]
     out = held_out([run.row.seed for _, run in all_runs])
     tested = [run for _, run in all_runs if run.row.seed in out]
     diverged = sum(run.divergence is not None for run in tested)
     text = (
-        f"On held-out seeds, every second one: {', '.join(map(str, sorted(out))) or 'none'}; {diverged} runs that "
-        f"diverged, {len(tested) - diverged} that did not."
+        f"Alarms are tuned on every other seed and judged on the rest, {', '.join(map(str, sorted(out))) or 'none'}: "
+        f"{diverged} runs that diverged, {len(tested) - diverged} that did not. AUROC tunes nothing, and is of all."
     )
     section = Section("Early warnings", [text])
     if min(diverged, len(tested) - diverged) < ENOUGH:
@@ -71,9 +73,8 @@ def warnings(results: Results) -> Section:
     for name in _watched(results):
         for view in ("level", "rise"):
             signals = [(cell, _signal(cell, run, name, view)) for cell, run in all_runs if name in run.series]
-            test = [(cell, signal) for cell, signal in signals if signal.seed in out]
             for within in ("data set", "cell"):
-                strata = [replace(signal, stratum=cell.data if within == "data set" else cell) for cell, signal in test]
+                strata = [replace(of, stratum=cell.data if within == "data set" else cell) for cell, of in signals]
                 found = [auroc(strata, lead) for lead in leads]
                 if all(math.isnan(a.value) for a in found):
                     continue
@@ -81,13 +82,14 @@ def warnings(results: Results) -> Section:
                 ranked[-1] += [f"{number(a.value, '.2f')} ({between(a.band, '.2f')})" for a in found]
             if view == "rise":
                 limit = threshold([signal for _, signal in signals if signal.seed not in out])
-                alarmed.append([name, *_alarm_cells([signal for _, signal in test], limit)])
+                alarmed.append([name, *_alarm_cells([signal for _, signal in signals if signal.seed in out], limit)])
     section.blocks += [
         "AUROC: how often the signal is higher in a run that will diverge than, at the same step, in one of the "
         "same data set, or of the same cell (arm and learning rate too), that will not; 0.5 tells nothing, less: "
         f"it is lower. Level: the signal itself; rise: in standard deviations above the run's own last {WINDOW} "
         "values. With a 95 % band, and the number of runs of either kind that had a pair; no row where none had, as "
-        "the runs diverged before the signal had a history, or all of a cell did.",
+        "the runs diverged before the signal had a history, or all of a cell did. The onset is the smoothed loss's, "
+        f"which lags: the loss itself is above its best so far by (median) {_risen(all_runs, leads)}.",
         Table(["signal", "as", "within", "runs", *(f"{lead} steps before" for lead in leads)], ranked, 3),
         "Alarms: the rise is above all that a healthy run of the other seeds ever reached. Warned: of those that "
         "diverged, how many had an alarm before. The lead is the time from the first alarm, which may have been a "
@@ -95,6 +97,20 @@ def warnings(results: Results) -> Section:
         Table(["signal", "limit", "warned", "false alarms", "Wilson 95 %", "median lead", "least .. most"], alarmed),
     ]
     return section
+
+
+def _risen(runs: list[tuple[Cell, Result]], leads: list[int]) -> str:
+    """How far the loss itself has risen at these leads, in runs that diverged."""
+    parts = []
+    for lead in leads:
+        risen = []
+        for _, run in runs:
+            steps, losses = run.losses
+            before = losses[(steps <= run.onset - lead) & np.isfinite(losses)]
+            if run.divergence and len(before):
+                risen.append(float(before[-1] - before.min()))
+        parts.append(f"{number(median(risen), '.2f')} nats {lead} steps before it")
+    return ", ".join(parts)
 
 
 def _signal(cell: Cell, run: Result, name: str, view: str) -> Signal:

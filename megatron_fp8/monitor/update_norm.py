@@ -2,7 +2,7 @@
 
     [fp8] iteration 3: update norm 0.0241938; update ratio 0.000871225
 
-    update norm     |w_t - w_(t-1)|_2 over all weights of the model, whatever moved them: clipped gradient, Adam,
+    update norm     |w_t - w_(t-1)|_2 over all weights that are trained, whatever moved them: clipped gradient, Adam,
                     learning rate, weight decay, rounding
     update ratio    the same over |w_(t-1)|_2
 
@@ -10,9 +10,10 @@ The weights are the optimizer's: its FP32 masters where it has such (a step of 1
 whose ulp is 1.2e-4), at a level the masters as they are stored. A gradient norm does not tell: Adam divides it out, but
 for as long as its second moment lags behind.
 
-Measured on the iterations that Megatron logs. Stock's parts hold a copy of their weights during the step, 4 bytes a
-parameter, over data parallelism with --use-distributed-optimizer; a level's part one of a bucket at a time. Then one
-sum of two numbers a part. A step that is skipped moves nothing and is not logged.
+Measured on every --log-interval-th iteration. Stock's parts hold a copy of their weights during the step, 4 bytes a
+parameter, over data parallelism with --use-distributed-optimizer; a level's part two of a bucket at a time, which is of
+all its weights with --fp8-partition greedy. Then one sum of two numbers a part. A skipped step moves nothing and is not
+logged.
 """
 
 import functools
@@ -52,8 +53,10 @@ class UpdateNorm:
             return step()
         device = next(chunks[0].parameters()).device
         self._squares = {part: torch.zeros(2, dtype=torch.float64, device=device) for part in self._parts}
-        result = step()
-        squares, self._squares = self._squares, {}
+        try:
+            result = step()
+        finally:
+            squares, self._squares = self._squares, {}
         _, skipped, *_ = result
         if not skipped:
             for part, sums in squares.items():
@@ -68,6 +71,7 @@ class UpdateNorm:
             before: list[torch.Tensor] = []
 
             def keep(*_) -> None:
+                before.clear()  # of a step that failed
                 if self._squares:
                     before.extend(weight.detach().clone() for weight in _own_weights(part))
 

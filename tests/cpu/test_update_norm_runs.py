@@ -13,6 +13,7 @@ nightly = pytest.mark.slow
 LOG = "--fp8-log-update-norm"
 FP32 = [flag for flag in TINY_GPT if flag != "--bf16"]
 SGD = "--optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr-decay-style constant --lr-warmup-iters 0"
+MOE = "--num-experts 2 --moe-layer-freq [0,1] --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"
 _LINE = re.compile(r"\[fp8\] iteration (\d+): update norm (\S+); update ratio (\S+)$")
 
 
@@ -30,6 +31,7 @@ def logged(run: Run) -> dict[int, tuple[float, float]]:
         (2, "--tensor-model-parallel-size 2"),
         pytest.param(2, "--pipeline-model-parallel-size 2", marks=nightly),
         pytest.param(2, "", marks=nightly),
+        pytest.param(2, MOE, marks=nightly),  # two parts, of which one is over other ranks
     ],
 )
 def test_gradient_descent_moves_by_its_rate_times_the_gradient(nproc, flags):

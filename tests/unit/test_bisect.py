@@ -24,6 +24,7 @@ for flag in ("--spread", "--lr"):
 parser.add_argument("--nan-at", type=int, default=99)
 parser.add_argument("--die-after", type=int, default=99)
 parser.add_argument("--chaos-from", type=int, default=99)
+parser.add_argument("--norm-every", type=int, default=1)
 parser.add_argument("--begun")
 parser.add_argument("--culprit", default="decoder.layers.2.self_attention.linear_qkv")
 args, _ = parser.parse_known_args()
@@ -45,7 +46,8 @@ for step in range(11, 100):
         sys.exit("RuntimeError: Unexpected result nan (message='found NaN in local')")
     rounding = (1e-1 if step >= args.chaos_from else 1e-4) * (args.micro_batch_size == 1)
     loss = 4 * (1 + cost) * (1 + rounding) if step % 2 else 4
-    print(f" iteration {step}/ 500 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {loss / 4:.3f} |", flush=True)
+    norm = f"grad norm: {loss / 4:.3f} | " * (step % args.norm_every == 0)
+    print(f" iteration {step}/ 500 | lm loss: {loss:.6E} | loss scale: 1.0 | {norm}", flush=True)
 """
 
 
@@ -123,18 +125,27 @@ def test_what_writes_or_ends_is_left_out(bisected, tmp_path):
 
 def test_nothing_above_the_floor(bisected):
     out, begun = bisected(training="--lr 0.0001")
-    assert "not above the noise floor" in out and "add --attention-dropout 0 --hidden-dropout 0" in out
+    assert "too near to it to search in" in out and "add --attention-dropout 0 --hidden-dropout 0" in out
     assert len(begun) == 3
     out, begun = bisected(training="--lr 0 --attention-dropout 0 --hidden-dropout 0", folder="exact")
-    assert "not above the noise floor" in out and "dropout 0." not in out
+    assert "too near to it to search in" in out and "dropout 0." not in out
 
 
 def test_fewer_steps_are_better_where_rounding_grows(bisected):
     """From step 15 on, the fifth of the runs, rounding does more than the culprit."""
     out, begun = bisected(training="--lr 0.1 --chaos-from 15")
-    assert "not above the noise floor" in out and len(begun) == 3
+    assert "less than 5 times the noise floor" in out and len(begun) == 3
     assert out.endswith("Over 4 steps it is 10 times it: take --steps 4, another --folder.\n")
     assert CULPRIT in bisected("--steps 4", training="--lr 0.1 --chaos-from 15", folder="short")[0]
+
+
+def test_steps_are_steps_where_a_measure_is_logged_less_often(bisected):
+    """Norms of steps 15, 20, ...: before 35 rounding does little, up to 30, the twentieth step of the runs."""
+    sparse = "--lr 0.1 --chaos-from 35 --norm-every 5"
+    out, _ = bisected("--measure grad_norm --steps 40", training=sparse)
+    assert out.endswith("Over 20 steps it is 10 times it: take --steps 20, another --folder.\n")
+    out, _ = bisected("--measure grad_norm --steps 16", training=sparse.replace("35", "20"), folder="few")
+    assert "too near to it to search in" in out and "take --steps" not in out  # one or two points say nothing
 
 
 def test_a_gap_that_is_spread(bisected):

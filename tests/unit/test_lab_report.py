@@ -226,7 +226,8 @@ def test_which_falls_first(report):
         ["all", "E8M3", "seeds", "7", "0", "1", "0.0156"],
     ]
     text = " ".join(Page(report["report.html"]).text)
-    assert "E8M3, over all learning rates: of 8 seeds 7 diverge earlier than BF16's (sign test p 0.0156*" in text
+    words = "E8M3: 7 of 8 seeds diverge earlier than BF16's at more learning rates than the opposite"
+    assert f"{words} (sign test p 0.0156*; 1 such comparisons, marked at 0.05 / 1)." in text
 
 
 def test_a_seed_has_one_vote(tmp_path):
@@ -271,9 +272,13 @@ def test_warnings_come_before_the_divergence(tmp_path):
     early = [head for head in next(iter(rows.values())) if head.endswith("steps before")]
     assert early == ["1 steps before", "6 steps before", "12 steps before"]
     sharp = rows["sharpness", "level", "data set"]
-    assert sharp["runs"] == "8, 24" and all(sharp[head].startswith("1.00") for head in early)
+    assert sharp["runs"] == "15, 49" and all(sharp[head].startswith("1.00") for head in early)
     assert 0.2 < float(rows["grad_norm", "level", "data set"][early[1]].split()[0]) < 0.8
-    assert {within for *_, within in rows} == {"data set"}  # every held-out run of the cell diverged
+    assert rows["sharpness", "rise", "cell"]["runs"] == "15, 1"  # one run of that cell did not
+    text = " ".join(Page(report["report.html"]).text)
+    assert "judged on the rest, 2, 4, 6, 8, 10, 12, 14, 16: 8 runs that diverged, 24 that did not." in text
+    risen = re.search(r"its best so far by \(median\) ([\d.]+) nats 1 steps before it, ([\d.]+) nats 6 steps", text)
+    assert float(risen[1]) > 0.5 and float(risen[1]) - float(risen[2]) == pytest.approx(5 * 0.3, abs=0.1)
     alarms = {row["signal"]: row for row in table(report, "median lead")}
     assert alarms["sharpness"]["warned"] == "8 of 8" and 15 <= int(alarms["sharpness"]["median lead"]) <= 40
 
