@@ -196,6 +196,8 @@ def learning_rates(results: Results) -> list[Picture]:
                 panel.plot(there, medians, color=colour, label=arm, linewidth=1.5)
             title = data if len(results.data) > 1 else ""
             panel.set(xscale="log", xlabel="learning rate", ylabel="final loss (nats)", title=title)
+            panel.set_xticks(results.rates, [f"{rate:g}" for rate in results.rates])
+            panel.minorticks_off()
             _legend(panel)
 
     caption = f"Final {results.outcome} loss, capped at the first, of every run, and each arm's median."
