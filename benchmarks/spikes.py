@@ -131,6 +131,7 @@ DETECTORS: dict[str, tuple[str, Callable[[float], float], type[Series], tuple[in
     "norm": ("grad_norm", itself, Series, (7, 10, 14, 20)),
     "norm, logarithm": ("grad_norm", math.log, Series, (5, 6, 7)),
     "norm, median": ("grad_norm", itself, Median, (7, 14, 30)),
+    "update norm": ("update_norm", itself, Series, (5, 7, 10)),  # in some stores
 }
 RATES = {"0.001": (0, 0.002), "0.01": (0.002, 0.02), "0.03 .. 0.045": (0.02, 0.05), "0.07 .. 0.2": (0.05, 1)}
 TIMES, AHEAD = (3, 5, 10, 30), 20
@@ -178,10 +179,12 @@ def real() -> None:
         head += [f"found of x {times}, %" for times in TIMES]
         table.writerow([*head, "divergences", "told", "false before, per 10,000"])
         for rates, (low, high) in RATES.items():
-            of = [judged for judged in every if low < judged[0].row.learning_rate <= high]
-            steps = np.array([calm - LEAST_WINDOW for _, calm, _ in of])
-            diverge = np.array([run.divergence is not None for run, _, _ in of])
             for name, (signal, _, _, sigmas) in DETECTORS.items():
+                of = [e for e in every if low < e[0].row.learning_rate <= high and signal in e[0].series]
+                if not of:
+                    continue
+                steps = np.array([calm - LEAST_WINDOW for _, calm, _ in of])
+                diverge = np.array([run.divergence is not None for run, _, _ in of])
                 for sigma in sigmas:
                     false, told, found = map(np.array, zip(*(judge_run(*run, name, sigma) for run in of), strict=True))
                     rate = 1e4 * false.sum() / steps.sum()
