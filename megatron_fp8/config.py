@@ -274,7 +274,10 @@ def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
     for row in found:
         if row.verdict == ADAPTED:
             row.adapt(args)
-    return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()] + _storage_line(args, config)
+    return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()] + [
+        *_storage_line(args, config),
+        *([] if config.emulate is None else [f"--fp8-emulate: {config.emulate}"]),
+    ]
 
 
 def _check_stock_run(args: Namespace, level: str | None) -> None:
@@ -316,7 +319,7 @@ def _micro_batches(args: Namespace) -> int:
 def _storage_line(args: Namespace, config: Fp8Config) -> list[str]:
     """What the log should say of how gradients are stored."""
     count = _micro_batches(args)
-    few, chosen = count <= FEW_MICRO_BATCHES, args.fp8_grad_accum in (None, "auto")
+    few, chosen = count <= FEW_MICRO_BATCHES, args.fp8_grad_accum in (None, "auto") and config.grad_accum != "fp32"
     noise = f"an unbiased error of about {0.0375 * ((count + 1) / 2) ** 0.5:.0%}"
     if chosen and few:
         return [f"gradients are stored in FP8: {count} micro-batch{'es' * (count > 1)} a step (--fp8-grad-accum)"]

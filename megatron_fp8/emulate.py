@@ -45,6 +45,15 @@ class EmulationPlan:
     from_step: int = 1
     until_step: int | None = None
 
+    def __str__(self) -> str:
+        """As in "weight E8M3:truncate:none, gradient E5M2:nearest:tensor; linears *; LM head; steps 1 to 99"."""
+        operands = [f"{operand} {how}" for operand in OPERANDS if (how := getattr(self, operand)) is not None]
+        parts = [", ".join(operands), f"linears {','.join(self.layers)}", *(["LM head"] if self.lm_head else [])]
+        if self.from_step > 1 or self.until_step is not None:
+            end = f" to {self.until_step - 1}" if self.until_step is not None else " on"
+            parts.append(f"steps {self.from_step}{end}")
+        return "; ".join(parts)
+
     def for_operand(self, path: str, layer_number: int, operand: str, step: int) -> EmulatedFormat | None:
         """How to round `operand` ("weight", "activation" or "gradient") in a step, from 1; None: not at all.
 

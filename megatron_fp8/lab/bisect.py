@@ -38,7 +38,7 @@ from pathlib import Path
 from ..config import BF16_FLAG
 from ..emulate import OPERANDS, matches, plan_from_flags
 from .bisect_search import expand, patterns, search
-from .plan_file import flag_value
+from .plan_file import flag_value, split_words
 from .progress import duration
 from .runner import LOSS
 from .trial import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, other_micro_batches, without
@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="the runs' --seed (default: the command's)")
     parser.add_argument("--measure", default=LOSS, metavar="NAME", help="loss (default), grad_norm, or what is logged")
     parser.add_argument("--share", type=float, default=0.9, help="of the gap that is to be removed (0.9)")
-    parser.add_argument("--floor", metavar="FLAGS", help="in quotes: what changes rounding alone (a micro-batch size)")
+    parser.add_argument("--floor", metavar="FLAGS", help='what changes rounding alone: --floor="--micro-batch-size 1"')
     add_command(parser)
 
 
@@ -68,6 +68,9 @@ def run(args: Namespace) -> int:
     for flag, value in (("--steps", args.steps), ("--processes", args.processes)):
         if value < 1:
             raise ValueError(f"{flag} {value}: use 1 or more")
+    split_words("--floor", args.floor or "")
+    if Path(args.folder).exists() and not Path(args.folder).is_dir():
+        raise ValueError(f"--folder {args.folder}: is a file; name a folder")
     if not 0 < args.share <= 1:
         raise ValueError(f"--share {args.share}: use a share above 0, to 1")
     if flag_value(args.command, "--fp8-emulate") is None and flag_value(args.command, "--fp8-level") in (None, "O0"):
@@ -179,9 +182,12 @@ class _Bisect:
         print(f"gap of {self.args.measure} {self.whole:.3g}, noise floor {self.floor:.3g}", flush=True)
         if self.whole <= _ABOVE * self.floor or self.whole == 0:
             self._print_table()
-            print(f"The gap is less than {_ABOVE:g} times the noise floor, too near to it to search in. {remark}")
+            near = f"The gap is less than {_ABOVE:g} times the noise floor, too near to it to search in."
+            print(*filter(None, [near, remark]))
             if steps := self._clear_steps():
                 print(f"Over {steps} steps it is {2 * _ABOVE:g} times it: take --steps {steps}, another --folder.")
+            else:
+                print("Start nearer to the trouble (--load), or with other data (--seed).")
             return
         by_gemm = [(flags, self._removed(flags, shlex.join(flags))) for flags in gemm_flags(self.args.command)]
         chosen = frozenset(search(self.linears, self._removed_by, self.args.share))
@@ -200,7 +206,7 @@ class _Bisect:
 
     def _floor_flags(self) -> list[str] | None:
         if self.args.floor is not None:
-            return shlex.split(self.args.floor)
+            return split_words("--floor", self.args.floor)
         return other_micro_batches(self.results.command, self.args.processes)
 
     def _clear_steps(self) -> int | None:

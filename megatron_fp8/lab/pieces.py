@@ -44,9 +44,9 @@ def number(value: float, form: str = ".4f") -> str:
     return "-" if math.isnan(value) else f"{value:{form}}"
 
 
-def percent(value: float, digits: int = 0) -> str:
-    """A share as a percentage; a dash where there is none."""
-    return "-" if math.isnan(value) else f"{100 * value:.{digits}f} %"
+def percent(value: float, digits: int = 0, sign: str = "") -> str:
+    """A share as a percentage, with "+" for `sign` always with one; a dash where there is none."""
+    return "-" if math.isnan(value) else f"{100 * value:{sign}.{digits}f} %"
 
 
 def percents(ends: Iterable[float]) -> str:

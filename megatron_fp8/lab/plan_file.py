@@ -33,6 +33,14 @@ _WRITTEN = ("--save", "--tensorboard-dir", "--wandb-save-dir")
 _KEYS = ("command", "steps", "seeds", "arms", "learning_rates", "data", "processes", "timeout")
 
 
+def split_words(flag: str, value: str) -> list[str]:
+    """The words of a flag's value, as a shell has them; ValueError of one line where a quote stays open."""
+    try:
+        return shlex.split(value)
+    except ValueError:
+        raise ValueError(f"{flag} {value!r}: a quote is not closed; close it") from None
+
+
 @dataclass(frozen=True)
 class SweepRun:
     """One run: what it is called, and its command (a script, or -m and a module, and flags) but for `{run}`."""

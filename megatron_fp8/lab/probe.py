@@ -78,7 +78,9 @@ def probe(
     curves([*command, *flags], processes, folder / "run", timeout, step - first + 1)
     path = results / f"step-{step}.json"
     if not path.exists():
-        raise ValueError(f"--step {step}: the command ended before it; use an earlier one, or raise --train-iters")
+        earlier = "use an earlier one, or " if step > first else ""
+        override = " (after --load with --override-opt_param-scheduler)" if first > 1 else ""
+        raise ValueError(f"--step {step}: the command ended before it; {earlier}raise --train-iters{override}")
     found = json.loads(path.read_text())
     if not found["linears"]:
         values = {flag: flag_value(tuple(command), flag) for flag in (BF16_FLAG, "--fp8-emulate-layers")}

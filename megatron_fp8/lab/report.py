@@ -104,6 +104,8 @@ def run(args: Namespace) -> int:
     finally:
         store.close()
     folder = Path(args.out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder}: is a file; name a folder")
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     written = write(folder, "report", "A sweep's report", sections(results))
     written += write(folder, "runs", "When, where and how fast it was run", [_speed(results), _where(results)])

@@ -14,7 +14,7 @@ from .curves import CAUSES, RULE, spike_score, steps_ratio
 from .pieces import Section, Table, between, number, p_value, percent, percents
 from .results import Cell, Result, Results, healthy
 from .runner import LOSS
-from .statistics import Paired, fisher, lr_sensitivity, mcnemar, mean, mean_band, paired, wilson
+from .statistics import Paired, fisher, lr_sensitivity, mcnemar, mean, mean_band, median, paired, wilson
 from .store import DONE, FAILED, NOT_FINITE, RUNNING, WAITING
 
 ALPHA = 1 - statistics.CONFIDENCE
@@ -138,7 +138,7 @@ def _gap_words(c: _Comparison, strict: float) -> str:
 
 
 def _relative(c: _Comparison) -> str:
-    return number(100 * c.test.mean / c.base_loss, "+.2f") + " %"
+    return percent(c.test.mean / c.base_loss, 2, "+")
 
 
 def _starred(p: float, strict: float) -> str:
@@ -163,12 +163,11 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
             lines.append(
                 f"With {pairs} pairs, the sign test and Wilcoxon's cannot give p <= {ALPHA:g} at all: {'; '.join(few)}."
             )
-    for c in comparisons:
-        if c.left_out:
-            lines.append(
-                f"{c.name}: {c.left_out} pairs in which a run diverged are not in the final loss's gap: "
-                "it is of the lucky seeds alone."
-            )
+    if left_out := [f"{c.name} ({c.left_out})" for c in comparisons if c.left_out]:
+        lines.append(
+            f"Pairs in which a run diverged are not in the final loss's gap, which is of the lucky seeds alone: "
+            f"{'; '.join(left_out)}."
+        )
     limits = [c.detectable_rate for c in comparisons if c.base]
     if limits:
         blind = sum(map(math.isnan, limits))
@@ -222,9 +221,11 @@ def _divergence(results: Results, comparisons: list[_Comparison]) -> Section:
         if c := against.get(cell):
             tests = [p_value(c.fisher), p_value(c.mcnemar), percent(c.detectable_rate)]
         rate = [percent(count / len(runs)), percents(interval)]
-        rows.append([*results.named(cell), str(len(runs)), str(count), *causes, *rate, *tests])
+        step = number(median([run.onset for run in runs if run.divergence]), ".0f")
+        rows.append([*results.named(cell), str(len(runs)), str(count), *causes, step, *rate, *tests])
     labels = results.labels()
-    heads = [*labels, "runs", "diverged", *CAUSES, "rate", "Wilson 95 %", "Fisher p", "McNemar p", "detectable"]
+    heads = [*labels, "runs", "diverged", *CAUSES, "median step", "rate", "Wilson 95 %"]
+    heads += ["Fisher p", "McNemar p", "detectable"]
     text = (
         f"A run diverged if its loss is not finite over its last {percent(RULE.patience)} of steps or it ended for "
         f"that; or if the mean of these is above the first loss; or if its smoothed loss is more than {RULE.rise:g} "

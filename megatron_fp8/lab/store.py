@@ -169,16 +169,18 @@ class Store:
     # The plan.
 
     def add(self, plan: SweepPlan) -> None:
-        """Have the runs of a plan wait here, but those that are here already; waiting ones of no plan any more go.
+        """Have the runs of a plan wait here, but those that are here already.
 
-        Raises ValueError where a run that was begun had another command.
+        Of those that wait or failed, what the plan no longer has, or has with another command, goes. Raises ValueError
+        where another run that was begun had another command.
         """
         with self._transaction():
             wanted = {_key(run): run for run in plan.runs()}
             for row in self.runs():
                 run = wanted.get(_key(row))
-                if row.state == WAITING and run != _planned(row):
-                    self._db.execute("DELETE FROM runs WHERE id = ?", (row.id,))  # it has no points
+                if row.state in (WAITING, FAILED) and run != _planned(row):
+                    self._db.execute("DELETE FROM points WHERE run = ?", (row.id,))
+                    self._db.execute("DELETE FROM runs WHERE id = ?", (row.id,))
                 elif run is not None and run != _planned(row):
                     old, new = _first_difference(row.command, run.command)
                     raise ValueError(

@@ -2,7 +2,7 @@
 
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite                 on this machine
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --jobs 4        four runs at once
-    megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --slurm print --sbatch "--gpus=1 --time=4:00:00"
+    megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --slurm print --sbatch="--gpus=1 --time=4:00:00"
 
 Ended in whatever way, by Ctrl-C, a lost connection or a power cut, the same command continues: runs that are done
 stay done, one that was interrupted starts over. Runs may be added to the plan. Several sweeps may work on one store
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from .plan_file import SweepPlan, flag_value, read_plan
+from .plan_file import SweepPlan, flag_value, read_plan, split_words
 from .progress import Progress
 from .runner import LOSS, Training, living, stop
 from .store import DONE, FAILED, NOT_FINITE, RUNNING, WAITING, Row, Store, TakenAway
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, help="runs at once, or with --slurm tasks (default: what fits; all runs)")
     parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
     parser.add_argument("--slurm", choices=("print", "submit"), help="print a job array's script, or submit it")
-    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="Slurm's options for a task, in quotes")
+    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help='of Slurm, for a task: --sbatch="--gpus=1"')
 
 
 def run(args: Namespace) -> int:
@@ -55,6 +55,7 @@ def run(args: Namespace) -> int:
     plan = read_plan(args.plan)
     if args.jobs is not None and args.jobs < 1:
         raise ValueError(f"--jobs {args.jobs}: use 1 or more")
+    split_words("--sbatch", args.sbatch)
     if args.sbatch and not args.slurm:
         raise ValueError(f"--sbatch {args.sbatch!r}: only with --slurm; add that, or remove it")
     script = plan.command[0]
@@ -285,7 +286,7 @@ def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:
         f"--chdir={os.getcwd()}",
         f"--output={folder}/slurm-%A_%a.txt",
         "--signal=B:TERM@60",  # a minute before the time is up, for the run to be given back
-        *shlex.split(options),
+        *split_words("--sbatch", options),
     ]
     sweep = ["megatron_fp8.cli", "lab", "sweep", str(plan), "--store", str(store), "--jobs", "1"]
     command = shlex.join([sys.executable, "-m", *sweep])

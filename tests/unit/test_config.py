@@ -141,6 +141,19 @@ def test_emulation(parse):
         assert error_of(config_from_args, parse(*MODEL, *flags.split())).startswith(line)
 
 
+def test_the_log_says_what_is_emulated_and_no_more(parse):
+    """No gradient is stored in FP8 without a level."""
+    args = parse(*MODEL, *"--fp8-emulate E8M3:truncate,gradient=E5M2 --fp8-emulate-from-step 3".split())
+    lines = adapt_stock_args(args, config_from_args(args))
+    kinds = "weight E8M3:truncate:none, activation E8M3:truncate:none, gradient E5M2:nearest:none"
+    assert f"--fp8-emulate: {kinds}; linears *; steps 3 on" in lines
+    assert not any("gradients are stored" in line for line in lines)
+    args = parse(*O1, *"--fp8-emulate weight=E8M3 --fp8-emulate-lm-head --fp8-emulate-until-step 9".split())
+    lines = adapt_stock_args(args, config_from_args(args))
+    assert "--fp8-emulate: weight E8M3:nearest:none; linears *; LM head; steps 1 to 8" in lines
+    assert any("gradients are stored in FP8" in line for line in lines)
+
+
 SHARED = [*O1, "--fp8-grad-reduce", "shared"]
 
 

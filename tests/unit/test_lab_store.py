@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,22 @@ def test_a_plan_grows_and_shrinks(store):
     assert done.id in [row.id for row in store.runs()]
     store.add(plan())
     assert store.counts() == {**dict.fromkeys(STATES, 0), WAITING: 7, DONE: 1}
+
+
+def test_a_failed_run_may_change_or_go(store):
+    """A mistyped arm is mended in the plan, or left out: the good runs stay."""
+    while row := store.claim(""):
+        store.write(row, [(1, "loss", 2.0)])
+        store.finish(row, DONE if row.arm == "BF16" else FAILED, 0)
+    store.add(plan())
+    assert store.counts()[FAILED] == 4  # the same command: until it is retried
+    store.add(replace(plan(), arms={"BF16": (), "E8M3": ("--fp8-level", "O1")}))
+    assert store.counts() == {**dict.fromkeys(STATES, 0), DONE: 4, WAITING: 4}
+    failed = store.claim("")
+    assert "--fp8-level" in failed.command and not store.series(failed.id)
+    store.finish(failed, FAILED, 1)
+    store.add(plan(arms=("BF16",)))
+    assert store.counts() == {**dict.fromkeys(STATES, 0), DONE: 4}
 
 
 def test_a_plan_may_not_change_what_has_run(store, path):

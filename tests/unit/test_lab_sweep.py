@@ -216,6 +216,7 @@ def test_wrong_command_lines_are_one_line(tmp_path):
         (["none.yaml", "--store", "s"], "none.yaml: No such file or directory; give a plan file"),
         (["plan.yaml", "--store", "s", "--jobs", "0"], "--jobs 0: use 1 or more"),
         (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "only with --slurm"),
+        (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-C 'a"], "--sbatch \"-C 'a\": a quote is not"),
         (["plan.yaml"], "the following arguments are required: --store"),
         (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: unable to open database file"),
     ):
