@@ -37,6 +37,7 @@ _LEFT_OUT = ("consumed_samples", "global_batch_size")  # known before the run
 _STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|")
 _EVALUATION = re.compile(r" validation\S* loss at iteration (\d+)(?: on (validation|test) set)? \|")
 _OWN = re.compile(r"\[fp8\] iteration (\d+): ")
+_JOINED = re.compile(r"(?<!^)(?=\[fp8\] iteration \d)")  # Megatron's lines are not ended in the write that makes them
 _ITEM = re.compile(r"([^\d;,][^;,]*?)[ :=]+([-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan))(?![\w.])", re.IGNORECASE)
 # Megatron's words where it ends a run for such a value; so do pretrain_gpt.py's.
 _NOT_FINITE = re.compile(r"Unexpected result (tensor\()?(nan|-?inf)|found (NaN|Inf) in", re.IGNORECASE)
@@ -149,9 +150,10 @@ class Training:
         for line in self._lines():
             self._tail.append(line)
             self.not_finite |= _NOT_FINITE.search(line) is not None
-            if values := read_line(line):
-                self.last = max(self.last, values[0])
-                found.append(values)
+            for part in _JOINED.split(line):
+                if values := read_line(part):
+                    self.last = max(self.last, values[0])
+                    found.append(values)
         return found
 
     def _lines(self) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.training.utils import is_last_rank
 
-from .write import current_iteration
+from .write import current_iteration, say
 
 
 def log_exact(result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -20,5 +20,5 @@ def log_exact(result: tuple[Any, ...]) -> tuple[Any, ...]:
         if norm is not None:
             values["grad norm"] = float(norm)
         text = "; ".join(f"exact {name} {value!r}" for name, value in values.items())
-        print(f"[fp8] iteration {current_iteration()}: {text}", flush=True)
+        say(current_iteration(), text)
     return result

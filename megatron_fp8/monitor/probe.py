@@ -54,7 +54,7 @@ from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
 from ..ops import count_cast
 from ..probe_plan import ProbePlan
-from .write import CASTS, current_iteration
+from .write import CASTS, current_iteration, say
 
 FPROP, DGRAD, WGRAD = range(3)
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -286,7 +286,7 @@ def write(folder: str, step: int, linears: dict[str, Any]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"step": step, "linears": linears}, indent=1, allow_nan=False)
     (path / f"step-{step}.json").write_text(text + "\n")
-    print(f"[fp8] iteration {step}: {summary(linears)}", flush=True)
+    say(step, summary(linears))
 
 
 def summary(linears: dict[str, Any]) -> str:

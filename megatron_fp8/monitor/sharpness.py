@@ -21,7 +21,7 @@ from megatron.training.utils import is_last_rank
 
 from ..lab.measure_sharpness import SharpnessProbe
 from ..sharpness_plan import SharpnessPlan
-from .write import current_iteration, write_scalars
+from .write import current_iteration, say, write_scalars
 
 NAMES = {"sharpness": "sharpness", "centred": "centred_sharpness", "log_z": "log_z"}
 COLUMNS = ("mean", "median", "q95", "q99", "max")
@@ -69,13 +69,13 @@ def watch_evaluation(plan: SharpnessPlan, name: str, chunks: Sequence[torch.nn.M
 def log(summary: dict[str, dict[str, float]] | None, iteration: int) -> None:
     """One line for the log, of Statistics.summary(), and the scalars for the writers."""
     if summary is None or not summary["sharpness"]["count"] + summary["sharpness"]["not_finite"]:
-        print(f"[fp8] iteration {iteration}: no sharpness: the model computed no loss of next tokens", flush=True)
+        say(iteration, "no sharpness: the model computed no loss of next tokens")
         return
     mean = {name: row["mean"] for name, row in summary.items()}
-    print(
-        f"[fp8] iteration {iteration}: sharpness {mean['sharpness']:.6g} %; centred {mean['centred']:.6g} %; "
-        f"log Z {mean['log_z']:.6g}; not finite {summary['sharpness']['not_finite']:.0f}",
-        flush=True,
+    say(
+        iteration,
+        f"sharpness {mean['sharpness']:.6g} %; centred {mean['centred']:.6g} %; log Z {mean['log_z']:.6g}; "
+        f"not finite {summary['sharpness']['not_finite']:.0f}",
     )
     scalars = {f"{name}_{column}": summary[key][column] for key, name in NAMES.items() for column in COLUMNS}
     write_scalars(scalars, iteration)

@@ -31,7 +31,7 @@ from megatron.training.utils import is_last_rank
 from ..engine.optimizer import EngineOptimizer
 from ..engine.weights import Bucket
 from ..ops.adam import AdamHyper
-from .write import current_iteration, write_scalars
+from .write import current_iteration, say, write_scalars
 
 
 class UpdateNorm:
@@ -115,5 +115,5 @@ def log(squares: torch.Tensor, iteration: int) -> None:
     if is_last_rank():
         update, weights = (math.sqrt(square) for square in squares.tolist())
         ratio = update / weights if weights else math.nan
-        print(f"[fp8] iteration {iteration}: update norm {update:.6g}; update ratio {ratio:.6g}", flush=True)
+        say(iteration, f"update norm {update:.6g}; update ratio {ratio:.6g}")
         write_scalars({"update-norm": update, "update-ratio": ratio}, iteration)  # beside Megatron's grad-norm

@@ -42,7 +42,7 @@ from ..emulate import linear_name
 from ..engine.optimizer import EngineOptimizer
 from ..watch_plan import FALLBACK, NO_FP8, SKIP, WatchPlan
 from .spikes import DOUBLED, Series
-from .write import Tally, current_iteration, together, write_scalars
+from .write import Tally, current_iteration, say, together, write_scalars
 
 LOSS, NORM = "loss", "gradient norm"
 MOST_SKIPS = 8  # in a row
@@ -289,7 +289,7 @@ class Watch:
     def _say(self, iteration: int, what: str) -> None:
         """A line in rank 0's log; the counts, from the rank that has a writer."""
         if dist.get_rank() == 0:
-            print(f"[fp8] iteration {iteration}: {what}", flush=True)
+            say(iteration, what)
         write_scalars(dict(self.counts), iteration)
 
     def state_dict(self) -> dict:

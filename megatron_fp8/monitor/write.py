@@ -83,6 +83,11 @@ def current_iteration() -> int:
     return get_args().curr_iteration + 1
 
 
+def say(iteration: int, text: str) -> None:
+    """A line of the log, in one write: torchrun's workers do not buffer, and lines of two ranks would run together."""
+    print(f"[fp8] iteration {iteration}: {text}\n", end="", flush=True)
+
+
 def write_scalars(scalars: dict[str, float], iteration: int) -> None:
     """Give values by name to Megatron's TensorBoard and W&B writers, on the rank that has them."""
     if writer := get_tensorboard_writer():
@@ -101,7 +106,7 @@ def write(tallies: dict[str, Tally], iteration: int) -> None:
     layers = {f"{name}_{s}": v for name, all_ in members.items() for s, v in together(all_).statistics().items()}
     write_scalars({**weights, **layers}, iteration)
     if torch.distributed.get_rank() == 0 and weights:
-        print(f"[fp8] iteration {iteration}: {summary(weights)}", flush=True)
+        say(iteration, summary(weights))
 
 
 def summary(statistics: dict[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import subprocess
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -42,6 +43,24 @@ def test_another_process_may_print_into_the_line():
     )
     step, values = read_line(line)
     assert step == 10 and values["loss"] == 5 and not [name for name in values if "parameters" in name]
+
+
+def test_our_line_may_follow_in_megatrons(tmp_path, monkeypatch):
+    """Both are read, of a line and of one alone."""
+    monkeypatch.setattr(runner, "LAUNCHER", (sys.executable,))
+    joined = LINE.format(" lm loss: 5.0E+00 |", "", 0) + "[fp8] iteration 10: update norm 2"
+    script = tmp_path / "train.py"
+    script.write_text(f"print({joined!r}); print('[fp8] iteration 11: update norm 3')")
+    training = runner.Training([str(script)], 1, tmp_path / "run", {})
+    found = []
+    while training.poll() is None or not training.silent:
+        found += training.read()
+    training.close()
+    assert [(step, values.get("loss"), values.get("update_norm")) for step, values in found] == [
+        (10, 5.0, None),
+        (10, None, 2.0),
+        (11, None, 3.0),
+    ]
 
 
 def test_a_loss_that_is_not_there_is_nan():
