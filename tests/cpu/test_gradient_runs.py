@@ -41,7 +41,7 @@ def zeros(run):
     ("nproc", "flags"),
     [
         (2, OVERLAP + " --log-num-zeros-in-grad"),
-        (2, OVERLAP + RECOMPUTE),
+        pytest.param(2, OVERLAP + RECOMPUTE, marks=nightly),
         pytest.param(2, OVERLAP + " --recompute-granularity selective --recompute-modules mlp", marks=nightly),
         pytest.param(2, OVERLAP + INTERLEAVED, marks=nightly),
         pytest.param(4, OVERLAP + INTERLEAVED, marks=nightly),
@@ -66,7 +66,7 @@ def test_in_full_precision_overlapped_buckets_train_as_stocks_do(nproc, flags):
     [
         ("fp8", "block"),
         ("fp8", "shared"),
-        ("bf16", "block"),
+        pytest.param("bf16", "block", marks=nightly),
         pytest.param("fp32", "block", marks=nightly),
         pytest.param("fp32", "shared", marks=nightly),
         pytest.param("bf16", "fp32", marks=nightly),

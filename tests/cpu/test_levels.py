@@ -32,10 +32,10 @@ VARIANTS = [
     pytest.param(
         2, "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --fp8-margin 1", id="history", marks=nightly
     ),
-    pytest.param(1, "--fp8-format e4m3", id="E4M3 everywhere"),
+    pytest.param(1, "--fp8-format e4m3", id="E4M3 everywhere", marks=nightly),
     pytest.param(1, "--no-fp8-wgrad", id="BF16 wgrad"),
-    pytest.param(1, "--num-layers 3 --first-last-layers-bf16", id="first and last layer BF16"),
-    pytest.param(1, "--attention-backend auto", id="torch attention"),
+    pytest.param(1, "--num-layers 3 --first-last-layers-bf16", id="first and last layer BF16", marks=nightly),
+    pytest.param(1, "--attention-backend auto", id="torch attention", marks=nightly),
 ]
 
 
@@ -63,7 +63,7 @@ def test_pipeline_parallel():
     "flags",
     [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--keep-fp8-transpose-cache",
+        pytest.param("--keep-fp8-transpose-cache", marks=nightly),
     ],
 )
 def test_what_trades_memory_for_time_changes_no_digit(flags):

@@ -68,7 +68,7 @@ def resumed(folder, nproc: int, layout: str):
     "flags",
     [
         pytest.param("", id="no level"),
-        pytest.param("--fp8-level O2", id="O2"),
+        pytest.param("--fp8-level O2", id="O2", marks=nightly),
         pytest.param(f"--fp8-level O3 {RECOMPUTE}", id="O3, recompute", marks=nightly),
         pytest.param(EMULATED, id="emulated", marks=nightly),
     ],
@@ -87,7 +87,7 @@ def test_losses_are_the_same_to_the_last_digit(flags):
 @pytest.mark.parametrize(
     ("nproc", "layout"),
     [
-        pytest.param(2, "", id="data parallel"),
+        pytest.param(2, "", id="data parallel", marks=nightly),
         pytest.param(2, "--tensor-model-parallel-size 2", id="tensor parallel"),
         pytest.param(2, "--pipeline-model-parallel-size 2", id="pipeline parallel"),
         pytest.param(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", id="2 x 2", marks=nightly),

@@ -40,7 +40,10 @@ LAYOUTS = [
     pytest.param(1, "", id="one process"),
     pytest.param(2, "", id="data parallel", marks=nightly),
     pytest.param(
-        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        id="distributed optimizer",
+        marks=nightly,  # test_with_bf16_gemms_clipping_is_stocks has it
     ),
     pytest.param(2, "--tensor-model-parallel-size 2", id="tensor parallel"),
     pytest.param(2, "--pipeline-model-parallel-size 2", id="pipeline parallel"),
@@ -55,6 +58,7 @@ LAYOUTS = [
         "--calculate-per-token-loss --lr-warmup-iters 4 --start-weight-decay 0.01 --end-weight-decay 0.2 "
         "--weight-decay-incr-style linear",
         id="tokens and rules",
+        marks=nightly,
     ),
     pytest.param(
         2,

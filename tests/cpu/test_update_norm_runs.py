@@ -27,8 +27,8 @@ def logged(run: Run) -> dict[int, tuple[float, float]]:
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        (1, ""),
         (2, "--tensor-model-parallel-size 2"),
+        pytest.param(1, "", marks=nightly),
         pytest.param(2, "--pipeline-model-parallel-size 2", marks=nightly),
         pytest.param(2, "", marks=nightly),
         pytest.param(2, MOE, marks=nightly),  # two parts, of which one is over other ranks
@@ -77,6 +77,7 @@ def masters(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in names}
 
 
+@nightly
 def test_a_skipped_step_says_nothing():
     """The third, whose gradient is not finite."""
     flags = f"--fp8-level O1 --fp8-grad-accum fp32 --train-iters 5 {LOG}".split()
