@@ -125,7 +125,7 @@ def test_overlap_changes_no_digit(nproc, flags):
 
 
 @pytest.mark.parametrize(
-    "wire", ["shared", pytest.param("block", marks=nightly), pytest.param("fp32", marks=nightly)]
+    "wire", [pytest.param(wire, marks=nightly) for wire in ("shared", "block", "fp32")]
 )
 def test_a_resumed_run_draws_the_same_noise_and_scales(wire, tmp_path):
     flags = f"{cells('fp8', wire)}{OVERLAP}"

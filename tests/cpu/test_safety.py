@@ -47,7 +47,9 @@ def test_a_frozen_embedding_stops_no_weight_gradient():
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        (2, "--use-distributed-optimizer --fp8-amax-history-len 4 --fp8-amax-compute-algo max"),
+        pytest.param(
+            2, "--use-distributed-optimizer --fp8-amax-history-len 4 --fp8-amax-compute-algo max", marks=nightly
+        ),
         pytest.param(1, "--fp8-recipe tensorwise", marks=nightly),
     ],
 )

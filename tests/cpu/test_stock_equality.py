@@ -46,7 +46,7 @@ LAYOUTS = [
         marks=nightly,  # test_with_bf16_gemms_clipping_is_stocks has it
     ),
     pytest.param(2, "--tensor-model-parallel-size 2", id="tensor parallel"),
-    pytest.param(2, "--pipeline-model-parallel-size 2", id="pipeline parallel"),
+    pytest.param(2, "--pipeline-model-parallel-size 2", id="pipeline parallel", marks=nightly),
     pytest.param(
         1,
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

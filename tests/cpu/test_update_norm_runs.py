@@ -57,15 +57,21 @@ def test_gradient_descent_moves_by_its_rate_times_the_gradient(nproc, flags):
     ],
 )
 def test_what_moved_between_two_checkpoints(nproc, flags, tmp_path):
-    """And nothing else is another; only the iterations of --log-interval are said."""
     every = [*TINY_GPT, *flags.split(), "--train-iters", "4", "--dist-ckpt-optim-fully-reshardable"]
     run = run_megatron(nproc, [*every, LOG, "--save", str(tmp_path), "--save-interval", "1"])
     before, after = (masters(tmp_path, iteration) for iteration in (3, 4))
     moved = sum((after[name].double() - before[name].double()).square().sum() for name in before).sqrt()
     weights = sum(master.double().square().sum() for master in before.values()).sqrt()
     assert logged(run)[4] == pytest.approx((float(moved), float(moved / weights)), rel=1e-5)
-    assert run.losses == run_megatron(nproc, every).losses
-    rare = run_megatron(nproc, [*every, LOG, "--log-interval", "3"])
+
+
+@nightly
+@pytest.mark.parametrize("flags", ["", "--fp8-level O3"])
+def test_nothing_else_is_another(flags):
+    """And only every --log-interval-th iteration is said."""
+    every = [*TINY_GPT, *flags.split(), "--train-iters", "4"]
+    run, rare = (run_megatron(1, [*every, LOG, "--log-interval", interval]) for interval in ("1", "3"))
+    assert run.losses == run_megatron(1, every).losses
     assert logged(rare) == {3: logged(run)[3]}
 
 
