@@ -29,7 +29,8 @@ What is hooked, and why not something more official:
                                                 torch's Adam cannot (engine/optimizer.py), the LM head's forward with
                                                 --fp8-emulate-lm-head (layers/emulated_head.py), and a model's
                                                 compute_language_model_loss on the steps whose sharpness is measured
-                                                (lab/measure_sharpness.py).
+                                                (lab/measure_sharpness.py); with --fp8-log-update-norm, officially, step
+                                                hooks on the torch optimizers of stock's parts (monitor/update_norm.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 All but the first and the last are installed only when a run asks for a level, or for what they give: without one, and
