@@ -216,7 +216,7 @@ def _hook_checkpoints(fp8: Fp8Config) -> None:
 def _gpt_model_init(fp8: Fp8Config):
     from .layers.chosen import emulates_head
     from .layers.emulated_head import emulate_head
-    from .layers.linear import fp8_weights, keep_in_bf16, name_weights
+    from .layers.linear import keep_in_bf16, name_weights
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -233,9 +233,8 @@ def _gpt_model_init(fp8: Fp8Config):
             name_weights([self])  # which patterns ask for, without an optimizer (--skip-train) too
             keep_in_bf16(self, fp8, config.num_layers)
             if emulates_head(fp8) and self.post_process:
-                weights = fp8_weights([self])
                 rank = torch.distributed.get_rank()
-                emulate_head(self.output_layer, fp8.emulate, lambda: weights[0].step, fp8.seed, rank)
+                emulate_head(self.output_layer, fp8.emulate, fp8.seed, rank)
             accept_local_names(self)
 
         return init
@@ -297,17 +296,20 @@ def _evaluate(plan: SharpnessPlan):
 
 def _evaluate_without_optimizer(fp8: Fp8Config):
     """With --skip-train no optimizer is built, which would check the patterns and count the steps."""
+    from megatron.training.global_vars import get_args
+
     from .layers.chosen import check_chosen
+    from .layers.emulated_head import count_updates
     from .layers.linear import fp8_weights
 
     def make(stock):
         @functools.wraps(stock)
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
-            weights = fp8_weights(model)
-            if all(weight.grad is None for weight in weights):
+            if get_args().skip_train:  # on all ranks alike, also where one has no FP8 linear
                 _log(check_chosen(fp8, model))
-                for weight in weights:
+                for weight in fp8_weights(model):
                     weight.step = max(1, iteration)
+                count_updates(model, lambda: max(1, iteration))
             return stock(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
 
         return evaluate

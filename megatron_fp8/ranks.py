@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -187,6 +188,7 @@ def _be_rank(command: list[str], output: int, env: dict[str, str], cwd: str | No
         os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
+            multiprocessing.process.ORIGINAL_DIR = cwd  # where spawned processes look for the script
         sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
         code = _run(command)
         threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any Python process: its threads first

@@ -14,6 +14,7 @@ from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
 from ..comm.wire import Stages
 from ..config import Fp8Config
+from ..layers.emulated_head import count_updates
 from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
 from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling, WeightScaling
@@ -89,6 +90,7 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         contents=contents(fp8, get_args()),
     )
     _finalize_with(engine, model_config)
+    count_updates(model_chunks, lambda: engine.update)
     for chunk in model_chunks:
         # Stock's own check aborts the run and asks the host at every bucket; ours skips the step and does not.
         chunk.ddp_config.check_for_nan_in_grad = False
@@ -129,7 +131,10 @@ def _plan_buckets(
         backward = in_forward_order(fp8_weights([chunk]))[::-1]
         numel = sum(w.param.numel() for w in backward)
         # Whole weights balance well only where there are many (partition.py).
-        size = numel if fp8.partition == "greedy" else bucket_size(chunk.ddp_config, numel, dp_group.size())
+        size = numel
+        if fp8.partition != "greedy":
+            asked, count = get_args().ddp_bucket_size, chunk.ddp_config.num_buckets
+            size = bucket_size(asked, count, numel, dp_group.size())
         place = {id(weight): i for i, weight in enumerate(backward)}
         alike: dict[tuple[int, str], list[Fp8Weight]] = {}
         for weight in backward:
@@ -140,11 +145,14 @@ def _plan_buckets(
     return plan
 
 
-def bucket_size(ddp_config, numel: int, ranks: int) -> int:
-    """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight."""
-    if ddp_config.num_buckets is not None:
-        return numel // ddp_config.num_buckets
-    return ddp_config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+def bucket_size(asked: int | None, count: int | None, numel: int, ranks: int) -> int:
+    """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight.
+
+    asked, count: --ddp-bucket-size and --ddp-num-buckets, or None; numel: of the chunk; ranks: of data parallelism.
+    """
+    if count is not None:
+        return numel // count
+    return asked or max(40_000_000, 1_000_000 * ranks)
 
 
 def _weight_scaling(fp8: Fp8Config, weights: list[Fp8Weight]) -> WeightScaling | None:

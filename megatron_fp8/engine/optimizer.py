@@ -98,6 +98,7 @@ class EngineOptimizer(MegatronOptimizer):
         self.grad_scale = self._mean  # 0-d FP32: from the reduced sum to the gradient
         self.contents = contents
         self.steps = 0  # updates made; skipped steps do not count
+        self.update = 1  # the number of the update that is under way, or was made last
         self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
         self.watch: Any = None  # of a run with --fp8-on-spike (monitor/watch.py): judges each step before it is made
         self.step_bucket: Callable[[Bucket, AdamHyper, torch.Tensor], None] = Bucket.step  # see monitor/update_norm.py
@@ -105,6 +106,7 @@ class EngineOptimizer(MegatronOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step."""
         sent_bytes.clear()
+        self.update = self.steps + 1
         for reducer in self.reducers:
             reducer.begin_step(self.steps)
         if self.scaling is not None:

@@ -171,7 +171,7 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> list[Placement]:
     if how == "greedy":
         return [place(sizes, ranks, how)]
     weights: Any = [SimpleNamespace(param=torch.empty(size, device="meta")) for size in sizes]
-    runs = cut(weights, bucket_size(DistributedDataParallelConfig(), sum(sizes), ranks))
+    runs = cut(weights, bucket_size(None, None, sum(sizes), ranks))
     return [place([weight.param.numel() for weight in run], ranks, how) for run in runs]
 
 
@@ -199,7 +199,7 @@ def stock_buckets(sizes: list[int], ranks: int) -> list[Placement]:
     params = [torch.empty(size, device="meta") for size in reversed(sizes)]  # the layout reverses them again
     config = DistributedDataParallelConfig()
     layout = DistributedOptimizer._compute_per_buffer_param_layout(
-        params, bucket_size(config, sum(sizes), ranks), ranks, config
+        params, bucket_size(None, None, sum(sizes), ranks), ranks, config
     )
     buckets = []
     for number, (start, stop) in enumerate(layout.bucket_indices):

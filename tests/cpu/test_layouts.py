@@ -7,7 +7,8 @@ stage, and read the same samples. Two comparisons of ten losses and gradient nor
               of sums. As close to one process as stock's own layout is.
     a level   against one process of the same level. Pipelines alone change nothing but the order in which the gradient
               norm is summed; data parallelism changes how micro-batches share FP8 gradients, tensor parallelism which
-              elements share a weight's scale (O1, O2) and where partial sums are rounded to BF16.
+              elements share a weight's scale (O1, O2) and where partial sums are rounded to BF16. So the first step is
+              the same, or nearly; what follows drifts as any two runs of FP8 do.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduc
 COMMON = f"""--seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
 --train-iters {STEPS} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01
 --clip-grad 1.0 --adam-beta2 0.95 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0
+--make-vocab-size-divisible-by 16
 --split 1,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --position-embedding-type rope
 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
 --no-rope-fusion --attention-backend unfused"""
@@ -99,7 +101,8 @@ def train(initial):
 
     @functools.cache
     def train(model: Model, layout: Layout, level: str, batch: int) -> Run:
-        flags = f"{COMMON} {model.flags} {initial(model)} --global-batch-size {batch} {layout.flags(model.layers)} {level}"
+        flags = f"{COMMON} {model.flags} {initial(model)} {layout.flags(model.layers)} {level}"
+        flags += f" --global-batch-size {batch}"
         run = run_megatron(layout.ranks, flags.split(), timeout=280)
         assert len(run.losses) == STEPS and not any(step.skipped for step in run.steps)
         return run
@@ -107,41 +110,45 @@ def train(initial):
     return train
 
 
-def farthest(run: Run, other: Run) -> tuple[float, float]:
-    """The largest differences of ten losses, and of ten gradient norms."""
-    pairs = zip(run.steps, other.steps, strict=True)
-    losses, norms = zip(*((abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in pairs), strict=True)
-    return max(losses), max(norms)
+def compare(what: str, run: Run, other: Run, first: tuple[float, float], all_: tuple[float, float]) -> None:
+    """Bounds: of the difference of the losses, and of the gradient norms' share; of the first step, and of all ten."""
+    losses = [abs(a - b) for a, b in zip(run.losses, other.losses, strict=True)]
+    norms = [abs(a / b - 1) for a, b in zip(run.grad_norms, other.grad_norms, strict=True)]
+    print(f"{what}: loss {losses[0]:.6f} .. {max(losses):.6f}, gradient norm {norms[0]:.4f} .. {max(norms):.4f}")
+    assert losses[0] <= first[0] and norms[0] <= first[1]
+    assert max(losses) <= all_[0] and max(norms) <= all_[1]
 
 
-def check(train, model: Model, layout: Layout, level: str, off: bool = True) -> None:
-    batch = layout.micro_batches * layout.dp
-    one = Layout()
-    flags = f"--fp8-level {level}"
-    loss, norm = farthest(train(model, layout, flags, batch), train(model, one, flags, batch))
-    print(f"{level} {model} {layout}: loss {loss:.6f}, gradient norm {norm:.4f}")
-    alone = layout.tp == layout.dp == 1
-    assert loss <= (5e-4 if alone else 4e-3)
-    assert norm <= (0.02 if alone else 0.1)
-    if off:
-        ours = train(model, layout, FP8_OFF, batch)
-        # Stock's local layers, without Transformer Engine or apex, refuse sequence parallelism.
-        stock = train(model, dataclasses.replace(layout, sequence=False), "", batch)
-        loss, norm = farthest(ours, stock)
-        print(f"FP8 off against stock: loss {loss:.6f}, gradient norm {norm:.4f}")
-        assert loss <= 3e-4 and norm <= 0.015
-        loss, norm = farthest(ours, train(model, one, "", batch))
-        print(f"FP8 off against one stock process: loss {loss:.6f}, gradient norm {norm:.4f}")
-        assert loss <= 5e-4 and norm <= 0.02
+def check(train, model: Model, layout: Layout, level: str) -> None:
+    batch, one, flags = layout.micro_batches * layout.dp, Layout(), f"--fp8-level {level}"
+    first = (2e-6, 2e-3)  # Megatron prints six digits of a loss, three of a norm
+    if layout.dp > 1:
+        first = (2e-6, 1e-2)
+    if layout.tp > 1:
+        first = (1e-3, 1e-2)
+    print(model, layout)
+    compare(level, train(model, layout, flags, batch), train(model, one, flags, batch), first, (4e-3, 0.1))
+    off = train(model, layout, FP8_OFF, batch)
+    # Stock's local layers, without Transformer Engine or apex, refuse sequence parallelism.
+    stock = train(model, dataclasses.replace(layout, sequence=False), "", batch)
+    first = (1e-4, 2e-3) if layout.sequence else (2e-6, 2e-3)
+    compare("FP8 off, stock's layout", off, stock, first, (5e-4, 0.01))
+    first = (1e-4, 2e-3) if layout.tp > 1 else (2e-6, 2e-3)
+    compare("FP8 off, one stock process", off, train(model, one, "", batch), first, (5e-4, 0.01))
 
 
 SHARDED = "--use-distributed-optimizer"
 QUICK = [
-    # What crashed: on the second tensor-parallel rank of a stage without biases all of stock's parameters are duplicates.
+    # What crashed: on the second tensor-parallel rank of a stage without biases, stock's parameters are all duplicates.
     pytest.param(Model(3), Layout(tp=2, pp=3, more=SHARDED), "O3", id="duplicates"),
-    pytest.param(Model(4, tied=True, biases=True), Layout(pp=2, dp=2, virtual=True, more=SHARDED), "O1", id="interleaved"),
+    pytest.param(
+        Model(4, tied=True, biases=True), Layout(pp=2, dp=2, virtual=True, more=SHARDED), "O1", id="interleaved"
+    ),
     # A stage of the embedding alone, one of the loss alone.
     pytest.param(Model(4), Layout(pp=4, more="--pipeline-model-parallel-layout E|tt|tt|L"), "O2", id="no-layer"),
+    pytest.param(Model(2, experts=4), Layout(dp=2, ep=2, more=SHARDED), "O3", id="experts", marks=nightly),
+    pytest.param(Model(2, experts=4), Layout(dp=2, ep=2), "O1", id="experts-whole", marks=nightly),
+    pytest.param(Model(4, experts=4), Layout(2, 2, 2, ep=2, sequence=True), "O2", id="experts-all", marks=nightly),
 ]
 
 
@@ -172,8 +179,9 @@ def grid():
             more.append("--overlap-grad-reduce" + (" --overlap-param-gather" if virtual or pp == 1 else ""))
         model = Model(layers, tied=bool(number // 2 % 2), biases=bool(number // 3 % 2))
         layout = Layout(tp, pp, dp, virtual=virtual, sequence=tp > 1 and bool(number % 5 % 2), more=" ".join(more))
-        name = f"{level}-tp{tp}-pp{pp}{'-virtual' * virtual}-dp{dp}{'-sp' * layout.sequence}{'-uneven' * bool(uneven)}"
-        yield pytest.param(model, layout, level, id=name + "-tied" * model.tied + "-biases" * model.biases, marks=nightly)
+        name = f"{level}-tp{tp}-pp{pp}-dp{dp}" + "-virtual" * virtual + "-sp" * layout.sequence
+        name += "-uneven" * bool(uneven) + "-tied" * model.tied + "-biases" * model.biases
+        yield pytest.param(model, layout, level, id=name, marks=nightly)
 
 
 @pytest.mark.parametrize(("model", "layout", "level"), [*grid()])
