@@ -6,10 +6,9 @@ what left this rank in this step, by kind; a collective over R ranks keeps 1/R o
 No collective here waits.  It is started and its handle kept, and work goes on.  What needs several, one after the
 other, is a generator of stages (`Stages`): it yields the handles of what it has started, and is resumed when they are
 done; its last collective's handles come with its result.  So many buckets can be under way at once, without a stream
-or a thread of our own.  A handle keeps what it sends and receives until it is waited for: NCCL's since torch 2.7, gloo's
-always.  (Under CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share
-one queue of the hardware: a wait between two stages on a stream of our own, or a second collective behind a first,
-would hold up the backward pass.)
+or a thread of our own.  A handle, NCCL's as gloo's, keeps what it sends and receives until it is waited for.  (Under
+CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share one queue of the hardware: a wait
+between two stages on a stream of our own, or a second collective behind a first, would hold up the backward pass.)
 """
 
 from collections import Counter

@@ -32,8 +32,8 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         stock: the ChainedOptimizer that Megatron built for everything that is not an FP8 linear's weight.
         config, config_overrides: the optimizer configuration it was built from.
 
-    A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and takes part in all
-    that the others decide together.  Raises ValueError when no rank has one.
+    A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and joins in what
+    all ranks decide together.  Raises ValueError when no rank has one.
     """
     weights = fp8_weights(model_chunks)
     if _most(len(weights)) == 0:
