@@ -89,7 +89,7 @@ def trials(forward_step, model, optimizer, scheduler, data, validation, process,
         print(f"trial {trial} digest {digest(model, optimizer)}\n", end="", flush=True)
         if trial == 0 and PRESSURE and not cpu_only:
             torch.cuda.empty_cache()
-            room = 1.1 * torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+            room = 1.3 * torch.cuda.max_memory_reserved() / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, room))
     return result
 
