@@ -22,6 +22,11 @@ TINY_GPT = (
 ).split()
 
 
+def script_path() -> str:
+    """PYTHONPATH for a script of tests/scripts: beside what there is, this checkout and its tools."""
+    return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+
+
 @dataclass(frozen=True)
 class Run:
     """What a finished run printed."""

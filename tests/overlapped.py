@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from launch import ROOT
-from megatron_runs import run_megatron
+from megatron_runs import run_megatron, script_path
 
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 # Without a clip: where stock cuts its own gradients otherwise, the norm's sum, and so the clip, differs in a last bit.
@@ -25,7 +25,7 @@ def digests(flags: list[str], trials: int, gpu: bool = False, **environment: str
         script=str(ROOT / "tests/scripts/overlapped_trials.py"),
         gpu=gpu,
         timeout=280,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "TRIALS": str(trials), **environment},
+        env={"PYTHONPATH": script_path(), "TRIALS": str(trials), **environment},
     )
     found: dict[int, list[str]] = {}
     for line in run.lines:

@@ -2,10 +2,10 @@
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 
 O1 = ["--fp8-level", "O1"]
-TOOLS = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+TOOLS = {"PYTHONPATH": script_path()}
 
 
 nightly = pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from launch import ROOT, torchrun
+from megatron_runs import script_path
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +16,7 @@ pytestmark = [
 def test_reductions(tmp_path):
     gpus = min(8, torch.cuda.device_count() // 2 * 2)
     script = str(ROOT / "tests/scripts/reductions.py")
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    env = {"PYTHONPATH": script_path()}
     lines = torchrun(gpus, [script], tmp_path / "log", timeout=120, env=env)
     (found,) = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) >= 3 and set(found.values()) == {gpus}, found
