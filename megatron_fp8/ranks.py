@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -179,6 +180,8 @@ def _be_rank(command: list[str], output: int, env: dict[str, str], cwd: str | No
     code = 1
     try:
         os.setpgid(0, 0)  # so that whatever it starts ends with it
+        for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+            inherited.atexit = False  # a temporary folder of the warm process is not this one's to delete
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
