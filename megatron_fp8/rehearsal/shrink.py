@@ -6,9 +6,9 @@
                layers a stage, micro-batches a step, data parallelism
     replaced   how long it trains, where it saves, what it logs to
 
-A rank has at least one head, mostly of 16 channels: the smallest that an FP8 GEMM takes.  Layers of one kind are as good as
-many, so a virtual stage keeps at most two; a stage that has more or fewer than the others keeps that.  A step keeps two
-micro-batches a stage, which is where 1F1B and the interleaved schedule repeat themselves.
+A rank has at least one head, mostly of 16 channels: the smallest that an FP8 GEMM takes.  Layers of one kind are as
+good as many, so a virtual stage keeps at most two; a stage that has more or fewer than the others keeps that.  A step
+keeps so many micro-batches that 1F1B and the interleaved schedule have a steady phase.
 """
 
 import math
@@ -136,7 +136,7 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | list[int]]:
         many = math.lcm(few * min(heads // groups, 2), tensor)
     else:
         few = many = tensor if tensor > 2 else 2 * tensor
-    # Where ranks share a query group's keys, more channels: each rank's part of the QKV linear has a multiple of 16 rows.
+    # More channels where ranks share a query group's keys: a rank's part of the QKV linear has a multiple of 16 rows.
     channels = HEAD * tensor // math.gcd(tensor, many * (2 if job.attention_output_gate else 1) + 2 * few)
     width = _like(hidden, heads * (job.kv_channels or hidden // heads), many * channels, HEAD * tensor)
     unit = math.lcm(16, 2 * tensor) * job.mlp_chunks_for_training
@@ -213,11 +213,11 @@ def _ranked(count: int, middle: int, few: int) -> int:
 
 
 def _fewer_micro_batches(job: Namespace, count: int) -> int:
-    """Two a stage; a multiple of what the interleaved schedule takes at once."""
+    """One more than stages; two of what the interleaved schedule takes at once."""
     stages = job.pipeline_model_parallel_size
-    unit = (job.microbatch_group_size_per_vp_stage or stages) if job.virtual_pipeline_model_parallel_size else 1
-    few = max(2 * stages, unit) // unit * unit
-    return min(count, few)
+    if job.virtual_pipeline_model_parallel_size:
+        return min(count, 2 * (job.microbatch_group_size_per_vp_stage or stages))
+    return min(count, stages + 1)
 
 
 def _fixed(job: Namespace, batch: int, mock_data: bool, storage: str, has_storage: bool) -> Iterator:

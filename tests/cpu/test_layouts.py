@@ -186,3 +186,21 @@ def grid():
 @pytest.mark.parametrize(("model", "layout", "level"), [*grid()])
 def test_the_grid(train, model, layout, level):
     check(train, model, layout, level)
+
+
+@nightly
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_papers_175b_layout(initial, level, tmp_path):
+    """TP 8 x PP 4 on 32 ranks: the losses and gradient norms of one process, and a resume that goes on as it was."""
+    model, layout = Model(4, heads=8), Layout(tp=8, pp=4, sequence=True, more=SHARDED)
+    flags = f"{COMMON} {model.flags} --global-batch-size 5 --train-iters 4 --fp8-level {level}"
+
+    def steps(ranks: int, more: str) -> Run:
+        return run_megatron(ranks, f"{flags} {more}".split(), timeout=280)
+
+    one = steps(1, initial(model))
+    paper = f"{layout.flags(model.layers)} --save {tmp_path} --save-interval 3"
+    whole = steps(layout.ranks, f"{paper} {initial(model)}")
+    compare(level, whole, one, (1e-3, 0.01), (4e-3, 0.1))
+    again = steps(layout.ranks, f"{layout.flags(model.layers)} --load {tmp_path} --ckpt-step 3")
+    assert (again.losses, again.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])

@@ -171,7 +171,7 @@ def test_what_is_shrunk(shrunk):
     paper = shrunk["175b"]
     assert paper["ranks"] == 64 and paper["changes"]["data parallelism"] == [4, 2]
     assert paper["changes"]["--num-layers"] == [96, 8] and paper["changes"]["--num-attention-heads"] == [96, 8]
-    assert paper["changes"]["micro-batches a step"] == [128, 8]
+    assert paper["changes"]["micro-batches a step"] == [128, 5]
     assert paper["left_out"] == ["--load", "--tensorboard-dir"]
     assert paper["cells"][1]["grad_accum"] == "bf16"  # as of 128 micro-batches
     assert shrunk["interleaved"]["changes"]["--num-layers"] == [48, 32]
