@@ -103,7 +103,7 @@ def train(initial):
     def train(model: Model, layout: Layout, level: str, batch: int) -> Run:
         flags = f"{COMMON} {model.flags} {initial(model)} {layout.flags(model.layers)} {level}"
         flags += f" --global-batch-size {batch}"
-        run = run_megatron(layout.ranks, flags.split(), timeout=280)
+        run = run_megatron(layout.ranks, flags.split(), timeout=900)
         assert len(run.losses) == STEPS and not any(step.skipped for step in run.steps)
         return run
 
@@ -127,13 +127,13 @@ def check(train, model: Model, layout: Layout, level: str) -> None:
     if layout.tp > 1:
         first = (1e-3, 1e-2)
     print(model, layout)
-    compare(level, train(model, layout, flags, batch), train(model, one, flags, batch), first, (4e-3, 0.1))
+    compare(level, train(model, layout, flags, batch), train(model, one, flags, batch), first, (1e-2, 0.1))
     off = train(model, layout, FP8_OFF, batch)
     # Stock's local layers, without Transformer Engine or apex, refuse sequence parallelism.
     stock = train(model, dataclasses.replace(layout, sequence=False), "", batch)
-    compare("FP8 off, stock's layout", off, stock, (2e-6, 2e-3), (5e-4, 0.01))
+    compare("FP8 off, stock's layout", off, stock, (2e-6, 2e-3), (1e-3, 0.02))
     first = (5e-4, 2e-3) if layout.tp > 1 else (2e-6, 2e-3)
-    compare("FP8 off, one stock process", off, train(model, one, "", batch), first, (5e-4, 0.01))
+    compare("FP8 off, one stock process", off, train(model, one, "", batch), first, (1e-3, 0.02))
 
 
 SHARDED = "--use-distributed-optimizer"
@@ -196,11 +196,11 @@ def test_the_papers_175b_layout(initial, level, tmp_path):
     flags = f"{COMMON} {model.flags} --global-batch-size 5 --train-iters 4 --fp8-level {level}"
 
     def steps(ranks: int, more: str) -> Run:
-        return run_megatron(ranks, f"{flags} {more}".split(), timeout=280)
+        return run_megatron(ranks, f"{flags} {more}".split(), timeout=900)
 
     one = steps(1, initial(model))
     paper = f"{layout.flags(model.layers)} --save {tmp_path} --save-interval 3"
     whole = steps(layout.ranks, f"{paper} {initial(model)}")
-    compare(level, whole, one, (1e-3, 0.01), (4e-3, 0.1))
+    compare(level, whole, one, (1e-3, 0.01), (1e-2, 0.1))
     again = steps(layout.ranks, f"{layout.flags(model.layers)} --load {tmp_path} --ckpt-step 3")
     assert (again.losses, again.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])
