@@ -44,6 +44,8 @@ def warm_up(folder: str | None = None) -> None:
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a process that has seen a GPU must not fork
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a pool of threads would not survive the fork
+    for package in ("transformer_engine", "apex", "flash_attn"):  # their kernels need the GPU: as if not installed
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     if folder is not None and folder not in sys.path:
         sys.path.insert(0, folder)
     from .entry import hide_missing_package_warnings

@@ -26,7 +26,7 @@ class Job:
     Attributes:
         args: Megatron's, validated; None where that failed.
         cells: of the level's table, {name: value}; None without a level.
-        level: its name; "".
+        level: its name; "" where the flags could not even be read.
         said: the [fp8] lines of the log.
         error: why it would not start; "".
         missing: what of its data is not here; "".
@@ -85,6 +85,7 @@ def _examine(script: list[str], words: list[str], gpus: int) -> Job:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             args = arguments.parse_args(ignore_unknown_args=True)
             fp8 = config_from_args(args)  # its cells, which adaption leaves alone
+            job.level = "O0" if fp8 is None else fp8.level
             args.tokenizer_type = args.tokenizer_type or "GPT2BPETokenizer"
             arguments.validate_args(args)
     except SystemExit as end:
@@ -94,7 +95,7 @@ def _examine(script: list[str], words: list[str], gpus: int) -> Job:
     else:
         job.args = Namespace(**{name: value for name, value in vars(args).items() if _travels(value)})
         if fp8 is not None:
-            job.cells, job.level = {cell.name: getattr(fp8, cell.name) for cell in CELLS}, fp8.level
+            job.cells = {cell.name: getattr(fp8, cell.name) for cell in CELLS}
     job.said = tuple(line for line in printed.getvalue().splitlines() if line.startswith("[fp8]"))
     return job
 

@@ -22,13 +22,13 @@ from .. import ranks
 from .command import take_apart, words_of
 
 _RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
-_MOST = 64  # ranks: more take minutes to find each other
+_RANKS_A_CORE = 8  # with more, a second replica takes too long
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 rehearse`."""
     parser.add_argument("--gpus", type=int, metavar="N", help="of the job, where its command does not say")
-    parser.add_argument("--ranks", type=int, metavar="N", help="at most so many here (what memory holds, up to 64)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="as many replicas as so many ranks hold, at most two")
     parser.add_argument("--all-layers", action="store_true", help="keep every layer: slower, to the last pattern alike")
     parser.add_argument("--folder", metavar="DIR", help="keep logs and page there (a temporary folder)")
     parser.add_argument("--timeout", type=int, default=1800, metavar="S", help="seconds for each start (1800)")
@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
 
     gpus = args.gpus or launch.gpus or _gpus_of_one_replica(launch.flags)
     job = examine(launch, gpus)
-    if job.args is not None and not job.level:
+    if job.level == "O0":
         raise ValueError("rehearse: the command has no --fp8-level above O0; add one")
     outcome = page.Outcome()
     rehearsal = None
@@ -56,9 +56,14 @@ def run(args: Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if job.args is not None:
             rehearsal = shrink(
-                launch.flags, job.args, args.ranks or _ranks_that_fit(), bool(job.missing) or job.args.mock_data,
-                args.all_layers, job.cells["grad_accum"],
-            )  # fmt: skip
+                launch.flags,
+                job.args,
+                most_ranks=args.ranks or _ranks_that_fit(),
+                quick_ranks=args.ranks or max(32, _RANKS_A_CORE * (os.cpu_count() or 1)),
+                mock_data=bool(job.missing) or job.args.mock_data,
+                all_layers=args.all_layers,
+                storage=job.cells["grad_accum"],
+            )
             _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores; logs in {folder}")
             outcome = _rehearse(launch.script, rehearsal, folder, args.timeout)
         text = page.write(shlex.join(words), gpus, launch.gpus or args.gpus, job, rehearsal, outcome,
@@ -110,7 +115,7 @@ def _tell(line: str) -> None:
 def _ranks_that_fit() -> int:
     import psutil
 
-    return min(_MOST, int(psutil.virtual_memory().available / _RANK_BYTES))
+    return int(psutil.virtual_memory().available / _RANK_BYTES)
 
 
 def _gpus_of_one_replica(flags) -> int:

@@ -89,7 +89,7 @@ def _page(command, gpus, known, job: Job, rehearsal, outcome: Outcome, seconds) 
     yield from _ran(gpus, known, job, rehearsal, outcome)
     yield from _shrunk(rehearsal)
     yield from _full_size(job)
-    yield from _at_scale(job, outcome)
+    yield from _at_scale(job, rehearsal, outcome)
 
 
 def _ran(gpus: int, known: int | None, job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
@@ -161,9 +161,9 @@ def _full_size(job: Job) -> Iterator[str]:
     yield ""
 
 
-def _at_scale(job: Job, outcome: Outcome) -> Iterator[str]:
+def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     yield "## What would fail at scale"
-    found = list(_warnings(job, outcome))
+    found = list(_warnings(job, rehearsal, outcome))
     yield from (f"- {line}" for line in found or ["Nothing that could be seen here."])
     yield "- Not seen here: NCCL and the network, memory and speed at full size, GPU kernels, files of the cluster."
     if job.said:
@@ -172,12 +172,17 @@ def _at_scale(job: Job, outcome: Outcome) -> Iterator[str]:
         yield from (f"- {line.removeprefix('[fp8] ')}" for line in job.said if "no CUDA device" not in line)
 
 
-def _warnings(job: Job, outcome: Outcome) -> Iterator[str]:
+def _warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     args = job.args
     if outcome.failed:
         yield f"The start to {outcome.failed.name} failed here with exit code {outcome.failed.code}; so it will there."
     elif not outcome.repeats:
         yield "A run that resumes does not go on as it was: see above."
+    if rehearsal.data_parallel == 1 < args.data_parallel_size:
+        yield (
+            "Communication over data parallelism was not rehearsed: two replicas are many for so few cores; "
+            f"--ranks {2 * rehearsal.ranks} does it, more slowly."
+        )
     if job.missing:
         yield f"{job.missing} (rehearsed with mock data)"
     if args.context_parallel_size > 1:

@@ -75,14 +75,21 @@ class Rehearsal:
 
 
 def shrink(
-    flags: Flags, job: Namespace, most_ranks: int, mock_data: bool, all_layers: bool, storage: str
+    flags: Flags,
+    job: Namespace,
+    *,
+    most_ranks: int,
+    quick_ranks: int,
+    mock_data: bool,
+    all_layers: bool,
+    storage: str,
 ) -> Rehearsal:
     """The rehearsal of a job.
 
     Args:
         flags: of the job's command.
         job: Megatron's arguments made of them, validated for all of its ranks.
-        most_ranks: so many fit here.
+        most_ranks: so many fit here; quick_ranks: so many are done in minutes.
         mock_data: the job's data is not here.
         all_layers: keep every layer.
         storage: of gradients (--fp8-grad-accum), which depends on the number of micro-batches.
@@ -90,7 +97,7 @@ def shrink(
     Raises ValueError where one data-parallel replica has more ranks than fit.
     """
     model_ranks = job.tensor_model_parallel_size * job.pipeline_model_parallel_size
-    data = _data_parallel(job, model_ranks, most_ranks)
+    data = _data_parallel(job, model_ranks, most_ranks, quick_ranks)
     sizes = _sizes(job, mock_data)
     layers = {} if all_layers or _names_layers(flags, job) else _fewer_layers(job)
     micro_batches = job.global_batch_size // (job.micro_batch_size * job.data_parallel_size)
@@ -113,8 +120,8 @@ def shrink(
     return Rehearsal(kept, model_ranks * data, data, changes, [flag for flag in LEFT_OUT if flag in given])
 
 
-def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int) -> int:
-    """Two replicas, so that they talk to each other, or what expert parallelism needs; fewer where no more fit."""
+def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int, quick_ranks: int) -> int:
+    """Two replicas, so that they talk to each other, or what expert parallelism needs; one where that is too many."""
     experts = job.expert_model_parallel_size * (job.expert_tensor_parallel_size or 1)
     least = math.lcm(experts, job.tensor_model_parallel_size) // job.tensor_model_parallel_size
     if model_ranks * least > most_ranks:
@@ -122,8 +129,7 @@ def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int) -> int:
             f"rehearse: one replica of the layout has {model_ranks * least} ranks, and {most_ranks} fit in the free "
             "memory of this machine; take a larger one, or give --ranks if you know better"
         )
-    two = least if least > 1 else 2
-    return two if job.data_parallel_size >= two and model_ranks * two <= most_ranks else least
+    return 2 if least == 1 and job.data_parallel_size > 1 and 2 * model_ranks <= min(most_ranks, quick_ranks) else least
 
 
 def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | list[int]]:

@@ -25,7 +25,8 @@ for line in sys.stdin:
         continue
     flags = take_apart([SCRIPT, *request["flags"]]).flags
     mock = bool(job.missing) or job.args.mock_data
-    small = shrink(flags, job.args, 64, mock, request.get("all_layers", False), job.cells["grad_accum"])
+    small = shrink(flags, job.args, most_ranks=64, quick_ranks=64, mock_data=mock,
+                   all_layers=request.get("all_layers", False), storage=job.cells["grad_accum"])  # fmt: skip
     again = examine(Launch([SCRIPT], small.flags, small.ranks), small.ranks)
     found = {"ranks": small.ranks, "data": small.data_parallel, "left_out": small.left_out, "missing": job.missing}
     found["changes"] = {change.what: [change.before, change.after] for change in small.changes}
