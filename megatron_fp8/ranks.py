@@ -193,7 +193,8 @@ def _be_rank(command: list[str], output: int, env: dict[str, str], cwd: str | No
         os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
-            multiprocessing.process.ORIGINAL_DIR = cwd  # where spawned processes look for the script
+            # Where spawned processes look for the script.
+            multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
         sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
         code = _run(command)
         threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any Python process: its threads first

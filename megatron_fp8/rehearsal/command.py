@@ -53,7 +53,7 @@ def _is_script(word: str) -> bool:
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    flag, values = "", []
+    flag, values = "", list[str]()
     for word in words:
         if re.match(r"--?[A-Za-z]", word):
             if flag or values:

@@ -98,14 +98,23 @@ def _start(name: str, command: list[str], count: int, folder: Path, timeout: int
     """Run the ranks once, their output in a log: a page.Start."""
     from . import page
 
-    log = folder / f"{name}.log"
     environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     began = time.monotonic()
-    with log.open("wb") as file:
-        code = ranks.wait(ranks.launch(count, command, output=file.fileno(), timeout=timeout, env=environment))
+    reading, writing = os.pipe()
+    supervisor = ranks.launch(count, command, output=writing, timeout=timeout, env=environment)
+    os.close(writing)
+    lines = []
+    with os.fdopen(reading, errors="replace") as printed, (folder / f"{name}.log").open("w") as log:
+        for line in printed:
+            log.write(line)
+            log.flush()
+            lines.append(line.rstrip("\n"))
+            if step := page.step_of(line):
+                _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
+    code = ranks.wait(supervisor)
     seconds = time.monotonic() - began
     _tell(f"{name}: {'done' if code == 0 else f'failed, exit code {code}'} after {seconds:.0f} s")
-    return page.read(name, code, seconds, log.read_text(errors="replace").splitlines())
+    return page.read(name, code, seconds, lines)
 
 
 def _tell(line: str) -> None:

@@ -55,6 +55,12 @@ class Outcome:
         return "\n".join(line[:300] for line in lines[-_ENDING:])
 
 
+def step_of(line: str) -> int | None:
+    """The step that a line of Megatron's log is of, if it is of one."""
+    found = read_line(line) if "[fp8]" not in line else None
+    return found[0] if found is not None and LOSS in found[1] else None
+
+
 def read(name: str, code: int, seconds: float, lines: list[str]) -> Start:
     """A start's log."""
     steps, evaluation = {}, None

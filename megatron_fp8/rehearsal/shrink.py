@@ -7,8 +7,8 @@
     replaced   how long it trains, where it saves, what it logs to
 
 A rank has at least one head, mostly of 16 channels: the smallest that an FP8 GEMM takes.  Layers of one kind are as
-good as many, so a virtual stage keeps at most two; a stage that has more or fewer than the others keeps that.  A step
-keeps so many micro-batches that 1F1B and the interleaved schedule have a steady phase.
+good as many, so a virtual stage keeps two, or one where there are many stages; one that has more or fewer than the others
+keeps that.  A step keeps so many micro-batches that 1F1B and the interleaved schedule have a steady phase.
 """
 
 import math
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 Flags = list[tuple[str, list[str]]]
 HEAD = 16  # channels, the least that an FP8 GEMM sums over
-_LAYERS = 2  # of a virtual stage
 STEPS, SAVED = 4, 3  # the last step, and the one that is saved and gone on from
 
 _SIZES = """--hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels --seq-length
@@ -190,7 +189,7 @@ def _names_layers(flags: Flags, job: Namespace) -> bool:
 
 
 def _fewer_layers(job: Namespace) -> dict[str, int]:
-    """{flag: its value} of a model whose virtual stages have at most two layers, or three where one has most."""
+    """{flag: its value} of a model whose virtual stages have one or two layers, or one more where one has most."""
     stages, virtual = job.pipeline_model_parallel_size, job.virtual_pipeline_model_parallel_size or 1
     given = {
         flag: count
@@ -199,7 +198,7 @@ def _fewer_layers(job: Namespace) -> dict[str, int]:
     }
     extra = bool(job.account_for_embedding_in_pipeline_split) + bool(job.account_for_loss_in_pipeline_split)
     middle = (job.num_layers + extra - sum(given.values())) // (max(stages - len(given), 1) * virtual)
-    few = min(middle, _LAYERS)
+    few = min(middle, 2 if stages * virtual <= 4 else 1)
     found = {flag: _ranked(count // virtual, middle, few) * virtual for flag, count in given.items()}
     layers = sum(found.values()) + few * virtual * (stages - len(given)) - extra
     ends = job.num_layers_at_start_in_bf16 + job.num_layers_at_end_in_bf16 if job.first_last_layers_bf16 else 0

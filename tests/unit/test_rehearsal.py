@@ -174,7 +174,7 @@ def test_what_is_shrunk(shrunk):
     assert paper["changes"]["micro-batches a step"] == [128, 5]
     assert paper["left_out"] == ["--load", "--tensorboard-dir"]
     assert paper["cells"][1]["grad_accum"] == "bf16"  # as of 128 micro-batches
-    assert shrunk["interleaved"]["changes"]["--num-layers"] == [48, 32]
+    assert shrunk["interleaved"]["changes"]["--num-layers"] == [48, 16]
     assert shrunk["interleaved"]["changes"]["--num-query-groups"] == [8, 4]
     assert shrunk["uneven"]["changes"]["--num-layers"] == [30, 1 + 2 + 2 + 2]
     assert shrunk["uneven"]["changes"]["--decoder-first-pipeline-num-layers"] == [6, 1]
