@@ -73,8 +73,8 @@ class Fp8Config:
         watch: what is done about spikes; None: nothing is watched.
         seed: of the run.
         attention: "torch" or "te".
-        masked_attention: torch's attention cannot do; use Megatron's unfused kernel, which reads the mask
-            (--reset-attention-mask, --attention-backend local or unfused).
+        unfused_attention: Megatron's unfused kernel instead of torch's attention (--attention-backend local, unfused).
+        reads_mask: torch's attention applies the mask that the data bring (--reset-attention-mask).
     """
 
     level: str
@@ -108,7 +108,8 @@ class Fp8Config:
     watch: WatchPlan | None
     seed: int
     attention: str
-    masked_attention: bool
+    unfused_attention: bool
+    reads_mask: bool
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -250,7 +251,8 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         watch=watch_from_args(args, cells["gemm"] == "fp8"),
         seed=args.seed,
         attention=attention,
-        masked_attention=args.reset_attention_mask or plain(args.attention_backend) in ("local", "unfused"),
+        unfused_attention=plain(args.attention_backend) in ("local", "unfused"),
+        reads_mask=args.reset_attention_mask,
     )
 
 
@@ -404,6 +406,9 @@ def _check_geometry(args: Namespace) -> None:
     """
     if args.hidden_size is not None:
         _require_multiple("--hidden-size", args.hidden_size, args.hidden_size, GEMM_MULTIPLE)
+        for flag in ("--q-lora-rank", "--kv-lora-rank") if args.multi_latent_attention else ():
+            if rank := _given(args, flag):
+                _require_multiple(flag, rank, rank, GEMM_MULTIPLE)
         tp = args.tensor_model_parallel_size
         for flag, value, size in _sharded_sizes(args):
             _require_multiple(flag, value, size, GEMM_MULTIPLE * tp)
@@ -421,8 +426,13 @@ def _check_geometry(args: Namespace) -> None:
 
 def _sharded_sizes(args: Namespace) -> Iterator[tuple[str, int, int]]:
     """(flag, value, size) of every GEMM dimension that tensor parallelism divides."""
-    if not args.multi_latent_attention and args.num_attention_heads:
-        heads = args.num_attention_heads
+    heads = args.num_attention_heads
+    if args.multi_latent_attention and heads:
+        keys, values = args.qk_head_dim, args.v_head_dim
+        yield "--num-attention-heads", heads, heads * (keys + args.qk_pos_emb_head_dim)
+        yield "--num-attention-heads", heads, heads * (keys + values)
+        yield "--v-head-dim", values, heads * values
+    elif heads:
         channels = args.kv_channels or args.hidden_size // heads
         groups = args.num_query_groups if args.group_query_attention else heads
         yield "--num-attention-heads", heads, heads * channels
@@ -443,7 +453,7 @@ def _require_multiple(flag: str, value: int, size: int, multiple: int) -> None:
         if size == value:
             what, remedy = "", f"use {-(-size // multiple) * multiple}"
         else:
-            what, remedy = f" a linear of {size} is", "change it, or --kv-channels"
+            what, remedy = f" a linear of {size} is", "change it, or the size of a head"
         raise ValueError(
             f"{flag} {value}:{what} not a multiple of {multiple} (FP8 GEMMs need {GEMM_MULTIPLE} on each "
             f"tensor-parallel rank); {remedy}, or add --fp8-gemm bf16"

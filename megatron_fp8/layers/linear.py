@@ -43,6 +43,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from .. import ops
 from ..config import Fp8Config
 from ..emulate import OPERANDS, linear_name, matches
+from ..numerics.blocks import BLOCK
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
@@ -373,11 +374,11 @@ class _Fp8LinearMixin:
 
     def _take_over(self, config: Fp8Config) -> None:
         n, k = self.weight.shape
-        if n % 16 or k % 16:
+        if (config.gemm == "fp8" and (n % 16 or k % 16)) or n * k % BLOCK:
+            needs = "multiples of 16" if config.gemm == "fp8" else f"a multiple of {BLOCK} elements in all"
             raise ValueError(
-                f"--fp8-level {config.level}: a linear of {n} x {k} elements a tensor-parallel rank; Hopper's "
-                "FP8 GEMM needs multiples of 16: change --hidden-size, --ffn-hidden-size or "
-                "--tensor-model-parallel-size"
+                f"--fp8-level {config.level} --fp8-gemm {config.gemm}: a linear of {n} x {k} elements on each tensor-"
+                f"parallel rank needs {needs}: change --hidden-size, --ffn-hidden-size or --tensor-model-parallel-size"
             )
         self.fp8_weight = Fp8Weight(self.weight, config)
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -438,6 +439,15 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
 
     def forward(self, input_, *args, **kwargs):
         return super().forward(self._norm(input_, self.layer_norm_weight, self.layer_norm_bias), *args, **kwargs)
+
+
+class ExpertRowLinear(RowParallelLinear):
+    """Stock's, for experts: Megatron adds an expert's bias in place, which autograd forbids to what a function of its
+    own has returned as it came, without tensor and expert parallelism."""
+
+    def forward(self, input_):
+        output, bias = super().forward(input_)
+        return output if bias is None or self.explicit_expert_comm else output.clone(), bias
 
 
 def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:

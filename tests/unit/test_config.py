@@ -66,7 +66,8 @@ def test_o1(parse):
         "watch": None,
         "seed": 1234,
         "attention": "torch",
-        "masked_attention": False,
+        "unfused_attention": False,
+        "reads_mask": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.level = "O3"
@@ -375,12 +376,24 @@ def test_context_parallelism_divides_the_tokens(parse, everything_installed):
 
 
 def test_linears_that_stay_in_bf16_may_have_any_shape(parse):
-    experts = ["--num-experts", "2", "--ffn-hidden-size", "100"]
+    experts = ["--num-experts", "2", "--ffn-hidden-size", "100", "--disable-bias-linear"]
     assert config_from_args(parse(*O1, *experts))
     assert "--ffn-hidden-size 100" in error_of(
         config_from_args, parse(*O1, *experts, "--moe-layer-freq", "2")
     )
-    assert config_from_args(parse(*O1, "--multi-latent-attention", "--kv-channels", "10"))
+
+
+def test_shapes_of_latent_attention(parse):
+    latent = [*O1, "--multi-latent-attention", "--kv-channels", "10"]  # which it does not read
+    assert config_from_args(parse(*latent))
+    for flag in ("--kv-lora-rank", "--q-lora-rank"):
+        assert error_of(config_from_args, parse(*latent, flag, "40")).startswith(f"{flag} 40: not a multiple of 16")
+        assert config_from_args(parse(*latent, flag, "40", "--fp8-gemm", "bf16"))
+    for flag, linear in (("--qk-head-dim", 4 * (126 + 64)), ("--qk-pos-emb-head-dim", 4 * (128 + 62))):
+        value = "126" if flag == "--qk-head-dim" else "62"
+        assert f"a linear of {linear} is not" in error_of(config_from_args, parse(*latent, flag, value))
+    wide = parse(*latent, "--v-head-dim", "126")
+    assert "--num-attention-heads 4: a linear of 1016" in error_of(config_from_args, wide)
 
 
 def test_shapes_from_a_checkpoint_are_not_known_yet(parse):
