@@ -16,6 +16,9 @@ What is hooked, and why not something more official:
                                                 --fp8-probe-step, --fp8-log-exact and --fp8-log-update-norm.  With
                                                 --skip-train, where no optimizer is built, what it would have checked
                                                 and counted.
+    training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (layers/linear.py).
+    activation_logging.LINEAR_TYPES,            What is written beside checkpoints is of these types; without Transformer
+    dgrad_logging.LINEAR_TYPES                  Engine some are mock objects, on which stock's isinstance fails.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
@@ -96,8 +99,12 @@ def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], paramet
             f"megatron_fp8 does not know this {owner.__name__}.{name}({', '.join(found)}): it was written for "
             f"({', '.join(known)}, ...); use megatron-core 0.19.x"
         )
-    _originals.append((owner, name, original))
-    setattr(owner, name, make(original))
+    _replace(owner, name, make(original))
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _originals.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
 
 
 def _log(lines: list[str]) -> None:
@@ -201,6 +208,27 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
         _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
 
 
+def _hook_dumps(model_chunks) -> None:
+    import megatron.training.activation_logging as activation_logging
+    import megatron.training.dgrad_logging as dgrad_logging
+    import megatron.training.training as training
+
+    from .layers.linear import readable_params
+
+    def make(stock):
+        @functools.wraps(stock)
+        def save_grads(save_dir, state_dict, iteration, grad_label):
+            if grad_label == "params":
+                state_dict = readable_params(state_dict, model_chunks)
+            return stock(save_dir, state_dict, iteration, grad_label)
+
+        return save_grads
+
+    _rebind(training, "save_grads", make, "save_dir state_dict iteration grad_label")
+    for logger in activation_logging, dgrad_logging:
+        _replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
+
+
 def _hook_checkpoints(fp8: Fp8Config) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
@@ -259,6 +287,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
                 attach(fp8, chain.engine)
                 watch_spikes(fp8, chain.engine)
+                _hook_dumps(model_chunks)
             write_at_exit(model_chunks, chain)
             return chain
 

@@ -178,6 +178,8 @@ WITHOUT_MASK = When(
     "given, with --no-create-attention-mask-in-dataloader",
     lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
 )
+WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
+WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
 
 # Reasons and remedies that several rows share. Adapted flags with the same reason share one log line.
@@ -356,6 +358,10 @@ TABLE: list[Row] = [
     *_refuse("--tensor-parallel-num-weight-shards", NO_GTP, OTHER_THAN_TP),
     *_refuse("--expert-tensor-parallel-num-weight-shards", NO_GTP),
     *_refuse("--freeze-all-layers", "use --fp8-level O0: nothing is trained"),
+    *_refuse("--save-params-interval --save-dgrads-interval --save-activations-interval", "add --save", WITHOUT_SAVE),
+    *_honour("--save-params-interval", "E4M3 weights are written as BF16", WITH_SAVE),
+    *_honour("--save-dgrads-interval --save-activations-interval", "of the level's linears too", WITH_SAVE),
+    *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--ckpt-format", "use torch_dist: no other format holds the level's optimizer state", KEEPS_OPTIMIZER),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),

@@ -70,6 +70,12 @@ class _Base(nn.Module):
     def backward_dw(self) -> None:
         pass
 
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)  # what TE keeps of FP8: nothing
+
+    def set_extra_state(self, state) -> None:
+        pass
+
 
 def _parameter(*shape: int, value: float | None = None, dtype=None, device=None) -> Parameter:
     make = torch.empty(*shape, dtype=dtype, device=device)

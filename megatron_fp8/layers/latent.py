@@ -50,6 +50,12 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.linear(x, self.weight), None
 
+    def get_extra_state(self) -> None:
+        """Nothing, as of Megatron's own linears: Transformer Engine's expect an entry of that name in a checkpoint."""
+
+    def set_extra_state(self, state) -> None:
+        """Ignored: Transformer Engine's is of its FP8."""
+
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         groups = {"tp_group": self._tp_group, "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]}
         state = self.state_dict(prefix="", keep_vars=True)

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 
 from .. import ops
 from ..config import Fp8Config
@@ -471,6 +472,15 @@ def name_weights(chunks) -> None:
                 if isinstance(module, _Fp8LinearMixin):
                     module.fp8_weight.path = re.sub(r"\.\d+", "", f"{block}.{name}")
                     module.fp8_weight.layer_number = layer.layer_number
+
+
+def readable_params(dumped: dict[str, dict[str, torch.Tensor]], chunks) -> dict[str, dict[str, torch.Tensor]]:
+    """What --save-params-interval has taken of `chunks`, {"model_chunk0": {name: tensor}}, with E4M3 weights in BF16."""
+    for i, chunk in enumerate(chunks):
+        for name, module in unwrap_model(chunk).named_modules():
+            if isinstance(module, _Fp8LinearMixin) and module.fp8_weight.stored is not None:
+                dumped[f"model_chunk{i}"][f"{name}.weight"] = module.fp8_weight.dense().cpu()
+    return dumped
 
 
 def in_forward_order(weights: list[Fp8Weight]) -> list[Fp8Weight]:

@@ -29,6 +29,7 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     "--num-experts": ["--disable-bias-linear"],
     "--qk-l2-norm": ["--multi-latent-attention"],
     "--no-bias-gelu-fusion": ["--num-experts", "4"],
+    stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
 }
