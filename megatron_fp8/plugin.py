@@ -17,8 +17,8 @@ What is hooked, and why not something more official:
                                                 --skip-train, where no optimizer is built, what it would have checked
                                                 and counted.
     training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (layers/linear.py).
-    activation_logging.LINEAR_TYPES,            What is written beside checkpoints is of these types; without Transformer
-    dgrad_logging.LINEAR_TYPES                  Engine some are mock objects, on which stock's isinstance fails.
+    activation_logging.LINEAR_TYPES,            of what is written beside checkpoints: without Transformer Engine some
+    dgrad_logging.LINEAR_TYPES                  types are mock objects, on which stock's isinstance fails.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls

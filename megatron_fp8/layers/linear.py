@@ -475,7 +475,7 @@ def name_weights(chunks) -> None:
 
 
 def readable_params(dumped: dict[str, dict[str, torch.Tensor]], chunks) -> dict[str, dict[str, torch.Tensor]]:
-    """What --save-params-interval has taken of `chunks`, {"model_chunk0": {name: tensor}}, with E4M3 weights in BF16."""
+    """What --save-params-interval took of `chunks`, {"model_chunk0": {name: tensor}}, with E4M3 weights in BF16."""
     for i, chunk in enumerate(chunks):
         for name, module in unwrap_model(chunk).named_modules():
             if isinstance(module, _Fp8LinearMixin) and module.fp8_weight.stored is not None:

@@ -1,4 +1,4 @@
-"""pretrain_gpt_fp8.py where `import transformer_engine` finds a stand-in: what stock's Transformer Engine spec computes."""
+"""pretrain_gpt_fp8.py where `import transformer_engine` finds a stand-in: what stock computes with its TE spec."""
 
 import runpy
 import sys

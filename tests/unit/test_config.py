@@ -233,13 +233,25 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
         *(
             (f"--fp8-grad-reduce shared {flag} {value}", f"{flag} {value}: use a number above 0")
             for flag, value in [
-                ("--fp8-grad-scaling-threshold", "0.0"),
                 ("--fp8-grad-scaling-window", "0"),
                 ("--fp8-grad-scaling-backoff", "-0.5"),
-                ("--fp8-grad-scaling-init", "0.0"),
                 ("--fp8-grad-scaling-interval", "-1"),
             ]
         ),
+        *(
+            (f"--fp8-grad-reduce shared {flag} {value}", f"{flag} {value}: use a number above 0, at most {most}")
+            for flag, value, most in [
+                ("--fp8-grad-scaling-threshold", "0.0", 1),
+                ("--fp8-grad-scaling-threshold", "1.5", 1),
+                ("--fp8-grad-scaling-init", "0.0", 65536),
+                ("--fp8-grad-scaling-init", "inf", 65536),
+            ]
+        ),
+        ("--fp8-margin 200", "--fp8-margin 200: small values vanish; use 0 to 8"),
+        ("--fp8-margin -1", "--fp8-margin -1: large values clip; use 0 to 8"),
+        ("--lr nan", "--lr nan: not a number; give one, or remove it"),
+        ("--adam-beta2 1.0", "--adam-beta2 1.0: an average needs a number from 0 up to but not 1"),
+        ("--adam-eps 0", "--adam-eps 0.0: a weight without gradients would become NaN; use one above 0"),
         (
             "--fp8-grad-reduce shared --fp8-grad-scaling-backoff 1.0",
             "--fp8-grad-scaling-backoff 1.0: mu must shrink; use a number below 1",

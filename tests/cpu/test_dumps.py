@@ -1,6 +1,5 @@
 """What Megatron writes of weights, gradients and activations beside its checkpoints is readable at O3."""
 
-import pytest
 import torch
 from megatron_runs import TINY_GPT, run_megatron
 from test_checkpoints import tensors
