@@ -50,7 +50,7 @@ from typing import Any
 import torch
 
 from . import cpu
-from .checks import check_data_files, check_device, check_megatron_version
+from .checks import check_data_files, check_device, check_megatron_version, set_max_connections
 from .config import (
     Fp8Config,
     adapt_stock_args,
@@ -136,9 +136,10 @@ def _parse_args(stock: Callable) -> Callable:
         while len(_originals) > 1:  # an earlier run in this process had a level
             setattr(*_originals.pop())
         if config is not None:
+            _log(adapt_stock_args(args, config))
+            _log(set_max_connections(args))
             if not cpu.needed():
                 check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
-            _log(adapt_stock_args(args, config))
             _hook_model(config)
         if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
             _hook_optimizer(config)

@@ -421,11 +421,20 @@ class Fp8ColumnParallelLinear(_Fp8LinearMixin, ColumnParallelLinear):
 
 
 class Fp8RowParallelLinear(_Fp8LinearMixin, RowParallelLinear):
-    """Stock RowParallelLinear with FP8 GEMMs; W (N, K/tp)."""
+    """Stock RowParallelLinear with FP8 GEMMs; W (N, K/tp).
+
+    The bias that it returns to be added later is a view, not the parameter itself.  Megatron recomputes an MLP
+    (--recompute-modules mlp) in an autograd function, which returns that bias too: of a parameter, a leaf, it would
+    become the origin, so that its backward pass would call itself without end.  Stock's linears do, and hang.
+    """
 
     def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
         super().__init__(*args, **kwargs)
         self._take_over(fp8_config)
+
+    def forward(self, input_):
+        output, bias = super().forward(input_)
+        return output, None if bias is None else bias.view_as(bias)
 
 
 class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
