@@ -7,6 +7,7 @@ Every mistake of a user is a ValueError of one line: the flag, its value, and wh
 import ctypes
 import json
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,36 @@ def check_megatron_version(version: str) -> None:
             f"megatron-core {version}: megatron_fp8 knows {MEGATRON_SERIES}.x only; "
             f"pip install 'megatron-core=={MEGATRON_SERIES}.*', or use a Megatron-LM checkout of that version"
         )
+
+
+def check_script(level: str) -> None:
+    """Raise ValueError where the script that runs has another model of Megatron's than its GPT: T5, BERT, LLaVA, Mamba.
+
+    Such a script names its model; a GPT's names none, or GPTModel.
+    """
+    script = sys.modules["__main__"]
+    for name, value in vars(script).items():
+        module = getattr(value, "__module__", None) or ""
+        is_model = isinstance(value, type) and module.startswith("megatron.core.models.") and name.endswith("Model")
+        if is_model and name != "GPTModel":
+            raise _only_gpt(level, name)
+
+
+def check_model(level: str, model_chunks) -> None:
+    """Raise ValueError unless every model chunk is a GPT of Megatron's."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.utils import unwrap_model
+
+    for chunk in model_chunks:
+        model = unwrap_model(chunk)
+        if not isinstance(model, GPTModel):
+            raise _only_gpt(level, type(model).__name__)
+
+
+def _only_gpt(level: str, model: str) -> ValueError:
+    return ValueError(
+        f"--fp8-level {level}: the script trains a {model}, and a level knows Megatron's GPT only; use --fp8-level O0"
+    )
 
 
 def check_data_files(args: Namespace) -> None:

@@ -197,6 +197,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         overrides |= _emulation_base(level, overrides)
         level = level or "O1"
     cells = resolve(level, overrides)
+    check_numbers(args)
     for row in rows(args, REFUSED):
         raise ValueError(f"{row.shown(args)}: {row.note}")
 
@@ -205,7 +206,6 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         raise ValueError(f"--fp8-attention {attention}: no such value; use {' or '.join(ATTENTIONS)}")
     if attention == "te" and not installed(TE):
         raise ValueError("--fp8-attention te: Transformer Engine is not installed; install it, or use torch")
-    check_numbers(args)
     if args.fp8_amax_history_len < 1:
         raise ValueError(f"--fp8-amax-history-len {args.fp8_amax_history_len}: use 1 or more")
     ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)

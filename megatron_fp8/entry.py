@@ -19,6 +19,7 @@ from types import TracebackType
 
 from .stock_errors import remember_flags, stock_mistake
 
+PATIENCE = 10  # seconds
 # A ValueError from here is a bug of ours, not a user's mistake: it keeps its traceback.
 _INTERNAL = ("megatron_fp8.numerics", "megatron_fp8.ops", "megatron_fp8.comm")
 
@@ -61,7 +62,7 @@ def one_line_errors() -> Iterator[None]:
         if int(os.environ.get("RANK", "0")) > 0:
             # All ranks meet the same mistake: let rank 0 say it. Its exit makes torchrun end the others, so
             # a rank that is still here after a while met one that rank 0 did not.
-            time.sleep(3)
+            time.sleep(PATIENCE)
         line = f"megatron_fp8: {message}"
         print(line, file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 LARGEST_MARGIN = 8  # see check_numbers
+COUNTS = (  # what is divided by before Megatron has looked at it
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
+    *("--expert-model-parallel-size", "--micro-batch-size", "--global-batch-size", "--num-layers", "--hidden-size"),
+    *("--num-attention-heads", "--ffn-hidden-size", "--kv-channels", "--seq-length", "--mlp-chunks-for-training"),
+)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 
 
@@ -23,6 +28,9 @@ def check_numbers(args: Namespace) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"--{name.replace('_', '-')} {value}: not a number; give one, or remove it")
+    for flag in COUNTS:
+        if (value := value_of(args, flag)) is not None and value < 1:
+            raise ValueError(f"{flag} {value}: use 1 or more")
     if not 0 <= args.fp8_margin <= LARGEST_MARGIN:
         lost = "large values clip" if args.fp8_margin < 0 else "small values vanish"
         raise ValueError(f"--fp8-margin {args.fp8_margin}: {lost}; use 0 to {LARGEST_MARGIN}")

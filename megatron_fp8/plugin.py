@@ -9,6 +9,8 @@ What is hooked, and why not something more official:
                                                 level changes.  `extra_args_provider` cannot do the second.
     GPTModel.__init__                           exchanges the layer spec.  GPTModelConfig.builder is official, but
                                                 scripts with a model_provider never look at it; both end here.
+    CheckpointWithoutOutput.__init__            says that stock's FP8 is off: it takes silence for FP8, and fails where
+                                                Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
                                                 MEGATRON_FP8_REPORT, at every level).
     training.training.train_step and            the beginning and end of what --fp8-sharpness-interval and
@@ -50,7 +52,14 @@ from typing import Any
 import torch
 
 from . import cpu
-from .checks import check_data_files, check_device, check_megatron_version, set_max_connections
+from .checks import (
+    check_data_files,
+    check_device,
+    check_megatron_version,
+    check_model,
+    check_script,
+    set_max_connections,
+)
 from .config import (
     Fp8Config,
     adapt_stock_args,
@@ -136,6 +145,7 @@ def _parse_args(stock: Callable) -> Callable:
         while len(_originals) > 1:  # an earlier run in this process had a level
             setattr(*_originals.pop())
         if config is not None:
+            check_script(config.level)
             _log(adapt_stock_args(args, config))
             _log(set_max_connections(args))
             if not cpu.needed():
@@ -156,8 +166,10 @@ def _parse_args(stock: Callable) -> Callable:
 def _hook_model(fp8: Fp8Config) -> None:
     import megatron.training.training as training
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
+    _rebind(CheckpointWithoutOutput, "__init__", lambda stock: lambda self, fp8=None: stock(self, None), "self fp8")
     parameters = "prefix forward_step_func data_iterator model iteration"
     _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
 
@@ -283,6 +295,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
             if fp8 is not None:
+                check_model(fp8.level, model_chunks)
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
                 _log(check_chosen(fp8, model_chunks))
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))

@@ -32,6 +32,7 @@ _OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functi
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
 _CALLERS = 6  # so many are asked which flags they read
+_MANY = 4  # flags, that nobody has typed
 _flags: dict[str, argparse.Action] = {}  # by the name of the value
 
 
@@ -55,6 +56,7 @@ def stock_mistake(error: BaseException) -> str | None:
         return None
     given, missing = _values(frames)
     text = " ".join(str(error).split()) or _condition(frame, statement)
+    given = [flag for flag in given if not text.startswith(flag)]
     head = f"{', '.join(given)}: " if given else ""
     tail = f" (without {', '.join(missing)})" if missing else ""
     file = frame.f_code.co_filename
@@ -111,22 +113,39 @@ def _shown(expression: ast.expr) -> str:
 
 def _values(frames: list[tuple[FrameType, int]]) -> tuple[list[str], list[str]]:
     """The flags that a failed check reads: as they were given, and those that were not."""
-    for frame, line in frames[: -_CALLERS - 1 : -1]:
+    wanted: set[str] = set()  # of what a function was called with
+    for i, (frame, line) in enumerate(frames[: -_CALLERS - 1 : -1]):
         around = _around(frame, line)
         if not around:
             continue
-        statement: ast.AST = around[-1]
-        if isinstance(statement, ast.Assert):
-            statement = statement.test
-        elif isinstance(statement, ast.Raise) and len(around) > 1 and isinstance(around[-2], ast.If):
-            statement = ast.Tuple([around[-2].test, statement], ast.Load())  # type: ignore[list-item]
         function = next((n for n in reversed(around) if isinstance(n, ast.FunctionDef)), None)
-        read = dict(_read(statement, frame, function))
+        parts = _called_with(around[-1], frames[-i][0], wanted) if i else _checked(around)
+        read = {name: value for part in parts for name, value in _read(part, frame, function)}
         if read:
-            given = [shown for name, value in read.items() if (shown := _as_given(name, value)) is not None]
-            missing = [flag for name, value in read.items() if (flag := _as_missing(name, value)) is not None]
-            return given, missing
+            given = {name: shown for name, value in read.items() if (shown := _as_given(name, value)) is not None}
+            typed = [shown for name, shown in given.items() if _is_typed(name)]
+            missing = [_flags[name].option_strings[0] for name in read.keys() - given.keys() if not i]
+            return typed or list(given.values())[:_MANY], sorted(missing)[:_MANY]
+        wanted = {getattr(n, "attr", getattr(n, "id", "")) for part in parts for n in ast.walk(part)}
     return [], []
+
+
+def _checked(around: list[ast.stmt]) -> list[ast.AST]:
+    """What a failed assert or a raise reads, and the condition on which it stands."""
+    statement = around[-1]
+    reason = [around[-2].test] if len(around) > 1 and isinstance(around[-2], ast.If) else []
+    return [*reason, statement.test if isinstance(statement, ast.Assert) else statement]
+
+
+def _called_with(statement: ast.stmt, callee: FrameType, wanted: set[str]) -> list[ast.AST]:
+    """What a call hands over under the wanted names; the whole statement where it cannot be told."""
+    code = callee.f_code
+    parameters = [p for p in code.co_varnames[: code.co_argcount] if p != "self"]
+    found: list[ast.AST] = []
+    for call in (n for n in ast.walk(statement) if isinstance(n, ast.Call)):
+        found += [word.value for word in call.keywords if word.arg in wanted]
+        found += [value for name, value in zip(parameters, call.args, strict=False) if name in wanted]
+    return found or [statement]
 
 
 def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> Iterator[tuple[str, Any]]:
@@ -152,7 +171,7 @@ def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> 
 
 
 def _typed(name: str) -> str:
-    """The value that another one follows from, where that was not given: of eval_global_batch_size global_batch_size."""
+    """The value that another one follows from, where that was not given: global_batch_size of eval's."""
     if name in _flags and not _is_typed(name):
         for other in _flags:
             if name.endswith(f"_{other}") and _is_typed(other):
@@ -186,7 +205,3 @@ def _as_given(name: str, value: Any) -> str | None:
         return None
     values = value if isinstance(value, list | tuple) else [value]
     return " ".join([flag, *(v.name if isinstance(v, Enum) else str(v) for v in values)])
-
-
-def _as_missing(name: str, value: Any) -> str | None:
-    return _flags[name].option_strings[0] if _as_given(name, value) is None else None
