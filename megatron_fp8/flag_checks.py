@@ -10,6 +10,7 @@ COUNTS = (  # what is divided by before Megatron has looked at it
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
     *("--expert-model-parallel-size", "--micro-batch-size", "--global-batch-size", "--num-layers", "--hidden-size"),
     *("--num-attention-heads", "--ffn-hidden-size", "--kv-channels", "--seq-length", "--mlp-chunks-for-training"),
+    *("--vocab-size", "--moe-router-topk"),
 )
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 
@@ -31,6 +32,8 @@ def check_numbers(args: Namespace) -> None:
     for flag in COUNTS:
         if (value := value_of(args, flag)) is not None and value < 1:
             raise ValueError(f"{flag} {value}: use 1 or more")
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        raise ValueError(f"--moe-router-topk {args.moe_router_topk} with --num-experts {args.num_experts}: use fewer")
     if not 0 <= args.fp8_margin <= LARGEST_MARGIN:
         lost = "large values clip" if args.fp8_margin < 0 else "small values vanish"
         raise ValueError(f"--fp8-margin {args.fp8_margin}: {lost}; use 0 to {LARGEST_MARGIN}")

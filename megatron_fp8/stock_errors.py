@@ -9,7 +9,7 @@ command alone.  So such a failure is the user's mistake if
 
 The line is made of that statement: its message, or else its condition; the flags whose values it reads, here or, if it
 reads none, where it was called from; and where it stands.  Anything else, an operation that fails, is a bug, and keeps
-its traceback.
+its traceback; but for the call of a class that Megatron has set to None since the package it comes from is missing.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from enum import Enum
 from types import FrameType, TracebackType
 from typing import Any
 
-_KINDS = (AssertionError, ValueError, RuntimeError, NotImplementedError, ImportError, Exception)
+_KINDS = (AssertionError, ValueError, RuntimeError, NotImplementedError, ImportError, TypeError, Exception)
 _OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functions
     "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
@@ -52,6 +52,12 @@ def stock_mistake(error: BaseException) -> str | None:
     if not frame.f_globals.get("__name__", "").startswith("megatron."):
         return None
     statement = _statement(frame, line)
+    place = _place(frame, line)
+    if isinstance(error, TypeError) and (absent := _missing(frame, statement)):
+        return (
+            f"Megatron has no {absent} here: Transformer Engine is not installed; install it, or add --fp8-level, or "
+            f"--transformer-impl local and what goes with it (docs/lab.md); Megatron calls it in {place}"
+        )
     if not isinstance(statement, ast.Assert | ast.Raise):
         return None
     given, missing = _values(frames)
@@ -59,9 +65,21 @@ def stock_mistake(error: BaseException) -> str | None:
     given = [flag for flag in given if not text.startswith(flag)]
     head = f"{', '.join(given)}: " if given else ""
     tail = f" (without {', '.join(missing)})" if missing else ""
+    return f"{head}{text.rstrip('.')}{tail}; Megatron checks it in {place}"
+
+
+def _place(frame: FrameType, line: int) -> str:
     file = frame.f_code.co_filename
-    place = file[file.rfind(f"{os.sep}megatron{os.sep}") + 1 :]
-    return f"{head}{text.rstrip('.')}{tail}; Megatron checks it in {place}:{line}"
+    return f"{file[file.rfind(f'{os.sep}megatron{os.sep}') + 1 :]}:{line}"
+
+
+def _missing(frame: FrameType, statement: ast.stmt | None) -> str | None:
+    """The class of Transformer Engine's that a statement calls and that is None."""
+    for call in ast.walk(statement) if statement is not None else ():
+        called = call.func if isinstance(call, ast.Call) else None
+        if isinstance(called, ast.Name) and called.id.startswith("TE") and frame.f_globals.get(called.id, 0) is None:
+            return called.id
+    return None
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
@@ -165,7 +183,8 @@ def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> 
             key = part.args[1]
             name = key.value if isinstance(key, ast.Constant) else frame.f_locals.get(ast.unparse(key))
             value = getattr(_resolve(part.args[0], frame), str(name), None)
-        name = _typed(_OTHER_NAMES.get(str(name), str(name)))
+        name = _OTHER_NAMES.get(str(name), str(name))
+        name = name if value is None else _typed(name)
         if name in _flags and _is_plain(value):
             yield name, value
 

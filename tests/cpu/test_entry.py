@@ -9,6 +9,12 @@ import pytest
 from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron
 
+nightly = pytest.mark.slow
+O2 = ["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-level", "O2"]
+BIASED_EXPERTS = [*(flag for flag in O2 if flag != "--disable-bias-linear"), "--num-experts", "2"]
+OTHER_MODEL = "tests/scripts/other_model.py"
+STOCK_WITHOUT_TE = ["pretrain_gpt_fp8.py", *TINY_GPT, "--transformer-impl", "transformer_engine"]
+
 
 def command(*words: str) -> subprocess.CompletedProcess:
     """Run Python in one process without torchrun, without a GPU."""
@@ -47,8 +53,13 @@ def test_any_script_runs_through_the_launcher(tmp_path):
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-levle", "O1"], "unrecognized arguments: --fp8-levle"),
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-level", "O1", "--fp16"], "--fp16"),
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--sft"], "--sft is not supported here"),
+        (["pretrain_gpt_fp8.py", *TINY_GPT, "--attention-backend", "foo"], "invalid value: 'foo' (choose from flash,"),
+        # Megatron's own checks: when the optimizer is built, and in the first step
+        ([*O2, "--train-iters", "2"], "--lr-warmup-iters 2, --global-batch-size 8: Megatron needs lr_warmup_steps <"),
+        pytest.param(BIASED_EXPERTS, "Bias is not supported for weighted swiglu fusion", marks=nightly),
+        (["-m", "megatron_fp8", OTHER_MODEL, *TINY_GPT, "--fp8-level", "O1"], "the script trains a T5Model"),
+        pytest.param(STOCK_WITHOUT_TE, "Megatron has no TESpecProvider here: Transformer Engine is not", marks=nightly),
     ],
-    ids=["script", "level", "flag", "fp16", "other-script"],
 )
 def test_a_mistake_is_one_line(words, expected):
     result = command(*words)
