@@ -1,5 +1,7 @@
 """Compares every case of architecture_cases.py, or those given, and prints a line of JSON for each.
 
+With --real-te first it is with Transformer Engine itself, on a GPU, else with the stand-in.
+
     {"case": ..., "verdict": "same" | "refused" | "differs" | "stock fails", "details": [...], "effect": bool}
 
 `effect` says whether stock's own model shows the flag: whether it differs from that of the line without its first flag.
@@ -22,6 +24,7 @@ import architecture
 import architecture_cases
 
 BOUND = 1e-4  # FP32 in another order
+TF32_BOUND = 3e-2  # what Transformer Engine makes of FP32 operands
 
 
 def without_first_flag(argv: list[str]) -> list[str]:
@@ -35,7 +38,7 @@ def stocks(case: str):
     return architecture.describe(architecture.build(case.split(), level=False))
 
 
-def compare(argv: list[str]) -> dict:
+def compare(argv: list[str], bound: float) -> dict:
     from megatron_fp8.config import adapt_stock_args, config_from_args
     from megatron_fp8.stock_flags import ADAPTED, rows
 
@@ -55,7 +58,7 @@ def compare(argv: list[str]) -> dict:
         ours = architecture.describe(architecture.build(argv, level=True))
     except Exception:
         return {"verdict": "differs", "details": traceback.format_exc().splitlines()[-5:]}
-    found = architecture.differences(stock, ours, BOUND, frozenset(adapted))
+    found = architecture.differences(stock, ours, bound, frozenset(adapted))
     try:
         base = stocks(" ".join(without_first_flag(argv)))
         effect = bool(architecture.differences(base, stock, 1e-5))
@@ -65,6 +68,10 @@ def compare(argv: list[str]) -> dict:
 
 
 def main(cases: list[str]) -> None:
+    if cases[:1] == ["--real-te"]:
+        architecture.start()
+        report(cases[1:], TF32_BOUND)
+        return
     import stand_in_te
 
     stand_in_te.install()
@@ -75,8 +82,12 @@ def main(cases: list[str]) -> None:
     # An event of the stand-in for CUDA is that of its stream.
     events = mock.patch.object(cpu._Stream, "record_event", lambda stream: stream)
     with events, mock.patch.object(stock_flags, "installed", lambda module: False):
-        for case in cases or architecture_cases.case_lines():
-            print(json.dumps({"case": case, **compare(case.split())}), flush=True)
+        report(cases or architecture_cases.case_lines(), BOUND)
+
+
+def report(cases: list[str], bound: float) -> None:
+    for case in cases:
+        print(json.dumps({"case": case, **compare(case.split(), bound)}), flush=True)
 
 
 if __name__ == "__main__":
