@@ -32,6 +32,13 @@ def check_numbers(args: Namespace) -> None:
     for flag in COUNTS:
         if (value := value_of(args, flag)) is not None and value < 1:
             raise ValueError(f"{flag} {value}: use 1 or more")
+    window, layers = args.window_size, args.window_attn_skip_freq
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        shown = ",".join(map(str, window))
+        raise ValueError(f"--window-size {shown}: use two numbers from -1 on (-1: no limit), such as 128,0")
+    if isinstance(layers, list) and args.num_layers not in (None, len(layers)):
+        shown = f"--window-attn-skip-freq {layers}".replace(" [", " '[")
+        raise ValueError(f"{shown}': {len(layers)} layers of --num-layers {args.num_layers}; say it of each")
     if args.num_experts and args.moe_router_topk > args.num_experts:
         raise ValueError(f"--moe-router-topk {args.moe_router_topk} with --num-experts {args.num_experts}: use fewer")
     if not 0 <= args.fp8_margin <= LARGEST_MARGIN:

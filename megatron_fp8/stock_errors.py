@@ -31,6 +31,7 @@ _OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functi
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
+_OF_NUMBERS = "megatron.core.rerun_state_machine"  # what is wrong there is a loss
 _CALLERS = 6  # so many are asked which flags they read
 _MANY = 4  # flags, that nobody has typed
 _flags: dict[str, argparse.Action] = {}  # by the name of the value
@@ -49,7 +50,8 @@ def stock_mistake(error: BaseException) -> str | None:
     if type(error) not in _KINDS or not frames or _has_trained(frames):
         return None
     frame, line = frames[-1]
-    if not frame.f_globals.get("__name__", "").startswith("megatron."):
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith("megatron.") or module == _OF_NUMBERS:
         return None
     statement = _statement(frame, line)
     place = _place(frame, line)

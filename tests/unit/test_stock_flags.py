@@ -49,7 +49,8 @@ def samples(row, parser, parse):
     if action.nargs == 0:
         values = [[row.flag], []]
     else:
-        values = [[row.flag, plain(v)] for v in action.choices or ("3", "0.25", "x", "attn", "moe_act")]
+        usual = ("4,0",) if row.flag == "--window-size" else ("3", "0.25", "x", "attn", "moe_act")
+        values = [[row.flag, plain(v)] for v in action.choices or usual]
     found = []
     for attention in ("torch", "te"):
         for value in values if not found else ():
