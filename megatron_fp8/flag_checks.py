@@ -10,7 +10,8 @@ COUNTS = (  # what is divided by before Megatron has looked at it
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
     *("--expert-model-parallel-size", "--micro-batch-size", "--global-batch-size", "--num-layers", "--hidden-size"),
     *("--num-attention-heads", "--ffn-hidden-size", "--kv-channels", "--seq-length", "--mlp-chunks-for-training"),
-    *("--vocab-size", "--moe-router-topk"),
+    *("--vocab-size", "--moe-router-topk", "--log-interval", "--tensorboard-log-interval", "--save-params-interval"),
+    *("--save-dgrads-interval", "--save-activations-interval", "--check-weight-hash-across-dp-replicas-interval"),
 )
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 

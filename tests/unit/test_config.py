@@ -256,6 +256,7 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
             "--window-attn-skip-freq '[1, 0]': 2 layers of --num-layers 4; say it of each",
         ),
         ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 with --num-experts 2: use fewer"),
+        ("--log-interval 0", "--log-interval 0: use 1 or more"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: use 1 or more"),
         ("--lr nan", "--lr nan: not a number; give one, or remove it"),
         ("--adam-beta2 1.0", "--adam-beta2 1.0: an average needs a number from 0 up to but not 1"),
