@@ -67,7 +67,7 @@ def test_a_mistake_is_one_line(words, expected):
 @pytest.mark.parametrize(
     ("nproc", "flags", "expected"),
     [  # found when the arguments are validated, the model and the optimizer are built, and in the first step
-        (2, [*TINY_GPT, *UNEVEN.split()], "--num-layers 3, --pipeline-model-parallel-size 2: Number of layers should be"),
+        (2, [*TINY_GPT, *UNEVEN.split()], "--num-layers 3, --pipeline-model-parallel-size 2: Number of layers"),
         pytest.param(
             1,
             [*TINY_GPT, "--transformer-impl", "transformer_engine"],
