@@ -29,10 +29,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ..config import FEW_MICRO_BATCHES, GEMM_MULTIPLE
+from ..config import FEW_MICRO_BATCHES
 from ..engine.build import bucket_size
 from ..engine.partition import Placement, place
 from ..engine.weights import cut
+from ..flag_checks import GEMM_MULTIPLE
 from ..level import CELLS, LEVELS
 
 BYTES: dict[str, float] = {
