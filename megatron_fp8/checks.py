@@ -30,24 +30,27 @@ def check_device(capability: tuple[int, int]) -> None:
 
 
 def set_max_connections(args: Namespace) -> list[str]:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 where Megatron's validation demands it and nothing is set; lines for the log.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 where Megatron's validation demands it; lines for the log.
 
-    CUDA reads it when it starts, so that this comes before the first look at a device: which one it is, the driver's
-    management library says. From Blackwell on Megatron does not ask for it.
+    Also where it is something else: Megatron lets that pass with --overlap-moe-expert-parallel-comm only, which a level
+    switches off.  CUDA reads it when it starts, so that this comes before the first look at a device: which one it is,
+    the driver's management library says.  From Blackwell on Megatron does not ask for it.
 
     Raises ValueError when CUDA has started already.
     """
     sizes = {"--tensor-model-parallel-size": args.tensor_model_parallel_size}
     sizes["--context-parallel-size"] = args.context_parallel_size
     flags = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
-    if not flags or MAX_CONNECTIONS in os.environ or args.overlap_moe_expert_parallel_comm:
+    given = os.environ.get(MAX_CONNECTIONS)
+    if not flags or given == "1":
         return []
     if (_compute_capability() or (0, 0)) >= (10, 0):
         return []
     if torch.cuda.is_initialized() and not cpu.needed():
         raise ValueError(f"{flags[0]}: Megatron needs {MAX_CONNECTIONS}=1, and CUDA runs already; export it first")
     os.environ[MAX_CONNECTIONS] = "1"
-    return [f"{' '.join(flags)}: {MAX_CONNECTIONS}=1, which Megatron asks for before Blackwell"]
+    instead = f" instead of {given}" if given else ""
+    return [f"{' '.join(flags)}: {MAX_CONNECTIONS}=1{instead}, which Megatron asks for before Blackwell"]
 
 
 def _compute_capability() -> tuple[int, int] | None:
@@ -77,14 +80,15 @@ def check_megatron_version(version: str) -> None:
 def check_script(level: str) -> None:
     """Raise ValueError where the script that runs has another model of Megatron's than its GPT: T5, BERT, LLaVA, Mamba.
 
-    Such a script names its model; a GPT's names none, or GPTModel.
+    Such a script names its model; a GPT's names none, or GPTModel too: `check_model` sees what it builds.
     """
-    script = sys.modules["__main__"]
-    for name, value in vars(script).items():
-        module = getattr(value, "__module__", None) or ""
-        is_model = isinstance(value, type) and module.startswith("megatron.core.models.") and name.endswith("Model")
-        if is_model and name != "GPTModel":
-            raise _only_gpt(level, name)
+    models = [
+        name
+        for name, value in vars(sys.modules["__main__"]).items()
+        if isinstance(value, type) and name.endswith("Model") and value.__module__.startswith("megatron.core.models.")
+    ]
+    if models and "GPTModel" not in models:
+        raise _only_gpt(level, models[0])
 
 
 def check_model(level: str, model_chunks) -> None:

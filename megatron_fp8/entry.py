@@ -13,11 +13,12 @@ import re
 import runpy
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 
-from .stock_errors import remember_flags, stock_mistake
+from .stock_errors import remember_flags, stock_mistake, through_callback
 
 PATIENCE = 10  # seconds
 # A ValueError from here is a bug of ours, not a user's mistake: it keeps its traceback.
@@ -64,6 +65,8 @@ def one_line_errors() -> Iterator[None]:
             # a rank that is still here after a while met one that rank 0 did not.
             time.sleep(PATIENCE)
         line = f"megatron_fp8: {message}"
+        if not ours and through_callback(error):
+            line = f"{traceback.format_exc()}\n{line}"
         print(line, file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun ends with a long report of its own: this puts the line into it, as the root cause
@@ -73,12 +76,12 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(2)
 
 
-def _is_users_mistake(traceback: TracebackType | None) -> bool:
+def _is_users_mistake(place: TracebackType | None) -> bool:
     """Whether the exception was raised in megatron_fp8 itself, outside its internal packages."""
     module = ""
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        traceback = traceback.tb_next
+    while place is not None:
+        module = place.tb_frame.f_globals.get("__name__", "")
+        place = place.tb_next
     return module.startswith("megatron_fp8.") and not module.startswith(_INTERNAL)
 
 

@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 TIMED_OUT = 124  # the exit code of a run that was ended for time, as of the command `timeout`
@@ -161,6 +161,7 @@ def _wait_for(ranks: dict[int, int], output: int, deadline: float, timeout: floa
             if not found:
                 continue
             rank, failed = ranks.pop(process), _exit_code(status)
+            _signal((process,), signal.SIGKILL)  # what it has started and left
             if failed and not code:
                 code = failed
                 _say(output, f"rank {rank} of {count} failed first, with exit code {failed}")
@@ -255,7 +256,7 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _signal(ranks: Mapping[int, int], number: int) -> None:
+def _signal(ranks: Iterable[int], number: int) -> None:
     for process in list(ranks):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, number)

@@ -10,6 +10,8 @@ command alone.  So such a failure is the user's mistake if
 The line is made of that statement: its message, or else its condition; the flags whose values it reads, here or, if it
 reads none, where it was called from; and where it stands.  Anything else, an operation that fails, is a bug, and keeps
 its traceback; but for the call of a class that Megatron has set to None since the package it comes from is missing.
+Where Megatron raises one error from another, the first is judged.  Where the code that Megatron called back handed it
+what it does not take, the mistake may be that code's: the line has the traceback above it (`through_callback`).
 """
 
 import argparse
@@ -18,6 +20,7 @@ import functools
 import linecache
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from enum import Enum
 from types import FrameType, TracebackType
@@ -34,6 +37,9 @@ _OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functi
 _OF_NUMBERS = "megatron.core.rerun_state_machine"  # what is wrong there is a loss
 _CALLERS = 6  # so many are asked which flags they read
 _MANY = 4  # flags, that nobody has typed
+_AROUND = tuple(f"megatron_fp8.{n}" for n in ("plugin", "cpu", "entry", "__main__", "engine.saves", "engine.loads"))
+_OUR_SCRIPT = "pretrain_gpt_fp8.py"
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _flags: dict[str, argparse.Action] = {}  # by the name of the value
 
 
@@ -46,7 +52,7 @@ def remember_flags(parser: argparse.ArgumentParser) -> None:
 
 def stock_mistake(error: BaseException) -> str | None:
     """The line for a check of Megatron's that failed, if it tells of a user's mistake."""
-    frames = list(_frames(error.__traceback__))
+    error, frames = _first(error)
     if type(error) not in _KINDS or not frames or _has_trained(frames):
         return None
     frame, line = frames[-1]
@@ -70,6 +76,36 @@ def stock_mistake(error: BaseException) -> str | None:
     return f"{head}{text.rstrip('.')}{tail}; Megatron checks it in {place}"
 
 
+def through_callback(error: BaseException) -> bool:
+    """Whether Megatron called a function of the script's or of ours, and what that asked of Megatron failed.
+
+    Not of pretrain_gpt_fp8.py, which hands over what the flags say, nor of what only stands around Megatron's own.
+    """
+    called_back = False  # by Megatron, and what follows is Megatron's again
+    for frame, _ in reversed(_first(error)[1]):
+        module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        if module.startswith("megatron."):
+            if called_back:
+                return True
+        elif module.startswith("megatron_fp8."):
+            called_back |= not module.startswith(_AROUND)
+        else:
+            called_back |= not file.startswith(("<", *_LIBRARIES)) and os.path.basename(file) != _OUR_SCRIPT
+    return False
+
+
+def _first(error: BaseException) -> tuple[BaseException, list[tuple[FrameType, int]]]:
+    """The error that others were raised from, and its frames from the outermost; a missing package is none."""
+    frames = list(_frames(error.__traceback__))
+    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        if isinstance(cause, ImportError):
+            break
+        error, inner = cause, list(_frames(cause.__traceback__))
+        shared = [i for i, (frame, _) in enumerate(frames) if inner and frame is inner[0][0]]
+        frames = frames[: shared[0] if shared else len(frames)] + inner
+    return error, frames
+
+
 def _place(frame: FrameType, line: int) -> str:
     file = frame.f_code.co_filename
     return f"{file[file.rfind(f'{os.sep}megatron{os.sep}') + 1 :]}:{line}"
@@ -91,11 +127,14 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _has_trained(frames: list[tuple[FrameType, int]]) -> bool:
-    """Whether the error came after the first step of Megatron's training loop."""
+    """Whether the error came after the first step of Megatron's training loop, or after the loop."""
     for frame, _ in frames:
-        if frame.f_code.co_name == "train" and frame.f_globals.get("__name__") == "megatron.training.training":
+        if frame.f_globals.get("__name__") == "megatron.training.training":
             iteration = frame.f_locals.get("iteration")
-            return iteration is not None and iteration != frame.f_locals.get("start_iteration", iteration)
+            if frame.f_code.co_name == "train":
+                return iteration is not None and iteration != frame.f_locals.get("start_iteration", iteration)
+            if frame.f_code.co_name == "pretrain" and iteration:  # the last one, when the loop has returned
+                return True
     return False
 
 

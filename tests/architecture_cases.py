@@ -2,7 +2,7 @@
 
 Which flags those are is a rule, `architecture_flags`, so that a flag of a newer version cannot be forgotten: every
 flag that Megatron's configuration of a model takes over, by the name of a field or in the functions that fill it.  Each
-of them begins a line of CASES or is, with the reason why there is nothing to compare, in EXCLUDED.
+of them begins a line of CASES, or of REFUSED, or is, with the reason why there is nothing to compare, in EXCLUDED.
 """
 
 import argparse
@@ -52,9 +52,6 @@ CASES = f"""
 --qk-l2-norm
 --qk-l2-norm {MTP}
 --qk-l2-norm {MOE}
---qk-clip
---qk-clip-alpha 0.4 --qk-clip
---qk-clip-threshold 50 --qk-clip
 --attention-output-gate
 --hidden-dropout 0.3
 --attention-dropout 0.3
@@ -71,7 +68,6 @@ CASES = f"""
 --position-embedding-type rope
 --position-embedding-type yarn
 --position-embedding-type mrope --mrope-section 2 3 3
---position-embedding-type relative
 --mrope-section 2 3 3 --position-embedding-type mrope
 --rotary-base 500 {ROPE}
 --rotary-percent 0.5 {ROPE}
@@ -95,7 +91,6 @@ CASES = f"""
 --untie-embeddings-and-output-weights
 --init-method-std 0.5
 --embedding-init-method-std 0.5
---init-method-xavier-uniform
 --no-initialization
 --use-mup --mup-base-hidden-size 32
 --mup-width-mult 3.0 --use-mup
@@ -105,8 +100,6 @@ CASES = f"""
 --mup-base-head-dim 4 {MUP}
 --mup-attn-scale-power 0.5 {MUP}
 --calculate-per-token-loss
---fp16-lm-cross-entropy
---fp32-residual-connection
 --cross-entropy-loss-fusion
 --no-bias-gelu-fusion
 --no-bias-swiglu-fusion --swiglu
@@ -132,7 +125,6 @@ CASES = f"""
 --mtp-num-layers 2 {ROPE}
 --mtp-loss-scaling-factor 0.9 {MTP}
 --mtp-use-repeated-layer --mtp-num-layers 2 {ROPE}
---mtp-detach-heads {MTP}
 --num-experts 4 --swiglu --disable-bias-linear
 --num-experts 4 --no-bias-gelu-fusion
 --moe-layer-freq 2 {MOE}
@@ -168,14 +160,7 @@ CASES = f"""
 --moe-token-drop-policy position {CAPACITY}
 --moe-layer-recompute {MOE}
 --moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax {MOE}
---moe-latent-size 32 {MOE}
 --moe-grouped-gemm {MOE}
---moe-mlp-glu-interleave-size 16 {MOE}
---moe-shared-expert-glu-interleave-size 16 {SHARED}
---use-grouped-gemm-for-shared-expert {SHARED}
---moe-single-grouped-weight {MOE}
---moe-single-grouped-bias {MOE}
---moe-paged-stash {MOE}
 --moe-per-layer-logging {AUX}
 --multi-latent-attention {MLA.removeprefix("--multi-latent-attention")}
 --q-lora-rank 48 {MLA}
@@ -186,12 +171,10 @@ CASES = f"""
 --v-head-dim 32 {MLA.replace("--v-head-dim 16", "")}
 --qk-layernorm {MLA}
 --qk-layernorm {MLA} --normalization RMSNorm --apply-layernorm-1p
---qk-l2-norm {MLA}
 --rope-type rope {MLA} --rotary-scaling-factor 4.0
 --rotary-scaling-factor 3.0 --rope-type yarn {MLA}
 --mscale 2.0 {MLA_YARN}
 --mscale-all-dim 2.0 {MLA_YARN}
---cache-mla-latents {MLA}
 --mla-down-proj-fusion --q-lora-rank 48 {MLA}
 --attention-dropout 0.3 {MLA}
 --softmax-type learnable {MLA}
@@ -199,10 +182,31 @@ CASES = f"""
 --num-experts 4 {MLA} --swiglu --disable-bias-linear
 --mtp-num-layers 1 {MLA}
 --recompute-modules mla_up_proj --recompute-granularity selective {MLA}
+--mtp-hybrid-override-pattern M
+--symmetric-ar-type two_shot
+"""
+
+REFUSED = f"""
+--qk-clip
+--qk-clip-alpha 0.4 --qk-clip
+--qk-clip-threshold 50 --qk-clip
+--position-embedding-type relative
+--init-method-xavier-uniform
+--fp16-lm-cross-entropy
+--fp32-residual-connection
+--mtp-detach-heads {MTP}
+--moe-latent-size 32 {MOE}
+--moe-mlp-glu-interleave-size 16 {MOE}
+--moe-shared-expert-glu-interleave-size 16 {SHARED}
+--use-grouped-gemm-for-shared-expert {SHARED}
+--moe-single-grouped-weight {MOE}
+--moe-single-grouped-bias {MOE}
+--moe-paged-stash {MOE}
+--qk-l2-norm {MLA}
+--cache-mla-latents {MLA}
 --experimental-attention-variant gated_delta_net
 --heterogeneous-layers-config-path nowhere.json
 --hybrid-layer-pattern M*M*
---mtp-hybrid-override-pattern M
 --is-hybrid-model
 --yaml-cfg nowhere.yaml
 --transformer-impl inference_optimized
@@ -223,7 +227,6 @@ CASES = f"""
 --hybrid-context-parallel
 --tensor-parallel-num-weight-shards 2
 --log-max-attention-logit
---symmetric-ar-type two_shot
 """
 
 NO_EFFECT = {  # flags whose every case changes nothing in stock's own model, and why that is right
@@ -292,8 +295,8 @@ EXCLUDED = {
 }
 
 
-def case_lines() -> list[str]:
-    return [line for line in CASES.splitlines() if line]
+def case_lines(cases: str = CASES + REFUSED) -> list[str]:
+    return [line for line in cases.splitlines() if line]
 
 
 def architecture_flags(parser: argparse.ArgumentParser) -> set[str]:

@@ -11,7 +11,7 @@ from megatron_fp8 import checks, cpu
 from megatron_fp8.checks import MAX_CONNECTIONS, check_model, check_script, set_max_connections
 
 
-def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, overlap=False, value=None, started=False):
+def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, value=None, started=False):
     """(lines for the log, the variable afterwards)."""
     monkeypatch.setattr(checks, "_compute_capability", lambda: capability)
     monkeypatch.setattr(cpu, "needed", lambda: False)
@@ -19,9 +19,7 @@ def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, overlap=False, value=None,
     monkeypatch.delenv(MAX_CONNECTIONS, raising=False)
     if value is not None:
         monkeypatch.setenv(MAX_CONNECTIONS, value)
-    args = Namespace(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, overlap_moe_expert_parallel_comm=overlap
-    )
+    args = Namespace(tensor_model_parallel_size=tp, context_parallel_size=cp)
     return set_max_connections(args), checks.os.environ.get(MAX_CONNECTIONS)
 
 
@@ -33,16 +31,16 @@ def test_one_queue_is_set_where_megatron_demands_it(monkeypatch):
     assert lines[0].startswith("--context-parallel-size 4: ") and value == "1"
 
 
-@pytest.mark.parametrize(
-    "case", [{}, {"tp": 2, "capability": (10, 0)}, {"tp": 2, "overlap": True}], ids=["one", "Blackwell", "overlap"]
-)
+@pytest.mark.parametrize("case", [{}, {"tp": 2, "capability": (10, 0)}], ids=["one", "Blackwell"])
 def test_and_nowhere_else(case, monkeypatch):
     assert asked(monkeypatch, **case) == ([], None)
 
 
-@pytest.mark.parametrize("value", ["1", "32"])
-def test_what_the_user_has_set_stays(value, monkeypatch):
-    assert asked(monkeypatch, tp=2, value=value) == ([], value)
+def test_what_is_set_stays_where_megatron_takes_it(monkeypatch):
+    assert asked(monkeypatch, tp=2, value="1") == ([], "1")
+    assert asked(monkeypatch, value="32") == ([], "32")
+    (line,), value = asked(monkeypatch, tp=2, value="32")
+    assert f"{MAX_CONNECTIONS}=1 instead of 32, which Megatron asks for" in line and value == "1"
 
 
 def test_after_cuda_has_started_it_is_too_late(monkeypatch):
@@ -65,8 +63,10 @@ def test_a_script_with_another_model_is_refused(name, package, monkeypatch):
         check_script("O1")
 
 
-def test_a_gpts_script_passes(monkeypatch):
-    script = types.SimpleNamespace(GPTModel=model_class("GPTModel", "gpt"), MyModel=torch.nn.Linear, ModelType=int)
+@pytest.mark.parametrize("more", [{}, {"T5Model": model_class("T5Model", "T5")}], ids=["alone", "and-another"])
+def test_a_gpts_script_passes(more, monkeypatch):
+    names = {"GPTModel": model_class("GPTModel", "gpt"), "MyModel": torch.nn.Linear, "ModelType": int, **more}
+    script = types.SimpleNamespace(**names)
     monkeypatch.setitem(sys.modules, "__main__", script)
     check_script("O1")
 

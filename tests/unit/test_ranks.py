@@ -69,6 +69,12 @@ def test_a_rank_that_hangs_is_ended(run, tmp_path):
     assert all(gone(rank["pid"]) for rank in ranks_of((tmp_path / "log").read_text().splitlines()))
 
 
+def test_what_a_rank_leaves_ends_with_it(run):
+    """Or it would keep the run's output open, and whoever reads that would wait for it."""
+    lines = run("subprocess.Popen(['sleep', '600'])\n" + HANG.replace("time.sleep(600)\n", ""), count=1)
+    assert all(gone(int(line.split()[1])) for line in lines if line.startswith("child "))
+
+
 @pytest.mark.parametrize(
     ("text", "code", "shown"),
     [

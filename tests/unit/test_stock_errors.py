@@ -7,7 +7,7 @@ from commands import MODEL
 
 from megatron_fp8 import stock_errors
 from megatron_fp8.config import adapt_stock_args, config_from_args
-from megatron_fp8.stock_errors import remember_flags, stock_mistake
+from megatron_fp8.stock_errors import remember_flags, stock_mistake, through_callback
 
 WRONG = [  # (world size, flags, how the line begins)
     (
@@ -99,19 +99,77 @@ def test_so_does_what_others_raise():
             assert stock_mistake(error) is None
 
 
-def test_after_the_first_step_everything_keeps_its_traceback(tmp_path, monkeypatch):
-    script = tmp_path / "training.py"
-    script.write_text(
-        "def train(iteration, start_iteration):\n    check(iteration)\n"
-        "def check(iteration):\n    assert iteration < 0, 'too late'\n"
+@pytest.fixture
+def module(tmp_path):
+    """module(name, text, **names): a module's namespace, made of a file."""
+
+    def module(name, text, **names):
+        file = tmp_path / f"{name.rpartition('.')[2]}.py"
+        file.write_text(text)
+        namespace = {"__name__": name, **names}
+        exec(compile(text, str(file), "exec"), namespace)
+        return namespace
+
+    return module
+
+
+def error_of(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        return error
+
+
+TRAINING = """
+def pretrain(last):
+    iteration = 0
+    iteration = train(last, 0)
+    check(-1 if iteration else 0)
+def train(iteration, start_iteration):
+    check(iteration)
+    return iteration
+def check(iteration):
+    assert 0 <= iteration < 4, 'too late'
+"""
+
+
+def test_after_the_first_step_everything_keeps_its_traceback(module):
+    stock = module("megatron.training.training", TRAINING)
+    assert stock_mistake(error_of(stock["train"], 4, 4)) is not None
+    assert stock_mistake(error_of(stock["train"], 4, 3)) is None
+    assert stock_mistake(error_of(stock["pretrain"], 3)) is None  # in what follows the loop
+    assert error_of(stock["pretrain"], 0) is None
+
+
+BUILDING = """
+def build(make):
+    try:
+        return make()
+    except Exception as error:
+        raise Exception("failed to build") from error
+def check(count):
+    if count < 1:
+        raise ValueError("count is too small")
+"""
+
+
+def test_of_errors_that_follow_from_another_the_first_is_judged(module):
+    stock = module("megatron.core.datasets.builder", BUILDING)
+    assert stock_mistake(error_of(stock["build"], lambda: {"a": 1}["b"])) is None
+    assert stock_mistake(error_of(stock["build"], lambda: stock["check"](0))).startswith("count is too small; Megatron")
+
+
+def test_a_callback_that_asks_for_what_megatron_refuses_is_seen(module):
+    stock = module("megatron.core.datasets.builder", BUILDING)
+    text = "def provide():\n    stock['check'](0)\n"
+    script, ours, plugin = (
+        module(name, text, stock=stock) for name in ("__main__", "megatron_fp8.layers.spec", "megatron_fp8.plugin")
     )
-    namespace = {"__name__": "megatron.training.training"}
-    exec(compile(script.read_text(), str(script), "exec"), namespace)
-    for iteration, expected in ((3, True), (4, False)):
-        try:
-            namespace["train"](iteration, 3)
-        except AssertionError as error:
-            assert (stock_mistake(error) is not None) is expected
+    for where, seen in ((script, True), (ours, True), (plugin, False)):
+        error = error_of(stock["build"], where["provide"])
+        assert stock_mistake(error) is not None and through_callback(error) is seen
+    assert not through_callback(error_of(script["provide"]))  # nobody called it back
+    assert not through_callback(error_of(stock["check"], 0))
 
 
 def test_a_class_that_is_missing_is_named(line_of):
