@@ -55,6 +55,7 @@ from . import cpu
 from .checks import (
     check_data_files,
     check_device,
+    check_evaluation,
     check_megatron_version,
     check_model,
     check_script,
@@ -146,6 +147,7 @@ def _parse_args(stock: Callable) -> Callable:
             setattr(*_originals.pop())
         if config is not None:
             check_script(config.level)
+            check_evaluation(args)
             _log(adapt_stock_args(args, config))
             _log(set_max_connections(args))
             if not cpu.needed():

@@ -12,8 +12,9 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+Flags = list[tuple[str, list[str]]]
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py")
 
 
@@ -25,11 +26,13 @@ class Launch:
         script: what Python is given: a script, or -m, a module and a script.
         flags: each flag of the script with its values, in order.
         gpus: on how many; None where the command does not say.
+        variables: of the environment, that the command sets in front.
     """
 
     script: list[str]
-    flags: list[tuple[str, list[str]]]
+    flags: Flags
     gpus: int | None
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 def take_apart(words: Sequence[str]) -> Launch:
@@ -40,10 +43,11 @@ def take_apart(words: Sequence[str]) -> Launch:
     first = place - 2 if words[max(place - 2, 0) : place] == ["-m", "megatron_fp8"] else place
     if not os.path.isfile(words[place]):
         raise ValueError(f"{words[place]}: no such script here; go to the folder that the job starts in")
-    return Launch(list(words[first : place + 1]), list(_flags(words[place + 1 :])), _gpus(words[:first]))
+    script, flags = list(words[first : place + 1]), list(flags_of(words[place + 1 :]))
+    return Launch(script, flags, _gpus(words[:first]), _variables(words[:first]))
 
 
-def words_of(flags: Sequence[tuple[str, list[str]]]) -> list[str]:
+def words_of(flags: Flags) -> list[str]:
     """Flags and their values as a command line has them."""
     return [word for flag, values in flags for word in (flag, *values)]
 
@@ -52,7 +56,8 @@ def _is_script(word: str) -> bool:
     return word.endswith(".py") and not word.startswith("-") and os.path.basename(word) not in _TORCHRUN
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def flags_of(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag of a command line with its values, in order."""
     flag, values = "", list[str]()
     for word in words:
         if re.match(r"--?[A-Za-z]", word):
@@ -64,6 +69,16 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             values.append(word)
     if flag or values:
         yield flag, values
+
+
+def _variables(launcher: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in launcher:
+        if given := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL):
+            found[given[1]] = given[2]
+        elif word != "env":
+            break
+    return found
 
 
 def _gpus(launcher: Sequence[str]) -> int | None:

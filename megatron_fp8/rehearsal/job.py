@@ -12,10 +12,16 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .command import Launch, words_of
+from .command import Flags, Launch, flags_of, words_of
 
 _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
                 "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
+
+
+_GPT2 = 50257  # tokens
+# What Transformer Engine's attention does, which is not to be had without a GPU: {flag: what stands on the page}.
+_CONTEXT = "--context-parallel-size"
+_ATTENTION = ("--fp8-attention", "--cp-comm-type", "--hierarchical-context-parallel-sizes", _CONTEXT)
 
 
 @dataclass
@@ -23,42 +29,70 @@ class Job:
     """A job at full size.
 
     Attributes:
+        flags: its script's, but for those that need Transformer Engine's attention.
+        context: its context parallelism, which is not rehearsed; `args` are of a job without.
         args: Megatron's, validated; None where that failed.
         cells: of the level's table, {name: value}; None without a level.
         level: its name; "" where the flags could not even be read.
         said: the [fp8] lines of the log.
         error: why it would not start; "".
         missing: what of its data is not here; "".
+        guessed: what had to be assumed; "".
+        unseen: the flags that were left out.
     """
 
+    flags: Flags
+    context: int = 1
     args: Namespace | None = None
     cells: Mapping[str, str] | None = None
     level: str = ""
     said: tuple[str, ...] = ()
     error: str = ""
     missing: str = ""
+    guessed: str = ""
+    unseen: tuple[str, ...] = ()
 
 
 def examine(launch: Launch, gpus: int) -> Job:
-    """The job of a command on so many GPUs; data that is not here is passed over."""
-    job = _in_a_fork(launch.script, words_of(launch.flags), gpus)
+    """The job of a command on so many GPUs; data that is not here, and Transformer Engine's attention, are passed over.
+
+    Raises ValueError where the job's sizes are not in its flags.
+    """
+    given = dict(launch.flags)
+    if "--use-checkpoint-args" in given:
+        raise ValueError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
+    context = size_of(given, _CONTEXT)
+    unseen = tuple(" ".join([flag, *given[flag]]) for flag in _ATTENTION if flag in given)
+    flags = [(flag, values) for flag, values in launch.flags if flag not in _ATTENTION]
+    job = _in_a_fork(launch, flags, gpus // context)
     if job.error.startswith(_DATA_ERRORS):
-        missing = job.error
-        flags = [(flag, values) for flag, values in launch.flags if flag not in _DATA_ERRORS]
-        mock = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303".split()
-        job = _in_a_fork(launch.script, [*words_of(flags), *mock], gpus)
-        job.missing = missing
+        missing, guessed = job.error, ""
+        flags_without = [(flag, values) for flag, values in flags if flag not in _DATA_ERRORS]
+        mock = "--mock-data --tokenizer-type NullTokenizer".split()
+        if "--vocab-size" not in given:
+            mock += ["--vocab-size", str(_GPT2)]
+            if given.get("--tokenizer-type", ["GPT2BPETokenizer"]) != ["GPT2BPETokenizer"]:
+                guessed = f"a vocabulary of {_GPT2} tokens, GPT-2's, since the job's is not known here (--vocab-size)"
+        job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus // context)
+        job.missing, job.guessed = missing, guessed
+    job.flags, job.context, job.unseen = flags, context, unseen
     return job
 
 
-def _in_a_fork(script: list[str], words: list[str], gpus: int) -> Job:
+def size_of(given: Mapping[str, list[str]], flag: str) -> int:
+    """The value of a flag that counts ranks; 1 where it is not given, or no number."""
+    value = given.get(flag, ["1"])
+    return int(value[0]) if value and value[0].isdecimal() and int(value[0]) else 1
+
+
+def _in_a_fork(launch: Launch, flags: Flags, gpus: int) -> Job:
     reading, writing = os.pipe()
     sys.stdout.flush()
     process = os.fork()
     if process == 0:
         os.close(reading)
         with contextlib.suppress(BaseException), open(writing, "wb") as result:
-            pickle.dump(_examine(script, words, gpus), result)
+            pickle.dump(_examine(launch, flags, gpus), result)
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as result:
@@ -67,10 +101,10 @@ def _in_a_fork(script: list[str], words: list[str], gpus: int) -> Job:
     return pickle.loads(text)
 
 
-def _examine(script: list[str], words: list[str], gpus: int) -> Job:
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
+def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
+    os.environ |= {**launch.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    sys.argv = [script[-1], *words]
+    sys.argv = [launch.script[-1], *words_of(flags)]
     from ..config import config_from_args
     from ..level import CELLS
     from ..plugin import install
@@ -79,7 +113,7 @@ def _examine(script: list[str], words: list[str], gpus: int) -> Job:
     install()
     import megatron.training.arguments as arguments
 
-    job = Job()
+    job = Job(flags)
     printed, complaints = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):

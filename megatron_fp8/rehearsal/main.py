@@ -10,16 +10,18 @@ full size, and what would fail at scale. Exit code 0: all went well; 1: somethin
 Not rehearsed: NCCL, memory and speed at full size, GPU kernels, context parallelism.
 """
 
+import math
 import os
 import shlex
 import sys
 import tempfile
 import time
 from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from .. import ranks
-from .command import take_apart, words_of
+from .command import Flags, Launch, take_apart, words_of
 
 _RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
 _RANKS_A_CORE = 8  # with more, a second replica takes too long
@@ -56,7 +58,7 @@ def run(args: Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if job.args is not None:
             rehearsal = shrink(
-                launch.flags,
+                job.flags,
                 job.args,
                 most_ranks=args.ranks or _ranks_that_fit(),
                 quick_ranks=args.ranks or max(32, _RANKS_A_CORE * (os.cpu_count() or 1)),
@@ -65,7 +67,7 @@ def run(args: Namespace) -> int:
                 storage=job.cells["grad_accum"],
             )
             _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores; logs in {folder}")
-            outcome = _rehearse(launch.script, rehearsal, folder, args.timeout)
+            outcome = _rehearse(launch, rehearsal, folder, args.timeout)
         text = page.write(shlex.join(words), gpus, launch.gpus or args.gpus, job, rehearsal, outcome,
                           time.monotonic() - began)  # fmt: skip
         if args.folder:
@@ -76,29 +78,30 @@ def run(args: Namespace) -> int:
     return 0 if outcome.passed and not job.error else 1
 
 
-def _rehearse(script: list[str], rehearsal, folder: Path, timeout: int):
+def _rehearse(launch: Launch, rehearsal, folder: Path, timeout: int):
     """Train and save; go on from the save: a page.Outcome."""
     from . import page
     from .shrink import SAVED
 
     outcome = page.Outcome()
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as checkpoints:
-        flags = [*script, *words_of(rehearsal.flags), "--data-cache-path", f"{checkpoints}/data"]
+        flags = [*launch.script, *words_of(rehearsal.flags), "--data-cache-path", f"{checkpoints}/data"]
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **launch.variables, "OMP_NUM_THREADS": "1"}
+        environment.pop("MEGATRON_FP8_REPORT", None)  # a file of the job's
         save = ["--save", checkpoints, "--save-interval", str(SAVED)]
-        outcome.train = _start("train", [*flags, *save], rehearsal.ranks, folder, timeout)
+        outcome.train = _start("train", [*flags, *save], rehearsal.ranks, folder, timeout, environment)
         if outcome.train.code == 0:
             saved = Path(checkpoints) / f"iter_{SAVED:07d}"
             outcome.files = [file.stat().st_size for file in saved.rglob("*") if file.is_file()]
             resume = ["--load", checkpoints, "--ckpt-step", str(SAVED)]
-            outcome.resume = _start("resume", [*flags, *resume], rehearsal.ranks, folder, timeout)
+            outcome.resume = _start("resume", [*flags, *resume], rehearsal.ranks, folder, timeout, environment)
     return outcome
 
 
-def _start(name: str, command: list[str], count: int, folder: Path, timeout: int):
+def _start(name: str, command: list[str], count: int, folder: Path, timeout: int, environment: Mapping[str, str]):
     """Run the ranks once, their output in a log: a page.Start."""
     from . import page
 
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     began = time.monotonic()
     reading, writing = os.pipe()
     supervisor = ranks.launch(count, command, output=writing, timeout=timeout, env=environment)
@@ -127,11 +130,13 @@ def _ranks_that_fit() -> int:
     return int(psutil.virtual_memory().available / _RANK_BYTES)
 
 
-def _gpus_of_one_replica(flags) -> int:
+def _gpus_of_one_replica(flags: Flags) -> int:
     """Of a job whose command does not say how many."""
+    from .job import size_of
+
     given = dict(flags)
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-    total = 1
-    for flag in sizes:
-        total *= int(given[flag][0]) if given.get(flag) and given[flag][0].isdecimal() else 1
-    return total
+    tensor = size_of(given, "--tensor-model-parallel-size")
+    experts = size_of(given, "--expert-model-parallel-size")
+    of_experts = size_of(given, "--expert-tensor-parallel-size") if "--expert-tensor-parallel-size" in given else tensor
+    dense = tensor * size_of(given, "--context-parallel-size")
+    return size_of(given, "--pipeline-model-parallel-size") * math.lcm(dense, experts * of_experts)

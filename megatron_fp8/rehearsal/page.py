@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -90,7 +89,9 @@ def _page(command, gpus, known, job: Job, rehearsal, outcome: Outcome, seconds) 
     yield f"    {command if len(command) < 400 else command[:400] + ' ...'}"
     yield ""
     if job.args is None:
-        yield f"The job would not start on {gpus} GPUs, so nothing was rehearsed:"
+        here = "install Transformer Engine" in job.error
+        what = "cannot be rehearsed without Transformer Engine" if here else f"would not start on {gpus} GPUs"
+        yield f"The job {what}, so nothing was rehearsed:"
         yield ""
         yield f"    {job.error}"
         return
@@ -108,7 +109,7 @@ def _ran(gpus: int, known: int | None, job: Job, rehearsal: Rehearsal, outcome: 
         layout += f" (x {args.virtual_pipeline_model_parallel_size} virtual)"
     if args.expert_model_parallel_size > 1:
         layout += f", EP {args.expert_model_parallel_size}"
-    layout += ", sequence parallel" * args.sequence_parallel
+    layout += ", sequence parallel" * args.sequence_parallel + f", CP {job.context}" * (job.context > 1)
     unknown = "" if known else " (one replica: the command does not say how many; give --gpus)"
     yield f"- {job.level} on {gpus} GPUs{unknown}: {layout}, DP {args.data_parallel_size}."
     yield f"- Here: {rehearsal.ranks} ranks on the CPU, the same with DP {rehearsal.data_parallel}."
@@ -146,18 +147,20 @@ def _shrunk(rehearsal: Rehearsal) -> Iterator[str]:
 
 def _full_size(job: Job) -> Iterator[str]:
     yield "## What each rank holds at full size"
-    counted = _counted(job.args)
+    counted = _counted(job)
     if isinstance(counted, str):
         yield f"Not computed: `megatron-fp8 memory` does not count {counted}."
     else:
         yield from memory.table(counted, {"stock BF16": None, job.level: job.cells})
         yield ""
         yield "Weights, gradients and optimizer states between two steps; activations and buffers are not in it."
+        yield from [f"Counted with {job.guessed}."] if job.guessed else []
     yield ""
 
 
-def _counted(args: Namespace) -> memory.Job | str:
+def _counted(job: Job) -> memory.Job | str:
     """What the memory report counts a job as, or what of it the report does not count."""
+    args = job.args
     uncounted = [name for name, is_so in (
         ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
         ("uneven stages", args.pipeline_model_parallel_layout or args.decoder_first_pipeline_num_layers is not None
@@ -172,7 +175,7 @@ def _counted(args: Namespace) -> memory.Job | str:
     if not args.group_query_attention:
         given["num_query_groups"] = None
     given["swiglu"], given["disable_bias_linear"] = bool(args.swiglu), not args.add_bias_linear
-    given["data_parallel_size"] = args.data_parallel_size * args.context_parallel_size
+    given["data_parallel_size"] = args.data_parallel_size * job.context
     return memory.Job(**given)
 
 
@@ -194,7 +197,7 @@ def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
         yield f"The start to {outcome.failed.name} failed here with exit code {outcome.failed.code}; so it will there."
     elif not outcome.repeats:
         yield "A run that resumes does not go on as it was: see above."
-    if isinstance(counted := _counted(args), memory.Job):
+    if isinstance(counted := _counted(job), memory.Job):
         most = max(sum(rank.linears.values()) + sum(rank.others.values())
                    for rank in memory.ranks_bytes(counted, job.cells))  # fmt: skip
         if most > _H100:
@@ -206,7 +209,7 @@ def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
         )
     if job.missing:
         yield f"{job.missing} (rehearsed with mock data)"
-    if args.context_parallel_size > 1:
-        yield f"--context-parallel-size {args.context_parallel_size}: not rehearsed, it needs Transformer Engine."
+    for flag in job.unseen:
+        yield f"{flag}: not rehearsed, it is of Transformer Engine's attention."
     if not args.save:
         yield "--save: not given, so the run leaves nothing."

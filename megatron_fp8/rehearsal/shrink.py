@@ -16,34 +16,38 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Flags = list[tuple[str, list[str]]]
+from .command import Flags, flags_of
+
 HEAD = 16  # channels, the least that an FP8 GEMM sums over
 STEPS, SAVED = 4, 3  # the last step, and the one that is saved and gone on from
 
 _SIZES = """--hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels --seq-length
 --encoder-seq-length --decoder-seq-length --max-position-embeddings --window-size --moe-ffn-hidden-size
 --moe-shared-expert-intermediate-size --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
---mup-base-hidden-size --global-batch-size --context-parallel-size""".split()
+--mup-base-hidden-size --global-batch-size""".split()
 _LENGTH = """--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-wsd-decay-iters
 --lr-wsd-decay-samples --lr-warmup-iters --lr-warmup-samples --lr-warmup-fraction --rampup-batch-size
---step-batch-size-schedule --exit-interval --exit-duration-in-mins --eval-iters --eval-interval --eval-global-batch-size
---eval-micro-batch-size --full-validation --log-interval --num-workers --distributed-backend
---distributed-timeout-minutes""".split()
-_FOLDERS = "--save --save-interval --data-cache-path".split()
+--step-batch-size-schedule --exit-interval --exit-duration-in-mins --eval-iters --eval-interval
+--eval-global-batch-size --eval-micro-batch-size --start-eval-at-iter --full-validation --phase-transition-iterations
+--log-interval --num-workers --distributed-backend --distributed-timeout-minutes""".split()
+_FOLDERS = """--save --save-interval --persistent-save-interval --save-retain-interval --data-cache-path""".split()
 _DATA = """--mock-data --data-path --train-data-path --valid-data-path --test-data-path --data-args-path
 --per-split-data-args-path --per-dataset-sequences-path --tokenizer-type --tokenizer-model --vocab-file --merge-file
 --vocab-size --vocab-extra-ids --split --multiple-validation-sets --tiktoken-pattern --tiktoken-num-special-tokens
---tiktoken-special-tokens --tokenizer-hf-use-fast --tokenizer-hf-include-special-tokens""".split()
+--tokenizer-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens""".split()
 LEFT_OUT = """--load --ckpt-step --finetune --pretrained-checkpoint --no-load-optim --no-load-rng --no-save-optim
---no-save-rng --load-main-params-from-ckpt --use-checkpoint-args --override-opt_param-scheduler
---use-checkpoint-opt_param-scheduler --non-persistent-save-interval --non-persistent-ckpt-type
---non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir --non-persistent-local-ckpt-algo
---tensorboard-dir --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --enable-one-logger
+--no-save-rng --load-main-params-from-ckpt --override-opt_param-scheduler --override-opt-param-scheduler
+--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler --non-persistent-save-interval
+--non-persistent-ckpt-type --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir
+--non-persistent-local-ckpt-algo --tensorboard-dir --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity
 --one-logger-project --one-logger-run-name --profile --use-pytorch-profiler --profile-step-start --profile-step-end
 --profile-ranks --record-memory-history --memory-snapshot-path --adlr-autoresume --adlr-autoresume-interval
 --log-straggler --run-workload-inspector-server --gpu-sniff-test-interval --nccl-communicator-config-path
 --config-logger-dir --logits-save-dir --moe-routing-trace-path --skip-train --save-params-interval
---save-activations-interval --save-dgrads-interval --save-tokens-per-expert-interval""".split()
+--save-activations-interval --save-dgrads-interval --save-wgrads-interval --save-tokens-per-expert-interval
+--dump-param-to-param-group-map --result-rejected-tracker-filename --ckpt-convert-save --ckpt-convert-format
+--flight-recorder-dump-path --object-storage-cache-path --fp8-probe-step --fp8-probe-dir --fp8-sharpness-eval
+--fp8-sharpness-iterations""".split()
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,6 @@ def shrink(
         *(Change(flag, _of(job, flag), value) for flag, value in (sizes | layers).items()),
         Change("micro-batches a step", micro_batches, fewer),
         Change("data parallelism", job.data_parallel_size, data),
-        *([Change("context parallelism", job.context_parallel_size, 1)] if job.context_parallel_size > 1 else []),
     ]
     changes = [change for change in changes if change.before != change.after and change.before is not None]
     return Rehearsal(kept, model_ranks * data, data, changes, [flag for flag in LEFT_OUT if flag in given])
@@ -235,10 +238,7 @@ def _fixed(job: Namespace, batch: int, mock_data: bool, storage: str, has_storag
         given += " --mock-data --tokenizer-type NullTokenizer --split 98,1,1"
     if not has_storage:
         given += f" --fp8-grad-accum {storage}"
-    words = given.split()
-    starts = [i for i, word in enumerate(words) if word.startswith("--")]
-    for start, stop in zip(starts, [*starts[1:], len(words)], strict=True):
-        yield words[start], words[start + 1 : stop]
+    return flags_of(given.split())
 
 
 def _of(job: Namespace, flag: str):

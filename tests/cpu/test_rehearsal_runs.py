@@ -9,12 +9,13 @@ from launch import ROOT
 from megatron_runs import script_path
 
 nightly = pytest.mark.slow
+pytestmark = pytest.mark.timeout(1600)
 FLAGS = """--num-layers 24 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8
 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --seq-length 2048
 --max-position-embeddings 2048 --micro-batch-size 2 --global-batch-size 256 --train-samples 1000000
 --lr-warmup-samples 1000 --lr 1e-4 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303
 --use-distributed-optimizer --overlap-grad-reduce --save /nowhere/at/all --save-interval 500 --tensorboard-dir /logs
---fp8-level O3"""
+--eval-interval 1000 --fp8-level O3"""
 TORCHRUN = "torchrun --nnodes 4 --nproc-per-node 8"
 
 
@@ -26,29 +27,44 @@ def rehearse(command: str, *own: str) -> tuple[int, str]:
         env={**os.environ, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
     )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_a_job_passes(tmp_path):
+    report, probes = tmp_path / "report.json", tmp_path / "probes"
+    report.write_text("mine")
+    layout = f"--tensor-model-parallel-size 2 --fp8-probe-step 2 --fp8-probe-dir {probes}"
+    command = f"MEGATRON_FP8_REPORT={report} {TORCHRUN} pretrain_gpt_fp8.py {FLAGS} {layout}"
+    code, said = rehearse(command, "--ranks", "2", "--folder", str(tmp_path / "kept"))
+    assert code == 0, said[-3000:]
+    page = (tmp_path / "kept/page.md").read_text()
+    for line in (
+        "# Rehearsal: passed",
+        "- O3 on 32 GPUs: TP 2 x PP 1, DP 16.",
+        "- Here: 2 ranks on the CPU, the same with DP 1.",
+        "repeats step 4: loss",
+        "the same to the last digit",
+        "- An evaluation: loss",
+        "| --num-layers | 24 | 2 |",
+        "| data parallelism | 16 | 1 |",
+        "| GB on a rank; TP 2, PP 1, DP 16 | stock BF16 | O3 |",
+        "Left out: --tensorboard-dir --fp8-probe-step --fp8-probe-dir",
+    ):
+        assert line in page, page
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["page.md", "resume.log", "train.log"]
+    assert report.read_text() == "mine" and not probes.exists()  # files of the job's are the job's
+
+
+@nightly
+def test_a_job_of_stages_passes_with_two_replicas(tmp_path):
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     code, said = rehearse(f"{TORCHRUN} pretrain_gpt_fp8.py {FLAGS} {layout}", "--folder", str(tmp_path))
     assert code == 0, said[-3000:]
     page = (tmp_path / "page.md").read_text()
-    for line in (
-        "# Rehearsal: passed",
-        "- O3 on 32 GPUs: TP 2 x PP 2, sequence parallel, DP 8.",
-        "- Here: 8 ranks on the CPU, the same with DP 2.",
-        "repeats step 4: loss",
-        "the same to the last digit",
-        "- An evaluation: loss",
-        "| --num-layers | 24 | 4 |",
-        "| data parallelism | 8 | 2 |",
-        "| GB on a rank; TP 2, PP 2, DP 8 | stock BF16 | O3 |",
-    ):
-        assert line in page, page
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.md", "resume.log", "train.log"]
+    assert "- O3 on 32 GPUs: TP 2 x PP 2, sequence parallel, DP 8." in page
+    assert "- Here: 8 ranks on the CPU, the same with DP 2." in page and "| --num-layers | 24 | 4 |" in page
 
 
 @nightly

@@ -12,9 +12,9 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8 import ranks
 
 ranks.warm_up()
-from megatron_fp8.rehearsal.command import Launch, take_apart, words_of
+from megatron_fp8.rehearsal.command import Launch, take_apart
 from megatron_fp8.rehearsal.job import examine
-from megatron_fp8.rehearsal.page import Outcome, Start, warnings
+from megatron_fp8.rehearsal.page import Outcome, Start, warnings, write
 from megatron_fp8.rehearsal.shrink import STEPS, shrink
 
 SCRIPT = str(ROOT / "pretrain_gpt_fp8.py")
@@ -24,9 +24,8 @@ for line in sys.stdin:
     if job.args is None:
         print(json.dumps({"error": job.error}), flush=True)
         continue
-    flags = take_apart([SCRIPT, *request["flags"]]).flags
     mock = bool(job.missing) or job.args.mock_data
-    small = shrink(flags, job.args, most_ranks=64, quick_ranks=64, mock_data=mock,
+    small = shrink(job.flags, job.args, most_ranks=64, quick_ranks=64, mock_data=mock,
                    all_layers=request.get("all_layers", False), storage=job.cells["grad_accum"])  # fmt: skip
     again = examine(Launch([SCRIPT], small.flags, small.ranks), small.ranks)
     found = {"ranks": small.ranks, "data": small.data_parallel, "left_out": small.left_out, "missing": job.missing}
@@ -34,6 +33,7 @@ for line in sys.stdin:
     found["rehearsal_error"], found["level"] = again.error, again.level
     found["cells"] = [job.cells, again.cells]
     went = Start("train", 0, 1.0, {STEPS: {"loss": 1.0}}, None, [], [])
+    found["page"] = write("", request["gpus"], None, job, small, Outcome(went, went), 0.0)
     found["warnings"] = list(warnings(job, small, Outcome(went, went)))
     if again.args is not None:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -42,4 +42,3 @@ for line in sys.stdin:
                  "num_layers", "num_query_groups", "num_attention_heads", "global_batch_size")  # fmt: skip
         found["kept"] = {name: [getattr(a, name) for a in (job.args, again.args)] for name in names}
     print(json.dumps(found), flush=True)
-    assert words_of(flags)

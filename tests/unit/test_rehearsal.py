@@ -10,7 +10,9 @@ import pytest
 from launch import ROOT
 from megatron_runs import script_path
 
-from megatron_fp8.rehearsal.command import take_apart
+from megatron_fp8.rehearsal import main, shrink
+from megatron_fp8.rehearsal.command import flags_of, take_apart
+from megatron_fp8.rehearsal.job import examine
 
 SCRIPT = "pretrain_gpt_fp8.py"
 
@@ -38,6 +40,42 @@ def test_a_launcher_says_how_many(command, gpus):
     found = take_apart(command.split())
     assert (found.gpus, found.flags, found.script[-1]) == (gpus, [("--bf16", [])], SCRIPT)
     assert found.script[:-1] == (["-m", "megatron_fp8"] if "-m megatron_fp8" in command else [])
+
+
+@pytest.mark.parametrize(
+    ("front", "expected"),
+    [
+        ("DATA=/x NAME=a=b srun -N 2 torchrun --nnodes 2 --nproc-per-node 8", {"DATA": "/x", "NAME": "a=b"}),
+        ("env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("torchrun --nproc-per-node=8", {}),
+    ],
+)
+def test_variables_in_front_are_the_jobs(front, expected):
+    assert take_apart(f"{front} {SCRIPT} --bf16".split()).variables == expected
+
+
+def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
+    """No flag is listed that there is not, none by one of two names, and none is kept that writes to a file."""
+    groups = shrink._SIZES, shrink._LENGTH, shrink._FOLDERS, shrink._DATA, shrink.LEFT_OUT
+    listed = {name for group in groups for name in group}
+    names: dict[str, set[str]] = {}
+    for action in parser._actions:
+        names.setdefault(action.dest, set()).update(action.option_strings)
+    assert not listed - set().union(*names.values())
+    for options in names.values():
+        positive = {option for option in options if not option.startswith(("--no-", "--disable-"))}
+        assert not listed & options or positive <= listed, options
+    files = {option for options in names.values() for option in options
+             if {"dir", "path", "file", "filename", "folder", "dump"} & set(option.strip("-").split("-"))}  # fmt: skip
+    assert sorted(files - listed) == sorted(READ_OR_OF_ANOTHER)
+
+
+# Flags that name files and are kept: what is read, what belongs to other scripts, what only says how.
+READ_OR_OF_ANOTHER = """--block-data-path --disable-flight-recorder-dump-on-timeout
+--disable-flight-recorder-extra-dump-on-exec --disable-mamba-mem-eff-path --embedding-path --evidence-data-path
+--heterogeneous-layers-config-path --logits-load-dir --moe-routing-trace-dump-weights
+--no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec --rl-profile-dir
+--te-precision-config-file --titles-data-path""".split()
 
 
 def test_flags_keep_their_values():
@@ -94,6 +132,31 @@ JOBS = {  # name: (GPUs, flags)
         "--num-layers 6 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 4 "
         "--pipeline-model-parallel-layout E|ttt|ttt|L --micro-batch-size 2 --global-batch-size 64 --fp8-level O1",
     ),
+    "context": (
+        32,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
+        "--fp8-level O2 --use-distributed-optimizer --context-parallel-size 2 --fp8-attention te --cp-comm-type p2p",
+    ),
+    "of experts": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
+        "--fp8-level O2 --num-experts 4 --disable-bias-linear --swiglu --moe-latent-size 64",
+    ),
+    "Llama's data elsewhere": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
+        "--fp8-level O2 --data-path /data/x --tokenizer-type HuggingFaceTokenizer --tokenizer-model /data/t",
+    ),
+    "its size given": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
+        "--fp8-level O2 --data-path /data/x --tokenizer-type NullTokenizer --vocab-size 128256",
+    ),
+    "evaluates never": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
+        "--fp8-level O2",
+    ),
     "175b on too few": (
         8,
         "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --tensor-model-parallel-size 8 --swiglu "
@@ -144,11 +207,14 @@ JOBS = {  # name: (GPUs, flags)
 
 
 @pytest.fixture(scope="module")
-def shrunk():
+def shrunk() -> dict[str, dict]:
     """{name of a job: what tests/scripts/shrunk_jobs.py says of it}."""
     lines = []
     for name, (gpus, flags) in JOBS.items():
-        common = GPT.replace("--mock-data --tokenizer-type NullTokenizer", "") if name == "data elsewhere" else GPT
+        common = GPT
+        if "--data-path" in flags:
+            common = GPT.replace("--mock-data --tokenizer-type NullTokenizer --vocab-size 50303", "")
+        common = common if name == "evaluates never" else f"{common} --eval-interval 1000"
         lines.append(json.dumps({"gpus": gpus, "flags": [*common.split(), *flags.split()]}))
     done = subprocess.run(
         [sys.executable, "tests/scripts/shrunk_jobs.py"],
@@ -164,7 +230,7 @@ def shrunk():
     return dict(zip(JOBS, found, strict=True))
 
 
-CANNOT = ("7 in a batch", "saves never", "no such level", "no such number")
+CANNOT = ("of experts", "evaluates never", "7 in a batch", "saves never", "no such level", "no such number")
 SHRUNK = ("hidden_size", "num_layers", "num_query_groups", "num_attention_heads", "global_batch_size")
 
 
@@ -208,6 +274,35 @@ def test_a_job_that_cannot_start_says_why(shrunk):
     assert "--save-interval" in shrunk["saves never"]["error"]
     assert shrunk["no such level"]["error"].startswith("--fp8-level O7: ")
     assert "argument --num-layers: invalid int value: 'many'" in shrunk["no such number"]["error"]
+
+
+def test_what_cannot_be_known_here_is_said(shrunk):
+    assert "install Transformer Engine" in shrunk["of experts"]["error"]
+    assert shrunk["evaluates never"]["error"].startswith("--eval-interval: missing")
+    context = shrunk["context"]
+    assert [line.partition(":")[0] for line in context["warnings"][:3]] == [
+        "--fp8-attention te", "--cp-comm-type p2p", "--context-parallel-size 2"]  # fmt: skip
+    assert "DP 16" in context["page"] and "CP 2" in context["page"] and "TP 1, PP 1, DP 32" in context["page"]
+    assert "Counted with a vocabulary of 50257 tokens" in shrunk["Llama's data elsewhere"]["page"]
+    for name in ("its size given", "data elsewhere"):
+        assert "Counted with" not in shrunk[name]["page"]
+    assert shrunk["its size given"]["changes"]["--vocab-size"] == [128256, 255]
+
+
+def test_sizes_in_a_checkpoint_are_not_known(tmp_path):
+    with pytest.raises(ValueError, match="--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
+        examine(take_apart(f"{SCRIPT} --use-checkpoint-args --load {tmp_path}".split()), 8)
+
+
+def test_gpus_of_one_replica():
+    for flags, expected in (
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3", 6),
+        ("--context-parallel-size 4 --expert-model-parallel-size 2", 4),
+        ("--expert-model-parallel-size 8 --pipeline-model-parallel-size 2", 16),
+        ("--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1", 8),
+        ("--tensor-model-parallel-size many", 1),
+    ):
+        assert main._gpus_of_one_replica(list(flags_of(flags.split()))) == expected
 
 
 def test_data_that_is_not_here_is_said_and_passed_over(shrunk):
