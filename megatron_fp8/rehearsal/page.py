@@ -84,7 +84,7 @@ def write(command: str, gpus: int, known: int | None, job: Job, rehearsal: Rehea
 
 def _page(command, gpus, known, job: Job, rehearsal, outcome: Outcome, seconds) -> Iterator[str]:
     verdict = "passed" if outcome.passed and not job.error else "FAILED"
-    yield f"# Rehearsal: {verdict}, {seconds / 60:.0f} min {seconds % 60:.0f} s"
+    yield f"# Rehearsal: {verdict}, {int(seconds) // 60} min {int(seconds) % 60} s"
     yield ""
     yield f"    {command if len(command) < 400 else command[:400] + ' ...'}"
     yield ""
