@@ -41,7 +41,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +134,12 @@ def _parse_args(stock: Callable) -> Callable:
             _hook_model(config)
         if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
             _hook_optimizer(config)
+        if args.load or args.save:
+            _hook_checkpoints(config)
+            if config is not None and args.save and not args.skip_train:
+                from .engine.saves import claim
+
+                claim(args.save)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
         _hook_probe(probe, bool(getattr(args, "fp8_log_exact", None)), logs_update_norm(args))
         sharpness = sharpness_from_args(args)
@@ -159,8 +164,6 @@ def _hook_optimizer(fp8: Fp8Config | None) -> None:
 
     parameters = "config model_chunks config_overrides"
     _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8), parameters)
-    if fp8 is not None:
-        _hook_checkpoints(fp8)
 
 
 def _hook_train_step(around: Callable) -> None:
@@ -201,16 +204,25 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
         _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
 
 
-def _hook_checkpoints(fp8: Fp8Config) -> None:
+def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
+    import megatron.training.training as training
 
+    from .engine import loads, saves
+
+    to_save, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
+    if fp8 is None:
+        _rebind(dist_checkpointing, "save", saves.unseal_saves, to_save)
+        _rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, to_load)
+        return
     _rebind(checkpointing, "_build_sharded_state_dict_metadata", _metadata(fp8), "args")
-    _rebind(dist_checkpointing, "save", _save_sealed, "sharded_state_dict checkpoint_dir")
-    _rebind(checkpointing, "_load_base_checkpoint", _load_complete, "load_dir args rank0")
-    known = "load_dir args rank0 sharded_state_dict iteration release"
-    _rebind(checkpointing, "_load_global_dist_base_checkpoint", _load_verified, known)
-    _rebind(checkpointing, "check_checkpoint_args", _check_in_one_line, "checkpoint_args")
+    _rebind(dist_checkpointing, "save", saves.seal_saves, to_save)
+    _rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
+    _rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
+    _rebind(checkpointing, "read_metadata", loads.read_tracker, "tracker_filename")
+    _rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), to_load)
+    _rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
 
 
 def _gpt_model_init(fp8: Fp8Config):
@@ -246,6 +258,7 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
+    from .engine.saves import check_shared
     from .layers.chosen import check_chosen
     from .monitor.collect import attach
     from .monitor.watch import watch_spikes
@@ -259,6 +272,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
                 attach(fp8, chain.engine)
                 watch_spikes(fp8, chain.engine)
+                check_shared()
             write_at_exit(model_chunks, chain)
             return chain
 
@@ -325,72 +339,3 @@ def _metadata(fp8: Fp8Config):
         return metadata
 
     return make
-
-
-def _save_sealed(stock: Callable) -> Callable:
-    from .engine.seal import seal, unseal
-
-    def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
-        folder = Path(checkpoint_dir)
-        unseal(folder)
-        request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        if request is None:
-            seal(folder)
-        else:  # asynchronous: when it is finished, before Megatron says so in its tracker
-            request.finalize_fns.append(lambda: seal(folder))
-        return request
-
-    return save
-
-
-def _load_complete(stock: Callable) -> Callable:
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
-    from .engine.seal import find_complete
-
-    def load(load_dir, args, *rest, **kwargs):
-        if load_dir is not None and not args.ckpt_step:
-            find_complete(Path(load_dir), Path(get_checkpoint_tracker_filename(load_dir)))
-        return stock(load_dir, args, *rest, **kwargs)
-
-    return load
-
-
-def _load_verified(stock: Callable) -> Callable:
-    """Of a checkpoint that Megatron has chosen."""
-    from megatron.core.dist_checkpointing import load_content_metadata
-    from megatron.training.checkpointing import get_checkpoint_name
-
-    from .engine.checkpoint import CONTENTS
-    from .engine.seal import MISFITS, one_line, require_seal, verify
-
-    def load(load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **kwargs):
-        given = load_dir, args, rank0, sharded_state_dict, iteration, release, *rest
-        if not rank0:
-            try:
-                return stock(*given, **kwargs)
-            except MISFITS as error:
-                raise one_line(load_dir, error) from error
-        folder = Path(get_checkpoint_name(load_dir, iteration, release, return_base_dir=True))
-        if torch.distributed.is_initialized():  # else the arguments alone are read (--use-checkpoint-args)
-            verify(folder)
-        loaded = stock(*given, **kwargs)
-        if CONTENTS in (load_content_metadata(preloaded_state_dict=loaded[0]) or {}):
-            require_seal(folder)
-        return loaded
-
-    return load
-
-
-def _check_in_one_line(stock: Callable) -> Callable:
-    from megatron.training.global_vars import get_args
-
-    from .engine.seal import one_line
-
-    def check(checkpoint_args, *rest, **kwargs):
-        try:
-            stock(checkpoint_args, *rest, **kwargs)
-        except AssertionError as error:
-            raise one_line(get_args().load, error) from error
-
-    return check

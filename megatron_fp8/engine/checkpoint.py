@@ -22,6 +22,7 @@ Of `--fp8-on-spike` its histories and the linears that are out of FP8: plain num
 
 import torch
 from megatron.core import mpu
+from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
@@ -57,6 +58,27 @@ def contents(fp8: Fp8Config, args) -> dict:
         "scaling": fp8.recipe == "delayed" and fp8.gemm == "fp8",
         "compact": layout,
     }
+
+
+def is_ours(common: dict | None) -> bool:
+    """Whether what every rank reads of a checkpoint says that a level saved it."""
+    return CONTENTS in _contents_of(common)
+
+
+def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
+    """ValueError in one line where this run, at a level or None, cannot take a checkpoint's optimizer state."""
+    saved = common.get("args")
+    if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
+        return
+    if fp8 is None:
+        raise ValueError(
+            f"--load {args.load}: the optimizer state of a run with --fp8-level does not load without one; add "
+            "--fp8-level, or --no-load-optim (weights and iteration are kept) or --finetune"
+        )
+
+
+def _contents_of(common: dict | None) -> dict:
+    return (load_content_metadata(preloaded_state_dict=common) or {}) if common else {}
 
 
 def check_contents(metadata: dict, mine: dict) -> dict | None:
