@@ -27,6 +27,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from .engine.pickles import data_only
 from .engine.seal import Broken, is_finished, seal, verify
 from .entry import hide_missing_package_warnings, one_line_usage_errors
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
@@ -125,9 +126,10 @@ def _iteration_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _damage_of(path: Path) -> Iterator[None]:
-    """ValueError with one line for whatever goes wrong while reading a checkpoint or a folder."""
+    """ValueError with one line for whatever goes wrong while reading a checkpoint or a folder, of which none runs."""
     try:
-        yield
+        with data_only():
+            yield
     # whatever unpickling damaged bytes leads to; DCP wraps errors in an exception that is no Exception
     except (Exception, dcp.api.CheckpointException) as error:
         reason = str(error).strip().splitlines()[-1:] or [""]

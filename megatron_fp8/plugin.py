@@ -23,8 +23,13 @@ What is hooked, and why not something more official:
                                                 groups' is_last_microbatch.  Neither has an official way.
     training.checkpointing._build_sharded_state_dict_metadata
                                                 says in each checkpoint what of ours it holds (engine/checkpoint.py).
-    dist_checkpointing.save and training.checkpointing._load_base_checkpoint, _load_global_dist_base_checkpoint,
-    check_checkpoint_args                       seal checkpoints, and refuse damaged ones (engine/seal.py).
+    dist_checkpointing.save; training.training.save_checkpoint and maybe_finalize_async_save
+                                                seal checkpoints (engine/seal.py), and lose none (engine/saves.py).
+    training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
+    cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint
+                                                find a whole checkpoint, or refuse in one line (engine/loads.py).
+    FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
+                                                read data, and nothing that runs (engine/pickles.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
                                                 torch's Adam cannot (engine/optimizer.py), the LM head's forward with
                                                 --fp8-emulate-lm-head (layers/emulated_head.py), and a model's
@@ -34,7 +39,8 @@ What is hooked, and why not something more official:
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 All but the first and the last are installed only when a run asks for a level, or for what they give: without one, and
-at O0, a run is bit for bit stock Megatron's.
+at O0, a run is bit for bit stock Megatron's.  (If it saves over a level's checkpoint it takes the seal away, and if it
+would load a level's optimizer state it is told that it cannot.)
 """
 
 import functools
@@ -208,8 +214,9 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
-    from .engine import loads, saves
+    from .engine import loads, pickles, saves
 
     to_save, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
     if fp8 is None:
@@ -220,9 +227,14 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     _rebind(dist_checkpointing, "save", saves.seal_saves, to_save)
     _rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
     _rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
-    _rebind(checkpointing, "read_metadata", loads.read_tracker, "tracker_filename")
+    _rebind(checkpointing, "read_metadata", loads.name_finished, "tracker_filename")
+    _rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
+    cleanup = "cleanup_old_non_persistent_checkpoint"
+    _rebind(checkpointing, cleanup, saves.keep_newest_whole, "save_dir leave_ckpt_num do_async")
     _rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), to_load)
     _rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
+    _rebind(FileSystemReader, "read_metadata", pickles.data_only_metadata, "self args kwargs")
+    _rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")
 
 
 def _gpt_model_init(fp8: Fp8Config):
@@ -258,7 +270,7 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
-    from .engine.saves import check_shared
+    from .engine.saves import check_saving
     from .layers.chosen import check_chosen
     from .monitor.collect import attach
     from .monitor.watch import watch_spikes
@@ -272,7 +284,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
                 attach(fp8, chain.engine)
                 watch_spikes(fp8, chain.engine)
-                check_shared()
+                check_saving()
             write_at_exit(model_chunks, chain)
             return chain
 

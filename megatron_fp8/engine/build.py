@@ -8,7 +8,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
-from megatron.training.global_vars import get_args
 
 from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
@@ -17,7 +16,6 @@ from ..config import Fp8Config
 from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
 from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling, WeightScaling
-from .checkpoint import contents
 from .gather import ChunkGather
 from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
 from .overlap import ChunkReducer
@@ -82,7 +80,6 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         weight_scaling=weight_scaling,
         shared_scale=shared_scale,
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
-        contents=contents(fp8, get_args()),
     )
     _finalize_with(engine, model_config)
     for chunk in model_chunks:

@@ -34,14 +34,14 @@ def folder_name(iteration: int) -> str:
 
 def named(load: Path) -> tuple[int, bool]:
     """(iteration, release) to go on from: the tracker's, else the newest sealed one's; (-1, False) if there is none."""
-    written = _tracker(load)
+    written = read_tracker(load)
     if written == "release":
         return 0, True
-    if re.fullmatch(r"[0-9]{1,18}", written):
+    if is_tracker(written):
         folder = load / folder_name(int(written))
         if folder.is_dir() and not (folder / MARK).exists():
             return int(written), False
-    return next(iter(_sealed(load)), -1), False
+    return next(iter(sealed_iterations(load)), -1), False
 
 
 def choose(load: Path, args: Namespace) -> Path | None:
@@ -58,17 +58,13 @@ def choose(load: Path, args: Namespace) -> Path | None:
         if newest >= max(iteration, 0):
             iteration, folder = newest, other / folder_name(newest)
     if iteration < 0:
-        if written := on_rank_0(lambda: _tracker(load)):
+        if written := on_rank_0(lambda: read_tracker(load)):
             says = f"{TRACKER} says {written[:20]!r}, and no checkpoint is there"
             raise ValueError(f"--load {load}: {says}; give another folder")
         return None
     if not args.ckpt_step and not is_named(folder):
         _say_going_back_to(folder)
-    try:
-        on_rank_0(lambda: require_finished(folder))
-        verify(folder, everything=False)
-    except Broken as broken:
-        raise ValueError(f"--load {load}: {folder.name}{broken}; {_remedy(load, folder)}") from None
+    _require_whole(load, folder)
     return folder
 
 
@@ -90,7 +86,7 @@ def without_tracker(load: Path, args: Namespace) -> Iterator[None]:
 # --- what plugin.py puts around Megatron's functions
 
 
-def read_tracker(stock: Callable) -> Callable:
+def name_finished(stock: Callable) -> Callable:
     """Around checkpointing.read_metadata, which ends the process where the tracker holds no number."""
 
     def read_metadata(tracker_filename):
@@ -116,7 +112,7 @@ def load_whole(fp8: Fp8Config) -> Callable:
                     loaded = stock(*given, **kwargs)
             if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
                 missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
-                raise ValueError(f"--load {load_dir}: {missing}; {_remedy(folder.parent, folder)}")
+                raise ValueError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
             check_fits(loaded[0], args, fp8)
             return loaded
 
@@ -131,6 +127,7 @@ def refuse_levels(stock: Callable) -> Callable:
     def load_base_checkpoint(load_dir, args, rank0=False, *rest, **kwargs):
         loaded = stock(load_dir, args, rank0, *rest, **kwargs)
         if rank0 and is_ours(loaded[0]):
+            _require_whole(Path(load_dir), Path(loaded[1]))
             check_fits(loaded[0], args, None)
         return loaded
 
@@ -147,6 +144,15 @@ def load_in_one_line(stock: Callable) -> Callable:
     return load_checkpoint
 
 
+def find_without_tracker(stock: Callable) -> Callable:
+    """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew."""
+
+    def checkpoint_exists(checkpoints_path):
+        return stock(checkpoints_path) or (checkpoints_path is not None and named(Path(checkpoints_path))[0] > 0)
+
+    return checkpoint_exists
+
+
 _MISFITS = (CheckpointingException, CheckpointException, AssertionError, KeyError)
 
 
@@ -155,12 +161,18 @@ def _one_line(load: str, what: str, kinds: tuple[type[BaseException], ...]) -> I
     try:
         yield
     except kinds as error:
-        failures = getattr(error, "failures", None)  # torch's, by rank: (exception, traceback)
-        cause = next(iter(failures.values()))[0] if failures else error
-        said = re.sub(r"\s+", " ", str(cause)).strip()[:300] or type(cause).__name__
+        said = said_by(error)
         if said.startswith("OptimizerParamScheduler"):
             said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         raise ValueError(f"--load {load}: {what}: {said}") from error
+
+
+def said_by(error: BaseException) -> str:
+    """An exception's own words in one line: torch wraps what a rank met, and Megatron wraps that."""
+    while failures := getattr(error, "failures", None):  # by rank: (exception, traceback)
+        error = next(iter(failures.values()))[0]
+    said = getattr(error, "strerror", None) or str(error)
+    return re.sub(r"\s+", " ", said).strip()[:300] or type(error).__name__
 
 
 @functools.cache  # Megatron looks for the checkpoint twice or more
@@ -169,9 +181,18 @@ def _say_going_back_to(folder: Path) -> None:
         print(f"[fp8] --load {folder.parent}: the last save was interrupted; going back to {folder.name}", flush=True)
 
 
+def _require_whole(load: Path, folder: Path) -> None:
+    """ValueError in one line; collective."""
+    try:
+        on_rank_0(lambda: require_finished(folder))
+        verify(folder, everything=False)
+    except Broken as broken:
+        raise ValueError(f"--load {load}: {folder.name}{broken}; {_remedy(load, folder)}") from None
+
+
 def _remedy(load: Path, folder: Path) -> str:
     """Where to go on from instead; collective."""
-    for iteration in on_rank_0(lambda: _sealed(load)):
+    for iteration in on_rank_0(lambda: sealed_iterations(load)):
         other = load / folder_name(iteration)
         try:
             if other != folder:
@@ -185,20 +206,25 @@ def _remedy(load: Path, folder: Path) -> str:
     return "no other there is whole: restore it from a copy"
 
 
-def _tracker(load: Path) -> str:
+def read_tracker(load: Path) -> str:
     try:
         return (load / TRACKER).read_text(errors="replace").strip()
     except OSError:
         return ""
 
 
+def is_tracker(written: str) -> bool:
+    """Whether Megatron can have written this to its tracker."""
+    return bool(re.fullmatch(r"release|[0-9]{1,18}", written))
+
+
 def is_named(folder: Path) -> bool:
     """Whether the tracker names this checkpoint."""
-    written = _tracker(folder.parent)
-    return folder.name in (written, folder_name(int(written)) if re.fullmatch(r"[0-9]{1,18}", written) else "")
+    written = read_tracker(folder.parent)
+    return folder.name == (folder_name(int(written)) if written.isdecimal() and is_tracker(written) else written)
 
 
-def _sealed(load: Path) -> list[int]:
+def sealed_iterations(load: Path) -> list[int]:
     """The iterations of sealed checkpoints, the newest first."""
     folders = (path.parent for path in load.glob(f"iter_*/{SEAL}") if not (path.parent / MARK).exists())
     numbers = {int(f.name[5:]): f.name for f in folders if re.fullmatch(r"iter_[0-9]{7,18}", f.name)}

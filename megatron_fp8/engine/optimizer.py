@@ -27,8 +27,8 @@ from ..layers.linear import Fp8Weight
 from ..numerics.scaling import WeightScaling, adam_growth
 from ..ops.adam import AdamHyper
 from .checkpoint import (
+    CONTENTS,
     STATES,
-    check_contents,
     load_engine_state,
     load_mu_state,
     load_scaling_state,
@@ -41,6 +41,7 @@ from .checkpoint import (
 from .compact import load_compact_state, sharded_compact_state
 from .gather import ChunkGather
 from .overlap import ChunkReducer
+from .stock_state import adopt, ask_for_masters, form_to_ask_for, step_of
 from .weights import Bucket
 
 
@@ -57,7 +58,6 @@ class EngineOptimizer(MegatronOptimizer):
         weight_scaling: the scales of E4M3 weights, else None.
         shared_scale: the state of `--fp8-grad-reduce shared`, else None.
         grad_scale: factor from the sum over data-parallel ranks to the gradient.
-        contents: what this run's checkpoints hold, see checkpoint.py.
     """
 
     is_stub_optimizer = False
@@ -75,7 +75,6 @@ class EngineOptimizer(MegatronOptimizer):
         weight_scaling: WeightScaling | None,
         shared_scale: SharedScale | None,
         grad_scale: float,
-        contents: dict,
     ):
         self.reducers, self.gathers = reducers, gathers
         self.buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
@@ -93,7 +92,6 @@ class EngineOptimizer(MegatronOptimizer):
         self._one = torch.ones(1, device=device)
         self._mean = torch.full((), grad_scale, device=device)
         self.grad_scale = self._mean  # 0-d FP32: from the reduced sum to the gradient
-        self.contents = contents
         self.steps = 0  # updates made; skipped steps do not count
         self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
         self.watch: Any = None  # of a run with --fp8-on-spike (monitor/watch.py): judges each step before it is made
@@ -188,7 +186,7 @@ class EngineOptimizer(MegatronOptimizer):
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata=None) -> dict:
         """Optimizer state, in the form for every layout and level or in the compact one (checkpoint.py)."""
-        found = check_contents(metadata or {}, self.contents)
+        found = (metadata or {}).get(CONTENTS)
         self._finish_gathers()
         if found is None:  # stock Megatron's: the same names, and nothing else of ours
             return {"state": sharded_engine_state(self.buckets, model_sharded_state_dict, is_loading)}
@@ -265,18 +263,23 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         self._zero = torch.zeros((), device=engine.buckets[0].weight.device)
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
-        if is_loading:
-            for part in self.chained_optimizers:
-                _allocate_state(part.optimizer)
-        return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        if not is_loading:
+            return super().sharded_state_dict(model_sharded_state_dict, **kwargs)
+        for part in self.chained_optimizers:
+            _allocate_state(part.optimizer)
+        saved = kwargs.pop("metadata", None) or {}
+        kwargs["metadata"] = form_to_ask_for(saved, self.chained_optimizers)
+        state = super().sharded_state_dict(model_sharded_state_dict, True, **kwargs)
+        ours = len(self.chained_optimizers) - 1
+        ask_for_masters({i: part for i, part in state.items() if i < ours or CONTENTS not in saved}, saved)
+        return state
 
     def load_state_dict(self, state_dict) -> None:
-        if "optimizer" in state_dict:  # of a run without a level, whose optimizer is no chain
-            common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
-            *stock, ours = (state_dict[i] for i in range(len(self.chained_optimizers)))
-            step = int(common["optimizer"]["param_groups"][0]["step"])
-            state_dict = dict(enumerate([*({**common, **part} for part in stock), {**ours, "step": step}]))
-        super().load_state_dict(state_dict)
+        common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
+        *stock, ours = (state_dict[i] for i in range(len(self.chained_optimizers)))
+        stock = [adopt(part, state, common) for part, state in zip(self.chained_optimizers, stock, strict=False)]
+        ours.setdefault("step", step_of(stock[0]) if stock else 0)
+        super().load_state_dict(dict(enumerate([*stock, ours])))
         for part in self.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Adam):
                 # Stock's DistributedOptimizer loses the step of torch's Adam, and shares one tensor among all.

@@ -14,7 +14,6 @@ An asynchronous save hashes when it is finished, while training waits: about 1.6
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +22,9 @@ import torch.distributed as dist
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException
 
-from .loads import folder_name, is_named, named
-from .seal import MARK, METADATA, SEAL, is_finished, is_sealed, on_rank_0, seal, sealed_files
+from .loads import TRACKER, folder_name, is_named, is_tracker, named, read_tracker, said_by, sealed_iterations
+from .pickles import check_arguments
+from .seal import MARK, METADATA, SEAL, is_finished, is_sealed, on_rank_0, seal, sealed_files, write_whole
 
 LOCK, ASIDE = "saving.lock", "replaced"
 _ROOM = 2**20  # bytes that a folder must take when a run begins
@@ -49,8 +49,10 @@ def claim(save: str) -> None:
             probe.unlink(missing_ok=True)
         if folder.resolve() not in _locks:
             _locks[folder.resolve()] = _lock(folder)
-        for aside in (*folder.glob(f"iter_*/{ASIDE}"), *folder.glob(f"*/iter_*/{ASIDE}")):
-            _put_back(aside.parent)
+        for place in (folder, folder / "non_persistent"):
+            for aside in place.glob(f"iter_*/{ASIDE}"):
+                _put_back(aside.parent)
+            _mend_tracker(place)
     except BlockingIOError:
         raise ValueError(f"--save {save}: another run saves there ({LOCK} is held); give another folder") from None
     except OSError as error:
@@ -59,7 +61,7 @@ def claim(save: str) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder, and write into the lock what check_shared compares; its file descriptor."""
+    """Lock the folder, and write into the lock what check_saving compares; its file descriptor."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,8 +74,18 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def check_shared() -> None:
-    """ValueError on a rank that does not see what rank 0 has written to the folder it claimed; collective."""
+def _mend_tracker(folder: Path) -> None:
+    """Let it name a checkpoint: Megatron reads it with int() after a save, with --save-retain-interval."""
+    tracker, (last, _) = folder / TRACKER, named(folder)
+    if tracker.is_file() and not is_tracker(read_tracker(folder)):
+        write_whole(tracker, str(last)) if last > 0 else tracker.unlink()
+
+
+def check_saving() -> None:
+    """Before the first step: ValueError on a rank that does not see what rank 0 has written to the folder it claimed,
+    and for arguments that would not be read back; collective."""
+    if get_args().save:
+        check_arguments(get_args())
     claimed = on_rank_0(lambda: [(folder / LOCK, os.pread(lock, 32, 0)) for folder, lock in _locks.items()])
     for path, written in claimed if dist.get_rank() else ():  # rank 0 would end its lock by closing the file
         with contextlib.suppress(OSError):
@@ -182,6 +194,17 @@ def unseal_saves(stock: Callable) -> Callable:
     return save
 
 
+def keep_newest_whole(stock: Callable) -> Callable:
+    """Around checkpointing.cleanup_old_non_persistent_checkpoint, which keeps the newest, finished or not."""
+
+    def cleanup(save_dir, leave_ckpt_num=1, do_async=False):
+        newest = next(iter(sealed_iterations(Path(save_dir))), 0)
+        later = [path for path in Path(save_dir).rglob("iter_*") if int(path.name[5:]) > newest]
+        return stock(save_dir, leave_ckpt_num + len(later), do_async)
+
+    return cleanup
+
+
 def lose_nothing(stock: Callable) -> Callable:
     """Around training.save_checkpoint and maybe_finalize_async_save: one line where a checkpoint cannot be written."""
 
@@ -197,9 +220,7 @@ def _nothing_lost(save: str) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
-        failures = getattr(error, "failures", None)  # torch's, by rank: (exception, traceback); on rank 0 alone
-        cause = next(iter(failures.values()))[0] if failures else error
-        said = getattr(cause, "strerror", None) or re.sub(r"\s+", " ", str(cause)).strip()[:300]
+        said = said_by(error)
         names = " and ".join(folder.name for folder in _begun) or "a checkpoint"
         with contextlib.suppress(OSError):
             said += f", {shutil.disk_usage(save).free / 2**30:.2f} GiB were free"

@@ -43,7 +43,7 @@ def seal(folder: Path) -> None:
         with (folder / METADATA).open("rb") as file:
             os.fsync(file.fileno())  # the only file for which Megatron leaves it out
         content = {"algorithm": "sha256", "files": hashes, "of_files": _sha256_of(hashes)}
-        _write(folder / SEAL, json.dumps(content, indent=2))
+        write_whole(folder / SEAL, json.dumps(content, indent=2))
 
     on_rank_0(write)
 
@@ -172,7 +172,7 @@ def _merge(mine: dict[str, str]) -> dict[str, str]:
     return {name: hash for share in every for name, hash in share.items()}
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """All of the text, or nothing."""
     partial = path.with_name(path.name + _PARTIAL)
     with partial.open("w") as file:

@@ -35,7 +35,7 @@ def load(one_rank, monkeypatch):
 
     from megatron_fp8.engine import loads
 
-    monkeypatch.setattr(checkpointing, "read_metadata", loads.read_tracker(checkpointing.read_metadata))
+    monkeypatch.setattr(checkpointing, "read_metadata", loads.name_finished(checkpointing.read_metadata))
     hooked = loads.load_whole(object())(checkpointing._load_base_checkpoint)
 
     def load(folder: Path, **flags) -> int | None:

@@ -222,17 +222,18 @@ def test_two_runs_of_one_folder(tmp_path):
 
 def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch):
     saves.claim(str(tmp_path))
-    saves.check_shared()
+    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+    saves.check_saving()
     monkeypatch.setattr(saves.dist, "get_rank", lambda: 3)
     monkeypatch.setattr(saves, "on_rank_0", lambda act: act())
-    saves.check_shared()
+    saves.check_saving()
     for spoil in (lambda lock: lock.write_text("another machine's"), lambda lock: lock.unlink()):
         written = (tmp_path / saves.LOCK).read_bytes()
         spoil(tmp_path / saves.LOCK)
         with monkeypatch.context() as patch:
             patch.setattr(saves, "on_rank_0", lambda act, w=written: [(tmp_path / saves.LOCK, w)])
             with pytest.raises(ValueError, match=rf"^--save {tmp_path}: rank 3 does not see what rank 0 writes there"):
-                saves.check_shared()
+                saves.check_saving()
 
 
 def test_a_run_without_a_level_saves_over_ours(load, tmp_path):
@@ -242,3 +243,40 @@ def test_a_run_without_a_level_saves_over_ours(load, tmp_path):
     assert not (checkpoint / SEAL).exists() and load(tmp_path) == 10
     save(tmp_path, 10)
     assert load(tmp_path) == 10
+
+
+@pytest.mark.parametrize("written", ["", "garbage", "-1", "1e1", "\x00"])
+def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
+    """With --save-retain-interval Megatron reads it after a save."""
+    for folder in (tmp_path, tmp_path / "non_persistent"):
+        save(folder, 10)
+        (save(folder, 20) / "unsealed").touch()
+        (folder / TRACKER).write_text(written)
+    saves.claim(str(tmp_path))
+    assert (tmp_path / TRACKER).read_text() == (tmp_path / "non_persistent" / TRACKER).read_text() == "10"
+    for good in ("20", "10\n", "release", "0"):
+        end_process()
+        (tmp_path / TRACKER).write_text(good)
+        saves.claim(str(tmp_path))
+        assert (tmp_path / TRACKER).read_text() == good
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / TRACKER).write_text(written)
+    saves.claim(str(tmp_path / "new"))
+    assert not (tmp_path / "new" / TRACKER).exists() and load(tmp_path / "new") is None
+
+
+def test_the_newest_whole_non_persistent_checkpoint_is_kept(one_rank, tmp_path):
+    """Megatron makes room before it saves, and would keep the newest, which an interrupted save left."""
+    import megatron.training.checkpointing as checkpointing
+
+    cleanup = saves.keep_newest_whole(checkpointing.cleanup_old_non_persistent_checkpoint)
+    for iteration in (3, 6, 9):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000012").mkdir()
+    (tmp_path / "iter_0000012/__0_0.distcp").touch()
+    cleanup(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000009", "iter_0000012"]
+    save(tmp_path, 12)
+    cleanup(tmp_path, leave_ckpt_num=1)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000012"]
+    cleanup(tmp_path / "nothing")

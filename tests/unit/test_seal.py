@@ -311,3 +311,34 @@ def test_folders_that_are_links_or_read_only(load, folder, tmp_path):
     assert load(tmp_path / "link") == 10
     for path in (folder, folder / "iter_0000010"):
         path.chmod(0o755)
+
+
+def test_a_run_without_a_level(load, folder):
+    """It may take the weights of a level, if they are whole, and no optimizer state."""
+    from argparse import Namespace
+
+    from megatron_fp8.engine.loads import refuse_levels
+
+    def read(**flags):
+        given = {"load": str(folder), "finetune": False, "no_load_optim": False} | flags
+        state = {"args": Namespace(), "iteration": 10, "content_metadata": CONTENTS}
+        stock = refuse_levels(lambda load_dir, args, rank0: (state, str(folder / "iter_0000010"), False, None))
+        return stock(str(folder), Namespace(**given), rank0=True)
+
+    line = line_of(read)
+    assert line == (
+        f"--load {folder}: the optimizer state of a run with --fp8-level does not load without one; add --fp8-level, "
+        "or --no-load-optim (weights and iteration are kept) or --finetune"
+    )
+    assert read(finetune=True) and read(no_load_optim=True)
+    (folder / "iter_0000010/metadata.json").write_text("{")
+    assert "iter_0000010/metadata.json is damaged" in line_of(lambda: read(finetune=True))
+
+
+def test_without_tracker_a_pretrained_checkpoint_is_not_begun_with_again(folder, tmp_path):
+    from megatron_fp8.engine.loads import find_without_tracker
+
+    exists = find_without_tracker(lambda path: path is not None and (folder / TRACKER).exists())
+    assert exists(str(folder)) and not exists(None)
+    (folder / TRACKER).unlink()
+    assert exists(str(folder)) and not exists(str(tmp_path))

@@ -26,6 +26,7 @@ COMPANIONS = {  # what a flag needs beside it to have an effect
     "--num-layers-at-start-in-bf16": ["--first-last-layers-bf16"],
     "--num-layers-at-end-in-bf16": ["--first-last-layers-bf16"],
     "--ckpt-format": ["--save", "somewhere"],
+    "--dist-ckpt-optim-fully-reshardable": ["--use-distributed-optimizer", "--save", "somewhere"],
 }
 
 
