@@ -1,15 +1,23 @@
-"""What a run needs before it may start, beside flags that fit: a GPU with FP8, a Megatron that we know, its data files.
+"""What a run needs before it may start, beside flags that fit: a GPU with FP8, one queue to it where Megatron asks for
+it, a Megatron that we know, its data files.
 
 Every mistake of a user is a ValueError of one line: the flag, its value, and what to do.
 """
 
+import ctypes
 import json
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from . import cpu
+
 MEGATRON_SERIES = "0.19"
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def check_device(capability: tuple[int, int]) -> None:
@@ -21,6 +29,42 @@ def check_device(capability: tuple[int, int]) -> None:
         )
 
 
+def set_max_connections(args: Namespace) -> list[str]:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 where Megatron's validation demands it and nothing is set; lines for the log.
+
+    CUDA reads it when it starts, so that this comes before the first look at a device: which one it is, the driver's
+    management library says. From Blackwell on Megatron does not ask for it.
+
+    Raises ValueError when CUDA has started already.
+    """
+    sizes = {"--tensor-model-parallel-size": args.tensor_model_parallel_size}
+    sizes["--context-parallel-size"] = args.context_parallel_size
+    flags = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+    if not flags or MAX_CONNECTIONS in os.environ or args.overlap_moe_expert_parallel_comm:
+        return []
+    if (_compute_capability() or (0, 0)) >= (10, 0):
+        return []
+    if torch.cuda.is_initialized() and not cpu.needed():
+        raise ValueError(f"{flags[0]}: Megatron needs {MAX_CONNECTIONS}=1, and CUDA runs already; export it first")
+    os.environ[MAX_CONNECTIONS] = "1"
+    return [f"{' '.join(flags)}: {MAX_CONNECTIONS}=1, which Megatron asks for before Blackwell"]
+
+
+def _compute_capability() -> tuple[int, int] | None:
+    """Of the machine's first GPU, without starting CUDA; None where it cannot be told."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        nvml.nvmlInit_v2()
+        or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+        or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+    )
+    return None if failed else (major.value, minor.value)
+
+
 def check_megatron_version(version: str) -> None:
     """Raise ValueError unless the plugin knows this version of megatron-core."""
     if version.split(".")[:2] != MEGATRON_SERIES.split("."):
@@ -28,6 +72,36 @@ def check_megatron_version(version: str) -> None:
             f"megatron-core {version}: megatron_fp8 knows {MEGATRON_SERIES}.x only; "
             f"pip install 'megatron-core=={MEGATRON_SERIES}.*', or use a Megatron-LM checkout of that version"
         )
+
+
+def check_script(level: str) -> None:
+    """Raise ValueError where the script that runs has another model of Megatron's than its GPT: T5, BERT, LLaVA, Mamba.
+
+    Such a script names its model; a GPT's names none, or GPTModel.
+    """
+    script = sys.modules["__main__"]
+    for name, value in vars(script).items():
+        module = getattr(value, "__module__", None) or ""
+        is_model = isinstance(value, type) and module.startswith("megatron.core.models.") and name.endswith("Model")
+        if is_model and name != "GPTModel":
+            raise _only_gpt(level, name)
+
+
+def check_model(level: str, model_chunks) -> None:
+    """Raise ValueError unless every model chunk is a GPT of Megatron's."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.utils import unwrap_model
+
+    for chunk in model_chunks:
+        model = unwrap_model(chunk)
+        if not isinstance(model, GPTModel):
+            raise _only_gpt(level, type(model).__name__)
+
+
+def _only_gpt(level: str, model: str) -> ValueError:
+    return ValueError(
+        f"--fp8-level {level}: the script trains a {model}, and a level knows Megatron's GPT only; use --fp8-level O0"
+    )
 
 
 def check_data_files(args: Namespace) -> None:

@@ -13,6 +13,7 @@ VERBS = {
     "convert": "megatron_fp8.convert",
     "lab": "megatron_fp8.lab.main",
     "memory": "megatron_fp8.perf.memory",
+    "rehearse": "megatron_fp8.rehearsal.main",
 }
 
 

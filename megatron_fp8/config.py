@@ -4,20 +4,19 @@
     args     config_from_args     an Fp8Config, or None where the run is stock Megatron's
              adapt_stock_args     edits stock's arguments, before Megatron validates them
 
-What becomes of each stock flag is a table, stock_flags.py; the levels are another, level.py; what else a run needs
-before it may start is in checks.py. Every mistake of a user is a ValueError of one line: the flag, its value, and what
-to do.
+What becomes of each stock flag is a table, stock_flags.py; the levels are another, level.py; which numbers and shapes
+do is in flag_checks.py, what else a run needs before it may start in checks.py. Every mistake of a user is a ValueError
+of one line: the flag, its value, and what to do.
 """
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from .emulate import EmulationPlan, plan_from_flags, read_patterns
+from .flag_checks import check_geometry, check_numbers, check_optimizer, value_of
 from .level import CELLS, LEVELS, resolve
-from .numerics.auto_scaling import AUTO, MODES, ScalingRule
+from .numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
 from .numerics.formats import E4M3, E5M2, Format
 from .probe_plan import PROBE_FLAGS
 from .sharpness_plan import SHARPNESS_FLAGS
@@ -48,7 +47,6 @@ EMULATE_FLAGS = (  # (flag, metavar or None for a switch, type, meaning), see em
 )
 BF16_FLAG = "--fp8-bf16-layers"
 FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
-GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,8 @@ class Fp8Config:
         watch: what is done about spikes; None: nothing is watched.
         seed: of the run.
         attention: "torch" or "te".
-        masked_attention: torch's attention cannot do; use Megatron's unfused kernel, which reads the mask
-            (--reset-attention-mask, --attention-backend local or unfused).
+        unfused_attention: Megatron's unfused kernel instead of torch's attention (--attention-backend local, unfused).
+        reads_mask: torch's attention applies the mask that the data bring (--reset-attention-mask).
     """
 
     level: str
@@ -108,7 +106,8 @@ class Fp8Config:
     watch: WatchPlan | None
     seed: int
     attention: str
-    masked_attention: bool
+    unfused_attention: bool
+    reads_mask: bool
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -189,7 +188,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     level = getattr(args, "fp8_level", None)
     emulate = None
     if level != "O0":
-        emulate = plan_from_flags(*(_given(args, flag) for flag, *_ in EMULATE_FLAGS))
+        emulate = plan_from_flags(*(value_of(args, flag) for flag, *_ in EMULATE_FLAGS))
     if (level is None and emulate is None) or level == "O0":
         _check_stock_run(args, level)
         return None
@@ -198,6 +197,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         overrides |= _emulation_base(level, overrides)
         level = level or "O1"
     cells = resolve(level, overrides)
+    check_numbers(args)
     for row in rows(args, REFUSED):
         raise ValueError(f"{row.shown(args)}: {row.note}")
 
@@ -225,8 +225,8 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     if cells["grad_accum"] == "auto":
         cells["grad_accum"] = "fp8" if _micro_batches(args) <= FEW_MICRO_BATCHES else "bf16"
     if cells["gemm"] == "fp8":
-        _check_geometry(args)
-    _check_optimizer(args, cells)
+        check_geometry(args)
+    check_optimizer(args, cells)
     return Fp8Config(
         level=level,
         **cells,
@@ -250,7 +250,8 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         watch=watch_from_args(args, cells["gemm"] == "fp8"),
         seed=args.seed,
         attention=attention,
-        masked_attention=args.reset_attention_mask or plain(args.attention_backend) in ("local", "unfused"),
+        unfused_attention=plain(args.attention_backend) in ("local", "unfused"),
+        reads_mask=args.reset_attention_mask,
     )
 
 
@@ -285,7 +286,7 @@ def _check_stock_run(args: Namespace, level: str | None) -> None:
     without = f"--fp8-level {level}" if level else "no --fp8-level"
     others = "--fp8-attention --fp8-grad-reduce-hierarchy --fp8-ckpt-compact --fp8-log-interval --fp8-log-grad-snr"
     more = [BF16_FLAG, *(row[0] for row in (*SHARED_FLAGS, *EMULATE_FLAGS, *WATCH_FLAGS))]
-    given = {flag: _given(args, flag) for flag in (*others.split(), *more)}
+    given = {flag: value_of(args, flag) for flag in (*others.split(), *more)}
     given |= {c.flag: getattr(args, c.dest, None) for c in CELLS}
     for flag, value in given.items():
         if value is not None:
@@ -330,11 +331,6 @@ def _storage_line(args: Namespace, config: Fp8Config) -> list[str]:
     return []
 
 
-def _given(args: Namespace, flag: str) -> Any:
-    """What was given for one of our flags, or None."""
-    return getattr(args, flag[2:].replace("-", "_"), None)
-
-
 def _hierarchy(args: Namespace, reduction: str) -> str:
     """--fp8-grad-reduce-hierarchy, checked against the rest."""
     flag, value = "--fp8-grad-reduce-hierarchy", args.fp8_grad_reduce_hierarchy
@@ -351,15 +347,18 @@ def _hierarchy(args: Namespace, reduction: str) -> str:
 
 def _scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
     """The --fp8-grad-scaling flags, checked against each other."""
-    given = {row[0]: _given(args, row[0]) for row in SHARED_FLAGS if _given(args, row[0]) is not None}
+    given = {row[0]: value_of(args, row[0]) for row in SHARED_FLAGS if value_of(args, row[0]) is not None}
     mode = given.get("--fp8-grad-scaling", AUTO)
     for flag, value in given.items():
         if reduction != "shared":
             raise ValueError(f"{flag} {value}: no effect; add --fp8-grad-reduce shared, or remove it")
         if flag != "--fp8-grad-scaling" and mode != AUTO:
             raise ValueError(f"{flag} {value} with --fp8-grad-scaling {mode}: no effect; use auto, or remove it")
-        if not isinstance(value, str) and not value > 0:
-            raise ValueError(f"{flag} {value}: use a number above 0")
+        if isinstance(value, str):
+            continue
+        largest = {"--fp8-grad-scaling-threshold": 1, "--fp8-grad-scaling-init": LARGEST_MU}.get(flag)
+        if not 0 < value <= (largest or value):
+            raise ValueError(f"{flag} {value}: use a number above 0{f', at most {largest:g}' if largest else ''}")
     if mode not in MODES:
         raise ValueError(f"--fp8-grad-scaling {mode}: no such value; use auto, pre or post")
     backoff = given.get("--fp8-grad-scaling-backoff", 0.5)
@@ -368,83 +367,3 @@ def _scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
     names = {"threshold", "window", "backoff", "initial", "interval"}
     values = {flag.rpartition("-")[2].replace("init", "initial"): value for flag, value in given.items()}
     return ScalingRule(mode, **{name: value for name, value in values.items() if name in names})
-
-
-def _check_optimizer(args: Namespace, cells: dict[str, str]) -> None:
-    """Refuse what the formats of weights and states cannot do."""
-    if args.log_params_norm and args.overlap_param_gather and cells["master"] != "fp32":
-        raise ValueError(
-            "--log-params-norm with --overlap-param-gather: Megatron would read weights that are still on their way; "
-            "remove one, or add --fp8-master fp32"
-        )
-    for flag in ("--save", "--load"):
-        if (_given(args, flag) or "").startswith("msc://"):
-            raise ValueError(f"{flag} {_given(args, flag)}: a level's checkpoints need a file system; give a path")
-    if cells["weight"] == "fp8":
-        if args.fp8_margin < 0:
-            raise ValueError(f"--fp8-margin {args.fp8_margin}: E4M3 weights would saturate; use 0 or more")
-        if not args.adam_beta1**2 < args.adam_beta2:
-            raise ValueError(
-                f"--adam-beta1 {args.adam_beta1} with --adam-beta2 {args.adam_beta2}: E4M3 weights need beta1^2 < "
-                "beta2, which bounds a step; change one, or add --fp8-weight bf16"
-            )
-        if args.log_params_norm:
-            raise ValueError("--log-params-norm: stock cannot read E4M3 weights; remove it, or add --fp8-weight bf16")
-    if cells["partition"] == "greedy" and args.overlap_grad_reduce:
-        raise ValueError(
-            "--overlap-grad-reduce with --fp8-partition greedy: whole weights need one bucket, and nothing overlaps; "
-            "remove it, or use even"
-        )
-
-
-def _check_geometry(args: Namespace) -> None:
-    """Refuse shapes that an FP8 GEMM cannot take: multiples of 16 on every tensor-parallel rank.
-
-    Shapes that are read from a checkpoint later (--use-checkpoint-args) are checked by the layers themselves.
-    """
-    if args.hidden_size is not None:
-        _require_multiple("--hidden-size", args.hidden_size, args.hidden_size, GEMM_MULTIPLE)
-        tp = args.tensor_model_parallel_size
-        for flag, value, size in _sharded_sizes(args):
-            _require_multiple(flag, value, size, GEMM_MULTIPLE * tp)
-    length = args.seq_length or args.encoder_seq_length
-    if args.fp8_wgrad and length and args.micro_batch_size:  # tokens are what a weight gradient sums over
-        pieces = args.context_parallel_size * args.mlp_chunks_for_training
-        tokens = length * args.micro_batch_size
-        if tokens % (GEMM_MULTIPLE * pieces):
-            raise ValueError(
-                f"--seq-length {length} with --micro-batch-size {args.micro_batch_size}: {tokens} tokens in "
-                f"{pieces} part(s); an FP8 weight gradient needs a multiple of {GEMM_MULTIPLE} in each part: "
-                "change one of the two, or add --no-fp8-wgrad"
-            )
-
-
-def _sharded_sizes(args: Namespace) -> Iterator[tuple[str, int, int]]:
-    """(flag, value, size) of every GEMM dimension that tensor parallelism divides."""
-    if not args.multi_latent_attention and args.num_attention_heads:
-        heads = args.num_attention_heads
-        channels = args.kv_channels or args.hidden_size // heads
-        groups = args.num_query_groups if args.group_query_attention else heads
-        yield "--num-attention-heads", heads, heads * channels
-        queries = 2 * heads if args.attention_output_gate else heads
-        yield "--num-query-groups", groups, (queries + 2 * groups) * channels
-    only_experts = args.num_experts and (
-        args.moe_layer_freq == 1 or (isinstance(args.moe_layer_freq, list) and 0 not in args.moe_layer_freq)
-    )
-    if not only_experts:
-        ffn = args.ffn_hidden_size
-        if ffn is None:  # Megatron's own defaults
-            ffn = int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
-        yield "--ffn-hidden-size", ffn, ffn
-
-
-def _require_multiple(flag: str, value: int, size: int, multiple: int) -> None:
-    if size % multiple:
-        if size == value:
-            what, remedy = "", f"use {-(-size // multiple) * multiple}"
-        else:
-            what, remedy = f" a linear of {size} is", "change it, or --kv-channels"
-        raise ValueError(
-            f"{flag} {value}:{what} not a multiple of {multiple} (FP8 GEMMs need {GEMM_MULTIPLE} on each "
-            f"tensor-parallel rank); {remedy}, or add --fp8-gemm bf16"
-        )

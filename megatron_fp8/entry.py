@@ -17,6 +17,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 
+from .stock_errors import remember_flags, stock_mistake
+
+PATIENCE = 10  # seconds
 # A ValueError from here is a bug of ours, not a user's mistake: it keeps its traceback.
 _INTERNAL = ("megatron_fp8.numerics", "megatron_fp8.ops", "megatron_fp8.comm")
 
@@ -44,20 +47,23 @@ def run_script(argv: list[str]) -> None:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with one line on stderr and exit code 2 where our own code raises a ValueError.
+    """End the process with one line on stderr and exit code 2 where our own code raises a ValueError, or where a check
+    of Megatron's own fails before it trains (stock_errors.py).
 
-    Any other exception passes through untouched, a ValueError from Megatron or torch included.
+    Any other exception passes through untouched, a ValueError from torch included.
     """
     try:
         yield
-    except ValueError as error:
-        if not _is_users_mistake(error.__traceback__):
+    except Exception as error:
+        ours = isinstance(error, ValueError) and _is_users_mistake(error.__traceback__)
+        message = str(error) if ours else stock_mistake(error)
+        if message is None:
             raise
         if int(os.environ.get("RANK", "0")) > 0:
             # All ranks meet the same mistake: let rank 0 say it. Its exit makes torchrun end the others, so
             # a rank that is still here after a while met one that rank 0 did not.
-            time.sleep(3)
-        line = f"megatron_fp8: {error}"
+            time.sleep(PATIENCE)
+        line = f"megatron_fp8: {message}"
         print(line, file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun ends with a long report of its own: this puts the line into it, as the root cause
@@ -93,12 +99,27 @@ def escape_bad_help(parser: argparse.ArgumentParser) -> None:
 
 
 def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
-    """Make a wrong flag or value a ValueError: argparse would print Megatron's 30,000 characters of usage."""
+    """Make a wrong flag or value a ValueError: argparse would print Megatron's 30,000 characters of usage, and for some
+    of Megatron's own types of values a traceback."""
+    stock = parser._get_value
 
     def error(message: str):
         raise ValueError(f"{message} (--help lists every flag)")
 
+    def get_value(action: argparse.Action, text: str):
+        try:
+            return stock(action, text)
+        except argparse.ArgumentError:
+            raise
+        except Exception:
+            known = ", ".join(getattr(choice, "name", str(choice)) for choice in action.choices or ())
+            raise argparse.ArgumentError(
+                action, f"invalid value: {text!r}{f' (choose from {known})' if known else ''}"
+            ) from None
+
     parser.error = error  # type: ignore[method-assign]
+    parser._get_value = get_value  # type: ignore[assignment, method-assign]
+    remember_flags(parser)
 
 
 def add_verb(parser: argparse.ArgumentParser, verbs: Mapping[str, str]) -> None:

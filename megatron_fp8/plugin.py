@@ -9,6 +9,8 @@ What is hooked, and why not something more official:
                                                 level changes.  `extra_args_provider` cannot do the second.
     GPTModel.__init__                           exchanges the layer spec.  GPTModelConfig.builder is official, but
                                                 scripts with a model_provider never look at it; both end here.
+    CheckpointWithoutOutput.__init__            says that stock's FP8 is off: it takes silence for FP8, and fails where
+                                                Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
                                                 MEGATRON_FP8_REPORT, at every level).
     training.training.train_step and            the beginning and end of what --fp8-sharpness-interval and
@@ -16,6 +18,9 @@ What is hooked, and why not something more official:
                                                 --fp8-probe-step, --fp8-log-exact and --fp8-log-update-norm.  With
                                                 --skip-train, where no optimizer is built, what it would have checked
                                                 and counted.
+    training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (layers/linear.py).
+    activation_logging.LINEAR_TYPES,            of what is written beside checkpoints: without Transformer Engine some
+    dgrad_logging.LINEAR_TYPES                  types are mock objects, on which stock's isinstance fails.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
@@ -52,7 +57,14 @@ from typing import Any
 import torch
 
 from . import cpu
-from .checks import check_data_files, check_device, check_megatron_version
+from .checks import (
+    check_data_files,
+    check_device,
+    check_megatron_version,
+    check_model,
+    check_script,
+    set_max_connections,
+)
 from .config import (
     Fp8Config,
     adapt_stock_args,
@@ -101,8 +113,12 @@ def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], paramet
             f"megatron_fp8 does not know this {owner.__name__}.{name}({', '.join(found)}): it was written for "
             f"({', '.join(known)}, ...); use megatron-core 0.19.x"
         )
-    _originals.append((owner, name, original))
-    setattr(owner, name, make(original))
+    _replace(owner, name, make(original))
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _originals.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
 
 
 def _log(lines: list[str]) -> None:
@@ -134,9 +150,11 @@ def _parse_args(stock: Callable) -> Callable:
         while len(_originals) > 1:  # an earlier run in this process had a level
             setattr(*_originals.pop())
         if config is not None:
+            check_script(config.level)
+            _log(adapt_stock_args(args, config))
+            _log(set_max_connections(args))
             if not cpu.needed():
                 check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
-            _log(adapt_stock_args(args, config))
             _hook_model(config)
         if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
             _hook_optimizer(config)
@@ -159,8 +177,10 @@ def _parse_args(stock: Callable) -> Callable:
 def _hook_model(fp8: Fp8Config) -> None:
     import megatron.training.training as training
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
+    _rebind(CheckpointWithoutOutput, "__init__", lambda stock: lambda self, fp8=None: stock(self, None), "self fp8")
     parameters = "prefix forward_step_func data_iterator model iteration"
     _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
 
@@ -210,6 +230,27 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
         _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
 
 
+def _hook_dumps(model_chunks) -> None:
+    import megatron.training.activation_logging as activation_logging
+    import megatron.training.dgrad_logging as dgrad_logging
+    import megatron.training.training as training
+
+    from .layers.linear import readable_params
+
+    def make(stock):
+        @functools.wraps(stock)
+        def save_grads(save_dir, state_dict, iteration, grad_label):
+            if grad_label == "params":
+                state_dict = readable_params(state_dict, model_chunks)
+            return stock(save_dir, state_dict, iteration, grad_label)
+
+        return save_grads
+
+    _rebind(training, "save_grads", make, "save_dir state_dict iteration grad_label")
+    for logger in activation_logging, dgrad_logging:
+        _replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
+
+
 def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
@@ -240,7 +281,7 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 def _gpt_model_init(fp8: Fp8Config):
     from .layers.chosen import emulates_head
     from .layers.emulated_head import emulate_head
-    from .layers.linear import fp8_weights, keep_in_bf16, name_weights
+    from .layers.linear import keep_in_bf16, name_weights
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -257,9 +298,8 @@ def _gpt_model_init(fp8: Fp8Config):
             name_weights([self])  # which patterns ask for, without an optimizer (--skip-train) too
             keep_in_bf16(self, fp8, config.num_layers)
             if emulates_head(fp8) and self.post_process:
-                weights = fp8_weights([self])
                 rank = torch.distributed.get_rank()
-                emulate_head(self.output_layer, fp8.emulate, lambda: weights[0].step, fp8.seed, rank)
+                emulate_head(self.output_layer, fp8.emulate, fp8.seed, rank)
             accept_local_names(self)
 
         return init
@@ -279,12 +319,14 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
             if fp8 is not None:
+                check_model(fp8.level, model_chunks)
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
                 _log(check_chosen(fp8, model_chunks))
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
                 attach(fp8, chain.engine)
                 watch_spikes(fp8, chain.engine)
                 check_saving()
+                _hook_dumps(model_chunks)
             write_at_exit(model_chunks, chain)
             return chain
 
@@ -323,17 +365,20 @@ def _evaluate(plan: SharpnessPlan):
 
 def _evaluate_without_optimizer(fp8: Fp8Config):
     """With --skip-train no optimizer is built, which would check the patterns and count the steps."""
+    from megatron.training.global_vars import get_args
+
     from .layers.chosen import check_chosen
+    from .layers.emulated_head import count_updates
     from .layers.linear import fp8_weights
 
     def make(stock):
         @functools.wraps(stock)
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
-            weights = fp8_weights(model)
-            if all(weight.grad is None for weight in weights):
+            if get_args().skip_train:  # on all ranks alike, also where one has no FP8 linear
                 _log(check_chosen(fp8, model))
-                for weight in weights:
+                for weight in fp8_weights(model):
                     weight.step = max(1, iteration)
+                count_updates(model, lambda: max(1, iteration))
             return stock(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
 
         return evaluate

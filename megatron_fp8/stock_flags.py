@@ -77,9 +77,10 @@ class Row:
         """The flag as `args` has it: "--fp8-recipe mxfp8", "--fp16", "--bf16 not given", or "rope-fusion" for
         what a --no-... flag has left on."""
         value = getattr(args, self.dest, None)
-        if self.when in (LEFT_ON, NOT_GIVEN):
-            on = self.flag.removeprefix("--no-")
-            return on if on != self.flag else f"{self.flag} not given"
+        if self.when is NOT_GIVEN and not self.flag.startswith("--no-"):
+            return f"{self.flag} not given"
+        if self.flag.startswith("--no-") and (self.when is NOT_GIVEN or (value and not self.dest.startswith("no_"))):
+            return self.flag.removeprefix("--no-")
         return self.flag if isinstance(value, bool) else f"{self.flag} {plain(value)}"
 
 
@@ -161,15 +162,42 @@ CUT_AS_BUFFERS = When(
     and not args.fp8_ckpt_compact
     and args.non_persistent_ckpt_type != "local",
 )
+LATENT = When(
+    "given, with --multi-latent-attention", lambda value, args: bool(value) and args.multi_latent_attention
+)
+UNFUSABLE = When(
+    "not given, with biases and --squared-relu, or --quick-geglu, or --num-experts without --swiglu or --quick-geglu",
+    lambda value, args: bool(value)
+    and args.add_bias_linear
+    and not args.swiglu
+    and (args.squared_relu or bool(args.num_experts) != args.quick_geglu),
+)
+STAGES_BETWEEN = When(
+    "given, with more than 2 pipeline stages or virtual ones",
+    lambda value, args: bool(value)
+    and (
+        args.pipeline_model_parallel_size > 2
+        or bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
+        or bool(args.pipeline_model_parallel_layout)
+    ),
+)
+WITHOUT_MASK = When(
+    "given, with --no-create-attention-mask-in-dataloader",
+    lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
+)
+WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
+WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
 
 # Reasons and remedies that several rows share. Adapted flags with the same reason share one log line.
 ABSENT = "switched off: needs apex or Transformer Engine, not installed here (same result)"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
+TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
 NO_GRAPHS = "switched off: a level runs without CUDA graphs (same result)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
 NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
+MASKED = "torch's attention reads a mask then, in slower kernels than the causal one"
 UNFUSED = "attention runs in Megatron's unfused kernel: memory grows with the square of --seq-length"
 STOCKS_OWN = "for stock's own parameters: embeddings, norms, biases, LM head, experts"
 SKIPPED = "a step whose gradient norm is not finite is skipped, the run not aborted; the loss is checked as in stock"
@@ -279,8 +307,13 @@ TABLE: list[Row] = [
     *_refuse("--heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json", GPT_ONLY),
     *_refuse("--perform-rl-step", "use --fp8-level O0: generation knows stock's weights only"),
     *_refuse("--position-embedding-type", "use rope: it needs Transformer Engine", one_of("relative")),
-    *_note("--multi-latent-attention", "the projections of attention stay in BF16"),
+    *_note("--multi-latent-attention", "the down projections stay in BF16, whole on every tensor-parallel rank"),
+    *_refuse("--qk-l2-norm", "remove it: Megatron has none for --multi-latent-attention (see --qk-layernorm)", LATENT),
+    *_refuse("--cache-mla-latents", "remove it: it is for inference, and Megatron does not train with it"),
     *_note("--num-experts", "the experts stay in BF16"),
+    *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse here what it fuses", UNFUSABLE),
+    *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
+    *_note("--rope-scaling-factor", "no effect: megatron-core 0.19 hands it to no model", other_than("8.0")),
     *_refuse("--moe-latent-size", "install Transformer Engine, whose layers it uses", missing=TE),
     *_refuse("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", GROUPED),
     *_refuse("--use-grouped-gemm-for-shared-expert --moe-paged-stash", GROUPED),
@@ -291,14 +324,17 @@ TABLE: list[Row] = [
     *_refuse("--init-model-with-meta-device", "remove it: the level needs the initial weights"),
     *_refuse("--fine-grained-activation-offloading --cpu-offloading-num-layers", RECOMPUTE),
     # --- attention
-    *_adapt("--attention-backend", "auto", UNFUSED, in_torch(UNFUSED_KERNELS), field="masked_attention"),
+    *_adapt("--attention-backend", "auto", UNFUSED, in_torch(UNFUSED_KERNELS), field="unfused_attention"),
     *_refuse("--attention-backend", "remove it, or --fp8-attention te", in_te(one_of("local"))),
     *_adapt("--attention-backend", "auto", OWN_KERNEL, in_torch(FUSED_KERNELS)),
     *_adapt("--flash-attention-version", None, OWN_KERNEL, in_torch(GIVEN)),
     *_honour("--attention-backend", "as in stock", in_te(one_of("flash", "fused", "unfused"))),
     *_honour("--flash-attention-version", "as in stock", in_te(GIVEN)),
-    *_note("--reset-attention-mask", UNFUSED, in_torch(GIVEN), field="masked_attention"),
-    *_note("--window-size", UNFUSED, in_torch(GIVEN)),
+    *_refuse("--reset-attention-mask", "use at most 2 stages: those between get no mask", in_torch(STAGES_BETWEEN)),
+    *_refuse("--reset-attention-mask", "remove --no-create-attention-mask-in-dataloader", in_torch(WITHOUT_MASK)),
+    *_note("--reset-attention-mask", MASKED, in_torch(GIVEN), field="reads_mask"),
+    *_note("--reset-attention-mask", "no effect, as in stock: Transformer Engine's attention is causal", in_te(GIVEN)),
+    *_note("--window-size", MASKED, in_torch(GIVEN)),
     *_note("--softmax-type", UNFUSED, in_torch(other_than("vanilla"))),
     *_refuse("--context-parallel-size", TE_ATTENTION, in_torch(other_than("1"))),
     *_refuse("--sft --dataloader-inter-document-masking", TE_ATTENTION, in_torch(GIVEN)),
@@ -335,6 +371,10 @@ TABLE: list[Row] = [
     *_refuse("--tensor-parallel-num-weight-shards", NO_GTP, OTHER_THAN_TP),
     *_refuse("--expert-tensor-parallel-num-weight-shards", NO_GTP),
     *_refuse("--freeze-all-layers", "use --fp8-level O0: nothing is trained"),
+    *_refuse("--save-params-interval --save-dgrads-interval --save-activations-interval", "add --save", WITHOUT_SAVE),
+    *_honour("--save-params-interval", "E4M3 weights are written as BF16", WITH_SAVE),
+    *_honour("--save-dgrads-interval --save-activations-interval", "of the level's linears too", WITH_SAVE),
+    *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--ckpt-format", "use torch_dist: no other format holds the level's optimizer state", KEEPS_OPTIMIZER),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
@@ -351,7 +391,8 @@ TABLE: list[Row] = [
     *_adapt("--ep-overlap-early-attn-memory-release", False, TE_LAYERS),
     *_adapt("--overlap-dispatch-backward-with-experts-wgrad --moe-grouped-gemm", False, TE_LAYERS),
     *_adapt("--use-grouped-gemm-for-dense-mlp --use-transformer-engine-op-fuser", False, TE_LAYERS),
-    *_adapt("--use-te-activation-func --fused-residual-rmsnorm --mla-down-proj-fusion", False, TE_LAYERS),
+    *_adapt("--fused-residual-rmsnorm --mla-down-proj-fusion", False, TE_LAYERS),
+    *_adapt("--use-te-activation-func", False, TORCH_GELU),
     *_adapt("--symmetric-ar-type", None, TE_LAYERS),
     *_adapt("--overlap-param-gather-with-optimizer-step", False, TWO_OPTIMIZERS),
     *_adapt("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", False, NO_GRAPHS),

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch import ROOT, Step, parse_step, parse_validation, torchrun
+from launch import ROOT, Step, forked, parse_step, parse_validation, torchrun
 
-# A GPT of 115,008 parameters on generated data: about 7 s a run on two cores, most of it start-up.
+# A GPT of 115,008 parameters on generated data: one to three seconds a run on two cores.
 TINY_GPT = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 "
     "--max-position-embeddings 64 --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -20,6 +20,11 @@ TINY_GPT = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-persist-layer-norm --no-rope-fusion --attention-backend unfused"
 ).split()
+
+
+def script_path() -> str:
+    """PYTHONPATH for a script of tests/scripts: beside what there is, this checkout and its tools."""
+    return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ def run_megatron(
     script: list[str] | str = "pretrain_gpt_fp8.py",
     timeout: float = 120,
     gpu: bool = False,
+    cold: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Run:
     """Train in `nproc` processes and return what was logged; once for the same command, if it touches no checkpoint.
@@ -58,15 +64,16 @@ def run_megatron(
         script: the script, or ["-m", "megatron_fp8", script].
         timeout: seconds until every process of the run is killed.
         gpu: let the run see the GPUs.
+        cold: start every rank by itself, under torchrun, as a user does; else they are forked from a warm process.
 
     Raises launch.RunFailed, with the end of the log in it, for a run that fails or takes too long.
     """
-    command = (nproc, *flags, str(script), gpu)
+    command = (nproc, *flags, str(script), gpu, cold)
     if command in _finished and not env:
         return _finished[command]
     test = os.environ.get("PYTEST_CURRENT_TEST", "run").split(" ")[0]
     log = ROOT / "runs/tests" / (re.sub(r"[^\w.-]+", "_", test) + ".log")
-    lines = torchrun(
+    lines = (torchrun if gpu or cold else forked)(
         nproc,
         [*([script] if isinstance(script, str) else script), *flags],
         log,

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from megatron_fp8.config import add_fp8_arguments
 from megatron_fp8.level import CELLS, LEVELS
-from megatron_fp8.stock_flags import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, Row
+from megatron_fp8.stock_flags import ADAPTED, GIVEN, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, Row
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """\
 # Flags
 
-*Written by `python tools/make_flags_doc.py` from level.py, config.py and stock_flags.py: change those.*
+*Written by `python tools/make_flags_doc.py` from level.py, config.py, stock_flags.py and
+tests/architecture_cases.py: change those.*
 
 A run is stock Megatron-LM until it has `--fp8-level`. A level fills every cell of the table below; the flag
 named after a cell changes that cell alone. A cell that this version lacks is refused, never replaced. `--fp8-emulate`
@@ -38,6 +40,18 @@ optimizer, and works as in stock. Without a level, one thing is refused: `--fp8-
 """
 IRRELEVANT_INTRODUCTION = """\
 ## Stock flags that sound like these and that no level meets
+"""
+
+
+MODEL_INTRODUCTION = """\
+## Stock flags of the model
+
+tests/unit/test_architecture.py builds the model of a level and that of stock's Transformer Engine layers with each of
+these flags, and finds the same parameters, modules and attributes, the same loss of each token and the same gradients:
+
+{}.
+
+Of the other flags that shape a model the tables above say what becomes of them, or there is nothing to compare:
 """
 
 
@@ -75,6 +89,20 @@ def stock_flags(verdict: str) -> str:
     return table(head, ((f"`{r.flag}`", when(r), change(r)) for r in TABLE if r.verdict == verdict))
 
 
+def model_flags() -> str:
+    """Which flags are compared and are in no table, and why the others are not compared."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from architecture_cases import EXCLUDED, case_lines
+
+    in_tables = {row.flag for row in TABLE if row.verdict != HONOURED}
+    refused = {row.flag for row in TABLE if row.verdict == REFUSED and row.when is GIVEN}
+    words = [case.replace("=", " ").split() for case in case_lines()]
+    compared = dict.fromkeys(case[0] for case in words if not refused & set(case))
+    names = ", ".join(f"`{flag}`" for flag in compared if flag not in in_tables)
+    reasons = ((reason, " ".join(f"`{flag}`" for flag in flags.split())) for reason, flags in EXCLUDED.items())
+    return MODEL_INTRODUCTION.format(names) + "\n" + table(("why", "flags"), reasons)
+
+
 def page() -> str:
     """The text of docs/flags.md."""
     parts = [
@@ -87,6 +115,7 @@ def page() -> str:
     ]
     for verdict, title in STOCK.items():
         parts += [f"### {title}\n", stock_flags(verdict)]
+    parts.append(model_flags())
     reasons = ((f"`{flag}`", reason) for flag, reason in IRRELEVANT.items())
     return "\n".join([*parts, IRRELEVANT_INTRODUCTION, table(("flag", "why"), reasons)])
 

@@ -6,14 +6,13 @@ what left this rank in this step, by kind; a collective over R ranks keeps 1/R o
 No collective here waits.  It is started and its handle kept, and work goes on.  What needs several, one after the
 other, is a generator of stages (`Stages`): it yields the handles of what it has started, and is resumed when they are
 done; its last collective's handles come with its result.  So many buckets can be under way at once, without a stream
-or a thread of our own.  (Under CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share
-one queue of the hardware: a wait between two stages on a stream of our own, or a second collective behind a first,
-would hold up the backward pass.)
+or a thread of our own.  A handle, NCCL's as gloo's, keeps what it sends and receives until it is waited for.  (Under
+CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share one queue of the hardware: a wait
+between two stages on a stream of our own, or a second collective behind a first, would hold up the backward pass.)
 """
 
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind:
     out = torch.empty_like(data) if out is None else out
     handle = dist.all_to_all_single(out, data, group=group, async_op=True)
     count(kind, data.nbytes, group)
-    return out, Kept(handle, data)
+    return out, handle
 
 
 def all_gather(row: torch.Tensor, group):
@@ -54,17 +53,6 @@ def all_gather_weights(buffer: torch.Tensor, group):
     count(WEIGHTS, buffer.nbytes, group)
     data = buffer.view(torch.uint8)
     return dist.all_gather_into_tensor(data, own_shard(data, group), group=group, async_op=True)
-
-
-@dataclass
-class Kept:
-    """A handle that keeps what it sends: FP8 storage has taken what it receives in its place already."""
-
-    handle: Any
-    sent: torch.Tensor
-
-    def wait(self) -> None:
-        self.handle.wait()
 
 
 Handles = list[Any]

@@ -13,6 +13,7 @@ from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
 from ..comm.wire import Stages
 from ..config import Fp8Config
+from ..layers.emulated_head import count_updates
 from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
 from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling, WeightScaling
@@ -29,21 +30,24 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         stock: the ChainedOptimizer that Megatron built for everything that is not an FP8 linear's weight.
         config, config_overrides: the optimizer configuration it was built from.
 
-    Raises ValueError when the model has no FP8 linear.
+    A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and joins in what
+    all ranks decide together.  Raises ValueError when no rank has one.
     """
     weights = fp8_weights(model_chunks)
-    if _fewest(len(weights)) == 0:
+    if _most(len(weights)) == 0:
         raise ValueError(
-            f"--fp8-level {fp8.level}: found no GPT transformer layer to train in FP8 on some rank: use --fp8-level "
-            "O0 for other models, and a layer on every pipeline stage"
+            f"--fp8-level {fp8.level}: the model has no GPT transformer layer to train in FP8; use --fp8-level O0"
         )
     _refuse_frozen_layers(fp8, model_chunks)
     name_weights(model_chunks)
     dp_group = mpu.get_data_parallel_group(with_context_parallel=True)
     sharded = config.use_distributed_optimizer
-    plan = _plan_buckets(fp8, model_chunks, {id(w.param): w for w in weights}, dp_group, config, config_overrides)
+    groups = _our_param_groups(model_chunks, {id(w.param): w for w in weights}, config, config_overrides)
+    option_of = {id(p): option for option in groups for p in option.pop("params")}
+    plan = _plan_buckets(fp8, model_chunks, option_of, dp_group)
+    device = torch.device("cuda", torch.cuda.current_device())
     ordered = [weight for chunk in plan for _, members in chunk for weight in members]
-    reduce, shared_scale = _reduction(fp8, ordered, dp_group, sharded)
+    reduce, shared_scale = _reduction(fp8, ordered, dp_group, sharded, device)
 
     def identity(weight: Fp8Weight) -> tuple[int, ...]:
         rank = mpu.get_tensor_model_parallel_rank()
@@ -52,7 +56,7 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
     weight_scaling = _weight_scaling(fp8, ordered)
     first = 0  # of the next bucket of E4M3 weights, among all of them
     reducers, gathers = [], []
-    options: dict[int, tuple[dict, list[Bucket]]] = {}
+    options: dict[int, tuple[dict, list[Bucket]]] = {id(option): (option, []) for option in groups}
     for chunk, cuts in zip(model_chunks, plan, strict=True):
         buckets = []
         for option, members in cuts:
@@ -61,7 +65,7 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
             bucket = Bucket(members, dp_group, sharded, fp8, scaling, first, reduce, identity)
             first += len(members) if in_fp8 else 0
             buckets.append(bucket)
-            options.setdefault(id(option), (option, []))[1].append(bucket)
+            options[id(option)][1].append(bucket)
         reducers.append(ChunkReducer(chunk, buckets, chunk.ddp_config.overlap_grad_reduce))
         gathers.append(ChunkGather(buckets[::-1], chunk.ddp_config.overlap_param_gather))
 
@@ -72,6 +76,7 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         list(options.values()),
         config,
         model_chunks,
+        device,
         stats_group=stock.chained_optimizers[0].get_grad_stats_parallel_group(),
         scaling=_attach_scaling(fp8, weights),
         amax_group=mpu.get_amax_reduction_group(
@@ -82,19 +87,20 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
     )
     _finalize_with(engine, model_config)
+    count_updates(model_chunks, lambda: engine.update)
     for chunk in model_chunks:
         # Stock's own check aborts the run and asks the host at every bucket; ours skips the step and does not.
         chunk.ddp_config.check_for_nan_in_grad = False
     return Fp8ChainedOptimizer(stock.chained_optimizers, engine)
 
 
-def _fewest(count: int) -> int:
-    """The smallest count of any rank, so that all ranks stop together."""
+def _most(count: int) -> int:
+    """The largest count of any rank, so that all ranks stop together."""
     if not torch.distributed.is_initialized():
         return count
-    smallest = torch.tensor([count], device="cuda")
-    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
-    return int(smallest)
+    largest = torch.tensor([count], device="cuda")
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return int(largest)
 
 
 def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
@@ -110,21 +116,22 @@ def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
 
 
 def _plan_buckets(
-    fp8: Fp8Config, model_chunks, by_param, dp_group, config, overrides
+    fp8: Fp8Config, model_chunks, option_of: dict[int, dict], dp_group
 ) -> list[list[tuple[dict, list[Fp8Weight]]]]:
     """For each chunk its buckets, in the order in which the backward pass completes them: (option, weights).
 
-    The weights of a bucket have one option and one storage.
+    option_of: of each parameter, by id.  The weights of a bucket have one option and one storage; a chunk without an
+    FP8 linear has no bucket.
     """
-    option_of = {}
-    for option in _our_param_groups(model_chunks, by_param, config, overrides):
-        option_of.update({id(p): option for p in option.pop("params")})
     plan = []
     for chunk in model_chunks:
         backward = in_forward_order(fp8_weights([chunk]))[::-1]
         numel = sum(w.param.numel() for w in backward)
         # Whole weights balance well only where there are many (partition.py).
-        size = numel if fp8.partition == "greedy" else bucket_size(chunk.ddp_config, numel, dp_group.size())
+        size = numel
+        if fp8.partition != "greedy":
+            asked, count = get_args().ddp_bucket_size, chunk.ddp_config.num_buckets
+            size = bucket_size(asked, count, numel, dp_group.size())
         place = {id(weight): i for i, weight in enumerate(backward)}
         alike: dict[tuple[int, str], list[Fp8Weight]] = {}
         for weight in backward:
@@ -135,11 +142,14 @@ def _plan_buckets(
     return plan
 
 
-def bucket_size(ddp_config, numel: int, ranks: int) -> int:
-    """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight."""
-    if ddp_config.num_buckets is not None:
-        return numel // ddp_config.num_buckets
-    return ddp_config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+def bucket_size(asked: int | None, count: int | None, numel: int, ranks: int) -> int:
+    """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight.
+
+    asked, count: --ddp-bucket-size and --ddp-num-buckets, or None; numel: of the chunk; ranks: of data parallelism.
+    """
+    if count is not None:
+        return numel // count
+    return asked or max(40_000_000, 1_000_000 * ranks)
 
 
 def _weight_scaling(fp8: Fp8Config, weights: list[Fp8Weight]) -> WeightScaling | None:
@@ -152,13 +162,13 @@ def _weight_scaling(fp8: Fp8Config, weights: list[Fp8Weight]) -> WeightScaling |
 
 
 def _reduction(
-    fp8: Fp8Config, weights: list[Fp8Weight], group, sharded: bool
+    fp8: Fp8Config, weights: list[Fp8Weight], group, sharded: bool, device
 ) -> tuple[Callable[[Bucket], Stages], SharedScale | None]:
     """How a bucket is summed over data parallelism, and the state of it if it has one."""
     if fp8.grad_reduce == "shared":
         sizes = [weight.param.numel() for weight in weights]
         counting = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        shared = SharedScale(fp8.grad_scaling, sizes, group, counting, sharded, weights[0].param.device)
+        shared = SharedScale(fp8.grad_scaling, sizes, group, counting, sharded, device)
         index = {id(weight): i for i, weight in enumerate(weights)}
 
         def by_shared_scale(bucket: Bucket) -> Stages:
@@ -186,7 +196,7 @@ def _reduction(
 
 
 def _our_param_groups(model_chunks, by_param: dict[int, Fp8Weight], config, overrides) -> list[dict]:
-    """Megatron's own parameter groups, for exactly the parameters that it does not see."""
+    """Megatron's own parameter groups, for exactly the parameters that it does not see; the same ones on all ranks."""
     flags = [(p, p.requires_grad) for chunk in model_chunks for p in chunk.parameters()]
     try:
         for param, _ in flags:

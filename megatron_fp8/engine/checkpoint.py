@@ -229,7 +229,7 @@ def sharded_mu_state(mu: torch.Tensor, weights: list[Fp8Weight]) -> dict:
 
 def load_mu_state(weights: list[Fp8Weight], state: dict, device) -> torch.Tensor:
     """The reverse of sharded_mu_state."""
-    return torch.cat([state[_key(w)].to(device) for w in weights])
+    return torch.cat([torch.empty(0, device=device), *(state[_key(w)].to(device) for w in weights)])
 
 
 def _key(weight: Fp8Weight) -> str:

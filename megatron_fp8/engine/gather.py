@@ -44,7 +44,8 @@ class ChunkGather:
 
     def finish(self) -> None:
         """Have everything."""
-        self._need(self.buckets[-1])
+        if self.buckets:
+            self._need(self.buckets[-1])
 
     def _start(self, count: int) -> None:
         for bucket in self.buckets[self._started : count]:

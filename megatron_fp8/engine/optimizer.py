@@ -50,9 +50,11 @@ class EngineOptimizer(MegatronOptimizer):
 
     Args:
         reducers, gathers: of each model chunk.
-        options: (Megatron's param-group options: weight-decay and learning-rate multipliers, ..., their buckets).
+        options: (Megatron's param-group options: weight-decay and learning-rate multipliers, ..., their buckets), at
+            least one, some without a bucket.
         config: the OptimizerConfig of the whole chain.
         model_chunks: the wrapped model chunks.
+        device: of the state.
         stats_group: process group over which gradient statistics are summed: that of the chain.
         scaling, amax_group: delayed-scaling state and the group that agrees on its amax; None, None.
         weight_scaling: the scales of E4M3 weights, else None.
@@ -69,6 +71,7 @@ class EngineOptimizer(MegatronOptimizer):
         options: list[tuple[dict, list[Bucket]]],
         config,
         model_chunks,
+        device,
         stats_group,
         scaling,
         amax_group,
@@ -88,11 +91,12 @@ class EngineOptimizer(MegatronOptimizer):
         self.grad_stats_parallel_group = stats_group
         self.scaling, self.amax_group = scaling, amax_group
         self.weight_scaling, self.shared_scale = weight_scaling, shared_scale
-        device = self.buckets[0].weight.device
+        self.device = device
         self._one = torch.ones(1, device=device)
         self._mean = torch.full((), grad_scale, device=device)
         self.grad_scale = self._mean  # 0-d FP32: from the reduced sum to the gradient
         self.steps = 0  # updates made; skipped steps do not count
+        self.update = 1  # the number of the update that is under way, or was made last
         self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
         self.watch: Any = None  # of a run with --fp8-on-spike (monitor/watch.py): judges each step before it is made
         self.step_bucket: Callable[[Bucket, AdamHyper, torch.Tensor], None] = Bucket.step  # see monitor/update_norm.py
@@ -100,6 +104,7 @@ class EngineOptimizer(MegatronOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step."""
         sent_bytes.clear()
+        self.update = self.steps + 1
         for reducer in self.reducers:
             reducer.begin_step(self.steps)
         if self.scaling is not None:
@@ -128,6 +133,8 @@ class EngineOptimizer(MegatronOptimizer):
 
     def power_sum(self, p: float) -> torch.Tensor:
         """Sum of |g|^p over this rank's gradients, or max |g| for p infinite, as 0-d FP32."""
+        if not self.buckets:
+            return self._one.new_zeros(())
         if p == 2.0:
             return torch.stack([b.reduced.square_sum() for b in self.buckets]).sum() * self.grad_scale**2
         norms = torch.stack([torch.linalg.vector_norm(b.reduced.look(), p) for b in self.buckets]) * self.grad_scale
@@ -142,22 +149,21 @@ class EngineOptimizer(MegatronOptimizer):
         return torch.stack(counts).sum()
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """This rank's gradients in FP32, for stock code that wants them all at once."""
-        return [b.reduced.look() * self.grad_scale for b in self.buckets] if grad_norm_group is None else []
+        return []  # `power_sum` has them: they never exist in FP32 all at once
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         self._finish_gathers()  # of weights that no forward pass used
         self.steps += 1
         if self.weight_scaling is not None:
-            lr = max(group["lr"] for group, _ in self._groups)
+            lr = max(group["lr"] for group, buckets in self._groups if buckets)
             self.weight_scaling.begin_step(adam_growth(lr, *self._betas, self.steps))
         scale = self.grad_scale * self.clip
         for group, buckets in self._groups:
             hyper = AdamHyper(
                 group["lr"],
                 *self._betas,
-                self.config.adam_eps,
+                group.get("eps", self.config.adam_eps),  # a group's own with --use-mup
                 group["weight_decay"],
                 self.steps,
                 self.config.decoupled_weight_decay,
@@ -219,7 +225,7 @@ class EngineOptimizer(MegatronOptimizer):
         self._finish_gathers()
         self.steps = state_dict["step"]
         if self.shared_scale is not None and "mu" in state_dict:
-            mu = load_mu_state(self._weights(), state_dict["mu"], self._one.device)
+            mu = load_mu_state(self._weights(), state_dict["mu"], self.device)
             self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
         if self.scaling is not None and "scaling" in state_dict:
             load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm=self.steps > 0)
@@ -259,8 +265,13 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
         self.after_first_step: Callable[[], None] | None = None
+        # Stock skips a step over this norm before it asks its parts, and a rank that has no parameter does not skip.
+        self._largest_norm = engine.config.grad_norm_skip_threshold
+        if math.isfinite(self._largest_norm):
+            for part in self.chained_optimizers:
+                part.config = dataclasses.replace(part.config, grad_norm_skip_threshold=math.inf)
         self._norm = 0.0
-        self._zero = torch.zeros((), device=engine.buckets[0].weight.device)
+        self._zero = torch.zeros((), device=engine.device)
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
         if not is_loading:
@@ -290,28 +301,35 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
     def get_grad_norm(self, p: float = 2.0) -> float:
         """The global p-norm, 2 as in stock, up to infinity; the host is asked once.
 
-        Stock's own, without Transformer Engine or apex, asks once a parameter.
+        Parts whose gradients are summed over one group (all of them, but for experts without the distributed
+        optimizer) are summed together. Stock's own, without Transformer Engine or apex, asks once a parameter.
         """
-        if not self.grads_states_parallel_group_is_shared():
-            assert p == 2.0
-            self._norm = float(super().get_grad_norm())
-            if self.engine.watch is not None:
-                self.engine.watch.see(self._zero.double() + self._norm**2)
-            self.engine.set_norm(self._norm)
-            return self._norm
-        grads = [g for part in self.chained_optimizers[:-1] for g in part.get_grads_for_grad_norm()]
-        norms = torch.stack([self._zero, *torch._foreach_norm(grads, p)])
-        if p == math.inf:
-            total = torch.maximum(norms.max(), self.engine.power_sum(p)).nan_to_num(nan=math.inf, posinf=math.inf)
-            operation = torch.distributed.ReduceOp.MAX  # which may drop a NaN, but no infinity
-        else:
-            total, operation = norms.pow(p).sum() + self.engine.power_sum(p), torch.distributed.ReduceOp.SUM
-        torch.distributed.all_reduce(total, op=operation, group=self.get_grad_stats_parallel_group())
+        parts_of: dict[Any, list[MegatronOptimizer]] = {}
+        for part in self.chained_optimizers:
+            parts_of.setdefault(part.get_grad_stats_parallel_group(), []).append(part)
+        totals = []
+        for group, parts in parts_of.items():
+            total = self._power_sum(parts, p)
+            # A maximum may drop a NaN, but no infinity.
+            operation = torch.distributed.ReduceOp.MAX if p == math.inf else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(total, op=operation, group=group)
+            totals.append(total)
+        total = torch.stack(totals).max() if p == math.inf else torch.stack(totals).sum()
         watch = self.engine.watch if p == 2.0 else None
         found = total.item() if watch is None else watch.see(total)
         self._norm = found if p == math.inf else found ** (1.0 / p)
         self.engine.set_norm(self._norm)
         return self._norm
+
+    def _power_sum(self, parts: list[MegatronOptimizer], p: float) -> torch.Tensor:
+        """Sum of |g|^p over this rank's gradients of some parts, or max |g| for p infinite, as 0-d FP32."""
+        grads = [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
+        # None on a rank all of whose stock parameters are another's duplicates, or that has no parameter.
+        norms = torch.stack([self._zero, *(torch._foreach_norm(grads, p) if grads else [])])
+        ours = self.engine.power_sum(p) if self.engine in parts else self._zero
+        if p == math.inf:
+            return torch.maximum(norms.max(), ours).nan_to_num(nan=math.inf, posinf=math.inf)
+        return norms.pow(p).sum() + ours
 
     @torch.no_grad()
     def count_zeros(self) -> float:
@@ -321,6 +339,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         applied = self.engine.watch is None or self.engine.watch.judge()
+        applied &= not self._norm > self._largest_norm
         success = applied and math.isfinite(self._norm) and super().step_with_ready_grads()
         if success and self.after_first_step is not None:
             self.engine.prepare_model_params_for_param_sync()  # so that all of the step's gathers are counted

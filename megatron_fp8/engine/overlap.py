@@ -65,10 +65,15 @@ class ChunkReducer:
     def _arrived(self, weight: Fp8Weight) -> None:
         """`weight` has a new gradient."""
         # A weight that was used several times has its gradient when all uses are done.
-        if weight.pending == 0 and all(group.is_last_microbatch for group in self.chunk.bucket_groups):
+        if weight.pending == 0 and self._is_last_microbatch():
             self._done.add(weight)
             while self._launched < len(self.buckets) and self._done.issuperset(self.buckets[self._launched].weights):
                 self._launch(IN_FLIGHT)
+
+    def _is_last_microbatch(self) -> bool:
+        """Whether stock's buckets expect their last gradient; never where stock has none to ask."""
+        stock = self.chunk.bucket_groups + self.chunk.expert_parallel_bucket_groups
+        return bool(stock) and all(group.is_last_microbatch for group in stock)
 
     @torch.no_grad()
     def _launch(self, in_flight: int) -> None:

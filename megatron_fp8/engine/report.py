@@ -61,7 +61,7 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
         wire["grad_reduce"] += (1 if sharded else 2) * buffer.grad_data.nbytes * (kept - 1) // kept
         if sharded:
             wire["weight_gather"] += buffer.param_data.nbytes * (kept - 1) // kept
-    total = sum(p.numel() for p in params.values())
+    total = sum(p.numel() for p in params.values()) or 1  # a pipeline stage may have no parameter
     return {"bytes_per_param": {k: v / total for k, v in held.items()}, "wire_bytes_per_step": dict(wire)}
 
 

@@ -29,6 +29,7 @@ from typing import Any
 OWN = {"--seed": "seeds", "--train-iters": "steps"}  # flags that the plan sets, and the key that says them
 RATES = {"--lr": "learning_rates", "--min-lr": "learning_rates"}
 FOLDER = "{run}"
+_MOST_SEEDS = 10_000
 _WRITTEN = ("--save", "--tensorboard-dir", "--wandb-save-dir")
 _KEYS = ("command", "steps", "seeds", "arms", "learning_rates", "data", "processes", "timeout")
 
@@ -115,18 +116,34 @@ def read_plan(path: str | Path) -> SweepPlan:
     except ImportError:
         raise ValueError("a plan file needs pyyaml: pip install 'megatron-fp8[lab]'") from None
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a plan file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not text in UTF-8, from byte {error.start} on; give a plan file") from None
     try:
-        content = yaml.load(text, _loader(yaml))
-        if not isinstance(content, dict):
-            raise ValueError("not a mapping of keys; see `megatron-fp8 lab sweep --help`")
-        return _plan(content)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        return _plan(_content(yaml, text))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _content(yaml, text: str) -> dict[Any, Any]:
+    """The mapping in a plan's text.  Of what PyYAML ends in, a plan that is wrong is told in one line."""
+    try:
+        content = yaml.load(text, _loader(yaml))
+    except _TwiceGiven:
+        raise
+    except RecursionError:
+        raise ValueError("not a plan: its values are nested too deeply") from None
+    except Exception as error:  # a YAMLError; or a tag, such as !!timestamp, on what is none
+        raise ValueError(f"not YAML: {' '.join(str(error).split()) or type(error).__name__}") from None
+    if not isinstance(content, dict):
+        raise ValueError("not a mapping of keys; see `megatron-fp8 lab sweep --help`")
+    return content
+
+
+class _TwiceGiven(ValueError):
+    """A key that is given twice."""
 
 
 def _loader(yaml) -> type:
@@ -137,7 +154,7 @@ def _loader(yaml) -> type:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             for key in keys:
                 if keys.count(key) > 1:
-                    raise ValueError(f"{key}: is given twice; give it once")
+                    raise _TwiceGiven(f"{key}: is given twice; give it once")
             return super().construct_mapping(node, deep)
 
     return Loader
@@ -182,10 +199,17 @@ def _words(key: str, value: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(value, str):
         raise ValueError(f"{key}: {value!r}: must be text; put it in quotes")
+    _check_characters(key, value)
     try:
         return tuple(shlex.split(value))
     except ValueError as error:
         raise ValueError(f"{key}: {value!r}: {error}; close the quotes") from None
+
+
+def _check_characters(key: str, value: str) -> None:
+    """No command line can hold a NUL, and no file name half a surrogate pair: escapes in YAML's double quotes can."""
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{key}: {value!r}: holds a character that no command line can; remove it")
 
 
 def _named(key: str, value: Any) -> dict[str, tuple[str, ...]]:
@@ -195,6 +219,7 @@ def _named(key: str, value: Any) -> dict[str, tuple[str, ...]]:
     for name, flags in value.items():
         if not isinstance(name, str):
             raise ValueError(f"{key}: {name!r}: a name must be text; put it in quotes")
+        _check_characters(key, name)
         _refuse(f"{key}: {name}", _words(f"{key}: {name}", flags), {**OWN, **RATES})
     return {name: _words(f"{key}: {name}", flags) for name, flags in value.items()}
 
@@ -212,6 +237,8 @@ def _whole(key: str, value: Any) -> int:
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
+    if isinstance(value, int) and value > _MOST_SEEDS:
+        raise ValueError(f"seeds: {value!r}: too many; use at most {_MOST_SEEDS}")
     seeds = list(range(1, value + 1)) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(seeds, list) or not seeds:
         raise ValueError(f"seeds: {value!r}: must be how many, or a list of whole numbers")
@@ -246,6 +273,6 @@ def _is_rate(text: str) -> bool:
 def _timeout(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"timeout: {value!r}: must be seconds, above 0")
     return float(value)

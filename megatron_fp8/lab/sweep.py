@@ -252,8 +252,8 @@ class _Sweep:
 
 
 def _folder_name(row: Row) -> str:
-    words = f"{row.id:04} {row.arm} {row.learning_rate:g} {row.data} {row.seed}"
-    return re.sub(r"[^\w.+-]+", "-", words)
+    words = f"{row.id:04} {row.arm[:60]} {row.learning_rate:g} {row.data[:60]} {row.seed}"  # 255 bytes at most
+    return re.sub(r"[^\w.+-]+", "-", words, flags=re.ASCII)
 
 
 def _slurm(args: Namespace, store: Store) -> int:

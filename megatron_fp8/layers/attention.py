@@ -1,18 +1,23 @@
-"""Core attention on torch's scaled_dot_product_attention: BF16, causal, no Transformer Engine needed.
+"""Core attention without Transformer Engine: on torch's scaled_dot_product_attention, or in Megatron's unfused kernel.
 
     softmax(Q K^T * scale + causal mask) V        softmax in FP32 inside the kernel, nothing of size s x s stored
 
 On Hopper the cuDNN kernel is the fastest that torch has, so it is asked first: 520 / 406 TFLOP/s forward / backward
 at 4 x 32 heads x 2048 x 128 on an H200, against 284 / 217 for the flash kernel.  Grouped-query attention passes the
-few K and V heads as they are.
+few K and V heads as they are; those of V may have another size (multi-latent attention).  A window, and documents that
+do not see each other, are a mask of booleans; the kernels that read one are slower.
 """
 
+import functools
 import math
 
+import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _FASTEST_FIRST = [
@@ -23,14 +28,32 @@ _FASTEST_FIRST = [
 ]
 
 
+def _window_of(config, layer_number: int) -> int | None:
+    """How many keys before its own a query of this layer sees, as Transformer Engine has it; None: all.
+
+    Attention is causal, so that what --window-size says of later keys has no say.
+    """
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return None if config.window_size[0] < 0 else config.window_size[0]
+
+
+@functools.lru_cache(maxsize=2)
+def _causal_band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(s, s), True where query i sees key j: i - window <= j <= i.  Layers share it."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen if window is None else seen.triu(-window)
+
+
 class TorchAttention(MegatronModule):
     """Causal self-attention with the constructor and call of Megatron's DotProductAttention.
 
-    query (s, b, np, hn), key and value (s, b, ng, hn) -> (s, b, np * hn).  The attention mask is not read: `spec.py`
-    chooses stock's attention where anything but causal is configured.  --apply-query-key-layer-scaling divides and
-    multiplies the logits back around an FP16 product; in FP32 there is nothing to do.
+    query (s, b, np, hn), key (s, b, ng, hn), value (s, b, ng, hv) -> (s, b, np * hv).  With `reads_mask` the attention
+    mask (b, 1, s, s), True for what is hidden, is applied too (--reset-attention-mask); else it is not read.
+    --apply-query-key-layer-scaling divides and multiplies the logits back around an FP16 product; in FP32 there is
+    nothing to do.
 
-    Raises ValueError for another mask, a bias, packed sequences, or queries and keys of different lengths.
+    Raises ValueError for another kind of mask, a bias, packed sequences, or queries and keys of different lengths.
     """
 
     def __init__(
@@ -41,12 +64,17 @@ class TorchAttention(MegatronModule):
         attention_type,
         attention_dropout=None,
         softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
         cp_comm_type=None,
         pg_collection=None,
+        reads_mask=False,
     ):
         super().__init__(config=config)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.window = _window_of(config, layer_number)
+        self.reads_mask = reads_mask
 
     def forward(
         self,
@@ -67,17 +95,39 @@ class TorchAttention(MegatronModule):
                 "mask, use --attention-backend unfused"
             )
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # (b, heads, s, hn), views
+        seen = None
+        if self.window is not None or self.reads_mask:
+            seen = _causal_band(q.shape[2], self.window, q.device)
+        if self.reads_mask:
+            if attention_mask is None:
+                raise ValueError("--reset-attention-mask: no attention mask has come to this layer; remove the flag")
+            seen = seen & ~attention_mask
         dropout = self.dropout if self.training else 0.0
         if dropout and not self.config.sequence_parallel:
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                out = self._attend(q, k, v, dropout)
+                out = self._attend(q, k, v, seen, dropout)
         else:
-            out = self._attend(q, k, v, dropout)
+            out = self._attend(q, k, v, seen, dropout)
         sq, b = query.shape[:2]
         return out.permute(2, 0, 1, 3).reshape(sq, b, -1)
 
-    def _attend(self, q, k, v, dropout):
+    def _attend(self, q, k, v, seen, dropout):
+        grouped = k.shape[1] != q.shape[1]
         with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
             return F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
+                q, k, v, seen, dropout_p=dropout, is_causal=seen is None, scale=self.scale, enable_gqa=grouped
             )
+
+
+class UnfusedAttention(DotProductAttention):
+    """Megatron's kernel, whose logits take memory (b, np, s, s); with values of another size, and windows as above."""
+
+    def __init__(self, config, layer_number, *args, k_channels=None, v_channels=None, **kwargs):
+        super().__init__(config, layer_number, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+        softmax = self.scale_mask_softmax
+        window = _window_of(config, layer_number)
+        softmax.window_size = None if window is None else (window, 0)
+        # The fused kernel that it may choose knows neither a window nor a mask but the causal one, and does not say so.
+        softmax.scaled_masked_softmax_fusion &= config.window_size is None

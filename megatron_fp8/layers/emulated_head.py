@@ -41,19 +41,21 @@ class _RoundedGradient(torch.autograd.Function):
         return ops.emulate(dy, ctx.how, ctx.seed), None, None
 
 
-def emulate_head(head, plan: EmulationPlan, step: Callable[[], int], seed: int, rank: int) -> None:
+def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
     """Let `head`, a stock ColumnParallelLinear, read operands as the plan has it.
 
-    step: says the number of the update, from 1; seed, rank: of the run and of this process, for stochastic rounding.
+    seed, rank: of the run and of this process, for stochastic rounding.
     """
     stock = head.forward
+    head.fp8_update = lambda: 1  # see `count_updates`
     calls = [0]  # of the head, for the noise
 
     def how_to(operand: str):
-        how = plan.for_operand(LM_HEAD, 1, operand, step())
+        step = head.fp8_update()
+        how = plan.for_operand(LM_HEAD, 1, operand, step)
         if how is None or how.rounding != "stochastic":
             return how, None
-        count = (step(), 0) if operand == "weight" else (rank, calls[0])
+        count = (step, 0) if operand == "weight" else (rank, calls[0])
         return how, noise_seed(seed, OPERANDS.index(operand), *count, *LM_HEAD.encode())
 
     def forward(input_, weight=None, **kwargs):
@@ -68,3 +70,10 @@ def emulate_head(head, plan: EmulationPlan, step: Callable[[], int], seed: int, 
         return (output if how is None else _RoundedGradient.apply(output, how, noise)), bias
 
     head.forward = forward
+
+
+def count_updates(chunks, update: Callable[[], int]) -> None:
+    """Have emulated heads in the model chunks ask `update` for the number of the update, from 1."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "fp8_update"):
+            module.fp8_update = update

@@ -39,10 +39,12 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 
 from .. import ops
 from ..config import Fp8Config
 from ..emulate import OPERANDS, linear_name, matches
+from ..numerics.blocks import BLOCK
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
@@ -373,11 +375,11 @@ class _Fp8LinearMixin:
 
     def _take_over(self, config: Fp8Config) -> None:
         n, k = self.weight.shape
-        if n % 16 or k % 16:
+        if (config.gemm == "fp8" and (n % 16 or k % 16)) or n * k % BLOCK:
+            needs = "multiples of 16" if config.gemm == "fp8" else f"a multiple of {BLOCK} elements in all"
             raise ValueError(
-                f"--fp8-level {config.level}: a linear of {n} x {k} elements a tensor-parallel rank; Hopper's "
-                "FP8 GEMM needs multiples of 16: change --hidden-size, --ffn-hidden-size or "
-                "--tensor-model-parallel-size"
+                f"--fp8-level {config.level} --fp8-gemm {config.gemm}: a linear of {n} x {k} elements on each tensor-"
+                f"parallel rank needs {needs}: change --hidden-size, --ffn-hidden-size or --tensor-model-parallel-size"
             )
         self.fp8_weight = Fp8Weight(self.weight, config)
         self._anchor = torch.zeros(0, requires_grad=True)
@@ -419,11 +421,20 @@ class Fp8ColumnParallelLinear(_Fp8LinearMixin, ColumnParallelLinear):
 
 
 class Fp8RowParallelLinear(_Fp8LinearMixin, RowParallelLinear):
-    """Stock RowParallelLinear with FP8 GEMMs; W (N, K/tp)."""
+    """Stock RowParallelLinear with FP8 GEMMs; W (N, K/tp).
+
+    The bias that it returns to be added later is a view, not the parameter itself.  Megatron recomputes an MLP
+    (--recompute-modules mlp) in an autograd function, which returns that bias too: of a parameter, a leaf, it would
+    become the origin, so that its backward pass would call itself without end.  Stock's linears do, and hang.
+    """
 
     def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
         super().__init__(*args, **kwargs)
         self._take_over(fp8_config)
+
+    def forward(self, input_):
+        output, bias = super().forward(input_)
+        return output, None if bias is None else bias.view_as(bias)
 
 
 class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
@@ -438,6 +449,15 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
 
     def forward(self, input_, *args, **kwargs):
         return super().forward(self._norm(input_, self.layer_norm_weight, self.layer_norm_bias), *args, **kwargs)
+
+
+class ExpertRowLinear(RowParallelLinear):
+    """Stock's, for experts: Megatron adds an expert's bias in place, which autograd forbids to what a function of its
+    own has returned as it came, without tensor and expert parallelism."""
+
+    def forward(self, input_):
+        output, bias = super().forward(input_)
+        return output if bias is None or self.explicit_expert_comm else output.clone(), bias
 
 
 def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
@@ -461,6 +481,15 @@ def name_weights(chunks) -> None:
                 if isinstance(module, _Fp8LinearMixin):
                     module.fp8_weight.path = re.sub(r"\.\d+", "", f"{block}.{name}")
                     module.fp8_weight.layer_number = layer.layer_number
+
+
+def readable_params(dumped: dict[str, dict[str, torch.Tensor]], chunks) -> dict[str, dict[str, torch.Tensor]]:
+    """What --save-params-interval took of `chunks`, {"model_chunk0": {name: tensor}}, with E4M3 weights in BF16."""
+    for i, chunk in enumerate(chunks):
+        for name, module in unwrap_model(chunk).named_modules():
+            if isinstance(module, _Fp8LinearMixin) and module.fp8_weight.stored is not None:
+                dumped[f"model_chunk{i}"][f"{name}.weight"] = module.fp8_weight.dense().cpu()
+    return dumped
 
 
 def in_forward_order(weights: list[Fp8Weight]) -> list[Fp8Weight]:

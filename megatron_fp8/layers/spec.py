@@ -9,21 +9,24 @@ a description and returns a copy in which
     mlp.linear_fc2              row linear                       ->  Fp8RowParallelLinear
     every other norm            torch / apex / TE                ->  Norm
     core_attention              unfused / TE                     ->  TorchAttention
+    multi-latent attention      its linears likewise             ->  latent.py
 
 by place, not by class, so that a local spec, a Transformer Engine spec and a user's own `--spec` all do.
-Mixture-of-experts layers keep their experts, and multi-latent attention its projections, in stock BF16.
-Parameter names come out as those of Megatron's TE spec, whatever came in.
+Mixture-of-experts layers keep their experts in stock BF16.  Parameter names come out as those of Megatron's TE spec,
+whatever came in, and so does what the local spec leaves out: --qk-l2-norm.  tests/unit/test_architecture.py compares
+what comes out with what stock's TE spec builds, over all of Megatron's flags of the model.
 """
 
 import dataclasses
 import functools
 
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
     TransformerBlockSubmodules,
@@ -32,8 +35,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from ..config import Fp8Config
-from .attention import TorchAttention
-from .linear import Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+from .attention import TorchAttention, UnfusedAttention
+from .latent import convert_latent, is_latent
+from .linear import ExpertRowLinear, Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
 from .norm import Norm
 
 
@@ -79,6 +83,8 @@ def convert(spec, config, fp8: Fp8Config):
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
         return dataclasses.replace(spec, **{k: swap(v) for k, v in fields.items()})
+    if spec is RowParallelLinear:  # what no layer has taken over is an expert's
+        return ExpertRowLinear
     return Norm if _is_norm(spec) else spec
 
 
@@ -101,8 +107,11 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
                 linear_qkv=column,
                 linear_proj=functools.partial(Fp8RowParallelLinear, fp8_config=fp8),
                 core_attention=_core_attention(attention, config, fp8),
+                **({"q_layernorm": L2Norm, "k_layernorm": L2Norm} if config.qk_l2_norm else {}),
             ),
         )
+    elif is_latent(attention):
+        changed["self_attention"] = convert_latent(attention, _core_attention(attention, config, fp8), fp8)
     if _is_dense_mlp(layer.mlp):
         mlp, submodules = layer.mlp, layer.mlp.keywords["submodules"]
         column, normed = _column_after(layer.pre_mlp_layernorm, submodules.linear_fc1, fp8)
@@ -142,11 +151,10 @@ def _core_attention(attention: ModuleSpec, config, fp8: Fp8Config):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         return TEDotProductAttention
-    plain = (
-        attention.params.get("attn_mask_type") == AttnMaskType.causal
-        and not fp8.masked_attention
-        and config.attention_backend not in (AttnBackend.unfused, AttnBackend.local)
-        and config.window_size is None
-        and config.softmax_type == "vanilla"
+    unfused = (
+        attention.params.get("attn_mask_type") != AttnMaskType.causal
+        or fp8.unfused_attention
+        or config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
+        or config.softmax_type != "vanilla"
     )
-    return TorchAttention if plain else DotProductAttention
+    return UnfusedAttention if unfused else ModuleSpec(TorchAttention, {"reads_mask": fp8.reads_mask})

@@ -95,7 +95,8 @@ class Monitor:
         self._reference.clear()  # of a step that never ended
         if not self.active:
             return
-        device, count = self.weights[0].param.device, len(self.weights)
+        device = self.weights[0].param.device if self.weights else torch.device("cuda")  # a stage may have none
+        count = len(self.weights)
         # count_cast's counts and extremes, of each tensor of CASTS
         self._casts = torch.zeros(count, len(CASTS), 3, dtype=torch.int64, device=device)
         self._extremes = torch.full((count, len(CASTS), 3), -torch.inf, device=device)

@@ -149,7 +149,8 @@ class Probe:
         weights = [weight for bucket in buckets for weight in bucket.weights][::-1]  # buckets are in backward order
         self.weights = [w for w in weights if w.fp8 or (w.emulate and w.emulate.covers(w.path, w.layer_number))]
         self._row = {weight: i for i, weight in enumerate(self.weights)}
-        count, device = len(self.weights), buckets[0].weight.device
+        device = buckets[0].weight.device if buckets else torch.device("cuda")  # a stage may have none
+        count = len(self.weights)
         self._gemms = torch.zeros(count, len(GEMMS), 3, dtype=torch.float64, device=device)
         self._counts = torch.zeros(count, len(OPERANDS), 3, dtype=torch.int64, device=device)
         self._sums = torch.zeros(count, len(OPERANDS), 5, dtype=torch.float64, device=device)

@@ -51,7 +51,7 @@ class UpdateNorm:
         iteration = current_iteration()
         if iteration % get_args().log_interval:
             return step()
-        device = next(chunks[0].parameters()).device
+        device = torch.device("cuda", torch.cuda.current_device())
         self._squares = {part: torch.zeros(2, dtype=torch.float64, device=device) for part in self._parts}
         try:
             result = step()

@@ -136,7 +136,7 @@ class Watch:
         self.action, self._sigma, self._window = plan.action, plan.sigma, plan.window
         self._scaling, self._sharing = engine.scaling, sharing
         self._series = {name: Series(self._sigma, self._window) for name in (LOSS, NORM)}
-        self._loss = torch.zeros(2, dtype=torch.float64, device=engine.buckets[0].weight.device)  # sum, tokens
+        self._loss = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum, tokens
         self.loss: float | None = None
         self.norm = math.nan
         self._skips = 0  # in a row

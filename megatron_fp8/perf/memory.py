@@ -29,10 +29,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ..config import FEW_MICRO_BATCHES, GEMM_MULTIPLE
+from ..config import FEW_MICRO_BATCHES
 from ..engine.build import bucket_size
 from ..engine.partition import Placement, place
 from ..engine.weights import cut
+from ..flag_checks import GEMM_MULTIPLE
 from ..level import CELLS, LEVELS
 
 BYTES: dict[str, float] = {
@@ -171,7 +172,7 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> list[Placement]:
     if how == "greedy":
         return [place(sizes, ranks, how)]
     weights: Any = [SimpleNamespace(param=torch.empty(size, device="meta")) for size in sizes]
-    runs = cut(weights, bucket_size(DistributedDataParallelConfig(), sum(sizes), ranks))
+    runs = cut(weights, bucket_size(None, None, sum(sizes), ranks))
     return [place([weight.param.numel() for weight in run], ranks, how) for run in runs]
 
 
@@ -199,7 +200,7 @@ def stock_buckets(sizes: list[int], ranks: int) -> list[Placement]:
     params = [torch.empty(size, device="meta") for size in reversed(sizes)]  # the layout reverses them again
     config = DistributedDataParallelConfig()
     layout = DistributedOptimizer._compute_per_buffer_param_layout(
-        params, bucket_size(config, sum(sizes), ranks), ranks, config
+        params, bucket_size(None, None, sum(sizes), ranks), ranks, config
     )
     buckets = []
     for number, (start, stop) in enumerate(layout.bucket_indices):
@@ -274,19 +275,25 @@ def run(args: Namespace) -> int:
     if overrides and list(args.fp8_level) == ["O0"]:
         cell = next(c for c in _CELLS if c.name in overrides)
         raise ValueError(f"{cell.flag} {overrides[cell.name]} with --fp8-level O0: no effect; take a level above it")
-    columns = []
-    for level in args.fp8_level:
-        cells = None if level == "O0" else {c.name: c.at(level) for c in _CELLS} | overrides
-        columns.append(_column(job, cells))
-    tensor, pipeline, data = job.tensor_model_parallel_size, job.pipeline_model_parallel_size, job.data_parallel_size
-    print(f"| GB on a rank; TP {tensor}, PP {pipeline}, DP {data} |", " | ".join(args.fp8_level), "|")
-    print("|---" * (1 + len(columns)) + "|")
-    for row in columns[0]:
-        if any(column[row] for column in columns):
-            print(f"| {row} |", " | ".join(column[row] for column in columns), "|")
+    levels = {
+        level: None if level == "O0" else {c.name: c.at(level) for c in _CELLS} | overrides for level in args.fp8_level
+    }
+    print("\n".join(table(job, levels)))
     if args.fp8_grad_accum in (None, "auto") and list(args.fp8_level) != ["O0"]:
         print(f"\nGradients in FP8: {FEW_MICRO_BATCHES} micro-batches a step or fewer; more: --fp8-grad-accum bf16")
     return 0
+
+
+def table(job: Job, levels: Mapping[str, Mapping[str, str] | None]) -> list[str]:
+    """Lines of a Markdown table of what a rank holds, a column a level: {its name: its cells, or None for stock}."""
+    columns = [_column(job, cells) for cells in levels.values()]
+    tensor, pipeline, data = job.tensor_model_parallel_size, job.pipeline_model_parallel_size, job.data_parallel_size
+    lines = [f"| GB on a rank; TP {tensor}, PP {pipeline}, DP {data} | " + " | ".join(levels) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for row in columns[0]:
+        if any(column[row] for column in columns):
+            lines.append(f"| {row} | " + " | ".join(column[row] for column in columns) + " |")
+    return lines
 
 
 def _column(job: Job, cells: Mapping[str, str] | None) -> dict[str, str]:

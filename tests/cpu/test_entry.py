@@ -9,6 +9,11 @@ import pytest
 from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron
 
+nightly = pytest.mark.slow
+OTHER_MODEL = "tests/scripts/other_model.py"
+UNEVEN = "--num-layers 3 --pipeline-model-parallel-size 2 --fp8-level O1"
+BIASED = [flag for flag in TINY_GPT if flag != "--disable-bias-linear"]
+
 
 def command(*words: str) -> subprocess.CompletedProcess:
     """Run Python in one process without torchrun, without a GPU."""
@@ -47,8 +52,9 @@ def test_any_script_runs_through_the_launcher(tmp_path):
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-levle", "O1"], "unrecognized arguments: --fp8-levle"),
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-level", "O1", "--fp16"], "--fp16"),
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--sft"], "--sft is not supported here"),
+        (["pretrain_gpt_fp8.py", *TINY_GPT, "--attention-backend", "foo"], "invalid value: 'foo' (choose from flash,"),
+        (["-m", "megatron_fp8", OTHER_MODEL, *TINY_GPT, "--fp8-level", "O1"], "the script trains a T5Model"),
     ],
-    ids=["script", "level", "flag", "fp16", "other-script"],
 )
 def test_a_mistake_is_one_line(words, expected):
     result = command(*words)
@@ -56,6 +62,39 @@ def test_a_mistake_is_one_line(words, expected):
     assert "Traceback" not in result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron_fp8: ")]
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags", "expected"),
+    [  # found when the arguments are validated, the model and the optimizer are built, and in the first step
+        (2, [*TINY_GPT, *UNEVEN.split()], "--num-layers 3, --pipeline-model-parallel-size 2: Number of layers"),
+        pytest.param(
+            1,
+            [*TINY_GPT, "--transformer-impl", "transformer_engine"],
+            "Megatron has no TESpecProvider here: Transformer Engine is not installed",
+            marks=nightly,
+        ),
+        pytest.param(
+            1,
+            [*TINY_GPT, "--train-iters", "2", "--fp8-level", "O1"],
+            "--lr-warmup-iters 2, --global-batch-size 8: Megatron needs lr_warmup_steps < lr_decay_steps",
+            marks=nightly,
+        ),
+        pytest.param(
+            2,
+            [*BIASED, "--num-experts", "2", "--fp8-level", "O1"],
+            "Bias is not supported for weighted swiglu fusion",
+            marks=nightly,
+        ),
+    ],
+    ids=["arguments", "model", "optimizer", "first step"],
+)
+def test_a_check_of_megatrons_is_one_line(nproc, flags, expected):
+    with pytest.raises(RunFailed) as failure:
+        run_megatron(nproc, flags)
+    said = [line for line in str(failure.value).splitlines() if line.startswith("megatron_fp8: ")]
+    assert said and said[0].startswith(f"megatron_fp8: {expected}")
+    assert "; Megatron c" in said[0]
 
 
 def test_a_mistake_under_torchrun_is_said_once():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 
 O1 = "--fp8-level O1 "
 DISTRIBUTED = " --use-distributed-optimizer"
@@ -153,7 +153,7 @@ def dump(tmp_path_factory):
             nproc,
             [*TINY_GPT, "--exit-interval", "1", "--fp8-gemm", "bf16", *flags.split()],
             script=str(ROOT / "tests/scripts/dumped_gradients.py"),
-            env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "DUMP": str(folder)},
+            env={"PYTHONPATH": script_path(), "DUMP": str(folder)},
         )
         ranks = [torch.load(folder / f"{rank}.pt") for rank in range(nproc)]
         parts: dict[str, dict[int, torch.Tensor]] = {}

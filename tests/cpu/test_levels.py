@@ -2,7 +2,7 @@
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 
 O1 = ["--fp8-level", "O1"]
 
@@ -114,7 +114,7 @@ def test_experts_stay_in_bf16():
 
 def test_model_provider_scripts_work(stock):
     script = str(ROOT / "tests/scripts/legacy_gpt.py")
-    tools = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    tools = {"PYTHONPATH": script_path()}
     flags = TINY_GPT
     old = run_megatron(1, flags, script=["-m", "megatron_fp8", script], env=tools)
     new = run_megatron(1, [*flags, *O1], script=["-m", "megatron_fp8", script], env=tools)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 
 O1 = ["--fp8-level", "O1"]
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -21,7 +21,7 @@ class Logged:
             nproc,
             [*TINY_GPT, *O1, *flags.split(), "--tensorboard-dir", str(tmp_path)],
             script=str(ROOT / "tests/scripts/with_writers.py"),
-            env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "LOGDIR": str(tmp_path)},
+            env={"PYTHONPATH": script_path(), "LOGDIR": str(tmp_path)},
         )
         self.tensorboard, self.wandb = (self.read(tmp_path / f"{writer}.jsonl") for writer in ("tensorboard", "wandb"))
         found = re.findall(r"monitor calls: (\{.*?\})", "\n".join(self.run.lines))  # ranks' lines may run together
@@ -140,6 +140,6 @@ def test_without_a_writer_or_an_interval_nothing_is_counted(tmp_path):
         1,
         [*TINY_GPT, *O1, "--train-iters", "3"],
         script=str(ROOT / "tests/scripts/with_writers.py"),
-        env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "LOGDIR": str(tmp_path)},
+        env={"PYTHONPATH": script_path(), "LOGDIR": str(tmp_path)},
     )
     assert "monitor calls: {}" in run.lines and not any("[fp8] iteration" in line for line in run.lines)

@@ -2,10 +2,10 @@
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 
 O1 = ["--fp8-level", "O1"]
-TOOLS = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+TOOLS = {"PYTHONPATH": script_path()}
 
 
 nightly = pytest.mark.slow
@@ -36,6 +36,24 @@ def test_a_non_finite_gradient_skips_the_step_everywhere(value, rank, at, flags)
     assert [step.skipped for step in run.steps] == [0, 0, 1, 0, 0]
     for r in range(2):  # the ranks' lines may run into each other
         assert sum(line.count(f"rank {r}: skipped without a trace") for line in run.lines) == 1
+
+
+def test_a_step_over_stocks_threshold_is_skipped_and_told():
+    """OptimizerConfig.grad_norm_skip_threshold: on all ranks, also where a stage's rank has no parameter of stock's."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --disable-bias-linear".split()
+    flags = [*TINY_GPT, *layout, "--fp8-level", "O3", "--fp8-log-interval", "1", "--fp8-on-spike", "log"]
+    plain = run_megatron(4, [*flags, "--train-iters", "4"])
+    first, *rest = plain.grad_norms
+    assert first < max(rest)
+    run = run_megatron(
+        4,
+        [*flags, "--train-iters", "4"],
+        script=str(ROOT / "tests/scripts/norm_threshold.py"),
+        env={**TOOLS, "THRESHOLD": str((first + max(rest)) / 2)},
+    )
+    skipped = [step.skipped for step in run.steps]
+    assert skipped[0] == 0 and sum(skipped) >= 1
+    assert sum("calls {'begin': 4, 'judge': 4, 'end': 4}" in line for line in run.lines) == 4
 
 
 def test_a_frozen_embedding_stops_no_weight_gradient():

@@ -9,7 +9,7 @@ order, and its last bit would reach the weights. One test has clipping on, with 
 import pytest
 import torch
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 
 STOCK = str(ROOT / "tests/scripts/without_plugin.py")
 TRANSPARENT = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()
@@ -22,7 +22,7 @@ def test_without_a_level_every_bit_is_stocks(level, tmp_path):
     def train(name, script, flags):
         save = ["--save", str(tmp_path / name), "--save-interval", "4", "--ckpt-format", "torch"]
         flags = [*TINY_GPT, "--train-iters", "4", *save, *flags]
-        run = run_megatron(2, flags, script=script, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools"})
+        run = run_megatron(2, flags, script=script, env={"PYTHONPATH": script_path()})
         file = tmp_path / name / "iter_0000004/mp_rank_00/model_optim_rng.pt"
         return run, torch.load(file, weights_only=False)["model"]
 

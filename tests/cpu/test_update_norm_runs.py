@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import ROOT
-from megatron_runs import TINY_GPT, Run, run_megatron
+from megatron_runs import TINY_GPT, Run, run_megatron, script_path
 from test_checkpoints import DISTRIBUTED, LAYOUTS, tensors
 
 nightly = pytest.mark.slow
@@ -87,6 +87,6 @@ def masters(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
 def test_a_skipped_step_says_nothing():
     """The third, whose gradient is not finite."""
     flags = f"--fp8-level O1 --fp8-grad-accum fp32 --train-iters 5 {LOG}".split()
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "POISON": "nan", "POISONED_RANK": "0", "POISON_AT": "storage"}
+    env = {"PYTHONPATH": script_path(), "POISON": "nan", "POISONED_RANK": "0", "POISON_AT": "storage"}
     run = run_megatron(2, [*TINY_GPT, *flags], script=str(ROOT / "tests/scripts/poisoned_gradient.py"), env=env)
     assert sorted(logged(run)) == [1, 2, 4, 5]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 from test_checkpoints import same, tensors
 
 FALLBACK = "--fp8-on-spike bf16-fallback --fp8-spike-window 16"
@@ -24,7 +24,7 @@ class Spiking:
             nproc,
             [*TINY_GPT, "--train-iters", str(iterations), "--global-batch-size", "4", *flags.split(), *more],
             script=str(ROOT / "tests/scripts/spiking.py"),
-            env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "SPIKE_AT": at, "SPIKE_BY": str(by), "SPIKE_IN": where},
+            env={"PYTHONPATH": script_path(), "SPIKE_AT": at, "SPIKE_BY": str(by), "SPIKE_IN": where},
         )
         text = "\n".join(self.run.lines)  # ranks' lines may run together
         found = re.findall(r"\[fp8\] iteration (\d+): ((?:loss|gradient norm) spike.*|back to FP8.*)", text)

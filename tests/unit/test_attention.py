@@ -66,3 +66,59 @@ def test_refuses_queries_without_their_keys():
     q, k, v = qkv()
     with pytest.raises(ValueError, match="key-value cache"):
         attention()(q[:1], k, v)
+
+
+def seen_by(window, hidden=None):
+    """(s, s): True where query i sees key j."""
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    seen = (j <= i) & ((window is None) | (i - j <= (window or 0)))
+    return seen if hidden is None else seen & ~hidden
+
+
+def masked(q, k, v, seen):
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    k, v = (t.repeat_interleave(HEADS // GROUPS, dim=1) for t in (k, v))
+    logits = (q @ k.transpose(-1, -2) / math.sqrt(D)).masked_fill(~seen, -torch.inf)
+    return (logits.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("window", "left"), [((4, 0), 4), ((4, 2), 4), ((0, 0), 0), ((-1, 0), None), ((100, 0), None)]
+)
+def test_a_window_is_causal_and_looks_back_only_so_far(window, left):
+    q, k, v = qkv()
+    out = attention(window_size=window)(q, k, v)
+    assert torch.allclose(out, masked(q, k, v, seen_by(left)), atol=1e-5)
+
+
+def test_a_window_may_be_left_out_in_some_layers():
+    q, k, v = qkv()
+    settings = {"window_size": (4, 0), "window_attn_skip_freq": 2}
+    assert torch.allclose(attention(1, **settings)(q, k, v), masked(q, k, v, seen_by(4)), atol=1e-5)
+    assert torch.allclose(attention(2, **settings)(q, k, v), masked(q, k, v, seen_by(None)), atol=1e-5)
+
+
+def test_documents_that_do_not_see_each_other():
+    q, k, v = qkv()
+    document = torch.arange(S) // 10
+    hidden = (document[:, None] != document).expand(B, 1, S, S)
+    core = attention(window_size=(4, 0))
+    core.reads_mask = True
+    assert torch.allclose(core(q, k, v, hidden), masked(q, k, v, seen_by(4, hidden)), atol=1e-5)
+    core.reads_mask = False
+    assert torch.allclose(core(q, k, v, hidden), masked(q, k, v, seen_by(4)), atol=1e-5)
+
+
+def test_a_mask_that_does_not_come_is_missed():
+    core = attention()
+    core.reads_mask = True
+    with pytest.raises(ValueError, match="--reset-attention-mask: no attention mask has come"):
+        core(*qkv())
+
+
+def test_values_may_have_another_size():
+    q, k, _ = qkv()
+    v = torch.randn(S, B, GROUPS, 40)
+    out = attention()(q, k, v)
+    assert out.shape == (S, B, HEADS * 40)
+    assert torch.allclose(out, masked(q, k, v, seen_by(None)), atol=1e-5)

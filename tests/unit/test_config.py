@@ -66,7 +66,8 @@ def test_o1(parse):
         "watch": None,
         "seed": 1234,
         "attention": "torch",
-        "masked_attention": False,
+        "unfused_attention": False,
+        "reads_mask": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.level = "O3"
@@ -232,13 +233,34 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
         *(
             (f"--fp8-grad-reduce shared {flag} {value}", f"{flag} {value}: use a number above 0")
             for flag, value in [
-                ("--fp8-grad-scaling-threshold", "0.0"),
                 ("--fp8-grad-scaling-window", "0"),
                 ("--fp8-grad-scaling-backoff", "-0.5"),
-                ("--fp8-grad-scaling-init", "0.0"),
                 ("--fp8-grad-scaling-interval", "-1"),
             ]
         ),
+        *(
+            (f"--fp8-grad-reduce shared {flag} {value}", f"{flag} {value}: use a number above 0, at most {most}")
+            for flag, value, most in [
+                ("--fp8-grad-scaling-threshold", "0.0", 1),
+                ("--fp8-grad-scaling-threshold", "1.5", 1),
+                ("--fp8-grad-scaling-init", "0.0", 65536),
+                ("--fp8-grad-scaling-init", "inf", 65536),
+            ]
+        ),
+        ("--fp8-margin 200", "--fp8-margin 200: small values vanish; use 0 to 8"),
+        ("--fp8-margin -1", "--fp8-margin -1: large values clip; use 0 to 8"),
+        ("--window-size 4", "--window-size 4: use two numbers from -1 on (-1: no limit), such as 128,0"),
+        ("--window-size=-2,0", "--window-size -2,0: use two numbers from -1 on (-1: no limit), such as 128,0"),
+        (
+            "--window-size 4,0 --window-attn-skip-freq [1,0]",
+            "--window-attn-skip-freq '[1, 0]': 2 layers of --num-layers 4; say it of each",
+        ),
+        ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 with --num-experts 2: use fewer"),
+        ("--log-interval 0", "--log-interval 0: use 1 or more"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: use 1 or more"),
+        ("--lr nan", "--lr nan: not a number; give one, or remove it"),
+        ("--adam-beta2 1.0", "--adam-beta2 1.0: an average needs a number from 0 up to but not 1"),
+        ("--adam-eps 0", "--adam-eps 0.0: a weight without gradients would become NaN; use one above 0"),
         (
             "--fp8-grad-reduce shared --fp8-grad-scaling-backoff 1.0",
             "--fp8-grad-scaling-backoff 1.0: mu must shrink; use a number below 1",
@@ -375,12 +397,24 @@ def test_context_parallelism_divides_the_tokens(parse, everything_installed):
 
 
 def test_linears_that_stay_in_bf16_may_have_any_shape(parse):
-    experts = ["--num-experts", "2", "--ffn-hidden-size", "100"]
+    experts = ["--num-experts", "2", "--ffn-hidden-size", "100", "--disable-bias-linear"]
     assert config_from_args(parse(*O1, *experts))
     assert "--ffn-hidden-size 100" in error_of(
         config_from_args, parse(*O1, *experts, "--moe-layer-freq", "2")
     )
-    assert config_from_args(parse(*O1, "--multi-latent-attention", "--kv-channels", "10"))
+
+
+def test_shapes_of_latent_attention(parse):
+    latent = [*O1, "--multi-latent-attention", "--kv-channels", "10"]  # which it does not read
+    assert config_from_args(parse(*latent))
+    for flag in ("--kv-lora-rank", "--q-lora-rank"):
+        assert error_of(config_from_args, parse(*latent, flag, "40")).startswith(f"{flag} 40: not a multiple of 16")
+        assert config_from_args(parse(*latent, flag, "40", "--fp8-gemm", "bf16"))
+    for flag, linear in (("--qk-head-dim", 4 * (126 + 64)), ("--qk-pos-emb-head-dim", 4 * (128 + 62))):
+        value = "126" if flag == "--qk-head-dim" else "62"
+        assert f"a linear of {linear} is not" in error_of(config_from_args, parse(*latent, flag, value))
+    wide = parse(*latent, "--v-head-dim", "126")
+    assert "--num-attention-heads 4: a linear of 1016" in error_of(config_from_args, wide)
 
 
 def test_shapes_from_a_checkpoint_are_not_known_yet(parse):

@@ -84,6 +84,14 @@ def test_a_short_plan(tmp_path):
         (("arms:", "processes: true\narms:"), "processes: True: must be a whole number from 1"),
         (("arms:", "data: []\narms:"), "data: ..: must be one or more of NAME: FLAGS"),
         (("steps: 100", "steps: [100"), "not YAML: "),
+        (("steps: 100", "steps: !!timestamp x"), "not YAML: "),
+        (("steps: 100", "steps: !!python/object:os.system x"), "not YAML: could not determine a constructor"),
+        (("steps: 100", "steps: !!map x"), "not YAML: "),
+        (("steps: 100", f"steps: {'[' * 5000}"), "not a plan: its values are nested too deeply"),
+        (("seeds: 3", "seeds: 100000000000"), "seeds: 100000000000: too many; use at most 10000"),
+        (("arms:", "timeout: .nan\narms:"), "timeout: nan: must be seconds, above 0"),
+        (("--gap 0.05", '"--gap \\0"'), "arms: E8M3: .*: holds a character that no command line can"),
+        (("BF16:", '"\\uD800":'), "holds a character that no command line can|not YAML"),
         ((PLAN, "text"), "not a mapping of keys"),
     ],
 )
@@ -93,3 +101,10 @@ def test_a_wrong_plan_is_one_line(tmp_path, change, message):
     line = str(caught.value)
     assert line.startswith(f"{tmp_path}/plan.yaml: ") and "\n" not in line
     assert re.search(message, line), line
+
+
+def test_bytes_that_are_no_text_are_one_line(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(b"command: \xff\xfe\n")
+    with pytest.raises(ValueError, match="not text in UTF-8, from byte 9 on; give a plan file"):
+        read_plan(path)

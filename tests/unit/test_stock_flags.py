@@ -22,12 +22,22 @@ ADD_ONS = {  # flags that Megatron has only where another package is installed
     "--export-kd-teacher-load",
 }
 LOOKS_NUMERIC = re.compile("fp8|fp4|mxfp|nvfp|amax|quant|kitchen|precision|wgrad|-dtype|bf16|fp16")
-COMPANIONS = {  # what a flag needs beside it to have an effect
+COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effect
     "--num-layers-at-start-in-bf16": ["--first-last-layers-bf16"],
     "--num-layers-at-end-in-bf16": ["--first-last-layers-bf16"],
     "--ckpt-format": ["--save", "somewhere"],
     "--dist-ckpt-optim-fully-reshardable": ["--use-distributed-optimizer", "--save", "somewhere"],
+    "--num-experts": ["--disable-bias-linear"],
+    "--qk-l2-norm": ["--multi-latent-attention"],
+    "--no-bias-gelu-fusion": ["--num-experts", "4"],
+    stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
+    stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
+    stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
 }
+
+
+def companions_of(row):
+    return COMPANIONS.get(row.flag) or COMPANIONS.get(row.when.text.partition(", without --fp8")[0], [])
 
 
 def samples(row, parser, parse):
@@ -40,11 +50,12 @@ def samples(row, parser, parse):
     if action.nargs == 0:
         values = [[row.flag], []]
     else:
-        values = [[row.flag, plain(v)] for v in action.choices or ("3", "0.25", "x", "attn", "moe_act")]
+        usual = ("4,0",) if row.flag == "--window-size" else ("3", "0.25", "x", "attn", "moe_act")
+        values = [[row.flag, plain(v)] for v in action.choices or usual]
     found = []
     for attention in ("torch", "te"):
         for value in values if not found else ():
-            base = [*(a for a in O1 if a != row.flag), *COMPANIONS.get(row.flag, [])]
+            base = [*(a for a in O1 if a != row.flag), *companions_of(row)]
             try:
                 args = parse(*base, "--fp8-attention", attention, *value)
             except (ValueError, KeyError):  # not a value of this flag
@@ -89,8 +100,8 @@ def test_refused(row, parser, parse, monkeypatch):
     for args in found:
         message = error_of(config_from_args, args)
         value = getattr(args, row.dest)
-        assert message.startswith(row.flag)
-        assert message.endswith(f": {row.note}")
+        assert message == f"{row.shown(args)}: {row.note}"
+        assert row.flag.removeprefix("--no") in message
         if value is not None and not isinstance(value, bool):
             assert f"{row.flag} {plain(value)}: " in message
     if row.missing:
@@ -100,7 +111,7 @@ def test_refused(row, parser, parse, monkeypatch):
 
 @of(HONOURED)
 def test_honoured(row, parser, parse, everything_installed):
-    companions = COMPANIONS.get(row.flag, [])
+    companions = companions_of(row)
     without = config_from_args(parse(*O1, *companions))
     shown = set()
     for args in samples(row, parser, parse):
@@ -136,7 +147,7 @@ def test_adapted(row, parser, parse, monkeypatch):
 
 
 @of(NOTED)
-def test_noted(row, parser, parse):
+def test_noted(row, parser, parse, everything_installed):
     for args in samples(row, parser, parse):
         before = getattr(args, row.dest)
         config = config_from_args(args)

@@ -140,7 +140,7 @@ class Run:
             weight.path, weight.layer_number = f"decoder.layers.{'ab'[i]}", 1
             weight.scaling, weight.slots = self.scaling, (2 * i, 2 * i + 1)
         bucket = SimpleNamespace(weight=torch.zeros(1), weights=self.weights)
-        engine = SimpleNamespace(scaling=self.scaling, buckets=[bucket])
+        engine = SimpleNamespace(scaling=self.scaling, buckets=[bucket], device=torch.device("cpu"))
         self.watch = Watch(WatchPlan(action, window=window), engine, group, group)
         self.iteration = 0
         monkeypatch.setattr(watch, "current_iteration", lambda: self.iteration)

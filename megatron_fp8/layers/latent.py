@@ -1,0 +1,119 @@
+"""Multi-latent attention: DeepSeek's, whose keys and values come out of one small vector a token.
+
+    q  = W_uq norm(W_dq x)        or W_q x, without --q-lora-rank
+    c, r = W_dkv x                c: --kv-lora-rank numbers, r: one rotated key for all heads
+    k, v = W_ukv norm(c)          the norms with --qk-layernorm
+    y  = W_o attention(q, [k r], v)
+
+W_q, W_uq, W_ukv and W_o are column- and row-parallel linears, and ours: FP8 GEMMs, weights that the engine owns.  The
+down projections W_dq and W_dkv stay in BF16 and stock's; they are a few percent of a layer.  As in Megatron's
+Transformer Engine spec every tensor-parallel rank has the whole of them, and its own tokens under sequence parallelism;
+the local spec cuts them by columns, gathers x for them once more, and forgets to sum r's gradient over the ranks.
+Megatron's own module does the rest.
+"""
+
+import dataclasses
+import functools
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+from ..config import Fp8Config
+from .linear import Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """y = x W^T in BF16, W (N, K) the same on all tensor-parallel ranks and stock Megatron's, returned with no bias.
+
+    Under sequence parallelism each rank sees its own tokens: Megatron sums the gradients of what is marked so.
+    """
+
+    def __init__(self, input_size: int, output_size: int, config, tp_group):
+        super().__init__()
+        self._tp_group = tp_group
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+        if config.perform_initialization:
+            with torch.no_grad(), get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+                config.init_method(self.weight)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
+
+    def get_extra_state(self) -> None:
+        """Nothing, as of Megatron's own linears: Transformer Engine's expect an entry of that name in a checkpoint."""
+
+    def set_extra_state(self, state) -> None:
+        """Ignored: Transformer Engine's is of its FP8."""
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        groups = {"tp_group": self._tp_group, "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]}
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets, **groups)
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's MLASelfAttention with our linears; the parameter names are those of its Transformer Engine spec."""
+
+    def __init__(self, config, submodules, *args, fp8_config: Fp8Config, **kwargs):
+        self._fp8_config = fp8_config
+        super().__init__(config, submodules, *args, **kwargs)
+        # Megatron accepts its own classes only in these two places.
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if (stock := getattr(self, name, None)) is not None:
+                setattr(self, name, ReplicatedLinear(stock.input_size, stock.output_size, config, self.tp_group))
+
+    def _resolve_qk_norm_config(self, submodules):
+        """Which classes stand where, as Megatron has them under Transformer Engine: norms in the linears they feed."""
+        column = ModuleSpec(Fp8ColumnParallelLinear, {"fp8_config": self._fp8_config})
+        fused = ModuleSpec(Fp8NormColumnParallelLinear, {"fp8_config": self._fp8_config})
+        up = fused if self.config.qk_layernorm else column
+        return {
+            "linear_q_proj": up,
+            "linear_q_up_proj": up,
+            "linear_kv_up_proj": up,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": IdentityOp,
+        }
+
+    def _qkv_down_projection(self, hidden_states):
+        q, kv = super()._qkv_down_projection(hidden_states)
+        if not self.config.sequence_parallel:
+            # Each rank has a part of the heads, and so of the gradient of the key that all heads share.
+            latent, shared_key = kv.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+            shared_key = copy_to_tensor_model_parallel_region(shared_key, group=self.tp_group)
+            kv = torch.cat([latent, shared_key], dim=-1)
+        return q, kv
+
+
+def is_latent(spec) -> bool:
+    """Whether `spec` is of Megatron's multi-latent self-attention."""
+    return isinstance(spec, ModuleSpec) and spec.module in (MLASelfAttention, FusedMLASelfAttention)
+
+
+def convert_latent(attention: ModuleSpec, core_attention, fp8: Fp8Config) -> ModuleSpec:
+    """The spec of a multi-latent attention with our linears, whichever it was."""
+    return dataclasses.replace(
+        attention,
+        module=LatentAttention,
+        params={**attention.params, "fp8_config": fp8},
+        submodules=dataclasses.replace(
+            attention.submodules,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_proj=functools.partial(Fp8RowParallelLinear, fp8_config=fp8),
+            core_attention=core_attention,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        ),
+    )

@@ -1,0 +1,86 @@
+"""A launch command, taken apart: how many GPUs, which script, which flags.
+
+    VAR=x srun -N 16 torchrun --nproc-per-node 8   -m megatron_fp8 pretrain_gpt.py   --num-layers 96 --bf16 ...
+    launcher: 16 x 8 GPUs                          script                            flags
+
+The launcher is torchrun, in any spelling, srun, both, or none.  What it says of the number of GPUs is read; where it
+leaves that to the environment of a job, nobody can know it here.
+"""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a command starts.
+
+    Attributes:
+        script: what Python is given: a script, or -m, a module and a script.
+        flags: each flag of the script with its values, in order.
+        gpus: on how many; None where the command does not say.
+    """
+
+    script: list[str]
+    flags: list[tuple[str, list[str]]]
+    gpus: int | None
+
+
+def take_apart(words: Sequence[str]) -> Launch:
+    """The parts of a launch command.  Raises ValueError where it names no script, or one that is not here."""
+    place = next((i for i, word in enumerate(words) if _is_script(word)), None)
+    if place is None:
+        raise ValueError("rehearse: the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS")
+    first = place - 2 if words[max(place - 2, 0) : place] == ["-m", "megatron_fp8"] else place
+    if not os.path.isfile(words[place]):
+        raise ValueError(f"{words[place]}: no such script here; go to the folder that the job starts in")
+    return Launch(list(words[first : place + 1]), list(_flags(words[place + 1 :])), _gpus(words[:first]))
+
+
+def words_of(flags: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Flags and their values as a command line has them."""
+    return [word for flag, values in flags for word in (flag, *values)]
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and not word.startswith("-") and os.path.basename(word) not in _TORCHRUN
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    flag, values = "", list[str]()
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            if flag or values:
+                yield flag, values
+            flag, _, value = word.partition("=")
+            values = [value] if value else []
+        else:
+            values.append(word)
+    if flag or values:
+        yield flag, values
+
+
+def _gpus(launcher: Sequence[str]) -> int | None:
+    """How many processes the launcher starts in all, one a GPU."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, *options in (
+        ("nodes", "--nnodes", "--nodes", "-N"),
+        ("each", "--nproc-per-node", "--nproc_per_node"),
+        ("tasks", "--ntasks", "-n"),
+        ("tasks_a_node", "--ntasks-per-node", "--gpus-per-node"),
+    ):
+        parser.add_argument(*options, dest=name, nargs="?", default="1", const="")
+    given, _ = parser.parse_known_args([word for word in launcher if word != "-m"])
+    torchrun = any(os.path.basename(word) in _TORCHRUN for word in launcher)
+    numbers = [given.nodes, given.each] if torchrun else [given.nodes, given.tasks_a_node]
+    if not torchrun and given.tasks != "1":
+        numbers = [given.tasks]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        return None  # as --nproc-per-node gpu, or a variable of the job's that is empty here
+    return math.prod(map(int, numbers))

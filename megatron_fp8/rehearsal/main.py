@@ -1,0 +1,137 @@
+"""Try a cluster job's command on this machine: every rank, a small model, no GPU.
+
+    megatron-fp8 rehearse -- torchrun --nnodes 16 --nproc-per-node 8 pretrain_gpt_fp8.py FLAGS --fp8-level O3
+
+The command's flags are validated for all of its GPUs. Then the same layout trains a model shrunk in width, heads,
+vocabulary, sequence and layers: four steps, a checkpoint of the third, from which a second start repeats the fourth,
+and an evaluation, with every rank a process, over gloo. A page says what ran, what was shrunk, what each rank holds at
+full size, and what would fail at scale. Exit code 0: all went well; 1: something failed; 2: a mistake in the command.
+
+Not rehearsed: NCCL, memory and speed at full size, GPU kernels, context parallelism.
+"""
+
+import os
+import shlex
+import sys
+import tempfile
+import time
+from argparse import REMAINDER, ArgumentParser, Namespace
+from pathlib import Path
+
+from .. import ranks
+from .command import take_apart, words_of
+
+_RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
+_RANKS_A_CORE = 8  # with more, a second replica takes too long
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 rehearse`."""
+    parser.add_argument("--gpus", type=int, metavar="N", help="of the job, where its command does not say")
+    parser.add_argument("--ranks", type=int, metavar="N", help="as many replicas as so many ranks hold, at most two")
+    parser.add_argument("--all-layers", action="store_true", help="keep every layer: slower, to the last pattern alike")
+    parser.add_argument("--folder", metavar="DIR", help="keep logs and page there (a temporary folder)")
+    parser.add_argument("--timeout", type=int, default=1800, metavar="S", help="seconds for each start (1800)")
+    parser.add_argument("command", nargs=REMAINDER, help="-- and the whole launch command")
+
+
+def run(args: Namespace) -> int:
+    """Rehearse; returns the exit code."""
+    began = time.monotonic()
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    launch = take_apart(words)
+    ranks.warm_up(os.path.dirname(os.path.abspath(launch.script[-1])))
+    from . import page  # these import Megatron, which must find the machine without a GPU
+    from .job import examine
+    from .shrink import shrink
+
+    gpus = args.gpus or launch.gpus or _gpus_of_one_replica(launch.flags)
+    job = examine(launch, gpus)
+    if job.level == "O0":
+        raise ValueError("rehearse: the command has no --fp8-level above O0; add one")
+    outcome = page.Outcome()
+    rehearsal = None
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
+        folder = Path(args.folder or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if job.args is not None:
+            rehearsal = shrink(
+                launch.flags,
+                job.args,
+                most_ranks=args.ranks or _ranks_that_fit(),
+                quick_ranks=args.ranks or max(32, _RANKS_A_CORE * (os.cpu_count() or 1)),
+                mock_data=bool(job.missing) or job.args.mock_data,
+                all_layers=args.all_layers,
+                storage=job.cells["grad_accum"],
+            )
+            _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores; logs in {folder}")
+            outcome = _rehearse(launch.script, rehearsal, folder, args.timeout)
+        text = page.write(shlex.join(words), gpus, launch.gpus or args.gpus, job, rehearsal, outcome,
+                          time.monotonic() - began)  # fmt: skip
+        if args.folder:
+            (folder / "page.md").write_text(text)
+        print(text, end="")
+        if outcome.failed and not args.folder:
+            print(f"\nThe end of the log of what failed:\n\n{outcome.end_of_log}")
+    return 0 if outcome.passed and not job.error else 1
+
+
+def _rehearse(script: list[str], rehearsal, folder: Path, timeout: int):
+    """Train and save; go on from the save: a page.Outcome."""
+    from . import page
+    from .shrink import SAVED
+
+    outcome = page.Outcome()
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as checkpoints:
+        flags = [*script, *words_of(rehearsal.flags), "--data-cache-path", f"{checkpoints}/data"]
+        save = ["--save", checkpoints, "--save-interval", str(SAVED)]
+        outcome.train = _start("train", [*flags, *save], rehearsal.ranks, folder, timeout)
+        if outcome.train.code == 0:
+            saved = Path(checkpoints) / f"iter_{SAVED:07d}"
+            outcome.files = [file.stat().st_size for file in saved.rglob("*") if file.is_file()]
+            resume = ["--load", checkpoints, "--ckpt-step", str(SAVED)]
+            outcome.resume = _start("resume", [*flags, *resume], rehearsal.ranks, folder, timeout)
+    return outcome
+
+
+def _start(name: str, command: list[str], count: int, folder: Path, timeout: int):
+    """Run the ranks once, their output in a log: a page.Start."""
+    from . import page
+
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
+    began = time.monotonic()
+    reading, writing = os.pipe()
+    supervisor = ranks.launch(count, command, output=writing, timeout=timeout, env=environment)
+    os.close(writing)
+    lines = []
+    with os.fdopen(reading, errors="replace") as printed, (folder / f"{name}.log").open("w") as log:
+        for line in printed:
+            log.write(line)
+            log.flush()
+            lines.append(line.rstrip("\n"))
+            if step := page.step_of(line):
+                _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
+    code = ranks.wait(supervisor)
+    seconds = time.monotonic() - began
+    _tell(f"{name}: {'done' if code == 0 else f'failed, exit code {code}'} after {seconds:.0f} s")
+    return page.read(name, code, seconds, lines)
+
+
+def _tell(line: str) -> None:
+    print(f"[rehearse] {line}", file=sys.stderr, flush=True)
+
+
+def _ranks_that_fit() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available / _RANK_BYTES)
+
+
+def _gpus_of_one_replica(flags) -> int:
+    """Of a job whose command does not say how many."""
+    given = dict(flags)
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    total = 1
+    for flag in sizes:
+        total *= int(given[flag][0]) if given.get(flag) and given[flag][0].isdecimal() else 1
+    return total

@@ -1,0 +1,197 @@
+"""The page that a rehearsal ends with: what ran, what was shrunk, what a rank holds at full size, what would fail."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..lab.runner import LOSS, VALIDATION_LOSS, read_line
+from ..perf import memory
+from .job import Job
+from .shrink import SAVED, STEPS, Rehearsal
+
+_ENDING = 25  # lines of a log that failed
+_NOISE = re.compile(r"Warning|warnings\.warn|return func\(|^\s*$|torch/distributed/elastic")
+
+
+@dataclass
+class Start:
+    """What one start of all ranks printed: {step: {name: value}}, the evaluation's loss, our own lines."""
+
+    name: str
+    code: int
+    seconds: float
+    steps: dict[int, dict[str, float]]
+    evaluation: float | None
+    said: list[str]
+    lines: list[str]
+
+
+@dataclass
+class Outcome:
+    """The starts of a rehearsal, and the sizes of the files of its checkpoint."""
+
+    train: Start | None = None
+    resume: Start | None = None
+    files: list[int] = field(default_factory=list)
+
+    @property
+    def failed(self) -> Start | None:
+        return next((start for start in (self.train, self.resume) if start is not None and start.code), None)
+
+    @property
+    def passed(self) -> bool:
+        return self.resume is not None and self.failed is None and self.repeats
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the second start's step is the first's, loss and norm to the last printed digit."""
+        first, again = (start.steps.get(STEPS, {}) for start in (self.train, self.resume))
+        return bool(first) and all(first.get(name) == again.get(name) for name in (LOSS, "grad_norm"))
+
+    @property
+    def end_of_log(self) -> str:
+        lines = [line for line in self.failed.lines if not _NOISE.search(line)]
+        return "\n".join(line[:300] for line in lines[-_ENDING:])
+
+
+def step_of(line: str) -> int | None:
+    """The step that a line of Megatron's log is of, if it is of one."""
+    found = read_line(line) if "[fp8]" not in line else None
+    return found[0] if found is not None and LOSS in found[1] else None
+
+
+def read(name: str, code: int, seconds: float, lines: list[str]) -> Start:
+    """A start's log."""
+    steps, evaluation = {}, None
+    for line in lines:
+        if (found := read_line(line)) and "[fp8]" not in line:
+            step, values = found
+            if VALIDATION_LOSS in values:
+                evaluation = values[VALIDATION_LOSS]
+            elif LOSS in values:
+                steps[step] = values
+    said = list(dict.fromkeys(line.strip() for line in lines if line.startswith("[fp8] ")))
+    return Start(name, code, seconds, steps, evaluation, said, lines)
+
+
+def write(command: str, gpus: int, known: int | None, job: Job, rehearsal: Rehearsal | None, outcome: Outcome,
+          seconds: float) -> str:  # fmt: skip
+    """The page, Markdown."""
+    return "\n".join([*_page(command, gpus, known, job, rehearsal, outcome, seconds), ""])
+
+
+def _page(command, gpus, known, job: Job, rehearsal, outcome: Outcome, seconds) -> Iterator[str]:
+    verdict = "passed" if outcome.passed and not job.error else "FAILED"
+    yield f"# Rehearsal: {verdict}, {seconds / 60:.0f} min {seconds % 60:.0f} s"
+    yield ""
+    yield f"    {command if len(command) < 400 else command[:400] + ' ...'}"
+    yield ""
+    if job.args is None:
+        yield f"The job would not start on {gpus} GPUs, so nothing was rehearsed:"
+        yield ""
+        yield f"    {job.error}"
+        return
+    yield from _ran(gpus, known, job, rehearsal, outcome)
+    yield from _shrunk(rehearsal)
+    yield from _full_size(job)
+    yield from _at_scale(job, rehearsal, outcome)
+
+
+def _ran(gpus: int, known: int | None, job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
+    args = job.args
+    yield "## What ran"
+    layout = f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size}"
+    if args.virtual_pipeline_model_parallel_size:
+        layout += f" (x {args.virtual_pipeline_model_parallel_size} virtual)"
+    if args.expert_model_parallel_size > 1:
+        layout += f", EP {args.expert_model_parallel_size}"
+    layout += ", sequence parallel" * args.sequence_parallel
+    unknown = "" if known else " (one replica: the command does not say how many; give --gpus)"
+    yield f"- {job.level} on {gpus} GPUs{unknown}: {layout}, DP {args.data_parallel_size}."
+    yield f"- Here: {rehearsal.ranks} ranks on the CPU, the same with DP {rehearsal.data_parallel}."
+    train, resume = outcome.train, outcome.resume
+    if train.steps:
+        losses = " ".join(f"{values[LOSS]:.4f}" for _, values in sorted(train.steps.items()))
+        norms = " ".join(f"{values.get('grad_norm', 0):.3f}" for _, values in sorted(train.steps.items()))
+        yield f"- {len(train.steps)} steps in {train.seconds:.0f} s: loss {losses}, gradient norm {norms}."
+    if outcome.files:
+        megabytes = sum(outcome.files) / 1e6
+        yield f"- A checkpoint after step {SAVED}: {len(outcome.files)} files, {megabytes:.1f} MB, sealed."
+    if resume is not None and resume.steps:
+        again = resume.steps.get(STEPS, {})
+        what = "the same" if outcome.repeats else "NOT the same"
+        yield f"- A second start from it repeats step {STEPS}: loss {again.get(LOSS, 0):.4f}, {what} to the last digit."
+    if resume is not None and resume.evaluation is not None:
+        yield f"- An evaluation: loss {resume.evaluation:.4f}."
+    if outcome.failed:
+        first = next((line for line in outcome.failed.lines if line.startswith("[ranks]")), "")
+        yield f"- FAILED in the start to {outcome.failed.name}: {first.removeprefix('[ranks] ') or 'see its log'}."
+    yield ""
+
+
+def _shrunk(rehearsal: Rehearsal) -> Iterator[str]:
+    yield "## What was shrunk"
+    yield "| | job | here |"
+    yield "|---|---|---|"
+    for change in rehearsal.changes:
+        yield f"| {change.what} | {change.before} | {change.after} |"
+    yield ""
+    if rehearsal.left_out:
+        yield f"Left out: {' '.join(rehearsal.left_out)}."
+        yield ""
+
+
+def _full_size(job: Job) -> Iterator[str]:
+    yield "## What each rank holds at full size"
+    args = job.args
+    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(memory.Job)}
+    given["vocab_size"] = args.padded_vocab_size or args.vocab_size or 0
+    if not args.group_query_attention:
+        given["num_query_groups"] = None
+    given["swiglu"], given["disable_bias_linear"] = bool(args.swiglu), not args.add_bias_linear
+    given["data_parallel_size"] = args.data_parallel_size * args.context_parallel_size
+    uncounted = [name for name, is_so in (
+        ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
+        ("uneven stages", args.pipeline_model_parallel_layout or args.decoder_first_pipeline_num_layers is not None
+         or args.decoder_last_pipeline_num_layers is not None or args.account_for_embedding_in_pipeline_split
+         or args.account_for_loss_in_pipeline_split),
+    ) if is_so]  # fmt: skip
+    if uncounted or not given["vocab_size"]:
+        unknown = " and ".join(uncounted) or "an unknown vocabulary"
+        yield f"Not computed: `megatron-fp8 memory` does not count {unknown}."
+    else:
+        yield from memory.table(memory.Job(**given), {"stock BF16": None, job.level: job.cells})
+        yield ""
+        yield "Weights, gradients and optimizer states between two steps; activations and buffers are not in it."
+    yield ""
+
+
+def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
+    yield "## What would fail at scale"
+    found = list(_warnings(job, rehearsal, outcome))
+    yield from (f"- {line}" for line in found or ["Nothing that could be seen here."])
+    yield "- Not seen here: NCCL and the network, memory and speed at full size, GPU kernels, files of the cluster."
+    if job.said:
+        yield ""
+        yield "## What the level says of the command, on a machine without Transformer Engine"
+        yield from (f"- {line.removeprefix('[fp8] ')}" for line in job.said if "no CUDA device" not in line)
+
+
+def _warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
+    args = job.args
+    if outcome.failed:
+        yield f"The start to {outcome.failed.name} failed here with exit code {outcome.failed.code}; so it will there."
+    elif not outcome.repeats:
+        yield "A run that resumes does not go on as it was: see above."
+    if rehearsal.data_parallel == 1 < args.data_parallel_size:
+        yield (
+            "Communication over data parallelism was not rehearsed: two replicas are many for so few cores; "
+            f"--ranks {2 * rehearsal.ranks} does it, more slowly."
+        )
+    if job.missing:
+        yield f"{job.missing} (rehearsed with mock data)"
+    if args.context_parallel_size > 1:
+        yield f"--context-parallel-size {args.context_parallel_size}: not rehearsed, it needs Transformer Engine."
+    if not args.save:
+        yield "--save: not given, so the run leaves nothing."

@@ -1,0 +1,267 @@
+"""Compares the model that a command builds at a level with the one that stock Megatron builds of the same command.
+
+Stock's is that of its Transformer Engine layer spec, the default, which a level replaces.  Compared are the names,
+shapes and marks of all parameters and the spread of their first values, the class of every module (but for the
+exchanges of layers/spec.py), the numbers and functions that modules keep as attributes, the configuration, and what the
+models compute: with the same weights in FP32, the loss of each token and the gradient of each parameter.  A level's
+GEMMs are those of --fp8-gemm bf16, whose operands keep their precision.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import enum
+import functools
+import io
+import os
+import re
+import zlib
+from unittest import mock
+
+import torch
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 2 --train-iters 2 --lr 1e-3 --bf16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 4 "
+    "--attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm --no-rope-fusion"
+).split()
+LEVEL = "--fp8-level O1 --fp8-gemm bf16".split()
+MARKS = {  # of a parameter, which Megatron reads, and what their absence means
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "sequence_parallel": False,
+    "allreduce": True,
+}
+EXCHANGED = {  # stock's class under Transformer Engine: what stands in its place at a level
+    "TELayerNormColumnParallelLinear": {"Fp8NormColumnParallelLinear"},
+    "TEColumnParallelLinear": {"Fp8ColumnParallelLinear", "ColumnParallelLinear"},
+    "TERowParallelLinear": {"Fp8RowParallelLinear", "ExpertRowLinear"},
+    "TELinear": {"ReplicatedLinear"},
+    "TEDotProductAttention": {"TorchAttention", "UnfusedAttention"},
+    "MLASelfAttention": {"LatentAttention"},
+    "LayerNorm": {"Norm"},
+    "RMSNorm": {"Norm"},
+}
+NOT_COMPARED = {"transformer_impl"}  # in the configuration: what a level is there to change
+# Flags that a level switches off, since another form of the same layers computes the same: only that is compared.
+OTHER_FORM = {"--moe-grouped-gemm", "--mla-down-proj-fusion", "--use-te-activation-func"}
+LOOSE = {"--use-te-activation-func": 1e-3}  # what a level says it computes nearly the same
+RANDOM = {"--attention-dropout"}  # other random numbers: what is computed cannot be compared
+
+
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_fp8.config import add_fp8_arguments
+    from megatron_fp8.entry import one_line_usage_errors
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    one_line_usage_errors(parser)
+    return add_fp8_arguments(add_megatron_arguments(parser))
+
+
+def start() -> None:
+    """One rank, with Megatron's groups and random states."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_fp8 import cpu
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo" if cpu.needed() else "nccl", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+
+
+def build(argv: list[str], level: bool) -> torch.nn.Module:
+    """The model of a command, in FP32.  ValueError where a level refuses it; stock's own errors as they come."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import validate_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megatron_fp8 import plugin
+    from megatron_fp8.config import adapt_stock_args, config_from_args
+
+    args = parser().parse_args([*BASE, *(LEVEL if level else ()), *argv])
+    args.rank, args.world_size = 0, 1
+    init = GPTModel.__init__
+    if level:
+        fp8 = config_from_args(args)
+        adapt_stock_args(args, fp8)
+        init = plugin._gpt_model_init(fp8)(init)
+    environment = {"NVTE_APPLY_QK_LAYER_SCALING": str(int(args.apply_query_key_layer_scaling))}
+    if args.deterministic_mode:
+        environment |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(GPTModel, "__init__", init),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        validate_args(args)
+        args.bf16, args.params_dtype = False, torch.float32
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+            os.environ.pop(name, None)
+        return GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+@dataclasses.dataclass
+class Description:
+    """Everything of a model that is compared, by name."""
+
+    parameters: dict[str, tuple]
+    spreads: dict[str, float]
+    modules: dict[str, str]
+    attributes: dict[str, dict]
+    configuration: dict
+    computed: dict[str, torch.Tensor]
+
+
+def describe(model: torch.nn.Module) -> Description:
+    marks = {
+        name: (tuple(p.shape), *(f"{mark} {getattr(p, mark, usual)}" for mark, usual in MARKS.items()))
+        for name, p in model.named_parameters()
+    }
+    large = [(name, p) for name, p in model.named_parameters() if p.numel() >= 2000]
+    spreads = {name: float(p.float().std()) for name, p in large if model.config.perform_initialization}
+    modules = {name: type(module).__name__ for name, module in model.named_modules()}
+    attributes = {name: _attributes(module) for name, module in model.named_modules()}
+    configuration = {f.name: _plain(getattr(model.config, f.name)) for f in dataclasses.fields(model.config)}
+    fill(model)
+    return Description(marks, spreads, modules, attributes, configuration, run(model))
+
+
+def _attributes(module: torch.nn.Module) -> dict:
+    return {k: _plain(v) for k, v in vars(module).items() if not k.startswith("_") and k not in ("config", "training")}
+
+
+def _plain(value):
+    """What can be compared of an attribute, or None."""
+    if isinstance(value, bool | int | float | str | enum.Enum | torch.dtype | type):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, functools.partial):
+        return _plain(value.func), [_plain(item) for item in value.args], _plain(value.keywords)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if callable(value) and not isinstance(value, torch.nn.Module):
+        return getattr(value, "__qualname__", None)
+    return None
+
+
+def _values(name: str, shape: torch.Size, config) -> torch.Tensor:
+    """Numbers that depend on a parameter's name and shape alone, whichever form its layer has."""
+    if "linear_qkv_down_proj.layer_norm_" in name:
+        name = name.replace("self_attention.linear_qkv_down_proj.layer_norm_", "input_layernorm.")
+    if name.endswith("linear_qkv_down_proj.weight"):
+        rows = {"q": config.q_lora_rank, "kv": config.kv_lora_rank + config.qk_pos_emb_head_dim}
+        parts = [_values(name.replace("_qkv_", f"_{k}_"), torch.Size((n, shape[1])), config) for k, n in rows.items()]
+        return torch.cat(parts)
+    name = re.sub(r"experts\.(linear_fc\d)\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2", name)
+    is_gain = name.endswith(("norm.weight", "layer_norm_weight"))
+    near = 1.0 if is_gain and not config.layernorm_zero_centered_gamma else 0.0
+    return near + 0.15 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Give every parameter, and bias of a router, its values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not name.endswith("inv_freq"):
+            tensor.data.copy_(_values(name, tensor.shape, model.config))
+
+
+class _Grads:
+    """Takes the gradients of an FP8 weight, where an engine would."""
+
+    def __init__(self):
+        self.sum = 0
+
+    def add(self, wgrad):
+        self.sum = self.sum + wgrad(dtype=torch.float32)
+
+
+def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The loss of each token, and gradients by the parameters' names."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from megatron_fp8.layers.linear import fp8_weights
+
+    generator = torch.Generator().manual_seed(5)
+    device = next(model.parameters()).device
+    tokens = torch.randint(100, (2, 33), generator=generator).to(device)
+    positions = torch.arange(32, device=device).expand(2, 32)
+    if model.position_embedding_type == "mrope":
+        positions = positions.expand(3, 2, 32) // torch.tensor([[[1]], [[2]], [[3]]], device=device)
+    mask = torch.triu(torch.ones(32, 32, dtype=torch.bool, device=device), 1).expand(2, 1, 32, 32)
+    ours = {id(weight.param): weight for weight in fp8_weights([model])}
+    for weight in ours.values():
+        weight.grad = _Grads()
+    model.train()
+    MTPLossLoggingHelper.tracker.clear()
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:], loss_mask=torch.ones(2, 32, device=device))
+    torch.autograd.backward((losses,), grad_tensors=(torch.ones_like(losses),))  # as Megatron's schedules call it
+    found = {"loss": losses.detach()}
+    for name, parameter in model.named_parameters():
+        grad = ours[id(parameter)].grad.sum if id(parameter) in ours else parameter.grad
+        if isinstance(grad, torch.Tensor):
+            found[f"gradient of {name}"] = grad
+    return found
+
+
+def differences(stock: Description, ours: Description, bound: float, adapted=frozenset()) -> list[str]:
+    """What tells a model at a level from stock's, in words.
+
+    Args:
+        bound: of the largest value, how far what is computed may be apart.
+        adapted: flags that the level has switched off or changed.
+    """
+    found = []
+    settings = NOT_COMPARED | {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in adapted}
+    if not adapted & OTHER_FORM:
+        found += _unlike("parameter", stock.parameters, ours.parameters)
+        exchanged = [name for name, kind in ours.modules.items() if kind in EXCHANGED.get(stock.modules.get(name), ())]
+        inside = tuple(f"{name}." for name in exchanged if ours.modules[name] != "LatentAttention")
+        apart = {k: v for k, v in stock.modules.items() if k not in exchanged and not k.startswith(inside)}
+        own = {k: v for k, v in ours.modules.items() if k not in exchanged and not k.startswith(inside)}
+        found += _unlike("module", apart, own)
+        for name in stock.modules.keys() & ours.modules.keys():
+            a, b = stock.attributes[name], ours.attributes[name]
+            if name in exchanged:  # what both know; "causal" is an enum's member to one of them
+                common = (a.keys() & b.keys()) - {"attn_mask_type"}
+                a, b = ({key: side[key] for key in common} for side in (a, b))
+            found += _unlike(f"attribute of {name}", *({k: side[k] for k in side.keys() - settings} for side in (a, b)))
+        for name in stock.spreads.keys() & ours.spreads.keys():
+            a, b = stock.spreads[name], ours.spreads[name]
+            if not abs(a - b) <= 0.15 * max(a, b):
+                found.append(f"spread of {name}: {b:.3g}, stock {a:.3g}")
+    a, b = ({k: side.configuration[k] for k in side.configuration.keys() - settings} for side in (stock, ours))
+    found += _unlike("configuration", a, b)
+    if not adapted & RANDOM:
+        found += computed_apart(stock.computed, ours.computed, max([bound, *(LOOSE.get(flag, 0) for flag in adapted)]))
+    return found
+
+
+def _unlike(what: str, stock: dict, ours: dict) -> list[str]:
+    names = sorted(stock.keys() | ours.keys())
+    return [f"{what} {n}: {ours.get(n)}, stock {stock.get(n)}" for n in names if stock.get(n) != ours.get(n)]
+
+
+def computed_apart(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], bound: float) -> list[str]:
+    """What two models compute differently.  A gradient far below the largest is a sum of nothing."""
+    largest = max(float(value.abs().max()) for name, value in stock.items() if name != "loss")
+    found = []
+    for name in sorted(stock.keys() & ours.keys()):
+        a, b = stock[name], ours[name]
+        error = float((a - b).abs().max() / a.abs().max().clamp(min=1e-3 * largest)) if a.shape == b.shape else 0.0
+        if not error < bound:
+            found.append(f"{name}: {error:.1e} away from stock's")
+    return found

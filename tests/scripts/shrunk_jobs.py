@@ -1,0 +1,42 @@
+"""Shrink the jobs that are given as lines of JSON, {"gpus": N, "flags": [...]}, and let Megatron validate both sizes.
+
+Prints a line of JSON a job: what failed, or what the rehearsal is.
+"""
+
+import json
+import sys
+
+from launch import ROOT
+
+sys.path.insert(0, str(ROOT))
+from megatron_fp8 import ranks
+
+ranks.warm_up()
+from megatron_fp8.rehearsal.command import Launch, take_apart, words_of
+from megatron_fp8.rehearsal.job import examine
+from megatron_fp8.rehearsal.shrink import shrink
+
+SCRIPT = str(ROOT / "pretrain_gpt_fp8.py")
+for line in sys.stdin:
+    request = json.loads(line)
+    job = examine(take_apart([SCRIPT, *request["flags"]]), request["gpus"])
+    if job.args is None:
+        print(json.dumps({"error": job.error}), flush=True)
+        continue
+    flags = take_apart([SCRIPT, *request["flags"]]).flags
+    mock = bool(job.missing) or job.args.mock_data
+    small = shrink(flags, job.args, most_ranks=64, quick_ranks=64, mock_data=mock,
+                   all_layers=request.get("all_layers", False), storage=job.cells["grad_accum"])  # fmt: skip
+    again = examine(Launch([SCRIPT], small.flags, small.ranks), small.ranks)
+    found = {"ranks": small.ranks, "data": small.data_parallel, "left_out": small.left_out, "missing": job.missing}
+    found["changes"] = {change.what: [change.before, change.after] for change in small.changes}
+    found["rehearsal_error"], found["level"] = again.error, again.level
+    found["cells"] = [job.cells, again.cells]
+    if again.args is not None:
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+                 "sequence_parallel", "expert_model_parallel_size", "num_experts", "group_query_attention",
+                 "multi_latent_attention", "swiglu", "add_bias_linear", "use_distributed_optimizer", "hidden_size",
+                 "num_layers", "num_query_groups", "num_attention_heads", "global_batch_size")  # fmt: skip
+        found["kept"] = {name: [getattr(a, name) for a in (job.args, again.args)] for name in names}
+    print(json.dumps(found), flush=True)
+    assert words_of(flags)

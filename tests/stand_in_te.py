@@ -1,0 +1,316 @@
+"""A stand-in for Transformer Engine in plain torch: stock Megatron's own TE layer spec can be built on any machine.
+
+`install()`, before Megatron is imported, puts a module `transformer_engine` in place.  Megatron's side is the real one:
+its spec functions, and the wrappers that turn its configuration into TE's arguments (core/extensions).  What is stood
+in for is what those wrap: linears, norms and attention as TE documents them, without FP8 or fused kernels, with the
+names, shapes and marks of TE's parameters.  tests/gpu/test_architecture_te.py compares with the real one.
+"""
+
+import contextlib
+import importlib.machinery
+import math
+import sys
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import Parameter
+
+VERSION = "2.10.0"  # below 2.19, from which on Megatron imports TE's own kernels
+
+
+def install() -> None:
+    """Make `import transformer_engine` find the stand-in."""
+    contents = {
+        "": {"__version__": VERSION},
+        "common": {},
+        "common.recipe": {"DelayedScaling": _Recipe, "Format": types.SimpleNamespace(E4M3=0, HYBRID=1)},
+        "pytorch": {
+            "Linear": Linear,
+            "LayerNormLinear": LayerNormLinear,
+            "LayerNorm": LayerNorm,
+            "RMSNorm": RMSNorm,
+            "DotProductAttention": DotProductAttention,
+            "GroupedLinear": GroupedLinear,
+        },
+        "pytorch.fp8": {
+            "FP8GlobalStateManager": _NoFp8,
+            "fp8_autocast": _nothing,
+            "fp8_model_init": _nothing,
+        },
+        "pytorch.distributed": {
+            "CudaRNGStatesTracker": _RngTracker,
+            "activation_recompute_forward": _nothing,
+            "is_fp8_activation_recompute_enabled": lambda: False,
+            "in_fp8_activation_recompute_phase": lambda: False,
+            "checkpoint": _checkpoint,
+        },
+        "pytorch.router": dict.fromkeys(
+            ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
+        ),
+        "pytorch.ops": {"SwiGLU": _Swiglu, "GEGLU": _Geglu, "GELU": _Gelu, "ReLU": nn.ReLU},
+        "pytorch.tensor": {"QuantizedTensor": _Quantized},
+        "pytorch.module": {},
+        "pytorch.module.base": {"get_dummy_wgrad": None, "TransformerEngineBaseModule": _Base},
+    }
+    for name, attributes in contents.items():
+        full = ".".join(filter(None, ("transformer_engine", name)))
+        module = types.ModuleType(full)
+        module.__spec__ = importlib.machinery.ModuleSpec(full, None)
+        module.__path__ = []
+        vars(module).update(attributes)
+        sys.modules[full] = module
+        parent, _, own = full.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+
+
+class _Base(nn.Module):
+    def backward_dw(self) -> None:
+        pass
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)  # what TE keeps of FP8: nothing
+
+    def set_extra_state(self, state) -> None:
+        pass
+
+
+def _parameter(*shape: int, value: float | None = None, dtype=None, device=None) -> Parameter:
+    make = torch.empty(*shape, dtype=dtype, device=device)
+    return Parameter(make if value is None else make.fill_(value))
+
+
+def _normed(x, kind: str, weight, bias, eps: float, zero_centered: bool):
+    gain = 1 + weight if zero_centered else weight
+    if kind == "RMSNorm":
+        return F.rms_norm(x, weight.shape, gain, eps)
+    return F.layer_norm(x, weight.shape, gain, bias, eps)
+
+
+class LayerNorm(_Base):
+    kind = "LayerNorm"
+
+    def __init__(self, normalized_shape, eps, sequence_parallel, zero_centered_gamma, params_dtype, device):
+        super().__init__()
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.weight = _parameter(normalized_shape, value=1.0 - zero_centered_gamma, dtype=params_dtype, device=device)
+        self.weight.sequence_parallel = sequence_parallel
+        self.bias = None
+        if self.kind == "LayerNorm":
+            self.bias = _parameter(normalized_shape, value=0.0, dtype=params_dtype, device=device)
+            self.bias.sequence_parallel = sequence_parallel
+
+    def forward(self, x):
+        return _normed(x, self.kind, self.weight, self.bias, self.eps, self.zero_centered_gamma)
+
+
+class RMSNorm(LayerNorm):
+    kind = "RMSNorm"
+
+
+class Linear(_Base):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        *,
+        sequence_parallel,
+        tp_group,
+        tp_size,
+        get_rng_state_tracker,
+        init_method,
+        bias,
+        return_bias,
+        parallel_mode,
+        params_dtype,
+        device,
+        rng_tracker_name=None,
+        **_,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.use_bias, self.return_bias = bias, return_bias
+        rows, columns = out_features, in_features
+        if parallel_mode == "column":
+            rows //= tp_size
+        if parallel_mode == "row":
+            columns //= tp_size
+        self.weight = _parameter(rows, columns, dtype=params_dtype, device=device)
+        self.bias = _parameter(rows, value=0.0, dtype=params_dtype, device=device) if bias else None
+        with torch.no_grad():
+            if get_rng_state_tracker is None:
+                init_method(self.weight)
+            else:
+                with get_rng_state_tracker().fork(*filter(None, [rng_tracker_name])):
+                    init_method(self.weight)
+        if parallel_mode is not None:
+            _mark(self.weight, 1 if parallel_mode == "row" else 0)
+            if bias and parallel_mode == "row":
+                self.bias.sequence_parallel = self.sequence_parallel
+            elif bias:
+                _mark(self.bias, 0)
+
+    def forward(self, x, is_first_microbatch=None):
+        from megatron.core.tensor_parallel import mappings
+
+        if self.parallel_mode == "column" and self.sequence_parallel:
+            x = mappings.gather_from_sequence_parallel_region(x, group=self.tp_group)
+        elif self.parallel_mode == "column" and self.tp_size > 1:
+            x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+        y = F.linear(x, self.weight)
+        if self.parallel_mode == "row" and self.sequence_parallel:
+            y = mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
+        elif self.parallel_mode == "row" and self.tp_size > 1:
+            y = mappings.reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
+        if self.use_bias and not self.return_bias:
+            y = y + self.bias
+        return (y, self.bias) if self.return_bias else y
+
+
+def _mark(parameter: Parameter, dim: int) -> None:
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+
+
+class LayerNormLinear(Linear):
+    def __init__(self, in_features, out_features, *, eps, normalization, zero_centered_gamma, **kwargs):
+        super().__init__(in_features, out_features, **kwargs)
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        like = {"dtype": kwargs["params_dtype"], "device": kwargs["device"]}
+        self.layer_norm_weight = _parameter(in_features, value=1.0 - zero_centered_gamma, **like)
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+        self.layer_norm_bias = None
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = _parameter(in_features, value=0.0, **like)
+            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+
+    def forward(self, x, is_first_microbatch=None):
+        norm = self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
+        return super().forward(_normed(x, *norm))
+
+
+class GroupedLinear(_Base):
+    """Linears one for each expert, `weight0`, `weight1`...; tensor parallelism 1 only."""
+
+    def __init__(
+        self, num_gemms, in_features, out_features, *, init_method, bias, return_bias, params_dtype, device, **_
+    ):
+        super().__init__()
+        self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
+        for i in range(num_gemms):
+            weight = _parameter(out_features, in_features, dtype=params_dtype, device=device)
+            with torch.no_grad():
+                init_method(weight)
+            setattr(self, f"weight{i}", weight)
+            if bias:
+                setattr(self, f"bias{i}", _parameter(out_features, value=0.0, dtype=params_dtype, device=device))
+
+    def forward(self, x, m_splits, is_first_microbatch=None):
+        parts = x.split([int(rows) for rows in m_splits])
+        out = [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []
+        if biases and not self.return_bias:
+            out = [part + bias for part, bias in zip(out, biases, strict=True)]
+        return (torch.cat(out), biases) if self.return_bias else torch.cat(out)
+
+
+class DotProductAttention(_Base):
+    """softmax(scale Q K^T + bias, masked, with a sink) V in FP32; (s, b, heads, channels)."""
+
+    def __init__(
+        self,
+        num_attention_heads,
+        kv_channels,
+        *,
+        num_gqa_groups,
+        attention_dropout,
+        attn_mask_type,
+        sequence_parallel,
+        tp_size,
+        get_rng_state_tracker,
+        layer_number,
+        softmax_scale=None,
+        softmax_type="vanilla",
+        window_size=None,
+        **_,
+    ):
+        super().__init__()
+        keys = kv_channels[0] if isinstance(kv_channels, tuple) else kv_channels
+        self.scale = softmax_scale or 1.0 / math.sqrt(keys)
+        self.heads, self.groups = num_attention_heads // tp_size, num_gqa_groups // tp_size
+        self.attn_mask_type, self.window_size, self.dropout = attn_mask_type, window_size, attention_dropout
+        self.softmax_offset = None
+        if softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(self.heads)
+        elif softmax_type == "learnable":
+            self.softmax_offset = _parameter(self.heads, value=0.0)
+
+    def forward(self, q, k, v, attention_mask=None, attn_mask_type=None, core_attention_bias=None, **_):
+        k, v = (t.repeat_interleave(self.heads // self.groups, dim=2) for t in (k, v))
+        scores = torch.einsum("sbhc,tbhc->bhst", q.float(), k.float()) * self.scale
+        if core_attention_bias is not None:
+            scores = scores + core_attention_bias
+        kind = attn_mask_type or self.attn_mask_type
+        distance = torch.arange(q.shape[0])[:, None] - torch.arange(k.shape[0])  # how far back a key lies
+        masked = torch.zeros_like(distance, dtype=torch.bool)
+        if kind == "causal":
+            masked = masked | (distance < 0)
+        elif kind != "no_mask":
+            masked = attention_mask
+        if self.window_size is not None:
+            left, right = self.window_size
+            masked = masked | (distance > left if left >= 0 else False) | (-distance > right if right >= 0 else False)
+        scores = scores.masked_fill(masked, -torch.inf)
+        if self.softmax_offset is not None:
+            sink = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            probabilities = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            probabilities = scores.softmax(-1)
+        probabilities = F.dropout(probabilities, self.dropout, self.training)
+        return torch.einsum("bhst,tbhc->sbhc", probabilities, v.float()).to(v.dtype).flatten(2)
+
+
+class _Swiglu(nn.Module):
+    def forward(self, x):
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class _Geglu(nn.Module):
+    def forward(self, x):
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+class _Gelu(nn.Module):
+    def forward(self, x):
+        return F.gelu(x, approximate="tanh")
+
+
+class _Recipe:
+    def __init__(self, **_):
+        pass
+
+
+class _NoFp8:
+    is_fp8_enabled = staticmethod(lambda: False)
+
+
+class _Quantized:
+    """The class of TE's FP8 tensors: there are none."""
+
+
+class _RngTracker:
+    """TE's tracker has the interface of Megatron's, which these runs use."""
+
+
+@contextlib.contextmanager
+def _nothing(*_, **__):
+    yield
+
+
+def _checkpoint(function, *args, distribute_saved_activations, get_rng_state_tracker, tp_group, **kwargs):
+    return function(*args, **kwargs)  # the same result

@@ -1,0 +1,52 @@
+"""No flag of the model is lost: a level builds what stock's Transformer Engine spec builds, over all Megatron's flags.
+
+The comparison is made in a process of its own, where a stand-in for Transformer Engine is imported before Megatron.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from architecture_cases import EXCLUDED, NO_EFFECT, architecture_flags, case_lines
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CASES = case_lines()
+
+
+def flag_of(case: str) -> str:
+    return case.split()[0].partition("=")[0]
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, dict]:
+    script = [sys.executable, "tests/scripts/compare_architectures.py"]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, cwd=REPOSITORY, capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {result["case"]: result for result in results}
+
+
+def test_every_flag_of_the_model_is_tried_or_excluded(parser):
+    tried = {flag_of(case) for case in CASES}
+    excluded = [flag for flags in EXCLUDED.values() for flag in flags.split()]
+    assert len(excluded) == len(set(excluded))
+    assert not tried & set(excluded)
+    assert tried | set(excluded) == architecture_flags(parser)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_level_builds_and_computes_what_stock_does_or_refuses(case, compared):
+    result = compared[case]
+    assert result["verdict"] in ("same", "refused"), result["details"]
+    if result["verdict"] == "refused":
+        (message,) = result["details"]
+        assert "\n" not in message and "--" in message
+
+
+def test_every_flag_shows_in_stocks_model(compared):
+    seen = {flag_of(case) for case, result in compared.items() if result.get("effect", True)}
+    assert {flag_of(case) for case in CASES} - seen == set(NO_EFFECT)

@@ -1,0 +1,81 @@
+"""What a run needs before it may start: one queue to the GPU, and a script that trains a GPT."""
+
+import sys
+import types
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_fp8 import checks, cpu
+from megatron_fp8.checks import MAX_CONNECTIONS, check_model, check_script, set_max_connections
+
+
+def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, overlap=False, value=None, started=False):
+    """(lines for the log, the variable afterwards)."""
+    monkeypatch.setattr(checks, "_compute_capability", lambda: capability)
+    monkeypatch.setattr(cpu, "needed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.delenv(MAX_CONNECTIONS, raising=False)
+    if value is not None:
+        monkeypatch.setenv(MAX_CONNECTIONS, value)
+    args = Namespace(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, overlap_moe_expert_parallel_comm=overlap
+    )
+    return set_max_connections(args), checks.os.environ.get(MAX_CONNECTIONS)
+
+
+def test_one_queue_is_set_where_megatron_demands_it(monkeypatch):
+    said = f"--tensor-model-parallel-size 2: {MAX_CONNECTIONS}=1, which Megatron asks for before Blackwell"
+    assert asked(monkeypatch, tp=2) == ([said], "1")
+    assert asked(monkeypatch, tp=2, capability=None) == ([said], "1")
+    lines, value = asked(monkeypatch, cp=4)
+    assert lines[0].startswith("--context-parallel-size 4: ") and value == "1"
+
+
+@pytest.mark.parametrize(
+    "case", [{}, {"tp": 2, "capability": (10, 0)}, {"tp": 2, "overlap": True}], ids=["one", "Blackwell", "overlap"]
+)
+def test_and_nowhere_else(case, monkeypatch):
+    assert asked(monkeypatch, **case) == ([], None)
+
+
+@pytest.mark.parametrize("value", ["1", "32"])
+def test_what_the_user_has_set_stays(value, monkeypatch):
+    assert asked(monkeypatch, tp=2, value=value) == ([], value)
+
+
+def test_after_cuda_has_started_it_is_too_late(monkeypatch):
+    with pytest.raises(ValueError, match=f"--tensor-model-parallel-size 2: Megatron needs {MAX_CONNECTIONS}=1"):
+        asked(monkeypatch, tp=2, started=True)
+
+
+def model_class(name, package):
+    return type(name, (torch.nn.Module,), {"__module__": f"megatron.core.models.{package}"})
+
+
+OTHERS = [("T5Model", "T5"), ("BertModel", "bert"), ("HybridModel", "hybrid"), ("LLaVAModel", "multimodal")]
+
+
+@pytest.mark.parametrize(("name", "package"), OTHERS)
+def test_a_script_with_another_model_is_refused(name, package, monkeypatch):
+    script = types.SimpleNamespace(**{name: model_class(name, package)})
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    with pytest.raises(ValueError, match=f"--fp8-level O1: the script trains a {name}, and a level knows"):
+        check_script("O1")
+
+
+def test_a_gpts_script_passes(monkeypatch):
+    script = types.SimpleNamespace(GPTModel=model_class("GPTModel", "gpt"), MyModel=torch.nn.Linear, ModelType=int)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    check_script("O1")
+
+
+def test_a_model_that_a_script_has_from_elsewhere_is_refused():
+    if cpu.needed():
+        cpu.install()
+    try:
+        with pytest.raises(ValueError, match="the script trains a Linear"):
+            check_model("O3", [torch.nn.Linear(2, 2)])
+    finally:
+        cpu.uninstall()

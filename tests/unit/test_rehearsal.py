@@ -1,0 +1,191 @@
+"""A rehearsal's flags: of every kind of job they pass Megatron's validation, with the job's own layout."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT
+from megatron_runs import script_path
+
+from megatron_fp8.rehearsal.command import take_apart
+
+SCRIPT = "pretrain_gpt_fp8.py"
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus"),
+    [
+        (f"torchrun --nproc-per-node 8 --nnodes=16 {SCRIPT} --bf16", 128),
+        (f"torchrun --nproc_per_node=8 {SCRIPT} --bf16", 8),
+        (f"python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 -m megatron_fp8 {SCRIPT} --bf16", 8),
+        (f"FOO=1 srun -N16 --ntasks-per-node 8 --kill-on-bad-exit=1 python -u {SCRIPT} --bf16", 128),
+        (f"srun -n 128 python {SCRIPT} --bf16", 128),
+        (f"srun --nodes 4 torchrun --nnodes 4 --nproc-per-node 8 {SCRIPT} --bf16", 32),
+        (f"python {SCRIPT} --bf16", 1),
+        (f"torchrun --nproc-per-node gpu {SCRIPT} --bf16", None),
+        (f"torchrun --nnodes --nproc-per-node 8 {SCRIPT} --bf16", None),
+    ],
+)
+def test_a_launcher_says_how_many(command, gpus):
+    found = take_apart(command.split())
+    assert (found.gpus, found.flags, found.script[-1]) == (gpus, [("--bf16", [])], SCRIPT)
+    assert found.script[:-1] == (["-m", "megatron_fp8"] if "-m megatron_fp8" in command else [])
+
+
+def test_flags_keep_their_values():
+    found = take_apart(f"{SCRIPT} --window-size 127 0 --lr=1e-3 --min-lr -1 --data-path 0.3 a 0.7 b --bf16".split())
+    assert found.flags == [
+        ("--window-size", ["127", "0"]),
+        ("--lr", ["1e-3"]),
+        ("--min-lr", ["-1"]),
+        ("--data-path", ["0.3", "a", "0.7", "b"]),
+        ("--bf16", []),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [("torchrun --nproc-per-node 8", "names no script"), ("torchrun nowhere/train.py --bf16", "no such script here")],
+)
+def test_a_command_without_a_script_is_one_line(command, line):
+    with pytest.raises(ValueError, match=line):
+        take_apart(command.split())
+
+
+COMMON = "--bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303 --lr 1e-4 --train-samples 1000000"
+GPT = f"{COMMON} --seq-length 2048 --max-position-embeddings 4096 --position-embedding-type rope --disable-bias-linear"
+JOBS = {  # name: (GPUs, flags)
+    "175b": (
+        128,
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --tensor-model-parallel-size 8 "
+        "--sequence-parallel --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 512 "
+        "--use-distributed-optimizer --overlap-grad-reduce --untie-embeddings-and-output-weights "
+        "--lr-warmup-samples 1000 --fp8-level O3 --load /nowhere --tensorboard-dir /logs "
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 7",
+    ),
+    "interleaved": (
+        64,
+        "--num-layers 48 --hidden-size 6144 --num-attention-heads 48 --group-query-attention --num-query-groups 8 "
+        "--swiglu --ffn-hidden-size 16384 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 "
+        "--num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 2 --global-batch-size 256 --fp8-level O2 "
+        "--rampup-batch-size 32 32 100000 --lr-decay-style WSD --lr-wsd-decay-samples 10",
+    ),
+    "uneven": (
+        16,
+        "--num-layers 30 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 4 "
+        "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 8 --micro-batch-size 2 "
+        "--global-batch-size 64 --fp8-level O1",
+    ),
+    "accounted": (
+        16,
+        "--num-layers 30 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 4 "
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --micro-batch-size 2 "
+        "--global-batch-size 64 --fp8-level O1",
+    ),
+    "by a layout": (
+        16,
+        "--num-layers 6 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 4 "
+        "--pipeline-model-parallel-layout E|ttt|ttt|L --micro-batch-size 2 --global-batch-size 64 --fp8-level O1",
+    ),
+    "few query groups": (
+        16,
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 2 "
+        "--tensor-model-parallel-size 8 --sequence-parallel --micro-batch-size 4 --global-batch-size 64 --fp8-level O3 "
+        "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 2",
+    ),
+    "experts": (
+        64,
+        "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-experts 64 --expert-model-parallel-size 8 "
+        "--moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
+        "--moe-layer-freq ([0]+[1]*23) --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 512 "
+        "--fp8-level O1 --moe-router-load-balancing-type aux_loss",
+    ),
+    "named layers": (
+        8,
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 1 --global-batch-size 64 "
+        "--fp8-level O3 --fp8-bf16-layers decoder.layers.31.*,*.linear_fc1",
+    ),
+    "defaults": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64 "
+        "--swiglu --fp8-level O3 --window-size 1023 0",
+    ),
+    "7 in a batch": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 7 "
+        "--fp8-level O3",
+    ),
+    "data elsewhere": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64 "
+        "--fp8-level O3 --data-path /data/pile_text_document --tokenizer-type GPT2BPETokenizer "
+        "--vocab-file /data/vocab.json --merge-file /data/merges.txt",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shrunk():
+    """{name of a job: what tests/scripts/shrunk_jobs.py says of it}."""
+    lines = []
+    for name, (gpus, flags) in JOBS.items():
+        common = GPT.replace("--mock-data --tokenizer-type NullTokenizer", "") if name == "data elsewhere" else GPT
+        lines.append(json.dumps({"gpus": gpus, "flags": [*common.split(), *flags.split()]}))
+    done = subprocess.run(
+        [sys.executable, "tests/scripts/shrunk_jobs.py"],
+        input="\n".join(lines),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(JOBS), done.stderr[-3000:]
+    return dict(zip(JOBS, found, strict=True))
+
+
+SHRUNK = ("hidden_size", "num_layers", "num_query_groups", "num_attention_heads", "global_batch_size")
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "7 in a batch"])
+def test_a_rehearsal_is_a_job_of_the_same_layout(shrunk, name):
+    found = shrunk[name]
+    assert "error" not in found and not found["rehearsal_error"], found
+    for what, (before, after) in found["kept"].items():
+        assert before == after or what in SHRUNK, what
+    hidden, small = found["kept"]["hidden_size"]
+    assert small < hidden / 4
+    assert found["cells"][0] == found["cells"][1]
+    assert found["ranks"] <= 64
+
+
+def test_what_is_shrunk(shrunk):
+    paper = shrunk["175b"]
+    assert paper["ranks"] == 64 and paper["changes"]["data parallelism"] == [4, 2]
+    assert paper["changes"]["--num-layers"] == [96, 8] and paper["changes"]["--num-attention-heads"] == [96, 8]
+    assert paper["changes"]["micro-batches a step"] == [128, 5]
+    assert paper["left_out"] == ["--load", "--tensorboard-dir"]
+    assert paper["cells"][1]["grad_accum"] == "bf16"  # as of 128 micro-batches
+    assert shrunk["interleaved"]["changes"]["--num-layers"] == [48, 16]
+    assert shrunk["interleaved"]["changes"]["--num-query-groups"] == [8, 4]
+    assert shrunk["uneven"]["changes"]["--num-layers"] == [30, 1 + 2 + 2 + 2]
+    assert shrunk["uneven"]["changes"]["--decoder-first-pipeline-num-layers"] == [6, 1]
+    for name in ("by a layout", "experts", "named layers"):
+        assert "--num-layers" not in shrunk[name]["changes"]
+    assert shrunk["experts"]["data"] == 8
+
+
+def test_a_job_that_cannot_start_says_why(shrunk):
+    assert "7" in shrunk["7 in a batch"]["error"] and "\n" not in shrunk["7 in a batch"]["error"]
+
+
+def test_data_that_is_not_here_is_said_and_passed_over(shrunk):
+    assert shrunk["data elsewhere"]["missing"].startswith("--vocab-file /data/vocab.json: there is no such file")

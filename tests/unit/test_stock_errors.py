@@ -1,0 +1,126 @@
+"""Stock Megatron's own checks in one line: real ones, raised by its validation, and what keeps its traceback."""
+
+import sys
+
+import pytest
+from commands import MODEL
+
+from megatron_fp8 import stock_errors
+from megatron_fp8.config import adapt_stock_args, config_from_args
+from megatron_fp8.stock_errors import remember_flags, stock_mistake
+
+WRONG = [  # (world size, flags, how the line begins)
+    (
+        1,
+        "--global-batch-size 7",
+        "--global-batch-size 7, --micro-batch-size 2: eval_global_batch_size (7) must be divisible",
+    ),
+    (
+        2,
+        "--num-layers 3 --pipeline-model-parallel-size 2",
+        "--num-layers 3, --pipeline-model-parallel-size 2: Number of layers should be divisible by the pipeline",
+    ),
+    (1, "--overlap-param-gather", "--overlap-param-gather only supported with distributed optimizer"),
+    (1, "--min-lr 1", "--lr 0.001, --min-lr 1.0: Megatron needs min_lr <= lr; change it"),
+    (
+        1,
+        "--save x --save-interval 3 --save-retain-interval 4",
+        "--save-retain-interval 4, --save-interval 3: Megatron needs save_retain_interval % save_interval == 0",
+    ),
+    (1, "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: world size (1) is not divisible by"),
+    (
+        2,
+        "--num-attention-heads 3 --tensor-model-parallel-size 2 --hidden-size 96",
+        "--num-attention-heads 3, --tensor-model-parallel-size 2: num_attention_heads (3) must be a multiple of",
+    ),
+    (1, "--expert-model-parallel-size 2", "--expert-model-parallel-size 2: num_experts must be non None to use"),
+    (1, "--seq-length 128", "--seq-length 128, --max-position-embeddings 96: max_position_embeddings (96) must be"),
+    (1, "--train-samples 100", "--train-iters 2, --train-samples 100: expected iteration-based training"),
+    (1, "--recompute-granularity full", "--recompute-granularity full: Using recompute_granularity: full so"),
+    (1, "--recompute-granularity selective --recompute-modules foo", "--recompute-modules foo: Invalid choices for"),
+    (1, "--squared-relu --swiglu", "--squared-relu, --swiglu: Megatron needs not swiglu; change it"),
+    (1, "--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "--lr-warmup-fraction 0.1, --lr-warmup-iters 2: can only"),
+    (1, "--weight-decay-incr-style linear", "--weight-decay-incr-style linear: Megatron needs start_weight_decay is"),
+    (1, "--ckpt-format torch_dcp", "--ckpt-format torch_dcp is only tested with FSDP (without --use-torch-fsdp2)"),
+    (1, "--data-path x", "--mock-data, --data-path x: A single data source must be provided"),
+    (1, "--use-mup --mup-base-hidden-size 0", "--use-mup, --mup-base-hidden-size 0: --mup-base-hidden-size must be"),
+    (1, "--num-experts 4 --moe-router-topk 1 --swiglu", "--moe-router-topk 1: Please use --moe-router-pre-softmax"),
+]
+
+
+@pytest.fixture
+def line_of(parser, parse, monkeypatch):
+    """The line of what parsing, adapting, validating and configuring raise."""
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import validate_args
+
+    monkeypatch.setattr(stock_errors, "_flags", {})
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    remember_flags(parser)
+
+    def line_of(world_size, flags, level="--fp8-level O2"):
+        argv = [*MODEL, *level.split(), *flags.split()]
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        args = parse(*argv)
+        args.world_size = world_size
+        args._is_global_batch_size_explicitly_specified = True
+        try:
+            if config := config_from_args(args):
+                adapt_stock_args(args, config)
+            validate_args(args)
+            gpt_config_from_args(args)
+        except Exception as error:
+            return stock_mistake(error)
+        return "none raised"
+
+    return line_of
+
+
+@pytest.mark.parametrize(("world_size", "flags", "start"), WRONG, ids=[flags for _, flags, _ in WRONG])
+def test_a_check_that_fails_is_one_line(world_size, flags, start, line_of):
+    line = line_of(world_size, flags)
+    assert line is not None and "\n" not in line
+    assert line.startswith(start), line
+    assert "; Megatron checks it in megatron/" in line
+
+
+def test_an_operation_that_fails_keeps_its_traceback(line_of, monkeypatch):
+    from megatron.training import arguments
+
+    monkeypatch.setattr(arguments, "warn_rank_0", None)  # a bug: it is called
+    assert line_of(1, "--sequence-parallel") is None
+
+
+def test_so_does_what_others_raise():
+    for wrong in (lambda: int("x"), lambda: [][0], lambda: (_ for _ in ()).throw(ValueError("not Megatron's"))):
+        try:
+            wrong()
+        except Exception as error:
+            assert stock_mistake(error) is None
+
+
+def test_after_the_first_step_everything_keeps_its_traceback(tmp_path, monkeypatch):
+    script = tmp_path / "training.py"
+    script.write_text(
+        "def train(iteration, start_iteration):\n    check(iteration)\n"
+        "def check(iteration):\n    assert iteration < 0, 'too late'\n"
+    )
+    namespace = {"__name__": "megatron.training.training"}
+    exec(compile(script.read_text(), str(script), "exec"), namespace)
+    for iteration, expected in ((3, True), (4, False)):
+        try:
+            namespace["train"](iteration, 3)
+        except AssertionError as error:
+            assert (stock_mistake(error) is not None) is expected
+
+
+def test_a_class_that_is_missing_is_named(line_of):
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if gpt_layer_specs.HAVE_TE:
+        pytest.skip("Transformer Engine is installed")
+    try:
+        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    except TypeError as error:
+        line = stock_mistake(error)
+    assert line.startswith("Megatron has no TESpecProvider here: Transformer Engine is not installed; install it")
