@@ -8,6 +8,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
+from megatron.training.global_vars import get_args
 
 from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
