@@ -7,13 +7,13 @@
     replaced   how long it trains, where it saves, what it logs to
 
 A rank has at least one head, mostly of 16 channels: the smallest that an FP8 GEMM takes.  Layers of one kind are as
-good as many, so a virtual stage keeps two, or one where there are many stages; one that has more or fewer than the others
-keeps that.  A step keeps so many micro-batches that 1F1B and the interleaved schedule have a steady phase.
+good as many, so a virtual stage keeps two, or one where there are many stages; a stage that has more or fewer than
+the others keeps that.  A step keeps so many micro-batches that 1F1B and the interleaved schedule have a steady phase.
 """
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 Flags = list[tuple[str, list[str]]]
@@ -105,12 +105,11 @@ def shrink(
 
     replaced = {*_SIZES, *_LENGTH, *_FOLDERS, *layers, *LEFT_OUT, *(_DATA if mock_data else [])}
     kept = [(flag, values) for flag, values in flags if flag not in replaced]
-    kept += [(flag, [str(value) for value in ([values] if isinstance(values, int) else values)])
-             for flag, values in (sizes | layers).items()]  # fmt: skip
+    kept += [(flag, [str(value)]) for flag, value in (sizes | layers).items()]
     kept += _fixed(job, batch, mock_data, storage, any(flag == "--fp8-grad-accum" for flag, _ in flags))
     given = {flag for flag, _ in flags}
     changes = [
-        *(Change(flag, _of(job, flag), _shown(value)) for flag, value in (sizes | layers).items()),
+        *(Change(flag, _of(job, flag), value) for flag, value in (sizes | layers).items()),
         Change("micro-batches a step", micro_batches, fewer),
         Change("data parallelism", job.data_parallel_size, data),
         *([Change("context parallelism", job.context_parallel_size, 1)] if job.context_parallel_size > 1 else []),
@@ -131,7 +130,7 @@ def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int, quick_rank
     return 2 if least == 1 and job.data_parallel_size > 1 and 2 * model_ranks <= min(most_ranks, quick_ranks) else least
 
 
-def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | list[int]]:
+def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
     """{flag: its value} of a smaller model, for every size that the job gives or has by default."""
     tensor = job.tensor_model_parallel_size
     heads, groups, hidden = job.num_attention_heads, job.num_query_groups, job.hidden_size
@@ -146,7 +145,7 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | list[int]]:
     width = _like(hidden, heads * (job.kv_channels or hidden // heads), many * channels, HEAD * tensor)
     unit = math.lcm(16, 2 * tensor) * job.mlp_chunks_for_training
     length = -(-32 // unit) * unit
-    found: dict[str, int | list[int]] = {
+    found: dict[str, int | str] = {
         "--hidden-size": width,
         "--ffn-hidden-size": _like(min(job.ffn_hidden_size, 4 * hidden), hidden, width, HEAD * tensor),
         "--num-attention-heads": many,
@@ -165,7 +164,7 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | list[int]]:
         if (size := _of(job, flag)) and job.num_experts:
             found[flag] = _like(min(size, 4 * hidden), hidden, width, HEAD * tensor)
     if job.window_size is not None:
-        found["--window-size"] = [min(side, length // 4) for side in job.window_size]
+        found["--window-size"] = ",".join(str(min(side, length // 4)) for side in job.window_size)
     if getattr(job, "mup_base_hidden_size", None):
         found["--mup-base-hidden-size"] = max(1, job.mup_base_hidden_size * width // hidden)
     if mock_data:
@@ -243,8 +242,5 @@ def _fixed(job: Namespace, batch: int, mock_data: bool, storage: str, has_storag
 
 
 def _of(job: Namespace, flag: str):
-    return getattr(job, flag[2:].replace("-", "_"), None)
-
-
-def _shown(value: int | Sequence[int]) -> int | str:
-    return value if isinstance(value, int) else " ".join(map(str, value))
+    value = getattr(job, flag[2:].replace("-", "_"), None)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else value

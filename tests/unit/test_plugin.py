@@ -78,7 +78,7 @@ def test_a_model_without_fp8_layers_is_refused():
         from megatron_fp8.engine.build import build_optimizer
 
         fp8 = make_dataclass("Config", [("level", str)])("O1")
-        with pytest.raises(ValueError, match="--fp8-level O1: found no GPT transformer layer"):
+        with pytest.raises(ValueError, match="--fp8-level O1: the model has no GPT transformer layer"):
             build_optimizer(fp8, None, None, [torch.nn.Linear(2, 2)], None)
     finally:
         cpu.uninstall()

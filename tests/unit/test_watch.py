@@ -34,7 +34,7 @@ def test_flags(parse):
         ("--fp8-spike-sigma 7", "--fp8-spike-sigma 7.0: nothing is watched; add --fp8-on-spike log, or remove it"),
         ("--fp8-spike-window 64", "--fp8-spike-window 64: nothing is watched; add --fp8-on-spike log, or remove it"),
         ("--fp8-on-spike log --fp8-spike-sigma 0", "--fp8-spike-sigma 0.0: use a number above 0"),
-        ("--fp8-on-spike log --fp8-spike-sigma nan", "--fp8-spike-sigma nan: use a number above 0"),
+        ("--fp8-on-spike log --fp8-spike-sigma nan", "--fp8-spike-sigma nan: not a number; give one, or remove it"),
         ("--fp8-on-spike log --fp8-spike-window 15", "--fp8-spike-window 15: use 16 or more"),
         *(
             (
@@ -235,7 +235,7 @@ def test_without_evidence_all_fall_back(recipe, run, capsys):
 def test_no_linear_in_fp8_on_any_stage(group):
     for fp8 in ([False, False], [False, True]):
         weights = [SimpleNamespace(fp8=has, path=f"decoder.layers.{i}", layer_number=1) for i, has in enumerate(fp8)]
-        engine = SimpleNamespace(scaling=None, buckets=[SimpleNamespace(weight=torch.zeros(1), weights=weights)])
+        engine = SimpleNamespace(scaling=None, buckets=[SimpleNamespace(weights=weights)], device=torch.device("cpu"))
         Watch(WatchPlan("skip"), engine, group, group)
         if any(fp8):
             Watch(WatchPlan("bf16-fallback"), engine, group, group)
