@@ -31,7 +31,7 @@ What is hooked, and why not something more official:
     dist_checkpointing.save; training.training.save_checkpoint and maybe_finalize_async_save
                                                 seal checkpoints (engine/seal.py), and lose none (engine/saves.py).
     training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
-    cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint
+    cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint; dist_checkpointing.load
                                                 find a whole checkpoint, or refuse in one line (engine/loads.py).
     FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
                                                 read data, and nothing that runs (engine/pickles.py).
@@ -259,13 +259,13 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 
     from .engine import loads, pickles, saves
 
-    to_save, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
+    sharded, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
     if fp8 is None:
-        _rebind(dist_checkpointing, "save", saves.unseal_saves, to_save)
+        _rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
         _rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, to_load)
         return
     _rebind(checkpointing, "_build_sharded_state_dict_metadata", _metadata(fp8), "args")
-    _rebind(dist_checkpointing, "save", saves.seal_saves, to_save)
+    _rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
     _rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
     _rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
     _rebind(checkpointing, "read_metadata", loads.name_finished, "tracker_filename")
@@ -273,6 +273,7 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     cleanup = "cleanup_old_non_persistent_checkpoint"
     _rebind(checkpointing, cleanup, saves.keep_newest_whole, "save_dir leave_ckpt_num do_async")
     _rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), to_load)
+    _rebind(dist_checkpointing, "load", loads.by_either_name, sharded)
     _rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
     _rebind(FileSystemReader, "read_metadata", pickles.data_only_metadata, "self args kwargs")
     _rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")

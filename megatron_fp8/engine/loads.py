@@ -17,8 +17,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.training.global_vars import get_args
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ..config import Fp8Config
 from .checkpoint import check_fits, is_ours
@@ -142,6 +144,32 @@ def load_in_one_line(stock: Callable) -> Callable:
             return stock(*given, **kwargs)
 
     return load_checkpoint
+
+
+# What stands before experts, by Transformer Engine's spec and a level, and by the local spec.
+_NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
+
+
+def by_either_name(stock: Callable) -> Callable:
+    """Around dist_checkpointing.load: stock's local spec saves the norm before experts as one before a dense MLP."""
+
+    def load(sharded_state_dict, checkpoint_dir, *rest, **kwargs):
+        if get_args().num_experts:
+            stored = on_rank_0(lambda: _stored(checkpoint_dir))
+            for entry in nested_values(sharded_state_dict):
+                if isinstance(entry, ShardedTensor) and entry.key not in stored:
+                    local = entry.key.replace(_NORM, _NORM_IN_LOCAL_SPEC)
+                    entry.key = local if local in stored else entry.key
+        return stock(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
+
+    return load
+
+
+def _stored(folder: str) -> list[str]:
+    """The names of a checkpoint's tensors; none where they cannot be read, which every rank is about to find."""
+    with contextlib.suppress(Exception, CheckpointException):
+        return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return []
 
 
 def find_without_tracker(stock: Callable) -> Callable:

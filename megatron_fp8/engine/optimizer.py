@@ -286,10 +286,11 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return state
 
     def load_state_dict(self, state_dict) -> None:
-        common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
         *stock, ours = (state_dict[i] for i in range(len(self.chained_optimizers)))
-        stock = [adopt(part, state, common) for part, state in zip(self.chained_optimizers, stock, strict=False)]
-        ours.setdefault("step", step_of(stock[0]) if stock else 0)
+        for part in (part for i, part in state_dict.items() if isinstance(i, int)):  # it may have had another place
+            ours.update({key: part[key] for key in ("step", "watch") if key in part})
+        ours.setdefault("step", step_of(state_dict))
+        stock = [adopt(part, state, state_dict) for part, state in zip(self.chained_optimizers, stock, strict=False)]
         super().load_state_dict(dict(enumerate([*stock, ours])))
         for part in self.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Adam):

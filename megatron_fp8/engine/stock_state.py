@@ -10,13 +10,15 @@ cut as its buffers are: only a run of the same layout can read it.
 """
 
 import copy
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
 FORM, RESHARDABLE = "distrib_optim_sharding_type", "fully_reshardable"
 _MASTERS = "optimizer.state.{}."
@@ -43,13 +45,18 @@ def ask_for_masters(state: Any, metadata: dict) -> None:
                 entry.key = entry.key.replace(_MASTERS.format(name), _MASTERS.format(wanted), 1)
 
 
-def adopt(part: MegatronOptimizer, state: dict, common: dict) -> dict:
+def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
     """A part's loaded state as the part itself would have saved it.
 
-    common: what a run without a level has beside it, whose optimizer is no chain; else empty.
+    state: its tensors, and what was saved beside those of the part that had its place: a run without a level has no
+    chain of parts, and one with --expert-model-parallel-size 1 none of its own for experts.
+    saved: the whole.
     """
-    state = merge(copy.deepcopy(common), state)
-    optimizer, step = state["optimizer"], step_of(state)
+    state = merge(copy.deepcopy({key: value for key, value in saved.items() if not isinstance(key, int)}), state)
+    optimizer, step = state.setdefault("optimizer", {}), step_of(saved)
+    params = [group["params"] for group in optimizer.get("param_groups", ()) if "params" in group]
+    groups = [_saved_group(group, saved) for group in part.optimizer.param_groups]
+    optimizer["param_groups"] = [{**group, "params": at} for group, at in zip_longest(groups, params)]
     if isinstance(part.optimizer, torch.optim.Adam) and not isinstance(part, DistributedOptimizer):
         optimizer["state"]["common_step"] = torch.tensor(float(step))
         return state
@@ -61,8 +68,30 @@ def adopt(part: MegatronOptimizer, state: dict, common: dict) -> dict:
     return state
 
 
-def step_of(state: dict) -> int:
-    """The updates made, of a part's loaded state."""
-    optimizer = state["optimizer"]
-    steps = [optimizer.get("state", {}).get("common_step"), *(group.get("step") for group in optimizer["param_groups"])]
+def step_of(saved: dict) -> int:
+    """The updates made; all parts have made as many."""
+    steps = [optimizer.get("state", {}).get("common_step") for optimizer in _optimizers(saved)]
+    steps += [group.get("step") for group in _groups(saved)]
     return int(next((step for step in steps if step is not None), 0))
+
+
+def _saved_group(group: dict, saved: dict) -> dict:
+    """What was saved of a group of parameters, in whichever part it was."""
+    for found in _groups(saved):
+        if _identity(found) == _identity(group):
+            return {**found, "is_expert_parallel": group["is_expert_parallel"]}
+    raise CheckpointingException(f"no group of parameters in it has {_identity(group)}; add --no-load-optim")
+
+
+def _identity(group: dict) -> dict:
+    """By what stock knows a group again, but for its part of the chain."""
+    return {key: group.get(key) for key in param_group_identifier_keys if key != "is_expert_parallel"}
+
+
+def _groups(saved: dict) -> list[dict]:
+    return [group for optimizer in _optimizers(saved) for group in optimizer.get("param_groups", ()) if "lr" in group]
+
+
+def _optimizers(saved: dict) -> list[dict]:
+    parts = [saved, *(part for key, part in saved.items() if isinstance(key, int))]
+    return [part["optimizer"] for part in parts if "optimizer" in part]

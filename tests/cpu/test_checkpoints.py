@@ -211,6 +211,32 @@ def test_other_ways_of_the_reshardable_form(flags, reshard, tmp_path):
     assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3 if reshard == 1 else 0)
 
 
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
+SPREAD = "--expert-model-parallel-size 2"  # a part of stock's own chain of optimizers for experts alone
+
+
+@nightly
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", DISTRIBUTED),  # stock's local spec has another name for the norm before experts
+        (f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable", SPREAD),
+        (f"{SPREAD} {DISTRIBUTED} --dist-ckpt-optim-fully-reshardable", ""),
+        (f"--fp8-level O3 {DISTRIBUTED}", SPREAD),
+        ("--fp8-level O3", f"{SPREAD} {DISTRIBUTED}"),
+        (f"--fp8-level O3 {SPREAD}", DISTRIBUTED),
+    ],
+)
+def test_experts_on_other_ranks(before, after, tmp_path):
+    """Of stock without a level, and of a level; the embedding's, the experts' and the router's states."""
+    whole = train(2, f"{EXPERTS} {before}", tmp_path, save=5)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    rest = train(2, f"{EXPERTS} --fp8-level O3 {after}", tmp_path, load=True)
+    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
+    assert rest.losses[2:] == pytest.approx(whole.losses[7:], abs=2e-3)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], abs=5e-3)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
