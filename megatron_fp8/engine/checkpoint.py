@@ -63,12 +63,12 @@ def contents(fp8: Fp8Config, args) -> dict:
 
 def is_ours(common: dict | None) -> bool:
     """Whether what every rank reads of a checkpoint says that a level saved it."""
-    return CONTENTS in _contents_of(common)
+    return CONTENTS in contents_of(common)
 
 
 def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
     """ValueError in one line where this run, at a level or None, cannot take a checkpoint's optimizer state."""
-    saved, found = common.get("args"), _contents_of(common)
+    saved, found = common.get("args"), contents_of(common)
     if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
         return
     form, ours, weights_only = found.get(FORM), found.get(CONTENTS), "--no-load-optim (weights and iteration are kept)"
@@ -116,7 +116,8 @@ def _layout(args) -> str:
     return f"{', '.join(sizes)}, distributed optimizer {getattr(args, 'use_distributed_optimizer', True)}"
 
 
-def _contents_of(common: dict | None) -> dict:
+def contents_of(common: dict | None) -> dict:
+    """The content metadata in what every rank reads of a checkpoint."""
     return (load_content_metadata(preloaded_state_dict=common) or {}) if common else {}
 
 

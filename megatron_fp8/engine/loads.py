@@ -23,8 +23,9 @@ from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ..config import Fp8Config
-from .checkpoint import check_fits, is_ours
+from .checkpoint import check_fits, contents_of, is_ours
 from .seal import MARK, SEAL, Broken, is_sealed, on_rank_0, require_finished, verify
+from .stock_state import describe
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -116,6 +117,7 @@ def load_whole(fp8: Fp8Config) -> Callable:
                 missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
                 raise ValueError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
             check_fits(loaded[0], args, fp8)
+            describe(contents_of(loaded[0]))
             return loaded
 
         return load_base_checkpoint

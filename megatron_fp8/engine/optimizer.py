@@ -41,7 +41,7 @@ from .checkpoint import (
 from .compact import load_compact_state, sharded_compact_state
 from .gather import ChunkGather
 from .overlap import ChunkReducer
-from .stock_state import adopt, ask_for_masters, form_to_ask_for, step_of
+from .stock_state import adopt, ask_for_masters, step_of
 from .weights import Bucket
 
 
@@ -278,9 +278,8 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
             return super().sharded_state_dict(model_sharded_state_dict, **kwargs)
         for part in self.chained_optimizers:
             _allocate_state(part.optimizer)
-        saved = kwargs.pop("metadata", None) or {}
-        kwargs["metadata"] = form_to_ask_for(saved, self.chained_optimizers)
         state = super().sharded_state_dict(model_sharded_state_dict, True, **kwargs)
+        saved = kwargs.get("metadata") or {}
         ours = len(self.chained_optimizers) - 1
         ask_for_masters({i: part for i, part in state.items() if i < ours or CONTENTS not in saved}, saved)
         return state

@@ -21,28 +21,26 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
 FORM, RESHARDABLE = "distrib_optim_sharding_type", "fully_reshardable"
-_MASTERS = "optimizer.state.{}."
+_MASTERS = "megatron_fp8_masters"
 
 
-def is_distributed(metadata: dict) -> bool:
-    """Whether a checkpoint with this content metadata is of a run with the distributed optimizer."""
-    return metadata.get(FORM) is not None
+def describe(metadata: dict) -> None:
+    """Say in a checkpoint's content metadata what its masters are called, and that it is for every layout if it is.
 
-
-def form_to_ask_for(metadata: dict, parts: list[MegatronOptimizer]) -> dict:
-    """The content metadata with which these parts say what they would load."""
-    if not is_distributed(metadata) and any(isinstance(part, DistributedOptimizer) for part in parts):
-        return {**metadata, FORM: RESHARDABLE}
-    return metadata
+    Stock reads the second alone: with the distributed optimizer it takes no layout but the one that was saved.
+    """
+    metadata[_MASTERS] = "fp32_param" if metadata.get(FORM) is None else "param"
+    if metadata.get(FORM) is None:
+        metadata[FORM] = RESHARDABLE
 
 
 def ask_for_masters(state: Any, metadata: dict) -> None:
-    """Give the masters in what is to be loaded the names that they have in the checkpoint."""
-    wanted = "param" if is_distributed(metadata) else "fp32_param"
+    """Give the masters in what is to be loaded the names that they have in the checkpoint; of a local one their own."""
     for entry in nested_values(state):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
             for name in ("param", "fp32_param"):
-                entry.key = entry.key.replace(_MASTERS.format(name), _MASTERS.format(wanted), 1)
+                there = metadata.get(_MASTERS, name)
+                entry.key = entry.key.replace(f"optimizer.state.{name}.", f"optimizer.state.{there}.", 1)
 
 
 def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
@@ -52,7 +50,9 @@ def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
     chain of parts, and one with --expert-model-parallel-size 1 none of its own for experts.
     saved: the whole.
     """
-    state = merge(copy.deepcopy({key: value for key, value in saved.items() if not isinstance(key, int)}), state)
+    beside = copy.deepcopy({key: value for key, value in saved.items() if not isinstance(key, int)})
+    beside.get("optimizer", {}).pop("param_groups", None)  # more than this part has, where there was no chain
+    state = merge(beside, state)
     optimizer, step = state.setdefault("optimizer", {}), step_of(saved)
     params = [group["params"] for group in optimizer.get("param_groups", ()) if "params" in group]
     groups = [_saved_group(group, saved) for group in part.optimizer.param_groups]

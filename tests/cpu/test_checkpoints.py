@@ -294,7 +294,7 @@ def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"  # older, and not looked at
-    with pytest.raises(RunFailed, match=r"iter_0000003/.* is damaged or missing"):
+    with pytest.raises(RunFailed, match=r"iter_0000003/.* is damaged: its SHA-256"):
         train(1, flags, tmp_path, load=True)
 
 
@@ -336,7 +336,7 @@ def test_refusals_are_one_line(tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     for folder, flags, line in (
-        (damaged, compact, f"--load {damaged}: iter_0000002/{file.name} is damaged or missing"),
+        (damaged, compact, f"--load {damaged}: iter_0000002/{file.name} is damaged: its SHA-256"),
         (tmp_path, "--fp8-level O3", "--load: the checkpoint was saved with --fp8-ckpt-compact, for its own layout"),
         (tmp_path, f"{compact} --num-layers 3", f"--load {tmp_path}: the checkpoint does not fit this run: Global"),
     ):
