@@ -210,7 +210,7 @@ def sharded_scaling_state(scaling: DelayedScaling | None, weights: list[Fp8Weigh
 
 
 def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state: dict, warm: bool) -> None:
-    """The reverse of sharded_scaling_state. Where a slot was not used before, all scale just in time for a step."""
+    """The reverse of sharded_scaling_state. Unless warm, or where a slot is new, all scale just in time for a step."""
     history, scale = torch.zeros_like(scaling.amax_history), scaling.scale.clone()
     for weight in (w for w in weights if w.scaling is scaling):
         table = state[_key(weight)].t()

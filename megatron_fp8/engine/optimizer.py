@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.training.global_vars import get_args
 
 from ..comm.shared import SharedScale
 from ..comm.wire import sent_bytes
@@ -200,7 +201,7 @@ class EngineOptimizer(MegatronOptimizer):
             state: dict = {"state": sharded_compact_state(self.buckets)}
         else:
             state = {"state": sharded_engine_state(self.buckets, model_sharded_state_dict, is_loading)}
-        state["step"] = self.steps
+        state["step"], state["gradient_share"] = self.steps, _gradient_share()
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
         mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu.clone()
         state["mu"] = sharded_mu_state(mu, self._weights())
@@ -228,7 +229,8 @@ class EngineOptimizer(MegatronOptimizer):
             mu = load_mu_state(self._weights(), state_dict["mu"], self.device)
             self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
         if self.scaling is not None and "scaling" in state_dict:
-            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm=self.steps > 0)
+            same = state_dict.get("gradient_share", _gradient_share()) == _gradient_share()
+            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm=same and self.steps > 0)
         if self.watch is not None and "watch" in state_dict:
             self.watch.load_state_dict(state_dict["watch"])
 
@@ -249,6 +251,12 @@ class EngineOptimizer(MegatronOptimizer):
     def reload_model_params(self, state_dict=None) -> None:
         for bucket in self.buckets:
             bucket.reload_masters()
+
+
+def _gradient_share() -> float:
+    """The share of a step's gradient that one micro-batch has: scales of gradients that are predicted go with it."""
+    args = get_args()
+    return args.micro_batch_size * args.data_parallel_size / args.global_batch_size
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
@@ -287,7 +295,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
     def load_state_dict(self, state_dict) -> None:
         *stock, ours = (state_dict[i] for i in range(len(self.chained_optimizers)))
         for part in (part for i, part in state_dict.items() if isinstance(i, int)):  # it may have had another place
-            ours.update({key: part[key] for key in ("step", "watch") if key in part})
+            ours.update({key: part[key] for key in ("step", "gradient_share", "watch") if key in part})
         ours.setdefault("step", step_of(state_dict))
         stock = [adopt(part, state, state_dict) for part, state in zip(self.chained_optimizers, stock, strict=False)]
         super().load_state_dict(dict(enumerate([*stock, ours])))
