@@ -8,7 +8,6 @@ import io
 import os
 import pickle
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,23 +74,25 @@ def _examine(script: list[str], words: list[str], gpus: int) -> Job:
     from ..config import config_from_args
     from ..level import CELLS
     from ..plugin import install
+    from ..stock_errors import stock_mistake
 
     install()
     import megatron.training.arguments as arguments
 
     job = Job()
-    printed = io.StringIO()
+    printed, complaints = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
             args = arguments.parse_args(ignore_unknown_args=True)
             fp8 = config_from_args(args)  # its cells, which adaption leaves alone
             job.level = "O0" if fp8 is None else fp8.level
             args.tokenizer_type = args.tokenizer_type or "GPT2BPETokenizer"
             arguments.validate_args(args)
     except SystemExit as end:
-        job.error = f"ends while it reads its flags, with exit code {end.code}"
-    except (ValueError, AssertionError, RuntimeError) as error:
-        job.error = str(error).strip() or traceback.format_exc().strip().splitlines()[-2].strip()
+        said = complaints.getvalue().strip().splitlines()
+        job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"
+    except Exception as error:
+        job.error = stock_mistake(error) or " ".join(str(error).split()) or type(error).__name__
     else:
         job.args = Namespace(**{name: value for name, value in vars(args).items() if _travels(value)})
         if fp8 is not None:

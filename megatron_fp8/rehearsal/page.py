@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from .job import Job
 from .shrink import SAVED, STEPS, Rehearsal
 
 _ENDING = 25  # lines of a log that failed
+_H100 = 80e9  # bytes
 _NOISE = re.compile(r"Warning|warnings\.warn|return func\(|^\s*$|torch/distributed/elastic")
 
 
@@ -144,32 +146,39 @@ def _shrunk(rehearsal: Rehearsal) -> Iterator[str]:
 
 def _full_size(job: Job) -> Iterator[str]:
     yield "## What each rank holds at full size"
-    args = job.args
-    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(memory.Job)}
-    given["vocab_size"] = args.padded_vocab_size or args.vocab_size or 0
-    if not args.group_query_attention:
-        given["num_query_groups"] = None
-    given["swiglu"], given["disable_bias_linear"] = bool(args.swiglu), not args.add_bias_linear
-    given["data_parallel_size"] = args.data_parallel_size * args.context_parallel_size
-    uncounted = [name for name, is_so in (
-        ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
-        ("uneven stages", args.pipeline_model_parallel_layout or args.decoder_first_pipeline_num_layers is not None
-         or args.decoder_last_pipeline_num_layers is not None or args.account_for_embedding_in_pipeline_split
-         or args.account_for_loss_in_pipeline_split),
-    ) if is_so]  # fmt: skip
-    if uncounted or not given["vocab_size"]:
-        unknown = " and ".join(uncounted) or "an unknown vocabulary"
-        yield f"Not computed: `megatron-fp8 memory` does not count {unknown}."
+    counted = _counted(job.args)
+    if isinstance(counted, str):
+        yield f"Not computed: `megatron-fp8 memory` does not count {counted}."
     else:
-        yield from memory.table(memory.Job(**given), {"stock BF16": None, job.level: job.cells})
+        yield from memory.table(counted, {"stock BF16": None, job.level: job.cells})
         yield ""
         yield "Weights, gradients and optimizer states between two steps; activations and buffers are not in it."
     yield ""
 
 
+def _counted(args: Namespace) -> memory.Job | str:
+    """What the memory report counts a job as, or what of it the report does not count."""
+    uncounted = [name for name, is_so in (
+        ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
+        ("uneven stages", args.pipeline_model_parallel_layout or args.decoder_first_pipeline_num_layers is not None
+         or args.decoder_last_pipeline_num_layers is not None or args.account_for_embedding_in_pipeline_split
+         or args.account_for_loss_in_pipeline_split),
+        ("an unknown vocabulary", not (args.padded_vocab_size or args.vocab_size)),
+    ) if is_so]  # fmt: skip
+    if uncounted:
+        return " and ".join(uncounted)
+    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(memory.Job)}
+    given["vocab_size"] = args.padded_vocab_size or args.vocab_size
+    if not args.group_query_attention:
+        given["num_query_groups"] = None
+    given["swiglu"], given["disable_bias_linear"] = bool(args.swiglu), not args.add_bias_linear
+    given["data_parallel_size"] = args.data_parallel_size * args.context_parallel_size
+    return memory.Job(**given)
+
+
 def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     yield "## What would fail at scale"
-    found = list(_warnings(job, rehearsal, outcome))
+    found = list(warnings(job, rehearsal, outcome))
     yield from (f"- {line}" for line in found or ["Nothing that could be seen here."])
     yield "- Not seen here: NCCL and the network, memory and speed at full size, GPU kernels, files of the cluster."
     if job.said:
@@ -178,12 +187,18 @@ def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]
         yield from (f"- {line.removeprefix('[fp8] ')}" for line in job.said if "no CUDA device" not in line)
 
 
-def _warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
+def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
+    """A line for each thing that fails here, or would at full size."""
     args = job.args
     if outcome.failed:
         yield f"The start to {outcome.failed.name} failed here with exit code {outcome.failed.code}; so it will there."
     elif not outcome.repeats:
         yield "A run that resumes does not go on as it was: see above."
+    if isinstance(counted := _counted(args), memory.Job):
+        most = max(sum(rank.linears.values()) + sum(rank.others.values())
+                   for rank in memory.ranks_bytes(counted, job.cells))  # fmt: skip
+        if most > _H100:
+            yield f"A rank holds {most / 1e9:.0f} GB before the first activation; an H100 has 80 GB, an H200 141."
     if rehearsal.data_parallel == 1 < args.data_parallel_size:
         yield (
             "Communication over data parallelism was not rehearsed: two replicas are many for so few cores; "

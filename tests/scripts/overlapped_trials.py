@@ -1,15 +1,17 @@
 """Train the same few steps again and again in one process, and print a digest of what came of them each time.
 
     TRIALS      how often; each time the checkpoint of --load is loaded again, and the same samples are read
-    PRESSURE=1  around every asynchronous collective, on each rank by chance: the host sleeps, the GPU sleeps; and
-                memory of the size that was just sent is taken, filled with NaN codes and given back; from the second
-                trial on the allocator may have little more than the first trial needed
+    PRESSURE=1  around every asynchronous collective, on each rank by chance: the host sleeps, the GPU sleeps, and the
+                collective begins up to 10 ms late while the computation goes on; memory of the size that was just sent
+                is taken, filled with NaN codes and given back; from the second trial on the allocator may have little
+                more than the first trial needed
     BREAK       a fault to find: "sent", what is sent is overwritten while it is on the wire; "landing", nobody waits
                 for gradients; "gather", nobody waits for weights
 
 Each rank prints `trial N digest HASH`: of the losses, and of every bit of the model's weights and the engine's states.
 """
 
+import contextlib
 import hashlib
 import os
 import random
@@ -37,6 +39,7 @@ TRIALS, PRESSURE, BREAK = int(os.environ["TRIALS"]), os.environ.get("PRESSURE"),
 chance = random.Random()  # of the system's noise: another one on each rank and in each run
 NAN = 0x7F
 losses: list[float] = []
+side: list[torch.cuda.Stream] = []  # from which collectives are launched, once there is one
 
 
 class Replay:
@@ -110,12 +113,27 @@ def pause() -> None:
         torch.cuda._sleep(int(chance.random() * 2e6))  # about a millisecond
 
 
+@contextlib.contextmanager
+def late():
+    """What is launched in here begins up to 10 ms later on the GPU, while the computation goes on."""
+    if cpu_only:
+        yield
+        return
+    if not side:
+        side.append(torch.cuda.Stream())
+    side[0].wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side[0]):
+        torch.cuda._sleep(int(chance.random() * 2e7))
+        yield
+
+
 def pressed(stock):
     def collective(received, sent, *given, async_op=False, **named):
         if not async_op:
             return stock(received, sent, *given, **named)
         pause()
-        handle = stock(received, sent, *given, async_op=True, **named)
+        with late():
+            handle = stock(received, sent, *given, async_op=True, **named)
         if BREAK == "sent" and stock is all_to_all:
             sent.view(torch.uint8).fill_(NAN)
         for _ in range(2):

@@ -14,7 +14,8 @@ from megatron_fp8 import ranks
 ranks.warm_up()
 from megatron_fp8.rehearsal.command import Launch, take_apart, words_of
 from megatron_fp8.rehearsal.job import examine
-from megatron_fp8.rehearsal.shrink import shrink
+from megatron_fp8.rehearsal.page import Outcome, Start, warnings
+from megatron_fp8.rehearsal.shrink import STEPS, shrink
 
 SCRIPT = str(ROOT / "pretrain_gpt_fp8.py")
 for line in sys.stdin:
@@ -32,6 +33,8 @@ for line in sys.stdin:
     found["changes"] = {change.what: [change.before, change.after] for change in small.changes}
     found["rehearsal_error"], found["level"] = again.error, again.level
     found["cells"] = [job.cells, again.cells]
+    went = Start("train", 0, 1.0, {STEPS: {"loss": 1.0}}, None, [], [])
+    found["warnings"] = list(warnings(job, small, Outcome(went, went)))
     if again.args is not None:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
                  "sequence_parallel", "expert_model_parallel_size", "num_experts", "group_query_attention",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -93,6 +94,11 @@ JOBS = {  # name: (GPUs, flags)
         "--num-layers 6 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 4 "
         "--pipeline-model-parallel-layout E|ttt|ttt|L --micro-batch-size 2 --global-batch-size 64 --fp8-level O1",
     ),
+    "175b on too few": (
+        8,
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --tensor-model-parallel-size 8 --swiglu "
+        "--micro-batch-size 1 --global-batch-size 8 --fp8-level O1 --save /checkpoints --save-interval 100",
+    ),
     "few query groups": (
         16,
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 2 "
@@ -121,6 +127,13 @@ JOBS = {  # name: (GPUs, flags)
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 7 "
         "--fp8-level O3",
     ),
+    "saves never": (
+        8,
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 "
+        "--fp8-level O1 --save /checkpoints",
+    ),
+    "no such number": (8, "--num-layers many --fp8-level O1"),
+    "no such level": (8, "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --fp8-level O7"),
     "data elsewhere": (
         8,
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64 "
@@ -151,10 +164,11 @@ def shrunk():
     return dict(zip(JOBS, found, strict=True))
 
 
+CANNOT = ("7 in a batch", "saves never", "no such level", "no such number")
 SHRUNK = ("hidden_size", "num_layers", "num_query_groups", "num_attention_heads", "global_batch_size")
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name != "7 in a batch"])
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in CANNOT])
 def test_a_rehearsal_is_a_job_of_the_same_layout(shrunk, name):
     found = shrunk[name]
     assert "error" not in found and not found["rehearsal_error"], found
@@ -182,8 +196,18 @@ def test_what_is_shrunk(shrunk):
     assert shrunk["experts"]["data"] == 8
 
 
+def test_what_would_fail_at_full_size(shrunk):
+    (said,) = shrunk["175b on too few"]["warnings"]
+    assert re.match(r"A rank holds [3-9]\d\d GB before the first activation; an H100 has 80 GB", said)
+    (said,) = shrunk["175b"]["warnings"]
+    assert said.startswith("--save: not given")
+
+
 def test_a_job_that_cannot_start_says_why(shrunk):
-    assert "7" in shrunk["7 in a batch"]["error"] and "\n" not in shrunk["7 in a batch"]["error"]
+    assert "--global-batch-size 7" in shrunk["7 in a batch"]["error"] and "\n" not in shrunk["7 in a batch"]["error"]
+    assert "--save-interval" in shrunk["saves never"]["error"]
+    assert shrunk["no such level"]["error"].startswith("--fp8-level O7: ")
+    assert "argument --num-layers: invalid int value: 'many'" in shrunk["no such number"]["error"]
 
 
 def test_data_that_is_not_here_is_said_and_passed_over(shrunk):

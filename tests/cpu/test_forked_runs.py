@@ -1,0 +1,18 @@
+"""A run in forked ranks is the run that torchrun starts: every digit of it."""
+
+import pytest
+from megatron_runs import TINY_GPT, run_megatron
+
+MANY = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, "--fp8-level O3"), pytest.param(4, f"--fp8-level O1 {MANY}", marks=pytest.mark.slow)],
+    ids=["O3", "four"],
+)
+def test_forked_ranks_train_as_torchruns(ranks, flags):
+    cold = run_megatron(ranks, [*TINY_GPT, *flags.split()], cold=True, timeout=300)
+    warm = run_megatron(ranks, [*TINY_GPT, *flags.split()], timeout=300)
+    assert len(warm.losses) == 10
+    assert (warm.losses, warm.grad_norms) == (cold.losses, cold.grad_norms)

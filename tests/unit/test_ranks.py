@@ -1,0 +1,96 @@
+"""Ranks that are forked from a warm process: what they see, how they end, and that nothing of them is left."""
+
+import json
+import os
+import time
+
+import psutil
+import pytest
+from launch import RunFailed, forked
+
+SHOW = """
+import json, os, subprocess, sys, time
+def say(text):  # in one write: other ranks write too
+    os.write(1, f"{text}\\n".encode())
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OURS".split()
+say(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "name": __name__, "path": sys.path[0],
+                "torch": "torch" in sys.modules, **{name: os.environ.get(name) for name in names}}))
+"""
+HANG = "say(f\"child {subprocess.Popen(['sleep', '600']).pid}\")\ntime.sleep(600)\n"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, within a while."""
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(text: str, count: int = 3, timeout: float = 100, arguments=("--a", "1"), **env: str):
+        script = tmp_path / "script.py"
+        script.write_text(SHOW + text)
+        return forked(count, [str(script), *arguments], tmp_path / "log", timeout=timeout, env=env)
+
+    return run
+
+
+def ranks_of(lines):
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_a_rank_is_a_fresh_script_of_a_warm_process(run, tmp_path):
+    found = sorted(ranks_of(run("", OURS="here")), key=lambda rank: int(rank["RANK"]))
+    assert [rank["RANK"] for rank in found] == [rank["LOCAL_RANK"] for rank in found] == ["0", "1", "2"]
+    assert len({rank["pid"] for rank in found} | {os.getpid()}) == 4
+    for rank in found:
+        assert rank["argv"] == ["--a", "1"] and rank["name"] == "__main__" and rank["path"] == str(tmp_path)
+        assert rank["torch"] and rank["OURS"] == "here" and rank["WORLD_SIZE"] == rank["LOCAL_WORLD_SIZE"] == "3"
+    assert all(rank["OURS"] is None for rank in ranks_of(run("")))  # nothing of an earlier run is left
+
+
+def test_the_first_rank_that_fails_ends_the_others(run, tmp_path):
+    with pytest.raises(RunFailed, match="rank 1 of 3 failed first, with exit code 7") as failure:
+        run("if os.environ['RANK'] == '1':\n    sys.exit(7)\n" + HANG)
+    assert failure.value.code == 7
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert all(gone(rank["pid"]) for rank in ranks_of(lines))
+    assert all(gone(int(line.split()[1])) for line in lines if line.startswith("child "))
+
+
+def test_a_rank_that_hangs_is_ended(run, tmp_path):
+    with pytest.raises(RunFailed, match=r"ended after 3 s; still running: ranks \[0, 2\]") as failure:
+        run("if os.environ['RANK'] != '1':\n    import signal\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "    time.sleep(600)\n", timeout=3)  # fmt: skip
+    assert failure.value.code == 124
+    assert all(gone(rank["pid"]) for rank in ranks_of((tmp_path / "log").read_text().splitlines()))
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "shown"),
+    [
+        ("raise ValueError('the cause')", 1, "ValueError: the cause"),
+        ("sys.exit('the cause')", 1, "the cause"),
+        ("os.abort()", 134, "exit code 134"),
+        ("import atexit; atexit.register(print, 'at exit'); sys.exit(3)", 3, "at exit"),
+    ],
+)
+def test_how_a_script_ends(text, code, shown, run):
+    with pytest.raises(RunFailed, match=shown) as failure:
+        run(text, count=1)
+    assert failure.value.code == code
+
+
+def test_ranks_meet_at_their_launchers_store(run):
+    lines = run(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([float(os.environ['RANK'])])\n"
+        "dist.all_reduce(total)\n"
+        "say(f'sum {total.item()}')\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert [line for line in lines if line.startswith("sum")] == ["sum 3.0"] * 3
