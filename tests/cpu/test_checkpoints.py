@@ -337,7 +337,7 @@ def test_refusals_are_one_line(tmp_path):
     file.write_bytes(data)
     for folder, flags, line in (
         (damaged, compact, f"--load {damaged}: iter_0000002/{file.name} is damaged: its SHA-256"),
-        (tmp_path, "--fp8-level O3", f"--load {tmp_path}: the checkpoint was saved with --fp8-ckpt-compact, for its own"),
+        (tmp_path, "--fp8-level O3", f"--load {tmp_path}: the checkpoint was saved with --fp8-ckpt-compact, for"),
         (tmp_path, f"{compact} --num-layers 3", f"--load {tmp_path}: the checkpoint does not fit this run: Global"),
     ):
         with pytest.raises(RunFailed) as failed:
