@@ -38,7 +38,7 @@ def run(script: str, more: list[str]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     rows = {form: {"form": form, "MB": 0.0, "save_s": 1e9, "load_s": 1e9} for form in FORMS}
@@ -57,7 +57,9 @@ def main() -> None:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*next(iter(rows.values())), "commit"], lineterminator="\n")
             writer.writeheader()
-            writer.writerows({**row, "commit": commit()} for row in rows.values())
+            for row in rows.values():
+                rounded = {name: value if isinstance(value, str) else round(value, 2) for name, value in row.items()}
+                writer.writerow({**rounded, "commit": commit()})
     shutil.rmtree(ROOT / "runs/checkpoint_forms", ignore_errors=True)
 
 
