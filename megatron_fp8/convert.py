@@ -27,6 +27,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from .engine.pickles import data_only
+from .engine.seal import Broken, is_finished, seal, verify
 from .entry import hide_missing_package_warnings, one_line_usage_errors
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
@@ -113,16 +115,21 @@ def _iteration_folder(path: Path) -> Path:
     if (path / TRACKER).is_file():
         last = (path / TRACKER).read_text().strip()
         folder = path / (f"iter_{int(last):07d}" if last.isdigit() else last)
-    if not (folder / ".metadata").is_file() or not (folder / "metadata.json").is_file():
+    try:
+        verify(folder)
+    except Broken as broken:
+        raise ValueError(f"{path}: {folder.name}{broken}; name another iteration's folder") from None
+    if not is_finished(folder) or not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
         raise ValueError(f"{path}: no complete checkpoint of --ckpt-format torch_dist here (looked at {folder})")
     return folder
 
 
 @contextlib.contextmanager
 def _damage_of(path: Path) -> Iterator[None]:
-    """ValueError with one line for whatever goes wrong while reading a checkpoint or a folder."""
+    """ValueError with one line for whatever goes wrong while reading a checkpoint or a folder, of which none runs."""
     try:
-        yield
+        with data_only():
+            yield
     # whatever unpickling damaged bytes leads to; DCP wraps errors in an exception that is no Exception
     except (Exception, dcp.api.CheckpointException) as error:
         reason = str(error).strip().splitlines()[-1:] or [""]
@@ -304,4 +311,5 @@ def _write_megatron(out: Path, state: dict[str, Any], args: Namespace) -> None:
         no_dist=True,
     )
     save_config(CheckpointingConfig("torch_dist"), str(release))
+    seal(release)
     (out / TRACKER).write_text("release")

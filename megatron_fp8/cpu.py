@@ -9,7 +9,9 @@ process, for as long as it is installed:
      torch.device or an integer) into the CPU, `tensor.cuda()` into the tensor itself, and
      `tensor.type()` into the name that the tensor would have on a GPU.
   2. Attributes of `torch.cuda` that need a driver are replaced: one device, which is always idle; streams and
-     events that do nothing; memory figures of zero; and one random generator, the CPU's, for both devices.
+     events that do nothing; memory figures of zero; and one random generator, the CPU's, for both devices.  What
+     only the CPU's would draw is put back: a data loader's iterator takes a seed for its workers, and a run that
+     resumes makes its iterators anew, after its checkpoint was read.  It went on with other dropout masks.
   3. Two functions of Megatron that only warm up or build what a GPU machine needs become empty.
 
 Communication goes through gloo (`adapt_args`), which has every collective that Megatron uses.
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 import torch._dynamo  # it inspects torch.cuda when it is first imported: that must be the real one
 from torch.overrides import TorchFunctionMode
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _GPU_PRESENT = torch.cuda.is_available()  # asked before anything is replaced
 _CPU = torch.device("cpu")
@@ -179,6 +182,14 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
     def set_rng_state(state, *args, **kwargs):
         generator.set_state(state)
 
+    stock_init = _BaseDataLoaderIter.__init__
+
+    def make_loader_iterator(self, loader):
+        # On a GPU this moves another generator than the one that dropout draws from, see the top of the file.
+        state = generator.get_state()
+        stock_init(self, loader)
+        generator.set_state(state)
+
     cuda = {
         # one device, always ready
         "is_available": lambda: True,
@@ -220,6 +231,7 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         # the thread of a DataLoader with workers that pins memory
         (torch.accelerator, {"current_device_index": _zero, "set_device_index": _nothing}),
         (torch.Tensor, {"pin_memory": lambda tensor, *args, **kwargs: tensor}),
+        (_BaseDataLoaderIter, {"__init__": make_loader_iterator}),
     ]
     if hasattr(torch._C, "_cuda_setRNGState"):  # Megatron prefers it where it exists
         substitutes.append((torch._C, {"_cuda_setRNGState": set_rng_state}))

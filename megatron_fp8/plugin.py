@@ -28,8 +28,13 @@ What is hooked, and why not something more official:
                                                 groups' is_last_microbatch.  Neither has an official way.
     training.checkpointing._build_sharded_state_dict_metadata
                                                 says in each checkpoint what of ours it holds (engine/checkpoint.py).
-    dist_checkpointing.save and training.checkpointing._load_base_checkpoint, _load_global_dist_base_checkpoint,
-    check_checkpoint_args                       seal checkpoints, and refuse damaged ones (engine/seal.py).
+    dist_checkpointing.save; training.training.save_checkpoint and maybe_finalize_async_save
+                                                seal checkpoints (engine/seal.py), and lose none (engine/saves.py).
+    training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
+    cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint; dist_checkpointing.load
+                                                find a whole checkpoint, or refuse in one line (engine/loads.py).
+    FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
+                                                read data, and nothing that runs (engine/pickles.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
                                                 torch's Adam cannot (engine/optimizer.py), the LM head's forward with
                                                 --fp8-emulate-lm-head (layers/emulated_head.py), and a model's
@@ -39,14 +44,14 @@ What is hooked, and why not something more official:
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
 
 All but the first and the last are installed only when a run asks for a level, or for what they give: without one, and
-at O0, a run is bit for bit stock Megatron's.
+at O0, a run is bit for bit stock Megatron's.  (If it saves over a level's checkpoint it takes the seal away, and if it
+would load a level's optimizer state it is told that it cannot.)
 """
 
 import functools
 import inspect
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,6 +160,12 @@ def _parse_args(stock: Callable) -> Callable:
             _hook_model(config)
         if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
             _hook_optimizer(config)
+        if args.load or args.save:
+            _hook_checkpoints(config)
+            if config is not None and args.save and not args.skip_train:
+                from .engine.saves import claim
+
+                claim(args.save)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
         _hook_probe(probe, bool(getattr(args, "fp8_log_exact", None)), logs_update_norm(args))
         sharpness = sharpness_from_args(args)
@@ -181,8 +192,6 @@ def _hook_optimizer(fp8: Fp8Config | None) -> None:
 
     parameters = "config model_chunks config_overrides"
     _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8), parameters)
-    if fp8 is not None:
-        _hook_checkpoints(fp8)
 
 
 def _hook_train_step(around: Callable) -> None:
@@ -244,16 +253,32 @@ def _hook_dumps(model_chunks) -> None:
         _replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
 
 
-def _hook_checkpoints(fp8: Fp8Config) -> None:
+def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
+    import megatron.training.training as training
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
+    from .engine import loads, pickles, saves
+
+    sharded, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
+    if fp8 is None:
+        _rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
+        _rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, to_load)
+        return
     _rebind(checkpointing, "_build_sharded_state_dict_metadata", _metadata(fp8), "args")
-    _rebind(dist_checkpointing, "save", _save_sealed, "sharded_state_dict checkpoint_dir")
-    _rebind(checkpointing, "_load_base_checkpoint", _load_complete, "load_dir args rank0")
-    known = "load_dir args rank0 sharded_state_dict iteration release"
-    _rebind(checkpointing, "_load_global_dist_base_checkpoint", _load_verified, known)
-    _rebind(checkpointing, "check_checkpoint_args", _check_in_one_line, "checkpoint_args")
+    _rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
+    _rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
+    _rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
+    _rebind(checkpointing, "read_metadata", loads.name_finished, "tracker_filename")
+    _rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
+    cleanup = "cleanup_old_non_persistent_checkpoint"
+    _rebind(checkpointing, cleanup, saves.keep_newest_whole, "save_dir leave_ckpt_num do_async")
+    _rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), to_load)
+    _rebind(dist_checkpointing, "load", loads.by_either_name, sharded)
+    _rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
+    _rebind(FileSystemReader, "read_metadata", pickles.data_only_metadata, "self args kwargs")
+    _rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")
 
 
 def _gpt_model_init(fp8: Fp8Config):
@@ -288,6 +313,7 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
+    from .engine.saves import check_saving
     from .layers.chosen import check_chosen
     from .monitor.collect import attach
     from .monitor.watch import watch_spikes
@@ -302,6 +328,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
                 attach(fp8, chain.engine)
                 watch_spikes(fp8, chain.engine)
+                check_saving()
                 _hook_dumps(model_chunks)
             write_at_exit(model_chunks, chain)
             return chain
@@ -372,72 +399,3 @@ def _metadata(fp8: Fp8Config):
         return metadata
 
     return make
-
-
-def _save_sealed(stock: Callable) -> Callable:
-    from .engine.seal import seal, unseal
-
-    def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
-        folder = Path(checkpoint_dir)
-        unseal(folder)
-        request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        if request is None:
-            seal(folder)
-        else:  # asynchronous: when it is finished, before Megatron says so in its tracker
-            request.finalize_fns.append(lambda: seal(folder))
-        return request
-
-    return save
-
-
-def _load_complete(stock: Callable) -> Callable:
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
-    from .engine.seal import find_complete
-
-    def load(load_dir, args, *rest, **kwargs):
-        if load_dir is not None and not args.ckpt_step:
-            find_complete(Path(load_dir), Path(get_checkpoint_tracker_filename(load_dir)))
-        return stock(load_dir, args, *rest, **kwargs)
-
-    return load
-
-
-def _load_verified(stock: Callable) -> Callable:
-    """Of a checkpoint that Megatron has chosen."""
-    from megatron.core.dist_checkpointing import load_content_metadata
-    from megatron.training.checkpointing import get_checkpoint_name
-
-    from .engine.checkpoint import CONTENTS
-    from .engine.seal import MISFITS, one_line, require_seal, verify
-
-    def load(load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **kwargs):
-        given = load_dir, args, rank0, sharded_state_dict, iteration, release, *rest
-        if not rank0:
-            try:
-                return stock(*given, **kwargs)
-            except MISFITS as error:
-                raise one_line(load_dir, error) from error
-        folder = Path(get_checkpoint_name(load_dir, iteration, release, return_base_dir=True))
-        if torch.distributed.is_initialized():  # else the arguments alone are read (--use-checkpoint-args)
-            verify(folder)
-        loaded = stock(*given, **kwargs)
-        if CONTENTS in (load_content_metadata(preloaded_state_dict=loaded[0]) or {}):
-            require_seal(folder)
-        return loaded
-
-    return load
-
-
-def _check_in_one_line(stock: Callable) -> Callable:
-    from megatron.training.global_vars import get_args
-
-    from .engine.seal import one_line
-
-    def check(checkpoint_args, *rest, **kwargs):
-        try:
-            stock(checkpoint_args, *rest, **kwargs)
-        except AssertionError as error:
-            raise one_line(get_args().load, error) from error
-
-    return check

@@ -155,6 +155,13 @@ KEEPS_OPTIMIZER = When(
     lambda value, args: plain(value) in ("torch", "torch_dcp", "fsdp_dtensor")
     and bool(args.save or (args.load and not args.finetune and not args.no_load_optim)),
 )
+CUT_AS_BUFFERS = When(
+    "not given, with --use-distributed-optimizer and --save, without --fp8-ckpt-compact and local checkpoints",
+    lambda value, args: not value
+    and bool(args.use_distributed_optimizer and args.save)
+    and not args.fp8_ckpt_compact
+    and args.non_persistent_ckpt_type != "local",
+)
 LATENT = When(
     "given, with --multi-latent-attention", lambda value, args: bool(value) and args.multi_latent_attention
 )
@@ -201,6 +208,10 @@ NO_FSDP = "remove it: it owns the weights that the level owns; use --use-distrib
 NO_GTP = "remove it: it shards the weights that the level owns; use --use-distributed-optimizer"
 ADAM_ONLY = "use --optimizer adam: a level updates its weights with Adam"
 RECOMPUTE = "remove it: it belongs to Transformer Engine's layers; to save memory use --recompute-granularity"
+ANY_LAYOUT = (
+    "added: checkpoints load at any layout, for 12 bytes of the host's memory a parameter of stock's own (embeddings, "
+    "LM head, norms, experts) while a rank saves (--fp8-ckpt-compact: stock's default, for one layout)"
+)
 GROUPED = "remove it: it belongs to Transformer Engine's grouped linears; a level runs experts singly"
 GPT_ONLY = "remove it, or use --fp8-level O0: a level knows a GPT's layers only"
 PER_MODULE = "remove it: a level has one precision for its linears (see --first-last-layers-bf16, --fp8-gemm)"
@@ -349,6 +360,8 @@ TABLE: list[Row] = [
     *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
     *_honour("--check-weight-hash-across-dp-replicas-interval", "of the linears too, once all parts have arrived"),
     *_honour("--verify-integrity", "every checkpoint of a level is hashed and verified, by all ranks, without it too"),
+    *_adapt("--dist-ckpt-optim-fully-reshardable", True, ANY_LAYOUT, CUT_AS_BUFFERS),
+    *_honour("--distrib-optim-fully-reshardable-mem-efficient", f"{STOCKS_OWN}: gathered on one rank, slower"),
     *_honour("--use-distributed-optimizer", "shards the linears' master weights and moments too"),
     *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
     *_honour("--dump-param-to-param-group-map", STOCKS_OWN),

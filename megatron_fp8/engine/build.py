@@ -18,7 +18,6 @@ from ..layers.emulated_head import count_updates
 from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
 from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling, WeightScaling
-from .checkpoint import contents
 from .gather import ChunkGather
 from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
 from .overlap import ChunkReducer
@@ -87,7 +86,6 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         weight_scaling=weight_scaling,
         shared_scale=shared_scale,
         grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
-        contents=contents(fp8, get_args()),
     )
     _finalize_with(engine, model_config)
     count_updates(model_chunks, lambda: engine.update)

@@ -22,6 +22,7 @@ Of `--fp8-on-spike` its histories and the linears that are out of FP8: plain num
 
 import torch
 from megatron.core import mpu
+from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
@@ -32,6 +33,7 @@ from ..config import Fp8Config
 from ..layers.linear import Fp8Weight
 from ..numerics.scaling import DelayedScaling
 from .states import read_average, write_average
+from .stock_state import FORM, RESHARDABLE
 from .weights import Bucket
 
 CONTENTS, VERSION = "megatron_fp8", 1
@@ -59,33 +61,64 @@ def contents(fp8: Fp8Config, args) -> dict:
     }
 
 
-def check_contents(metadata: dict, mine: dict) -> dict | None:
-    """What a checkpoint with this content metadata has of ours, None where it is stock Megatron's.
+def is_ours(common: dict | None) -> bool:
+    """Whether what every rank reads of a checkpoint says that a level saved it."""
+    return CONTENTS in contents_of(common)
 
-    ValueError in one line where this run cannot take its optimizer state.
-    """
-    found = metadata.get(CONTENTS)
-    if found is None:
-        form = metadata.get("distrib_optim_sharding_type")
-        if form != "fully_reshardable":
-            raise ValueError(
-                f"--load: the optimizer state of a run without --fp8-level, saved as {form or 'one rank has it'}, does "
-                "not load at a level; save it with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable, or "
-                "add --no-load-optim (weights and iteration are kept) or --finetune"
-            )
-        return None
+
+def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
+    """ValueError in one line where this run, at a level or None, cannot take a checkpoint's optimizer state."""
+    saved, found = common.get("args"), contents_of(common)
+    if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
+        return
+    form, ours, weights_only = found.get(FORM), found.get(CONTENTS), "--no-load-optim (weights and iteration are kept)"
+    if fp8 is None:
+        raise ValueError(
+            f"--load {args.load}: the optimizer state of a run with --fp8-level does not load without one; add "
+            f"--fp8-level, or {weights_only} or --finetune"
+        )
+    if not torch.distributed.is_initialized():
+        return  # --use-checkpoint-args: the layout is not known yet
+    if ours is not None:
+        _check_ours(ours, contents(fp8, args), args.load)
+    if form in (None, RESHARDABLE):
+        return
+    if ours is None:
+        raise ValueError(
+            f"--load {args.load}: the optimizer state of a run without --fp8-level, saved as {form}, does not load at "
+            f"one; save it with --dist-ckpt-optim-fully-reshardable, or add {weights_only} or --finetune"
+        )
+    if _layout(saved) != _layout(args):
+        raise ValueError(
+            f"--load {args.load}: the optimizer state was saved as {form}, for its own layout only ({_layout(saved)}), "
+            f"not this run's ({_layout(args)}); load it with that layout and save it again, which now is in a form for "
+            f"all, or add {weights_only}"
+        )
+
+
+def _check_ours(found: dict, mine: dict, load: str) -> None:
     if found["version"] > VERSION:
         raise ValueError(
-            f"--load: the checkpoint's FP8 format is version {found['version']}, newer than {VERSION}, which this "
-            "version of megatron_fp8 knows; update megatron_fp8, or add --no-load-optim"
+            f"--load {load}: the checkpoint's FP8 format is version {found['version']}, newer than {VERSION}, which "
+            "this version of megatron_fp8 knows; update megatron_fp8, or add --no-load-optim"
         )
     if found["compact"] and found["compact"] != mine["compact"]:
         raise ValueError(
-            f"--load: the checkpoint was saved with --fp8-ckpt-compact, for its own layout only ({found['compact']}), "
-            f"not this run's ({mine['compact'] or 'without --fp8-ckpt-compact'}); load it with that layout and save "
-            "without --fp8-ckpt-compact, or add --no-load-optim"
+            f"--load {load}: the checkpoint was saved with --fp8-ckpt-compact, for its own layout only "
+            f"({found['compact']}), not this run's ({mine['compact'] or 'without --fp8-ckpt-compact'}); load it with "
+            "that layout and save without --fp8-ckpt-compact, or add --no-load-optim"
         )
-    return found
+
+
+def _layout(args) -> str:
+    """What the forms of one layout depend on."""
+    sizes = [f"{size} {getattr(args, f'{size}_model_parallel_size', 1)}" for size in ("tensor", "pipeline")]
+    return f"{', '.join(sizes)}, distributed optimizer {getattr(args, 'use_distributed_optimizer', True)}"
+
+
+def contents_of(common: dict | None) -> dict:
+    """The content metadata in what every rank reads of a checkpoint."""
+    return (load_content_metadata(preloaded_state_dict=common) or {}) if common else {}
 
 
 def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loading: bool) -> dict:
@@ -177,7 +210,7 @@ def sharded_scaling_state(scaling: DelayedScaling | None, weights: list[Fp8Weigh
 
 
 def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state: dict, warm: bool) -> None:
-    """The reverse of sharded_scaling_state. Where a slot was not used before, all scale just in time for a step."""
+    """The reverse of sharded_scaling_state. Unless warm, or where a slot is new, all scale just in time for a step."""
     history, scale = torch.zeros_like(scaling.amax_history), scaling.scale.clone()
     for weight in (w for w in weights if w.scaling is scaling):
         table = state[_key(weight)].t()

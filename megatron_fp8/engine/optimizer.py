@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.training.global_vars import get_args
 
 from ..comm.shared import SharedScale
 from ..comm.wire import sent_bytes
@@ -27,8 +28,8 @@ from ..layers.linear import Fp8Weight
 from ..numerics.scaling import WeightScaling, adam_growth
 from ..ops.adam import AdamHyper
 from .checkpoint import (
+    CONTENTS,
     STATES,
-    check_contents,
     load_engine_state,
     load_mu_state,
     load_scaling_state,
@@ -41,6 +42,7 @@ from .checkpoint import (
 from .compact import load_compact_state, sharded_compact_state
 from .gather import ChunkGather
 from .overlap import ChunkReducer
+from .stock_state import adopt, ask_for_masters, step_of
 from .weights import Bucket
 
 
@@ -59,7 +61,6 @@ class EngineOptimizer(MegatronOptimizer):
         weight_scaling: the scales of E4M3 weights, else None.
         shared_scale: the state of `--fp8-grad-reduce shared`, else None.
         grad_scale: factor from the sum over data-parallel ranks to the gradient.
-        contents: what this run's checkpoints hold, see checkpoint.py.
     """
 
     is_stub_optimizer = False
@@ -78,7 +79,6 @@ class EngineOptimizer(MegatronOptimizer):
         weight_scaling: WeightScaling | None,
         shared_scale: SharedScale | None,
         grad_scale: float,
-        contents: dict,
     ):
         self.reducers, self.gathers = reducers, gathers
         self.buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
@@ -96,7 +96,6 @@ class EngineOptimizer(MegatronOptimizer):
         self._one = torch.ones(1, device=device)
         self._mean = torch.full((), grad_scale, device=device)
         self.grad_scale = self._mean  # 0-d FP32: from the reduced sum to the gradient
-        self.contents = contents
         self.steps = 0  # updates made; skipped steps do not count
         self.update = 1  # the number of the update that is under way, or was made last
         self.monitor: Any = None  # of a run that logs statistics (monitor/collect.py): told of begin and end of a step
@@ -194,7 +193,7 @@ class EngineOptimizer(MegatronOptimizer):
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata=None) -> dict:
         """Optimizer state, in the form for every layout and level or in the compact one (checkpoint.py)."""
-        found = check_contents(metadata or {}, self.contents)
+        found = (metadata or {}).get(CONTENTS)
         self._finish_gathers()
         if found is None:  # stock Megatron's: the same names, and nothing else of ours
             return {"state": sharded_engine_state(self.buckets, model_sharded_state_dict, is_loading)}
@@ -202,7 +201,7 @@ class EngineOptimizer(MegatronOptimizer):
             state: dict = {"state": sharded_compact_state(self.buckets)}
         else:
             state = {"state": sharded_engine_state(self.buckets, model_sharded_state_dict, is_loading)}
-        state["step"] = self.steps
+        state["step"], state["gradient_share"] = self.steps, _gradient_share()
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
         mu = self._one.new_zeros(len(self._weights())) if self.shared_scale is None else self.shared_scale.mu.clone()
         state["mu"] = sharded_mu_state(mu, self._weights())
@@ -230,7 +229,8 @@ class EngineOptimizer(MegatronOptimizer):
             mu = load_mu_state(self._weights(), state_dict["mu"], self.device)
             self.shared_scale.mu = torch.where(mu > 0, mu, self.shared_scale.mu)
         if self.scaling is not None and "scaling" in state_dict:
-            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm=self.steps > 0)
+            same = state_dict.get("gradient_share", _gradient_share()) == _gradient_share()
+            load_scaling_state(self.scaling, self._weights(), state_dict["scaling"], warm=same and self.steps > 0)
         if self.watch is not None and "watch" in state_dict:
             self.watch.load_state_dict(state_dict["watch"])
 
@@ -251,6 +251,12 @@ class EngineOptimizer(MegatronOptimizer):
     def reload_model_params(self, state_dict=None) -> None:
         for bucket in self.buckets:
             bucket.reload_masters()
+
+
+def _gradient_share() -> float:
+    """The share of a step's gradient that one micro-batch has: scales of gradients that are predicted go with it."""
+    args = get_args()
+    return args.micro_batch_size * args.data_parallel_size / args.global_batch_size
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
@@ -276,18 +282,23 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         self._zero = torch.zeros((), device=engine.device)
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
-        if is_loading:
-            for part in self.chained_optimizers:
-                _allocate_state(part.optimizer)
-        return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        if not is_loading:
+            return super().sharded_state_dict(model_sharded_state_dict, **kwargs)
+        for part in self.chained_optimizers:
+            _allocate_state(part.optimizer)
+        state = super().sharded_state_dict(model_sharded_state_dict, True, **kwargs)
+        saved = kwargs.get("metadata") or {}
+        ours = len(self.chained_optimizers) - 1
+        ask_for_masters({i: part for i, part in state.items() if i < ours or CONTENTS not in saved}, saved)
+        return state
 
     def load_state_dict(self, state_dict) -> None:
-        if "optimizer" in state_dict:  # of a run without a level, whose optimizer is no chain
-            common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
-            *stock, ours = (state_dict[i] for i in range(len(self.chained_optimizers)))
-            step = int(common["optimizer"]["param_groups"][0]["step"])
-            state_dict = dict(enumerate([*({**common, **part} for part in stock), {**ours, "step": step}]))
-        super().load_state_dict(state_dict)
+        *stock, ours = (state_dict[i] for i in range(len(self.chained_optimizers)))
+        for part in (part for i, part in state_dict.items() if isinstance(i, int)):  # it may have had another place
+            ours.update({key: part[key] for key in ("step", "gradient_share", "watch") if key in part})
+        ours.setdefault("step", step_of(state_dict))
+        stock = [adopt(part, state, state_dict) for part, state in zip(self.chained_optimizers, stock, strict=False)]
+        super().load_state_dict(dict(enumerate([*stock, ours])))
         for part in self.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Adam):
                 # Stock's DistributedOptimizer loses the step of torch's Adam, and shares one tensor among all.

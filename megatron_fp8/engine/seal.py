@@ -1,157 +1,158 @@
-"""Checkpoints are whole, or refused: every file's SHA-256 is written last, and compared before anything is read.
-
-    save     an older checkpoint in the folder is marked as unsealed -> Megatron writes files -> every rank hashes its
-             share of them -> integrity.json, and the mark goes -> Megatron's tracker
-    load     the tracker's checkpoint, or the newest sealed one where that is incomplete -> every rank hashes its share
-             -> equal: Megatron reads it; else one line, and nothing was read
+"""A seal: every file's SHA-256, written when a checkpoint is complete and compared before anything in it is read.
 
 integrity.json is Megatron's own form (`--verify-integrity`) and a hash of itself; Megatron's is made by rank 0 alone,
-which a terabyte takes a quarter of an hour.  A run that is killed while it saves leaves a checkpoint without
-metadata.json, a marked one, or an empty tracker: all are passed over.  A sealed checkpoint with a damaged file is
-refused, not passed over: its owner should know.  Checkpoints of stock Megatron need no seal.
+which a terabyte takes a quarter of an hour, ours by all ranks, each its share.  The folder must be one file system for
+all of them.  What is not sealed, checkpoints of stock Megatron, is read as it is.
 
-The folder must be one file system for all ranks.  An asynchronous save hashes when it is finished, while training
-waits: about 1.6 GB/s a rank.
+A seal shows damage, not malice: whoever can change a file can write a new seal.  What else keeps a checkpoint from
+running code is in pickles.py.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint import CheckpointException
 
-SEAL, METADATA = "integrity.json", "metadata.json"
-MARK, PARTIAL = "unsealed", ".partial"
-_CHUNK = 2**24  # bytes read at once
+SEAL, MARK, METADATA = "integrity.json", "unsealed", "metadata.json"  # a mark: a save into the folder is under way
+# Megatron reads it in place of what the other files hold: one that was not there when the checkpoint was sealed is not
+# of it. What else lies in the folder is never read.
+_OLD_COMMON = "common.pt"
+_PARTIAL = ".partial"
+_CHUNK = 2**24  # bytes read at once; and what every process hashes where there is no process group yet
+_LARGE = "not hashed"
+
+
+class Broken(Exception):
+    """What is wrong with a checkpoint, to be read after its folder's name: "/metadata.json is missing"."""
 
 
 def seal(folder: Path) -> None:
-    """Hash every file of a complete checkpoint, each rank its share, and write integrity.json; collective."""
-    names = _on_rank_0(lambda: sorted(path.name for path in folder.iterdir() if path.is_file() and not _is_ours(path)))
+    """Hash every file of a complete checkpoint and write integrity.json; collective."""
+    ours = (SEAL, MARK, SEAL + _PARTIAL)
+    names = on_rank_0(lambda: sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in ours))
     hashes = _merge(_hash_share(folder, names))
 
     def write() -> None:
         if unread := [name for name in names if not hashes[name]]:
             raise OSError(f"{folder / unread[0]} cannot be read back")
+        with (folder / METADATA).open("rb") as file:
+            os.fsync(file.fileno())  # the only file for which Megatron leaves it out
         content = {"algorithm": "sha256", "files": hashes, "of_files": _sha256_of(hashes)}
-        _write(folder / SEAL, json.dumps(content, indent=2))
-        (folder / MARK).unlink(missing_ok=True)
+        write_whole(folder / SEAL, json.dumps(content, indent=2))
 
-    _on_rank_0(write)
-
-
-def unseal(folder: Path) -> None:
-    """Mark what is in this folder as incomplete, before it is overwritten; collective."""
-
-    def mark() -> None:
-        (folder / MARK).touch()
-        for path in [path for path in folder.iterdir() if _is_ours(path) and path.name != MARK]:
-            path.unlink()
-
-    _on_rank_0(mark)
+    on_rank_0(write)
 
 
-def verify(folder: Path) -> None:
-    """ValueError in one line, on all ranks, where a sealed checkpoint is not what was sealed; collective."""
-    expected = _on_rank_0(lambda: _read_seal(folder / SEAL))
+def is_sealed(folder: Path) -> bool:
+    """Whether the folder has a seal; not whether the seal is right."""
+    return (folder / SEAL).exists()
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint, ours or stock Megatron's, and no save into it is under way."""
+    kinds = (METADATA, SEAL, "mp_rank_*")
+    return folder.is_dir() and not (folder / MARK).exists() and any(any(folder.glob(kind)) for kind in kinds)
+
+
+def require_finished(folder: Path) -> None:
+    """Raise Broken where is_finished says no."""
+    if not folder.is_dir():
+        raise Broken(" is not there")
+    if (folder / MARK).exists():
+        raise Broken(" is not finished: its save was interrupted")
+    if not is_finished(folder):
+        raise Broken(f"/{METADATA} is missing")
+
+
+def verify(folder: Path, everything: bool = True) -> None:
+    """Raise Broken, on all ranks, where a sealed checkpoint is not what was sealed; collective.
+
+    Without a process group every process does it for itself, and leaves out the large files unless `everything`: they
+    are verified before they are read.
+    """
+    expected = on_rank_0(lambda: _read_seal(folder))
     if expected is None:
         return
-    found = _merge(_hash_share(folder, sorted(expected)))
-    damaged = [name for name in expected if found[name] != expected[name]]
+    limit = None if everything or dist.is_initialized() else _CHUNK
+    found = _merge(_hash_share(folder, sorted(expected), limit))
+    damaged = [name for name in expected if found[name] not in (expected[name], _LARGE)]
     if damaged:
-        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        raise ValueError(
-            f"--load {folder.parent}: {folder.name}/{damaged[0]}{more} is damaged or missing (its SHA-256 is not "
-            "that in integrity.json); load another checkpoint with --ckpt-step"
-        )
+        first, more = damaged[0], f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        if not found[first]:
+            raise Broken(f"/{first}{more} is missing, or cannot be read")
+        over = f", and it is newer: a run without --fp8-level may have saved over it, then remove {SEAL}"
+        is_newer = on_rank_0(lambda: (folder / first).stat().st_mtime > (folder / SEAL).stat().st_mtime + 1)
+        raise Broken(f"/{first}{more} is damaged: its SHA-256 is not that in {SEAL}{over if is_newer else ''}")
 
 
-def require_seal(folder: Path) -> None:
-    """ValueError where a checkpoint of ours has no seal."""
-    if not (folder / SEAL).is_file():
-        raise ValueError(
-            f"--load {folder.parent}: {folder.name}/{SEAL} is missing, so damage could not be seen; restore it, or "
-            "load another checkpoint with --ckpt-step"
-        )
+def sealed_files(folder: Path) -> set[str]:
+    """The names in the seal; none where it cannot tell."""
+    try:
+        return set(_read_seal(folder) or ())
+    except Broken:
+        return set()
 
 
-def find_complete(load: Path, tracker: Path) -> None:
-    """Point the tracker to the newest sealed checkpoint where it is empty or names an incomplete one.
-
-    Collective, where there is a process group; before (--use-checkpoint-args) every process does it for itself.
-    """
-
-    def find() -> None:
-        if tracker.is_file() and not _is_complete(load, tracker.read_text().strip()):
-            folders = [path.parent for path in load.glob(f"iter_*/{SEAL}") if not (path.parent / MARK).exists()]
-            sealed = max((f.name for f in folders if re.fullmatch(r"iter_\d{7,}", f.name)), key=_iteration, default="")
-            if sealed:
-                print(f"[fp8] --load {load}: the last save was interrupted; going back to {sealed}", flush=True)
-                _write(tracker, str(_iteration(sealed)))
-
-    _on_rank_0(find) if dist.is_initialized() else find()
-
-
-def one_line(load: str, error: BaseException) -> ValueError:
-    """What Megatron says of a checkpoint that does not fit, as a user's mistake."""
-    failures = getattr(error, "failures", None)  # torch's, by rank: (exception, traceback)
-    error = next(iter(failures.values()))[0] if failures else error
-    said = re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
-    return ValueError(f"--load {load}: the checkpoint does not fit this run: {said}")
+def on_rank_0[T](act: Callable[[], T]) -> T:
+    """What `act` returns on rank 0, or its Broken or OSError, on all ranks; without a group what it does here."""
+    if not dist.is_initialized():
+        return act()
+    said: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said[0] = act()
+        except (OSError, Broken) as error:
+            said[1] = type(error)(*error.args)
+    dist.broadcast_object_list(said, src=0)
+    if said[1] is not None:
+        raise said[1]
+    return said[0]
 
 
-MISFITS = (CheckpointingException, CheckpointException, AssertionError, KeyError)
-
-
-def _iteration(name: str) -> int:
-    return int(name.removeprefix("iter_"))
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a file is the seal's, not the checkpoint's."""
-    return path.name in (SEAL, MARK) or path.name.endswith(PARTIAL)
-
-
-def _is_complete(load: Path, written: str) -> bool:
-    if written == "release":
-        return True
-    folder = load / f"iter_{int(written):07d}" if written.isdecimal() else None
-    if folder is None or not folder.is_dir() or (folder / MARK).exists():
-        return False
-    return (folder / METADATA).is_file() or any(folder.glob("mp_rank_*"))
-
-
-def _read_seal(path: Path) -> dict[str, str] | None:
-    """{file name: SHA-256}; None where there is no seal; ValueError for a damaged one."""
-    if not path.is_file():
+def _read_seal(folder: Path) -> dict[str, str] | None:
+    """{file name: SHA-256}; None where there is no seal; Broken for one that is damaged, or says nothing."""
+    if not is_sealed(folder):
         return None
     try:
-        found = json.loads(path.read_text())
+        found = json.loads((folder / SEAL).read_text() if (folder / SEAL).is_file() else "")
         files = found["files"]
         megatrons = found.keys() == {"algorithm", "files"}
-        if found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files)):
+        right = found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files))
+        if right and METADATA in files and all(map(_is_entry, files.items())):
+            if _OLD_COMMON not in files and (folder / _OLD_COMMON).exists():
+                raise Broken(f"/{_OLD_COMMON} does not belong to it (not in {SEAL}): remove it")
             return files
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise ValueError(
-        f"--load {path.parents[1]}: {path.parent.name}/{SEAL} is damaged; load another checkpoint with --ckpt-step"
-    )
+    raise Broken(f"/{SEAL} is damaged")
 
 
-def _hash_share(folder: Path, names: list[str]) -> dict[str, str]:
-    """SHA-256 of this rank's share of the files; empty for one that cannot be read."""
-    return {name: _sha256(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
+def _is_entry(entry: tuple[Any, Any]) -> bool:
+    """Whether this is a file of the folder itself and a SHA-256."""
+    name, hash = entry
+    is_plain = os.path.basename(name) == name and name not in ("", ".", "..", SEAL)
+    return is_plain and bool(re.fullmatch("[0-9a-f]{64}", hash))
 
 
-def _sha256(path: Path) -> str:
+def _hash_share(folder: Path, names: list[str], limit: int | None = None) -> dict[str, str]:
+    """SHA-256 of this rank's share of the files; empty for one that cannot be read, _LARGE for one above the limit."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return {name: _sha256(folder / name, limit) for name in names[rank::ranks]}
+
+
+def _sha256(path: Path, limit: int | None) -> str:
     total = hashlib.sha256()
     try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            return ""
         with path.open("rb") as file:
+            if limit is not None and os.fstat(file.fileno()).st_size > limit:
+                return _LARGE
             while chunk := file.read(_CHUNK):
                 total.update(chunk)
     except OSError:
@@ -164,28 +165,16 @@ def _sha256_of(hashes: dict[str, str]) -> str:
 
 
 def _merge(mine: dict[str, str]) -> dict[str, str]:
-    every: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    every: Iterable[dict[str, str]] = [mine]
+    if dist.is_initialized():
+        every = [{}] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
     return {name: hash for share in every for name, hash in share.items()}
 
 
-def _on_rank_0(act: Callable):
-    """What `act` returns on rank 0, or its error, on all ranks."""
-    said: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            said[0] = act()
-        except (OSError, ValueError) as error:
-            said[1] = str(error)
-    dist.broadcast_object_list(said, src=0)
-    if said[1] is not None:
-        raise ValueError(said[1])
-    return said[0]
-
-
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """All of the text, or nothing."""
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(path.name + _PARTIAL)
     with partial.open("w") as file:
         file.write(text)
         file.flush()

@@ -6,17 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import RunFailed
+from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, Run, run_megatron
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 nightly = pytest.mark.slow
+pytestmark = pytest.mark.timeout(3600)  # a busy machine takes ten times as long
 DISTRIBUTED = "--use-distributed-optimizer"
+UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 
 
 def train(nproc: int, flags: str, folder: Path | None = None, **named) -> Run:
-    """Train the tiny GPT; `save=N` into the folder every N steps, `load=True` from it, `until=N` of 10 iterations."""
+    """Train the tiny GPT; `save=N` into the folder every N steps, `load=True` from it, `until=N` of 10 iterations.
+
+    tied: the embedding to the LM head.
+    """
     extra = flags.split()
     if "save" in named:
         extra += ["--save", str(folder), "--save-interval", str(named["save"])]
@@ -24,7 +29,8 @@ def train(nproc: int, flags: str, folder: Path | None = None, **named) -> Run:
         extra += ["--load", str(folder)]
     if "until" in named:
         extra += ["--exit-interval", str(named["until"])]
-    return run_megatron(nproc, [*TINY_GPT, *extra])
+    model = [flag for flag in TINY_GPT if not (named.get("tied") and flag == UNTIED)]
+    return run_megatron(nproc, [*model, *extra], timeout=900)
 
 
 def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
@@ -78,46 +84,157 @@ def test_fifty_steps_with_a_restart_in_the_middle(nproc, flags, tmp_path):
     same(tensors(tmp_path / "cut", 50), tensors(tmp_path / "whole", 50))
 
 
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+
+
+@nightly
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        (1, "--fp8-level O3"),
+        (1, ""),
+        (2, f"--fp8-level O3 {OVERLAP}"),
+        (2, ""),
+        (2, f"--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}"),
+        (2, "--tensor-model-parallel-size 2"),
+    ],
+)
+def test_dropout_goes_on_where_it_was(nproc, flags, tmp_path):
+    """Bit for bit, with and without a level; without one, stock has no norm for --sequence-parallel here."""
+    flags += f" {DROPOUT} --num-workers 1 --eval-interval 2 --eval-iters 1 --split 8,1,1"
+    whole = train(nproc, flags, tmp_path / "whole", save=10)
+    first = train(nproc, flags, tmp_path / "cut", save=5, until=5)
+    rest = train(nproc, flags, tmp_path / "cut", save=5, load=True)
+    assert first.grad_norms + rest.grad_norms == whole.grad_norms
+    resumed, expected = first.losses + rest.losses, list(whole.losses)
+    del resumed[6], expected[6]  # stock logs the mean of a resumed run's first two losses there
+    assert resumed == expected and first.validation_losses + rest.validation_losses == whole.validation_losses
+    same(tensors(tmp_path / "cut", 10), tensors(tmp_path / "whole", 10))
+
+
 LAYOUTS = {
-    "dp2": (2, DISTRIBUTED),
-    "dp1": (1, DISTRIBUTED),
-    "tp2": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}"),
-    "pp2": (2, f"--pipeline-model-parallel-size 2 {DISTRIBUTED}"),
+    "dp1": (1, ""),
+    "dp2": (2, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "vp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "tp2 pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
 }
 
 
+def layout(name: str) -> tuple[int, str]:
+    """Ranks and flags; "zero" is the distributed optimizer."""
+    ranks, flags = LAYOUTS[name.removesuffix(" zero")]
+    return ranks, flags + f" {DISTRIBUTED}" * name.endswith(" zero")
+
+
+def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors in a checkpoint that are the same at every layout: masters by one name, no FP8 scales of none."""
+    found = tensors(folder, 5).items()
+    return {name.replace(".fp32_param.", ".param."): tensor for name, tensor in found}
+
+
+MOVES = [  # level, what is saved, what goes on from it; the embedding tied to the LM head
+    ("O3", "tp2 zero", "pp2", False),
+    ("O3", "pp2 zero", "tp2 zero", True),
+    ("O3", "tp2", "dp2 zero", True),
+    ("O3", "dp1 zero", "vp2", False),
+    ("O3", "vp2 zero", "tp2 zero", True),
+    ("O3", "vp2", "pp2 zero", False),
+    ("O3", "tp2 pp2 zero", "dp1", False),
+    ("O3", "dp2 zero", "tp2 pp2 zero", True),
+    ("O3", "dp2 zero", "dp1 zero", False),
+    ("O3", "tp2 zero", "dp1 zero", False),
+    ("O2", "dp1", "tp2 zero", False),
+    ("O2", "tp2 zero", "pp2 zero", False),
+    ("O2", "pp2", "dp2 zero", True),
+    ("O1", "dp1 zero", "tp2 zero", False),
+    ("O1", "tp2 zero", "dp2", True),
+    ("O1", "pp2 zero", "vp2 zero", False),
+]
+
+
 @pytest.mark.parametrize(
-    ("level", "before", "after"),
-    [
-        ("O3", "tp2", "pp2"),
-        pytest.param("O3", "dp2", "dp1", marks=nightly),
-        pytest.param("O3", "dp1", "tp2", marks=nightly),
-        pytest.param("O3", "tp2", "dp1", marks=nightly),
-        pytest.param("O3", "dp1", "pp2", marks=nightly),
-        pytest.param("O2", "dp1", "tp2", marks=nightly),
-        pytest.param("O2", "tp2", "dp2", marks=nightly),
-        pytest.param("O1", "dp1", "tp2", marks=nightly),
-    ],
+    ("level", "before", "after", "tied"),
+    [pytest.param(*move, marks=[nightly] if i else []) for i, move in enumerate(MOVES)],
 )
-def test_another_layout(level, before, after, tmp_path):
-    """The first step's loss, and every weight and master, as one rank has them: bit for bit."""
-    both = f"--fp8-level {level} --dist-ckpt-optim-fully-reshardable"
-    (ranks, flags), (other_ranks, other_flags) = LAYOUTS[before], LAYOUTS[after]
-    whole = train(ranks, f"{both} {flags}", tmp_path / "first", save=5)
+def test_another_layout(level, before, after, tied, tmp_path):
+    """The first step's loss, and every weight, master and moment, as one rank has them: bit for bit."""
+    (ranks, flags), (other_ranks, other_flags) = layout(before), layout(after)
+    both = f"--fp8-level {level} --num-layers 4"
+    whole = train(ranks, f"{both} {flags}", tmp_path / "first", save=5, tied=tied)
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     (tmp_path / "second/latest_checkpointed_iteration.txt").write_text("5")
-    rest = train(other_ranks, f"{both} {other_flags}", tmp_path / "second", load=True, until=6)
+    rest = train(other_ranks, f"{both} {other_flags}", tmp_path / "second", load=True, until=7, tied=tied)
     assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
+    assert rest.losses[1] == pytest.approx((whole.losses[5] + whole.losses[6]) / 2, abs=2e-3)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[5:7], rel=0.01)
     # without a step, what was read is written
     still = "--train-iters 5 --override-opt_param-scheduler"
-    train(other_ranks, f"{both} {other_flags} {still}", tmp_path / "second", save=4, load=True)
-    old, new = tensors(tmp_path / "first", 5), tensors(tmp_path / "second", 5)
-    linears = [name for name in old if name.endswith(".weight") and ".linear_" in name]
-    assert len(linears) == 4 * 4  # model, master, exp_avg, exp_avg_sq; torch_dist stacks the layers
-    if "tp2" in (before, after):  # other blocks
-        linears = [name for name in linears if "exp_avg" not in name]
-    for name in linears:
-        assert torch.equal(old[name], new[name]), name
+    train(other_ranks, f"{both} {other_flags} {still}", tmp_path / "second", save=4, load=True, tied=tied)
+    old, new = whole_weights(tmp_path / "first"), whole_weights(tmp_path / "second")
+    assert old.keys() == new.keys() and sum(".linear_" in name and name.endswith(".weight") for name in old) == 4 * 4
+    assert sum("optimizer.state.param." in name for name in old) > 8 - tied
+    for name in old:
+        in_blocks = ".exp_avg" in name and ".linear_" in name and name.endswith(".weight") and level != "O1"
+        if not (in_blocks and "tp2" in before + after):  # whose blocks are others: rounded once more
+            assert torch.equal(old[name].view(torch.uint8), new[name].view(torch.uint8)), name
+
+
+@nightly
+def test_an_earlier_form_goes_on_in_its_layout(tmp_path):
+    """Stock's default form, which checkpoints had: other data-parallel ranks may load it, no other layout."""
+    flags = f"--fp8-level O3 {DISTRIBUTED}"
+    script = ["tests/scripts/earlier_checkpoints.py"]
+    saving = [*TINY_GPT, *flags.split(), "--save", str(tmp_path), "--save-interval", "5"]
+    whole = run_megatron(2, saving, script=script, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, timeout=900)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    rest = train(2, flags, tmp_path, load=True)
+    assert rest.losses[0] == whole.losses[5] and rest.losses[2:] == whole.losses[7:]
+    assert train(1, flags, tmp_path, load=True, until=6).losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
+    refused = r"saved as dp_reshardable, for its own layout only \(tensor 1, pipeline 1, distributed optimizer True\)"
+    for ranks, other in ((2, f"{flags} --tensor-model-parallel-size 2 --sequence-parallel"), (1, "--fp8-level O3")):
+        with pytest.raises(RunFailed, match=refused) as failed:
+            train(ranks, other, tmp_path, load=True)
+        assert "Traceback" not in str(failed.value)
+
+
+@nightly
+@pytest.mark.parametrize(
+    ("flags", "reshard"), [("--distrib-optim-fully-reshardable-mem-efficient", 1), ("--ckpt-fully-parallel-load", 2)]
+)
+def test_other_ways_of_the_reshardable_form(flags, reshard, tmp_path):
+    both = f"--fp8-level O3 {DISTRIBUTED} {flags}"
+    whole = train(2, both, tmp_path, save=5)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    rest = train(reshard, both, tmp_path, load=True)
+    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3 if reshard == 1 else 0)
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
+SPREAD = "--expert-model-parallel-size 2"  # a part of stock's own chain of optimizers for experts alone
+
+
+@nightly
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", DISTRIBUTED),  # stock's local spec has another name for the norm before experts
+        (f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable", SPREAD),
+        (f"{SPREAD} {DISTRIBUTED} --dist-ckpt-optim-fully-reshardable", ""),
+        (f"--fp8-level O3 {DISTRIBUTED}", SPREAD),
+        ("--fp8-level O3", f"{SPREAD} {DISTRIBUTED}"),
+        (f"--fp8-level O3 {SPREAD}", DISTRIBUTED),
+    ],
+)
+def test_experts_on_other_ranks(before, after, tmp_path):
+    """Of stock without a level, and of a level; the embedding's, the experts' and the router's states."""
+    whole = train(2, f"{EXPERTS} {before}", tmp_path, save=5)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    rest = train(2, f"{EXPERTS} --fp8-level O3 {after}", tmp_path, load=True)
+    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
+    assert rest.losses[2:] == pytest.approx(whole.losses[7:], abs=2e-3)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[5:], abs=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +294,7 @@ def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"  # older, and not looked at
-    with pytest.raises(RunFailed, match=r"iter_0000003/.* is damaged or missing"):
+    with pytest.raises(RunFailed, match=r"iter_0000003/.* is damaged: its SHA-256"):
         train(1, flags, tmp_path, load=True)
 
 
@@ -219,8 +336,8 @@ def test_refusals_are_one_line(tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     for folder, flags, line in (
-        (damaged, compact, f"--load {damaged}: iter_0000002/{file.name} is damaged or missing"),
-        (tmp_path, "--fp8-level O3", "--load: the checkpoint was saved with --fp8-ckpt-compact, for its own layout"),
+        (damaged, compact, f"--load {damaged}: iter_0000002/{file.name} is damaged: its SHA-256"),
+        (tmp_path, "--fp8-level O3", f"--load {tmp_path}: the checkpoint was saved with --fp8-ckpt-compact, for"),
         (tmp_path, f"{compact} --num-layers 3", f"--load {tmp_path}: the checkpoint does not fit this run: Global"),
     ):
         with pytest.raises(RunFailed) as failed:

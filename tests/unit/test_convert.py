@@ -420,13 +420,21 @@ def test_truncated_files_are_refused(tmp_path):
         whole = path.read_bytes()
         for share in (0.0, 0.1, 0.5, 0.9, 0.999):
             path.write_bytes(whole[: int(share * len(whole))])
-            with pytest.raises(ValueError, match=r"damaged|is missing") as refusal:
-                direction(str(source), str(tmp_path / "out" / f"{path.name}{share}"))
-            assert "\n" not in str(refusal.value)
+            for sealed in (True, False):
+                seal = release / "integrity.json"
+                if not sealed:
+                    seal.rename(release / "aside")
+                with pytest.raises(ValueError, match=r"damaged|is missing") as refusal:
+                    direction(str(source), str(tmp_path / "out" / f"{path.name}{share}"))
+                assert "\n" not in str(refusal.value)
+                if not sealed:
+                    (release / "aside").rename(seal)
         path.write_bytes(whole)
-    (release / "metadata.json").unlink()  # written last: the checkpoint is not complete
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "out2"))
+    (release / "metadata.json").unlink()
+    for line in (r"^\S+: release/metadata.json is missing, or cannot be read; name another", "no complete checkpoint"):
+        with pytest.raises(ValueError, match=line):
+            convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "out2"))
+        (release / "integrity.json").unlink(missing_ok=True)  # then it is that of a save which was not finished
 
 
 # ---- the command

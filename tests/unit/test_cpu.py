@@ -42,6 +42,14 @@ def test_random_state_is_the_cpus(installed):
     assert torch.equal(torch.rand(4), first)
 
 
+def test_a_data_loaders_seed_moves_no_gpus_generator(installed):
+    """Else a resumed run, whose loaders are made after its checkpoint was read, drops out other activations."""
+    state = torch.cuda.get_rng_state()
+    for workers in (0, 1):
+        assert len(list(torch.utils.data.DataLoader([1, 2, 3], num_workers=workers))) == 3
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
 def test_what_autograd_calls_back_finds_no_gpu_either(installed):
     """Megatron's recomputation: a backward pass inside of one, which runs a function's backward anew."""
     seen = []

@@ -26,6 +26,7 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     "--num-layers-at-start-in-bf16": ["--first-last-layers-bf16"],
     "--num-layers-at-end-in-bf16": ["--first-last-layers-bf16"],
     "--ckpt-format": ["--save", "somewhere"],
+    "--dist-ckpt-optim-fully-reshardable": ["--use-distributed-optimizer", "--save", "somewhere"],
     "--num-experts": ["--disable-bias-linear"],
     "--qk-l2-norm": ["--multi-latent-attention"],
     "--no-bias-gelu-fusion": ["--num-experts", "4"],

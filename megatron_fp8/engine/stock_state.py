@@ -1,0 +1,97 @@
+"""The optimizer state of stock's own parameters in the two forms in which checkpoints have it.
+
+    --use-distributed-optimizer    masters are `optimizer.state.param.<weight>`, groups have the step (stock's fully
+                                   reshardable form, which a level asks for)
+    without                        masters are `optimizer.state.fp32_param.<weight>`, the step is `common_step`
+
+Moments have the same names, and every tensor is whole for its tensor- and pipeline-parallel rank.  So a run loads the
+other form by asking for the other name, and puts the step where it looks for it.  Stock's third form, its default, is
+cut as its buffers are: only a run of the same layout can read it.
+"""
+
+import copy
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
+
+FORM, RESHARDABLE = "distrib_optim_sharding_type", "fully_reshardable"
+_MASTERS = "megatron_fp8_masters"
+
+
+def describe(metadata: dict) -> None:
+    """Say in a checkpoint's content metadata what its masters are called, and that it is for every layout if it is.
+
+    Stock reads the second alone: with the distributed optimizer it takes no layout but the one that was saved.
+    """
+    metadata[_MASTERS] = "fp32_param" if metadata.get(FORM) is None else "param"
+    if metadata.get(FORM) is None:
+        metadata[FORM] = RESHARDABLE
+
+
+def ask_for_masters(state: Any, metadata: dict) -> None:
+    """Give the masters in what is to be loaded the names that they have in the checkpoint; of a local one their own."""
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            for name in ("param", "fp32_param"):
+                there = metadata.get(_MASTERS, name)
+                entry.key = entry.key.replace(f"optimizer.state.{name}.", f"optimizer.state.{there}.", 1)
+
+
+def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
+    """A part's loaded state as the part itself would have saved it.
+
+    state: its tensors, and what was saved beside those of the part that had its place: a run without a level has no
+    chain of parts, and one with --expert-model-parallel-size 1 none of its own for experts.
+    saved: the whole.
+    """
+    beside = copy.deepcopy({key: value for key, value in saved.items() if not isinstance(key, int)})
+    beside.get("optimizer", {}).pop("param_groups", None)  # more than this part has, where there was no chain
+    state = merge(beside, state)
+    optimizer, step = state.setdefault("optimizer", {}), step_of(saved)
+    params = [group["params"] for group in optimizer.get("param_groups", ()) if "params" in group]
+    groups = [_saved_group(group, saved) for group in part.optimizer.param_groups]
+    optimizer["param_groups"] = [{**group, "params": at} for group, at in zip_longest(groups, params)]
+    if isinstance(part.optimizer, torch.optim.Adam) and not isinstance(part, DistributedOptimizer):
+        optimizer["state"]["common_step"] = torch.tensor(float(step))
+        return state
+    for group in optimizer["param_groups"]:
+        group["step"] = step
+    if isinstance(part, DistributedOptimizer):
+        optimizer.pop("state", None)
+        state.setdefault("param_state_sharding_type", RESHARDABLE)
+    return state
+
+
+def step_of(saved: dict) -> int:
+    """The updates made; all parts have made as many."""
+    steps = [optimizer.get("state", {}).get("common_step") for optimizer in _optimizers(saved)]
+    steps += [group.get("step") for group in _groups(saved)]
+    return int(next((step for step in steps if step is not None), 0))
+
+
+def _saved_group(group: dict, saved: dict) -> dict:
+    """What was saved of a group of parameters, in whichever part it was."""
+    for found in _groups(saved):
+        if _identity(found) == _identity(group):
+            return {**found, "is_expert_parallel": group["is_expert_parallel"]}
+    raise CheckpointingException(f"no group of parameters in it has {_identity(group)}; add --no-load-optim")
+
+
+def _identity(group: dict) -> dict:
+    """By what stock knows a group again, but for its part of the chain."""
+    return {key: group.get(key) for key in param_group_identifier_keys if key != "is_expert_parallel"}
+
+
+def _groups(saved: dict) -> list[dict]:
+    return [group for optimizer in _optimizers(saved) for group in optimizer.get("param_groups", ()) if "lr" in group]
+
+
+def _optimizers(saved: dict) -> list[dict]:
+    parts = [saved, *(part for key, part in saved.items() if isinstance(key, int))]
+    return [part["optimizer"] for part in parts if "optimizer" in part]

@@ -1,0 +1,282 @@
+"""No save loses a checkpoint: killed anywhere, on a full disc, two runs at once, over one that is there."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+from small_checkpoints import STOCKS, TRACKER, load, one_rank, save, unsealed
+
+from megatron_fp8.engine import saves
+from megatron_fp8.engine.seal import SEAL, verify
+
+__all__ = ["load", "one_rank"]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def end_process() -> None:
+    """What its end does to a process's state."""
+    saves._begun.clear()
+    while saves._locks:
+        os.close(saves._locks.popitem()[1])
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    yield
+    end_process()
+
+
+def files_of(folder) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+
+
+def killed_at(count, monkeypatch, act) -> bool:
+    """Whether `act` was killed, at its count-th change to the file system; of a file's bytes only half are written."""
+    changes = 0
+
+    def dying(stock, half=False):
+        def change(self, *args, **kwargs):
+            nonlocal changes
+            changes += 1
+            if changes == count:
+                if half and "w" in (args[0] if args else ""):
+                    stock(self, *args, **kwargs).close()  # empties it
+                raise Killed
+            return stock(self, *args, **kwargs)
+
+        return change
+
+    from pathlib import Path
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "touch"):
+            patch.setattr(Path, name, dying(getattr(Path, name)))
+        patch.setattr(Path, "open", dying(Path.open, half=True))
+        patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+        try:
+            act()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("which", ["ours", "stock's"])
+def test_killed_at_every_point_of_a_save_over_the_only_checkpoint(load, tmp_path, monkeypatch, which):
+    """The next run finds the old one, or the new one, whole."""
+    kills = 0
+    for count in range(1, 60):
+        folder = tmp_path / str(count)
+        hook, contents = (None, {}) if which == "ours" else (unsealed, {"content_metadata": STOCKS})
+        checkpoint = save(folder, 10, hook, **contents)
+        (checkpoint / "notes.txt").write_text("the good one")
+        before = files_of(checkpoint)
+        if not killed_at(count, monkeypatch, lambda folder=folder: save(folder, 10)):
+            break
+        kills += 1
+        end_process()
+        later = 1
+        while killed_at(later, monkeypatch, lambda folder=folder: saves.claim(str(folder))):
+            later += 1  # the next run is killed as it begins, each time a little later
+            end_process()
+        assert load(folder) == 10, count
+        verify(checkpoint)
+        after = files_of(checkpoint)
+        assert after.pop("notes.txt") == before.pop("notes.txt")
+        assert before.items() <= after.items() or SEAL in after
+        assert not (checkpoint / saves.ASIDE).exists() or not any((checkpoint / saves.ASIDE).iterdir()) or SEAL in after
+        save(folder, 10)  # and it can be saved over
+        assert load(folder) == 10 and not (checkpoint / saves.ASIDE).exists()
+    assert 10 < kills < 50
+
+
+def test_a_killed_save_is_cleared_away(load, tmp_path):
+    """A smaller run saves where a larger one was killed: nothing of that is in the new checkpoint."""
+    save(tmp_path, 5)
+    checkpoint = tmp_path / "iter_0000010"
+    checkpoint.mkdir()
+    (checkpoint / "__7_0.distcp").write_bytes(b"left over")
+    assert load(tmp_path) == 5
+    save(tmp_path, 10)
+    assert sorted(files_of(checkpoint)) == [".metadata", "__0_0.distcp", SEAL, "metadata.json"]
+    assert load(tmp_path) == 10
+
+
+def full_disc(monkeypatch, at):
+    """Writing the file `at` fails from here on."""
+    import io
+    from pathlib import Path
+
+    def no_room(stock):
+        def write(path, *args, **kwargs):
+            if at in str(path) and "w" in (args[0] if args else kwargs.get("mode", "r")):
+                stock(path, *args, **kwargs).close()  # there is a name, and nothing in it
+                raise OSError(28, "No space left on device")
+            return stock(path, *args, **kwargs)
+
+        return write
+
+    monkeypatch.setattr("builtins.open", no_room(open))
+    monkeypatch.setattr(io, "open", no_room(io.open))
+    monkeypatch.setattr(Path, "open", no_room(Path.open))
+
+
+@pytest.mark.parametrize("at", ["__0_0.distcp", ".metadata", "metadata.json", SEAL])
+@pytest.mark.parametrize("over", [False, True], ids=["a new one", "the only one"])
+def test_a_full_disc(load, tmp_path, monkeypatch, at, over):
+    checkpoint = save(tmp_path, 10)
+    before = files_of(checkpoint)
+    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+    with monkeypatch.context() as patch:
+        full_disc(patch, at)
+        with pytest.raises(ValueError) as error:
+            saves.lose_nothing(lambda: save(tmp_path, 10 if over else 20))()
+    line = str(error.value)
+    assert line.startswith(f"--save {tmp_path}: iter_00000{10 if over else 20} could not be written ("), line
+    assert line.endswith("GiB were free); mend that: iter_0000010 is there to go on from") and "\n" not in line
+    assert files_of(checkpoint) == before and load(tmp_path) == 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
+    end_process()
+    save(tmp_path, 20)
+    assert load(tmp_path) == 20
+
+
+def test_an_asynchronous_save_that_fails(load, tmp_path, monkeypatch):
+    """What Megatron does later, and what has been begun, is given up."""
+    save(tmp_path, 10)
+    requests = []
+
+    def later(stock):
+        def save_later(*args, **kwargs):
+            requests.append(saves.seal_saves(stock)(*args, async_sharded_save=True, async_strategy="mcore", **kwargs))
+
+        return save_later
+
+    save(tmp_path, 20, later)
+    (tmp_path / TRACKER).write_text("10")
+    assert load(tmp_path) == 10
+    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+    with monkeypatch.context() as patch:
+        full_disc(patch, "metadata.json")
+        with pytest.raises(ValueError, match=r"iter_0000020 could not be written \(No space left on device, .* free"):
+            saves.lose_nothing(requests[0].execute_sync)()
+    assert load(tmp_path) == 10 and not (tmp_path / "iter_0000020").exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.write_text(""),
+        lambda path: path.symlink_to(path.parent / "nowhere/folder"),
+        lambda path: path.symlink_to(path),
+    ],
+    ids=["a file", "a link to nothing", "a link to itself"],
+)
+def test_folders_that_cannot_be_saved_to(tmp_path, make):
+    make(tmp_path / "save")
+    for path in (tmp_path / "save", tmp_path / "save/below"):
+        line = rf"^--save {path}: cannot be written to \([^)]+\); give another folder$"
+        with pytest.raises(ValueError, match=line):
+            saves.claim(str(path))
+
+
+@pytest.mark.parametrize(("error", "why"), [(28, "No space left on device"), (30, "Read-only file system")])
+def test_a_folder_without_room(tmp_path, monkeypatch, error, why):
+    def write_bytes(path, data):
+        path.touch()
+        raise OSError(error, why)
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", write_bytes)
+    with pytest.raises(ValueError, match=rf"^--save {tmp_path}/a/b: cannot be written to \({why}\); give another"):
+        saves.claim(str(tmp_path / "a/b"))
+    assert not list((tmp_path / "a/b").iterdir())
+
+
+HOLD = "import sys, time; from megatron_fp8.engine.saves import claim; claim(sys.argv[1]); print('held', flush=True); "
+
+
+def test_two_runs_of_one_folder(tmp_path):
+    """The second is refused until the first has ended, however it ended and whatever it has started."""
+    child = "import subprocess; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    command = [sys.executable, "-W", "ignore", "-c", HOLD + child, str(tmp_path)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
+    try:
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"another run saves there \(saving.lock is held\); give another folder$"):
+            saves.claim(str(tmp_path))
+        saves.claim(str(tmp_path / "below"))
+    finally:
+        first.kill()
+        first.wait()
+    saves.claim(str(tmp_path))
+    saves.claim(str(tmp_path))  # Megatron parses its arguments more than once
+    (tmp_path / "link").symlink_to(tmp_path / "below")
+    saves.claim(str(tmp_path / "link"))
+
+
+def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch):
+    saves.claim(str(tmp_path))
+    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+    saves.check_saving()
+    monkeypatch.setattr(saves.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(saves, "on_rank_0", lambda act: act())
+    saves.check_saving()
+    for spoil in (lambda lock: lock.write_text("another machine's"), lambda lock: lock.unlink()):
+        written = (tmp_path / saves.LOCK).read_bytes()
+        spoil(tmp_path / saves.LOCK)
+        with monkeypatch.context() as patch:
+            patch.setattr(saves, "on_rank_0", lambda act, w=written: [(tmp_path / saves.LOCK, w)])
+            with pytest.raises(ValueError, match=rf"^--save {tmp_path}: rank 3 does not see what rank 0 writes there"):
+                saves.check_saving()
+
+
+def test_a_run_without_a_level_saves_over_ours(load, tmp_path):
+    """Its seal would be that of other files."""
+    checkpoint = save(tmp_path, 10)
+    save(tmp_path, 10, saves.unseal_saves, content_metadata=STOCKS)
+    assert not (checkpoint / SEAL).exists() and load(tmp_path) == 10
+    save(tmp_path, 10)
+    assert load(tmp_path) == 10
+
+
+@pytest.mark.parametrize("written", ["", "garbage", "-1", "1e1", "\x00"])
+def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
+    """With --save-retain-interval Megatron reads it after a save."""
+    for folder in (tmp_path, tmp_path / "non_persistent"):
+        save(folder, 10)
+        (save(folder, 20) / "unsealed").touch()
+        (folder / TRACKER).write_text(written)
+    saves.claim(str(tmp_path))
+    assert (tmp_path / TRACKER).read_text() == (tmp_path / "non_persistent" / TRACKER).read_text() == "10"
+    for good in ("20", "10\n", "release", "0"):
+        end_process()
+        (tmp_path / TRACKER).write_text(good)
+        saves.claim(str(tmp_path))
+        assert (tmp_path / TRACKER).read_text() == good
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / TRACKER).write_text(written)
+    saves.claim(str(tmp_path / "new"))
+    assert not (tmp_path / "new" / TRACKER).exists() and load(tmp_path / "new") is None
+
+
+def test_the_newest_whole_non_persistent_checkpoint_is_kept(one_rank, tmp_path):
+    """Megatron makes room before it saves, and would keep the newest, which an interrupted save left."""
+    import megatron.training.checkpointing as checkpointing
+
+    cleanup = saves.keep_newest_whole(checkpointing.cleanup_old_non_persistent_checkpoint)
+    for iteration in (3, 6, 9):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000012").mkdir()
+    (tmp_path / "iter_0000012/__0_0.distcp").touch()
+    cleanup(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000009", "iter_0000012"]
+    save(tmp_path, 12)
+    cleanup(tmp_path, leave_ckpt_num=1)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000012"]
+    cleanup(tmp_path / "nothing")
