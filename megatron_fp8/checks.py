@@ -102,6 +102,18 @@ def check_model(level: str, model_chunks) -> None:
             raise _only_gpt(level, type(model).__name__)
 
 
+def check_stage(save: str | None, model_chunks) -> None:
+    """Raise ValueError for a pipeline stage without a parameter in a run that saves: Megatron fails at the first save.
+
+    save: the value of --save.
+    """
+    if save and not any(True for chunk in model_chunks for _ in chunk.parameters()):
+        raise ValueError(
+            f"--save {save}: rank {os.environ.get('RANK', '0')} is of a stage without any parameter, which Megatron "
+            "cannot save; give each stage a layer in --pipeline-model-parallel-layout"
+        )
+
+
 def _only_gpt(level: str, model: str) -> ValueError:
     return ValueError(
         f"--fp8-level {level}: the script trains a {model}, and a level knows Megatron's GPT only; use --fp8-level O0"

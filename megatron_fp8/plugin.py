@@ -64,6 +64,7 @@ from .checks import (
     check_megatron_version,
     check_model,
     check_script,
+    check_stage,
     set_max_connections,
 )
 from .config import (
@@ -311,6 +312,8 @@ def _gpt_model_init(fp8: Fp8Config):
 
 
 def _get_megatron_optimizer(fp8: Fp8Config | None):
+    from megatron.training.global_vars import get_args
+
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
     from .engine.saves import check_saving
@@ -323,6 +326,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
             if fp8 is not None:
                 check_model(fp8.level, model_chunks)
+                check_stage(get_args().save, model_chunks)
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
                 _log(check_chosen(fp8, model_chunks))
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8 import checks, cpu
-from megatron_fp8.checks import MAX_CONNECTIONS, check_model, check_script, set_max_connections
+from megatron_fp8.checks import MAX_CONNECTIONS, check_model, check_script, check_stage, set_max_connections
 
 
 def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, value=None, started=False):
@@ -79,3 +79,11 @@ def test_a_model_that_a_script_has_from_elsewhere_is_refused():
             check_model("O3", [torch.nn.Linear(2, 2)])
     finally:
         cpu.uninstall()
+
+
+def test_a_stage_that_cannot_be_saved_is_refused():
+    empty, full = torch.nn.ReLU(), torch.nn.Linear(2, 2)
+    check_stage(None, [empty])
+    check_stage("x", [empty, full])
+    with pytest.raises(ValueError, match="--save x: rank 0 is of a stage without any parameter"):
+        check_stage("x", [empty])
