@@ -11,13 +11,14 @@ Pages that no rank writes exist once, so 32 ranks of a tiny model take some 2 GB
 environment is torchrun's; the store is the supervisor's, on a port that nobody else can take. A rank that fails ends
 the others, as under torchrun, and all end with their supervisor.
 
-Two differences from a cold start: environment variables that are read while torch is imported are the warm process',
-and so is the seed of Python's hashes.
+Three differences from a cold start: environment variables that are read while torch is imported are the warm process',
+and so is the seed of Python's hashes; the process in which Megatron queues the results of a save is forked too.
 """
 
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing.process
 import os
@@ -60,12 +61,16 @@ def warm_up(folder: str | None = None) -> None:
     import megatron.training.argument_utils
     import megatron.training.checkpointing
     import megatron.training.training  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from . import convert, plugin  # noqa: F401
     from .engine import build  # noqa: F401
     from .layers import spec  # noqa: F401
     from .monitor import collect, watch  # noqa: F401
 
+    # Of each rank that saves: a process of its own, which spawned would import all of this once more.
+    own = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = functools.partial(own, mp_mode="fork")
     gc.collect()
     gc.freeze()  # what exists is never looked at again, so its pages stay shared
 
