@@ -189,11 +189,18 @@ def test_the_grid(train, model, layout, level):
     check(train, model, layout, level)
 
 
+RESUMED = {  # the paper's own, and the least in which a rank's own parameters are all duplicates
+    "175b": (Model(4, heads=8), Layout(tp=8, pp=4, sequence=True, more=SHARDED)),
+    "duplicates": (Model(3), Layout(tp=2, pp=3, more=SHARDED)),
+}
+
+
 @nightly
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_the_papers_175b_layout(initial, level, tmp_path):
-    """TP 8 x PP 4 on 32 ranks: the losses and gradient norms of one process, and a resume that goes on as it was."""
-    model, layout = Model(4, heads=8), Layout(tp=8, pp=4, sequence=True, more=SHARDED)
+@pytest.mark.parametrize("layout", RESUMED)
+def test_a_layout_is_saved_and_resumed(initial, layout, level, tmp_path):
+    """The losses and gradient norms of one process, and a resume that goes on as it was."""
+    model, layout = RESUMED[layout]
     flags = f"{COMMON} {model.flags} --global-batch-size 5 --train-iters 4 --fp8-level {level}"
 
     def steps(ranks: int, more: str) -> Run:

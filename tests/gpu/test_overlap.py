@@ -35,7 +35,7 @@ def test_twenty_overlapped_runs_are_the_waiting_run(level):
 def test_a_race_is_found(level, fault):
     _, flags, waiting = level
     try:
-        found = digests(flags, 3, gpu=True, PRESSURE="1", BREAK=fault)
+        found = digests(flags, 3, gpu=True, PRESSURE="1", LATE="1", BREAK=fault)
     except RunFailed as failed:  # Megatron ends a run whose loss is not a number
         assert "nan" in str(failed).lower()
     else:

@@ -1,10 +1,10 @@
 """Train the same few steps again and again in one process, and print a digest of what came of them each time.
 
     TRIALS      how often; each time the checkpoint of --load is loaded again, and the same samples are read
-    PRESSURE=1  around every asynchronous collective, on each rank by chance: the host sleeps, the GPU sleeps, and the
-                collective begins up to 10 ms late while the computation goes on; memory of the size that was just sent
-                is taken, filled with NaN codes and given back; from the second trial on the allocator may have little
-                more than the first trial needed
+    PRESSURE=1  around every asynchronous collective, on each rank by chance: the host sleeps, the GPU sleeps; and
+                memory of the size that was just sent is taken, filled with NaN codes and given back; from the second
+                trial on the allocator may have little more than the first trial needed
+    LATE=1      and each collective begins up to 10 ms late on the GPU, while the computation goes on
     BREAK       a fault to find: "sent", what is sent is overwritten while it is on the wire; "landing", nobody waits
                 for gradients; "gather", nobody waits for weights
 
@@ -36,6 +36,7 @@ from megatron_fp8.comm import wire
 from megatron_fp8.engine.gather import ChunkGather
 
 TRIALS, PRESSURE, BREAK = int(os.environ["TRIALS"]), os.environ.get("PRESSURE"), os.environ.get("BREAK", "")
+LATE = os.environ.get("LATE")
 chance = random.Random()  # of the system's noise: another one on each rank and in each run
 NAN = 0x7F
 losses: list[float] = []
@@ -116,7 +117,7 @@ def pause() -> None:
 @contextlib.contextmanager
 def late():
     """What is launched in here begins up to 10 ms later on the GPU, while the computation goes on."""
-    if cpu_only:
+    if cpu_only or not LATE:
         yield
         return
     if not side:
