@@ -42,10 +42,11 @@ What is hooked, and why not something more official:
                                                 (lab/measure_sharpness.py); with --fp8-log-update-norm, officially, step
                                                 hooks on the torch optimizers of stock's parts (monitor/update_norm.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
+    filesystem_async.get_write_results_queue    in tests and rehearsals only: see ranks.py.
 
-All but the first and the last are installed only when a run asks for a level, or for what they give: without one, and
-at O0, a run is bit for bit stock Megatron's.  (If it saves over a level's checkpoint it takes the seal away, and if it
-would load a level's optimizer state it is told that it cannot.)
+All but the first and the last two are installed only when a run asks for a level, or for what they give: without one,
+and at O0, a run is bit for bit stock Megatron's.  (If it saves over a level's checkpoint it takes the seal away, and if
+it would load a level's optimizer state it is told that it cannot.)
 """
 
 import functools

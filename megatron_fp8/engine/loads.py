@@ -157,7 +157,7 @@ def by_either_name(stock: Callable) -> Callable:
 
     def load(sharded_state_dict, checkpoint_dir, *rest, **kwargs):
         if get_args().num_experts:
-            stored = on_rank_0(lambda: _stored(checkpoint_dir))
+            stored = set(on_rank_0(lambda: _stored(checkpoint_dir)))
             for entry in nested_values(sharded_state_dict):
                 if isinstance(entry, ShardedTensor) and entry.key not in stored:
                     local = entry.key.replace(_NORM, _NORM_IN_LOCAL_SPEC)

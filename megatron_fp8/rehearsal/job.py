@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test
 _GPT2 = 50257  # tokens
 # What Transformer Engine's attention does, which is not to be had without a GPU: {flag: what stands on the page}.
 _CONTEXT = "--context-parallel-size"
-_ATTENTION = ("--fp8-attention", "--cp-comm-type", "--hierarchical-context-parallel-sizes", _CONTEXT)
+_ATTENTION = ("--cp-comm-type", "--hierarchical-context-parallel-sizes", _CONTEXT)
 
 
 @dataclass
@@ -62,8 +63,10 @@ def examine(launch: Launch, gpus: int) -> Job:
     if "--use-checkpoint-args" in given:
         raise ValueError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     context = size_of(given, _CONTEXT)
-    unseen = tuple(" ".join([flag, *given[flag]]) for flag in _ATTENTION if flag in given)
-    flags = [(flag, values) for flag, values in launch.flags if flag not in _ATTENTION]
+    left_out = [(flag, values) for flag, values in launch.flags
+                if flag in _ATTENTION or (flag, values) == ("--fp8-attention", ["te"])]  # fmt: skip
+    unseen = tuple(" ".join([flag, *values]) for flag, values in left_out)
+    flags = [given_flag for given_flag in launch.flags if given_flag not in left_out]
     job = _in_a_fork(launch, flags, gpus // context)
     if job.error.startswith(_DATA_ERRORS):
         missing, guessed = job.error, ""
@@ -91,13 +94,19 @@ def _in_a_fork(launch: Launch, flags: Flags, gpus: int) -> Job:
     process = os.fork()
     if process == 0:
         os.close(reading)
-        with contextlib.suppress(BaseException), open(writing, "wb") as result:
-            pickle.dump(_examine(launch, flags, gpus), result)
-        os._exit(0)
+        try:
+            with open(writing, "wb") as result:
+                pickle.dump(_examine(launch, flags, gpus), result)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
     os.close(writing)
     with open(reading, "rb") as result:
         text = result.read()
     os.waitpid(process, 0)
+    if not text:
+        raise RuntimeError("the job's flags could not be examined; what was wrong is above")
     return pickle.loads(text)
 
 
@@ -127,6 +136,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
         job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"
     except Exception as error:
         job.error = stock_mistake(error) or " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, ValueError | AssertionError):  # no check of a flag: it may be a bug of ours
+            traceback.print_exc()
     else:
         job.args = Namespace(**{name: value for name, value in vars(args).items() if _travels(value)})
         if fp8 is not None:

@@ -52,6 +52,20 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
 
 
+def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path) -> None:
+    """A run that is cut in the middle and resumed has the whole one's losses, norms, weights and states."""
+    half = steps // 2
+    whole = train(nproc, flags, folder / "whole", save=steps)
+    first = train(nproc, flags, folder / "cut", save=half, until=half)
+    rest = train(nproc, flags, folder / "cut", save=half, load=True)
+    assert first.grad_norms + rest.grad_norms == whole.grad_norms
+    resumed, expected = first.losses + rest.losses, list(whole.losses)
+    del resumed[half + 1], expected[half + 1]  # stock logs the mean of a resumed run's first two losses there
+    assert resumed == expected
+    assert first.validation_losses + rest.validation_losses == whole.validation_losses
+    same(tensors(folder / "cut", steps), tensors(folder / "whole", steps))
+
+
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
@@ -72,16 +86,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_fifty_steps_with_a_restart_in_the_middle(nproc, flags, tmp_path):
-    """Losses, gradient norms, weights and states, bit for bit."""
-    flags += " --train-iters 50"
-    whole = train(nproc, flags, tmp_path / "whole", save=50)
-    first = train(nproc, flags, tmp_path / "cut", save=25, until=25)
-    rest = train(nproc, flags, tmp_path / "cut", save=25, load=True)
-    assert first.grad_norms + rest.grad_norms == whole.grad_norms
-    resumed, expected = first.losses + rest.losses, list(whole.losses)
-    del resumed[26], expected[26]  # stock logs the mean of a resumed run's first two losses there
-    assert resumed == expected
-    same(tensors(tmp_path / "cut", 50), tensors(tmp_path / "whole", 50))
+    goes_on_bit_for_bit(nproc, f"{flags} --train-iters 50", 50, tmp_path)
 
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -102,14 +107,7 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 def test_dropout_goes_on_where_it_was(nproc, flags, tmp_path):
     """Bit for bit, with and without a level; without one, stock has no norm for --sequence-parallel here."""
     flags += f" {DROPOUT} --num-workers 1 --eval-interval 2 --eval-iters 1 --split 8,1,1"
-    whole = train(nproc, flags, tmp_path / "whole", save=10)
-    first = train(nproc, flags, tmp_path / "cut", save=5, until=5)
-    rest = train(nproc, flags, tmp_path / "cut", save=5, load=True)
-    assert first.grad_norms + rest.grad_norms == whole.grad_norms
-    resumed, expected = first.losses + rest.losses, list(whole.losses)
-    del resumed[6], expected[6]  # stock logs the mean of a resumed run's first two losses there
-    assert resumed == expected and first.validation_losses + rest.validation_losses == whole.validation_losses
-    same(tensors(tmp_path / "cut", 10), tensors(tmp_path / "whole", 10))
+    goes_on_bit_for_bit(nproc, flags, 10, tmp_path)
 
 
 LAYOUTS = {

@@ -12,6 +12,7 @@ Each rank prints `trial N digest HASH`: of the losses, and of every bit of the m
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import random
@@ -40,7 +41,6 @@ LATE = os.environ.get("LATE")
 chance = random.Random()  # of the system's noise: another one on each rank and in each run
 NAN = 0x7F
 losses: list[float] = []
-side: list[torch.cuda.Stream] = []  # from which collectives are launched, once there is one
 
 
 class Replay:
@@ -114,16 +114,21 @@ def pause() -> None:
         torch.cuda._sleep(int(chance.random() * 2e6))  # about a millisecond
 
 
+@functools.cache
+def side_stream() -> torch.cuda.Stream:
+    """From which late collectives are launched."""
+    return torch.cuda.Stream()
+
+
 @contextlib.contextmanager
 def late():
     """What is launched in here begins up to 10 ms later on the GPU, while the computation goes on."""
     if cpu_only or not LATE:
         yield
         return
-    if not side:
-        side.append(torch.cuda.Stream())
-    side[0].wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side[0]):
+    side = side_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         torch.cuda._sleep(int(chance.random() * 2e7))
         yield
 

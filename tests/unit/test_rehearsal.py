@@ -54,6 +54,14 @@ def test_variables_in_front_are_the_jobs(front, expected):
     assert take_apart(f"{front} {SCRIPT} --bf16".split()).variables == expected
 
 
+# Flags that name files and are kept: what is read, what belongs to other scripts, what only says how.
+READ_OR_OF_ANOTHER = """--block-data-path --disable-flight-recorder-dump-on-timeout
+--disable-flight-recorder-extra-dump-on-exec --disable-mamba-mem-eff-path --embedding-path --evidence-data-path
+--heterogeneous-layers-config-path --logits-load-dir --moe-routing-trace-dump-weights
+--no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec --rl-profile-dir
+--te-precision-config-file --titles-data-path""".split()
+
+
 def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
     """No flag is listed that there is not, none by one of two names, and none is kept that writes to a file."""
     groups = shrink._SIZES, shrink._LENGTH, shrink._FOLDERS, shrink._DATA, shrink.LEFT_OUT
@@ -68,14 +76,6 @@ def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
     files = {option for options in names.values() for option in options
              if {"dir", "path", "file", "filename", "folder", "dump"} & set(option.strip("-").split("-"))}  # fmt: skip
     assert sorted(files - listed) == sorted(READ_OR_OF_ANOTHER)
-
-
-# Flags that name files and are kept: what is read, what belongs to other scripts, what only says how.
-READ_OR_OF_ANOTHER = """--block-data-path --disable-flight-recorder-dump-on-timeout
---disable-flight-recorder-extra-dump-on-exec --disable-mamba-mem-eff-path --embedding-path --evidence-data-path
---heterogeneous-layers-config-path --logits-load-dir --moe-routing-trace-dump-weights
---no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec --rl-profile-dir
---te-precision-config-file --titles-data-path""".split()
 
 
 def test_flags_keep_their_values():
@@ -130,7 +130,8 @@ JOBS = {  # name: (GPUs, flags)
     "by a layout": (
         16,
         "--num-layers 6 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 4 "
-        "--pipeline-model-parallel-layout E|ttt|ttt|L --micro-batch-size 2 --global-batch-size 64 --fp8-level O1",
+        "--pipeline-model-parallel-layout E|ttt|ttt|L --fp8-attention torch "
+        "--micro-batch-size 2 --global-batch-size 64 --fp8-level O1",
     ),
     "context": (
         32,
@@ -281,12 +282,16 @@ def test_what_cannot_be_known_here_is_said(shrunk):
     assert shrunk["evaluates never"]["error"].startswith("--eval-interval: missing")
     context = shrunk["context"]
     assert [line.partition(":")[0] for line in context["warnings"][:3]] == [
-        "--fp8-attention te", "--cp-comm-type p2p", "--context-parallel-size 2"]  # fmt: skip
+        "--context-parallel-size 2", "--fp8-attention te", "--cp-comm-type p2p"]  # fmt: skip
     assert "DP 16" in context["page"] and "CP 2" in context["page"] and "TP 1, PP 1, DP 32" in context["page"]
     assert "Counted with a vocabulary of 50257 tokens" in shrunk["Llama's data elsewhere"]["page"]
     for name in ("its size given", "data elsewhere"):
         assert "Counted with" not in shrunk[name]["page"]
     assert shrunk["its size given"]["changes"]["--vocab-size"] == [128256, 255]
+
+
+def test_torchs_attention_is_rehearsed(shrunk):
+    assert not any("--fp8-attention" in line for line in shrunk["by a layout"]["warnings"])
 
 
 def test_sizes_in_a_checkpoint_are_not_known(tmp_path):
