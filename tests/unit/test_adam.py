@@ -110,11 +110,16 @@ def block_largest(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
 
 
-def error_bound(x: torch.Tensor, kind) -> torch.Tensor:
-    """What storing x (float64) as `kind` may lose: relative, and of the block's maximum."""
+def error_bound(x: torch.Tensor, kind, average: bool = False) -> torch.Tensor:
+    """What storing x (float64) as `kind` may lose: relative, and of the block's maximum.
+
+    An exp_avg loses up to a whole unit of its block's subnormals, 2^-9 * 2^e < 2^-16 * max, not half of one.
+    """
     relative, absolute = {
         FP32: (2.0**-24, 0), BF16: (2.0**-8, 0), BlockScaled: (2.0**-4, 2.0**-17), Block16: (2.0**-11, 2.0**-39),
     }[kind]  # fmt: skip
+    if average and kind is BlockScaled:
+        absolute *= 2
     return torch.maximum(relative * x.abs(), absolute * block_largest(x))
 
 
@@ -136,7 +141,8 @@ def test_every_format_against_float64(master, weight, decoupled):
         largest, scale = torch.tensor(0.0), torch.tensor(64.0)
         adam_step(gradient, m, v, p, t, hyper, grad_scale, scale, largest)
 
-        assert ((values(m) - exact[0]).abs() <= error_bound(exact[0], m_kind) + float32 * (1 + magnitude)).all()
+        bound = error_bound(exact[0], m_kind, average=True) + float32 * (1 + magnitude)
+        assert ((values(m) - exact[0]).abs() <= bound).all()
         root = exact[1].sqrt() if v_kind is BlockScaled else exact[1]
         assert ((values(v) - root).abs() <= error_bound(root, v_kind) * (1 + 1e-6) + float32 * (0.1 + root)).all()
         slack = float32 * (1 + exact[2].abs())
