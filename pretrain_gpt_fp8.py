@@ -10,7 +10,7 @@ import time
 
 STARTED = time.time()  # before the heavy imports: Megatron reports the start-up time
 
-from megatron_fp8.entry import hide_missing_package_warnings, one_line_errors, refuse_flags
+from megatron_fp8.flags.usage import hide_missing_package_warnings, one_line_errors, refuse_flags
 from megatron_fp8.plugin import install
 
 with one_line_errors():

@@ -14,7 +14,7 @@ from ops import Table, equal, randn
 from stamp import commit
 
 from megatron_fp8 import ops
-from megatron_fp8.lab.sharpness import Sharpness, Statistics, closed_form
+from megatron_fp8.monitor.logit_sharpness import Sharpness, Statistics, closed_form
 from megatron_fp8.numerics import emulation
 from megatron_fp8.numerics.emulation import EmulatedFormat
 

@@ -6,7 +6,7 @@
 
 The parameters are the four linears of 9 layers of a GPT of 7B's width, one call a weight, as the engine makes at O3.
 
-    O1, O2, O3     what megatron_fp8/level.py says the level stores, from a gradient in FP8 blocks, one rank
+    O1, O2, O3     what megatron_fp8/flags/level.py says the level stores, from a gradient in FP8 blocks, one rank
     ... bf16 grad  the same from a BF16 gradient, which a step of more than 8 micro-batches keeps
     torch          AdamW(fused=True) in FP32, then each FP32 weight copied to its BF16 one: what stock Megatron does
                    without Transformer Engine, but that it does not ask for the fused kernel
@@ -35,7 +35,7 @@ import torch
 from train_step import stamp
 
 from megatron_fp8 import ops
-from megatron_fp8.level import resolve
+from megatron_fp8.flags.level import resolve
 from megatron_fp8.numerics import BlockScaled, ScaledTensor
 from megatron_fp8.numerics.master import quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.ops.adam import AdamHyper, State, adam_step, is_remainder

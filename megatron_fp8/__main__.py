@@ -5,9 +5,35 @@
 The script may lie in a Megatron-LM checkout, whose megatron package then comes first, or anywhere else.
 """
 
+import os
+import runpy
 import sys
 
-from .entry import one_line_errors, run_script
+from .errors import UserError
+from .flags.usage import hide_missing_package_warnings, one_line_errors
+
+USAGE = "usage: python -m megatron_fp8 SCRIPT [the script's flags] [--fp8-level LEVEL]"
+
+
+def run_script(argv: list[str]) -> None:
+    """Install the plugin and run the script argv[0] as __main__ with argv[1:] as its arguments.
+
+    Raises UserError for a script that is not there.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    if not os.path.isfile(argv[0]):
+        raise UserError(f"{argv[0]}: no such script; {USAGE}")
+    # What Python does for `python SCRIPT`. Before the plugin imports Megatron: a checkout's own must win.
+    sys.argv = argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+    hide_missing_package_warnings()
+    from .plugin import install
+
+    install()
+    runpy.run_path(argv[0], run_name="__main__")
+
 
 if __name__ == "__main__":
     with one_line_errors():

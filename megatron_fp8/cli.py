@@ -7,10 +7,10 @@ whose result is the exit code.  A mistake on the command line is one line and ex
 import argparse
 import sys
 
-from .entry import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
+from .flags.usage import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
 
 VERBS = {
-    "convert": "megatron_fp8.convert",
+    "convert": "megatron_fp8.checkpoint.convert",
     "lab": "megatron_fp8.lab.main",
     "memory": "megatron_fp8.perf.memory",
     "rehearse": "megatron_fp8.rehearsal.main",

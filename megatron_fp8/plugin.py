@@ -27,22 +27,22 @@ What is hooked, and why not something more official:
                                                 for it; set in engine/overlap.py, which also reads the bucket
                                                 groups' is_last_microbatch.  Neither has an official way.
     training.checkpointing._build_sharded_state_dict_metadata
-                                                says in each checkpoint what of ours it holds (engine/checkpoint.py).
+                                                says in each checkpoint what of ours it holds (checkpoint/state.py).
     dist_checkpointing.save; training.training.save_checkpoint and maybe_finalize_async_save
-                                                seal checkpoints (engine/seal.py), and lose none (engine/saves.py).
+                                                seal checkpoints (checkpoint/seal.py), and lose none (saves.py).
     training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
     cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint; dist_checkpointing.load
-                                                find a whole checkpoint, or refuse in one line (engine/loads.py).
+                                                find a whole checkpoint, or refuse in one line (checkpoint/loads.py).
     FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
-                                                read data, and nothing that runs (engine/pickles.py).
+                                                read data, and nothing that runs (checkpoint/pickles.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
                                                 torch's Adam cannot (engine/optimizer.py), the LM head's forward with
                                                 --fp8-emulate-lm-head (layers/emulated_head.py), and a model's
                                                 compute_language_model_loss on the steps whose sharpness is measured
-                                                (lab/measure_sharpness.py); with --fp8-log-update-norm, officially, step
-                                                hooks on the torch optimizers of stock's parts (monitor/update_norm.py).
+                                                (monitor/sharpness_probe.py); with --fp8-log-update-norm, officially,
+                                                step hooks on the optimizers of stock's parts (monitor/update_norm.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
-    filesystem_async.get_write_results_queue    in tests and rehearsals only: see ranks.py.
+    filesystem_async.get_write_results_queue    in tests and rehearsals only: see rehearsal/ranks.py.
 
 All but the first and the last two are installed only when a run asks for a level, or for what they give: without one,
 and at O0, a run is bit for bit stock Megatron's.  (If it saves over a level's checkpoint it takes the seal away, and if
@@ -58,7 +58,7 @@ from typing import Any
 import torch
 
 from . import cpu
-from .checks import (
+from .flags.checks import (
     check_data_files,
     check_device,
     check_evaluation,
@@ -68,15 +68,10 @@ from .checks import (
     check_stage,
     set_max_connections,
 )
-from .config import (
-    Fp8Config,
-    adapt_stock_args,
-    add_fp8_arguments,
-    config_from_args,
-)
-from .entry import escape_bad_help, one_line_usage_errors
-from .probe_plan import ProbePlan, logs_update_norm, probe_from_args
-from .sharpness_plan import SharpnessPlan, sharpness_from_args
+from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, config_from_args
+from .flags.probe import ProbePlan, logs_update_norm, probe_from_args
+from .flags.sharpness import SharpnessPlan, sharpness_from_args
+from .flags.usage import escape_bad_help, one_line_usage_errors
 
 _originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of rebinding
 
@@ -84,7 +79,7 @@ _originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the o
 def install() -> None:
     """Add `--fp8-level` to whatever Megatron script this process is about to run.
 
-    Raises ValueError outside the supported range of megatron-core versions, RuntimeError when a function we
+    Raises UserError outside the supported range of megatron-core versions, RuntimeError when a function we
     rebind does not have the signature we know.
     """
     if _originals:
@@ -165,7 +160,7 @@ def _parse_args(stock: Callable) -> Callable:
         if args.load or args.save:
             _hook_checkpoints(config)
             if config is not None and args.save and not args.skip_train:
-                from .engine.saves import claim
+                from .checkpoint.saves import claim
 
                 claim(args.save)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
@@ -261,7 +256,7 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.training.training as training
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
-    from .engine import loads, pickles, saves
+    from .checkpoint import loads, pickles, saves
 
     sharded, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
     if fp8 is None:
@@ -315,9 +310,9 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from megatron.training.global_vars import get_args
 
+    from .checkpoint.saves import check_saving
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
-    from .engine.saves import check_saving
     from .layers.chosen import check_chosen
     from .monitor.collect import attach
     from .monitor.watch import watch_spikes
@@ -395,7 +390,7 @@ def _evaluate_without_optimizer(fp8: Fp8Config):
 
 
 def _metadata(fp8: Fp8Config):
-    from .engine.checkpoint import CONTENTS, contents
+    from .checkpoint.state import CONTENTS, contents
 
     def make(stock):
         def metadata(args, *rest, **kwargs):

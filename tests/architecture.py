@@ -55,8 +55,8 @@ RANDOM = {"--attention-dropout"}  # other random numbers: what is computed canno
 def parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_fp8.config import add_fp8_arguments
-    from megatron_fp8.entry import one_line_usage_errors
+    from megatron_fp8.flags.config import add_fp8_arguments
+    from megatron_fp8.flags.usage import one_line_usage_errors
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     one_line_usage_errors(parser)
@@ -86,7 +86,7 @@ def build(argv: list[str], level: bool) -> torch.nn.Module:
     from megatron.training.models.gpt import GPTModelBuilder
 
     from megatron_fp8 import plugin
-    from megatron_fp8.config import adapt_stock_args, config_from_args
+    from megatron_fp8.flags.config import adapt_stock_args, config_from_args
 
     args = parser().parse_args([*BASE, *(LEVEL if level else ()), *argv])
     args.rank, args.world_size = 0, 1

@@ -19,7 +19,7 @@ from launch import ROOT, RunFailed, Step, parse_step, parse_validation, torchrun
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_fp8.level import LEVELS
+from megatron_fp8.flags.level import LEVELS
 
 OUTPUT = Path("runs/demo")  # in the repository
 STEPS = 200

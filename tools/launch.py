@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_fp8.lab.runner import LOSS, STEP_MS, VALIDATION_LOSS, read_line
+from megatron_fp8.lab.sweep.runner import LOSS, STEP_MS, VALIDATION_LOSS, read_line
 
 ROOT = Path(__file__).resolve().parent.parent
 

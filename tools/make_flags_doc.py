@@ -9,16 +9,16 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_fp8.config import add_fp8_arguments
-from megatron_fp8.level import CELLS, LEVELS
-from megatron_fp8.stock_flags import ADAPTED, GIVEN, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, Row
+from megatron_fp8.flags.config import add_fp8_arguments
+from megatron_fp8.flags.level import CELLS, LEVELS
+from megatron_fp8.flags.stock import ADAPTED, GIVEN, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """\
 # Flags
 
-*Written by `python tools/make_flags_doc.py` from level.py, config.py, stock_flags.py and
+*Written by `python tools/make_flags_doc.py` from flags/level.py, flags/config.py, flags/stock.py and
 tests/architecture_cases.py: change those.*
 
 A run is stock Megatron-LM until it has `--fp8-level`. A level fills every cell of the table below; the flag

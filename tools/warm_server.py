@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 
-from megatron_fp8 import ranks
+from megatron_fp8.rehearsal import ranks
 
 
 def serve(requests: socket.socket) -> None:

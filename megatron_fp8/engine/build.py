@@ -13,7 +13,8 @@ from megatron.training.global_vars import get_args
 from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
 from ..comm.wire import Stages
-from ..config import Fp8Config
+from ..errors import UserError
+from ..flags.config import Fp8Config
 from ..layers.emulated_head import count_updates
 from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
 from ..numerics.noise import noise_seed
@@ -32,11 +33,11 @@ def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_override
         config, config_overrides: the optimizer configuration it was built from.
 
     A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and joins in what
-    all ranks decide together.  Raises ValueError when no rank has one.
+    all ranks decide together.  Raises UserError when no rank has one.
     """
     weights = fp8_weights(model_chunks)
     if _most(len(weights)) == 0:
-        raise ValueError(
+        raise UserError(
             f"--fp8-level {fp8.level}: the model has no GPT transformer layer to train in FP8; use --fp8-level O0"
         )
     _refuse_frozen_layers(fp8, model_chunks)
@@ -110,7 +111,7 @@ def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
         ours = {id(w.param) for w in fp8_weights([layer])}
         others = [p.requires_grad for p in layer.parameters() if id(p) not in ours]
         if ours and others and not any(others):
-            raise ValueError(
+            raise UserError(
                 f"--fp8-level {fp8.level}: the parameters of layer {layer.layer_number} are frozen; frozen layers "
                 "are not supported: use --fp8-level O0"
             )

@@ -22,12 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.training.global_vars import get_args
 
-from ..comm.shared import SharedScale
-from ..comm.wire import sent_bytes
-from ..layers.linear import Fp8Weight
-from ..numerics.scaling import WeightScaling, adam_growth
-from ..ops.adam import AdamHyper
-from .checkpoint import (
+from ..checkpoint.compact import load_compact_state, sharded_compact_state
+from ..checkpoint.state import (
     CONTENTS,
     STATES,
     load_engine_state,
@@ -39,10 +35,15 @@ from .checkpoint import (
     sharded_scaling_state,
     sharded_weight_scales,
 )
-from .compact import load_compact_state, sharded_compact_state
+from ..checkpoint.stock_state import adopt, ask_for_masters, step_of
+from ..comm.shared import SharedScale
+from ..comm.wire import sent_bytes
+from ..errors import UserError
+from ..layers.linear import Fp8Weight
+from ..numerics.scaling import WeightScaling, adam_growth
+from ..ops.adam import AdamHyper
 from .gather import ChunkGather
 from .overlap import ChunkReducer
-from .stock_state import adopt, ask_for_masters, step_of
 from .weights import Bucket
 
 
@@ -243,7 +244,7 @@ class EngineOptimizer(MegatronOptimizer):
             gather.finish()
 
     def state_dict(self):
-        raise ValueError("--ckpt-format torch cannot hold FP8 optimizer state: use --ckpt-format torch_dist")
+        raise UserError("--ckpt-format torch cannot hold FP8 optimizer state: use --ckpt-format torch_dist")
 
     def get_loss_scale(self) -> torch.Tensor:
         return self._one

@@ -28,7 +28,7 @@ from .. import ops
 from ..comm import wire
 from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
-from ..config import Fp8Config
+from ..flags.config import Fp8Config
 from ..layers.linear import Fp8Weight
 from ..numerics.blocks import BLOCK
 from ..numerics.formats import E4M3

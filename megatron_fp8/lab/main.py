@@ -11,14 +11,14 @@
 
 import argparse
 
-from ..entry import add_verb, run_verb
+from ..flags.usage import add_verb, run_verb
 
 VERBS = {
-    "sweep": "megatron_fp8.lab.sweep",
-    "report": "megatron_fp8.lab.report",
-    "bisect": "megatron_fp8.lab.bisect",
-    "sharpness": "megatron_fp8.lab.checkpoint_sharpness",
-    "probe": "megatron_fp8.lab.probe",
+    "sweep": "megatron_fp8.lab.sweep.main",
+    "report": "megatron_fp8.lab.report.main",
+    "bisect": "megatron_fp8.lab.trial.bisect",
+    "sharpness": "megatron_fp8.lab.trial.checkpoint_sharpness",
+    "probe": "megatron_fp8.lab.trial.probe",
 }
 
 

@@ -20,6 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..errors import UserError
+
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -53,7 +55,7 @@ class TorchAttention(MegatronModule):
     --apply-query-key-layer-scaling divides and multiplies the logits back around an FP16 product; in FP32 there is
     nothing to do.
 
-    Raises ValueError for another kind of mask, a bias, packed sequences, or queries and keys of different lengths.
+    Raises UserError for another kind of mask, a bias, packed sequences, or queries and keys of different lengths.
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class TorchAttention(MegatronModule):
         packed_seq_params=None,
     ):
         if packed_seq_params is not None:
-            raise ValueError("packed sequences (--sft) need --fp8-attention te with Transformer Engine installed")
+            raise UserError("packed sequences (--sft) need --fp8-attention te with Transformer Engine installed")
         causal = attn_mask_type in (None, AttnMaskType.causal) and attention_bias is None
         if not causal or query.shape[0] != key.shape[0]:
-            raise ValueError(
+            raise UserError(
                 "torch's attention is causal self-attention only: for generation with a key-value cache, or another "
                 "mask, use --attention-backend unfused"
             )
@@ -100,7 +102,7 @@ class TorchAttention(MegatronModule):
             seen = _causal_band(q.shape[2], self.window, q.device)
         if self.reads_mask:
             if attention_mask is None:
-                raise ValueError("--reset-attention-mask: no attention mask has come to this layer; remove the flag")
+                raise UserError("--reset-attention-mask: no attention mask has come to this layer; remove the flag")
             seen = seen & ~attention_mask
         dropout = self.dropout if self.training else 0.0
         if dropout and not self.config.sequence_parallel:

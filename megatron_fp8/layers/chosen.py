@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from megatron.core import mpu
 
-from ..config import BF16_FLAG, Fp8Config
-from ..emulate import LM_HEAD, linear_name, matches
+from ..errors import UserError
+from ..flags.config import BF16_FLAG, Fp8Config
+from ..flags.emulate import LM_HEAD, linear_name, matches
 from .linear import fp8_weights
 
 
@@ -22,7 +23,7 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
     Args:
         chunks: this rank's model chunks, their weights named.
 
-    Raises ValueError of one line for a pattern of --fp8-bf16-layers, or all of --fp8-emulate-layers, that match none.
+    Raises UserError of one line for a pattern of --fp8-bf16-layers, or all of --fp8-emulate-layers, that match none.
     """
     if not config.bf16_layers and config.emulate is None:
         return []
@@ -37,10 +38,10 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
     names = list(dict.fromkeys(linear_name(*linear) for linear in linears))  # experts share one
     for pattern in config.bf16_layers:
         if not any(matches((pattern,), name) for name in names):
-            raise ValueError(f"{BF16_FLAG} {pattern}: matches none of the model's linears, {ranges(names)}; change it")
+            raise UserError(f"{BF16_FLAG} {pattern}: matches none of the model's linears, {ranges(names)}; change it")
     if config.emulate is not None and not any(config.emulate.covers(*linear) for linear in linears):
         patterns = ",".join(config.emulate.layers)
-        raise ValueError(
+        raise UserError(
             f"--fp8-emulate-layers {patterns}: matches none of the model's linears, {ranges(names)}; change it"
         )
     kept = [name for name in names if matches(config.bf16_layers, name)]

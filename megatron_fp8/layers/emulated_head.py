@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from .. import ops
-from ..emulate import LM_HEAD, OPERANDS, EmulationPlan
+from ..flags.emulate import LM_HEAD, OPERANDS, EmulationPlan
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.noise import noise_seed
 

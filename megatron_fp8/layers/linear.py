@@ -42,8 +42,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from .. import ops
-from ..config import Fp8Config
-from ..emulate import OPERANDS, linear_name, matches
+from ..errors import UserError
+from ..flags.config import Fp8Config
+from ..flags.emulate import OPERANDS, linear_name, matches
 from ..numerics.blocks import BLOCK
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
@@ -377,7 +378,7 @@ class _Fp8LinearMixin:
         n, k = self.weight.shape
         if (config.gemm == "fp8" and (n % 16 or k % 16)) or n * k % BLOCK:
             needs = "multiples of 16" if config.gemm == "fp8" else f"a multiple of {BLOCK} elements in all"
-            raise ValueError(
+            raise UserError(
                 f"--fp8-level {config.level} --fp8-gemm {config.gemm}: a linear of {n} x {k} elements on each tensor-"
                 f"parallel rank needs {needs}: change --hidden-size, --ffn-hidden-size or --tensor-model-parallel-size"
             )
@@ -398,7 +399,7 @@ class _Fp8LinearMixin:
 
     def _forward_impl(self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, **stock):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
-            raise ValueError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
+            raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
         y = _Linear.apply(
             input,
             self._anchor,

@@ -14,6 +14,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from ..errors import UserError
+
 
 def _layer_norm(x, weight, bias, eps, zero_centered):
     if zero_centered:  # in FP32: a BF16 1 + g forgets a g below 2^-9
@@ -30,14 +32,14 @@ def _rms_norm(x, weight, bias, eps, zero_centered):
 class Norm(torch.nn.Module):
     """LayerNorm or RMSNorm as `config.normalization` says; (..., hidden_size) in, the same out.
 
-    Raises ValueError for another normalization.
+    Raises UserError for another normalization.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
         kinds = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
         if config.normalization not in kinds:
-            raise ValueError(
+            raise UserError(
                 f"--normalization {config.normalization} is not available under an FP8 level: use LayerNorm or RMSNorm"
             )
         zero_centered = bool(config.layernorm_zero_centered_gamma)

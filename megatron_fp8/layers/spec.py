@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from ..config import Fp8Config
+from ..flags.config import Fp8Config
 from .attention import TorchAttention, UnfusedAttention
 from .latent import convert_latent, is_latent
 from .linear import ExpertRowLinear, Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear

@@ -39,11 +39,11 @@ from .. import ops
 from ..comm import wire
 from ..comm.reduce import reduce_fp32
 from ..comm.shared import ScaledShard, SharedScale, at_maximum
-from ..config import Fp8Config
-from ..emulate import linear_name
 from ..engine.gradients import GradStore, Wgrad
 from ..engine.optimizer import EngineOptimizer
 from ..engine.weights import Bucket, Reduced
+from ..flags.config import Fp8Config
+from ..flags.emulate import linear_name
 from ..layers.linear import Fp8Weight
 from ..numerics.blocks import block_scales
 from ..numerics.formats import E4M3

@@ -47,13 +47,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from ..emulate import linear_name
 from ..engine.weights import Bucket
+from ..flags.emulate import linear_name
+from ..flags.probe import ProbePlan
 from ..layers.linear import GRAD, INPUT, Fp8Weight
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
 from ..ops import count_cast
-from ..probe_plan import ProbePlan
 from .write import CASTS, current_iteration, say
 
 FPROP, DGRAD, WGRAD = range(3)

@@ -4,8 +4,8 @@
     centred_sharpness_mean, ...                                phi of the mean-centred logits in %
     log_z_mean, ...                                            log Z in nats
 
-are the scalars' names; lab/sharpness.py says what they are of, and why none is to be read without the others.  The last
-rank has Megatron's writers and prints its losses; it is of the last pipeline stage, and does both here.
+are the scalars' names; logit_sharpness.py says what they are of, and why none is to be read without the others.  The
+last rank has Megatron's writers and prints its losses; it is of the last pipeline stage, and does both here.
 
 The weights are those before the step's update.  Until the update is made nothing waits for the host; then one sum over
 data and context parallelism (2 MiB of counters), one copy to the host.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from megatron.training.utils import is_last_rank
 
-from ..lab.measure_sharpness import SharpnessProbe
-from ..sharpness_plan import SharpnessPlan
+from ..flags.sharpness import SharpnessPlan
+from .sharpness_probe import SharpnessProbe
 from .write import current_iteration, say, write_scalars
 
 NAMES = {"sharpness": "sharpness", "centred": "centred_sharpness", "log_z": "log_z"}

@@ -30,7 +30,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..watch_plan import LEAST_WINDOW
+from ..flags.watch import LEAST_WINDOW
 
 _FLAT = 1e-3
 DOUBLED = 2.0

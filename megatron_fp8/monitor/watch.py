@@ -37,10 +37,11 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
-from ..config import Fp8Config
-from ..emulate import linear_name
 from ..engine.optimizer import EngineOptimizer
-from ..watch_plan import FALLBACK, NO_FP8, SKIP, WatchPlan
+from ..errors import UserError
+from ..flags.config import Fp8Config
+from ..flags.emulate import linear_name
+from ..flags.watch import FALLBACK, NO_FP8, SKIP, WatchPlan
 from .spikes import DOUBLED, Series
 from .write import Tally, current_iteration, say, together, write_scalars
 
@@ -126,7 +127,7 @@ class Watch:
         sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
         stages: the pipeline-parallel group, whose ranks hold different layers.
 
-    Raises ValueError of one line where linears are to leave FP8 and no stage has one in it.
+    Raises UserError of one line where linears are to leave FP8 and no stage has one in it.
 
     Attributes:
         counts: of the run so far; what TensorBoard and W&B get.
@@ -147,7 +148,7 @@ class Watch:
         self._stages = stages
         self._names = self._of_all_stages(sorted(self._weights)) if self.action == FALLBACK else []
         if self.action == FALLBACK and not self._names:
-            raise ValueError(NO_FP8)
+            raise UserError(NO_FP8)
 
     def attach(self, chunk: torch.nn.Module) -> None:
         """Hook a model chunk, as Megatron wraps it, if it has the loss."""

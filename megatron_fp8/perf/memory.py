@@ -29,12 +29,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ..config import FEW_MICRO_BATCHES
 from ..engine.build import bucket_size
 from ..engine.partition import Placement, place
 from ..engine.weights import cut
-from ..flag_checks import GEMM_MULTIPLE
-from ..level import CELLS, LEVELS
+from ..errors import UserError
+from ..flags.config import FEW_MICRO_BATCHES
+from ..flags.level import CELLS, LEVELS
+from ..flags.numbers import GEMM_MULTIPLE
 
 BYTES: dict[str, float] = {
     "fp32": 4,
@@ -54,7 +55,7 @@ _GB = 1e9
 class Job:
     """A GPT and its parallel layout: Megatron's flags, with Megatron's defaults, and the data-parallel size.
 
-    data_parallel_size counts context-parallel ranks too. ValueError for what Megatron or the GEMMs could not cut.
+    data_parallel_size counts context-parallel ranks too. UserError for what Megatron or the GEMMs could not cut.
     """
 
     num_layers: int
@@ -79,9 +80,9 @@ class Job:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int) and field.type is not bool and value < 1:
-                raise ValueError(f"{_flag(field.name)} {value}: use 1 or more")
+                raise UserError(f"{_flag(field.name)} {value}: use 1 or more")
         if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
-            raise ValueError("--position-embedding-type learned_absolute: add --max-position-embeddings, or use rope")
+            raise UserError("--position-embedding-type learned_absolute: add --max-position-embeddings, or use rope")
         if self.kv_channels is None:
             self._check_divides("num_attention_heads", "hidden_size")
         self._check_divides("tensor_model_parallel_size", "num_attention_heads")
@@ -89,10 +90,10 @@ class Job:
         tensor, groups = self.tensor_model_parallel_size, self.num_query_groups
         if groups is not None and groups % tensor and tensor % groups:
             remedy = f"neither multiple nor divisor of --tensor-model-parallel-size {tensor}; change one"
-            raise ValueError(f"--num-query-groups {groups}: {remedy}")
+            raise UserError(f"--num-query-groups {groups}: {remedy}")
         for rows, columns, across in self._whole:
             if across % (tensor * GEMM_MULTIPLE) or rows * columns // across % GEMM_MULTIPLE:
-                raise ValueError(
+                raise UserError(
                     f"--tensor-model-parallel-size {tensor}: cuts a linear of {rows} x {columns} elements into parts "
                     f"that are no multiples of {GEMM_MULTIPLE}; change it, --hidden-size or --ffn-hidden-size"
                 )
@@ -100,7 +101,7 @@ class Job:
     def _check_divides(self, divisor: str, number: str) -> None:
         by, value = getattr(self, divisor), getattr(self, number)
         if value % by:
-            raise ValueError(f"{_flag(divisor)} {by}: does not divide {_flag(number)} {value}; change one")
+            raise UserError(f"{_flag(divisor)} {by}: does not divide {_flag(number)} {value}; change one")
 
     @property
     def _whole(self) -> list[tuple[int, int, int]]:
@@ -179,7 +180,7 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> list[Placement]:
 def engine_bytes(buckets: list[Placement], cells: Mapping[str, str]) -> dict[str, int]:
     """Bytes, by kind, that every data-parallel rank holds for the weights of its model chunks' buckets.
 
-    cells: {cell of level.py: value}; grad_accum may be auto, which counts as fp8.
+    cells: {cell of flags/level.py: value}; grad_accum may be auto, which counts as fp8.
     """
     whole = sum(bucket.numel for bucket in buckets)
     sizes = [size for bucket in buckets for size in bucket.sizes]
@@ -274,7 +275,7 @@ def run(args: Namespace) -> int:
     overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
     if overrides and list(args.fp8_level) == ["O0"]:
         cell = next(c for c in _CELLS if c.name in overrides)
-        raise ValueError(f"{cell.flag} {overrides[cell.name]} with --fp8-level O0: no effect; take a level above it")
+        raise UserError(f"{cell.flag} {overrides[cell.name]} with --fp8-level O0: no effect; take a level above it")
     levels = {
         level: None if level == "O0" else {c.name: c.at(level) for c in _CELLS} | overrides for level in args.fp8_level
     }
@@ -322,7 +323,7 @@ def _job(args: Namespace) -> Job:
         return replace(MODELS[args.model], **given)
     for field in fields(Job):
         if field.default is MISSING and field.name not in given:
-            raise ValueError(f"{_flag(field.name)} is missing: give it, or --model")
+            raise UserError(f"{_flag(field.name)} is missing: give it, or --model")
     return Job(**given)
 
 

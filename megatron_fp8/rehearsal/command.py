@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..errors import UserError
+
 Flags = list[tuple[str, list[str]]]
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py")
 
@@ -36,13 +38,13 @@ class Launch:
 
 
 def take_apart(words: Sequence[str]) -> Launch:
-    """The parts of a launch command.  Raises ValueError where it names no script, or one that is not here."""
+    """The parts of a launch command.  Raises UserError where it names no script, or one that is not here."""
     place = next((i for i, word in enumerate(words) if _is_script(word)), None)
     if place is None:
-        raise ValueError("rehearse: the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS")
+        raise UserError("rehearse: the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS")
     first = place - 2 if words[max(place - 2, 0) : place] == ["-m", "megatron_fp8"] else place
     if not os.path.isfile(words[place]):
-        raise ValueError(f"{words[place]}: no such script here; go to the folder that the job starts in")
+        raise UserError(f"{words[place]}: no such script here; go to the folder that the job starts in")
     script, flags = list(words[first : place + 1]), list(flags_of(words[place + 1 :]))
     return Launch(script, flags, _gpus(words[:first]), _variables(words[:first]))
 

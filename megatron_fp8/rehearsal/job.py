@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..errors import UserError
 from .command import Flags, Launch, flags_of, words_of
 
 _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
@@ -57,11 +58,11 @@ class Job:
 def examine(launch: Launch, gpus: int) -> Job:
     """The job of a command on so many GPUs; data that is not here, and Transformer Engine's attention, are passed over.
 
-    Raises ValueError where the job's sizes are not in its flags.
+    Raises UserError where the job's sizes are not in its flags.
     """
     given = dict(launch.flags)
     if "--use-checkpoint-args" in given:
-        raise ValueError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
+        raise UserError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     context = size_of(given, _CONTEXT)
     left_out = [(flag, values) for flag, values in launch.flags
                 if flag in _ATTENTION or (flag, values) == ("--fp8-attention", ["te"])]  # fmt: skip
@@ -114,10 +115,10 @@ def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
     os.environ |= {**launch.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.argv = [launch.script[-1], *words_of(flags)]
-    from ..config import config_from_args
-    from ..level import CELLS
+    from ..flags.config import config_from_args
+    from ..flags.level import CELLS
+    from ..flags.stock_errors import stock_mistake
     from ..plugin import install
-    from ..stock_errors import stock_mistake
 
     install()
     import megatron.training.arguments as arguments

@@ -20,7 +20,8 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from .. import ranks
+from ..errors import UserError
+from . import ranks
 from .command import Flags, Launch, take_apart, words_of
 
 _RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
@@ -50,7 +51,7 @@ def run(args: Namespace) -> int:
     gpus = args.gpus or launch.gpus or _gpus_of_one_replica(launch.flags)
     job = examine(launch, gpus)
     if job.level == "O0":
-        raise ValueError("rehearse: the command has no --fp8-level above O0; add one")
+        raise UserError("rehearse: the command has no --fp8-level above O0; add one")
     outcome = page.Outcome()
     rehearsal = None
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:

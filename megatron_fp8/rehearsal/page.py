@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..lab.runner import LOSS, VALIDATION_LOSS, read_line
+from ..lab.sweep.runner import LOSS, VALIDATION_LOSS, read_line
 from ..perf import memory
 from .job import Job
 from .shrink import SAVED, STEPS, Rehearsal

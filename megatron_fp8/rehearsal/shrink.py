@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..errors import UserError
 from .command import Flags, flags_of
 
 HEAD = 16  # channels, the least that an FP8 GEMM sums over
@@ -97,7 +98,7 @@ def shrink(
         all_layers: keep every layer.
         storage: of gradients (--fp8-grad-accum), which depends on the number of micro-batches.
 
-    Raises ValueError where one data-parallel replica has more ranks than fit.
+    Raises UserError where one data-parallel replica has more ranks than fit.
     """
     model_ranks = job.tensor_model_parallel_size * job.pipeline_model_parallel_size
     data = _data_parallel(job, model_ranks, most_ranks, quick_ranks)
@@ -126,7 +127,7 @@ def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int, quick_rank
     experts = job.expert_model_parallel_size * (job.expert_tensor_parallel_size or 1)
     least = math.lcm(experts, job.tensor_model_parallel_size) // job.tensor_model_parallel_size
     if model_ranks * least > most_ranks:
-        raise ValueError(
+        raise UserError(
             f"rehearse: one replica of the layout has {model_ranks * least} ranks, and {most_ranks} fit in the free "
             "memory of this machine; take a larger one, or give --ranks if you know better"
         )

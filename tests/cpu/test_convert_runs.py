@@ -5,7 +5,7 @@ import torch
 from megatron_runs import TINY_GPT, run_megatron
 from safetensors.torch import load_file
 
-from megatron_fp8 import convert
+from megatron_fp8.checkpoint import convert
 
 LLAMA = [*TINY_GPT, *"--vocab-size 256 --group-query-attention --num-query-groups 2 --ckpt-format torch_dist".split()]
 TWO_STEPS = "--train-iters 2 --lr-warmup-iters 0 --save-interval 2".split()

@@ -8,7 +8,7 @@ from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron
 
 from megatron_fp8.lab import main
-from megatron_fp8.lab.runner import read_line
+from megatron_fp8.lab.sweep.runner import read_line
 
 BF16 = [*TINY_GPT, "--lr-decay-iters", "10"]  # one schedule, however many iterations
 FP32 = [flag for flag in BF16 if flag != "--bf16"]

@@ -9,7 +9,7 @@ import pytest
 from architecture_cases import MLA, MOE, MTP
 from launch import ROOT
 
-from megatron_fp8.stock_flags import TE, installed
+from megatron_fp8.flags.stock import TE, installed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not installed(TE), reason="needs Transformer Engine")]
 CASES = [

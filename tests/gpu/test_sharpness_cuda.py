@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron_runs import TINY_GPT, run_megatron
 
-from megatron_fp8.lab.sharpness import Sharpness, Statistics, closed_form
+from megatron_fp8.monitor.logit_sharpness import Sharpness, Statistics, closed_form
 
 pytestmark = pytest.mark.gpu
 

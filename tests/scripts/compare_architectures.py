@@ -39,8 +39,8 @@ def stocks(case: str):
 
 
 def compare(argv: list[str], bound: float) -> dict:
-    from megatron_fp8.config import adapt_stock_args, config_from_args
-    from megatron_fp8.stock_flags import ADAPTED, rows
+    from megatron_fp8.flags.config import adapt_stock_args, config_from_args
+    from megatron_fp8.flags.stock import ADAPTED, rows
 
     args = architecture.parser().parse_args([*architecture.BASE, *architecture.LEVEL, *argv])
     args.rank, args.world_size = 0, 1
@@ -75,7 +75,8 @@ def main(cases: list[str]) -> None:
     import stand_in_te
 
     stand_in_te.install()
-    from megatron_fp8 import cpu, stock_flags
+    from megatron_fp8 import cpu
+    from megatron_fp8.flags import stock as stock_flags
 
     cpu.install()
     architecture.start()

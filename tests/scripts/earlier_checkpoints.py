@@ -6,7 +6,8 @@ import sys
 from launch import ROOT
 
 sys.path.insert(0, str(ROOT))
-from megatron_fp8 import plugin, stock_flags
+from megatron_fp8 import plugin
+from megatron_fp8.flags import stock as stock_flags
 
 stock_flags.TABLE[:] = [row for row in stock_flags.TABLE if row.flag != "--dist-ckpt-optim-fully-reshardable"]
 plugin.install()

@@ -9,7 +9,7 @@ import sys
 from launch import ROOT
 
 sys.path.insert(0, str(ROOT))
-from megatron_fp8 import ranks
+from megatron_fp8.rehearsal import ranks
 
 ranks.warm_up()
 from megatron_fp8.rehearsal.command import Launch, take_apart

@@ -18,8 +18,8 @@ from megatron_fp8.plugin import install
 install()
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_fp8.emulate import linear_name
 from megatron_fp8.engine.optimizer import Fp8ChainedOptimizer
+from megatron_fp8.flags.emulate import linear_name
 from megatron_fp8.layers.linear import _Fp8LinearMixin
 from megatron_fp8.monitor.write import current_iteration
 

@@ -52,7 +52,7 @@ sys.modules.update({"torch.utils.tensorboard": tensorboard, "wandb": wandb})
 from megatron_fp8.plugin import install
 
 install()
-from megatron_fp8.emulate import linear_name
+from megatron_fp8.flags.emulate import linear_name
 from megatron_fp8.monitor import collect
 
 calls: Counter[str] = Counter()

@@ -4,8 +4,10 @@ import argparse
 
 import pytest
 
-from megatron_fp8 import config, cpu, stock_flags
-from megatron_fp8.config import add_fp8_arguments
+from megatron_fp8 import cpu
+from megatron_fp8.flags import config
+from megatron_fp8.flags import stock as stock_flags
+from megatron_fp8.flags.config import add_fp8_arguments
 
 
 @pytest.fixture(scope="module")

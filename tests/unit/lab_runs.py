@@ -59,8 +59,9 @@ print(f" validation loss at iteration {step} on validation set | {value}")
 # The lab's command line, with runs started directly: torchrun takes seconds to do so.
 LAB = """
 import argparse, sys
-from megatron_fp8.entry import one_line_errors
-from megatron_fp8.lab import main, runner, store, sweep
+from megatron_fp8.flags.usage import one_line_errors
+from megatron_fp8.lab import main
+from megatron_fp8.lab.sweep import main as sweep, runner, store
 runner.LAUNCHER = (sys.executable,)
 sweep._BEAT = 0.2
 parser = argparse.ArgumentParser()

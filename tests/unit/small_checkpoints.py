@@ -33,7 +33,7 @@ def load(one_rank, monkeypatch):
     """Read what every rank reads first of a checkpoint, as a run at a level does; returns the iteration, or None."""
     import megatron.training.checkpointing as checkpointing
 
-    from megatron_fp8.engine import loads
+    from megatron_fp8.checkpoint import loads
 
     monkeypatch.setattr(checkpointing, "read_metadata", loads.name_finished(checkpointing.read_metadata))
     hooked = loads.load_whole(object())(checkpointing._load_base_checkpoint)
@@ -61,7 +61,7 @@ def save(folder: Path, iteration: int, hook=None, **how) -> Path:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    from megatron_fp8.engine.saves import seal_saves
+    from megatron_fp8.checkpoint.saves import seal_saves
 
     checkpoint = folder / f"iter_{iteration:07d}"
     checkpoint.mkdir(parents=True, exist_ok=True)

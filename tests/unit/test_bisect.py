@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from megatron_fp8.lab import bisect, runner
-from megatron_fp8.lab.bisect import gap, gemm_flags
+from megatron_fp8.lab.sweep import runner
+from megatron_fp8.lab.trial import bisect
+from megatron_fp8.lab.trial.bisect import gap, gemm_flags
 
 # Each linear of the model that is not in BF16 adds its cost to the loss. --begun: a line there for each run.
 TRAINING = """

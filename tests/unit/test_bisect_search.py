@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from megatron_fp8.lab.bisect_search import expand, patterns, search
+from megatron_fp8.lab.trial.bisect_search import expand, patterns, search
 from megatron_fp8.layers.chosen import ranges
 
 KINDS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")

@@ -7,8 +7,9 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron_fp8 import checks, cpu
-from megatron_fp8.checks import MAX_CONNECTIONS, check_model, check_script, check_stage, set_max_connections
+from megatron_fp8 import cpu
+from megatron_fp8.flags import checks
+from megatron_fp8.flags.checks import MAX_CONNECTIONS, check_model, check_script, check_stage, set_max_connections
 
 
 def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, value=None, started=False):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from megatron_fp8 import entry
-from megatron_fp8.level import resolve
+from megatron_fp8.flags import usage as entry
+from megatron_fp8.flags.level import resolve
 
 
 def test_help_with_a_bare_percent_sign_prints():

@@ -11,18 +11,14 @@ import sys
 import pytest
 from commands import MODEL, O1, error_of
 
-from megatron_fp8 import config as config_module
-from megatron_fp8.checks import check_data_files, check_device, check_megatron_version
-from megatron_fp8.config import (
-    Fp8Config,
-    adapt_stock_args,
-    config_from_args,
-)
-from megatron_fp8.level import CELLS
+from megatron_fp8.flags import config as config_module
+from megatron_fp8.flags.checks import check_data_files, check_device, check_megatron_version
+from megatron_fp8.flags.config import Fp8Config, adapt_stock_args, config_from_args
+from megatron_fp8.flags.level import CELLS
+from megatron_fp8.flags.probe import PROBE_FLAGS
+from megatron_fp8.flags.sharpness import SHARPNESS_FLAGS
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.formats import E4M3, E5M2
-from megatron_fp8.probe_plan import PROBE_FLAGS
-from megatron_fp8.sharpness_plan import SHARPNESS_FLAGS
 
 
 def test_without_a_level_nothing_happens(parse):

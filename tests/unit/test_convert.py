@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_fp8 import cli, convert
-from megatron_fp8.hf.config import args_of, config_of, flags_of, model_args
-from megatron_fp8.hf.families import FAMILIES, parameters, to_e4m3
+from megatron_fp8 import cli
+from megatron_fp8.checkpoint import convert
+from megatron_fp8.checkpoint.hf.config import args_of, config_of, flags_of, model_args
+from megatron_fp8.checkpoint.hf.families import FAMILIES, parameters, to_e4m3
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAVED = {  # what a stock checkpoint of a small Llama has in its arguments

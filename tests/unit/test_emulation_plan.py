@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fp8.emulate import LM_HEAD, OPERANDS, EmulationPlan, plan_from_flags
+from megatron_fp8.flags.emulate import LM_HEAD, OPERANDS, EmulationPlan, plan_from_flags
 from megatron_fp8.numerics.emulation import EmulatedFormat
 
 FC1 = "decoder.layers.mlp.linear_fc1"

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fp8.checkpoint.state import STATES, read_shard, write_shard
 from megatron_fp8.comm.reduce import DenseShard
 from megatron_fp8.engine import states
-from megatron_fp8.engine.checkpoint import STATES, read_shard, write_shard
 from megatron_fp8.engine.gradients import GradStore
 from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.flags.level import resolve
 from megatron_fp8.layers.linear import Fp8Weight
-from megatron_fp8.level import resolve
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import WeightScaling, adam_growth, power_of_two_scale
 from megatron_fp8.ops.adam import AdamHyper

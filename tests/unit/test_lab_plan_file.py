@@ -5,7 +5,7 @@ import re
 import pytest
 from lab_runs import PLAN
 
-from megatron_fp8.lab.plan_file import flag_value, read_plan
+from megatron_fp8.lab.sweep.plan_file import flag_value, read_plan
 
 
 def plan_of(tmp_path, text):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from lab_runs import reports
 
-from megatron_fp8.lab import onset_section, pieces, statistics
-from megatron_fp8.lab.pieces import Log, Picture, Section, Table
-from megatron_fp8.lab.plan_file import SweepPlan
-from megatron_fp8.lab.report import html as as_html
-from megatron_fp8.lab.report import markdown
-from megatron_fp8.lab.results import Cell, Results
-from megatron_fp8.lab.store import DONE, FAILED, NOT_FINITE, Store
+from megatron_fp8.lab.report import onset_section, pieces, statistics
+from megatron_fp8.lab.report.main import html as as_html
+from megatron_fp8.lab.report.main import markdown
+from megatron_fp8.lab.report.pieces import Log, Picture, Section, Table
+from megatron_fp8.lab.report.results import Cell, Results
+from megatron_fp8.lab.sweep.plan_file import SweepPlan
+from megatron_fp8.lab.sweep.store import DONE, FAILED, NOT_FINITE, Store
 
 STEPS = 120
 GAP = 0.03

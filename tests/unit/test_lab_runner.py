@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 from lab_runs import wait_for
 
-from megatron_fp8.lab import runner
-from megatron_fp8.lab.runner import read_line
+from megatron_fp8.lab.sweep import runner
+from megatron_fp8.lab.sweep.runner import read_line
 
 LINE = (
     " [2026-11-21 12:25:02.319620] iteration       10/      20 | consumed samples:           80 |"

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from lab_runs import ROOT
 
-from megatron_fp8.lab import store as store_module
-from megatron_fp8.lab.plan_file import SweepPlan
-from megatron_fp8.lab.store import DONE, FAILED, LOST, NOT_FINITE, RUNNING, STATES, WAITING, Store, TakenAway
+from megatron_fp8.lab.sweep import store as store_module
+from megatron_fp8.lab.sweep.plan_file import SweepPlan
+from megatron_fp8.lab.sweep.store import DONE, FAILED, LOST, NOT_FINITE, RUNNING, STATES, WAITING, Store, TakenAway
 
 DEAD = "1:100.00"  # process 1 is not as old as that
 
@@ -93,7 +93,7 @@ def test_a_run_that_was_interrupted_starts_over(store):
 
 CLAIMS = """
 import sys, time
-from megatron_fp8.lab.store import DONE, Store
+from megatron_fp8.lab.sweep.store import DONE, Store
 store = Store(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -192,7 +192,7 @@ def test_what_a_dead_worker_left_behind_is_known(store, path):
 
 WRITES = """
 import itertools, sys
-from megatron_fp8.lab.store import Store
+from megatron_fp8.lab.sweep.store import Store
 store = Store(sys.argv[1])
 run = store.claim("")
 for step in itertools.count(1):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fp8.level import CELLS, LEVELS, resolve
+from megatron_fp8.flags.level import CELLS, LEVELS, resolve
 
 FIRST = {  # O1 of the design
     "gemm": "fp8",

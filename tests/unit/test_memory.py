@@ -11,7 +11,7 @@ from megatron_fp8 import ops
 from megatron_fp8.engine import states
 from megatron_fp8.engine.gradients import GradStore
 from megatron_fp8.engine.partition import place
-from megatron_fp8.level import CELLS
+from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.perf import memory

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from test_statistics import direct_counts
 
 from megatron_fp8.comm.shared import SharedScale
-from megatron_fp8.emulate import linear_name
 from megatron_fp8.engine.weights import Bucket
-from megatron_fp8.lab.runner import read_line
+from megatron_fp8.flags.emulate import linear_name
+from megatron_fp8.lab.sweep.runner import read_line
 from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
 from megatron_fp8.monitor import collect, update_norm, write
 from megatron_fp8.monitor.collect import Monitor

@@ -11,7 +11,7 @@ from small_checkpoints import STOCKS, load, one_rank, save, unsealed
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_fp8.engine.pickles import check_arguments, data_only
+from megatron_fp8.checkpoint.pickles import check_arguments, data_only
 
 __all__ = ["load", "one_rank"]
 
@@ -76,7 +76,7 @@ def test_arguments_that_run(load, tmp_path):
     """They are an object among the files, as the random states are."""
     import torch.distributed.checkpoint as dcp
 
-    from megatron_fp8.engine.pickles import _DataOnly
+    from megatron_fp8.checkpoint.pickles import _DataOnly
 
     checkpoint = save(tmp_path, 5, unsealed, content_metadata=STOCKS)
     metadata = FileSystemReader(checkpoint).read_metadata()

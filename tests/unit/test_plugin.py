@@ -7,7 +7,7 @@ import pytest
 import torch
 from launch import ROOT
 
-from megatron_fp8.checks import check_device, check_megatron_version
+from megatron_fp8.flags.checks import check_device, check_megatron_version
 
 HOOKS = """
 import sys

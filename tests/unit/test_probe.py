@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from commands import MODEL, O1, error_of
 
-from megatron_fp8.emulate import plan_from_flags
 from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.flags.emulate import plan_from_flags
+from megatron_fp8.flags.probe import ProbePlan, logs_update_norm, probe_from_args
 from megatron_fp8.layers.linear import Fp8Weight, _Linear
 from megatron_fp8.monitor import probe
 from megatron_fp8.monitor.probe import GEMMS, OPERANDS, Probe, compare, count_emulated, kurtosis, power_sums
@@ -20,7 +21,6 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import WeightScaling, compute_scale
 from megatron_fp8.ops import reference
-from megatron_fp8.probe_plan import ProbePlan, logs_update_norm, probe_from_args
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from argparse import Namespace
 import pytest
 from small_checkpoints import STOCKS, TRACKER, load, one_rank, save, unsealed
 
-from megatron_fp8.engine import saves
-from megatron_fp8.engine.seal import SEAL, verify
+from megatron_fp8.checkpoint import saves
+from megatron_fp8.checkpoint.seal import SEAL, verify
 
 __all__ = ["load", "one_rank"]
 
@@ -198,7 +198,7 @@ def test_a_folder_without_room(tmp_path, monkeypatch, error, why):
     assert not list((tmp_path / "a/b").iterdir())
 
 
-HOLD = "import sys, time; from megatron_fp8.engine.saves import claim; claim(sys.argv[1]); print('held', flush=True); "
+HOLD = "import sys, time; from megatron_fp8.checkpoint import saves; saves.claim(sys.argv[1]); print('held', flush=1); "
 
 
 def test_two_runs_of_one_folder(tmp_path):

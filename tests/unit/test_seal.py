@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from small_checkpoints import CONTENTS, STOCKS, TRACKER, load, one_rank, save, unsealed
 
-from megatron_fp8.engine.seal import SEAL, Broken, verify
+from megatron_fp8.checkpoint.seal import SEAL, Broken, verify
 
 __all__ = ["load", "one_rank"]
 FILES = (".metadata", "__0_0.distcp", "metadata.json", SEAL)
@@ -261,7 +261,7 @@ def test_before_there_is_a_process_group(load, folder, monkeypatch):
         path.write_bytes(whole[:-1])
         assert f"iter_0000010/{name} is damaged" in line_of(lambda: load(folder)), name
         path.write_bytes(whole)
-    monkeypatch.setattr("megatron_fp8.engine.seal._CHUNK", 1000)
+    monkeypatch.setattr("megatron_fp8.checkpoint.seal._CHUNK", 1000)
     (folder / "iter_0000010/__0_0.distcp").write_bytes(bytes(5000))  # large: hashed when there is a group
     verify(folder / "iter_0000010", everything=False)
     with pytest.raises(Broken, match=r"/__0_0\.distcp is damaged"):
@@ -317,7 +317,7 @@ def test_a_run_without_a_level(load, folder):
     """It may take the weights of a level, if they are whole, and no optimizer state."""
     from argparse import Namespace
 
-    from megatron_fp8.engine.loads import refuse_levels
+    from megatron_fp8.checkpoint.loads import refuse_levels
 
     def read(**flags):
         given = {"load": str(folder), "finetune": False, "no_load_optim": False} | flags
@@ -336,7 +336,7 @@ def test_a_run_without_a_level(load, folder):
 
 
 def test_without_tracker_a_pretrained_checkpoint_is_not_begun_with_again(folder, tmp_path):
-    from megatron_fp8.engine.loads import find_without_tracker
+    from megatron_fp8.checkpoint.loads import find_without_tracker
 
     exists = find_without_tracker(lambda path: path is not None and (folder / TRACKER).exists())
     assert exists(str(folder)) and not exists(None)

@@ -15,10 +15,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from megatron_fp8.lab import sharpness
-from megatron_fp8.lab.measure_sharpness import LAST, SharpnessProbe, gather_rows
-from megatron_fp8.lab.sharpness import EPSILON, QUANTILES, Sharpness, Statistics, closed_form, lbfgsb
 from megatron_fp8.layers.attention import TorchAttention
+from megatron_fp8.monitor import logit_sharpness as sharpness
+from megatron_fp8.monitor.logit_sharpness import EPSILON, QUANTILES, Sharpness, Statistics, closed_form, lbfgsb
+from megatron_fp8.monitor.sharpness_probe import LAST, SharpnessProbe, gather_rows
 
 TO_THE_END = 20_000  # iterations
 SHIFTS = {0.0: 0.162, -10.0: 0.090, -40.0: 0.719, 10.0: 0.371}  # {shift: phi in %} of the shift experiment
@@ -439,7 +439,9 @@ def cases(ranks: int):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharpness")
-    multiprocessing.set_forkserver_preload(["megatron_fp8.lab.measure_sharpness", "megatron.core.models.gpt.gpt_model"])
+    multiprocessing.set_forkserver_preload(
+        ["megatron_fp8.monitor.sharpness_probe", "megatron.core.models.gpt.gpt_model"]
+    )
     torch.multiprocessing.start_processes(work, (2, str(folder)), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 

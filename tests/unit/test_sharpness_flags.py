@@ -6,13 +6,13 @@ import json
 import pytest
 from commands import MODEL, O1, error_of
 
-from megatron_fp8.config import adapt_stock_args, config_from_args
-from megatron_fp8.lab import checkpoint_sharpness
-from megatron_fp8.lab.runner import read_line
-from megatron_fp8.lab.sharpness import Sharpness
+from megatron_fp8.flags.config import adapt_stock_args, config_from_args
+from megatron_fp8.flags.sharpness import SharpnessPlan, sharpness_from_args
+from megatron_fp8.lab.sweep.runner import read_line
+from megatron_fp8.lab.trial import checkpoint_sharpness
 from megatron_fp8.monitor import sharpness as monitor
 from megatron_fp8.monitor import write
-from megatron_fp8.sharpness_plan import SharpnessPlan, sharpness_from_args
+from megatron_fp8.monitor.logit_sharpness import Sharpness
 
 ROW = {"count": 512, "not_finite": 3, "mean": 0.1623, "min": 0.1, "q05": 0.11, "median": 0.15, "q95": 0.2, "q99": 0.3}
 SUMMARY = {name: {**ROW, "max": float(i)} for i, name in enumerate(Sharpness._fields)}
@@ -51,7 +51,7 @@ def test_what_cannot_work_is_refused(parse, flags, words):
 
 
 def test_search_needs_scipy(parse, monkeypatch):
-    monkeypatch.setattr("megatron_fp8.sharpness_plan.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_fp8.flags.sharpness.find_spec", lambda name: None)
     flags = [*MODEL, "--fp8-sharpness-eval", "x"]
     assert "megatron-fp8[lab]" in error_of(planned, parse, *flags, "--fp8-sharpness-iterations", "1")
     assert planned(parse, *flags) == SharpnessPlan(0, "x", 0)

@@ -5,9 +5,9 @@ import sys
 import pytest
 from commands import MODEL
 
-from megatron_fp8 import stock_errors
-from megatron_fp8.config import adapt_stock_args, config_from_args
-from megatron_fp8.stock_errors import remember_flags, stock_mistake, through_callback
+from megatron_fp8.flags import stock_errors
+from megatron_fp8.flags.config import adapt_stock_args, config_from_args
+from megatron_fp8.flags.stock_errors import remember_flags, stock_mistake, through_callback
 
 WRONG = [  # (world size, flags, how the line begins)
     (

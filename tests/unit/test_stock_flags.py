@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from commands import O1, error_of
 
-from megatron_fp8 import stock_flags
-from megatron_fp8.config import adapt_stock_args, config_from_args
-from megatron_fp8.stock_flags import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, plain
+from megatron_fp8.flags import stock as stock_flags
+from megatron_fp8.flags.config import adapt_stock_args, config_from_args
+from megatron_fp8.flags.stock import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, plain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ADD_ONS = {  # flags that Megatron has only where another package is installed

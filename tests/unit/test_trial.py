@@ -11,8 +11,8 @@ import pytest
 from commands import O1, error_of
 from lab_runs import ROOT, TRAINING, wait_for
 
-from megatron_fp8.lab import runner
-from megatron_fp8.lab.trial import (
+from megatron_fp8.lab.sweep import runner
+from megatron_fp8.lab.trial.run import (
     TRACKER,
     WRITING,
     add_command,
@@ -173,10 +173,11 @@ def test_a_run_that_ends_for_a_nan_has_curves(run):
 def test_a_signal_ends_the_run_too(number, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     program = (
-        "import signal, sys; from pathlib import Path; from megatron_fp8.lab import runner, trial\n"
+        "import signal, sys; from pathlib import Path\n"
+        "from megatron_fp8.lab.sweep import runner; from megatron_fp8.lab.trial import run\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background has turned off
         "runner.LAUNCHER = (sys.executable,)\n"
-        "trial.curves(sys.argv[1:], 1, Path('run'))"
+        "run.curves(sys.argv[1:], 1, Path('run'))"
     )
     flags = ["--lr", "0.1", "--train-iters", "9", "--hang-at", "2", "--begun", "begun"]
     parent = subprocess.Popen(

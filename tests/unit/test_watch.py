@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from test_config import O1, error_of
 
-from megatron_fp8.config import config_from_args
-from megatron_fp8.lab.sharpness import Statistics
+from megatron_fp8.flags.config import config_from_args
+from megatron_fp8.flags.watch import WatchPlan
 from megatron_fp8.layers.linear import INPUT, Fp8Weight
 from megatron_fp8.monitor import sharpness, watch, write
+from megatron_fp8.monitor.logit_sharpness import Statistics
 from megatron_fp8.monitor.watch import MOST_SKIPS, Fallback, Watch
 from megatron_fp8.monitor.write import CASTS, Tally
 from megatron_fp8.numerics import E4M3, E5M2, DelayedScaling
-from megatron_fp8.watch_plan import WatchPlan
 
 
 def test_flags(parse):

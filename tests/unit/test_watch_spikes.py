@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from megatron_fp8.flags.watch import LEAST_WINDOW
 from megatron_fp8.monitor.spikes import Series, fit
-from megatron_fp8.watch_plan import LEAST_WINDOW
 
 SIGMA = 7.0
 

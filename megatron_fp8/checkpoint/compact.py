@@ -1,0 +1,48 @@
+"""The compact form of the engine's state in a checkpoint (`--fp8-ckpt-compact`): the bytes as they are.
+
+Each bucket's states are saved as the owner of a row holds them, payload and exponents: 5 bytes a parameter at O2 and
+O3 (remainder 2, m 1, v 2, and 2/128), beside the model's BF16 weights, 7 in all; nothing is converted, and nothing
+gathered. The layout is in the form: data-parallel rank, bucket, format.  It is written into the checkpoint's contents
+(checkpoint.py), and a run with another is refused before anything is loaded.
+
+    optimizer.fp8_compact.pp0.tp1.bucket3.exp_avg.payload      (R * n,) uint8, row j from data-parallel rank j
+"""
+
+import torch
+from megatron.core import mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from ..engine import states
+from ..engine.weights import Bucket
+
+_NAMES = ("master", "exp_avg", "exp_avg_sq")
+
+
+def sharded_compact_state(buckets: list[Bucket]) -> dict:
+    """What to save, or to load into: {"compact": {bucket: {state: {payload or exponents: sharded tensor}}}}."""
+    place = f"pp{mpu.get_pipeline_model_parallel_rank()}.tp{mpu.get_tensor_model_parallel_rank()}"
+    state: dict[int, dict] = {}
+    for i, bucket in enumerate(buckets):
+        state[i] = {}
+        for name in _NAMES:
+            state[i][name] = {
+                kind: _sharded(f"optimizer.fp8_compact.{place}.bucket{i}.{name}.{kind}", tensor, bucket)
+                for kind, tensor in states.tensors(getattr(bucket, name)).items()
+            }
+    return {"compact": state}
+
+
+def load_compact_state(buckets: list[Bucket], state: dict) -> None:
+    """The reverse."""
+    for i, bucket in enumerate(buckets):
+        for name in _NAMES:
+            for kind, tensor in states.tensors(getattr(bucket, name)).items():
+                tensor.view(torch.uint8).copy_(state["compact"][i][name][kind])
+
+
+def _sharded(key: str, tensor: torch.Tensor, bucket: Bucket) -> ShardedTensor:
+    """This rank's row, or of a replica all rows, as bytes: a copy on the host, which loading may overwrite."""
+    data = tensor.view(torch.uint8).to("cpu", copy=True)
+    rank, ranks = bucket.group.rank(), bucket.group.size()
+    offsets = [(0, rank, ranks)] if bucket.sharded else []
+    return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=0 if bucket.sharded else rank)

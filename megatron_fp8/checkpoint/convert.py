@@ -1,0 +1,316 @@
+"""`megatron-fp8 convert`: a Megatron checkpoint (`torch_dist`) into a Hugging Face folder, and back.
+
+    to-hf         CKPT OUT    reads the model part only: the weights under stock names, BF16 at every level
+    to-megatron   HF OUT      a checkpoint that `--load OUT` starts from: weights, and no optimizer state
+
+Neither starts Megatron, and neither needs a GPU.  A torch_dist checkpoint is a checkpoint of
+torch.distributed.checkpoint (DCP) in which a name holds one whole tensor, however many ranks wrote it, plus
+the run's arguments as the object `common_state`; so DCP reads and writes it in one process.  checkpoint/hf/families.py
+has names and layouts, checkpoint/hf/config.py the arguments.
+
+All weights become BF16: of a BF16 model bit for bit, of one in another precision rounded once (--dtype e4m3
+rounds the four linears' to E4M3 instead).  to-hf holds one stacked tensor and one file of weights at a time
+in memory, to-megatron the whole model.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..errors import UserError
+from ..flags.usage import hide_missing_package_warnings, one_line_usage_errors
+from ..numerics import FORMATS, ScaledTensor
+from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
+from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
+from .pickles import data_only
+from .seal import Broken, is_finished, seal, verify
+
+try:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+except ModuleNotFoundError:
+    raise UserError("convert needs the package safetensors: pip install safetensors") from None
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Tensors of other people's folders that are no weights.
+_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+_SCALES = ("weight_scale", "weight_scale_inv")  # both multiply
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The two directions and their flags."""
+    directions = parser.add_subparsers(dest="direction", required=True, metavar="{to-hf,to-megatron}")
+    to_hf_parser = directions.add_parser("to-hf", help="a Megatron checkpoint into a Hugging Face folder")
+    to_hf_parser.add_argument("checkpoint", metavar="CKPT", help="what --save wrote, or one iteration's folder in it")
+    to_hf_parser.add_argument("--dtype", choices=("bf16", "e4m3"), default="bf16", help="of the four linears' weights")
+    to_hf_parser.add_argument("--vocab-size", type=int, metavar="N", help="real tokens, if the checkpoint cannot tell")
+    to_hf_parser.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="of a file of weights")
+    to_megatron_parser = directions.add_parser("to-megatron", help="a Hugging Face folder into a Megatron checkpoint")
+    to_megatron_parser.add_argument("folder", metavar="HF", help="has config.json and model*.safetensors")
+    for direction in (to_hf_parser, to_megatron_parser):
+        direction.add_argument("out", metavar="OUT", help="a new or an empty folder")
+        one_line_usage_errors(direction)
+
+
+def run(args: Namespace) -> int:
+    """Convert, and say what was written."""
+    hide_missing_package_warnings()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+    if args.direction == "to-hf":
+        to_hf(args.checkpoint, args.out, args.dtype, args.vocab_size, int(args.max_shard_size * 10**9))
+    else:
+        to_megatron(args.folder, args.out)
+    return 0
+
+
+def to_hf(
+    checkpoint: str, out: str, dtype: str = "bf16", vocab_size: int | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write config.json and model*.safetensors to the folder `out`.
+
+    checkpoint: as --load takes it, or an iteration's folder.  dtype: "bf16" or "e4m3", of the four linears.
+    vocab_size: real tokens; None: as the checkpoint has it.  max_shard_bytes: of a file, unless one tensor has more.
+    UserError in one line for what cannot be converted exactly, and for a damaged checkpoint.
+    """
+    folder = _iteration_folder(Path(checkpoint))
+    with _damage_of(folder):
+        from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+        saved = load_common_state_dict(str(folder))["args"]
+        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    args = model_args(saved, vocab_size)
+    if dtype == "e4m3" and family_of(args).model_type == "gpt2":
+        raise UserError("--dtype e4m3: gpt2's weights are no Linear's, so loaders would not take them: use bf16")
+    wanted = parameters(args)
+    _check_names(folder, stored, wanted, args)
+    config = config_of(args)
+    if dtype == "e4m3":
+        config["quantization_config"] = quantization_config(family_of(args))
+    writer = _ShardWriter(_new_folder(out), max_shard_bytes)
+    for parameter in wanted:
+        tensor = torch.empty(stored[parameter.name].size, dtype=stored[parameter.name].properties.dtype)
+        with _damage_of(folder):
+            dcp.load({parameter.name: tensor}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        for layer in range(args.num_layers) if parameter.is_stacked else (None,):
+            names = [name.format(layer) for name in parameter.names]
+            one = tensor if layer is None else tensor[layer]
+            for name, part in _encode(parameter, names, one, args, dtype):
+                writer.add(name, part)
+    files = writer.close(config)
+    print(f"{out}: {config['architectures'][0]}, {writer.total:,} bytes in {files} file(s)")
+
+
+def _iteration_folder(path: Path) -> Path:
+    """The folder that holds the checkpoint: `path` itself, or what its tracker file names."""
+    folder = path
+    if (path / TRACKER).is_file():
+        last = (path / TRACKER).read_text().strip()
+        folder = path / (f"iter_{int(last):07d}" if last.isdigit() else last)
+    try:
+        verify(folder)
+    except Broken as broken:
+        raise UserError(f"{path}: {folder.name}{broken}; name another iteration's folder") from None
+    if not is_finished(folder) or not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
+        raise UserError(f"{path}: no complete checkpoint of --ckpt-format torch_dist here (looked at {folder})")
+    return folder
+
+
+@contextlib.contextmanager
+def _damage_of(path: Path) -> Iterator[None]:
+    """UserError with one line for whatever goes wrong while reading a checkpoint or a folder, of which none runs."""
+    try:
+        with data_only():
+            yield
+    # whatever unpickling damaged bytes leads to; DCP wraps errors in an exception that is no Exception
+    except (Exception, dcp.api.CheckpointException) as error:
+        reason = str(error).strip().splitlines()[-1:] or [""]
+        raise UserError(f"{path}: damaged, or not what it should be: {type(error).__name__}: {reason[0]}") from error
+
+
+def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter], args: Namespace) -> None:
+    """The tensors of the model part must be those wanted, of the same shapes."""
+    model = {
+        name: tuple(entry.size)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata) and "optimizer." not in name
+    }
+    for parameter in wanted:
+        shape = model.pop(parameter.name, None)
+        expected = (args.num_layers, *parameter.shape) if parameter.is_stacked else parameter.shape
+        if shape != expected:
+            found = "is missing" if shape is None else f"has shape {shape}"
+            raise UserError(f"{folder}: {parameter.name} {found}; its arguments ask for {expected}")
+    if model:
+        raise UserError(f"{folder}: {min(model)} has no place in a {family_of(args).model_type} model")
+
+
+def _new_folder(out: str) -> Path:
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{out} is there already: name a new or an empty folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _encode(
+    parameter: Parameter, names: list[str], tensor: torch.Tensor, args: Namespace, dtype: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of one layer's parameter as it is written."""
+    if dtype == "e4m3" and parameter.is_linear_weight:
+        try:
+            scaled = to_e4m3(tensor)
+        except ValueError as error:
+            raise UserError(f"{parameter.name}: {error}") from None
+        for name, part in zip(names, parameter.split(scaled.payload, args), strict=True):
+            yield name, part
+            yield f"{name}_scale", scaled.scale_inv.view(1)
+    else:
+        yield from zip(names, parameter.split(tensor.bfloat16(), args), strict=True)
+
+
+class _ShardWriter:
+    """Writes tensors in the order they come, and begins a new file where one would grow beyond the limit.
+
+    config.json and the index come last: without them the folder does not load.
+    """
+
+    def __init__(self, folder: Path, limit: int):
+        self.folder, self.limit, self.total = folder, limit, 0
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []  # names by file
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self.limit:
+            self._flush()
+        # a copy: safetensors refuses tensors that share memory
+        self._pending[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._pending_bytes += tensor.nbytes
+        self.total += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._pending, self.folder / f"part-{len(self._shards)}", metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def close(self, config: Mapping[str, Any]) -> int:
+        """Returns the number of files."""
+        self._flush()
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards):
+            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            os.replace(self.folder / f"part-{i}", self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            _write_json(self.folder / "model.safetensors.index.json", index)
+        _write_json(self.folder / "config.json", config)
+        for path in self.folder.glob("*.safetensors"):
+            shutil.copymode(self.folder / "config.json", path)  # safetensors lets nobody else read its files
+        return count
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def to_megatron(folder: str, out: str) -> None:
+    """Write a checkpoint of --ckpt-format torch_dist to the folder `out`.
+
+    folder: config.json and model*.safetensors; float8 weights need their scales, one a weight or one a row.
+    UserError in one line for a model that Megatron does not compute, for missing, surplus or misshapen tensors.
+    """
+    path = Path(folder)
+    with _damage_of(path):
+        config = json.loads((path / "config.json").read_text())
+        source = _Weights(path)
+    args = args_of(config)
+    state: dict[str, Any] = {}
+    for parameter in parameters(args):
+        layers = range(args.num_layers) if parameter.is_stacked else [0]
+        state[parameter.name] = stack = torch.empty(len(layers), *parameter.shape, dtype=torch.bfloat16)
+        for layer in layers:
+            stack[layer] = parameter.merge([source.get(name.format(layer)) for name in parameter.names], args)
+        if not parameter.is_stacked:
+            state[parameter.name] = stack[0]
+    source.check_all_used(tied=not args.untie_embeddings_and_output_weights)
+    _write_megatron(_new_folder(out), state, args)
+    print(f"{out}: start Megatron with --load {out} {flags_of(args)}")
+
+
+class _Weights:
+    """The tensors of a folder's safetensors files, by name, as BF16."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: dict[str, Any] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            file = safe_open(path, framework="pt")
+            self.files |= dict.fromkeys(file.keys(), file)
+        self.used: set[str] = set()
+
+    def get(self, name: str) -> torch.Tensor:
+        """In BF16, whatever it is stored in.  UserError if it is not there, or stored in integers."""
+        # some folders lack the first part of names: gpt2's "transformer."
+        found = name if name in self.files else name.split(".", 1)[-1]
+        if found not in self.files:
+            raise UserError(f"{self.folder}: no tensor {name} in its model*.safetensors")
+        tensor = self._read(found)
+        if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
+            return tensor.bfloat16()
+        if tensor.dtype in [fmt.dtype for fmt in FORMATS.values()]:
+            for scale_name in (found.removesuffix("weight") + kind for kind in _SCALES):
+                if scale_name in self.files:
+                    scale = self._read(scale_name).float()
+                    if scale.numel() != 1 and scale.shape != (len(tensor), 1):
+                        raise UserError(f"{self.folder}: {scale_name} {tuple(scale.shape)} is not one a weight or row")
+                    return ScaledTensor(tensor, scale.view(-1, 1)).dequantize(torch.bfloat16)
+        raise UserError(f"{self.folder}: {name} is {tensor.dtype} without {' or '.join(_SCALES)}: cannot be converted")
+
+    def _read(self, name: str) -> torch.Tensor:
+        self.used.add(name)
+        with _damage_of(self.folder):
+            return self.files[name].get_tensor(name)
+
+    def check_all_used(self, tied: bool) -> None:
+        """Refuse tensors that have no place in the Megatron model."""
+        known = (*_BUFFERS, "input_scale", *(["lm_head.weight", "embed_out.weight"] if tied else []))
+        for name in sorted(self.files.keys() - self.used):
+            if not name.endswith(known):
+                raise UserError(f"{self.folder}: {name} has no place in the Megatron model that config.json describes")
+
+
+def _write_megatron(out: Path, state: dict[str, Any], args: Namespace) -> None:
+    """A `release` checkpoint: Megatron takes it as iteration 0 and looks for no optimizer in it."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    def add_object(name: str, value: Any, of: int = 1, at: int = 0) -> None:
+        state[ShardedObject(name, None, (of,), (at,)).unique_key] = [value]
+
+    # Megatron's linears expect a state of their own, which is empty but under Transformer Engine's FP8.
+    for module in LINEARS:
+        for layer in range(args.num_layers):
+            add_object(f"{module}_extra_state", None, args.num_layers, layer)
+    add_object("common_state", {"args": args, "checkpoint_version": 3.0, "iteration": 0})
+    release = out / "release"
+    dcp.save(
+        state,
+        storage_writer=dcp.FileSystemWriter(release),
+        planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    save_config(CheckpointingConfig("torch_dist"), str(release))
+    seal(release)
+    (out / TRACKER).write_text("release")

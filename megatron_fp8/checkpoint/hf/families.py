@@ -1,0 +1,299 @@
+"""Hugging Face's model families as Megatron's GPT sees them: names and layouts of tensors.
+
+Three families compute exactly what a Megatron GPT does; which one it is, its own flags say:
+
+    llama      --normalization RMSNorm, --swiglu, --position-embedding-type rope; any grouping of queries;
+               with or without biases (attention_bias and mlp_bias)
+    gpt_neox   LayerNorm, GELU, rope (--rotary-percent too), biases; without its parallel residual
+    gpt2       LayerNorm, GELU, learned positions, biases
+
+A Megatron checkpoint stacks a parameter of all layers along a new first dimension; here are the layouts of
+one layer.  Heads h, query groups g, channels a head d, rows of a weight are its outputs:
+
+    linear_qkv   [g, h/g + 2, d] rows: of each group its queries, then its key, then its value.
+                 llama: q (h d rows), k (g d), v (g d).  gpt2: q, k, v behind each other.
+                 gpt_neox (g = h): as Megatron.
+    linear_fc1   gate above up, 2 f rows.  llama: two tensors.  (--swiglu computes silu(gate) * up.)
+    gpt2's four linears are stored transposed.
+
+An E4M3 weight is payload (float8_e4m3fn) times weight_scale (float32, one number), as the compressed-tensors
+format has it.  The scale is a power of two, shared by the parts of one Megatron weight: loaders that fuse
+q, k, v or gate, up again need not round a second time.  It is the smallest that puts no element beyond 448,
+so a weight that is E4M3 times a power of two, as at level O3, loses nothing; others err by at most 2^-4 of
+an element, or 2^-10 of the scale if that is more.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import UserError
+from ...numerics import E4M3, ScaledTensor
+from ...numerics.scaling import power_of_two_scale
+from ...ops import amax, quantize
+
+# Megatron's modules; a parameter's name goes on with weight or bias.
+_WORDS = "embedding.word_embeddings."
+_POSITIONS = "embedding.position_embeddings."
+_NORM1 = "decoder.layers.self_attention.linear_qkv.layer_norm_"
+_QKV = "decoder.layers.self_attention.linear_qkv."
+_PROJ = "decoder.layers.self_attention.linear_proj."
+_NORM2 = "decoder.layers.mlp.linear_fc1.layer_norm_"
+_FC1 = "decoder.layers.mlp.linear_fc1."
+_FC2 = "decoder.layers.mlp.linear_fc2."
+_NORM = "decoder.final_layernorm."
+OUTPUT = "output_layer."
+LINEARS = (_QKV, _PROJ, _FC1, _FC2)
+
+
+def split_qkv(tensor: torch.Tensor, args: Namespace) -> list[torch.Tensor]:
+    """linear_qkv's weight (rows, hidden) or bias (rows,) -> q, k, v."""
+    groups = tensor.unflatten(0, (args.num_query_groups, -1, args.kv_channels))
+    return [groups[:, :-2].flatten(0, 2), groups[:, -2].flatten(0, 1), groups[:, -1].flatten(0, 1)]
+
+
+def merge_qkv(parts: list[torch.Tensor], args: Namespace) -> torch.Tensor:
+    """The reverse of split_qkv."""
+    groups = [part.unflatten(0, (args.num_query_groups, -1, args.kv_channels)) for part in parts]
+    return torch.cat(groups, dim=1).flatten(0, 2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter of one layer lies in the tensors of a family: split gives those, merge takes them."""
+
+    split: Callable[[torch.Tensor, Namespace], list[torch.Tensor]]
+    merge: Callable[[list[torch.Tensor], Namespace], torch.Tensor]
+
+
+# (.t() leaves a bias as it is)
+AS_IS = Layout(lambda tensor, args: [tensor], lambda parts, args: parts[0])
+TRANSPOSED = Layout(lambda tensor, args: [tensor.t()], lambda parts, args: parts[0].t())
+QKV = Layout(split_qkv, merge_qkv)
+GATE_UP = Layout(lambda tensor, args: list(tensor.chunk(2)), lambda parts, args: torch.cat(parts))
+TRANSPOSED_QKV = Layout(
+    lambda tensor, args: [torch.cat(split_qkv(tensor, args)).t()],
+    lambda parts, args: merge_qkv(list(parts[0].t().chunk(3)), args),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of Hugging Face's model types.
+
+    modules: its modules for each of Megatron's ({} is the layer), several where Megatron fuses.  keys: those of
+    config.json for Megatron's arguments.  needs: what arguments must be.  fixed: what keys of config.json must
+    be, and are if absent.  defaults: what other keys are if absent.
+    """
+
+    model_type: str
+    architecture: str
+    modules: Mapping[str, tuple[str, ...]]
+    layouts: Mapping[str, Layout]
+    keys: Mapping[str, str]
+    needs: Mapping[str, Any]
+    fixed: Mapping[str, tuple[Any, Any]]
+    defaults: Mapping[str, Any]
+
+
+_KEYS = {  # of most families
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "init_method_std": "initializer_range",
+    "attention_dropout": "attention_dropout",
+    "vocab_size": "vocab_size",
+}
+_LAYER_NORM_GELU = {"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "use_rope_scaling": False}
+_LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    modules={
+        _WORDS: ("model.embed_tokens.",),
+        _NORM1: ("model.layers.{}.input_layernorm.",),
+        _QKV: tuple(f"model.layers.{{}}.self_attn.{part}_proj." for part in "qkv"),
+        _PROJ: ("model.layers.{}.self_attn.o_proj.",),
+        _NORM2: ("model.layers.{}.post_attention_layernorm.",),
+        _FC1: ("model.layers.{}.mlp.gate_proj.", "model.layers.{}.mlp.up_proj."),
+        _FC2: ("model.layers.{}.mlp.down_proj.",),
+        _NORM: ("model.norm.",),
+        OUTPUT: ("lm_head.",),
+    },
+    layouts={_QKV: QKV, _FC1: GATE_UP},
+    keys={
+        **_KEYS,
+        "num_query_groups": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "layernorm_epsilon": "rms_norm_eps",
+    },
+    needs={"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0},
+    fixed={"hidden_act": ("silu", "silu")},
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+    },
+)
+_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    modules={
+        _WORDS: ("gpt_neox.embed_in.",),
+        _NORM1: ("gpt_neox.layers.{}.input_layernorm.",),
+        _QKV: ("gpt_neox.layers.{}.attention.query_key_value.",),
+        _PROJ: ("gpt_neox.layers.{}.attention.dense.",),
+        _NORM2: ("gpt_neox.layers.{}.post_attention_layernorm.",),
+        _FC1: ("gpt_neox.layers.{}.mlp.dense_h_to_4h.",),
+        _FC2: ("gpt_neox.layers.{}.mlp.dense_4h_to_h.",),
+        _NORM: ("gpt_neox.final_layer_norm.",),
+        OUTPUT: ("embed_out.",),
+    },
+    layouts={},
+    keys={**_KEYS, "hidden_dropout": "hidden_dropout", "layernorm_epsilon": "layer_norm_eps"},
+    needs={**_LAYER_NORM_GELU, "position_embedding_type": "rope"},
+    fixed={"use_parallel_residual": (False, True), "attention_bias": (True, True)},
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tie_word_embeddings": False,
+    },
+)
+_GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    modules={
+        _WORDS: ("transformer.wte.",),
+        _POSITIONS: ("transformer.wpe.",),
+        _NORM1: ("transformer.h.{}.ln_1.",),
+        _QKV: ("transformer.h.{}.attn.c_attn.",),
+        _PROJ: ("transformer.h.{}.attn.c_proj.",),
+        _NORM2: ("transformer.h.{}.ln_2.",),
+        _FC1: ("transformer.h.{}.mlp.c_fc.",),
+        _FC2: ("transformer.h.{}.mlp.c_proj.",),
+        _NORM: ("transformer.ln_f.",),
+        OUTPUT: ("lm_head.",),
+    },
+    layouts={_QKV: TRANSPOSED_QKV, _PROJ: TRANSPOSED, _FC1: TRANSPOSED, _FC2: TRANSPOSED},
+    keys={
+        "num_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "ffn_hidden_size": "n_inner",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "init_method_std": "initializer_range",
+        "attention_dropout": "attn_pdrop",
+        "hidden_dropout": "resid_pdrop",
+        "layernorm_epsilon": "layer_norm_epsilon",
+        "vocab_size": "vocab_size",
+    },
+    needs={**_LAYER_NORM_GELU, "position_embedding_type": "learned_absolute"},
+    fixed={
+        "scale_attn_weights": (True, True),
+        "scale_attn_by_inverse_layer_idx": (False, False),
+        "add_cross_attention": (False, False),
+    },
+    defaults={
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "tie_word_embeddings": True,
+    },
+)
+FAMILIES = {family.model_type: family for family in (_LLAMA, _NEOX, _GPT2)}
+
+
+def family_of(args: Namespace) -> Family:
+    """The family with the norm and the positions of a model; flags/config.py has what else it must have."""
+    if args.normalization == "RMSNorm":
+        return _LLAMA
+    return _GPT2 if args.position_embedding_type == "learned_absolute" else _NEOX
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of a Megatron checkpoint, stacked over layers if `names` hold {}, and what it is in a family.
+
+    shape: of one layer, the vocabulary padded.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    layout: Layout
+    shape: tuple[int, ...]
+
+    @property
+    def is_stacked(self) -> bool:
+        return "{}" in self.names[0]
+
+    @property
+    def has_vocabulary(self) -> bool:
+        return self.name.startswith((_WORDS, OUTPUT))
+
+    @property
+    def is_linear_weight(self) -> bool:
+        return self.name in tuple(f"{module}weight" for module in LINEARS)
+
+    def split(self, tensor: torch.Tensor, args: Namespace) -> list[torch.Tensor]:
+        """One layer's tensor -> those of `names`, views of it where they can be."""
+        return self.layout.split(tensor[: args.vocab_size] if self.has_vocabulary else tensor, args)
+
+    def merge(self, parts: list[torch.Tensor], args: Namespace) -> torch.Tensor:
+        """The reverse; rows that pad the vocabulary are zero.  UserError for parts of other shapes."""
+        try:
+            tensor = self.layout.merge(parts, args)
+        except RuntimeError:
+            tensor = parts[0][:0]  # no tensor of theirs has this shape
+        if self.has_vocabulary and len(tensor) == args.vocab_size:
+            tensor = torch.cat([tensor, tensor.new_zeros(self.shape[0] - len(tensor), *tensor.shape[1:])])
+        if tuple(tensor.shape) != self.shape:
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise UserError(f"{', '.join(self.names)}: shape {shapes} does not fit the sizes in config.json")
+        return tensor
+
+
+def parameters(args: Namespace) -> list[Parameter]:
+    """Every tensor of the model that `args` (of model_args or args_of) describe, in the model's order."""
+    family = family_of(args)
+    hidden = args.hidden_size
+    rows = {
+        _WORDS: args.padded_vocab_size,
+        _POSITIONS: args.max_position_embeddings,
+        _QKV: (args.num_attention_heads + 2 * args.num_query_groups) * args.kv_channels,
+        _FC1: args.ffn_hidden_size * (2 if args.swiglu else 1),
+        OUTPUT: args.padded_vocab_size,
+    }
+    columns = {_PROJ: args.num_attention_heads * args.kv_channels, _FC2: args.ffn_hidden_size}
+    found = []
+    for module, names in family.modules.items():
+        is_norm, is_linear = module in (_NORM1, _NORM2, _NORM), module in LINEARS
+        has_bias = args.normalization == "LayerNorm" if is_norm else is_linear and args.add_bias_linear
+        if module == OUTPUT and not args.untie_embeddings_and_output_weights:
+            continue
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            shape = [rows.get(module, hidden)]
+            if kind == "weight" and not is_norm:
+                shape.append(columns.get(module, hidden))
+            layout = family.layouts.get(module, AS_IS)
+            found.append(Parameter(module + kind, tuple(name + kind for name in names), layout, tuple(shape)))
+    return found
+
+
+def to_e4m3(weight: torch.Tensor) -> ScaledTensor:
+    """A weight of any shape and float dtype with one scale, a power of two.  UserError for NaN or infinity in it."""
+    largest = amax(weight)
+    if not largest.isfinite():
+        raise UserError("a NaN or an infinity, which --dtype e4m3 cannot hold: use --dtype bf16")
+    scale = power_of_two_scale(largest, E4M3)
+    return ScaledTensor(quantize(weight, E4M3, scale), scale.reciprocal())

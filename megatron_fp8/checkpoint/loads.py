@@ -1,0 +1,262 @@
+"""Which checkpoint a run goes on from: a whole one, or one line.
+
+    chosen by --ckpt-step, or by Megatron's tracker; where that names none that is finished, the newest sealed one
+    -> its seal is compared (seal.py), before Megatron reads anything -> read -> does it fit this run?
+
+Only unfinished saves (saves.py) are passed over.  A sealed checkpoint with a damaged or missing file is refused, even
+where an older one is whole: its owner should know.  The line names the newest one that is whole.
+"""
+
+import contextlib
+import functools
+import os
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.training.global_vars import get_args
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+from ..errors import UserError
+from ..flags.config import Fp8Config
+from .seal import MARK, SEAL, Broken, is_sealed, on_rank_0, require_finished, verify
+from .state import check_fits, contents_of, is_ours
+from .stock_state import describe
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def folder_name(iteration: int) -> str:
+    """As Megatron has it."""
+    return f"iter_{iteration:07d}"
+
+
+def named(load: Path) -> tuple[int, bool]:
+    """(iteration, release) to go on from: the tracker's, else the newest sealed one's; (-1, False) if there is none."""
+    written = read_tracker(load)
+    if written == "release":
+        return 0, True
+    if is_tracker(written):
+        folder = load / folder_name(int(written))
+        if folder.is_dir() and not (folder / MARK).exists():
+            return int(written), False
+    return next(iter(sealed_iterations(load)), -1), False
+
+
+def choose(load: Path, args: Namespace) -> Path | None:
+    """The checkpoint that Megatron is about to read, verified; None where it begins anew; collective.
+
+    UserError in one line for one that is not whole.  Without a process group (--use-checkpoint-args) every process
+    looks for itself, and hashes no large file: the arguments alone are read.
+    """
+    iteration, release = (args.ckpt_step, False) if args.ckpt_step else on_rank_0(lambda: named(load))
+    folder = load / ("release" if release else folder_name(iteration))
+    if args.non_persistent_ckpt_type == "global":
+        other = Path(args.non_persistent_global_ckpt_dir or load / "non_persistent")
+        newest = on_rank_0(lambda: named(other)[0] if (other / TRACKER).exists() else -1)
+        if newest >= max(iteration, 0):
+            iteration, folder = newest, other / folder_name(newest)
+    if iteration < 0:
+        if written := on_rank_0(lambda: read_tracker(load)):
+            says = f"{TRACKER} says {written[:20]!r}, and no checkpoint is there"
+            raise UserError(f"--load {load}: {says}; give another folder")
+        return None
+    if not args.ckpt_step and not is_named(folder):
+        _say_going_back_to(folder)
+    _require_whole(load, folder)
+    return folder
+
+
+@contextlib.contextmanager
+def without_tracker(load: Path, args: Namespace) -> Iterator[None]:
+    """Without its tracker Megatron would begin anew: let it go on from the newest sealed checkpoint; collective."""
+    given = args.ckpt_step
+    if not given:
+        step = on_rank_0(lambda: -1 if (load / TRACKER).exists() else named(load)[0])
+        if step > 0:
+            args.ckpt_step = step
+            _say_going_back_to(load / folder_name(step))
+    try:
+        yield
+    finally:
+        args.ckpt_step = given
+
+
+# --- what plugin.py puts around Megatron's functions
+
+
+def name_finished(stock: Callable) -> Callable:
+    """Around checkpointing.read_metadata, which ends the process where the tracker holds no number."""
+
+    def read_metadata(tracker_filename):
+        return on_rank_0(lambda: named(Path(tracker_filename).parent))
+
+    return read_metadata
+
+
+def load_whole(fp8: Fp8Config) -> Callable:
+    """Around checkpointing._load_base_checkpoint: with `rank0` what every rank reads first, then the rest."""
+
+    def make(stock: Callable) -> Callable:
+        def load_base_checkpoint(load_dir, args, rank0=False, *rest, **kwargs):
+            given = load_dir, args, rank0, *rest
+            if load_dir is None:
+                return stock(*given, **kwargs)
+            with without_tracker(Path(load_dir), args):
+                with _one_line(load_dir, "cannot be read", (OSError,)):
+                    folder = choose(Path(load_dir), args) if rank0 else None
+                if folder is None:
+                    return stock(*given, **kwargs)
+                with _one_line(load_dir, f"{folder.name} cannot be read", (Exception, CheckpointException)):
+                    loaded = stock(*given, **kwargs)
+            if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
+                missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
+                raise UserError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
+            check_fits(loaded[0], args, fp8)
+            describe(contents_of(loaded[0]))
+            return loaded
+
+        return load_base_checkpoint
+
+    return make
+
+
+def refuse_levels(stock: Callable) -> Callable:
+    """Around checkpointing._load_base_checkpoint in a run without a level."""
+
+    def load_base_checkpoint(load_dir, args, rank0=False, *rest, **kwargs):
+        loaded = stock(load_dir, args, rank0, *rest, **kwargs)
+        if rank0 and is_ours(loaded[0]):
+            _require_whole(Path(load_dir), Path(loaded[1]))
+            check_fits(loaded[0], args, None)
+        return loaded
+
+    return load_base_checkpoint
+
+
+def load_in_one_line(stock: Callable) -> Callable:
+    """Around training.load_checkpoint: what Megatron says of a checkpoint that does not fit is a user's mistake."""
+
+    def load_checkpoint(*given, **kwargs):
+        with _one_line(get_args().load, "the checkpoint does not fit this run", _MISFITS):
+            return stock(*given, **kwargs)
+
+    return load_checkpoint
+
+
+# What stands before experts, by Transformer Engine's spec and a level, and by the local spec.
+_NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
+
+
+def by_either_name(stock: Callable) -> Callable:
+    """Around dist_checkpointing.load: stock's local spec saves the norm before experts as one before a dense MLP."""
+
+    def load(sharded_state_dict, checkpoint_dir, *rest, **kwargs):
+        if get_args().num_experts:
+            stored = set(on_rank_0(lambda: _stored(checkpoint_dir)))
+            for entry in nested_values(sharded_state_dict):
+                if isinstance(entry, ShardedTensor) and entry.key not in stored:
+                    local = entry.key.replace(_NORM, _NORM_IN_LOCAL_SPEC)
+                    entry.key = local if local in stored else entry.key
+        return stock(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
+
+    return load
+
+
+def _stored(folder: str) -> list[str]:
+    """The names of a checkpoint's tensors; none where they cannot be read, which every rank is about to find."""
+    with contextlib.suppress(Exception, CheckpointException):
+        return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return []
+
+
+def find_without_tracker(stock: Callable) -> Callable:
+    """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew."""
+
+    def checkpoint_exists(checkpoints_path):
+        return stock(checkpoints_path) or (checkpoints_path is not None and named(Path(checkpoints_path))[0] > 0)
+
+    return checkpoint_exists
+
+
+_MISFITS = (CheckpointingException, CheckpointException, AssertionError, KeyError)
+
+
+@contextlib.contextmanager
+def _one_line(load: str, what: str, kinds: tuple[type[BaseException], ...]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        said = said_by(error)
+        if said.startswith("OptimizerParamScheduler"):
+            said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
+        raise UserError(f"--load {load}: {what}: {said}") from error
+
+
+def said_by(error: BaseException) -> str:
+    """An exception's own words in one line: torch wraps what a rank met, and Megatron wraps that."""
+    while failures := getattr(error, "failures", None):  # by rank: (exception, traceback)
+        error = next(iter(failures.values()))[0]
+    said = getattr(error, "strerror", None) or str(error)
+    return re.sub(r"\s+", " ", said).strip()[:300] or type(error).__name__
+
+
+@functools.cache  # Megatron looks for the checkpoint twice or more
+def _say_going_back_to(folder: Path) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"[fp8] --load {folder.parent}: the last save was interrupted; going back to {folder.name}", flush=True)
+
+
+def _require_whole(load: Path, folder: Path) -> None:
+    """UserError in one line; collective."""
+    try:
+        on_rank_0(lambda: require_finished(folder))
+        verify(folder, everything=False)
+    except Broken as broken:
+        raise UserError(f"--load {load}: {folder.name}{broken}; {_remedy(load, folder)}") from None
+
+
+def _remedy(load: Path, folder: Path) -> str:
+    """Where to go on from instead; collective."""
+    for iteration in on_rank_0(lambda: sealed_iterations(load)):
+        other = load / folder_name(iteration)
+        try:
+            if other != folder:
+                verify(other, everything=False)
+                found = f"{other.name} {'is whole' if dist.is_initialized() else 'is sealed'}"
+                if folder.parent != load:
+                    return f"{found}: leave --non-persistent-ckpt-type out"
+                return f"{found}: add --ckpt-step {iteration}"
+        except Broken:
+            continue
+    return "no other there is whole: restore it from a copy"
+
+
+def read_tracker(load: Path) -> str:
+    try:
+        return (load / TRACKER).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def is_tracker(written: str) -> bool:
+    """Whether Megatron can have written this to its tracker."""
+    return bool(re.fullmatch(r"release|[0-9]{1,18}", written))
+
+
+def is_named(folder: Path) -> bool:
+    """Whether the tracker names this checkpoint."""
+    written = read_tracker(folder.parent)
+    return folder.name == (folder_name(int(written)) if written.isdecimal() and is_tracker(written) else written)
+
+
+def sealed_iterations(load: Path) -> list[int]:
+    """The iterations of sealed checkpoints, the newest first."""
+    folders = (path.parent for path in load.glob(f"iter_*/{SEAL}") if not (path.parent / MARK).exists())
+    numbers = {int(f.name[5:]): f.name for f in folders if re.fullmatch(r"iter_[0-9]{7,18}", f.name)}
+    return sorted((i for i, name in numbers.items() if name == folder_name(i)), reverse=True)

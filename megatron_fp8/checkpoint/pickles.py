@@ -1,0 +1,113 @@
+"""What a checkpoint's pickles may make: data, and nothing that runs.
+
+torch's .metadata is a pickle, and so are Megatron's arguments and random states in the other files: torch reads them
+with weights_only=False, and a pickle may call whatever it names.  So each is first read by a reader that knows classes
+of data only; what passes is then read by torch as ever.  Of .metadata these are the data classes of
+torch.distributed.checkpoint; of the others what torch.load(weights_only=True) knows, with Megatron's own list
+(megatron.core.safe_globals) and what a script has added with torch.serialization.add_safe_globals.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import io
+import pickle
+import re
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import PosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
+
+from ..errors import UserError
+
+_PACKAGE = "torch.distributed.checkpoint"
+
+
+class _DataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        if module in ("torch", "pathlib") or f"{module}.".startswith(f"{_PACKAGE}."):
+            with contextlib.suppress(AttributeError):
+                found = super().find_class(module, name)
+                if isinstance(found, torch.dtype) or found in (torch.Size, PosixPath) or _is_data(found):
+                    return found
+        raise _no_data(f"{module}.{name}")
+
+
+def _no_data(name: str) -> CheckpointException:
+    """torch's own, which is no Exception: what it takes for one it passes over, and says that there is no metadata."""
+    error = pickle.UnpicklingError(f"it names {name}, which is no data")
+    return CheckpointException(str(error), {0: (error, traceback.StackSummary())})
+
+
+def _is_data(found) -> bool:
+    """Whether this is one of the package's classes that only hold values; a name may lead out of its module."""
+    is_class = isinstance(found, type) and f"{found.__module__}.".startswith(f"{_PACKAGE}.")
+    return is_class and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+
+
+def data_only_metadata(stock: Callable) -> Callable:
+    """Around FileSystemReader.read_metadata; CheckpointException for anything but data."""
+
+    def read_metadata(self, *args, **kwargs):
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            _DataOnly(file).load()
+        return stock(self, *args, **kwargs)
+
+    return read_metadata
+
+
+def data_only_objects(stock: Callable) -> Callable:
+    """Around DefaultLoadPlanner.load_bytes; CheckpointException for anything but data."""
+
+    def load_bytes(self, read_item, value):
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))  # in a page of advice
+            raise (_no_data(named[1]) if named else error) from None
+        value.seek(0)
+        return stock(self, read_item, value)
+
+    return load_bytes
+
+
+@contextlib.contextmanager
+def data_only() -> Iterator[None]:
+    """Both, for a while."""
+    read_metadata, load_bytes = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
+    FileSystemReader.read_metadata = data_only_metadata(read_metadata)
+    DefaultLoadPlanner.load_bytes = data_only_objects(load_bytes)
+    try:
+        yield
+    finally:
+        FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = read_metadata, load_bytes
+
+
+def check_arguments(args: Namespace) -> None:
+    """UserError where a run's checkpoints would hold arguments that are refused when they are read."""
+    if _reads_back(vars(args)):
+        return
+    for name, value in vars(args).items():
+        if not _reads_back(value):
+            raise UserError(
+                f"--save {args.save}: the argument {name} is a {type(value).__module__}.{type(value).__name__}, which "
+                "would not be read back from a checkpoint; make it a number, a string or a list of such, or register "
+                "its class with torch.serialization.add_safe_globals"
+            )
+
+
+def _reads_back(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError):
+        return False
+    return True

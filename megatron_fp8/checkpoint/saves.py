@@ -1,0 +1,233 @@
+"""How a checkpoint is written so that none is lost.
+
+    a run begins    rank 0 locks the folder of --save: of two runs that write one checkpoint none has it
+    save            what iter_N holds is put aside, in iter_N/replaced, and the mark iter_N/unsealed set -> Megatron
+                    writes its files -> they are sealed (seal.py) -> the mark goes, then what was put aside -> tracker
+
+So a run that is killed while it saves, or finds no room, loses nothing: what was put aside is put back, at once or
+as the next run begins, and what was not finished is passed over (loads.py).  A folder that was empty needs no mark:
+nothing names it until it is sealed.
+
+An asynchronous save hashes when it is finished, while training waits: about 1.6 GB/s a rank.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.training.global_vars import get_args
+from torch.distributed.checkpoint import CheckpointException
+
+from ..errors import UserError
+from .loads import TRACKER, folder_name, is_named, is_tracker, named, read_tracker, said_by, sealed_iterations
+from .pickles import check_arguments
+from .seal import MARK, METADATA, SEAL, is_finished, is_sealed, on_rank_0, seal, sealed_files, write_whole
+
+LOCK, ASIDE = "saving.lock", "replaced"
+_ROOM = 2**20  # bytes that a folder must take when a run begins
+_locks: dict[Path, int] = {}  # file descriptors, held while this process lives
+_begun: list[Path] = []  # checkpoints being written
+
+
+def claim(save: str) -> None:
+    """As a run begins: UserError on rank 0 unless the folder takes files, and no other run saves there; locks it.
+
+    The lock ends with the process, however that ends, and its children do not inherit it (POSIX's lockf).
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    folder = Path(save)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"{LOCK}.{os.getpid()}"
+        try:
+            probe.write_bytes(bytes(_ROOM))
+        finally:
+            probe.unlink(missing_ok=True)
+        if folder.resolve() not in _locks:
+            _locks[folder.resolve()] = _lock(folder)
+        for place in (folder, folder / "non_persistent"):
+            for aside in place.glob(f"iter_*/{ASIDE}"):
+                _put_back(aside.parent)
+            _mend_tracker(place)
+    except BlockingIOError:
+        raise UserError(f"--save {save}: another run saves there ({LOCK} is held); give another folder") from None
+    except OSError as error:
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise UserError(f"--save {save}: cannot be written to ({reason}); give another folder") from None
+
+
+def _lock(folder: Path) -> int:
+    """Lock the folder, and write into the lock what check_saving compares; its file descriptor."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise
+    except OSError:
+        pass  # a file system without locks
+    os.pwrite(lock, os.urandom(16).hex().encode(), 0)
+    return lock
+
+
+def _mend_tracker(folder: Path) -> None:
+    """Let it name a checkpoint: Megatron reads it with int() after a save, with --save-retain-interval."""
+    tracker, (last, _) = folder / TRACKER, named(folder)
+    if tracker.is_file() and not is_tracker(read_tracker(folder)):
+        write_whole(tracker, str(last)) if last > 0 else tracker.unlink()
+
+
+def check_saving() -> None:
+    """Before the first step: UserError on a rank that does not see what rank 0 has written to the folder it claimed,
+    and for arguments that would not be read back; collective."""
+    if get_args().save:
+        check_arguments(get_args())
+    claimed = on_rank_0(lambda: [(folder / LOCK, os.pread(lock, 32, 0)) for folder, lock in _locks.items()])
+    for path, written in claimed if dist.get_rank() else ():  # rank 0 would end its lock by closing the file
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == written:
+                continue
+        raise UserError(
+            f"--save {path.parent}: rank {dist.get_rank()} does not see what rank 0 writes there; give a folder that "
+            "all share"
+        )
+
+
+def begin(folder: Path) -> None:
+    """Put aside what the folder of a new checkpoint holds, and mark it; collective."""
+
+    def put_aside() -> None:
+        _put_back(folder)
+        found, aside = _files(folder), folder / ASIDE
+        shutil.rmtree(aside, ignore_errors=True)
+        if not found and not is_named(folder):
+            return
+        if is_finished(folder):
+            aside.mkdir()  # before the mark, which alone says that there is nothing to put back
+        (folder / MARK).touch()
+        for path in sorted(found, key=lambda path: path.name != SEAL):
+            path.rename(aside / path.name) if aside.is_dir() else path.unlink()
+
+    _begun.append(folder)
+    on_rank_0(put_aside)
+
+
+def finish(folder: Path) -> None:
+    """Seal a checkpoint that Megatron has written; collective."""
+
+    seal(folder)
+    on_rank_0(lambda: _forget(folder))
+    _begun.remove(folder)
+
+
+def _put_back(folder: Path) -> bool:
+    """Undo `begin`, as far as it came, or end what `finish` began; False where there is nothing of either.
+
+    A seal is put aside first and comes back last: where there is one, the files are those that were sealed.
+    """
+    aside, mark = folder / ASIDE, folder / MARK
+    if not mark.exists() or not (aside.is_dir() or is_sealed(folder)):
+        return False
+    if not is_sealed(folder):
+        for path in sorted(aside.iterdir(), key=lambda path: path.name == SEAL):
+            path.replace(folder / path.name)
+        listed = sealed_files(folder)
+        for path in _files(folder) if listed else ():
+            if path.name not in listed | {SEAL}:
+                path.unlink()  # of the save that was not finished
+    _forget(folder)
+    return True
+
+
+def _forget(folder: Path) -> None:
+    """Its mark first, which without what was put aside says that there is nothing to put back."""
+    (folder / MARK).unlink(missing_ok=True)
+    shutil.rmtree(folder / ASIDE, ignore_errors=True)
+
+
+def _give_up(folder: Path) -> None:
+    """Leave nothing half-written."""
+    with contextlib.suppress(OSError):
+        if not _put_back(folder) and not is_sealed(folder):
+            for path in [*_files(folder), folder / MARK]:
+                path.unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a checkpoint, whoever's; what else lies there is left alone."""
+    names, kinds = (METADATA, SEAL, ".metadata", "common.pt"), (".distcp", ".tmp", ".partial")
+    return [path for path in folder.iterdir() if path.name in names or path.suffix in kinds]
+
+
+# --- what plugin.py puts around Megatron's functions
+
+
+def seal_saves(stock: Callable) -> Callable:
+    """Around dist_checkpointing.save."""
+
+    def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
+        folder = Path(checkpoint_dir)
+        begin(folder)
+        request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        if request is None:
+            finish(folder)
+        else:  # asynchronous: when it is finished, before Megatron says so in its tracker
+            request.finalize_fns.append(lambda: finish(folder))
+        return request
+
+    return save
+
+
+def unseal_saves(stock: Callable) -> Callable:
+    """Around dist_checkpointing.save in a run without a level: what it saves over is sealed no longer."""
+
+    def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
+        if dist.get_rank() == 0:
+            (Path(checkpoint_dir) / SEAL).unlink(missing_ok=True)
+        return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return save
+
+
+def keep_newest_whole(stock: Callable) -> Callable:
+    """Around checkpointing.cleanup_old_non_persistent_checkpoint, which keeps the newest, finished or not."""
+
+    def cleanup(save_dir, leave_ckpt_num=1, do_async=False):
+        newest = next(iter(sealed_iterations(Path(save_dir))), 0)
+        later = [path for path in Path(save_dir).rglob("iter_*") if int(path.name[5:]) > newest]
+        return stock(save_dir, leave_ckpt_num + len(later), do_async)
+
+    return cleanup
+
+
+def lose_nothing(stock: Callable) -> Callable:
+    """Around training.save_checkpoint and maybe_finalize_async_save: one line where a checkpoint cannot be written."""
+
+    def save(*args, **kwargs):
+        with _nothing_lost(get_args().save):
+            return stock(*args, **kwargs)
+
+    return save
+
+
+@contextlib.contextmanager
+def _nothing_lost(save: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        said = said_by(error)
+        names = " and ".join(folder.name for folder in _begun) or "a checkpoint"
+        with contextlib.suppress(OSError):
+            said += f", {shutil.disk_usage(save).free / 2**30:.2f} GiB were free"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for folder in _begun:
+                _give_up(folder)
+        last, _ = named(Path(save))
+        rest = f"{folder_name(last)} is there to go on from" if last > 0 else "there is none yet to go on from"
+        raise UserError(f"--save {save}: {names} could not be written ({said}); mend that: {rest}") from error

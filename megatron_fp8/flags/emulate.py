@@ -1,0 +1,139 @@
+"""Which operands of which GEMMs a run emulates in which format, and when: the --fp8-emulate flags.
+
+    --fp8-emulate SPEC              E8M3                                    all three operands
+                                    weight=E8M3,activation=E8M3:truncate    those named; the others as they are
+                                    E4M3,gradient=E5M2:nearest:tensor       all three, but for those named
+    --fp8-emulate-layers PATTERNS   'decoder.layers.[0-3].*,*.linear_fc2'   of the linears (default: all of them)
+    --fp8-emulate-lm-head           the LM head too
+    --fp8-emulate-from-step N       from step N on (default 1, the first)
+    --fp8-emulate-until-step N      before step N (default: to the end)
+
+A format is FORMAT[:ROUNDING][:SCALING] as numerics/emulation.py defines it. A pattern is a shell's (* ? [...]) for the
+linear's whole path in the model; layers are numbered from 0 over all pipeline stages, as in the statistics' names.
+The steps from --fp8-emulate-from-step A until B are B - A. An operand is rounded once, and each GEMM reads it so:
+
+    forward   y = e(x) e(W)^T          dgrad   dx = e(dy) e(W)          wgrad   dW = e(dy)^T e(x)
+
+x being the activation, W the weight, dy the gradient. Validation is emulated as training is.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ..errors import UserError
+from ..numerics.emulation import EmulatedFormat
+
+OPERANDS = ("weight", "activation", "gradient")
+LM_HEAD = "output_layer"
+
+
+@dataclass(frozen=True)
+class EmulationPlan:
+    """What the flags say.
+
+    Attributes:
+        weight, activation, gradient: how each operand is rounded; None: not at all.
+        layers: patterns, of which a linear's path must match one.
+        lm_head: whether the LM head is emulated.
+        from_step, until_step: the first step, from 1, and the first after the last; None: no last.
+    """
+
+    weight: EmulatedFormat | None
+    activation: EmulatedFormat | None
+    gradient: EmulatedFormat | None
+    layers: tuple[str, ...] = ("*",)
+    lm_head: bool = False
+    from_step: int = 1
+    until_step: int | None = None
+
+    def __str__(self) -> str:
+        """As in "weight E8M3:truncate:none, gradient E5M2:nearest:tensor; linears *; LM head; steps 1 to 99"."""
+        operands = [f"{operand} {how}" for operand in OPERANDS if (how := getattr(self, operand)) is not None]
+        parts = [", ".join(operands), f"linears {','.join(self.layers)}", *(["LM head"] if self.lm_head else [])]
+        if self.from_step > 1 or self.until_step is not None:
+            end = f" to {self.until_step - 1}" if self.until_step is not None else " on"
+            parts.append(f"steps {self.from_step}{end}")
+        return "; ".join(parts)
+
+    def for_operand(self, path: str, layer_number: int, operand: str, step: int) -> EmulatedFormat | None:
+        """How to round `operand` ("weight", "activation" or "gradient") in a step, from 1; None: not at all.
+
+        path, layer_number: Fp8Weight's, or LM_HEAD and any number.
+        """
+        assert operand in OPERANDS
+        started = step >= self.from_step and (self.until_step is None or step < self.until_step)
+        return getattr(self, operand) if started and self.covers(path, layer_number) else None
+
+    def covers(self, path: str, layer_number: int) -> bool:
+        """Whether a linear is emulated at any time: one at least should be, or --fp8-emulate-layers is a mistake."""
+        return self.lm_head if path == LM_HEAD else matches(self.layers, linear_name(path, layer_number))
+
+
+def linear_name(path: str, layer_number: int) -> str:
+    """A linear's whole path in the model, of Fp8Weight's `path` and `layer_number`; LM_HEAD is its own."""
+    return path.replace(".layers.", f".layers.{layer_number - 1}.", 1)
+
+
+def matches(patterns: tuple[str, ...], name: str) -> bool:
+    """Whether a linear's whole path matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def read_patterns(flag: str, value: str) -> tuple[str, ...]:
+    """The patterns of a flag's value. Raises UserError of one line for an empty one."""
+    patterns = tuple(value.split(","))
+    if not all(patterns):
+        raise UserError(f"{flag} {value!r}: an empty pattern; give one, or remove the comma")
+    return patterns
+
+
+def plan_from_flags(
+    emulate: str | None,
+    layers: str | None = None,
+    lm_head: bool | None = None,
+    from_step: int | None = None,
+    until_step: int | None = None,
+) -> EmulationPlan | None:
+    """The plan of the five flags' values, None where a flag was not given; None without --fp8-emulate.
+
+    Raises UserError of one line: flag, value, remedy.
+    """
+    if emulate is None:
+        others = {"layers": layers, "lm-head": lm_head, "from-step": from_step, "until-step": until_step}
+        for flag, value in others.items():
+            if value is not None:
+                shown = "" if value is True else f" {value}"
+                raise UserError(f"--fp8-emulate-{flag}{shown}: nothing is emulated; add --fp8-emulate, or remove it")
+        return None
+    first = 1 if from_step is None else from_step
+    if first < 1:
+        raise UserError(f"--fp8-emulate-from-step {first}: steps count from 1; use 1 or more")
+    if until_step is not None and until_step <= first:
+        raise UserError(
+            f"--fp8-emulate-until-step {until_step}: emulation starts with step {first}; use {first + 1} or more"
+        )
+    patterns = ("*",) if layers is None else read_patterns("--fp8-emulate-layers", layers)
+    weight, activation, gradient = _operands(emulate)
+    return EmulationPlan(weight, activation, gradient, patterns, bool(lm_head), first, until_step)
+
+
+def _operands(text: str) -> list[EmulatedFormat | None]:
+    """How each of OPERANDS is rounded, of --fp8-emulate's value."""
+    found: dict[str, EmulatedFormat] = {}
+    for item in text.split(","):
+        operand, equals, name = item.rpartition("=")
+        if equals and operand not in OPERANDS:
+            raise UserError(f"--fp8-emulate {text}: no operand {operand!r}; use {', '.join(OPERANDS)}")
+        try:
+            how = EmulatedFormat.parse(name)
+        except ValueError as error:
+            raise UserError(f"--fp8-emulate {text}: {error}") from None
+        if how.scaling != "none" and not how.scaled:
+            raise UserError(
+                f"--fp8-emulate {text}: {name} has float32's exponents, nothing to scale; remove :{how.scaling}"
+            )
+        if operand in found:
+            raise UserError(f"--fp8-emulate {text}: {operand or 'a format for all'} is given twice; give it once")
+        found[operand] = how
+    everywhere = found.pop("", None)
+    return [found.get(operand, everywhere) for operand in OPERANDS]

@@ -1,0 +1,143 @@
+"""The levels: one table that says what each part of a training run does at each level.
+
+A cell of the table is one choice, such as the format of Adam's first moment. A level fills every cell; a
+flag named after the cell overrides one of them. O0 is not in the table: it installs nothing.
+
+    cell                 what is chosen                                     bytes a parameter
+    gemm                 the three GEMMs of qkv, proj, fc1 and fc2
+    grad_accum           weight gradient while micro-batches add to it      4 fp32, 2 bf16, 1 + 1/128 fp8
+    grad_reduce          weight gradient between data-parallel ranks        4 fp32, 1 + 1/128 block, 1 shared
+    exp_avg, exp_avg_sq  Adam's moments                                     4 fp32, 2 fp16 or bf16, 1 fp8
+    master               the weight that Adam updates                       4 fp32, 2 remainder, ...
+    weight               the weight in the model and on its way there       2 bf16, 1 fp8
+    tp_gather            tensor/sequence-parallel all-gather of activations
+    tp_reduce_scatter    tensor/sequence-parallel reduce-scatter
+    partition            how the optimizer's work is cut over data parallelism
+
+This file is the whole story of what exists: a value becomes usable when it moves from `planned` to
+`available` in its row. No other code decides by a level's name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import UserError
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table.
+
+    Attributes:
+        name: of the cell, and of the field of Fp8Config.
+        meaning: one line for --help and docs/flags.md.
+        levels: the value at O1, O2 and O3.
+        available, planned: the values that work in this version, and those that later versions will have.
+    """
+
+    name: str
+    meaning: str
+    levels: tuple[str, str, str]
+    available: tuple[str, ...]
+    planned: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        """Name in the parsed arguments: fp8_grad_accum."""
+        return f"fp8_{self.name}"
+
+    @property
+    def flag(self) -> str:
+        """The flag that overrides the cell: --fp8-grad-accum."""
+        return "--" + self.dest.replace("_", "-")
+
+    def at(self, level: str) -> str:
+        """The value at `level` (O1, O2 or O3)."""
+        return self.levels[LEVELS.index(level) - 1]
+
+
+CELLS = (
+    Cell(
+        "gemm",
+        "GEMMs of the four linears: FP8, or BF16 as an ablation (no GEMM is left for the scaling flags then)",
+        ("fp8", "fp8", "fp8"),
+        available=("fp8", "bf16"),
+    ),
+    Cell(
+        "grad_accum",
+        "storage of the weight gradient over micro-batches; auto: FP8 for up to 8 a step, BF16 for more",
+        ("auto", "auto", "auto"),
+        available=("auto", "fp8", "bf16", "fp32"),
+    ),
+    Cell(
+        "grad_reduce",
+        "weight gradient between data-parallel ranks: FP8 blocks and one FP32 sum; FP8-LM's shared scale and FP8 "
+        "sum; or plain FP32 (ablation)",
+        ("block", "block", "block"),
+        available=("block", "shared", "fp32"),
+    ),
+    Cell("exp_avg", "Adam's first moment", ("fp32", "fp8", "fp8"), ("fp32", "bf16", "fp8")),
+    Cell(
+        "exp_avg_sq",
+        "Adam's second moment; fp8 stores its root, and stands still where it should decay",
+        ("fp32", "fp16", "fp16"),
+        ("fp32", "fp16", "fp8"),
+    ),
+    Cell(
+        "master",
+        "master weight: a copy, or the stored weight plus a 16-bit remainder",
+        ("fp32", "remainder", "remainder"),
+        available=("fp32", "remainder", "fp16", "bf16", "fp8"),
+    ),
+    Cell(
+        "weight",
+        "stored weight, and its data-parallel gather",
+        ("bf16", "bf16", "fp8"),
+        available=("bf16", "fp8"),
+    ),
+    Cell(
+        "tp_gather",
+        "tensor/sequence-parallel all-gather of activations",
+        ("bf16", "bf16", "fp8"),
+        available=("bf16", "fp8"),
+    ),
+    Cell(
+        "tp_reduce_scatter",
+        "tensor/sequence-parallel reduce-scatter of activations",
+        ("bf16", "bf16", "bf16"),
+        available=("bf16",),
+        planned=("fp8",),
+    ),
+    Cell(
+        "partition",
+        "how the weights are cut over the data-parallel ranks",
+        ("even", "even", "even"),
+        available=("even", "greedy"),
+    ),
+)
+
+
+def resolve(level: str, overrides: Mapping[str, str | None]) -> dict[str, str]:
+    """Fill every cell.
+
+    Args:
+        level: O1, O2 or O3.
+        overrides: {cell name: value, or None to take the level's}.
+
+    Returns:
+        {cell name: value}, every value available.
+
+    Raises:
+        UserError: an unknown level, or a value that is unknown or not available in this version.
+    """
+    if level not in LEVELS[1:]:
+        raise UserError(f"--fp8-level {level}: there is no such level; use one of {', '.join(LEVELS)}")
+    values = {c.name: overrides.get(c.name) or c.at(level) for c in CELLS}
+    for cell in CELLS:
+        value = values[cell.name]
+        if value not in cell.available:
+            state = "not available in this version" if value in cell.planned else "no such value"
+            raise UserError(f"{cell.flag} {value}: {state} (available: {', '.join(cell.available)})")
+    return values

@@ -1,0 +1,86 @@
+"""When a run measures the sharpness of its loss: the --fp8-sharpness flags, at every level and without one.
+
+    --fp8-sharpness-interval N      in training: every N-th iteration, as Megatron's log numbers them, to the log
+    --fp8-sharpness-eval FILE       in evaluations, with --skip-train too: to a file (`megatron-fp8 lab sharpness`)
+    --fp8-sharpness-iterations N    there also by N iterations of L-BFGS-B, on the last token of each sequence
+
+Measuring looks on: the losses are the same to the last bit.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from ..errors import UserError
+
+SHARPNESS_FLAGS = (  # (flag, metavar, type, meaning)
+    (
+        "--fp8-sharpness-interval",
+        "N",
+        int,
+        "Measure the sharpness of the loss, over all positions of every N-th iteration, and log it, at any level and "
+        "without one. Default 0: never.",
+    ),
+    (
+        "--fp8-sharpness-eval",
+        "FILE",
+        str,
+        "Measure it in evaluations, with --skip-train too, and write its quantiles to FILE as JSON "
+        "(megatron-fp8 lab sharpness).",
+    ),
+    (
+        "--fp8-sharpness-iterations",
+        "N",
+        int,
+        "In evaluations: also by N iterations of L-BFGS-B on the last token of each sequence. Default 0: not.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class SharpnessPlan:
+    """What the flags say.
+
+    Attributes:
+        interval: iterations of training from one measurement to the next; 0: none.
+        file: for what is measured in evaluations; None: nothing is.
+        iterations: of L-BFGS-B there, on the last token of each sequence; 0: not done.
+    """
+
+    interval: int
+    file: str | None
+    iterations: int
+
+
+def sharpness_from_args(args: Namespace) -> SharpnessPlan | None:
+    """The plan of a run's arguments as the run will use them (after `adapt_stock_args`); None: nothing is measured.
+
+    Raises UserError of one line: flag, value, remedy.
+    """
+    names = (flag.removeprefix("--").replace("-", "_") for flag, *_ in SHARPNESS_FLAGS)
+    interval, file, iterations = (getattr(args, name, None) for name in names)  # --yaml-cfg leaves none of them
+    if (interval or 0) < 0:
+        raise UserError(f"--fp8-sharpness-interval {interval}: use 0 (never) or more")
+    if (iterations or 0) < 0:
+        raise UserError(f"--fp8-sharpness-iterations {iterations}: use 0 (not done) or more")
+    if iterations and file is None:
+        raise UserError(
+            f"--fp8-sharpness-iterations {iterations}: of evaluations only; add --fp8-sharpness-eval FILE, or remove it"
+        )
+    if iterations and find_spec("scipy") is None:
+        raise UserError(
+            f"--fp8-sharpness-iterations {iterations}: needs scipy; pip install 'megatron-fp8[lab]', or use 0"
+        )
+    if not interval and file is None:
+        return None
+    asked = f"--fp8-sharpness-interval {interval}" if interval else f"--fp8-sharpness-eval {file}"
+    hiding = {  # with these the logits pass by the model's forward, or it is replayed
+        "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
+        "--cuda-graph-impl full_iteration": args.cuda_graph_impl == "full_iteration",
+        "--cuda-graph-modules full_iteration": "full_iteration" in (args.cuda_graph_modules or ()),
+        "--cuda-graph-scope full_iteration": "full_iteration" in (args.cuda_graph_scope_deprecated or ()),
+    }
+    for flag, given in hiding.items():
+        if given:
+            raise UserError(f"{flag} with {asked}: hides the logits; remove one")
+    return SharpnessPlan(interval or 0, file, iterations or 0)

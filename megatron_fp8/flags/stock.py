@@ -1,0 +1,421 @@
+"""Stock Megatron's flags under an FP8 level: one table with a row for every flag that touches numerics.
+
+A level takes over the weights of qkv, proj, fc1 and fc2; everything else stays stock Megatron's. So a stock
+flag meets one of these fates:
+
+    honoured   means what it means in stock: shown in a field of Fp8Config, or left to stock's own code
+    noted      honoured, and a log line says what the level does not reach (experts, MLA, ...)
+    adapted    changed before Megatron validates its arguments, with a log line. Only where the result is the
+               same: speed-ups of Transformer Engine's layers, which the level replaces, and fused kernels
+               that are not installed. A command written for Transformer Engine and apex so runs unchanged
+    refused    a UserError with the remedy: it has another numeric meaning, gives the weights another owner,
+               or saves memory that the run may need
+    (no row)   does not touch precision, the linears, gradients, weights or the optimizer
+
+Flags are those of megatron-core 0.19. A test walks the table with Megatron's own parser, and fails on a flag
+of a newer version whose name looks numeric and that is in neither `TABLE` nor `IRRELEVANT`.
+"""
+
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+HONOURED, NOTED, ADAPTED, REFUSED = "honoured", "noted", "adapted", "refused"
+
+
+@dataclass(frozen=True)
+class When:
+    """Which values a row is about: `text` for people, `test(value, args)` for the program."""
+
+    text: str
+    test: Callable[[Any, Namespace], bool]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one stock flag under a level.
+
+    Attributes:
+        flag: as on the command line.
+        when: the values that the row is about.
+        verdict: HONOURED, NOTED, ADAPTED or REFUSED.
+        note: the meaning under a level; for REFUSED the remedy.
+        to: ADAPTED only, the value that the argument gets (for an enum, the name of its member).
+        field: the field of Fp8Config that shows the flag; "" where stock's own code acts on it.
+        missing: the row holds only where this module cannot be imported; "" for everywhere.
+    """
+
+    flag: str
+    when: When
+    verdict: str
+    note: str
+    to: Any = None
+    field: str = ""
+    missing: str = ""
+
+    @property
+    def dest(self) -> str:
+        """Name of the flag's value in the parsed arguments."""
+        name = self.flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        return _DEST.get(self.flag, name)
+
+    def holds(self, args: Namespace) -> bool:
+        """Whether the row applies to these arguments on this machine."""
+        applies = self.when.test(getattr(args, self.dest, None), args)
+        return applies and not (self.missing and installed(self.missing))
+
+    def adapt(self, args: Namespace) -> None:
+        """Give the argument the value `to`."""
+        old = getattr(args, self.dest)
+        setattr(args, self.dest, type(old)[self.to] if isinstance(old, Enum) else copy(self.to))
+
+    def shown(self, args: Namespace) -> str:
+        """The flag as `args` has it: "--fp8-recipe mxfp8", "--fp16", "--bf16 not given", or "rope-fusion" for
+        what a --no-... flag has left on."""
+        value = getattr(args, self.dest, None)
+        if self.when is NOT_GIVEN and not self.flag.startswith("--no-"):
+            return f"{self.flag} not given"
+        if self.flag.startswith("--no-") and (self.when is NOT_GIVEN or (value and not self.dest.startswith("no_"))):
+            return self.flag.removeprefix("--no-")
+        return self.flag if isinstance(value, bool) else f"{self.flag} {plain(value)}"
+
+
+_DEST = {  # where the name in the parsed arguments cannot be told from the flag
+    "--fp8-format": "fp8",
+    "--fp4-format": "fp4",
+    "--no-persist-layer-norm": "no_persist_layer_norm",
+    "--no-rope-fusion": "apply_rope_fusion",
+    "--cuda-graph-scope": "cuda_graph_scope_deprecated",
+    "--use-nccl-ub": "nccl_ub",
+}
+
+
+def installed(module: str) -> bool:
+    """Whether `module` can be imported here."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError):  # OSError: a shared library that it needs is not there
+        return False
+    return True
+
+
+def plain(value: Any) -> str:
+    """A parsed value as it stood on the command line."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(plain, value))
+    return value.name if isinstance(value, Enum) else str(value)
+
+
+def rows(args: Namespace, *verdicts: str) -> Iterator[Row]:
+    """The rows of TABLE with one of these verdicts that hold for `args`."""
+    return (row for row in TABLE if row.verdict in verdicts and row.holds(args))
+
+
+GIVEN = When("given", lambda value, args: bool(value))
+NOT_GIVEN = When("not given", lambda value, args: not value)
+LEFT_ON = When("not given", lambda value, args: bool(value))  # of a --no-... flag
+ANY = When("any value", lambda value, args: True)
+
+
+def one_of(*values: str) -> When:
+    return When(" or ".join(values), lambda value, args: value is not None and plain(value) in values)
+
+
+def other_than(default: str) -> When:
+    return When(f"other than {default}", lambda value, args: value is not None and plain(value) != default)
+
+
+def in_te(when: When) -> When:
+    """`when`, in a run with Transformer Engine's attention."""
+    return When(
+        f"{when.text}, with --fp8-attention te",
+        lambda value, args: args.fp8_attention == "te" and when.test(value, args),
+    )
+
+
+def in_torch(when: When) -> When:
+    """`when`, in a run with torch's attention, the default."""
+    return When(
+        f"{when.text}, without --fp8-attention te",
+        lambda value, args: args.fp8_attention != "te" and when.test(value, args),
+    )
+
+
+OTHER_THAN_TP = When(
+    "other than --tensor-model-parallel-size",
+    lambda value, args: value not in (None, getattr(args, "tensor_model_parallel_size", None)),
+)
+FUSED_KERNELS, UNFUSED_KERNELS = one_of("flash", "fused"), one_of("unfused", "local")
+KEEPS_OPTIMIZER = When(
+    "torch, torch_dcp or fsdp_dtensor, with --save, or --load of the optimizer",
+    lambda value, args: plain(value) in ("torch", "torch_dcp", "fsdp_dtensor")
+    and bool(args.save or (args.load and not args.finetune and not args.no_load_optim)),
+)
+CUT_AS_BUFFERS = When(
+    "not given, with --use-distributed-optimizer and --save, without --fp8-ckpt-compact and local checkpoints",
+    lambda value, args: not value
+    and bool(args.use_distributed_optimizer and args.save)
+    and not args.fp8_ckpt_compact
+    and args.non_persistent_ckpt_type != "local",
+)
+LATENT = When(
+    "given, with --multi-latent-attention", lambda value, args: bool(value) and args.multi_latent_attention
+)
+UNFUSABLE = When(
+    "not given, with biases and --squared-relu, or --quick-geglu, or --num-experts without --swiglu or --quick-geglu",
+    lambda value, args: bool(value)
+    and args.add_bias_linear
+    and not args.swiglu
+    and (args.squared_relu or bool(args.num_experts) != args.quick_geglu),
+)
+STAGES_BETWEEN = When(
+    "given, with more than 2 pipeline stages or virtual ones",
+    lambda value, args: bool(value)
+    and (
+        args.pipeline_model_parallel_size > 2
+        or bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
+        or bool(args.pipeline_model_parallel_layout)
+    ),
+)
+WITHOUT_MASK = When(
+    "given, with --no-create-attention-mask-in-dataloader",
+    lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
+)
+WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
+WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
+WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
+
+# Reasons and remedies that several rows share. Adapted flags with the same reason share one log line.
+ABSENT = "switched off: needs apex or Transformer Engine, not installed here (same result)"
+TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
+TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
+NO_GRAPHS = "switched off: a level runs without CUDA graphs (same result)"
+TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
+NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
+OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
+MASKED = "torch's attention reads a mask then, in slower kernels than the causal one"
+UNFUSED = "attention runs in Megatron's unfused kernel: memory grows with the square of --seq-length"
+STOCKS_OWN = "for stock's own parameters: embeddings, norms, biases, LM head, experts"
+SKIPPED = "a step whose gradient norm is not finite is skipped, the run not aborted; the loss is checked as in stock"
+LEVEL_DECIDES = "remove it: the level decides how the linears' weights are stored, sent and updated"
+STATES = "remove it: the level decides the optimizer's formats (see --fp8-exp-avg, --fp8-master)"
+NO_FP4 = "remove it: a level trains in FP8 (FP4: --fp8-level O0 and Transformer Engine)"
+NO_FSDP = "remove it: it owns the weights that the level owns; use --use-distributed-optimizer"
+NO_GTP = "remove it: it shards the weights that the level owns; use --use-distributed-optimizer"
+ADAM_ONLY = "use --optimizer adam: a level updates its weights with Adam"
+RECOMPUTE = "remove it: it belongs to Transformer Engine's layers; to save memory use --recompute-granularity"
+ANY_LAYOUT = (
+    "added: checkpoints load at any layout, for 12 bytes of the host's memory a parameter of stock's own (embeddings, "
+    "LM head, norms, experts) while a rank saves (--fp8-ckpt-compact: stock's default, for one layout)"
+)
+GROUPED = "remove it: it belongs to Transformer Engine's grouped linears; a level runs experts singly"
+GPT_ONLY = "remove it, or use --fp8-level O0: a level knows a GPT's layers only"
+PER_MODULE = "remove it: a level has one precision for its linears (see --first-last-layers-bf16, --fp8-gemm)"
+TWO_RECIPES = "use --fp8-recipe delayed or tensorwise: the level's GEMMs take one scale a tensor"
+MODELOPT = "remove it, or use --fp8-level O0: ModelOpt brings its own layers"
+TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which can do it"
+TE = "transformer_engine.pytorch"
+FUSED_WGRAD = "fused_weight_gradient_mlp_cuda"
+
+
+def _honour(flags: str, note: str, when: When = ANY, field: str = "") -> list[Row]:
+    return [Row(flag, when, HONOURED, note, field=field) for flag in flags.split()]
+
+
+def _note(flags: str, note: str, when: When = GIVEN, field: str = "") -> list[Row]:
+    return [Row(flag, when, NOTED, note, field=field) for flag in flags.split()]
+
+
+def _adapt(flags: str, to: Any, note: str, when: When = GIVEN, **more: str) -> list[Row]:
+    return [Row(flag, when, ADAPTED, note, to=to, **more) for flag in flags.split()]
+
+
+def _refuse(flags: str, remedy: str, when: When = GIVEN, missing: str = "") -> list[Row]:
+    return [Row(flag, when, REFUSED, remedy, missing=missing) for flag in flags.split()]
+
+
+TABLE: list[Row] = [
+    *_refuse("--yaml-cfg", "give flags instead: the file replaces the command line, --fp8-level included"),
+    # --- FP8 and its recipe
+    *_honour(
+        "--fp8-format",
+        "E4M3 forward with E5M2 activation gradients (hybrid, the default) or E4M3 for both",
+        one_of("hybrid", "e4m3"),
+        field="grad_format",
+    ),
+    *_honour(
+        "--fp8-recipe",
+        "scales from the amax history (delayed, the default) or from the tensor itself",
+        one_of("delayed", "tensorwise"),
+        field="recipe",
+    ),
+    *_refuse("--fp8-recipe", TWO_RECIPES, one_of("mxfp8", "blockwise", "custom")),
+    *_refuse("--fp8-quantizer-factory", TWO_RECIPES),
+    *_honour("--fp8-margin", "scales are divided by 2**margin", field="margin"),
+    *_refuse("--fp8-interval", "remove it: scales are renewed every step", other_than("1")),
+    *_honour("--fp8-amax-history-len", "steps of amax history (delayed)", field="amax_history_len"),
+    *_honour("--fp8-amax-compute-algo", "which amax of the history (delayed)", field="amax_compute_algo"),
+    *_honour("--no-fp8-wgrad", "the weight-gradient GEMM runs in BF16", field="wgrad"),
+    *_honour(
+        "--first-last-layers-bf16",
+        "GEMMs of the first and last layers in BF16; also with the delayed recipe",
+        field="bf16_layers_start",
+    ),
+    *_honour("--num-layers-at-start-in-bf16", "how many first layers", field="bf16_layers_start"),
+    *_honour("--num-layers-at-end-in-bf16", "how many last layers", field="bf16_layers_end"),
+    *_honour(
+        "--keep-fp8-transpose-cache",
+        "keeps each weight's transposed FP8 copy: a byte a weight for one pass a micro-batch",
+        field="keep_transpose_cache",
+    ),
+    *_refuse("--fp8-param-gather", LEVEL_DECIDES),
+    *_refuse("--fp8-output-proj", "remove it: the LM head stays in BF16"),
+    *_refuse("--reuse-grad-buf-for-mxfp8-param-ag", TWO_RECIPES),
+    *_adapt("--moe-router-padding-for-quantization --moe-router-padding-for-fp8", False, NO_PADDING),
+    *_refuse("--fp4-format --fp4-param-gather --fp4-quantizer-factory", NO_FP4),
+    *_refuse("--te-precision-config-file --kitchen-config-file", PER_MODULE),
+    *_refuse("--kitchen-recipe-number", PER_MODULE, other_than("None")),
+    *_refuse("--use-kitchen-attention", "remove it: attention is torch's, or with --fp8-attention te TE's"),
+    *_refuse("--modelopt-enabled --export-kd-teacher-load", MODELOPT),
+    # --- the precision around the FP8 linears
+    *_refuse("--fp16", "use --bf16 instead: what is not FP8 under a level is BF16"),
+    *_refuse("--bf16", "add it: what is not FP8 under a level is BF16", NOT_GIVEN),
+    *_refuse("--fp16-lm-cross-entropy", "remove it: it goes with --fp16"),
+    *_refuse("--loss-scale", "remove it: BF16 needs no loss scale, and FP8 tensors have their own"),
+    *_refuse("--fp32-residual-connection", "remove it: the level's norms and linears read BF16"),
+    *_honour("--disable-bf16-reduced-precision-matmul", "of the BF16 GEMMs; FP8 GEMMs sum in FP32"),
+    *_honour("--attention-softmax-in-fp32", "of Megatron's unfused attention; the other kernels always do"),
+    *_honour("--apply-query-key-layer-scaling", "as in stock"),
+    *_honour("--moe-router-dtype", "the router is stock's"),
+    *_honour("--deterministic-mode", "as in stock; the level's own sums run in rank order"),
+    *_refuse("--batch-invariant-mode", "remove it: an FP8 scale depends on the whole batch"),
+    # --- layers
+    *_adapt(
+        "--transformer-impl",
+        "local",
+        "local instead: the level brings its own layers, with no need of Transformer Engine",
+        one_of("transformer_engine"),
+    ),
+    *_refuse("--transformer-impl", "use local or transformer_engine", one_of("inference_optimized")),
+    *_honour("--spec", "its linears, norms and attention are exchanged for the level's, by their place"),
+    *_refuse("--hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model", GPT_ONLY),
+    *_refuse("--experimental-attention-variant", GPT_ONLY),
+    *_refuse("--heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json", GPT_ONLY),
+    *_refuse("--perform-rl-step", "use --fp8-level O0: generation knows stock's weights only"),
+    *_refuse("--position-embedding-type", "use rope: it needs Transformer Engine", one_of("relative")),
+    *_note("--multi-latent-attention", "the down projections stay in BF16, whole on every tensor-parallel rank"),
+    *_refuse("--qk-l2-norm", "remove it: Megatron has none for --multi-latent-attention (see --qk-layernorm)", LATENT),
+    *_refuse("--cache-mla-latents", "remove it: it is for inference, and Megatron does not train with it"),
+    *_note("--num-experts", "the experts stay in BF16"),
+    *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse here what it fuses", UNFUSABLE),
+    *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
+    *_note("--rope-scaling-factor", "no effect: megatron-core 0.19 hands it to no model", other_than("8.0")),
+    *_refuse("--moe-latent-size", "install Transformer Engine, whose layers it uses", missing=TE),
+    *_refuse("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", GROUPED),
+    *_refuse("--use-grouped-gemm-for-shared-expert --moe-paged-stash", GROUPED),
+    *_refuse("--moe-single-grouped-weight --moe-single-grouped-bias", GROUPED),
+    *_refuse("--recompute-modules", "use moe instead of moe_act, which needs grouped GEMMs", WITH_MOE_ACT),
+    *_honour("--mlp-chunks-for-training", "each chunk must hold a multiple of 16 tokens"),
+    *_refuse("--moe-use-upcycling", "convert the checkpoint with --fp8-level O0 first"),
+    *_refuse("--init-model-with-meta-device", "remove it: the level needs the initial weights"),
+    *_refuse("--fine-grained-activation-offloading --cpu-offloading-num-layers", RECOMPUTE),
+    # --- attention
+    *_adapt("--attention-backend", "auto", UNFUSED, in_torch(UNFUSED_KERNELS), field="unfused_attention"),
+    *_refuse("--attention-backend", "remove it, or --fp8-attention te", in_te(one_of("local"))),
+    *_adapt("--attention-backend", "auto", OWN_KERNEL, in_torch(FUSED_KERNELS)),
+    *_adapt("--flash-attention-version", None, OWN_KERNEL, in_torch(GIVEN)),
+    *_honour("--attention-backend", "as in stock", in_te(one_of("flash", "fused", "unfused"))),
+    *_honour("--flash-attention-version", "as in stock", in_te(GIVEN)),
+    *_refuse("--reset-attention-mask", "use at most 2 stages: those between get no mask", in_torch(STAGES_BETWEEN)),
+    *_refuse("--reset-attention-mask", "remove --no-create-attention-mask-in-dataloader", in_torch(WITHOUT_MASK)),
+    *_note("--reset-attention-mask", MASKED, in_torch(GIVEN), field="reads_mask"),
+    *_note("--reset-attention-mask", "no effect, as in stock: Transformer Engine's attention is causal", in_te(GIVEN)),
+    *_note("--window-size", MASKED, in_torch(GIVEN)),
+    *_note("--softmax-type", UNFUSED, in_torch(other_than("vanilla"))),
+    *_refuse("--context-parallel-size", TE_ATTENTION, in_torch(other_than("1"))),
+    *_refuse("--sft --dataloader-inter-document-masking", TE_ATTENTION, in_torch(GIVEN)),
+    *_refuse("--log-max-attention-logit", TE_ATTENTION, in_torch(GIVEN)),
+    *_refuse("--qk-clip", "remove it: it changes weights that the level owns"),
+    *_refuse("--hybrid-context-parallel", "remove it: FP8 GEMMs need a fixed number of tokens"),
+    # --- weights, gradients, optimizer
+    *_refuse("--optimizer", ADAM_ONLY, other_than("adam")),
+    *_refuse("--use-precision-aware-optimizer", STATES),
+    *_refuse("--main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype", STATES, other_than("fp32")),
+    *_refuse("--main-grads-dtype", "use --grad-reduce-in-bf16 for stock's parameters", other_than("fp32")),
+    *_refuse("--optimizer-cpu-offload", "remove it: the level's optimizer state stays on the GPU"),
+    *_honour("--accumulate-allreduce-grads-in-fp32", f"{STOCKS_OWN}; for the linears see --fp8-grad-accum"),
+    *_honour("--grad-reduce-in-bf16", f"{STOCKS_OWN}; for the linears see --fp8-grad-reduce"),
+    *_honour("--ddp-reduce-scatter-with-fp32-accumulation", f"{STOCKS_OWN}; the linears always do"),
+    *_honour("--ddp-param-name-patterns-for-fp32-local-accumulation", STOCKS_OWN),
+    *_honour("--ddp-average-in-collective", f"{STOCKS_OWN}; the linears' mean follows their FP32 sum"),
+    *_honour("--ddp-num-buckets --ddp-bucket-size", "of the linears' buckets and of stock's own"),
+    *_honour("--use-nccl-ub", STOCKS_OWN),
+    *_honour("--no-check-for-nan-in-loss-and-grad", SKIPPED),
+    *_honour("--check-for-large-grads", STOCKS_OWN),
+    *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced while the backward goes on"),
+    *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
+    *_honour("--check-weight-hash-across-dp-replicas-interval", "of the linears too, once all parts have arrived"),
+    *_honour("--verify-integrity", "every checkpoint of a level is hashed and verified, by all ranks, without it too"),
+    *_adapt("--dist-ckpt-optim-fully-reshardable", True, ANY_LAYOUT, CUT_AS_BUFFERS),
+    *_honour("--distrib-optim-fully-reshardable-mem-efficient", f"{STOCKS_OWN}: gathered on one rank, slower"),
+    *_honour("--use-distributed-optimizer", "shards the linears' master weights and moments too"),
+    *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
+    *_honour("--dump-param-to-param-group-map", STOCKS_OWN),
+    *_refuse("--num-distributed-optimizer-instances", "remove it: one instance a run", other_than("1")),
+    *_refuse("--mtp-detach-heads", "remove it: the level clips all its linears by one gradient norm"),
+    *_refuse("--use-megatron-fsdp --use-torch-fsdp2", NO_FSDP),
+    *_refuse("--tensor-parallel-num-weight-shards", NO_GTP, OTHER_THAN_TP),
+    *_refuse("--expert-tensor-parallel-num-weight-shards", NO_GTP),
+    *_refuse("--freeze-all-layers", "use --fp8-level O0: nothing is trained"),
+    *_refuse("--save-params-interval --save-dgrads-interval --save-activations-interval", "add --save", WITHOUT_SAVE),
+    *_honour("--save-params-interval", "E4M3 weights are written as BF16", WITH_SAVE),
+    *_honour("--save-dgrads-interval --save-activations-interval", "of the level's linears too", WITH_SAVE),
+    *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
+    *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
+    *_refuse("--ckpt-format", "use torch_dist: no other format holds the level's optimizer state", KEEPS_OPTIMIZER),
+    *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
+    # --- same result, only slower without
+    *_adapt("--no-gradient-accumulation-fusion", False, ABSENT, LEFT_ON, missing=FUSED_WGRAD),
+    *_adapt("--defer-embedding-wgrad-compute", False, ABSENT, missing=FUSED_WGRAD),
+    *_adapt("--no-masked-softmax-fusion", False, ABSENT, LEFT_ON, missing="scaled_masked_softmax_cuda"),
+    *_adapt("--no-persist-layer-norm", True, ABSENT, NOT_GIVEN, missing="apex.contrib.layer_norm.layer_norm"),
+    *_adapt("--no-rope-fusion", False, ABSENT, LEFT_ON, missing=TE),
+    *_adapt("--moe-permute-fusion --moe-router-fusion --te-rng-tracker", False, ABSENT, missing=TE),
+    *_adapt("--cross-entropy-fusion-impl", "native", "native instead, as stock has it", one_of("te")),
+    *_honour("--wgrad-deferral-limit", "of the LM head"),
+    *_adapt("--tp-comm-overlap --delay-wgrad-compute --overlap-moe-expert-parallel-comm", False, TE_LAYERS),
+    *_adapt("--ep-overlap-early-attn-memory-release", False, TE_LAYERS),
+    *_adapt("--overlap-dispatch-backward-with-experts-wgrad --moe-grouped-gemm", False, TE_LAYERS),
+    *_adapt("--use-grouped-gemm-for-dense-mlp --use-transformer-engine-op-fuser", False, TE_LAYERS),
+    *_adapt("--fused-residual-rmsnorm --mla-down-proj-fusion", False, TE_LAYERS),
+    *_adapt("--use-te-activation-func", False, TORCH_GELU),
+    *_adapt("--symmetric-ar-type", None, TE_LAYERS),
+    *_adapt("--overlap-param-gather-with-optimizer-step", False, TWO_OPTIMIZERS),
+    *_adapt("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", False, NO_GRAPHS),
+    *_adapt("--cuda-graph-impl", "none", NO_GRAPHS, other_than("none")),
+    *_adapt("--cuda-graph-scope --inference-cuda-graph-scope", None, NO_GRAPHS),
+    *_adapt("--cuda-graph-modules", [], NO_GRAPHS),
+]
+
+# Flags whose names look numeric and that no level can meet, with the reason.
+_FSDP = "read with --use-megatron-fsdp, refused"
+_MAMBA = "of Mamba layers, refused"
+IRRELEVANT = {
+    "--fp4-recipe": "read with --fp4-format, refused",
+    "--kitchen-attention-backend": "read with --use-kitchen-attention, refused",
+    "--no-tp-comm-bulk-wgrad": "read with --tp-comm-overlap, switched off",
+    "--megatron-fsdp-main-params-dtype": _FSDP,
+    "--megatron-fsdp-main-grads-dtype": _FSDP,
+    "--megatron-fsdp-grad-comm-dtype": _FSDP,
+    "--mamba-training-ssm-states-dtype": _MAMBA,
+    "--mamba-inference-conv-states-dtype": _MAMBA,
+    "--mamba-inference-ssm-states-dtype": _MAMBA,
+    "--inference-moe-disable-fused-quant-kernels": "inference only",
+    "--moe-router-quantile-balancing-ema": "a quantile of router scores, not a precision",
+    "--logits-save-dtype": "a file format for saved logits",
+    "--no-stream-ckpt-dequant": "how Transformer Engine's FP8 parameters load; a level has none of them",
+}

@@ -1,0 +1,269 @@
+"""Stock Megatron's own checks, in one line: what a wrong combination of flags ends in.
+
+Megatron checks its flags with `assert` and `raise`, often without a word: in validate_args, in the __post_init__ of its
+configurations, where it makes groups, builds the model or makes its first step.  Until then everything depends on the
+command alone.  So such a failure is the user's mistake if
+
+    the statement that failed is an assert or a raise, and stands in Megatron's own source;
+    no step of training is behind it.
+
+The line is made of that statement: its message, or else its condition; the flags whose values it reads, here or, if it
+reads none, where it was called from; and where it stands.  Anything else, an operation that fails, is a bug, and keeps
+its traceback; but for the call of a class that Megatron has set to None since the package it comes from is missing.
+Where Megatron raises one error from another, the first is judged.  Where the code that Megatron called back handed it
+what it does not take, the mistake may be that code's: the line has the traceback above it (`through_callback`).
+"""
+
+import argparse
+import ast
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from enum import Enum
+from types import FrameType, TracebackType
+from typing import Any
+
+_KINDS = (AssertionError, ValueError, RuntimeError, NotImplementedError, ImportError, TypeError, Exception)
+_OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functions
+    "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+_OF_NUMBERS = "megatron.core.rerun_state_machine"  # what is wrong there is a loss
+_CALLERS = 6  # so many are asked which flags they read
+_MANY = 4  # flags, that nobody has typed
+_AROUND = tuple(
+    f"megatron_fp8.{n}" for n in ("plugin", "cpu", "flags.usage", "__main__", "checkpoint.saves", "checkpoint.loads")
+)
+_OUR_SCRIPT = "pretrain_gpt_fp8.py"
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_flags: dict[str, argparse.Action] = {}  # by the name of the value
+
+
+def remember_flags(parser: argparse.ArgumentParser) -> None:
+    """Learn how values are called on the command line."""
+    for action in parser._actions:
+        if action.option_strings:
+            _flags.setdefault(action.dest, action)
+
+
+def stock_mistake(error: BaseException) -> str | None:
+    """The line for a check of Megatron's that failed, if it tells of a user's mistake."""
+    error, frames = _first(error)
+    if type(error) not in _KINDS or not frames or _has_trained(frames):
+        return None
+    frame, line = frames[-1]
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith("megatron.") or module == _OF_NUMBERS:
+        return None
+    statement = _statement(frame, line)
+    place = _place(frame, line)
+    if isinstance(error, TypeError) and (absent := _missing(frame, statement)):
+        return (
+            f"Megatron has no {absent} here: Transformer Engine is not installed; install it, or add --fp8-level, or "
+            f"--transformer-impl local and what goes with it (docs/lab.md); Megatron calls it in {place}"
+        )
+    if not isinstance(statement, ast.Assert | ast.Raise):
+        return None
+    given, missing = _values(frames)
+    text = " ".join(str(error).split()) or _condition(frame, statement)
+    given = [flag for flag in given if not text.startswith(flag)]
+    head = f"{', '.join(given)}: " if given else ""
+    tail = f" (without {', '.join(missing)})" if missing else ""
+    return f"{head}{text.rstrip('.')}{tail}; Megatron checks it in {place}"
+
+
+def through_callback(error: BaseException) -> bool:
+    """Whether Megatron called a function of the script's or of ours, and what that asked of Megatron failed.
+
+    Not of pretrain_gpt_fp8.py, which hands over what the flags say, nor of what only stands around Megatron's own.
+    """
+    called_back = False  # by Megatron, and what follows is Megatron's again
+    for frame, _ in reversed(_first(error)[1]):
+        module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        if module.startswith("megatron."):
+            if called_back:
+                return True
+        elif module.startswith("megatron_fp8."):
+            called_back |= not module.startswith(_AROUND)
+        else:
+            called_back |= not file.startswith(("<", *_LIBRARIES)) and os.path.basename(file) != _OUR_SCRIPT
+    return False
+
+
+def _first(error: BaseException) -> tuple[BaseException, list[tuple[FrameType, int]]]:
+    """The error that others were raised from, and its frames from the outermost; a missing package is none."""
+    frames = list(_frames(error.__traceback__))
+    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        if isinstance(cause, ImportError):
+            break
+        error, inner = cause, list(_frames(cause.__traceback__))
+        shared = [i for i, (frame, _) in enumerate(frames) if inner and frame is inner[0][0]]
+        frames = frames[: shared[0] if shared else len(frames)] + inner
+    return error, frames
+
+
+def _place(frame: FrameType, line: int) -> str:
+    file = frame.f_code.co_filename
+    return f"{file[file.rfind(f'{os.sep}megatron{os.sep}') + 1 :]}:{line}"
+
+
+def _missing(frame: FrameType, statement: ast.stmt | None) -> str | None:
+    """The class of Transformer Engine's that a statement calls and that is None."""
+    for call in ast.walk(statement) if statement is not None else ():
+        called = call.func if isinstance(call, ast.Call) else None
+        if isinstance(called, ast.Name) and called.id.startswith("TE") and frame.f_globals.get(called.id, 0) is None:
+            return called.id
+    return None
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _has_trained(frames: list[tuple[FrameType, int]]) -> bool:
+    """Whether the error came after the first step of Megatron's training loop, or after the loop."""
+    for frame, _ in frames:
+        if frame.f_globals.get("__name__") == "megatron.training.training":
+            iteration = frame.f_locals.get("iteration")
+            if frame.f_code.co_name == "train":
+                return iteration is not None and iteration != frame.f_locals.get("start_iteration", iteration)
+            if frame.f_code.co_name == "pretrain" and iteration:  # the last one, when the loop has returned
+                return True
+    return False
+
+
+@functools.lru_cache(maxsize=16)
+def _tree(filename: str) -> ast.Module:
+    return ast.parse("".join(linecache.getlines(filename)))
+
+
+def _around(frame: FrameType, line: int) -> list[ast.stmt]:
+    """The statements that a line is part of, from the outermost."""
+    try:
+        nodes = ast.walk(_tree(frame.f_code.co_filename))
+    except SyntaxError:
+        return []
+    found = [n for n in nodes if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
+    return sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno)))
+
+
+def _statement(frame: FrameType, line: int) -> ast.stmt | None:
+    around = _around(frame, line)
+    return around[-1] if around else None
+
+
+def _condition(frame: FrameType, statement: ast.stmt) -> str:
+    """What a check without a message demands, or for a raise what must not be."""
+    if isinstance(statement, ast.Assert):
+        return f"Megatron needs {_shown(statement.test)}; change it"
+    around = [n for n in _around(frame, statement.lineno) if isinstance(n, ast.If)]
+    return f"Megatron cannot have {_shown(around[-1].test)}; change it" if around else "Megatron cannot do this"
+
+
+def _shown(expression: ast.expr) -> str:
+    return " ".join(ast.unparse(expression).replace("args.", "").replace("self.", "").split())
+
+
+def _values(frames: list[tuple[FrameType, int]]) -> tuple[list[str], list[str]]:
+    """The flags that a failed check reads: as they were given, and those that were not."""
+    wanted: set[str] = set()  # of what a function was called with
+    for i, (frame, line) in enumerate(frames[: -_CALLERS - 1 : -1]):
+        around = _around(frame, line)
+        if not around:
+            continue
+        function = next((n for n in reversed(around) if isinstance(n, ast.FunctionDef)), None)
+        parts = _called_with(around[-1], frames[-i][0], wanted) if i else _checked(around)
+        read = {name: value for part in parts for name, value in _read(part, frame, function)}
+        if read:
+            given = {name: shown for name, value in read.items() if (shown := _as_given(name, value)) is not None}
+            typed = [shown for name, shown in given.items() if _is_typed(name)]
+            missing = [_flags[name].option_strings[0] for name in read.keys() - given.keys() if not i]
+            return typed or list(given.values())[:_MANY], sorted(missing)[:_MANY]
+        wanted = {getattr(n, "attr", getattr(n, "id", "")) for part in parts for n in ast.walk(part)}
+    return [], []
+
+
+def _checked(around: list[ast.stmt]) -> list[ast.AST]:
+    """What a failed assert or a raise reads, and the condition on which it stands."""
+    statement = around[-1]
+    reason = [around[-2].test] if len(around) > 1 and isinstance(around[-2], ast.If) else []
+    return [*reason, statement.test if isinstance(statement, ast.Assert) else statement]
+
+
+def _called_with(statement: ast.stmt, callee: FrameType, wanted: set[str]) -> list[ast.AST]:
+    """What a call hands over under the wanted names; the whole statement where it cannot be told."""
+    code = callee.f_code
+    parameters = [p for p in code.co_varnames[: code.co_argcount] if p != "self"]
+    found: list[ast.AST] = []
+    for call in (n for n in ast.walk(statement) if isinstance(n, ast.Call)):
+        found += [word.value for word in call.keywords if word.arg in wanted]
+        found += [value for name, value in zip(parameters, call.args, strict=False) if name in wanted]
+    return found or [statement]
+
+
+def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> Iterator[tuple[str, Any]]:
+    """(name of a flag's value, value) of what a statement reads, directly or through a local variable."""
+    for part in ast.walk(node):
+        name: Any = None
+        value: Any = None
+        if isinstance(part, ast.Attribute):
+            name, value = part.attr, _resolve(part, frame)
+        elif isinstance(part, ast.Name):
+            name, value = part.id, frame.f_locals.get(part.id)
+            if _OTHER_NAMES.get(name, name) not in _flags and function is not None:
+                for assigned in ast.walk(function):
+                    if isinstance(assigned, ast.Assign) and any(ast.unparse(t) == name for t in assigned.targets):
+                        yield from _read(assigned.value, frame, None)
+        elif isinstance(part, ast.Call) and ast.unparse(part.func) == "getattr" and len(part.args) > 1:
+            key = part.args[1]
+            name = key.value if isinstance(key, ast.Constant) else frame.f_locals.get(ast.unparse(key))
+            value = getattr(_resolve(part.args[0], frame), str(name), None)
+        name = _OTHER_NAMES.get(str(name), str(name))
+        name = name if value is None else _typed(name)
+        if name in _flags and _is_plain(value):
+            yield name, value
+
+
+def _typed(name: str) -> str:
+    """The value that another one follows from, where that was not given: global_batch_size of eval's."""
+    if name in _flags and not _is_typed(name):
+        for other in _flags:
+            if name.endswith(f"_{other}") and _is_typed(other):
+                return other
+    return name
+
+
+def _is_typed(name: str) -> bool:
+    words = {word.partition("=")[0] for word in sys.argv}
+    return any(option in words for option in _flags[name].option_strings)
+
+
+def _resolve(node: ast.expr, frame: FrameType) -> Any:
+    """The value of a chain of names, or None."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id)
+    return getattr(_resolve(node.value, frame), node.attr, None) if isinstance(node, ast.Attribute) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | tuple | Enum)
+
+
+def _as_given(name: str, value: Any) -> str | None:
+    """ "--num-layers 3", or None where the command line does not have it."""
+    action = _flags[name]
+    flag = action.option_strings[0]
+    if action.nargs == 0:
+        return flag if value == action.const else None
+    if value is None or value == []:
+        return None
+    values = value if isinstance(value, list | tuple) else [value]
+    return " ".join([flag, *(v.name if isinstance(v, Enum) else str(v) for v in values)])

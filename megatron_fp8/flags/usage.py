@@ -1,0 +1,120 @@
+"""What a person at the command line meets: `--help` that works, and one line for a mistake.
+
+Shared by pretrain_gpt_fp8.py, `python -m megatron_fp8` and the plugin, which wraps Megatron's argument
+parser. Imports nothing heavy, so that a mistake in the first word of a command is answered at once.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+
+from ..errors import UserError
+from .stock_errors import remember_flags, stock_mistake, through_callback
+
+PATIENCE = 10  # seconds
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line on stderr and exit code 2 for a UserError, or where a check of Megatron's own
+    fails before it trains (flags/stock_errors.py).
+
+    Any other exception is a bug, ours or another's, and passes through untouched.
+    """
+    try:
+        yield
+    except Exception as error:
+        ours = isinstance(error, UserError)
+        message = str(error) if ours else stock_mistake(error)
+        if message is None:
+            raise
+        if int(os.environ.get("RANK", "0")) > 0:
+            # All ranks meet the same mistake: let rank 0 say it. Its exit makes torchrun end the others, so
+            # a rank that is still here after a while met one that rank 0 did not.
+            time.sleep(PATIENCE)
+        line = f"megatron_fp8: {message}"
+        if not ours and through_callback(error):
+            line = f"{traceback.format_exc()}\n{line}"
+        print(line, file=sys.stderr, flush=True)
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # torchrun ends with a long report of its own: this puts the line into it, as the root cause
+            details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            with open(report, "w") as file:
+                json.dump({"message": {"message": line, "extraInfo": details}}, file)
+        sys.exit(2)
+
+
+def hide_missing_package_warnings() -> None:
+    """Silence what Megatron says on import, module after module, of optional packages that are not needed."""
+    absent = r"(Transformer Engine and Apex|Apex|absl.logging) (are|is) not installed|Only transformer-eng"
+    warnings.filterwarnings("ignore", message=absent, category=UserWarning)
+
+
+def escape_bad_help(parser: argparse.ArgumentParser) -> None:
+    """Make `--help` work where a help text holds a bare % (megatron-core 0.19.2 has some).
+
+    argparse expands help texts with the % operator, which knows %(name)s and %%. Idempotent.
+    """
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%(%|\()?", lambda found: found[0] if found[1] else "%%", action.help)
+
+
+def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
+    """Make a wrong flag or value a UserError: argparse would print Megatron's 30,000 characters of usage, and for some
+    of Megatron's own types of values a traceback."""
+    stock = parser._get_value
+
+    def error(message: str):
+        raise UserError(f"{message} (--help lists every flag)")
+
+    def get_value(action: argparse.Action, text: str):
+        try:
+            return stock(action, text)
+        except argparse.ArgumentError:
+            raise
+        except Exception:
+            known = ", ".join(getattr(choice, "name", str(choice)) for choice in action.choices or ())
+            raise argparse.ArgumentError(
+                action, f"invalid value: {text!r}{f' (choose from {known})' if known else ''}"
+            ) from None
+
+    parser.error = error  # type: ignore[method-assign]
+    parser._get_value = get_value  # type: ignore[assignment, method-assign]
+    remember_flags(parser)
+
+
+def add_verb(parser: argparse.ArgumentParser, verbs: Mapping[str, str]) -> None:
+    """Let `parser` take a verb of {verb: module} and leave the rest to it."""
+    parser.add_argument("verb", choices=verbs)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="the verb's own arguments")
+    one_line_usage_errors(parser)
+
+
+def run_verb(program: str, verbs: Mapping[str, str], chosen: argparse.Namespace) -> int:
+    """Import the chosen verb's module, which offers `add_arguments(parser)` and `run(args)`; returns its exit code."""
+    module = importlib.import_module(verbs[chosen.verb])
+    parser = argparse.ArgumentParser(
+        prog=f"{program} {chosen.verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    one_line_usage_errors(parser)
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(chosen.rest))
+
+
+def refuse_flags(args: argparse.Namespace, flags: Mapping[str, str], remedy: str) -> None:
+    """Raise UserError for the first argument of `flags` ({name in args: flag}) that is set."""
+    for name, flag in flags.items():
+        value = getattr(args, name, None)
+        if value:
+            raise UserError(f"{flag}{'' if value is True else f' {value}'} is not supported here: {remedy}")
