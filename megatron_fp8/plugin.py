@@ -18,7 +18,7 @@ What is hooked, and why not something more official:
                                                 --fp8-probe-step, --fp8-log-exact and --fp8-log-update-norm.  With
                                                 --skip-train, where no optimizer is built, what it would have checked
                                                 and counted.
-    training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (layers/linear.py).
+    training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (checkpoint/dumps.py).
     activation_logging.LINEAR_TYPES,            of what is written beside checkpoints: without Transformer Engine some
     dgrad_logging.LINEAR_TYPES                  types are mock objects, on which stock's isinstance fails.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
@@ -202,7 +202,7 @@ def _hook_probe(plan: ProbePlan | None, exact: bool, update_norm: bool) -> None:
     if plan is not None:
         from .monitor.probe import probe_step
 
-        _hook_train_step(lambda model, optimizer, step: probe_step(plan, optimizer.engine.buckets, step))
+        _hook_train_step(lambda model, optimizer, step: probe_step(plan, optimizer.engine, step))
     if exact:
         from .monitor.exact import log_exact
 
@@ -234,7 +234,7 @@ def _hook_dumps(model_chunks) -> None:
     import megatron.training.dgrad_logging as dgrad_logging
     import megatron.training.training as training
 
-    from .layers.linear import readable_params
+    from .checkpoint.dumps import readable_params
 
     def make(stock):
         @functools.wraps(stock)
@@ -279,9 +279,9 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 
 
 def _gpt_model_init(fp8: Fp8Config):
-    from .layers.chosen import emulates_head
+    from .engine.owned import name_weights
+    from .layers.chosen import emulates_head, keep_in_bf16
     from .layers.emulated_head import emulate_head
-    from .layers.linear import keep_in_bf16, name_weights
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -310,10 +310,12 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from megatron.training.global_vars import get_args
 
+    from .checkpoint.archive import Archive
     from .checkpoint.saves import check_saving
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
     from .layers.chosen import check_chosen
+    from .layers.emulated_head import count_updates
     from .monitor.collect import attach
     from .monitor.watch import watch_spikes
 
@@ -323,11 +325,12 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
             if fp8 is not None:
                 check_model(fp8.level, model_chunks)
                 check_stage(get_args().save, model_chunks)
-                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
+                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
+                engine = chain.engine
+                count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
-                attach(fp8, chain.engine)
-                watch_spikes(fp8, chain.engine)
+                watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()
                 _hook_dumps(model_chunks)
             write_at_exit(model_chunks, chain)
@@ -370,16 +373,16 @@ def _evaluate_without_optimizer(fp8: Fp8Config):
     """With --skip-train no optimizer is built, which would check the patterns and count the steps."""
     from megatron.training.global_vars import get_args
 
+    from .engine.owned import owned_weights
     from .layers.chosen import check_chosen
     from .layers.emulated_head import count_updates
-    from .layers.linear import fp8_weights
 
     def make(stock):
         @functools.wraps(stock)
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
             if get_args().skip_train:  # on all ranks alike, also where one has no FP8 linear
                 _log(check_chosen(fp8, model))
-                for weight in fp8_weights(model):
+                for weight in owned_weights(model):
                     weight.step = max(1, iteration)
                 count_updates(model, lambda: max(1, iteration))
             return stock(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)

@@ -58,7 +58,7 @@ class EmulationPlan:
     def for_operand(self, path: str, layer_number: int, operand: str, step: int) -> EmulatedFormat | None:
         """How to round `operand` ("weight", "activation" or "gradient") in a step, from 1; None: not at all.
 
-        path, layer_number: Fp8Weight's, or LM_HEAD and any number.
+        path, layer_number: OwnedWeight's, or LM_HEAD and any number.
         """
         assert operand in OPERANDS
         started = step >= self.from_step and (self.until_step is None or step < self.until_step)
@@ -70,7 +70,7 @@ class EmulationPlan:
 
 
 def linear_name(path: str, layer_number: int) -> str:
-    """A linear's whole path in the model, of Fp8Weight's `path` and `layer_number`; LM_HEAD is its own."""
+    """A linear's whole path in the model, of OwnedWeight's `path` and `layer_number`; LM_HEAD is its own."""
     return path.replace(".layers.", f".layers.{layer_number - 1}.", 1)
 
 
