@@ -28,6 +28,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,8 +144,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         one, other = before[key], after[key]
         if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
             if one != other:
-                words = [f"{len(v)} bytes" if isinstance(v, bytes) else str(v) for v in (one, other)]
-                return f"{key}: {' -> '.join(words)}"
+                return f"{key}: {_words(one, other)}"
         elif (one.dtype, one.shape) != (other.dtype, other.shape):
             return f"{key}: {one.dtype} {tuple(one.shape)} -> {other.dtype} {tuple(other.shape)}"
         elif count := int((_bytes(one) != _bytes(other)).sum()):
@@ -154,6 +154,14 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _words(one: Any, other: Any) -> str:
+    """What of two texts, their fields divided by |, is not equal; only the length of what is no text."""
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return " -> ".join(f"{len(v)} bytes" if isinstance(v, bytes) else type(v).__name__ for v in (one, other))
+    pairs = zip_longest(one.split("|"), other.split("|"), fillvalue="")
+    return ", ".join(f"{a.strip()} -> {b.strip()}" for a, b in pairs if a != b)
 
 
 def compare(name: str, before: Found, after: Found) -> tuple[str, bool]:
