@@ -52,7 +52,7 @@ def test_another_signature_is_refused():
 
 def test_another_version_is_refused():
     result = run("megatron.core.package_info.__version__ = '0.17.1'\nplugin.install()")
-    assert "ValueError: megatron-core 0.17.1" in result.stderr
+    assert "UserError: megatron-core 0.17.1" in result.stderr
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.2", "0.19.3rc1"])
