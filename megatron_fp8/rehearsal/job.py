@@ -136,9 +136,10 @@ def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
         said = complaints.getvalue().strip().splitlines()
         job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"
     except Exception as error:
-        job.error = stock_mistake(error) or " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, ValueError | AssertionError):  # no check of a flag: it may be a bug of ours
+        mistake = str(error) if isinstance(error, UserError) else stock_mistake(error)
+        if mistake is None:  # no check of a flag: it may be a bug of ours
             traceback.print_exc()
+        job.error = mistake or " ".join(f"{type(error).__name__}: {error}".split())
     else:
         job.args = Namespace(**{name: value for name, value in vars(args).items() if _travels(value)})
         if fp8 is not None:

@@ -268,7 +268,7 @@ def report(trials: Trials) -> int:
             repeats &= finding.passed or check is not repeat
         except Skipped as reason:
             verdict, text = "skipped", str(reason)
-        except ValueError as error:
+        except UserError as error:
             verdict, text = _not_run(str(error))
         failed |= verdict == "FAIL"
         print(f"{name:17}{verdict:9}{text}", flush=True)
