@@ -188,14 +188,19 @@ def find_without_tracker(stock: Callable) -> Callable:
 
 
 def _is_misfit(error: BaseException) -> bool:
-    """Whether Megatron or torch says so, or Megatron looks for a part of the checkpoint that is not there."""
+    """Whether Megatron or torch says so, or the checkpoint lacks a part."""
     if isinstance(error, CheckpointException):
         return not is_bug(error)
     if isinstance(error, CheckpointingException):
         return True
+    return _lacks_part(error) or (isinstance(error, KeyError | AssertionError) and is_check(error))
+
+
+def _lacks_part(error: BaseException) -> bool:
+    """Whether Megatron looked for "optimizer", say, in what it had loaded: the checkpoint was saved without."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    looks_up = last.name == "load_checkpoint" and last.filename.endswith(_CHECKPOINTING)
-    return isinstance(error, KeyError | AssertionError) and (looks_up or is_check(error))
+    is_there = last.name == "load_checkpoint" and last.filename.endswith(_CHECKPOINTING)
+    return isinstance(error, KeyError) and is_there
 
 
 @contextlib.contextmanager
@@ -206,6 +211,8 @@ def _one_line(load: str, what: str, is_mistake: Callable[[BaseException], bool])
         if isinstance(error, UserError) or not is_mistake(error):
             raise
         said = said_by(error)
+        if _lacks_part(error):
+            said = f"it has no {said}; add --no-load-optim or --finetune"
         if said.startswith("OptimizerParamScheduler"):
             said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         raise UserError(f"--load {load}: {what}: {said}") from error

@@ -2,6 +2,8 @@
 
 from types import ModuleType
 
+from megatron_fp8 import errors
+
 BUGS = {  # exception: a statement that raises it
     ValueError: "first, second = [1]",
     KeyError: "{}['gone']",
@@ -20,3 +22,6 @@ def function(file: str, statement: str, **names):
 def bug(module: ModuleType, kind: type[Exception]):
     """A function of a module of ours that fails."""
     return function(module.__file__, BUGS[kind], __name__=module.__name__)
+
+
+MISTAKE = function(errors.__file__, "raise UserError('--flag 3: is wrong; use 4')", UserError=errors.UserError)
