@@ -69,11 +69,14 @@ from .flags.checks import (
     set_max_connections,
 )
 from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, config_from_args
-from .flags.probe import ProbePlan, logs_update_norm, probe_from_args
+from .flags.log import logs_exact, logs_update_norm
+from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.usage import escape_bad_help, one_line_usage_errors
 
-_originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of rebinding
+Rebound = list[tuple[Any, str, Any]]  # (owner, name, original), in the order of rebinding
+_of_process: Rebound = []  # by install(): what reads the flags of every run
+_of_run: Rebound = []  # for what the flags of one run ask for; put back when the next run's are read
 
 
 def install() -> None:
@@ -82,7 +85,7 @@ def install() -> None:
     Raises UserError outside the supported range of megatron-core versions, RuntimeError when a function we
     rebind does not have the signature we know.
     """
-    if _originals:
+    if _of_process:
         return
     if cpu.needed():
         cpu.install()
@@ -91,17 +94,24 @@ def install() -> None:
 
     check_megatron_version(megatron.core.package_info.__version__)
     cpu.skip_dataset_compile()
-    _rebind(arguments, "parse_args", _parse_args, "extra_args_provider ignore_unknown_args")
+    _rebind(arguments, "parse_args", _parse_args, "extra_args_provider ignore_unknown_args", _of_process)
 
 
 def uninstall() -> None:
     """Undo install(), in reverse order.  Models already built keep what they have."""
-    while _originals:
-        setattr(*_originals.pop())
+    _put_back(_of_run)
+    _put_back(_of_process)
     cpu.uninstall()
 
 
-def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], parameters: str) -> None:
+def _put_back(rebound: Rebound) -> None:
+    while rebound:
+        setattr(*rebound.pop())
+
+
+def _rebind(
+    owner: Any, name: str, make: Callable[[Callable], Callable], parameters: str, rebound: Rebound = _of_run
+) -> None:
     """Replace owner.name by make(original), if the original still has the parameters we know."""
     original = getattr(owner, name)
     known = parameters.split()
@@ -111,11 +121,11 @@ def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], paramet
             f"megatron_fp8 does not know this {owner.__name__}.{name}({', '.join(found)}): it was written for "
             f"({', '.join(known)}, ...); use megatron-core 0.19.x"
         )
-    _replace(owner, name, make(original))
+    _replace(owner, name, make(original), rebound)
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _originals.append((owner, name, getattr(owner, name)))
+def _replace(owner: Any, name: str, value: Any, rebound: Rebound = _of_run) -> None:
+    rebound.append((owner, name, getattr(owner, name)))
     setattr(owner, name, value)
 
 
@@ -145,8 +155,7 @@ def _parse_args(stock: Callable) -> Callable:
         config = config_from_args(args)
         check_data_files(args)
         _log(cpu.adapt_args(args))
-        while len(_originals) > 1:  # an earlier run in this process had a level
-            setattr(*_originals.pop())
+        _put_back(_of_run)  # of an earlier run in this process
         if config is not None:
             check_script(config.level)
             check_evaluation(args)
@@ -164,7 +173,7 @@ def _parse_args(stock: Callable) -> Callable:
 
                 claim(args.save)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
-        _hook_probe(probe, bool(getattr(args, "fp8_log_exact", None)), logs_update_norm(args))
+        _hook_probe(probe, logs_exact(args), logs_update_norm(args))
         sharpness = sharpness_from_args(args)
         if sharpness is not None:
             _hook_sharpness(sharpness)

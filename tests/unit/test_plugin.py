@@ -39,6 +39,25 @@ def test_installing_twice_hooks_once_and_uninstalling_puts_everything_back():
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+def test_what_a_run_rebinds_goes_with_the_run_and_what_the_process_does_stays():
+    from commands import MODEL
+
+    result = run(
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "init = GPTModel.__init__\n"
+        "plugin.install(); ours = arguments.parse_args\n"
+        "def read(*flags):\n"
+        f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', *flags]\n"
+        "    arguments.parse_args()\n"
+        "    return GPTModel.__init__ is not init\n"
+        "assert [read(), read('--fp8-level', 'O1'), read('--fp8-level', 'O2'), read()] == [False, True, True, False]\n"
+        "assert arguments.parse_args is ours and read('--fp8-level', 'O1')\n"
+        "plugin.uninstall()\n"
+        "assert arguments.parse_args is originals[0] and GPTModel.__init__ is init\n"
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
 def test_importing_the_package_patches_nothing():
     result = run("assert (arguments.parse_args, utils.compile_helpers) == originals")
     assert result.returncode == 0, result.stderr[-2000:]
@@ -52,7 +71,7 @@ def test_another_signature_is_refused():
 
 def test_another_version_is_refused():
     result = run("megatron.core.package_info.__version__ = '0.17.1'\nplugin.install()")
-    assert "ValueError: megatron-core 0.17.1" in result.stderr
+    assert "UserError: megatron-core 0.17.1" in result.stderr
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.2", "0.19.3rc1"])

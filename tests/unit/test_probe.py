@@ -14,8 +14,9 @@ from engine_parts import one_set
 from megatron_fp8.engine.events import Events
 from megatron_fp8.engine.owned import OwnedWeight, Scratch
 from megatron_fp8.engine.weights import Bucket
-from megatron_fp8.flags.emulate import plan_from_flags
-from megatron_fp8.flags.probe import ProbePlan, logs_update_norm, probe_from_args
+from megatron_fp8.flags.emulate import emulation_from_args
+from megatron_fp8.flags.log import logs_update_norm
+from megatron_fp8.flags.probe import ProbePlan, probe_from_args
 from megatron_fp8.layers.products import Bf16Product, Fp8Product, plan
 from megatron_fp8.monitor import probe
 from megatron_fp8.monitor.probe import GEMMS, OPERANDS, Probe, compare, count_emulated, kurtosis, power_sums
@@ -153,8 +154,8 @@ class Linear:
         config = SimpleNamespace(
             gemm="bf16" if emulate else "fp8", forward_format=E4M3, grad_format=E5M2, margin=0, grad_accum="fp32",
             partition="even", weight=storage, exp_avg="fp32", exp_avg_sq="fp32", wgrad=wgrad, tp_gather="bf16",
-            master="remainder" if storage == "fp8" else "fp32", emulate=plan_from_flags(emulate),
-            keep_transpose_cache=False, seed=1,
+            master="remainder" if storage == "fp8" else "fp32", keep_transpose_cache=False, seed=1,
+            emulate=emulation_from_args(SimpleNamespace(fp8_emulate=emulate)),
         )  # fmt: skip
         self.values = torch.randn(48, 32).bfloat16()
         self.weight = OwnedWeight(torch.nn.Parameter(self.values.clone()), config)

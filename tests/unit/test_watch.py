@@ -30,7 +30,7 @@ def test_flags(parse):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--fp8-on-spike stop", "--fp8-on-spike stop: no such value; use log, skip, bf16-fallback"),
+        ("--fp8-on-spike stop", "--fp8-on-spike stop: no such value; use log, skip or bf16-fallback"),
         ("--fp8-spike-sigma 7", "--fp8-spike-sigma 7.0: nothing is watched; add --fp8-on-spike log, or remove it"),
         ("--fp8-spike-window 64", "--fp8-spike-window 64: nothing is watched; add --fp8-on-spike log, or remove it"),
         ("--fp8-on-spike log --fp8-spike-sigma 0", "--fp8-spike-sigma 0.0: use a number above 0"),
