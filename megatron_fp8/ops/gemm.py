@@ -85,7 +85,7 @@ class Epilogue:
 
     def parts(self) -> list[str]:
         """Which of PARTS it has."""
-        return [part for part in PARTS if getattr(self, part) not in (None, False)]
+        return [part for part in PARTS if (has := getattr(self, part)) is not None and has is not False]
 
     def only(self, parts: list[str]) -> "Epilogue":
         """With these of its parts; for a result that others go on with, unless they are all."""
