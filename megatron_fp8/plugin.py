@@ -58,6 +58,7 @@ from typing import Any
 import torch
 
 from . import cpu
+from .flags import log
 from .flags.checks import (
     check_data_files,
     check_device,
@@ -69,7 +70,6 @@ from .flags.checks import (
     set_max_connections,
 )
 from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, config_from_args
-from .flags.log import logs_exact, logs_update_norm
 from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.usage import escape_bad_help, one_line_usage_errors
@@ -173,7 +173,7 @@ def _parse_args(stock: Callable) -> Callable:
 
                 claim(args.save)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
-        _hook_probe(probe, logs_exact(args), logs_update_norm(args))
+        _hook_probe(probe, bool(log.EXACT.given(args)), log.logs_update_norm(args))
         sharpness = sharpness_from_args(args)
         if sharpness is not None:
             _hook_sharpness(sharpness)

@@ -156,7 +156,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     check_optimizer(args, cells)
     patterns = BF16_LAYERS.given(args)
     return Fp8Config(
-        level=level or LOWEST,
+        level=LOWEST if level is None else level,
         **cells,
         forward_format=E4M3,
         grad_format=E4M3 if args.fp8 == "e4m3" else E5M2,
@@ -235,7 +235,7 @@ def _cells(args: Namespace, emulated: EmulationPlan | None) -> dict[str, str]:
             raise UserError("--fp8-gemm fp8 with --fp8-emulate: emulated operands go into BF16 GEMMs; remove one")
         exact = {"gemm": "bf16"} if level else {"gemm": "bf16", "grad_accum": "fp32", "grad_reduce": "fp32"}
         overrides = exact | overrides
-    return resolve(level or LOWEST, overrides)
+    return resolve(LOWEST if level is None else level, overrides)
 
 
 def _ends_in_bf16(args: Namespace) -> tuple[int, int]:

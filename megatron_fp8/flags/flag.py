@@ -75,7 +75,7 @@ class Flag:
 
     def given(self, args: Namespace) -> Any:
         """Its value as it was given; None where it was not (--yaml-cfg leaves none of ours)."""
-        return getattr(args, self.name[2:].replace("-", "_"), None)
+        return value_of(args, self.name)
 
     def shown(self, args: Namespace) -> str:
         """As it was given: "--fp8-log-interval 7", or "--fp8-ckpt-compact"."""
@@ -87,6 +87,11 @@ class Flag:
         if value is not None and not self.values.test(value):
             raise UserError(f"{self.shown(args)}: {self.values.remedy}")
         return value
+
+
+def value_of(args: Namespace, name: str) -> Any:
+    """The value of a flag, stock's too, that is called so in the arguments, or None."""
+    return getattr(args, name[2:].replace("-", "_"), None)
 
 
 def filled(args: Namespace, flags: Iterable[Flag]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from ..errors import UserError
 from .flag import Flag, Values
 
-LEVELS = STOCK, LOWEST, *_ = ("O0", "O1", "O2", "O3")
+LEVELS = ("O0", "O1", "O2", "O3")
+STOCK, LOWEST = LEVELS[:2]
 LEVEL = Flag(
     "--fp8-level",
     "How much of the run is FP8. O0, the default, is stock Megatron-LM, bit for bit.",

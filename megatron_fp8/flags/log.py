@@ -49,11 +49,6 @@ def statistics_interval(args: Namespace) -> int:
     return interval
 
 
-def logs_exact(args: Namespace) -> bool:
-    """Whether a run logs its numbers with all their digits."""
-    return bool(EXACT.value(args))
-
-
 def logs_update_norm(args: Namespace) -> bool:
     """Whether a run logs the norm of its updates. Raises UserError of one line: flag, value, remedy."""
     if not UPDATE_NORM.value(args):

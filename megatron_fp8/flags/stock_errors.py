@@ -23,7 +23,8 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from enum import Enum
-from types import FrameType, TracebackType
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 from ..errors import is_bug
@@ -108,11 +109,11 @@ def _first(error: BaseException) -> tuple[BaseException, list[tuple[FrameType, i
 
     What fails in this package while it handles another error is a bug of its own.
     """
-    frames = list(_frames(error.__traceback__))
+    frames = list(walk_tb(error.__traceback__))
     while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         if isinstance(cause, ImportError) or is_bug(error):
             break
-        error, inner = cause, list(_frames(cause.__traceback__))
+        error, inner = cause, list(walk_tb(cause.__traceback__))
         shared = [i for i, (frame, _) in enumerate(frames) if inner and frame is inner[0][0]]
         frames = frames[: shared[0] if shared else len(frames)] + inner
     return error, frames
@@ -135,12 +136,6 @@ def _missing(frame: FrameType, statement: ast.stmt | None) -> str | None:
         if isinstance(called, ast.Name) and called.id.startswith("TE") and frame.f_globals.get(called.id, 0) is None:
             return called.id
     return None
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
 
 
 def _has_trained(frames: list[tuple[FrameType, int]]) -> bool:

@@ -94,4 +94,4 @@ def test_a_flag_that_was_not_given_fills_nothing():
 
 def test_what_is_logged_without_a_level(parse):
     args = parse(*MODEL, "--fp8-log-exact")
-    assert config.config_from_args(args) is None and log.logs_exact(args) and not log.logs_update_norm(args)
+    assert config.config_from_args(args) is None and log.EXACT.given(args) and not log.logs_update_norm(args)
