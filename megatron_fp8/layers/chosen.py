@@ -9,6 +9,7 @@ from megatron.core import mpu
 from ..errors import UserError
 from ..flags.config import BF16_FLAG, Fp8Config
 from ..flags.emulate import LM_HEAD, linear_name, matches
+from ..metrics import LINEARS, record
 from .linear import fp8_weights
 
 
@@ -45,6 +46,7 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
             f"--fp8-emulate-layers {patterns}: matches none of the model's linears, {ranges(names)}; change it"
         )
     kept = [name for name in names if matches(config.bf16_layers, name)]
+    record({LINEARS: kept})
     return [f"{BF16_FLAG}: {len(kept)} of {len(names)} linears stay in BF16: {ranges(kept)}"] if kept else []
 
 
