@@ -18,6 +18,9 @@ What is hooked, and why not something more official:
                                                 --fp8-probe-step, --fp8-log-exact and --fp8-log-update-norm.  With
                                                 --skip-train, where no optimizer is built, what it would have checked
                                                 and counted.
+    training.training.training_log, evaluate and evaluate_and_print_results
+                                                what they are given and return goes to MEGATRON_FP8_METRICS, at every
+                                                level (monitor/logged.py).
     training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (checkpoint/dumps.py).
     activation_logging.LINEAR_TYPES,            of what is written beside checkpoints: without Transformer Engine some
     dgrad_logging.LINEAR_TYPES                  types are mock objects, on which stock's isinstance fails.
@@ -73,6 +76,7 @@ from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, config
 from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.usage import escape_bad_help, one_line_usage_errors
+from .metrics import begin
 
 Rebound = list[tuple[Any, str, Any]]  # (owner, name, original), in the order of rebinding
 _of_process: Rebound = []  # by install(): what reads the flags of every run
@@ -177,6 +181,8 @@ def _parse_args(stock: Callable) -> Callable:
         sharpness = sharpness_from_args(args)
         if sharpness is not None:
             _hook_sharpness(sharpness)
+        if begin():
+            _hook_metrics()
         return args
 
     return parse_args
@@ -236,6 +242,19 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
     if plan.file is not None:
         parameters = "prefix forward_step_func data_iterator model"
         _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
+
+
+def _hook_metrics() -> None:
+    import megatron.training.training as training
+
+    from .monitor.logged import Logged
+
+    logged = Logged()
+    parameters = "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter"
+    _rebind(training, "training_log", logged.training_log, f"{parameters} grad_norm params_norm num_zeros_in_grad")
+    _rebind(training, "evaluate", logged.evaluate, "forward_step_func data_iterator model")
+    parameters = "prefix forward_step_func data_iterator model iteration"
+    _rebind(training, "evaluate_and_print_results", logged.evaluate_and_print_results, parameters)
 
 
 def _hook_dumps(model_chunks) -> None:

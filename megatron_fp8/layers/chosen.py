@@ -10,6 +10,7 @@ from ..engine.owned import owned_weights
 from ..errors import UserError
 from ..flags.config import BF16_FLAG, Fp8Config
 from ..flags.emulate import LM_HEAD, linear_name, matches
+from ..metrics import LINEARS, record
 
 
 def emulates_head(config: Fp8Config) -> bool:
@@ -56,6 +57,7 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
             f"--fp8-emulate-layers {patterns}: matches none of the model's linears, {ranges(names)}; change it"
         )
     kept = [name for name in names if matches(config.bf16_layers, name)]
+    record({LINEARS: kept})
     return [f"{BF16_FLAG}: {len(kept)} of {len(names)} linears stay in BF16: {ranges(kept)}"] if kept else []
 
 
