@@ -56,7 +56,7 @@ def run_megatron(
     flags: list[str],
     *,
     script: list[str] | str = "pretrain_gpt_fp8.py",
-    timeout: float = 120,
+    timeout: float = 600,
     gpu: bool = False,
     cold: bool = False,
     env: Mapping[str, str] | None = None,

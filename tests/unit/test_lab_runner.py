@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-from lab_runs import wait_for
+from lab_runs import gone, wait_for
 
 from megatron_fp8.lab.sweep import runner
 from megatron_fp8.lab.sweep.runner import read_line
@@ -144,13 +144,13 @@ def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):
         training.read()
         return "child" in log.read_text()
 
-    wait_for(started, 60)
+    wait_for(started)
     child = psutil.Process(int(log.read_text().split("child ")[1].split()[0]))
     family = [child, *child.parents()[:2]]  # the script, torchrun
     monkeypatch.setattr(runner, "_PATIENCE", 1)
     training.close()
     for process in family:
-        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        wait_for(lambda process=process: gone(process.pid))
 
 
 def test_a_living_process_is_told_from_a_later_one():
@@ -159,5 +159,5 @@ def test_a_living_process_is_told_from_a_later_one():
         assert runner.living(known).pid == process.pid
         assert runner.living(f"{process.pid}:1000.00") is None
         process.kill()
-    for gone in (known, "", None, "x:y"):
-        assert runner.living(gone) is None
+    for past in (known, "", None, "x:y"):
+        assert runner.living(past) is None
