@@ -225,7 +225,7 @@ def shrunk() -> dict[str, dict]:
         env={**os.environ, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=600,
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(JOBS), done.stderr[-3000:]
