@@ -9,7 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that take 20 to 90 seconds of a core, the longest first: a worker of xdist takes a file as a whole, and nobody
 # should begin a long one when the others have nothing left.
 LONG = """test_layouts test_levels test_gradient_runs test_triton_interpreter test_emulation test_architecture
-test_reduce test_probe_runs test_stock_equality test_safety test_watch_runs test_checkpoints test_adam test_overlap_runs""".split()
+test_reduce test_probe_runs test_stock_equality test_safety test_watch_runs test_checkpoints test_adam
+test_overlap_runs""".split()
 
 
 def _why_no_fp8_gpu() -> str | None:

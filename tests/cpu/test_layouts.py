@@ -1,7 +1,7 @@
 """Every layout trains as one process does: tensor, pipeline, virtual, data, sequence and expert parallelism together.
 
 All runs of a model begin with the weights of one checkpoint, since Megatron draws them differently on each pipeline
-stage, and read the same samples. Two comparisons of ten losses and gradient norms:
+stage, and read the same samples. Two comparisons of the losses and gradient norms:
 
     FP8 off   the engine with BF16 GEMMs and FP32 gradients, against stock in the same layout: what is left is the order
               of sums. As close to one process as stock's own layout is.
