@@ -1,24 +1,29 @@
-"""Run a training script and read what it prints, for the demo and the tests: under torchrun, or forked."""
+"""Run a training script and read what it prints, for the demo and the tests: under torchrun, or forked.
+
+The lab reads numbers from a file (megatron_fp8/metrics.py). Here what Megatron prints is read, digit by digit: tests
+compare it with what runs print that have no plugin, or are killed.
+"""
 
 import atexit
 import contextlib
 import functools
 import json
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from megatron_fp8.lab.sweep.runner import LOSS, STEP_MS, VALIDATION_LOSS, read_line
+from megatron_fp8.processes import TorchRun, last_words
 
 ROOT = Path(__file__).resolve().parent.parent
+_STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|")
+_EVALUATION = re.compile(r" validation\S* loss at iteration \d+(?: on validation set)? \|")
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,32 @@ class Step:
 
 def parse_step(line: str) -> Step | None:
     """The iteration that a line of Megatron's log reports, if it is such a line."""
-    iteration, found = read_line(line) or (0, {})
-    if STEP_MS not in found:
+    match = _STEP.search(line)
+    if match is None:
         return None
-    norm, skipped = found.get("grad_norm", float("nan")), int(found["number_of_skipped_iterations"])
-    return Step(iteration, found[LOSS], norm, skipped, found[STEP_MS])
+    found = _fields(line[match.end() :])
+    skipped = int(found["number of skipped iterations"])
+    loss = found.get("lm loss", math.nan)
+    if skipped and not loss:
+        loss = math.nan
+    milliseconds = found["elapsed time per iteration (ms)"]
+    return Step(int(match[1]), loss, found.get("grad norm", math.nan), skipped, milliseconds)
 
 
 def parse_validation(line: str) -> float | None:
     """The loss in a line of Megatron's log that reports an evaluation, if it is such a line."""
-    return (read_line(line) or (0, {}))[1].get(VALIDATION_LOSS)
+    match = _EVALUATION.search(line)
+    return _fields(line[match.end() :]).get("lm loss value", math.nan) if match else None
+
+
+def _fields(text: str) -> dict[str, float]:
+    """The numbers of "name: value |"."""
+    found = {}
+    for part in text.split("|")[:-1]:  # another process' line may follow
+        name, _, value = part.rpartition(":")
+        with contextlib.suppress(ValueError):
+            found[name.strip()] = float(value)
+    return found
 
 
 class RunFailed(RuntimeError):
@@ -73,43 +94,21 @@ def torchrun(
 
     Returns the lines printed. Raises RunFailed, with the end of the output and the name of the log.
     """
-    # --standalone finds a free port by itself; the default host name need not be one that resolves.
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, *launcher, "--nproc-per-node", str(nproc), *command],
-        cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    timed_out = threading.Event()
-
-    def give_up() -> None:
-        timed_out.set()
-        _kill_family(process)
-
-    timer = threading.Timer(timeout, give_up)
-    timer.start()
     lines: list[str] = []
-    try:
-        with log.open("w") as file:
-            for line in process.stdout or ():
-                file.write(line)
-                file.flush()
-                lines.append(line.rstrip("\n"))
+    run = TorchRun(command, nproc, log, env or {}, folder=ROOT)
+    with contextlib.closing(run):
+        code = None
+        while code is None and not run.late(timeout):
+            run.wait()
+            code = run.poll()
+            for line in run.lines():
+                lines.append(line)
                 if on_line is not None:
-                    on_line(lines[-1])
-        code = process.wait()
-    finally:
-        timer.cancel()
-        _kill_family(process)  # if it still runs: this process was interrupted
-    if timed_out.is_set():
-        raise RunFailed(f"killed after {timeout:.0f} s\n{_end(lines)}\nfull log: {log}", code)
+                    on_line(line)
+    if code is None:
+        raise RunFailed(f"killed after {timeout:.0f} s\n{last_words(lines)}\nfull log: {log}", -signal.SIGKILL)
     if code != 0:
-        raise RunFailed(f"exit code {code}\n{_end(lines)}\nfull log: {log}", code)
+        raise RunFailed(f"exit code {code}\n{last_words(lines)}\nfull log: {log}", code)
     return lines
 
 
@@ -170,20 +169,5 @@ def forked(
                 os.kill(supervisor, signal.SIGTERM)
             raise
     if code:
-        raise RunFailed(f"exit code {code}\n{_end(lines)}\nfull log: {log}", code)
+        raise RunFailed(f"exit code {code}\n{last_words(lines)}\nfull log: {log}", code)
     return lines
-
-
-def _kill_family(process: subprocess.Popen) -> None:
-    """Kill a process and all that descend from it; torchrun gives each worker its own process group."""
-    if process.poll() is None:
-        parent = psutil.Process(process.pid)
-        for member in (parent, *parent.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-
-
-def _end(lines: list[str], count: int = 25) -> str:
-    """The last lines before torchrun's own report of the failure, which says nothing of its cause."""
-    own = (i for i, line in enumerate(lines) if "torch/distributed/elastic/multiprocessing/api.py" in line)
-    return "\n".join(lines[: next(own, len(lines))][-count:])

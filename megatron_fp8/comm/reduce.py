@@ -159,7 +159,9 @@ def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:
 
 def _pack(values: torch.Tensor, shards: int) -> PackedBlocks:
     """Quantise (n,)."""
-    return ops.quantize_blocks(values, out=PackedBlocks.empty(shards, values.numel() // shards, values.device))
+    packed = PackedBlocks.empty(shards, values.numel() // shards, values.device)
+    ops.quantize_blocks(values, out=packed)
+    return packed
 
 
 def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:

@@ -1,4 +1,4 @@
-"""The names of the statistics, and who writes them: Megatron's TensorBoard and W&B writers, and rank 0's log.
+"""The names of the statistics, and who writes them: Megatron's TensorBoard and W&B writers, metrics.py, rank 0's log.
 
     {layer}_{tensor}_{statistic}        decoder.layers.3.mlp.linear_fc1_activation_underflows%
 
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+from ..metrics import record
 
 CASTS = ("activation", "gradient", "weight", "wgrad")
 
@@ -89,7 +91,11 @@ def say(iteration: int, text: str) -> None:
 
 
 def write_scalars(scalars: dict[str, float], iteration: int) -> None:
-    """Give values by name to Megatron's TensorBoard and W&B writers, on the rank that has them."""
+    """Give values by name to Megatron's TensorBoard and W&B writers and to the run's file, on the last rank.
+
+    It is the one that has them; others may call.
+    """
+    record(scalars, iteration)
     if writer := get_tensorboard_writer():
         for name, value in scalars.items():
             writer.add_scalar(name, value, iteration)

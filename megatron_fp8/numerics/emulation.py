@@ -71,15 +71,15 @@ import torch
 from megatron_fp8.numerics.blocks import block_scales
 from megatron_fp8.numerics.formats import FORMATS, Format
 from megatron_fp8.numerics.noise import uniform_noise
+from megatron_fp8.numerics.rounding import ROUNDINGS, round_magnitude
 
-ROUNDINGS = ("nearest", "truncate", "stochastic")
 _SCALING = r"none|tensor|row|block:[1-9]\d*"
 _OCP = {
     "e3m2": Format("e3m2", 3, 2, bias=3, max=28.0, has_infinity=False),
     "e2m3": Format("e2m3", 2, 3, bias=1, max=7.5, has_infinity=False),
     "e2m1": Format("e2m1", 2, 1, bias=1, max=6.0, has_infinity=False),
 }
-_EXPONENT_BITS, _LARGEST_BITS = 0x7F800000, 0x7F7FFFFF
+_LARGEST_BITS = 0x7F7FFFFF
 SMALLEST_NOISE = 2.0**-25
 
 
@@ -184,24 +184,9 @@ def _grouped(x: torch.Tensor, spec: EmulatedFormat) -> torch.Tensor:
 
 
 def _round(x: torch.Tensor, spec: EmulatedFormat, noise: torch.Tensor | None) -> torch.Tensor:
-    """Contiguous float32 x rounded to spec.format, as a new tensor.
-
-    Every value is a whole multiple of the ulp, as in round_to_format. That one saturates always; and here every step
-    that can be is in place, which is what counts on a CPU.
-    """
-    fmt, magnitude = spec.format, x.abs()
-    binade = (magnitude.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    # Held finite, so that an infinity is infinitely many ulps and comes out as one.
-    ulp = binade.clamp_(fmt.smallest_normal, 2.0**127).mul_(2.0**-fmt.mantissa_bits)
-    steps = magnitude.div_(ulp)
-    if spec.rounding == "nearest":
-        whole = steps.round_()
-    elif spec.rounding == "truncate":
-        whole = steps.floor_()
-    else:
-        whole = steps.floor()
-        whole += noise < steps.sub_(whole)
-    rounded = whole.mul_(ulp)
+    """Float32 x rounded to spec.format, as a new tensor: round_to_format saturates, IEEE's formats do not."""
+    fmt = spec.format
+    rounded = round_magnitude(x, fmt, spec.rounding, noise)
     if not fmt.has_infinity:
         rounded.clamp_(max=fmt.max).add_(x, alpha=0.0)  # NaN where x is infinite
     elif spec.rounding == "truncate":

@@ -25,6 +25,7 @@ import torch
 
 from megatron_fp8.numerics.formats import Format
 
+ROUNDINGS = ("nearest", "truncate", "stochastic")
 _EXPONENT_BITS = 0x7F800000
 
 
@@ -40,22 +41,33 @@ def round_to_format(
     """
     if x.dtype != torch.float32:
         raise ValueError(f"round_to_format takes float32, not {x.dtype}: convert with .float() first")
+    rounded = round_magnitude(x, fmt, mode, noise).clamp_(max=fmt.max)
+    if fmt.has_infinity:
+        rounded.masked_fill_(x.isinf(), torch.inf)
+    else:
+        rounded.add_(x, alpha=0.0)  # NaN where x is infinite
+    return rounded.copysign_(x)
+
+
+def round_magnitude(x: torch.Tensor, fmt: Format, mode: str, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """|x| rounded to fmt's whole multiples of the ulp, as if its exponent had no upper end: up to infinity.
+
+    A new tensor; every step that can be is in place, which is what counts on a CPU. x, mode, noise: as above.
+    """
     magnitude = x.abs()
     binade = (magnitude.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)  # 2^floor(log2|x|)
-    ulp = binade.clamp(min=fmt.smallest_normal) * 2.0**-fmt.mantissa_bits
-    steps = magnitude / ulp  # NaN where x is infinite
+    # Held finite, so that an infinity is infinitely many ulps and comes out as one.
+    ulp = binade.clamp_(fmt.smallest_normal, 2.0**127).mul_(2.0**-fmt.mantissa_bits)
+    steps = magnitude.div_(ulp)
     if mode == "nearest":
-        whole = steps.round()
+        whole = steps.round_()
     elif mode == "truncate":
-        whole = steps.floor()
+        whole = steps.floor_()
     elif mode == "stochastic":
         if noise is None or noise.shape != x.shape:
             raise ValueError("stochastic rounding needs noise of x's shape: pass torch.rand_like(x)")
         whole = steps.floor()
-        whole += (steps - whole - noise).ceil_()  # 1 where noise < fraction, else 0; quicker than comparing
+        whole += noise < steps.sub_(whole)
     else:
-        raise ValueError(f"rounding mode {mode!r}: use 'nearest', 'stochastic' or 'truncate'")
-    rounded = (whole * ulp).clamp(max=fmt.max)
-    if fmt.has_infinity:
-        rounded = torch.where(x.isinf(), magnitude, rounded)
-    return rounded.copysign(x)
+        raise ValueError(f"rounding mode {mode!r}: use {', '.join(ROUNDINGS)}")
+    return whole.mul_(ulp)

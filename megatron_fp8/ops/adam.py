@@ -34,7 +34,6 @@ Bytes read and written per element, for BlockScaled m, Block16 v, and the remain
 A NaN or an infinity is never hidden: a NaN gradient makes NaN of m, v, master and weight.
 """
 
-import importlib
 import math
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -98,20 +97,20 @@ def adam_step(
     gradient: (n,) float32 or bfloat16; or (payload (R, n) float8_e4m3fn, exponents (R, n/128) uint8) as sum_blocks
     takes them, which may be strided in the first dimension. exp_avg, exp_avg_sq, master, weight: as the top of the
     file lists them, contiguous, (n,) each; an int16 master is the remainder to the weight. grad_scale: 0-d float32.
-    weight_scale (0-d float32, a power of two): for a ScaledTensor, the scale to write it with; None keeps the one it
-    has. Its payload is written in place, its scale_inv replaced. |w| * weight_scale is at most 448: beyond, it
-    saturates. amax_out (0-d float32, not negative) becomes max(amax_out, max|w|), NaN and infinity included.
+    weight_scale (0-d float32, a power of two): for a ScaledTensor, the scale to write its payload with; None keeps the
+    one it has. The caller, who has the inverses of all scales, notes the new one. |w| * weight_scale is at most 448:
+    beyond, it saturates. amax_out (0-d float32, not negative) becomes max(amax_out, max|w|), NaN and infinity included.
     ValueError where a size or type is another.
     """
     n = _payload(weight).numel()
     _check(n, gradient, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, master=master, weight=weight)
     if isinstance(weight, ScaledTensor) and weight_scale is None:
         weight_scale = weight.scale_inv.reciprocal()
-    family = "triton.adam" if _payload(weight).is_cuda else "reference_adam"
-    step = importlib.import_module(f"megatron_fp8.ops.{family}").adam_step
+    if _payload(weight).is_cuda:
+        from megatron_fp8.ops.triton.adam import adam_step as step
+    else:
+        from megatron_fp8.ops.reference_adam import adam_step as step
     step(gradient, exp_avg, exp_avg_sq, master, weight, hyper, grad_scale, weight_scale, amax_out)
-    if isinstance(weight, ScaledTensor):
-        weight.scale_inv = weight_scale.reciprocal()
 
 
 def is_remainder(master: State) -> TypeGuard[torch.Tensor]:

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.level import is_stock
+from ..metrics import LOSS, VARIABLE, Reader
 from . import ranks
 from .command import Flags, Launch, take_apart, words_of
 
@@ -50,7 +52,7 @@ def run(args: Namespace) -> int:
 
     gpus = args.gpus or launch.gpus or _gpus_of_one_replica(launch.flags)
     job = examine(launch, gpus)
-    if job.level == "O0":
+    if is_stock(job.level):
         raise UserError("rehearse: the command has no --fp8-level above O0; add one")
     outcome = page.Outcome()
     rehearsal = None
@@ -104,21 +106,26 @@ def _start(name: str, command: list[str], count: int, folder: Path, timeout: int
     from . import page
 
     began = time.monotonic()
+    metrics = Reader(folder / f"{name}.jsonl")
+    metrics.path.unlink(missing_ok=True)  # of an earlier rehearsal
     reading, writing = os.pipe()
+    environment = {**environment, VARIABLE: str(metrics.path.resolve())}
     supervisor = ranks.launch(count, command, output=writing, timeout=timeout, env=environment)
     os.close(writing)
-    lines = []
+    lines, numbers = [], []
     with os.fdopen(reading, errors="replace") as printed, (folder / f"{name}.log").open("w") as log:
         for line in printed:
             log.write(line)
             log.flush()
             lines.append(line.rstrip("\n"))
-            if step := page.step_of(line):
-                _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
+            for step, values in metrics.read():
+                numbers.append((step, values))
+                if LOSS in values:
+                    _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
     code = ranks.wait(supervisor)
     seconds = time.monotonic() - began
     _tell(f"{name}: {'done' if code == 0 else f'failed, exit code {code}'} after {seconds:.0f} s")
-    return page.read(name, code, seconds, lines)
+    return page.read(name, code, seconds, lines, [*numbers, *metrics.read()])
 
 
 def _tell(line: str) -> None:

@@ -2,10 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ..lab.sweep.runner import LOSS, VALIDATION_LOSS, read_line
+from ..metrics import LOSS, VALIDATION_LOSS
 from ..perf import memory
 from .job import Job
 from .shrink import SAVED, STEPS, Rehearsal
@@ -17,7 +17,7 @@ _NOISE = re.compile(r"Warning|warnings\.warn|return func\(|^\s*$|torch/distribut
 
 @dataclass
 class Start:
-    """What one start of all ranks printed: {step: {name: value}}, the evaluation's loss, our own lines."""
+    """What one start of all ranks logged: {step: {name: value}}, the evaluation's loss, our own lines."""
 
     name: str
     code: int
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def repeats(self) -> bool:
-        """Whether the second start's step is the first's, loss and norm to the last printed digit."""
+        """Whether the second start's step is the first's, loss and norm to the last bit."""
         first, again = (start.steps.get(STEPS, {}) for start in (self.train, self.resume))
         return bool(first) and all(first.get(name) == again.get(name) for name in (LOSS, "grad_norm"))
 
@@ -56,22 +56,15 @@ class Outcome:
         return "\n".join(line[:300] for line in lines[-_ENDING:])
 
 
-def step_of(line: str) -> int | None:
-    """The step that a line of Megatron's log is of, if it is of one."""
-    found = read_line(line) if "[fp8]" not in line else None
-    return found[0] if found is not None and LOSS in found[1] else None
-
-
-def read(name: str, code: int, seconds: float, lines: list[str]) -> Start:
-    """A start's log."""
+def read(
+    name: str, code: int, seconds: float, lines: list[str], numbers: Iterable[tuple[int, dict[str, float]]]
+) -> Start:
+    """A start's log, and the numbers of megatron_fp8/metrics.py."""
     steps, evaluation = {}, None
-    for line in lines:
-        if (found := read_line(line)) and "[fp8]" not in line:
-            step, values = found
-            if VALIDATION_LOSS in values:
-                evaluation = values[VALIDATION_LOSS]
-            elif LOSS in values:
-                steps[step] = values
+    for step, values in numbers:
+        evaluation = values.get(VALIDATION_LOSS, evaluation)
+        if LOSS in values:
+            steps[step] = values
     said = list(dict.fromkeys(line.strip() for line in lines if line.startswith("[fp8] ")))
     return Start(name, code, seconds, steps, evaluation, said, lines)
 

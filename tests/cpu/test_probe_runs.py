@@ -169,7 +169,7 @@ def test_a_planted_bug_fails(trials):
 def test_a_planted_micro_batch_bug_fails_though_the_twin_has_it(trials):
     """Of 4 micro-batches gradients have 4/5 of their size, of 8 they have 8/9."""
     found = CHECKS["micro-batches"](trials("--fp8-level O2", "tests/scripts/broken_micro_batches.py"))
-    assert not found.passed and found.name == "exact_grad_norm" and found.difference > 1.5 * found.limit > 0
+    assert not found.passed and found.name == "grad_norm" and found.difference > 1.5 * found.limit > 0
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ def test_a_job_passes(tmp_path):
         "Left out: --tensorboard-dir --fp8-probe-step --fp8-probe-dir",
     ):
         assert line in page, page
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["page.md", "resume.log", "train.log"]
+    kept = {"page.md", *(f"{start}.{form}" for start in ("train", "resume") for form in ("log", "jsonl"))}
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == kept
     assert report.read_text() == "mine" and not probes.exists()  # files of the job's are the job's
 
 

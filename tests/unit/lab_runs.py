@@ -1,4 +1,4 @@
-"""Sweeps for tests: a training script that only prints a log such as Megatron's, and plans that run it."""
+"""Sweeps for tests: a training script that only logs numbers, as the plugin does, and plans that run it."""
 
 import argparse
 import os
@@ -13,10 +13,22 @@ import psutil
 from megatron_fp8.lab import main
 
 ROOT = Path(__file__).resolve().parents[2]
+# What the plugin does for a run: FILE is there from the start, and has a line for each call.
+LOGS = """
+import json, os
+
+def log(step=None, **values):
+    with open(os.environ["MEGATRON_FP8_METRICS"], "a") as file:
+        file.write(json.dumps(values if step is None else {"step": step, **values}) + "\\n")
+
+open(os.environ["MEGATRON_FP8_METRICS"], "a").close()
+"""
 # What a run does is a function of its flags. --begun FILE: a line there for each run that begins. --gate FILE: runs of
 # other seeds than 1 stop half-way, with a line in FILE.waiting, until the file is there.
-TRAINING = """
-import argparse, math, os, random, sys, time
+TRAINING = (
+    LOGS
+    + """
+import argparse, math, random, sys, time
 
 parser = argparse.ArgumentParser()
 for flag in ("--lr", "--gap", "--sleep"):
@@ -52,28 +64,22 @@ for step in range(1, args.train_iters + 1):
         while not os.path.exists(args.gate):
             time.sleep(0.05)
     time.sleep(args.sleep)
-    print(
-        f" [2026-11-21 12:25:02.319620] iteration {step:8d}/{args.train_iters:8d} | consumed samples: {8 * step:12d} |"
-        f" elapsed time per iteration (ms): {20 * own.uniform(0.9, 1.1):.1f} | learning rate: {args.lr:.6E} |"
-        f" global batch size:     8 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {own.uniform(0.5, 1):.3f} |"
-        " number of skipped iterations:   0 | number of nan iterations:   0 |",
-        flush=True,
-    )
+    log(step, elapsed_time_per_iteration_ms=20 * own.uniform(0.9, 1.1), loss=loss, grad_norm=own.uniform(0.5, 1))
+    print("step", step, flush=True)
     if step % 5 == 0:
-        print(f"[fp8] iteration {step}: sharpness {sharpness:.6f} %; log Z {7 + sharpness:.4f}", flush=True)
-print("-" * 80)
-value = f"lm loss value: {loss + 0.1:.6E} | lm loss PPL: 1.0E+01 | "
-print(f" validation loss at iteration {step} on validation set | {value}")
+        log(step, sharpness_mean=sharpness, log_z_mean=7 + sharpness)
+log(step, validation_loss=loss + 0.1)
 """
+)
 # The lab's command line, with runs started directly: torchrun takes seconds to do so.
 LAB = """
 import argparse, sys
 from megatron_fp8.flags.usage import one_line_errors
+from megatron_fp8 import processes
 import psutil
-
 from megatron_fp8.lab import main
-from megatron_fp8.lab.sweep import main as sweep, runner, store
-runner.LAUNCHER = (sys.executable,)
+from megatron_fp8.lab.sweep import main as sweep
+processes.LAUNCHER = (sys.executable,)
 sweep._BEAT = 0.2
 parser = argparse.ArgumentParser()
 main.add_arguments(parser)

@@ -1,4 +1,4 @@
-"""`lab bisect` over a script that prints a log such as Megatron's, with a gap that its flags leave."""
+"""`lab bisect` over a script that only logs numbers, with a gap that its flags leave."""
 
 import math
 import re
@@ -6,13 +6,16 @@ import shlex
 import sys
 
 import pytest
+from lab_runs import LOGS
 
-from megatron_fp8.lab.sweep import runner
+from megatron_fp8 import processes
 from megatron_fp8.lab.trial import bisect
 from megatron_fp8.lab.trial.bisect import gap, gemm_flags
 
 # Each linear of the model that is not in BF16 adds its cost to the loss. --begun: a line there for each run.
-TRAINING = """
+TRAINING = (
+    LOGS
+    + """
 import argparse, sys
 from fnmatch import fnmatchcase
 
@@ -39,22 +42,22 @@ with open(args.begun, "a+") as file:
     if len(file.readlines()) > args.die_after:
         sys.exit("the cause")
 if args.fp8_bf16_layers:
-    kept = " ".join(f"decoder.layers.0-3.{kind}" for kind in kinds)
-    print(f"[fp8] --fp8-bf16-layers: {16 - len(fp8)} of 16 linears stay in BF16: {kept}")
+    log(linears_in_bf16=[name for name in names if name not in fp8])
 cost = sum(args.lr if name == args.culprit else args.spread for name in fp8) * ("gradient" not in args.fp8_emulate)
 for step in range(11, 100):
     if step == args.nan_at and cost > 0.1:
         sys.exit("RuntimeError: Unexpected result nan (message='found NaN in local')")
     rounding = (1e-1 if step >= args.chaos_from else 1e-4) * (args.micro_batch_size == 1)
     loss = 4 * (1 + cost) * (1 + rounding) if step % 2 else 4
-    norm = f"grad norm: {loss / 4:.3f} | " * (step % args.norm_every == 0)
-    print(f" iteration {step}/ 500 | lm loss: {loss:.6E} | loss scale: 1.0 | {norm}", flush=True)
+    log(step, loss=loss, loss_scale=1.0, **({} if step % args.norm_every else {"grad_norm": loss / 4}))
+    print("step", step, flush=True)
 """
+)
 
 
 @pytest.fixture
 def bisected(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "LAUNCHER", (sys.executable,))
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
     script, begun = tmp_path / "train.py", tmp_path / "begun"
     script.write_text(TRAINING)
 
@@ -176,7 +179,7 @@ def test_what_the_command_keeps_in_bf16_stays(bisected):
         ("--steps 0", "--steps 0: use 1 or more"),
         ("--processes 0", "--processes 0: use 1 or more"),
         ("--share 1.5", "--share 1.5: use a share above 0, to 1"),
-        ("--measure sharpness", "--measure sharpness: not in the log, which has loss, loss_scale, grad_norm"),
+        ("--measure sharpness", "--measure sharpness: not logged; use one of loss, loss_scale, grad_norm"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, bisected):

@@ -7,6 +7,7 @@ import pytest
 from commands import error_of
 
 from megatron_fp8.cli import main
+from megatron_fp8.errors import UserError
 from megatron_fp8.lab.trial import invariants, probe
 from megatron_fp8.lab.trial.invariants import CHECKS, Finding, Skipped, Trials, differences
 
@@ -33,8 +34,8 @@ NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 def curve(losses, norms=None, first=1):
     norms = norms or [1.0] * len(losses)
     return {
-        "exact_lm_loss": dict(enumerate(losses, first)),
-        "exact_grad_norm": dict(enumerate(norms, first)),
+        "loss": dict(enumerate(losses, first)),
+        "grad_norm": dict(enumerate(norms, first)),
     }
 
 
@@ -48,10 +49,10 @@ class TestDifferences:
     def test_the_largest_and_its_step(self):
         found = differences(curve([3.0, 2.0, 1.0]), curve([3.0, 2.5, 1.25], [1.0, 1.0, 0.9]))
         assert {f.name: (pytest.approx(f.difference), f.step) for f in found} == {
-            "exact_grad_norm": (pytest.approx(0.1), 3),
-            "exact_lm_loss": (pytest.approx(0.5), 2),
+            "grad_norm": (pytest.approx(0.1), 3),
+            "loss": (pytest.approx(0.5), 2),
         }
-        assert str(found[1]) == "largest difference 0.5 (lm loss, step 2)"
+        assert str(found[1]) == "largest difference 0.5 (loss, step 2)"
 
     def test_the_last_bit_counts(self):
         (norm, loss) = differences(curve([3.0]), curve([math.nextafter(3.0, 4)]))
@@ -114,7 +115,7 @@ class TestChanges:
 
     def test_micro_batches_are_judged_by_the_bf16_twin(self):
         finding, commands = self.micro_batches(0.0312, 2.0**-11)
-        assert finding.passed and finding.limit == pytest.approx(64 * 2.0 ** (finding.name == "exact_grad_norm") / 2048)
+        assert finding.passed and finding.limit == pytest.approx(64 * 2.0 ** (finding.name == "grad_norm") / 2048)
         rest = f"--fp8-attention te --micro-batch-size 4 {NO_DROPOUT}"
         other = "--micro-batch-size 2 --global-batch-size 8"
         ours, twin = f"{SCRIPT} --fp8-level O2 --fp8-margin=1 {rest}", f"{SCRIPT} {rest} {EXACT}"
@@ -128,7 +129,7 @@ class TestChanges:
     @pytest.mark.parametrize("twin", [0.06, 1e3])
     def test_a_bug_that_the_twin_has_too_fails(self, twin):
         finding, _ = self.micro_batches(0.06, twin)
-        assert not finding.passed and finding.limit == pytest.approx(0.05 * (1 + (finding.name == "exact_grad_norm")))
+        assert not finding.passed and finding.limit == pytest.approx(0.05 * (1 + (finding.name == "grad_norm")))
         assert self.micro_batches(0.04, twin)[0].passed
 
     @pytest.mark.parametrize("change", [math.nan, math.inf])
@@ -191,15 +192,15 @@ class TestReport:
             if "--recompute-granularity" in words:
                 return curve([1.5])
             if "--save" in words:
-                raise ValueError("the run failed\nmegatron_fp8: --save there: not a folder; give one\n")
+                raise UserError("the run failed\nmegatron_fp8: --save there: not a folder; give one\n")
             if "--global-batch-size" in words:
-                raise ValueError("the run failed\nSegmentation fault\n")
+                raise UserError("the run failed\nSegmentation fault\n")
             return curve([1.0])
 
         assert invariants.report(self.made(answer, "--fp8-level O1 --micro-batch-size 2")) == 1
         assert capsys.readouterr().out.splitlines() == [
             "repeat           PASS     largest difference 0 (grad norm, step 1)",
-            "recompute        FAIL     largest difference 0.5 (lm loss, step 1)",
+            "recompute        FAIL     largest difference 0.5 (loss, step 1)",
             "tp gather        skipped  no tensor and sequence parallelism",
             "save and reload  skipped  --save there: not a folder; give one",
             "overlap          skipped  no data parallelism",
@@ -226,9 +227,9 @@ class TestReport:
     @pytest.mark.parametrize(
         ("losses", "norms", "what"),
         [
-            ([math.nan] * 4, [math.nan] * 4, "lm loss"),
+            ([math.nan] * 4, [math.nan] * 4, "loss"),
             ([1.0] * 4, [math.inf, math.nan] * 2, "grad norm"),
-            ([math.nan] * 4, [1.0] * 4, "lm loss"),
+            ([math.nan] * 4, [1.0] * 4, "loss"),
         ],
     )
     def test_a_run_that_is_never_finite(self, losses, norms, what):

@@ -334,7 +334,7 @@ def test_without_validation_the_training_loss_is_compared(tmp_path):
     report = reports(tmp_path)
     text = " ".join(Page(report["report.html"]).text)
     assert "The mean training loss of the last 5 % of steps (some runs lack a validation loss)" in text
-    assert "Not logged, so not judged: centred, log_z, grad_norm, update_norm, sharpness." in text
+    assert "Not logged, so not judged: sharpness, centred, log_z, grad_norm, update_norm." in text
     assert abs(float(table(report, "Wilcoxon p")[1]["gap"]) - GAP) < 0.005
 
 

@@ -130,6 +130,14 @@ def test_what_a_killed_sweep_left_running_is_ended(tmp_path):
     assert families(tmp_path) == []
 
 
+def test_a_script_that_does_not_load_the_plugin_is_told(tmp_path):
+    write(tmp_path, "{command: train.py --lr 0.1, steps: 3, seeds: 1, arms: {BF16: ''}}")
+    (tmp_path / "train.py").write_text("for i in (1, 2, 3): print(f' iteration {i}/ 3 | lm loss: 5.0E+00 |')")
+    output = done(tmp_path, *SWEEP, code=1)
+    said = "FAILED: the command wrote no numbers: it does not load megatron_fp8; begin it with pretrain_gpt_fp8.py, or"
+    assert said in output and [row.state for row in states(tmp_path)] == [FAILED]
+
+
 def test_ends_of_runs(tmp_path):
     arms = "well: '', nan: --nan-at 7, failed: --fail-at 9, early: --stop-at 20, mute: --stop-at 1"
     write(tmp_path, f"{{command: train.py --lr 0.1, steps: 30, seeds: 1, arms: {{{arms}}}}}")
@@ -141,7 +149,7 @@ def test_ends_of_runs(tmp_path):
         **dict.fromkeys(("failed", "early", "mute"), FAILED),
     }
     assert rows["failed"].error.splitlines()[0] == "exit code 1, at step 8 of 30"
-    assert rows["failed"].error.splitlines()[-1] == "the cause" and "iteration        8/" in rows["failed"].error
+    assert rows["failed"].error.splitlines()[-1] == "the cause" and "step 8\n" in rows["failed"].error
     assert rows["early"].error.startswith("ended early, at step 19 of 30")
     assert rows["mute"].error.startswith("ended early, at step 0 of 30")
     assert "found NaN" in rows["nan"].error and rows["nan"].exit_code == 1

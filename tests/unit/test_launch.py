@@ -1,11 +1,15 @@
 """Reading Megatron's log, and ending runs that fail or hang."""
 
 import math
-import threading
+import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
-from lab_runs import gone, wait_for
 from launch import RunFailed, Step, parse_step, parse_validation, torchrun
+
+from megatron_fp8 import processes
+from megatron_fp8.processes import TorchRun
 
 LINE = (
     " [2026-11-21 12:25:02.319620] iteration       10/      20 | consumed samples:           80 |"
@@ -32,16 +36,26 @@ def test_a_validation_is_read_and_not_taken_for_a_step():
     assert parse_step("Number of parameters in billions: 0.00") is None
 
 
+def test_another_process_may_print_into_the_line():
+    line = "Number of parameters: 7" + LINE.format(" lm loss: 5.0E+00 |", "", 0) + "Number of parameters in billions: 0"
+    assert parse_step(line).loss == 5
+
+
+def test_the_lines_of_a_real_run_are_read():
+    """By what Megatron's own source prints, so that a new version that changes it is noticed."""
+    text = Path(metadata.distribution("megatron-core").locate_file("megatron/training/training.py")).read_text()
+    for piece in (
+        "' iteration {:8d}/{:8d} |'",
+        "' {}: {:.6E} |'",
+        "f' grad norm: {grad_norm:.3f} |'",
+        "' number of skipped iterations: {:3d} |'",
+        "f' validation{suffix} loss at {prefix} | '",
+        "'{} value: {:.6E} | '",
+    ):
+        assert piece in text
+
+
 def test_a_run_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
-    """Its time begins when it hangs: a busy machine may take longer to start it than any bound of a test."""
-    hangs = threading.Event()
-
-    class Timer(threading.Timer):
-        def run(self):
-            hangs.wait(600)
-            super().run()
-
-    monkeypatch.setattr("launch.threading.Timer", Timer)
     script = tmp_path / "hang.py"
     script.write_text(
         "import subprocess, time\n"
@@ -49,14 +63,22 @@ def test_a_run_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
         "print('child', child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    with pytest.raises(RunFailed, match="killed after 1 s") as failure:
-        torchrun(
-            1, [str(script)], tmp_path / "log/hang.log", timeout=1, on_line=lambda line: "child" in line and hangs.set()
-        )
-    text = (tmp_path / "log/hang.log").read_text()
-    assert "full log: " in str(failure.value)
-    child = int(text.split("child ")[1].split()[0])
+    log, late = tmp_path / "log/hang.log", TorchRun.late
+    begun = lambda run, timeout: late(run, timeout) or "child" in log.read_text()  # noqa: E731
+    monkeypatch.setattr(TorchRun, "late", begun)  # however long it takes to start
+    monkeypatch.setattr(processes, "_PATIENCE", 1)
+    with pytest.raises(RunFailed, match="killed after 100 s") as failure:
+        torchrun(1, [str(script)], log, timeout=100)
+    assert "full log: " in str(failure.value) and failure.value.code == -9
+    child = int(log.read_text().split("child ")[1].split()[0])
     wait_for(lambda: gone(child))
+
+
+def test_a_run_is_late_after_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
+    (tmp_path / "hang.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(RunFailed, match="killed after 1 s"):
+        torchrun(1, [str(tmp_path / "hang.py")], tmp_path / "hang.log", timeout=1)
 
 
 def test_a_run_that_fails_shows_its_own_words(tmp_path):

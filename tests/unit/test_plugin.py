@@ -22,13 +22,23 @@ from megatron_fp8 import plugin
 
 
 @pytest.fixture
-def said_by(tmp_path):
-    """said_by(body): what a process of its own says as it fails; hooks are global."""
+def run(tmp_path):
+    """run(body): in a process of its own; hooks are global."""
+
+    def run(body: str) -> None:
+        (tmp_path / "hooks.py").write_text(HOOKS.format(body=body))
+        forked(1, [str(tmp_path / "hooks.py")], tmp_path / "log", timeout=250, env={"CUDA_VISIBLE_DEVICES": ""})
+
+    return run
+
+
+@pytest.fixture
+def said_by(run):
+    """said_by(body): what it says as it fails."""
 
     def said_by(body: str) -> str:
-        (tmp_path / "hooks.py").write_text(HOOKS.format(body=body))
         with pytest.raises(RunFailed) as failure:
-            forked(1, [str(tmp_path / "hooks.py")], tmp_path / "log", timeout=250, env={"CUDA_VISIBLE_DEVICES": ""})
+            run(body)
         return str(failure.value)
 
     return said_by
@@ -48,6 +58,24 @@ def test_importing_patches_nothing_installing_twice_hooks_once_and_uninstalling_
     code = HOOKS.format(body=body)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_what_a_run_rebinds_goes_with_the_run_and_what_the_process_does_stays(run):
+    from commands import MODEL
+
+    run(
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "init = GPTModel.__init__\n"
+        "plugin.install(); ours = arguments.parse_args\n"
+        "def read(*flags):\n"
+        f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', *flags]\n"
+        "    arguments.parse_args()\n"
+        "    return GPTModel.__init__ is not init\n"
+        "assert [read(), read('--fp8-level', 'O1'), read('--fp8-level', 'O2'), read()] == [False, True, True, False]\n"
+        "assert arguments.parse_args is ours and read('--fp8-level', 'O1')\n"
+        "plugin.uninstall()\n"
+        "assert arguments.parse_args is originals[0] and GPTModel.__init__ is init\n"
+    )
 
 
 def test_another_signature_is_refused(said_by):

@@ -9,7 +9,7 @@ import pytest
 from commands import O1, error_of
 from lab_runs import ROOT, TRAINING, gone, wait_for
 
-from megatron_fp8.lab.sweep import runner
+from megatron_fp8 import processes
 from megatron_fp8.lab.trial.run import (
     TRACKER,
     WRITING,
@@ -132,7 +132,7 @@ def test_a_folder_that_is_not_there(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "LAUNCHER", (sys.executable,))
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
     (tmp_path / "train.py").write_text(TRAINING)
     return lambda flags, **options: curves(
         [str(tmp_path / "train.py"), "--lr", "0.1", *flags.split()], 1, tmp_path / "run", **options
@@ -144,7 +144,12 @@ def test_curves(run, tmp_path):
     assert list(found["loss"]) == list(found["grad_norm"]) == list(range(1, 13))
     assert found["loss"][12] < found["loss"][1]
     assert list(found["sharpness"]) == [5, 10] and list(found["validation_loss"]) == [12]
-    assert "validation loss" in (tmp_path / "run/log.txt").read_text()
+    assert (tmp_path / "run/log.txt").read_text().startswith("step 1\nstep 2\n")
+
+
+def test_a_script_that_does_not_load_the_plugin_is_told(tmp_path, run):
+    (tmp_path / "train.py").write_text("print(' iteration 1/ 1 | lm loss: 5.0E+00 |')")
+    assert "-m megatron_fp8 and the script" in error_of(run, "--train-iters 1")
 
 
 def test_a_run_is_stopped_when_it_has_made_the_steps(run, tmp_path):
@@ -154,11 +159,13 @@ def test_a_run_is_stopped_when_it_has_made_the_steps(run, tmp_path):
     assert gone(int((tmp_path / "begun").read_text().split()[0]))
 
 
-def test_a_run_that_fails_says_why(run, tmp_path):
+def test_a_run_that_fails_says_why(run, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"(?s)^the run in .*/run failed with exit code 1, at step 2\n.*the cause"):
         run("--train-iters 12 --fail-at 3")
-    with pytest.raises(ValueError, match=r"(?s)^the run in .*/run took more than --timeout 6 s, at step 3\n"):
-        run(f"--train-iters 12 --hang-at 4 --begun {tmp_path}/begun", timeout=6)
+    # however long it takes to begin
+    monkeypatch.setattr(processes.TorchRun, "late", lambda run, timeout: timeout is not None and run.last == 3)
+    with pytest.raises(ValueError, match=r"(?s)^the run in .*/run took more than --timeout 3 s, at step 3\n"):
+        run(f"--train-iters 12 --hang-at 4 --begun {tmp_path}/begun", timeout=3)
     assert gone(int((tmp_path / "begun").read_text().split()[0]))
 
 
@@ -171,9 +178,9 @@ def test_a_signal_ends_the_run_too(number, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     program = (
         "import signal, sys; from pathlib import Path\n"
-        "from megatron_fp8.lab.sweep import runner; from megatron_fp8.lab.trial import run\n"
+        "from megatron_fp8 import processes; from megatron_fp8.lab.trial import run\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background has turned off
-        "runner.LAUNCHER = (sys.executable,)\n"
+        "processes.LAUNCHER = (sys.executable,)\n"
         "run.curves(sys.argv[1:], 1, Path('run'))"
     )
     flags = ["--lr", "0.1", "--train-iters", "9", "--hang-at", "2", "--begun", "begun"]
@@ -184,7 +191,7 @@ def test_a_signal_ends_the_run_too(number, tmp_path):
         stderr=subprocess.DEVNULL,
     )
     log = tmp_path / "run/log.txt"
-    wait_for(lambda: log.is_file() and "iteration        1/" in log.read_text())
+    wait_for(lambda: log.is_file() and "step 1" in log.read_text())
     parent.send_signal(number)
     assert parent.wait(250) != 0
     pid = int((tmp_path / "begun").read_text().split()[0])

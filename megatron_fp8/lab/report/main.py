@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import UserError
+from ...metrics import STEP_MS
 from ..sweep.progress import duration
-from ..sweep.runner import STEP_MS
 from ..sweep.store import DONE, FAILED, NOT_FINITE, Store
 from .curves import steps_ratio
 from .pieces import Log, Picture, Section, Table, between, number

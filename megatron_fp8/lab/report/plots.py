@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
-from ..sweep.runner import LOSS
+from ...metrics import LOSS
 from .curves import smooth
 from .pieces import Picture
 from .results import Cell, Result, Results, healthy

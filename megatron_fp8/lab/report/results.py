@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..sweep.runner import LOSS, VALIDATION_LOSS
+from ...metrics import LOSS, VALIDATION_LOSS
 from ..sweep.store import DONE, NOT_FINITE, Row, Store
 from .curves import Divergence, divergence, final_loss
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from ..sweep.runner import LOSS
+from ...metrics import LOSS
 from ..sweep.store import DONE, FAILED, NOT_FINITE, RUNNING, WAITING
 from . import onset_section, plots, signal_sections, statistics
 from .curves import CAUSES, RULE, spike_score, steps_ratio

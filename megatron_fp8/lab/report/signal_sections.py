@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..sweep.runner import LOSS
+from ...metrics import LOSS
 from . import plots
 from .early_warning import ENOUGH, WINDOW, Signal, alarms, auroc, held_out, rise, threshold
 from .pieces import Section, Table, between, number, percents
@@ -13,20 +13,17 @@ from .results import Cell, Result, Results
 from .statistics import median, wilson
 
 LEADS = (0.01, 0.05, 0.1)  # of a run's steps
-_SHARPNESS = "sharpness"  # what a signal of this kind has in its name
-_OTHERS = ("centred", "log_z", "grad_norm", "update_norm")  # centred: sharpness of the mean-centred logits
+_SIGNALS = ("sharpness", "centred", "log_z", "grad_norm", "update_norm")  # centred: of the mean-centred logits
 
 
 def absent(results: Results) -> list[str]:
     """The signals that no run logged."""
-    missing = [name for name in _OTHERS if name not in results.signals]
-    return missing + ([] if any(_SHARPNESS in name for name in results.signals) else [_SHARPNESS])
+    return [name for name in _SIGNALS if name not in results.signals]
 
 
 def _watched(results: Results) -> list[str]:
     """The signals that may warn, and the loss to measure them by."""
-    sharp = [name for name in results.signals if _SHARPNESS in name]
-    return [*sharp, *(name for name in _OTHERS if name in results.signals), LOSS]
+    return [*(name for name in _SIGNALS if name in results.signals), LOSS]
 
 
 def over_time(results: Results) -> Section:

@@ -29,9 +29,11 @@ from importlib import metadata
 from pathlib import Path
 
 from ...errors import UserError
+from ...metrics import LOSS
+from ...processes import living, stop
 from .plan_file import SweepPlan, flag_value, read_plan, split_words
 from .progress import Progress
-from .runner import LOSS, Training, living, stop
+from .runner import NOT_LOADED, Training
 from .store import DONE, FAILED, NOT_FINITE, RUNNING, WAITING, Row, Store, TakenAway
 
 _BEAT = 5.0  # seconds between two looks at the store, and between two writes to it for a run
@@ -186,9 +188,8 @@ class _Sweep:
             for step, values in active.training.read():
                 active.points += [(step, name, value) for name, value in values.items()]
             now = time.monotonic()
-            late = self.plan.timeout is not None and now - active.training.started > self.plan.timeout
             try:
-                if code is not None or late:
+                if code is not None or active.training.late(self.plan.timeout):
                     self._finish(active, code, progress)
                 elif now - active.written > _BEAT:
                     self._write(active)
@@ -211,7 +212,7 @@ class _Sweep:
         elif training.not_finite:
             state, error = NOT_FINITE, training.end()
         else:
-            reason = "ended early" if code == 0 else f"exit code {code}"
+            reason = f"exit code {code}" if code else "ended early" if training.loads_plugin else NOT_LOADED
             if code is None:
                 reason = f"killed after {self.plan.timeout:g} s"
             state, error = FAILED, f"{reason}, at step {training.last} of {self.plan.steps}\n{training.end()}"

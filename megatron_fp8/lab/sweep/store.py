@@ -36,8 +36,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
+from ...processes import identity, living
 from .plan_file import SweepPlan, SweepRun
-from .runner import identity, living
 
 VERSION = 1
 WAITING, RUNNING, DONE, FAILED, NOT_FINITE = "waiting", "running", "done", "failed", "not finite"

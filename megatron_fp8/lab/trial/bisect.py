@@ -28,7 +28,6 @@ would save is not saved.
 
 import json
 import math
-import re
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
@@ -37,19 +36,19 @@ from pathlib import Path
 
 from ...errors import UserError
 from ...flags.config import BF16_FLAG
-from ...flags.emulate import OPERANDS, matches, plan_from_flags
+from ...flags.emulate import matches, read_operands
+from ...flags.level import is_stock
+from ...metrics import LINEARS, LOSS
 from ..sweep.plan_file import flag_value, split_words
 from ..sweep.progress import duration
-from ..sweep.runner import LOSS
-from .bisect_search import expand, patterns, search
-from .run import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, other_micro_batches, without
+from .bisect_search import in_order, patterns, search
+from .run import NO_DROPOUT, WRITING, add_command, has_dropout, loaded, numbers, other_micro_batches, without
 
 Curves = dict[str, dict[int, float]]
 
 _TWIN = (BF16_FLAG, "*")
 _ABOVE = 5.0  # noise floors that a gap must have: each share is then known to about a quarter
 LEAST_POINTS = 3  # of a measure, over which a gap means anything
-_LINEARS = re.compile(rf"\[fp8\] {BF16_FLAG}: \d+ of \d+ linears stay in BF16: (.*)")
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
 
@@ -74,7 +73,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--folder {args.folder}: is a file; name a folder")
     if not 0 < args.share <= 1:
         raise UserError(f"--share {args.share}: use a share above 0, to 1")
-    if flag_value(args.command, "--fp8-emulate") is None and flag_value(args.command, "--fp8-level") in (None, "O0"):
+    if flag_value(args.command, "--fp8-emulate") is None and is_stock(flag_value(args.command, "--fp8-level")):
         raise UserError("the command has no GEMM in FP8, nothing to bisect; add --fp8-level or --fp8-emulate to it")
     try:
         _Bisect(args).run()
@@ -103,8 +102,7 @@ def gemm_flags(command: list[str]) -> list[list[str]]:
     if emulate is None:
         wgrad_in_fp8 = flag_value(command, "--fp8-gemm") != "bf16" and "--no-fp8-wgrad" not in command
         return [["--no-fp8-wgrad"]] if wgrad_in_fp8 else []
-    plan = plan_from_flags(emulate)
-    used = {operand: how for operand in OPERANDS if (how := getattr(plan, operand)) is not None}
+    used = {operand: how for operand, how in read_operands(emulate).items() if how is not None}
     if len(used) < 2:
         return []
     kept = [",".join(f"{name}={how}" for name, how in used.items() if name != operand) for operand in used]
@@ -143,9 +141,9 @@ class _Results:
         count, began = len(self.runs) + 1, time.monotonic()
         print(f"run {count}: {label}", flush=True)
         folder = self.folder.resolve() / "runs" / f"{count:03}"
-        run = curves([*self.command, *flags], self._args.processes, folder, self._args.timeout, self._args.steps)
-        if not self.linears and (found := _LINEARS.search((folder / "log.txt").read_text(errors="replace"))):
-            self.linears = expand(found[1])
+        args = self._args
+        run, facts = numbers([*self.command, *flags], args.processes, folder, args.timeout, args.steps)
+        self.linears = self.linears or in_order(facts.get(LINEARS, ()))
         self.runs[key] = run
         content = {**self._same, "linears": self.linears, "runs": self.runs}
         unfinished = self._file.with_suffix(".tmp")
@@ -166,10 +164,10 @@ class _Bisect:
         """Make the runs that are missing and print what they show."""
         twin = self.results.of([*_TWIN], "all linears in BF16, the twin")
         if not twin.get(self.args.measure):
-            raise UserError(f"--measure {self.args.measure}: not in the log, which has {', '.join(twin) or 'nothing'}")
+            raise UserError(f"--measure {self.args.measure}: not logged; use one of {', '.join(twin) or 'nothing'}")
         self.twin = {name: twin.get(name, {}) for name in self.measures}
         if not self.results.linears:
-            raise UserError(f"the command's log does not say {BF16_FLAG}: is it a GPT with this plugin installed?")
+            raise UserError(f"{BF16_FLAG} '*' keeps no linear of the command in BF16: is its model Megatron's GPT?")
         self.linears = self.results.linears
         if self.kept is not None:
             kept = tuple(self.kept.split(","))

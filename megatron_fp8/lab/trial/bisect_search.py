@@ -96,17 +96,9 @@ def layer_of(name: str) -> tuple[str, int]:
     return _parts(name)[:2]
 
 
-def expand(text: str) -> list[str]:
-    """The names in a log's short form of them, which layers/chosen.py writes."""
-    names = []
-    for word in text.split():
-        found = re.fullmatch(r"(.*\.layers\.)([\d,-]+)(\..*)", word)
-        for run in found[2].split(",") if found else ():
-            first, _, last = run.partition("-")
-            names += [f"{found[1]}{number}{found[3]}" for number in range(int(first), int(last or first) + 1)]
-        if not found:
-            names.append(word)
-    return sorted(names, key=lambda name: _parts(name)[:2])  # stable: the kinds of a layer keep their order
+def in_order(linears: Iterable[str]) -> list[str]:
+    """Linears by block and layer; those of a layer keep their order."""
+    return sorted(linears, key=layer_of)
 
 
 def patterns(chosen: Iterable[str], linears: Sequence[str]) -> str:

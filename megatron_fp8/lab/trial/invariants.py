@@ -9,8 +9,8 @@
                                                                                          ranks, else within rounding
     micro-batches     their size: half, or the like; twice where it is 1                 within rounding
 
-Equal: losses and gradient norms of all steps, bit for bit (`--fp8-log-exact`; a norm takes in every gradient). Where
-not even `repeat` is equal, these checks can show nothing, and are left out: --deterministic-mode makes it so.
+Equal: losses and gradient norms of all steps, bit for bit (a norm takes in every gradient). Where not even `repeat` is
+equal, these checks can show nothing, and are left out: --deterministic-mode makes it so.
 
 Within rounding: the largest difference of the losses, and that of the norms, is at most
 
@@ -32,12 +32,13 @@ from itertools import count
 from pathlib import Path
 
 from ...errors import UserError
-from ...flags.level import CELLS
+from ...flags.level import CELLS, is_stock
+from ...metrics import LOSS
 from ..sweep.plan_file import flag_value
 from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, without
 
 Curves = dict[str, dict[int, float]]
-_EXACT = "exact_"  # what the names of --fp8-log-exact's numbers begin with
+_COMPARED = (LOSS, "grad_norm")
 _ROUNDING = 64
 _LEAST, _MOST = 2.0**-12, 0.05  # of a number, that a limit is
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
@@ -67,7 +68,7 @@ class Finding:
         return self.difference <= self.limit
 
     def __str__(self) -> str:
-        what = self.name.removeprefix(_EXACT).replace("_", " ")
+        what = self.name.replace("_", " ")
         allowed = f"; allowed {self.limit:.3g}" if self.limit else ""
         return f"largest difference {self.difference:.3g} ({what}, step {self.step}){allowed}"
 
@@ -95,15 +96,15 @@ class Trials:
         self._numbers = count()
 
     def run(self, command: Sequence[str] | None = None, steps: int | None = None, again: bool = False) -> Curves:
-        """{name: {step: value}} of the exact numbers of a run.
+        """{name: {step: value}} of the loss and the gradient norm of a run.
 
         command: the user's by default. steps: `self.steps` by default. again: make it also if it was made.
         """
-        words = (*(self.command if command is None else command), "--log-interval", "1", "--fp8-log-exact")
+        words = (*(self.command if command is None else command), "--log-interval", "1")
         if words not in self._made or again:
             folder = self.folder / f"run{next(self._numbers)}"
             found = curves(words, self.processes, folder, self.timeout, steps or self.steps)
-            self._made[words] = {name: curve for name, curve in found.items() if name.startswith(_EXACT)}
+            self._made[words] = {name: curve for name, curve in found.items() if name in _COMPARED}
         return self._made[words]
 
     def size(self, flag: str) -> int:
@@ -119,7 +120,7 @@ class Trials:
     def in_fp8(self) -> bool:
         """Whether the command has a level, or emulates."""
         level = flag_value(tuple(self.command), "--fp8-level")
-        return level not in (None, "O0") or flag_value(tuple(self.command), "--fp8-emulate") is not None
+        return not is_stock(level) or flag_value(tuple(self.command), "--fp8-emulate") is not None
 
     def twin(self) -> list[str]:
         """The command in BF16: its own layers and engine, nothing rounded further."""
@@ -200,7 +201,7 @@ def tp_gather(trials: Trials) -> Finding:
     level = flag_value(command, "--fp8-level")
     if trials.size("--tensor-model-parallel-size") == 1 or "--sequence-parallel" not in command:
         raise Skipped("no tensor and sequence parallelism")
-    if level in (None, "O0") or flag_value(command, "--fp8-emulate") or flag_value(command, "--fp8-gemm") == "bf16":
+    if is_stock(level) or flag_value(command, "--fp8-emulate") or flag_value(command, "--fp8-gemm") == "bf16":
         raise Skipped("no FP8 GEMMs")
     cell = next(cell for cell in CELLS if cell.flag == flag)
     other = "bf16" if (flag_value(command, flag) or cell.at(level)) == "fp8" else "fp8"
@@ -268,7 +269,7 @@ def report(trials: Trials) -> int:
             repeats &= finding.passed or check is not repeat
         except Skipped as reason:
             verdict, text = "skipped", str(reason)
-        except ValueError as error:
+        except UserError as error:
             verdict, text = _not_run(str(error))
         failed |= verdict == "FAIL"
         print(f"{name:17}{verdict:9}{text}", flush=True)
@@ -283,7 +284,7 @@ def _check_says_something(found: Curves, steps: int) -> None:
         raise UserError(f"the command ends after {made} of {steps} steps; {remedy}")
     for name, curve in found.items():
         if not any(map(math.isfinite, curve.values())):
-            what = name.removeprefix(_EXACT).replace("_", " ")
+            what = name.replace("_", " ")
             raise UserError(f"the command's {what} is finite in no step; take an earlier --load, or a lower --lr")
 
 

@@ -8,16 +8,15 @@ The command is a plan's (plan_file.py): a script, or -m and a module, and flags;
 import argparse
 import contextlib
 import math
-import select
-import signal
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ...metrics import LOSS
+from ...processes import ended_like_ctrl_c
 from ..sweep.plan_file import flag_value
-from ..sweep.runner import LOSS, Training
+from ..sweep.runner import NOT_LOADED, Training
 
 WRITING = (  # flags that would mix a trial's output with the user's own, end it before its time, or change its course
     *("--save", "--save-interval", "--persistent-save-interval", "--non-persistent-save-interval"),
@@ -30,7 +29,6 @@ WRITING = (  # flags that would mix a trial's output with the user's own, end it
 )
 TRACKER = "latest_checkpointed_iteration.txt"  # where Megatron notes the last checkpoint of a folder
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
-_WAIT = 0.5  # seconds to wait for output
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +117,14 @@ def check_folder_of(flag: str, file: str | Path | None) -> None:
 def curves(
     command: Sequence[str], processes: int, folder: Path, timeout: float | None = None, steps: int | None = None
 ) -> dict[str, dict[int, float]]:
-    """Run the command and read its log.
+    """`numbers` without the facts."""
+    return numbers(command, processes, folder, timeout, steps)[0]
+
+
+def numbers(
+    command: Sequence[str], processes: int, folder: Path, timeout: float | None = None, steps: int | None = None
+) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
+    """Run the command and read what it logs.
 
     Args:
         command, processes, folder: runner.Training's; an earlier run's folder is deleted.
@@ -127,45 +132,29 @@ def curves(
         steps: take so many (after --load, so many more) and stop the run in the next; None: let it end by itself.
 
     Returns:
-        {name: {step: value}} of all that runner.read_line reads. A run that ended by itself because something was
-        not finite counts as one that ended well: its curves are shorter.
+        {name: {step: value}} of all that it logged, and the facts of the whole run (megatron_fp8/metrics.py). A run
+        that ended by itself because something was not finite counts as one that ended well: its curves are shorter.
 
     Raises UserError with the end of the log for a run that failed.
     """
     found: dict[str, dict[int, float]] = {}
     training = Training(command, processes, folder, {})
-    try:
-        with _ended_like_ctrl_c():
-            while True:
-                code = training.poll()  # before reading: what is printed until the end is then there
-                for step, values in training.read():
-                    for name, value in values.items():
-                        found.setdefault(name, {})[step] = value
-                if steps is not None and len(made := sorted(found.get(LOSS, ()))) > steps:
-                    last = made[steps - 1]  # which nothing more is printed of
-                    return {name: {k: v for k, v in curve.items() if k <= last} for name, curve in found.items()}
-                late = timeout is not None and time.monotonic() - training.started > timeout
-                if code is not None or late:
-                    break
-                if training.silent:
-                    time.sleep(_WAIT)
-                else:
-                    select.select([training], [], [], _WAIT)
+    with contextlib.closing(training), ended_like_ctrl_c():
+        while True:
+            code = training.poll()  # before reading: what is logged until the end is then there
+            for step, values in training.read():
+                for name, value in values.items():
+                    found.setdefault(name, {})[step] = value
+            if steps is not None and len(made := sorted(found.get(LOSS, ()))) > steps:
+                last = made[steps - 1]  # which nothing more is logged of
+                cut = {name: {k: v for k, v in curve.items() if k <= last} for name, curve in found.items()}
+                return cut, training.facts
+            if code is not None or training.late(timeout):
+                break
+            training.wait()
         if code != 0 and not training.not_finite:
             reason = f"took more than --timeout {timeout:g} s" if code is None else f"failed with exit code {code}"
             raise UserError(f"the run in {folder} {reason}, at step {training.last}\n{training.end()}")
-        return found
-    finally:
-        training.close()
-
-
-@contextlib.contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
-    """Let a signal that ends this process end the run too: the run is in a session of its own."""
-    numbers = signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+        if not training.loads_plugin:
+            raise UserError(NOT_LOADED)
+        return found, training.facts

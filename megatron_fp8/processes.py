@@ -1,0 +1,163 @@
+"""Child processes that are stopped with all that descends from them, and a training run as one: under torchrun."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+# --standalone finds a free port by itself; the default host name need not be one that resolves.
+LAUNCHER = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+    *("--nproc-per-node", "{processes}"),
+)
+_PATIENCE = 10  # seconds for a run to end by itself when asked to
+_WAIT = 0.5  # seconds to wait for output, and for a signal to be noticed
+_TAIL = 25
+
+
+def identity(pid: int) -> str:
+    """A process' number and birth: what no later process has."""
+    return f"{pid}:{psutil.Process(pid).create_time():.2f}"
+
+
+def living(identity_: str | None) -> psutil.Process | None:
+    """The process of an `identity` of this machine, if it still lives."""
+    pid, _, born = (identity_ or "").partition(":")
+    with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+        process = psutil.Process(int(pid))
+        if abs(process.create_time() - float(born)) < 2 and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    return None
+
+
+def stop(process: psutil.Process) -> None:
+    """End a process and all that descend from it: politely, and after some seconds for good."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [process, *process.children(recursive=True)]
+        process.terminate()  # torchrun then ends its workers
+        _, left = psutil.wait_procs(family, timeout=_PATIENCE)
+        for member in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(left, timeout=_PATIENCE)
+
+
+@contextlib.contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Make a signal that ends this process a KeyboardInterrupt, so that it closes its runs: in a session of their own
+    they do not get it."""
+    numbers = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+class TorchRun:
+    """A command under torchrun, whose output goes to a log.
+
+    Args:
+        command: a script, or -m and a module, and flags.
+        processes: so many on this machine.
+        log: file for everything that they print; its folder is made if need be.
+        environment: variables to set beside those of this process.
+        folder: where it runs; None: here.
+        own_session: a Ctrl-C at the terminal is not for the run but for whoever started it, who must then close it.
+
+    Attributes:
+        silent: whether it can print no more.
+        started: time.monotonic() at its start.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int,
+        log: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+        own_session: bool = False,
+    ):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.silent, self.started = False, time.monotonic()
+        self._log, self._rest, self._tail = log.open("wb"), b"", deque[str](maxlen=8 * _TAIL)
+        self._process = subprocess.Popen(
+            [*(word.replace("{processes}", str(processes)) for word in LAUNCHER), *command],
+            cwd=folder,
+            env={"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=own_session,
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self.identity = identity(self._process.pid)
+
+    def fileno(self) -> int:
+        """For select: there is something to read."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def lines(self) -> list[str]:
+        """What has been printed since the last call: whole lines, but for the last of all."""
+        text = b""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.fileno(), 1 << 16):
+                text += part
+            self.silent = True
+        self._log.write(text)
+        self._log.flush()
+        *whole, self._rest = (self._rest + text).split(b"\n")
+        if self.silent and self._rest:
+            whole, self._rest = [*whole, self._rest], b""
+        lines = [line.decode(errors="replace").rstrip("\r") for line in whole]
+        self._tail.extend(lines)
+        return lines
+
+    def poll(self) -> int | None:
+        """The exit code, negative: the signal; None while the run lasts. Ask before reading: all is there then."""
+        return self._process.poll()
+
+    def wait(self) -> None:
+        """Wait a moment for output, or for the end."""
+        if self.silent:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_WAIT)
+        else:
+            select.select([self], [], [], _WAIT)
+
+    def late(self, timeout: float | None) -> bool:
+        """Whether it has taken more than so many seconds; never with None."""
+        return timeout is not None and time.monotonic() - self.started > timeout
+
+    def end(self) -> str:
+        """The last lines that it printed itself."""
+        return last_words([*self._tail, *filter(None, [self._rest.decode(errors="replace")])])
+
+    def close(self) -> None:
+        """Stop the run, if it still lasts, and close its log."""
+        if self._process.poll() is None:
+            stop(psutil.Process(self._process.pid))
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._log.close()
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """The last lines before torchrun's own report of a failure, which says nothing of its cause."""
+    own = (i for i, line in enumerate(lines) if "torch/distributed/elastic/multiprocessing/api.py" in line)
+    return "\n".join(lines[: next(own, len(lines))][-_TAIL:])

@@ -1,0 +1,104 @@
+"""Processes as children: what they print, and that all of them end."""
+
+import subprocess
+import sys
+
+import psutil
+from lab_runs import wait_for
+
+from megatron_fp8 import processes
+from megatron_fp8.processes import TorchRun, identity, last_words, living
+
+
+def test_torchrun_starts_every_process_and_its_failure_is_told(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\n"
+        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    open(sys.argv[2], 'w').close()\n"
+        "    time.sleep(600)\n"
+        "while not os.path.exists(sys.argv[2]):\n"
+        "    time.sleep(0.05)\n"
+        "sys.exit('the cause')\n"
+    )
+    run = TorchRun(("train.py", "--to", "begun"), 2, tmp_path / "logs/log.txt", {}, folder=tmp_path)
+    try:
+        while run.poll() is None:
+            run.wait()
+            run.lines()
+        run.lines()
+        assert run.poll() == 1 and run.silent
+        assert "the cause" in run.end() and "ChildFailedError" not in run.end()
+    finally:
+        run.close()
+    log = (tmp_path / "logs/log.txt").read_text()
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 ['--to', 'begun']" in log
+    assert "ChildFailedError" in log
+
+
+def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "print('child', child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    log = tmp_path / "log.txt"
+    run = TorchRun((str(script),), 1, log, {})
+
+    def started():
+        run.lines()
+        return "child" in log.read_text()
+
+    wait_for(started, 60)
+    child = psutil.Process(int(log.read_text().split("child ")[1].split()[0]))
+    family = [child, *child.parents()[:2]]  # the script, torchrun
+    monkeypatch.setattr(processes, "_PATIENCE", 1)
+    run.close()
+    for process in family:
+        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_lines_are_whole_but_for_the_last_of_all(tmp_path, monkeypatch):
+    """Whatever comes in which read."""
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
+    (tmp_path / "train.py").write_text(
+        "import os, time\n"
+        "for i, text in enumerate(['on', 'e\\ntwo\\r\\n', '\\n', 'thr', 'ee']):\n"
+        "    os.write(1, text.encode())\n"
+        "    while not os.path.exists(f'read{i}'):\n"
+        "        time.sleep(0.01)\n"
+    )
+    run, log, read, size = TorchRun(("train.py",), 1, tmp_path / "log.txt", {}, tmp_path), tmp_path / "log.txt", [], 0
+    for i, (more, expected) in enumerate([(2, []), (7, ["one", "two"]), (1, [""]), (3, []), (2, [])]):
+        size, read = size + more, []
+        while log.stat().st_size < size:
+            run.wait()
+            read += run.lines()
+        assert read == expected
+        (tmp_path / f"read{i}").touch()
+    read = []
+    while not run.silent:
+        run.wait()
+        read += run.lines()
+    run.close()
+    assert read == ["three"] and run.end() == "one\ntwo\n\nthree"
+
+
+def test_last_words_are_the_runs_own():
+    lines = [*map(str, range(40)), "E0101 torch/distributed/elastic/multiprocessing/api.py:874] failed", "Error: ..."]
+    assert last_words(lines).split("\n") == [*map(str, range(15, 40))]
+    assert last_words(["a", "b"]) == "a\nb" and last_words([]) == ""
+
+
+def test_a_living_process_is_told_from_a_later_one():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        known = identity(process.pid)
+        assert living(known).pid == process.pid
+        assert living(f"{process.pid}:1000.00") is None
+        process.kill()
+    for gone in (known, "", None, "x:y"):
+        assert living(gone) is None
