@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from lab_runs import gone, wait_for
 from launch import RunFailed, Step, parse_step, parse_validation, torchrun
 
 from megatron_fp8 import processes
