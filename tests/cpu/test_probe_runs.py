@@ -33,6 +33,7 @@ class Probed:
         self.linears = {step: json.loads(file.read_text())["linears"] for step, file in files.items()}
 
     def all_of(self, step, gemm, number):
+        assert self.linears[step]
         return [linear[gemm][number] for linear in self.linears[step].values()]
 
 
