@@ -148,7 +148,7 @@ def test_the_verb_on_a_checkpoint(tmp_path, monkeypatch, capsys):
 def trials(tmp_path, monkeypatch):
     def trials(flags, script="pretrain_gpt_fp8.py", processes=1):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return Trials([str(ROOT / script), *TINY_GPT, *flags.split()], processes, 120, 1, 4, tmp_path)
+        return Trials([str(ROOT / script), *TINY_GPT, *flags.split()], processes, 900, 1, 4, tmp_path)
 
     return trials
 
