@@ -87,7 +87,8 @@ def test_two_processes_count_the_shared_scale_and_overlap(tmp_path):
     # With mu = 1 gradients that agree saturate in the sum, none before it.
     assert max(value for name, value in last.items() if name.endswith("wgrad_reduced_saturations%")) > 0.1
     assert {value for name, value in last.items() if name.endswith("wgrad_overflows%")} == {0.0}
-    assert all(15 < value < 35 for name, value in last.items() if name.endswith("snr_db"))
+    noise = [value for name, value in last.items() if name.endswith("wgrad_reduced_snr_db")]
+    assert len(noise) == 2 * 5 and all(15 < value < 35 for value in noise)
     assert len(logged.lines) == 1 and "most saturations" in logged.lines[0]
     assert plain(2, flags).losses == logged.run.losses
 
