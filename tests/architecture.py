@@ -182,8 +182,8 @@ class _Grads:
     def __init__(self):
         self.sum = 0
 
-    def add(self, wgrad):
-        self.sum = self.sum + wgrad(dtype=torch.float32)
+    def take(self, product):
+        self.sum = self.sum + product.compute(dtype=torch.float32)
 
 
 def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
