@@ -139,22 +139,22 @@ def record(micro_batches: int) -> None:
 
     from megatron.training import training
 
-    from megatron_fp8.layers.linear import Fp8Weight
+    from megatron_fp8.engine.owned import OwnedWeight
 
-    stock_step, add_grad = training.train_step, Fp8Weight.add_grad
+    stock_step, take = training.train_step, OwnedWeight.take_gradient
     kept: dict[str, list[torch.Tensor]] = {}
     done = 0
 
-    def keep(weight, wgrad):
+    def keep(weight, product):
         name = f"{weight.layer_number}.{weight.path.rpartition('.')[2]}"
         if name in RECORDED_LINEARS:
-            kept.setdefault(name, []).append(wgrad(dtype=torch.float32).view(-1)[:ELEMENTS].clone())
+            kept.setdefault(name, []).append(product.compute(dtype=torch.float32).view(-1)[:ELEMENTS].clone())
 
     def train_step(forward_step, data, model, optimizer, scheduler, config, forward_backward, *rest, **options):
         nonlocal done
         done += 1
         if done in RECORDED_STEPS:
-            Fp8Weight.add_grad = keep
+            OwnedWeight.take_gradient = keep
             forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=data,
@@ -165,7 +165,7 @@ def record(micro_batches: int) -> None:
                 decoder_seq_length=None,
                 forward_only=False,
             )
-            Fp8Weight.add_grad = add_grad
+            OwnedWeight.take_gradient = take
             torch.save({name: torch.stack(kept.pop(name)) for name in RECORDED_LINEARS}, RECORDS / f"step{done}.pt")
         return stock_step(forward_step, data, model, optimizer, scheduler, config, forward_backward, *rest, **options)
 

@@ -20,6 +20,7 @@ from megatron_fp8 import ops
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2
 from megatron_fp8.numerics.blocks import PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed
+from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import reference
 from megatron_fp8.ops.triton import blocks, cast
 
@@ -112,7 +113,8 @@ def check() -> None:
         a, b, scale = payload(2048, 4096, fmt), payload(1024, 4096), scalar(0.01)
         exact = (a.float().double() @ b.float().double().t()) * 1e-4
         for dtype in (torch.bfloat16, torch.float32):
-            got = ops.gemm(a, b, scale, scale, out_dtype=dtype, fast_accum=fast)
+            operands = ScaledTensor(a, scale), ScaledTensor(b, scale)
+            got = ops.gemm(*operands, ops.Epilogue(dtype=dtype), fast_accum=fast)
             error = ((got.double() - exact).norm() / exact.norm()).item()
             print(f"gemm {fmt.name} x e4m3 -> {dtype}, fast_accum {fast}: relative error {error:.1e}")
             assert error < 5e-3
@@ -243,7 +245,7 @@ def bench_gemm(table: Table) -> None:
             ("wgrad", (n, k, TOKENS), E5M2),
         ]:
             a, b = payload(shape[0], shape[2], fmt), payload(shape[1], shape[2])
-            operands, fast = (a, b, scale, scale), direction == "forward"
+            operands, fast = (ScaledTensor(a, scale), ScaledTensor(b, scale)), direction == "forward"
             if direction != "wgrad":
                 table.add(
                     f"{direction} {name}",
@@ -257,7 +259,7 @@ def bench_gemm(table: Table) -> None:
                 table.add(
                     f"wgrad {name} fp32 {'+=' if accumulate else '='}",
                     shape,
-                    lambda o=operands, out=out, add=accumulate: ops.gemm(*o, out=out, accumulate=add),
+                    lambda o=operands, out=out, add=accumulate: ops.gemm(*o, ops.Epilogue(into=out, accumulate=add)),
                     flops=flops,
                 )
         x, w = randn(TOKENS, k), randn(n, k)

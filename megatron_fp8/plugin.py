@@ -21,7 +21,7 @@ What is hooked, and why not something more official:
     training.training.training_log, evaluate and evaluate_and_print_results
                                                 what they are given and return goes to MEGATRON_FP8_METRICS, at every
                                                 level (monitor/logged.py).
-    training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (layers/linear.py).
+    training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (checkpoint/dumps.py).
     activation_logging.LINEAR_TYPES,            of what is written beside checkpoints: without Transformer Engine some
     dgrad_logging.LINEAR_TYPES                  types are mock objects, on which stock's isinstance fails.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
@@ -61,6 +61,7 @@ from typing import Any
 import torch
 
 from . import cpu
+from .flags import log
 from .flags.checks import (
     check_data_files,
     check_device,
@@ -72,12 +73,14 @@ from .flags.checks import (
     set_max_connections,
 )
 from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, config_from_args
-from .flags.probe import ProbePlan, logs_update_norm, probe_from_args
+from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.usage import escape_bad_help, one_line_usage_errors
 from .metrics import begin
 
-_originals: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of rebinding
+Rebound = list[tuple[Any, str, Any]]  # (owner, name, original), in the order of rebinding
+_of_process: Rebound = []  # by install(): what reads the flags of every run
+_of_run: Rebound = []  # for what the flags of one run ask for; put back when the next run's are read
 
 
 def install() -> None:
@@ -86,7 +89,7 @@ def install() -> None:
     Raises UserError outside the supported range of megatron-core versions, RuntimeError when a function we
     rebind does not have the signature we know.
     """
-    if _originals:
+    if _of_process:
         return
     if cpu.needed():
         cpu.install()
@@ -95,17 +98,24 @@ def install() -> None:
 
     check_megatron_version(megatron.core.package_info.__version__)
     cpu.skip_dataset_compile()
-    _rebind(arguments, "parse_args", _parse_args, "extra_args_provider ignore_unknown_args")
+    _rebind(arguments, "parse_args", _parse_args, "extra_args_provider ignore_unknown_args", _of_process)
 
 
 def uninstall() -> None:
     """Undo install(), in reverse order.  Models already built keep what they have."""
-    while _originals:
-        setattr(*_originals.pop())
+    _put_back(_of_run)
+    _put_back(_of_process)
     cpu.uninstall()
 
 
-def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], parameters: str) -> None:
+def _put_back(rebound: Rebound) -> None:
+    while rebound:
+        setattr(*rebound.pop())
+
+
+def _rebind(
+    owner: Any, name: str, make: Callable[[Callable], Callable], parameters: str, rebound: Rebound = _of_run
+) -> None:
     """Replace owner.name by make(original), if the original still has the parameters we know."""
     original = getattr(owner, name)
     known = parameters.split()
@@ -115,11 +125,11 @@ def _rebind(owner: Any, name: str, make: Callable[[Callable], Callable], paramet
             f"megatron_fp8 does not know this {owner.__name__}.{name}({', '.join(found)}): it was written for "
             f"({', '.join(known)}, ...); use megatron-core 0.19.x"
         )
-    _replace(owner, name, make(original))
+    _replace(owner, name, make(original), rebound)
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _originals.append((owner, name, getattr(owner, name)))
+def _replace(owner: Any, name: str, value: Any, rebound: Rebound = _of_run) -> None:
+    rebound.append((owner, name, getattr(owner, name)))
     setattr(owner, name, value)
 
 
@@ -149,8 +159,7 @@ def _parse_args(stock: Callable) -> Callable:
         config = config_from_args(args)
         check_data_files(args)
         _log(cpu.adapt_args(args))
-        while len(_originals) > 1:  # an earlier run in this process had a level
-            setattr(*_originals.pop())
+        _put_back(_of_run)  # of an earlier run in this process
         if config is not None:
             check_script(config.level)
             check_evaluation(args)
@@ -168,7 +177,7 @@ def _parse_args(stock: Callable) -> Callable:
 
                 claim(args.save)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
-        _hook_probe(probe, bool(getattr(args, "fp8_log_exact", None)), logs_update_norm(args))
+        _hook_probe(probe, bool(log.EXACT.given(args)), log.logs_update_norm(args))
         sharpness = sharpness_from_args(args)
         if sharpness is not None:
             _hook_sharpness(sharpness)
@@ -208,7 +217,7 @@ def _hook_probe(plan: ProbePlan | None, exact: bool, update_norm: bool) -> None:
     if plan is not None:
         from .monitor.probe import probe_step
 
-        _hook_train_step(lambda model, optimizer, step: probe_step(plan, optimizer.engine.buckets, step))
+        _hook_train_step(lambda model, optimizer, step: probe_step(plan, optimizer.engine, step))
     if exact:
         from .monitor.exact import log_exact
 
@@ -253,7 +262,7 @@ def _hook_dumps(model_chunks) -> None:
     import megatron.training.dgrad_logging as dgrad_logging
     import megatron.training.training as training
 
-    from .layers.linear import readable_params
+    from .checkpoint.dumps import readable_params
 
     def make(stock):
         @functools.wraps(stock)
@@ -298,9 +307,9 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 
 
 def _gpt_model_init(fp8: Fp8Config):
-    from .layers.chosen import emulates_head
+    from .engine.owned import name_weights
+    from .layers.chosen import emulates_head, keep_in_bf16
     from .layers.emulated_head import emulate_head
-    from .layers.linear import keep_in_bf16, name_weights
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -329,10 +338,12 @@ def _gpt_model_init(fp8: Fp8Config):
 def _get_megatron_optimizer(fp8: Fp8Config | None):
     from megatron.training.global_vars import get_args
 
+    from .checkpoint.archive import Archive
     from .checkpoint.saves import check_saving
     from .engine.build import build_optimizer
     from .engine.report import measure, summary, write_at_exit
     from .layers.chosen import check_chosen
+    from .layers.emulated_head import count_updates
     from .monitor.collect import attach
     from .monitor.watch import watch_spikes
 
@@ -342,11 +353,12 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
             if fp8 is not None:
                 check_model(fp8.level, model_chunks)
                 check_stage(get_args().save, model_chunks)
-                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides)
+                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
+                engine = chain.engine
+                count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
                 chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
-                attach(fp8, chain.engine)
-                watch_spikes(fp8, chain.engine)
+                watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()
                 _hook_dumps(model_chunks)
             write_at_exit(model_chunks, chain)
@@ -389,16 +401,16 @@ def _evaluate_without_optimizer(fp8: Fp8Config):
     """With --skip-train no optimizer is built, which would check the patterns and count the steps."""
     from megatron.training.global_vars import get_args
 
+    from .engine.owned import owned_weights
     from .layers.chosen import check_chosen
     from .layers.emulated_head import count_updates
-    from .layers.linear import fp8_weights
 
     def make(stock):
         @functools.wraps(stock)
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
             if get_args().skip_train:  # on all ranks alike, also where one has no FP8 linear
                 _log(check_chosen(fp8, model))
-                for weight in fp8_weights(model):
+                for weight in owned_weights(model):
                     weight.step = max(1, iteration)
                 count_updates(model, lambda: max(1, iteration))
             return stock(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)

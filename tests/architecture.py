@@ -191,7 +191,7 @@ def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megatron_fp8.layers.linear import fp8_weights
+    from megatron_fp8.engine.owned import owned_weights
 
     generator = torch.Generator().manual_seed(5)
     device = next(model.parameters()).device
@@ -200,9 +200,9 @@ def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     if model.position_embedding_type == "mrope":
         positions = positions.expand(3, 2, 32) // torch.tensor([[[1]], [[2]], [[3]]], device=device)
     mask = torch.triu(torch.ones(32, 32, dtype=torch.bool, device=device), 1).expand(2, 1, 32, 32)
-    ours = {id(weight.param): weight for weight in fp8_weights([model])}
+    ours = {id(weight.param): weight for weight in owned_weights([model])}
     for weight in ours.values():
-        weight.grad = _Grads()
+        weight.sink = _Grads()
     model.train()
     MTPLossLoggingHelper.tracker.clear()
     torch.manual_seed(7)
@@ -211,7 +211,7 @@ def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     torch.autograd.backward((losses,), grad_tensors=(torch.ones_like(losses),))  # as Megatron's schedules call it
     found = {"loss": losses.detach()}
     for name, parameter in model.named_parameters():
-        grad = ours[id(parameter)].grad.sum if id(parameter) in ours else parameter.grad
+        grad = ours[id(parameter)].sink.sum if id(parameter) in ours else parameter.grad
         if isinstance(grad, torch.Tensor):
             found[f"gradient of {name}"] = grad
     return found

@@ -2,11 +2,15 @@
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch import ROOT, Step, forked, parse_step, parse_validation, torchrun
 
+# Where Megatron keeps the order of its generated samples, once for all runs of this process: it costs each rank 0.2 s.
+_order = tempfile.TemporaryDirectory(prefix="samples")
+KEPT_ORDER = f"--data-cache-path {_order.name}"
 # A GPT of 115,008 parameters on generated data: one to three seconds a run on two cores.
 TINY_GPT = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 64 "
@@ -18,7 +22,7 @@ TINY_GPT = (
     "--split 1,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 "
     # what stock Megatron must be told where neither Transformer Engine nor apex is installed
     "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-persist-layer-norm --no-rope-fusion --attention-backend unfused"
+    f"--no-persist-layer-norm --no-rope-fusion --attention-backend unfused {KEPT_ORDER}"
 ).split()
 
 
@@ -52,7 +56,7 @@ def run_megatron(
     flags: list[str],
     *,
     script: list[str] | str = "pretrain_gpt_fp8.py",
-    timeout: float = 120,
+    timeout: float = 600,
     gpu: bool = False,
     cold: bool = False,
     env: Mapping[str, str] | None = None,

@@ -24,7 +24,7 @@ def digests(flags: list[str], trials: int, gpu: bool = False, **environment: str
         flags,
         script=str(ROOT / "tests/scripts/overlapped_trials.py"),
         gpu=gpu,
-        timeout=280,
+        timeout=600,
         env={"PYTHONPATH": script_path(), "TRIALS": str(trials), **environment},
     )
     found: dict[int, list[str]] = {}

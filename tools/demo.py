@@ -2,9 +2,13 @@
 
     make demo
 
-The text is the Python standard library's own source; a token is a byte. Two processes on the CPU, or one a
-GPU (at most two) where the GPUs are Hopper's or newer. Everything goes to runs/demo: the log of each run,
-loss.png, and summary.json with the table.
+The text is the Python standard library's own source; a token is a byte. Two processes on the CPU, forked from one that
+has imported everything, or torchrun's, one a GPU (at most two), where the GPUs are Hopper's or newer. Stock's BF16 and
+O3 come first. Then O0 from more seeds: how far they spread is noise, and a level's gap means something only beyond it.
+All are judged by the same held-out text, whole but for its last batch, whatever the seed. Everything goes to runs/demo:
+the log of each run, loss.png, and summary.json with the table.
+
+Two seeds are too few: by chance a pair ended 0.0005 apart, where others of this model ended 0.03 apart.
 """
 
 import json
@@ -15,25 +19,28 @@ from pathlib import Path
 
 import prepare_data
 import torch
-from launch import ROOT, RunFailed, Step, parse_step, parse_validation, torchrun
+from launch import ROOT, RunFailed, Step, forked, parse_step, parse_validation, torchrun
 
 sys.path.insert(0, str(ROOT))
 
 from megatron_fp8.flags.level import LEVELS
 
 OUTPUT = Path("runs/demo")  # in the repository
-STEPS = 200
+TEXT = OUTPUT / "data/python"
+HELD_OUT = 0.02  # of the documents
+STEPS = 150
+BATCH, CONTEXT = 32, 64
 MODEL = (
-    "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 704 --seq-length 128 "
-    "--max-position-embeddings 128 --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--position-embedding-type rope --untie-embeddings-and-output-weights "
-    "--attention-dropout 0 --hidden-dropout 0"
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 352 "
+    f"--seq-length {CONTEXT} --max-position-embeddings {CONTEXT} --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.06"
 )
 TRAINING = (
-    f"--micro-batch-size 8 --global-batch-size 16 --train-iters {STEPS} --lr 1e-3 --min-lr 1e-4 "
-    "--lr-decay-style cosine --lr-warmup-iters 40 --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 "
-    "--adam-beta2 0.95 --bf16 --use-distributed-optimizer --seed 1234 --log-interval 1 "
-    f"--eval-iters 40 --eval-interval {STEPS + 1} --num-workers 0"
+    f"--micro-batch-size 16 --global-batch-size {BATCH} --train-iters {STEPS} --lr 3e-3 --min-lr 3e-4 "
+    "--lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 "
+    "--adam-beta2 0.98 --bf16 --use-distributed-optimizer --log-interval 1 "
+    f"--eval-interval {STEPS + 1} --num-workers 0"
 )
 # What stock Megatron needs to hear to train without Transformer Engine and apex.
 STOCK_ONLY = (
@@ -41,16 +48,17 @@ STOCK_ONLY = (
     "--no-persist-layer-norm --no-rope-fusion --attention-backend unfused"
 )
 DATA = (
-    f"--train-data-path {OUTPUT}/data/stdlib_train --valid-data-path {OUTPUT}/data/stdlib_heldout "
-    "--tokenizer-type NullTokenizer --vocab-size 257"
+    f"--train-data-path {TEXT}_train --valid-data-path {TEXT}_heldout "
+    "--tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 2"
 )
+SEEDS = (1, 2, 3, 4)  # of O0; the first is every level's
 
 
 class Progress:
     """One line on the terminal that follows a run; elsewhere, a line now and then."""
 
-    def __init__(self, level: str):
-        self.level = level
+    def __init__(self, name: str):
+        self.name = name
         self.steps: list[Step] = []
         self.heldout_loss = float("nan")
         self.started = time.monotonic()
@@ -74,26 +82,29 @@ class Progress:
         self.show(f"step {step.iteration:3}/{STEPS}  loss {step.loss:.4f}  {pace * 1000:4.0f} ms/step  {eta}")
 
     def show(self, text: str, end: bool = False) -> None:
-        line = f"  {self.level}  {text}"
-        print(f"\r{line:70}" if self.live else line, end="\n" if end or not self.live else "", flush=True)
+        line = f"  {self.name:9}  {text}"
+        print(f"\r{line:76}" if self.live else line, end="\n" if end or not self.live else "", flush=True)
 
     def done(self) -> None:
         seconds = time.monotonic() - self.started
         self.show(f"held-out loss {self.heldout_loss:.4f}  after {STEPS} steps, {seconds:.0f} s", end=True)
 
 
-def train(level: str, nproc: int, env: dict[str, str]) -> tuple[list[Step], dict]:
-    """Train at `level`; returns its steps and its entry of summary.json. Raises RunFailed."""
-    report = OUTPUT / f"{level}.report.json"
+def train(name: str, level: str, seed: int, on_gpu: bool) -> tuple[list[Step], dict]:
+    """Train at `level` under a name; returns its steps and its entry of summary.json. Raises RunFailed."""
+    file = OUTPUT / name.replace(" ", "_")
+    report = file.with_suffix(".report.json")
     report.unlink(missing_ok=True)
-    flags = " ".join((MODEL, TRAINING, STOCK_ONLY, DATA, f"--fp8-level {level}")).split()
-    progress = Progress(level)
-    torchrun(
-        nproc,
-        ["pretrain_gpt_fp8.py", *flags],
-        OUTPUT / f"{level}.log",
+    held_out = (Path(f"{TEXT}_heldout.bin").stat().st_size // 2 - 1) // CONTEXT  # a token is two bytes there
+    flags = f"{MODEL} {TRAINING} {STOCK_ONLY} {DATA} --eval-iters {held_out // BATCH} --seed {seed} --fp8-level {level}"
+    progress = Progress(name)
+    (torchrun if on_gpu else forked)(
+        processes(on_gpu),
+        ["pretrain_gpt_fp8.py", *flags.split()],
+        file.with_suffix(".log"),
         timeout=1800,
-        env={**env, "MEGATRON_FP8_REPORT": str(report)},  # the plugin writes there what it measured
+        # the plugin writes there what it measured
+        env={"MEGATRON_FP8_REPORT": str(report)} | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         on_line=progress.read,
     )
     progress.done()
@@ -106,10 +117,31 @@ def train(level: str, nproc: int, env: dict[str, str]) -> tuple[list[Step], dict
     }
 
 
+def processes(on_gpu: bool) -> int:
+    return min(2, torch.cuda.device_count()) if on_gpu else 2
+
+
+def again(seed: int) -> str:
+    """The name of the run of O0 from another seed than the levels'."""
+    return f"O0 seed {seed}"
+
+
+def noise_of(results: dict[str, dict]) -> float:
+    """From the least to the largest held-out loss of O0's seeds."""
+    losses = [results[name]["heldout_loss"] for name in ("O0", *map(again, SEEDS[1:]))]
+    return max(losses) - min(losses)
+
+
+def verdict(level: str, results: dict[str, dict]) -> str:
+    """A level's gap beside the noise, in words."""
+    noise, gap = noise_of(results), results[level]["heldout_loss"] - results["O0"]["heldout_loss"]
+    place = "inside" if abs(gap) <= noise else "OUTSIDE"
+    return f"{level} ends {gap:+.4f} from O0, {place} the noise: {len(SEEDS)} seeds of O0 spread over {noise:.4f}"
+
+
 def table(levels: dict[str, dict]) -> list[list[str]]:
     """The closing table, a column a level: its header, and a row for everything measured."""
     results = list(levels.values())
-    baseline = levels["O0"]["heldout_loss"]
 
     def row(name: str, values: list[float | None], form: str) -> list[str]:
         return [name, *("-" if value is None else f"{value:{form}}" for value in values)]
@@ -118,35 +150,24 @@ def table(levels: dict[str, dict]) -> list[list[str]]:
         ["", *levels],
         row("final loss", [r["final_loss"] for r in results], ".4f"),
         row("held-out loss", [r["heldout_loss"] for r in results], ".4f"),
-        row("gap to O0", [r["heldout_loss"] - baseline for r in results], "+.4f"),
+        row("gap to O0", [r["heldout_loss"] - levels["O0"]["heldout_loss"] for r in results], "+.4f"),
     ]
     for measure, unit, form in (
         ("bytes_per_param", "bytes a parameter", ".3f"),
-        ("wire_bytes_per_step", "bytes on the wire a step", ",.0f"),
+        ("wire_bytes_per_step", "bytes sent a step", ",.0f"),
     ):
+        rows.append(row(unit, [sum(r[measure].values()) for r in results], form))
         for kind in dict.fromkeys(kind for r in results for kind in r[measure]):
-            rows.append(row(f"{unit}: {kind}", [r[measure].get(kind) for r in results], form))
-        rows.append(row(f"{unit}, in all", [sum(r[measure].values()) for r in results], form))
+            rows.append(row(f"  {kind}", [r[measure].get(kind) for r in results], form))
     return rows
 
 
 def print_table(rows: list[list[str]]) -> None:
-    """By rich where it is installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for name, *values in rows:
-            cells = (value.rjust(width) for value, width in zip(values, widths[1:], strict=True))
-            print(name.ljust(widths[0]), *cells, sep="  ")
-        return
-    shown = Table(rows[0][0])
-    for level in rows[0][1:]:
-        shown.add_column(level, justify="right")
-    for row in rows[1:]:
-        shown.add_row(*row)
-    Console().print(shown)
+    """In 80 columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *values in rows:
+        cells = (value.rjust(width) for value, width in zip(values, widths[1:], strict=True))
+        print("  " + "  ".join([name.ljust(widths[0]), *cells]))
 
 
 def plot(curves: dict[str, list[Step]], path: Path) -> None:
@@ -156,14 +177,13 @@ def plot(curves: dict[str, list[Step]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
-    )
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
     baseline = {step.iteration: step.loss for step in curves["O0"]}
-    for level, steps in curves.items():
+    for name, steps in curves.items():
         iterations = [step.iteration for step in steps]
-        above.plot(iterations, [step.loss for step in steps], label=level, linewidth=1)
-        below.plot(iterations, [step.loss - baseline[step.iteration] for step in steps], linewidth=1)
+        if name in LEVELS:  # another seed's steps see other text
+            above.plot(iterations, [step.loss for step in steps], label=name, linewidth=1)
+            below.plot(iterations, [step.loss - baseline[step.iteration] for step in steps], linewidth=1)
     above.set(ylabel="training loss (nats a byte)", title="The same GPT at each level: same seed, same data")
     above.legend()
     below.set(xlabel="step", ylabel="difference from O0")
@@ -177,29 +197,38 @@ def main() -> None:
     os.chdir(ROOT)
     started = time.monotonic()
     on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    nproc = min(2, torch.cuda.device_count()) if on_gpu else 2
-    env = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    device = torch.cuda.get_device_name() if on_gpu else "the CPU"
-    print(f"A GPT of 2.6 million parameters, {STEPS} steps at each of {', '.join(LEVELS)}")
-    print(f"{nproc} process{'es' * (nproc > 1)} on {device}")
-    if not Path(f"{OUTPUT}/data/stdlib_heldout.idx").exists():
-        counts = prepare_data.prepare([], f"{OUTPUT}/data/stdlib", prepare_data.Bytes())
+    device = f"GPUs, {torch.cuda.get_device_name()}" if on_gpu else "the CPU"
+    print(f"A GPT of half a million parameters, {STEPS} steps a run; {processes(on_gpu)} process(es) on {device}")
+    if not Path(f"{TEXT}_heldout.idx").exists():
+        counts = prepare_data.prepare([], str(TEXT), prepare_data.Bytes(), held_out=HELD_OUT)
         sizes = ", ".join(f"{tokens:,} bytes {part}" for part, (_, tokens) in counts.items())
         print(f"Text: Python's standard library, {sizes}")
 
-    curves, results = {}, {}
-    for level in LEVELS:
+    more = {again(seed): seed for seed in SEEDS[1:]}
+    runs = {"O0": SEEDS[0], "O3": SEEDS[0], **more, **dict.fromkeys(LEVELS, SEEDS[0])}
+    curves, results, said = {}, {}, []
+    for name, seed in runs.items():
         try:
-            curves[level], results[level] = train(level, nproc, env)
+            curves[name], results[name] = train(name, name.split()[0], seed, on_gpu)
         except RunFailed as failure:
-            sys.exit(f"\ndemo: the run at {level} failed: {failure}")
+            sys.exit(f"\ndemo: the run of {name} failed: {failure}")
         except KeyboardInterrupt:
             sys.exit("\ndemo: interrupted")
+        if more.keys() <= results.keys():  # noise is known
+            for level in [level for level in LEVELS if level in results and level not in ("O0", *said)]:
+                print("    " + verdict(level, results), flush=True)
+                said.append(level)
     seconds = round(time.monotonic() - started, 1)
+    levels = {level: results[level] for level in LEVELS}
+    seeds = {name: results[name] for name in more}
     summary = OUTPUT / "summary.json"
-    summary.write_text(json.dumps({"levels": results, "seconds": seconds}, indent=2) + "\n")
+    found = {"levels": levels, "seeds": seeds, "noise": noise_of(results), "seconds": seconds}
+    summary.write_text(json.dumps(found, indent=2) + "\n")
     print()
-    print_table(table(results))
+    print_table(table(levels))
+    print()
+    for level in said:
+        print(verdict(level, results))
     written = [str(summary)]
     try:
         plot(curves, OUTPUT / "loss.png")

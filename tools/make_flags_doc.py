@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_fp8.flags.config import add_fp8_arguments
+from megatron_fp8.flags.config import ALL
 from megatron_fp8.flags.level import CELLS, LEVELS
 from megatron_fp8.flags.stock import ADAPTED, GIVEN, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, Row
 
@@ -18,8 +18,7 @@ PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """\
 # Flags
 
-*Written by `python tools/make_flags_doc.py` from flags/level.py, flags/config.py, flags/stock.py and
-tests/architecture_cases.py: change those.*
+*Written by `python tools/make_flags_doc.py` from the tables in flags/ and tests/architecture_cases.py: change those.*
 
 A run is stock Megatron-LM until it has `--fp8-level`. A level fills every cell of the table below; the flag
 named after a cell changes that cell alone. A cell that this version lacks is refused, never replaced. `--fp8-emulate`
@@ -71,11 +70,7 @@ def levels() -> str:
 
 
 def own_flags() -> str:
-    parser = add_fp8_arguments(argparse.ArgumentParser(add_help=False))
-    return table(
-        ("flag", "values", "meaning"),
-        ((f"`{a.option_strings[0]}`", a.metavar or "", a.help) for a in parser._actions),
-    )
+    return table(("flag", "values", "meaning"), ((f"`{f.name}`", f.values.shown, f.meaning) for f in ALL))
 
 
 def stock_flags(verdict: str) -> str:

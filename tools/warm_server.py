@@ -7,6 +7,7 @@ end it by, and the exit code when all have ended.  The server ends when the othe
 """
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from megatron_fp8.rehearsal import ranks
 
 def serve(requests: socket.socket) -> None:
     """Take requests until the other side closes."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no CUDA is no news here
     ranks.warm_up()
     assert threading.active_count() == 1
     requests.sendall(b"ready\n")

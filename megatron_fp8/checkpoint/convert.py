@@ -27,7 +27,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..errors import UserError
+from ..errors import UserError, is_bug
 from ..flags.usage import hide_missing_package_warnings, one_line_usage_errors
 from ..numerics import FORMATS, ScaledTensor
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
@@ -36,7 +36,7 @@ from .pickles import data_only
 from .seal import Broken, is_finished, seal, verify
 
 try:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 except ModuleNotFoundError:
     raise UserError("convert needs the package safetensors: pip install safetensors") from None
@@ -86,8 +86,10 @@ def to_hf(
     with _damage_of(folder):
         from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-        saved = load_common_state_dict(str(folder))["args"]
+        common = load_common_state_dict(str(folder))
         stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    if (saved := common.get("args")) is None:
+        raise UserError(f"{folder}: has no arguments of a run, which say what the model is")
     args = model_args(saved, vocab_size)
     if dtype == "e4m3" and family_of(args).model_type == "gpt2":
         raise UserError("--dtype e4m3: gpt2's weights are no Linear's, so loaders would not take them: use bf16")
@@ -127,12 +129,19 @@ def _iteration_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _damage_of(path: Path) -> Iterator[None]:
-    """UserError with one line for whatever goes wrong while reading a checkpoint or a folder, of which none runs."""
+    """UserError with one line for what is wrong with a checkpoint or a folder that is read, of which nothing runs.
+
+    Damaged bytes unpickle into anything, so that any exception may say it, but for a bug of ours. DCP wraps errors in
+    an exception that is no Exception.
+    """
     try:
         with data_only():
             yield
-    # whatever unpickling damaged bytes leads to; DCP wraps errors in an exception that is no Exception
+    except UserError:
+        raise
     except (Exception, dcp.api.CheckpointException) as error:
+        if is_bug(error) and not isinstance(error, OSError | SafetensorError):
+            raise
         reason = str(error).strip().splitlines()[-1:] or [""]
         raise UserError(f"{path}: damaged, or not what it should be: {type(error).__name__}: {reason[0]}") from error
 
@@ -169,7 +178,7 @@ def _encode(
     if dtype == "e4m3" and parameter.is_linear_weight:
         try:
             scaled = to_e4m3(tensor)
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"{parameter.name}: {error}") from None
         for name, part in zip(names, parameter.split(scaled.payload, args), strict=True):
             yield name, part
@@ -235,6 +244,8 @@ def to_megatron(folder: str, out: str) -> None:
     with _damage_of(path):
         config = json.loads((path / "config.json").read_text())
         source = _Weights(path)
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: config.json is no mapping of names to values")
     args = args_of(config)
     state: dict[str, Any] = {}
     for parameter in parameters(args):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import re
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +23,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from ..errors import UserError
+from ..errors import UserError, is_bug
 from ..flags.config import Fp8Config
+from ..flags.stock_errors import is_check
 from .seal import MARK, SEAL, Broken, is_sealed, on_rank_0, require_finished, verify
 from .state import check_fits, contents_of, is_ours
 from .stock_state import describe
 
+_CHECKPOINTING = os.path.join("megatron", "training", "checkpointing.py")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -108,11 +111,11 @@ def load_whole(fp8: Fp8Config) -> Callable:
             if load_dir is None:
                 return stock(*given, **kwargs)
             with without_tracker(Path(load_dir), args):
-                with _one_line(load_dir, "cannot be read", (OSError,)):
+                with _one_line(load_dir, "cannot be read", lambda error: isinstance(error, OSError)):
                     folder = choose(Path(load_dir), args) if rank0 else None
                 if folder is None:
                     return stock(*given, **kwargs)
-                with _one_line(load_dir, f"{folder.name} cannot be read", (Exception, CheckpointException)):
+                with _one_line(load_dir, f"{folder.name} cannot be read", lambda error: not is_bug(error)):
                     loaded = stock(*given, **kwargs)
             if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
                 missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
@@ -140,10 +143,10 @@ def refuse_levels(stock: Callable) -> Callable:
 
 
 def load_in_one_line(stock: Callable) -> Callable:
-    """Around training.load_checkpoint: what Megatron says of a checkpoint that does not fit is a user's mistake."""
+    """Around training.load_checkpoint: what says that the checkpoint does not fit is a user's mistake."""
 
     def load_checkpoint(*given, **kwargs):
-        with _one_line(get_args().load, "the checkpoint does not fit this run", _MISFITS):
+        with _one_line(get_args().load, "the checkpoint does not fit this run", _is_misfit):
             return stock(*given, **kwargs)
 
     return load_checkpoint
@@ -184,15 +187,32 @@ def find_without_tracker(stock: Callable) -> Callable:
     return checkpoint_exists
 
 
-_MISFITS = (CheckpointingException, CheckpointException, AssertionError, KeyError)
+def _is_misfit(error: BaseException) -> bool:
+    """Whether Megatron or torch says so, or the checkpoint lacks a part."""
+    if isinstance(error, CheckpointException):
+        return not is_bug(error)
+    if isinstance(error, CheckpointingException):
+        return True
+    return _lacks_part(error) or (isinstance(error, KeyError | AssertionError) and is_check(error))
+
+
+def _lacks_part(error: BaseException) -> bool:
+    """Whether Megatron looked for "optimizer", say, in what it had loaded: the checkpoint was saved without."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_there = last.name == "load_checkpoint" and last.filename.endswith(_CHECKPOINTING)
+    return isinstance(error, KeyError) and is_there
 
 
 @contextlib.contextmanager
-def _one_line(load: str, what: str, kinds: tuple[type[BaseException], ...]) -> Iterator[None]:
+def _one_line(load: str, what: str, is_mistake: Callable[[BaseException], bool]) -> Iterator[None]:
     try:
         yield
-    except kinds as error:
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, UserError) or not is_mistake(error):
+            raise
         said = said_by(error)
+        if _lacks_part(error):
+            said = f"it has no {said}; add --no-load-optim or --finetune"
         if said.startswith("OptimizerParamScheduler"):
             said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         raise UserError(f"--load {load}: {what}: {said}") from error

@@ -32,10 +32,11 @@ class _DataOnly(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return super().find_class(module, name)
         if module in ("torch", "pathlib") or f"{module}.".startswith(f"{_PACKAGE}."):
+            found = None
             with contextlib.suppress(AttributeError):
                 found = super().find_class(module, name)
-                if isinstance(found, torch.dtype) or found in (torch.Size, PosixPath) or _is_data(found):
-                    return found
+            if isinstance(found, torch.dtype) or found in (torch.Size, PosixPath) or _is_data(found):
+                return found
         raise _no_data(f"{module}.{name}")
 
 

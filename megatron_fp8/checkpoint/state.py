@@ -29,11 +29,11 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
 )
 
+from ..engine.owned import OwnedWeight
 from ..engine.states import read_average, write_average
 from ..engine.weights import Bucket
 from ..errors import UserError
 from ..flags.config import Fp8Config
-from ..layers.linear import Fp8Weight
 from ..numerics.scaling import DelayedScaling
 from .stock_state import FORM, RESHARDABLE
 
@@ -184,7 +184,7 @@ def sharded_weight_scales(buckets: list[Bucket], is_loading: bool) -> dict:
     for bucket in (b for b in buckets if b.scaling is not None or not is_loading):
         for i, weight in enumerate(bucket.weights):
             values = torch.zeros(2) if bucket.scaling is None else bucket.scale_and_amax(i)
-            state[_key(weight)] = _by_layer("fp8_weight_scale", values, weight)
+            state[weight.key] = _by_layer("fp8_weight_scale", values, weight)
     return state
 
 
@@ -192,30 +192,30 @@ def load_weight_scales(buckets: list[Bucket], state: dict) -> None:
     """The reverse of sharded_weight_scales; the weights keep their values, and one that was BF16 its scale."""
     for bucket in (b for b in buckets if b.scaling is not None):
         for i, weight in enumerate(bucket.weights):
-            scale, amax = state[_key(weight)].to(bucket.weight.device)
+            scale, amax = state[weight.key].to(bucket.weight.device)
             if scale > 0:
                 bucket.rescale(i, scale, amax)
 
 
-def sharded_scaling_state(scaling: DelayedScaling | None, weights: list[Fp8Weight], is_loading: bool) -> dict:
+def sharded_scaling_state(weights: list[OwnedWeight], is_loading: bool) -> dict:
     """Scale and amax history of each linear's two slots: (2, 1 + history)."""
     state = {}
-    for weight in (w for w in weights if w.scaling is not None or not is_loading):
-        table = torch.zeros(2, 2)
-        if scaling is not None and weight.scaling is scaling:
-            slots = list(weight.slots)
+    for weight in (w for w in weights if w.casts.scaling is not None or not is_loading):
+        scaling, table = weight.casts.scaling, torch.zeros(2, 2)
+        if scaling is not None:
+            slots = list(weight.casts.slots)
             table = torch.cat([scaling.scale[None, slots], scaling.amax_history[:, slots]]).t().contiguous()
         # Another --fp8-amax-history-len takes the newest amaxes that fit.
-        state[_key(weight)] = _by_layer("fp8_scaling", table, weight, allow_shape_mismatch=True)
+        state[weight.key] = _by_layer("fp8_scaling", table, weight, allow_shape_mismatch=True)
     return state
 
 
-def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state: dict, warm: bool) -> None:
+def load_scaling_state(scaling: DelayedScaling, weights: list[OwnedWeight], state: dict, warm: bool) -> None:
     """The reverse of sharded_scaling_state. Unless warm, or where a slot is new, all scale just in time for a step."""
     history, scale = torch.zeros_like(scaling.amax_history), scaling.scale.clone()
-    for weight in (w for w in weights if w.scaling is scaling):
-        table = state[_key(weight)].t()
-        slots = list(weight.slots)
+    for weight in (w for w in weights if w.casts.scaling is scaling):
+        table = state[weight.key].t()
+        slots = list(weight.casts.slots)
         history[:, slots], scale[slots] = table[1:], table[0]
     amax = torch.zeros_like(scaling.amax)
     used = scale > 0
@@ -224,27 +224,23 @@ def load_scaling_state(scaling: DelayedScaling, weights: list[Fp8Weight], state:
     scaling.load_state_dict({"amax_history": history, "scale": scale, "amax": amax, "warm": known})
 
 
-def sharded_mu_state(mu: torch.Tensor, weights: list[Fp8Weight]) -> dict:
+def sharded_mu_state(mu: torch.Tensor, weights: list[OwnedWeight]) -> dict:
     """mu (weights,) of the shared reduction; one number a weight."""
-    return {_key(w): _by_layer("fp8_grad_mu", mu[i : i + 1], w) for i, w in enumerate(weights)}
+    return {w.key: _by_layer("fp8_grad_mu", mu[i : i + 1], w) for i, w in enumerate(weights)}
 
 
-def load_mu_state(weights: list[Fp8Weight], state: dict, device) -> torch.Tensor:
+def load_mu_state(weights: list[OwnedWeight], state: dict, device) -> torch.Tensor:
     """The reverse of sharded_mu_state."""
-    return torch.cat([torch.empty(0, device=device), *(state[_key(w)].to(device) for w in weights)])
+    return torch.cat([torch.empty(0, device=device), *(state[w.key].to(device) for w in weights)])
 
 
-def _key(weight: Fp8Weight) -> str:
-    return f"{weight.path}.{weight.layer_number}"
-
-
-def _by_layer(name: str, tensor: torch.Tensor, weight: Fp8Weight, **kwargs) -> ShardedTensor:
+def _by_layer(name: str, tensor: torch.Tensor, weight: OwnedWeight, **kwargs) -> ShardedTensor:
     """What belongs to a weight, the same on all its tensor- and data-parallel ranks.
 
     A key a layer, not Megatron's stack of all layers: some may have none (--first-last-layers-bf16, experts).
     """
     return ShardedTensor.from_rank_offsets(
-        f"optimizer.{name}.{_key(weight)}",
+        f"optimizer.{name}.{weight.key}",
         tensor,
         replica_id=(0, mpu.get_tensor_model_parallel_rank(), dp_rank()),
         **kwargs,

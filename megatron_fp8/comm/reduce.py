@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from .. import ops
 from ..numerics.blocks import BLOCK, PackedBlocks
-from ..ops.adam import Gradient
+from ..ops.states import Gradient
 from . import wire
 
 
@@ -159,7 +159,9 @@ def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:
 
 def _pack(values: torch.Tensor, shards: int) -> PackedBlocks:
     """Quantise (n,)."""
-    return ops.quantize_blocks(values, out=PackedBlocks.empty(shards, values.numel() // shards, values.device))
+    packed = PackedBlocks.empty(shards, values.numel() // shards, values.device)
+    ops.quantize_blocks(values, out=packed)
+    return packed
 
 
 def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:

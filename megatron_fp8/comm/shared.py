@@ -29,7 +29,6 @@ from .. import ops
 from ..numerics.auto_scaling import AUTO, ScalingRule
 from ..numerics.formats import E4M3, decode
 from ..numerics.scaling import LARGEST_SCALE, compute_scale
-from ..ops.reference import ring_sum
 from . import wire
 
 _AT_MAXIMUM = 0x7E  # the code of 448 without its sign; 0x7F is NaN
@@ -118,7 +117,7 @@ class SharedScale:
             received, handle = wire.all_to_all(payload.view(torch.uint8).view(ranks, -1), group)
             yield [handle]
             order = [(group.rank() + 1 + hop) % ranks for hop in range(ranks)]
-            shard = ring_sum(received[order].view(payload.dtype))
+            shard = ops.ring_sum(received[order].view(payload.dtype))
         if self.sharded:
             return shard, group.rank() * shard.numel()
         gathered, handle = wire.all_gather(shard.view(torch.uint8), group)

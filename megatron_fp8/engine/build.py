@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -15,85 +14,88 @@ from ..comm.shared import SharedScale
 from ..comm.wire import Stages
 from ..errors import UserError
 from ..flags.config import Fp8Config
-from ..layers.emulated_head import count_updates
-from ..layers.linear import Fp8Weight, fp8_weights, in_forward_order, name_weights
-from ..numerics.noise import noise_seed
 from ..numerics.scaling import DelayedScaling, WeightScaling
+from .chain import Fp8ChainedOptimizer
+from .events import Events
 from .gather import ChunkGather
-from .optimizer import EngineOptimizer, Fp8ChainedOptimizer
+from .optimizer import Archive, EngineOptimizer
 from .overlap import ChunkReducer
+from .owned import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights
+from .owned_set import OwnedSet
+from .sets import WeightSet, weight_sets
 from .weights import Bucket, cut
 
 
-def build_optimizer(fp8: Fp8Config, stock, config, model_chunks, config_overrides) -> Fp8ChainedOptimizer:
+def build_optimizer(
+    fp8: Fp8Config, stock, config, model_chunks, config_overrides, archive: Archive
+) -> Fp8ChainedOptimizer:
     """The chain of stock Megatron's optimizer parts and ours, over wrapped model chunks.
 
     Args:
         stock: the ChainedOptimizer that Megatron built for everything that is not an FP8 linear's weight.
         config, config_overrides: the optimizer configuration it was built from.
+        archive: makes the state dicts of the two.
 
     A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and joins in what
     all ranks decide together.  Raises UserError when no rank has one.
     """
-    weights = fp8_weights(model_chunks)
+    weights = owned_weights(model_chunks)
     if _most(len(weights)) == 0:
         raise UserError(
             f"--fp8-level {fp8.level}: the model has no GPT transformer layer to train in FP8; use --fp8-level O0"
         )
     _refuse_frozen_layers(fp8, model_chunks)
     name_weights(model_chunks)
-    dp_group = mpu.get_data_parallel_group(with_context_parallel=True)
-    sharded = config.use_distributed_optimizer
     groups = _our_param_groups(model_chunks, {id(w.param): w for w in weights}, config, config_overrides)
-    option_of = {id(p): option for option in groups for p in option.pop("params")}
-    plan = _plan_buckets(fp8, model_chunks, option_of, dp_group)
-    device = torch.device("cuda", torch.cuda.current_device())
-    ordered = [weight for chunk in plan for _, members in chunk for weight in members]
-    reduce, shared_scale = _reduction(fp8, ordered, dp_group, sharded, device)
-
-    def identity(weight: Fp8Weight) -> tuple[int, ...]:
-        rank = mpu.get_tensor_model_parallel_rank()
-        return noise_seed(fp8.seed, rank, weight.layer_number, *weight.path.encode())
-
-    weight_scaling = _weight_scaling(fp8, ordered)
-    first = 0  # of the next bucket of E4M3 weights, among all of them
-    reducers, gathers = [], []
-    options: dict[int, tuple[dict, list[Bucket]]] = {id(option): (option, []) for option in groups}
-    for chunk, cuts in zip(model_chunks, plan, strict=True):
-        buckets = []
-        for option, members in cuts:
-            in_fp8 = members[0].storage == "fp8"
-            scaling = weight_scaling if in_fp8 else None
-            bucket = Bucket(members, dp_group, sharded, fp8, scaling, first, reduce, identity)
-            first += len(members) if in_fp8 else 0
-            buckets.append(bucket)
-            options[id(option)][1].append(bucket)
-        reducers.append(ChunkReducer(chunk, buckets, chunk.ddp_config.overlap_grad_reduce))
-        gathers.append(ChunkGather(buckets[::-1], chunk.ddp_config.overlap_param_gather))
-
+    build = _Build(fp8, config.use_distributed_optimizer, model_chunks, groups)
+    stats_group = stock.chained_optimizers[0].get_grad_stats_parallel_group()
     model_config = get_model_config(model_chunks[0])
-    engine = EngineOptimizer(
-        reducers,
-        gathers,
-        list(options.values()),
-        config,
-        model_chunks,
-        device,
-        stats_group=stock.chained_optimizers[0].get_grad_stats_parallel_group(),
-        scaling=_attach_scaling(fp8, weights),
-        amax_group=mpu.get_amax_reduction_group(
-            with_context_parallel=True, tp_only_amax_red=model_config.tp_only_amax_red
-        ),
-        weight_scaling=weight_scaling,
-        shared_scale=shared_scale,
-        grad_scale=1.0 if model_config.calculate_per_token_loss else 1.0 / dp_group.size(),
-    )
+    sets = []
+    left = weights
+    for of in weight_sets(model_config, stats_group):
+        sets.append(build.owned_set(of, [weight for weight in left if of.has(weight)]))
+        left = [weight for weight in left if not of.has(weight)]
+    options, events = list(build.options.values()), build.events
+    engine = EngineOptimizer(sets, options, config, model_chunks, build.device, stats_group, events, archive)
     _finalize_with(engine, model_config)
-    count_updates(model_chunks, lambda: engine.update)
     for chunk in model_chunks:
         # Stock's own check aborts the run and asks the host at every bucket; ours skips the step and does not.
         chunk.ddp_config.check_for_nan_in_grad = False
     return Fp8ChainedOptimizer(stock.chained_optimizers, engine)
+
+
+class _Build:
+    """What all sets are built with; `options` collects (param-group options, their buckets) by the options' id."""
+
+    def __init__(self, fp8: Fp8Config, sharded: bool, model_chunks, groups: list[dict]):
+        self.fp8, self.sharded, self.chunks = fp8, sharded, model_chunks
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.events, self.scratch = Events(), Scratch()
+        self._option_of = {id(p): option for option in groups for p in option.pop("params")}
+        self.options: dict[int, tuple[dict, list[Bucket]]] = {id(option): (option, []) for option in groups}
+
+    def owned_set(self, of: WeightSet, weights: list[OwnedWeight]) -> OwnedSet:
+        """The set's weights, in model order, moved into buckets."""
+        fp8 = self.fp8
+        plan = _plan_buckets(fp8, self.chunks, {id(w) for w in weights}, self._option_of, of.data.size())
+        ordered = [weight for chunk in plan for _, members in chunk for weight in members]
+        reduce, shared_scale = _reduction(fp8, ordered, of, self.sharded, self.device)
+        weight_scaling = _weight_scaling(fp8, ordered, of)
+        first = 0  # of the next bucket of E4M3 weights, among all of the set
+        reducers, gathers = [], []
+        for chunk, cuts in zip(self.chunks, plan, strict=True):
+            buckets = []
+            for option, members in cuts:
+                in_fp8 = members[0].storage == "fp8"
+                scaling = weight_scaling if in_fp8 else None
+                bucket = Bucket(members, of, self.sharded, fp8, scaling, first, reduce, self.events, self.scratch)
+                first += len(members) if in_fp8 else 0
+                buckets.append(bucket)
+                self.options[id(option)][1].append(bucket)
+            reducers.append(ChunkReducer(chunk, buckets, chunk.ddp_config.overlap_grad_reduce))
+            gathers.append(ChunkGather(buckets[::-1], chunk.ddp_config.overlap_param_gather))
+        casts = _attach_scaling(fp8, weights)
+        return OwnedSet(of, reducers, gathers, casts, weight_scaling, shared_scale, self.device)
 
 
 def _most(count: int) -> int:
@@ -108,7 +110,7 @@ def _most(count: int) -> int:
 def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
     """Stop where a script froze a layer: our weights, frozen to stock in any case, would be trained all the same."""
     for layer in (m for chunk in model_chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
-        ours = {id(w.param) for w in fp8_weights([layer])}
+        ours = {id(w.param) for w in owned_weights([layer])}
         others = [p.requires_grad for p in layer.parameters() if id(p) not in ours]
         if ours and others and not any(others):
             raise UserError(
@@ -118,24 +120,25 @@ def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
 
 
 def _plan_buckets(
-    fp8: Fp8Config, model_chunks, option_of: dict[int, dict], dp_group
-) -> list[list[tuple[dict, list[Fp8Weight]]]]:
+    fp8: Fp8Config, model_chunks, members: set[int], option_of: dict[int, dict], ranks: int
+) -> list[list[tuple[dict, list[OwnedWeight]]]]:
     """For each chunk its buckets, in the order in which the backward pass completes them: (option, weights).
 
-    option_of: of each parameter, by id.  The weights of a bucket have one option and one storage; a chunk without an
+    members: ids of the weights.  option_of: of each parameter, by id.  ranks: of data parallelism.  The weights of a
+    bucket have one option and one storage; a chunk without an
     FP8 linear has no bucket.
     """
     plan = []
     for chunk in model_chunks:
-        backward = in_forward_order(fp8_weights([chunk]))[::-1]
+        backward = [weight for weight in in_forward_order(owned_weights([chunk]))[::-1] if id(weight) in members]
         numel = sum(w.param.numel() for w in backward)
         # Whole weights balance well only where there are many (partition.py).
         size = numel
         if fp8.partition != "greedy":
             asked, count = get_args().ddp_bucket_size, chunk.ddp_config.num_buckets
-            size = bucket_size(asked, count, numel, dp_group.size())
+            size = bucket_size(asked, count, numel, ranks)
         place = {id(weight): i for i, weight in enumerate(backward)}
-        alike: dict[tuple[int, str], list[Fp8Weight]] = {}
+        alike: dict[tuple[int, str], list[OwnedWeight]] = {}
         for weight in backward:
             alike.setdefault((id(option_of[id(weight.param)]), weight.storage), []).append(weight)
         cuts = [run for members in alike.values() for run in cut(members, size)]
@@ -154,23 +157,22 @@ def bucket_size(asked: int | None, count: int | None, numel: int, ranks: int) ->
     return asked or max(40_000_000, 1_000_000 * ranks)
 
 
-def _weight_scaling(fp8: Fp8Config, weights: list[Fp8Weight]) -> WeightScaling | None:
+def _weight_scaling(fp8: Fp8Config, weights: list[OwnedWeight], of: WeightSet) -> WeightScaling | None:
     """The scales of the weights that are stored in E4M3."""
     count = sum(weight.storage == "fp8" for weight in weights)
     if not count:
         return None
-    sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return WeightScaling(count, fp8.forward_format, fp8.margin, sharing, weights[0].param.device)
+    return WeightScaling(count, fp8.forward_format, fp8.margin, of.sharing, weights[0].param.device)
 
 
 def _reduction(
-    fp8: Fp8Config, weights: list[Fp8Weight], group, sharded: bool, device
+    fp8: Fp8Config, weights: list[OwnedWeight], of: WeightSet, sharded: bool, device
 ) -> tuple[Callable[[Bucket], Stages], SharedScale | None]:
     """How a bucket is summed over data parallelism, and the state of it if it has one."""
+    group = of.data
     if fp8.grad_reduce == "shared":
         sizes = [weight.param.numel() for weight in weights]
-        counting = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        shared = SharedScale(fp8.grad_scaling, sizes, group, counting, sharded, device)
+        shared = SharedScale(fp8.grad_scaling, sizes, group, of.sharing, sharded, device)
         index = {id(weight): i for i, weight in enumerate(weights)}
 
         def by_shared_scale(bucket: Bucket) -> Stages:
@@ -197,7 +199,7 @@ def _reduction(
     return by_blocks, None
 
 
-def _our_param_groups(model_chunks, by_param: dict[int, Fp8Weight], config, overrides) -> list[dict]:
+def _our_param_groups(model_chunks, by_param: dict[int, OwnedWeight], config, overrides) -> list[dict]:
     """Megatron's own parameter groups, for exactly the parameters that it does not see; the same ones on all ranks."""
     flags = [(p, p.requires_grad) for chunk in model_chunks for p in chunk.parameters()]
     try:
@@ -211,7 +213,7 @@ def _our_param_groups(model_chunks, by_param: dict[int, Fp8Weight], config, over
             param.requires_grad_(flag)
 
 
-def _attach_scaling(fp8: Fp8Config, weights: list[Fp8Weight]) -> DelayedScaling | None:
+def _attach_scaling(fp8: Fp8Config, weights: list[OwnedWeight]) -> DelayedScaling | None:
     """Two slots, input and output gradient, for every linear that computes in FP8."""
     users = [w for w in weights if w.fp8]
     if fp8.recipe != "delayed" or not users:
@@ -225,7 +227,7 @@ def _attach_scaling(fp8: Fp8Config, weights: list[Fp8Weight]) -> DelayedScaling 
         users[0].param.device,
     )
     for i, weight in enumerate(users):
-        weight.scaling, weight.slots = scaling, (2 * i, 2 * i + 1)
+        weight.casts.scaling, weight.casts.slots = scaling, (2 * i, 2 * i + 1)
     return scaling
 
 

@@ -10,7 +10,7 @@ weights, and then the next one starts.
 One is under way ahead of the one in use, no more: under CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue of
 the hardware, where a gather that waits for another holds up the compute behind it.
 
-Whatever reads a weight asks for it first (`Fp8Weight.arrive`), checkpoints too; stock's own readers are preceded by
+Whatever reads a weight asks for it first (`OwnedWeight.arrive`), checkpoints too; stock's own readers are preceded by
 `prepare_model_params_for_param_sync`.  Gathers of a chunk start in one order on all ranks, whoever asks.
 """
 

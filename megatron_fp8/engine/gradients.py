@@ -14,6 +14,9 @@ The noise is a hash of the element's index and of a seed made of the run's seed,
 data-parallel rank and the weight: a run that restarts from a checkpoint draws the same.
 
 A NaN or an infinity in dW stays visible in G: in FP8 as a NaN.
+
+A `GradSink` is a weight's place in a store. It takes dW as an ops.Product, a GEMM that has not run, and the store says
+how it runs: into its memory, accumulating there, or out of it to be added in FP8.
 """
 
 from collections.abc import Callable
@@ -26,68 +29,86 @@ from ..comm.wire import Stages
 from ..numerics.blocks import BlockScaled, PackedBlocks
 from ..numerics.noise import noise_seed
 
-Wgrad = Callable[..., torch.Tensor]  # (out=None, accumulate=False, dtype=None) -> dW (N, K)
 _DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class GradStore:
-    """Flat gradients of one bucket, R shards of m elements, m a multiple of 2,048, in one of the three formats."""
+class DenseStore:
+    """Flat gradients (n,) of one bucket in FP32 or BF16, R shards of m elements."""
 
     def __init__(self, shards: int, m: int, storage: str, device):
         self.shards, self.numel, self.storage = shards, shards * m, storage
-        self._dense: torch.Tensor | None = None
-        self._packed: PackedBlocks | None = None
-        if storage == "fp8":
-            self._packed = PackedBlocks.zeros(shards, m, device)
-        else:
-            self._dense = torch.zeros(self.numel, dtype=_DENSE[storage], device=device)
+        self._values = torch.zeros(self.numel, dtype=_DENSE[storage], device=device)
 
-    def add(self, wgrad: Wgrad, start: int, shape: torch.Size, *, first: bool, seed: tuple[int, int]) -> None:
-        """Add a weight's gradient (N, K) at `start`, or overwrite what is there if it is the `first` of a step."""
-        if self._packed is not None:
-            dense = wgrad(dtype=torch.bfloat16).view(-1)
-            if first:
-                ops.quantize_blocks(dense, out=self._packed, first=start)
-            else:
-                ops.add_blocks(dense, self._packed, seed, start)
-            return
-        view = self._dense[start : start + shape.numel()].view(shape)
-        if first or self.storage == "fp32":
-            wgrad(out=view, accumulate=not first)
-        else:
-            view.add_(wgrad(dtype=torch.bfloat16))
+    def add(self, product: ops.Product, sink: "GradSink") -> None:
+        """Add a gradient in the GEMM, or overwrite what is there with the first of a step."""
+        view = self._values[sink.start : sink.start + sink.shape.numel()].view(sink.shape)
+        product.compute(into=view, accumulate=sink.adds > 0)
 
     def clear(self, start: int, numel: int) -> None:
         """Zero some elements: of padding, or a weight that no micro-batch of this step had a gradient for."""
-        if self._packed is not None:
-            self._packed.clear(start, numel)
-        else:
-            self._dense[start : start + numel].zero_()
+        self._values[start : start + numel].zero_()
 
     def dense(self) -> torch.Tensor:
-        """The gradients (n,) in FP32 or BF16: the storage itself, or of FP8 a temporary copy."""
-        return self._dense if self._packed is None else self._packed.dequantize()
-
-    def read(self, start: int, numel: int) -> BlockScaled:
-        """A copy of some elements of FP8 storage."""
-        return self._packed.read(start, numel)
+        """The gradients (n,) in FP32 or BF16: the storage itself."""
+        return self._values
 
     def local(self) -> Stages:
         """What is stored, as a reduced gradient: of a data-parallel group of one."""
         yield from ()
-        return (DenseShard(self._dense) if self._packed is None else BlockShards(self._packed)), []
+        return DenseShard(self._values), []
 
     def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
-        """Send the gradients in FP8: `reduce(what to send, where to receive or None)`; the storage holds the result.
+        """Send the gradients in FP8: `reduce(what to send, where to receive)`.
 
-        FP8 storage is sent as it is, and what was received takes its place.  FP32 or BF16 is quantised into a
-        temporary, and is itself the memory that receives.
+        They are quantised into a temporary, and the storage is itself the memory that receives.
         """
-        if self._packed is None:
-            sent = PackedBlocks.empty(self.shards, self.numel // self.shards, self._dense.device)
-            ops.quantize_blocks(self._dense, out=sent)
-            room = self._dense.view(torch.uint8)[: sent.data.numel()].view(sent.data.shape)
-            return (yield from reduce(sent, PackedBlocks(room)))
+        sent = PackedBlocks.empty(self.shards, self.numel // self.shards, self._values.device)
+        ops.quantize_blocks(self._values, out=sent)
+        room = self._values.view(torch.uint8)[: sent.data.numel()].view(sent.data.shape)
+        return (yield from reduce(sent, PackedBlocks(room)))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is allocated."""
+        return [self._values]
+
+
+class BlockStore:
+    """The same in FP8, BlockScaled; m is a multiple of 2,048."""
+
+    storage = "fp8"
+
+    def __init__(self, shards: int, m: int, device):
+        self.shards, self.numel = shards, shards * m
+        self._packed = PackedBlocks.zeros(shards, m, device)
+
+    def add(self, product: ops.Product, sink: "GradSink") -> None:
+        """Add a gradient, rounded to BF16, with noise of the sink's; the first of a step overwrites, to nearest."""
+        gradient = product.compute(dtype=torch.bfloat16).view(-1)
+        if sink.adds:
+            ops.add_blocks(gradient, self._packed, sink.seed(), sink.start)
+        else:
+            ops.quantize_blocks(gradient, out=self._packed, first=sink.start)
+
+    def clear(self, start: int, numel: int) -> None:
+        """As DenseStore's."""
+        self._packed.clear(start, numel)
+
+    def dense(self) -> torch.Tensor:
+        """The gradients (n,) in FP32, a temporary copy."""
+        return self._packed.dequantize()
+
+    def read(self, start: int, numel: int) -> BlockScaled:
+        """A copy of some elements."""
+        return self._packed.read(start, numel)
+
+    def local(self) -> Stages:
+        """As DenseStore's."""
+        yield from ()
+        return BlockShards(self._packed), []
+
+    def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
+        """Send the gradients as they are; what was received takes their place."""
         reduced, handles = yield from reduce(self._packed, None)
         if reduced.packed.data.shape == self._packed.data.shape:
             self._packed = reduced.packed
@@ -95,12 +116,20 @@ class GradStore:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is allocated."""
-        return [self._dense if self._packed is None else self._packed.data]
+        """As DenseStore's."""
+        return [self._packed.data]
 
 
-class GradSlot:
-    """A weight's place in a store, counting the step's micro-batches.
+type GradStore = DenseStore | BlockStore
+
+
+def grad_store(shards: int, m: int, storage: str, device) -> GradStore:
+    """Zeros for R shards of m elements, in the format that `--fp8-grad-accum` names."""
+    return BlockStore(shards, m, device) if storage == "fp8" else DenseStore(shards, m, storage, device)
+
+
+class GradSink:
+    """Where one weight's gradients go: its elements of a store, counting the step's micro-batches in `adds`.
 
     identity: (run seed, data-parallel rank, and what tells the weight from all others), for the noise.
     """
@@ -114,21 +143,19 @@ class GradSlot:
         """The next gradient overwrites."""
         self.step, self.adds, self.closed = step, 0, False
 
-    def add(self, wgrad: Wgrad) -> None:
+    def take(self, product: ops.Product) -> None:
         """Take the gradient of one micro-batch.  RuntimeError if it comes when the step's gradients are on the wire."""
         if self.closed:
             raise RuntimeError(
                 "a weight gradient came after its bucket had gone out (a weight that is used several times in a "
                 "micro-batch, under recomputation?): train without --overlap-grad-reduce"
             )
-        seed = noise_seed(*self.identity, self.step, self.adds)
-        self.store.add(wgrad, self.start, self.shape, first=self.adds == 0, seed=seed)
+        self.store.add(product, self)
         self.adds += 1
 
-    @property
-    def blocks(self) -> BlockScaled:
-        """A copy of what is stored, of FP8 storage."""
-        return self.store.read(self.start, self.shape.numel())
+    def seed(self) -> tuple[int, int]:
+        """Of the noise of the addition that comes."""
+        return noise_seed(*self.identity, self.step, self.adds)
 
     def close(self) -> None:
         """No more gradients in this step; make it valid also where no micro-batch gave one."""

@@ -20,7 +20,7 @@ then.  Without --overlap-grad-reduce, and for what is left, everything goes out 
 
 import torch
 
-from ..layers.linear import Fp8Weight
+from .owned import OwnedWeight
 from .weights import Bucket
 
 IN_FLIGHT = 4
@@ -38,11 +38,11 @@ class ChunkReducer:
     def __init__(self, chunk, buckets: list[Bucket], overlap: bool):
         self.chunk, self.buckets = chunk, buckets
         self._launched = 0
-        self._done: set[Fp8Weight] = set()  # weights that have the last micro-batch's gradient
+        self._done: set[OwnedWeight] = set()  # weights that have the last micro-batch's gradient
         if overlap:
             for bucket in buckets:
                 for weight in bucket.weights:
-                    weight.on_grad = self._arrived
+                    weight.on_gradient = self._arrived
             self._launch_when_stock_does()
 
     def begin_step(self, step: int) -> None:
@@ -62,7 +62,7 @@ class ChunkReducer:
         for bucket in self.buckets:
             bucket.land()
 
-    def _arrived(self, weight: Fp8Weight) -> None:
+    def _arrived(self, weight: OwnedWeight) -> None:
         """`weight` has a new gradient."""
         # A weight that was used several times has its gradient when all uses are done.
         if weight.pending == 0 and self._is_last_microbatch():

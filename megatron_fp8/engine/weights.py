@@ -29,17 +29,19 @@ from ..comm import wire
 from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
 from ..flags.config import Fp8Config
-from ..layers.linear import Fp8Weight
 from ..numerics.blocks import BLOCK
 from ..numerics.formats import E4M3
 from ..numerics.noise import noise_seed, uniform_noise
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import WeightScaling
 from ..ops.adam import AdamHyper, adam_step
-from ..ops.reference_adam import read_master, write_master, write_state
+from ..ops.states import read_master, write_master, write_state
 from . import states
-from .gradients import GradSlot, GradStore
+from .events import Events
+from .gradients import GradSink, grad_store
+from .owned import OwnedWeight, Scratch
 from .partition import place
+from .sets import WeightSet
 
 Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
 
@@ -49,32 +51,33 @@ class Bucket:
 
     Args:
         weights: in backward order, with BF16 parameters, which the bucket takes over.
-        group: the data-parallel group, of R ranks.
+        of: the set that they belong to; its data-parallel group, of R ranks, is `group`.
         sharded: whether each rank owns a row, or all.
         scaling, first: of E4M3 weights their scales, and the place of the bucket's first; None and 0.
         reduce: how the gradients are summed over the group.
-        identity: what tells a weight from all others, for the noise of what is rounded stochastically.
+        events, scratch: of the engine.
 
     Attributes:
-        spans: (Fp8Weight, start, end) of each weight in the flat buffers, in elements.
+        spans: (OwnedWeight, start, end) of each weight in the flat buffers, in elements.
         shard: this rank's part of the flat buffers, padding included.
         exp_avg, exp_avg_sq, master: states of the shard.
         reduced: after `land`, the sum of the gradients over data parallelism, for this rank's shard.
-        watch: looks at the sum (`reduce`), see monitor/collect.py; None on most steps.
     """
 
     def __init__(
         self,
-        weights: list[Fp8Weight],
-        group,
+        weights: list[OwnedWeight],
+        of: WeightSet,
         sharded: bool,
         fp8: Fp8Config,
         scaling: WeightScaling | None,
         first: int,
         reduce: Callable[["Bucket"], wire.Stages],
-        identity: Callable[[Fp8Weight], tuple[int, ...]],
+        events: Events,
+        scratch: Scratch,
     ):
-        self.weights, self.group, self._reduce = weights, group, reduce
+        self.weights, self.of, self.group, self._reduce, self._events = weights, of, of.data, reduce, events
+        group = of.data
         self.sharded = sharded and group.size() > 1
         self._fp8, self.scaling, self._first = fp8, scaling, first
         sizes = [w.param.numel() for w in weights]
@@ -84,11 +87,10 @@ class Bucket:
         self.gaps = placed.gaps
         device = weights[0].param.device
         self.numel = placed.numel
-        self.grads = GradStore(group.size(), placed.row, fp8.grad_accum, device)
+        self.grads = grad_store(group.size(), placed.row, fp8.grad_accum, device)
         self.reduced: Reduced | None = None
         self._flight: wire.Flight | None = None
         self._arrival: Any = None
-        self.watch: Any = None
 
         ranks, rank = (group.size(), group.rank()) if self.sharded else (1, 0)
         owned = self.numel // ranks
@@ -103,8 +105,9 @@ class Bucket:
             self.spans.append((weight, start, start + size))
             values = weight.param.detach()
             weight.param.data = self.weight[start : start + size].view_as(values)
-            weight.identity, weight.rank = identity(weight), group.rank()
-            weight.grad = GradSlot(self.grads, start, weight.param.shape, (weight.rank, *weight.identity))
+            weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), group.rank()
+            weight.sink = GradSink(self.grads, start, weight.param.shape, (weight.rank, *weight.identity))
+            weight.events, weight.scratch = events, scratch
             self.load(i, values)
             if scaling is not None:
                 weight.load = functools.partial(self.load, i)
@@ -127,17 +130,18 @@ class Bucket:
         """The next gradient of each weight overwrites what is stored."""
         self.reduced = self._flight = None
         for weight in self.weights:
-            weight.grad.begin_step(step)
-            weight.pending = 0
-            weight.step, weight.forwards = step + 1, [0, 0]
+            weight.sink.begin_step(step)
+            weight.begin_step(step + 1)
 
     def launch(self) -> None:
         """Start to sum the gradients over data parallelism."""
         for weight in self.weights:
-            weight.grad.close()
+            weight.sink.close()
         for start, stop in self.gaps:  # what a reduction received may lie in the padding
             self.grads.clear(start, stop - start)
-        stages = self._reduce(self) if self.watch is None else self.watch.reduce(self, self._reduce)
+        stages = self._reduce(self)
+        for look in self._events.reducing:
+            stages = look(self, stages)
         self._flight = wire.Flight(stages)
 
     def advance(self) -> None:
@@ -288,9 +292,9 @@ def _dithered(values: torch.Tensor, seed: tuple[int, int]) -> torch.Tensor:
     return values + half_ulp * (2 * noise - 1)
 
 
-def cut(weights: list[Fp8Weight], bucket_size: int) -> list[list[Fp8Weight]]:
+def cut(weights: list[OwnedWeight], bucket_size: int) -> list[list[OwnedWeight]]:
     """Cut weights into runs of at least `bucket_size` elements, as Megatron cuts its own buckets."""
-    runs: list[list[Fp8Weight]] = [[]]
+    runs: list[list[OwnedWeight]] = [[]]
     filled = 0
     for weight in weights:
         if filled >= bucket_size:

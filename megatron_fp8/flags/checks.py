@@ -1,5 +1,5 @@
 """What a run needs before it may start, beside flags that fit: a GPU with FP8, one queue to it where Megatron asks for
-it, a Megatron that we know, its data files.
+it, a Megatron that we know, a model of its GPT, its data files.
 
 Every mistake of a user is a UserError of one line: the flag, its value, and what to do.
 """

@@ -1,6 +1,6 @@
 """From flags to one frozen Fp8Config.
 
-    parser   add_fp8_arguments    our flags: --fp8-level, one for each cell of its table, and --fp8-attention
+    parser   add_fp8_arguments    ALL the flags of ours, each subject's from its own file
     args     config_from_args     an Fp8Config, or None where the run is stock Megatron's
              adapt_stock_args     edits stock's arguments, before Megatron validates them
 
@@ -14,40 +14,43 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
 from ..errors import UserError
-from ..numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
+from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
-from .emulate import EmulationPlan, plan_from_flags, read_patterns
-from .level import CELLS, LEVELS, resolve
-from .numbers import check_geometry, check_numbers, check_optimizer, value_of
-from .probe import PROBE_FLAGS
-from .sharpness import SHARPNESS_FLAGS
+from . import emulate, gradients, level, log, probe, sharpness, watch
+from .emulate import EmulationPlan, emulation_from_args, read_patterns
+from .flag import Flag, Values, filled, one_of, refuse
+from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
+from .numbers import check_geometry, check_numbers, check_optimizer
 from .stock import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
-from .watch import WATCH_FLAGS, WatchPlan, watch_from_args
+from .watch import WatchPlan, watch_from_args
 
-ATTENTIONS = ("torch", "te")
-SHARED_FLAGS = (  # (flag, metavar, type, meaning), after FP8-LM section 2.1
-    ("--fp8-grad-scaling", "{auto,pre,post}", str, "how mu is found: auto-scaling (default), 1/N or 1."),
-    ("--fp8-grad-scaling-threshold", "X", float, "share of saturated elements beyond which mu shrinks (1e-5)."),
-    ("--fp8-grad-scaling-window", "N", int, "steps in which mu doubles otherwise (1000)."),
-    ("--fp8-grad-scaling-backoff", "X", float, "factor by which mu shrinks (0.5)."),
-    ("--fp8-grad-scaling-init", "X", float, "mu at the start (1/sqrt of the data-parallel size)."),
-    ("--fp8-grad-scaling-interval", "N", int, "steps from one look at saturation to the next (1)."),
-)
-EMULATE_FLAGS = (  # (flag, metavar or None for a switch, type, meaning), see flags/emulate.py
-    (
-        "--fp8-emulate",
-        "SPEC",
-        str,
-        "Round the operands of the linears' BF16 GEMMs: E8M3, or weight=E4M3,activation=E4M3:nearest:tensor, "
-        "each FORMAT[:ROUNDING][:SCALING]. Without --fp8-level everything else is as in stock BF16.",
-    ),
-    ("--fp8-emulate-layers", "PATTERNS", str, "Which linears, as 'decoder.layers.[0-3].*,*.linear_fc2'. Default all."),
-    ("--fp8-emulate-lm-head", None, None, "The LM head too."),
-    ("--fp8-emulate-from-step", "N", int, "From update N on (default 1, the first)."),
-    ("--fp8-emulate-until-step", "N", int, "Before update N (default: to the end)."),
-)
 BF16_FLAG = "--fp8-bf16-layers"
-FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
+BF16_LAYERS = Flag(
+    BF16_FLAG,
+    "Linears that stay in BF16, GEMMs and weights, and are not emulated: as 'decoder.layers.[0-3].*,*.linear_fc2', "
+    "shell patterns for a linear's whole path, layers numbered from 0.",
+    Values("PATTERNS"),
+)
+COMPACT = Flag(
+    "--fp8-ckpt-compact",
+    "Save the optimizer state in its own formats, 5 bytes a parameter at O2 and O3 instead of 12: for a run that "
+    "resumes at the same level, parallel sizes and buckets. Without it, any level and layout can load.",
+)
+ATTENTION = Flag(
+    "--fp8-attention",
+    "Whose BF16 attention: torch's (the default), or Transformer Engine's, which must be installed.",
+    one_of("torch", "te"),
+)
+ALL = (
+    *level.FLAGS,
+    *gradients.FLAGS,
+    *emulate.FLAGS,
+    *(BF16_LAYERS, COMPACT, ATTENTION),
+    *log.FLAGS,
+    *sharpness.FLAGS,
+    *watch.FLAGS,
+    *probe.FLAGS,
+)
 
 
 @dataclass(frozen=True)
@@ -112,65 +115,10 @@ class Fp8Config:
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group "megatron-fp8"; every default is None, so that what was given can be told."""
+    """Add the group "megatron-fp8"."""
     group = parser.add_argument_group("megatron-fp8", "FP8 training: a level, and flags to change its cells")
-    group.add_argument(
-        "--fp8-level",
-        metavar=f"{{{','.join(LEVELS)}}}",
-        help="How much of the run is FP8. O0, the default, is stock Megatron-LM, bit for bit.",
-    )
-    for cell in CELLS:
-        values = f"{{{','.join(cell.available)}}}"
-        defaults = " ".join(f"{level} {cell.at(level)}" for level in LEVELS[1:])
-        group.add_argument(cell.flag, metavar=values, help=f"{cell.meaning}. By level: {defaults}.")
-    group.add_argument(
-        "--fp8-grad-reduce-hierarchy",
-        metavar="{off,node,N}",
-        help="Reduce gradients in two levels, inside a node first and then across nodes: a node is what torchrun "
-        "started together, or N data-parallel ranks. Default off.",
-    )
-    for flag, metavar, of, meaning in SHARED_FLAGS:
-        group.add_argument(flag, metavar=metavar, type=of, help=f"With --fp8-grad-reduce shared: {meaning}")
-    for flag, metavar, of, meaning in EMULATE_FLAGS:
-        how = {"metavar": metavar, "type": of} if metavar else {"action": "store_true", "default": None}
-        group.add_argument(flag, help=meaning, **how)
-    group.add_argument(
-        BF16_FLAG,
-        metavar="PATTERNS",
-        help="Linears that stay in BF16, GEMMs and weights, and are not emulated: as 'decoder.layers.[0-3].*,"
-        "*.linear_fc2', shell patterns for a linear's whole path, layers numbered from 0.",
-    )
-    group.add_argument(
-        "--fp8-ckpt-compact",
-        action="store_true",
-        default=None,
-        help="Save the optimizer state in its own formats, 5 bytes a parameter at O2 and O3 instead of 12: for a run "
-        "that resumes at the same level, parallel sizes and buckets. Without it, any level and layout can load.",
-    )
-    group.add_argument(
-        "--fp8-log-interval",
-        metavar="N",
-        type=int,
-        help="Write FP8 statistics to TensorBoard and W&B, and the worst of them to the log, every N steps; 0: never. "
-        "Default 100 with --tensorboard-dir or --wandb-project, else 0.",
-    )
-    group.add_argument(
-        "--fp8-log-grad-snr",
-        action="store_true",
-        default=None,
-        help="Log the signal-to-noise ratio of the reduced gradients too; the steps that log hold and reduce an FP32 "
-        "copy of them (4 bytes a parameter).",
-    )
-    for flag, metavar, of, meaning in (*SHARPNESS_FLAGS, *WATCH_FLAGS):
-        group.add_argument(flag, metavar=metavar, type=of, help=meaning)
-    for flag, metavar, of, meaning in PROBE_FLAGS:
-        takes = {"metavar": metavar, "type": of} if metavar else {"action": "store_true", "default": None}
-        group.add_argument(flag, help=meaning, **takes)
-    group.add_argument(
-        "--fp8-attention",
-        metavar=f"{{{','.join(ATTENTIONS)}}}",
-        help="Whose BF16 attention: torch's (the default), or Transformer Engine's, which must be installed.",
-    )
+    for flag in ALL:
+        flag.add_to(group)
     return parser
 
 
@@ -186,50 +134,29 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     Raises:
         UserError: the first flag that the run cannot honour, in one line: flag, value, remedy.
     """
-    level = getattr(args, "fp8_level", None)
-    emulate = None
-    if level != "O0":
-        emulate = plan_from_flags(*(value_of(args, flag) for flag, *_ in EMULATE_FLAGS))
-    if (level is None and emulate is None) or level == "O0":
-        _check_stock_run(args, level)
+    level = LEVEL.given(args)
+    emulated = None if level == STOCK else emulation_from_args(args)
+    if is_stock(level) and emulated is None:
+        _check_stock_run(args)
         return None
-    overrides = {c.name: getattr(args, c.dest, None) for c in CELLS}
-    if emulate is not None:
-        overrides |= _emulation_base(level, overrides)
-        level = level or "O1"
-    cells = resolve(level, overrides)
+    cells = _cells(args, emulated)
     check_numbers(args)
     for row in rows(args, REFUSED):
         raise UserError(f"{row.shown(args)}: {row.note}")
-
-    attention = args.fp8_attention or "torch"
-    if attention not in ATTENTIONS:
-        raise UserError(f"--fp8-attention {attention}: no such value; use {' or '.join(ATTENTIONS)}")
+    attention = ATTENTION.value(args) or "torch"
     if attention == "te" and not installed(TE):
         raise UserError("--fp8-attention te: Transformer Engine is not installed; install it, or use torch")
     if args.fp8_amax_history_len < 1:
         raise UserError(f"--fp8-amax-history-len {args.fp8_amax_history_len}: use 1 or more")
-    ends = (args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
-    start, end = ends if args.first_last_layers_bf16 else (0, 0)
-    if min(start, end) < 0 or (args.num_layers is not None and start + end > args.num_layers):
-        raise UserError(
-            f"--num-layers-at-start-in-bf16 {start} with --num-layers-at-end-in-bf16 {end}: a model of "
-            f"--num-layers {args.num_layers} has not so many; use smaller counts"
-        )
-    log_interval = args.fp8_log_interval
-    if log_interval is None:
-        log_interval = 100 if args.tensorboard_dir or args.wandb_project else 0
-    if log_interval < 0:
-        raise UserError(f"--fp8-log-interval {log_interval}: use 0 (never) or more")
-    if args.fp8_log_grad_snr and not log_interval:
-        raise UserError("--fp8-log-grad-snr: nothing is logged; add --fp8-log-interval N, or remove it")
-    if cells["grad_accum"] == "auto":
-        cells["grad_accum"] = "fp8" if _micro_batches(args) <= FEW_MICRO_BATCHES else "bf16"
+    start, end = _ends_in_bf16(args)
+    log_interval = log.statistics_interval(args)
+    cells["grad_accum"] = gradients.storage(args, cells["grad_accum"])
     if cells["gemm"] == "fp8":
         check_geometry(args)
     check_optimizer(args, cells)
+    patterns = BF16_LAYERS.given(args)
     return Fp8Config(
-        level=level,
+        level=LOWEST if level is None else level,
         **cells,
         forward_format=E4M3,
         grad_format=E4M3 if args.fp8 == "e4m3" else E5M2,
@@ -240,14 +167,14 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         wgrad=args.fp8_wgrad,
         bf16_layers_start=start,
         bf16_layers_end=end,
-        bf16_layers=read_patterns(BF16_FLAG, args.fp8_bf16_layers) if args.fp8_bf16_layers is not None else (),
+        bf16_layers=() if patterns is None else read_patterns(BF16_FLAG, patterns),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
-        grad_reduce_hierarchy=_hierarchy(args, cells["grad_reduce"]),
-        grad_scaling=_scaling_rule(args, cells["grad_reduce"]),
-        emulate=emulate,
-        ckpt_compact=bool(args.fp8_ckpt_compact),
+        grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),
+        grad_scaling=gradients.scaling_rule(args, cells["grad_reduce"]),
+        emulate=emulated,
+        ckpt_compact=bool(COMPACT.value(args)),
         log_interval=log_interval,
-        log_grad_snr=bool(args.fp8_log_grad_snr),
+        log_grad_snr=bool(log.GRAD_SNR.value(args)),
         watch=watch_from_args(args, cells["gemm"] == "fp8"),
         seed=args.seed,
         attention=attention,
@@ -277,21 +204,17 @@ def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
         if row.verdict == ADAPTED:
             row.adapt(args)
     return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()] + [
-        *_storage_line(args, config),
+        *gradients.storage_line(args, config.grad_accum),
         *([] if config.emulate is None else [f"--fp8-emulate: {config.emulate}"]),
     ]
 
 
-def _check_stock_run(args: Namespace, level: str | None) -> None:
+def _check_stock_run(args: Namespace) -> None:
     """Refuse flags that a run without a level would ignore in silence."""
-    without = f"--fp8-level {level}" if level else "no --fp8-level"
-    others = "--fp8-attention --fp8-grad-reduce-hierarchy --fp8-ckpt-compact --fp8-log-interval --fp8-log-grad-snr"
-    more = [BF16_FLAG, *(row[0] for row in (*SHARED_FLAGS, *EMULATE_FLAGS, *WATCH_FLAGS))]
-    given = {flag: value_of(args, flag) for flag in (*others.split(), *more)}
-    given |= {c.flag: getattr(args, c.dest, None) for c in CELLS}
-    for flag, value in given.items():
-        if value is not None:
-            raise UserError(f"{flag} {value} with {without}: no effect; add --fp8-level O1, or remove it")
+    level = LEVEL.given(args)
+    without = LEVEL.shown(args) if level else f"no {LEVEL.name}"
+    needing = (flag for flag in ALL if flag.needs_level and flag is not LEVEL)
+    refuse(args, needing, f" with {without}: no effect; add {LEVEL.name} {LOWEST}")
     fmt = getattr(args, "fp8", None)
     if fmt and args.transformer_impl == "local":
         raise UserError(
@@ -303,68 +226,26 @@ def _check_stock_run(args: Namespace, level: str | None) -> None:
         raise UserError(f"--yaml-cfg {yaml}: replaces every flag, --fp8-level included; give flags instead")
 
 
-def _emulation_base(level: str | None, overrides: dict[str, str | None]) -> dict[str, str]:
-    """The cells of a run that emulates: its GEMMs are BF16 ones, and without a level nothing else is rounded."""
-    if overrides["gemm"] == "fp8":
-        raise UserError("--fp8-gemm fp8 with --fp8-emulate: emulated operands go into BF16 GEMMs; remove one")
-    exact = {"gemm": "bf16"} if level else {"gemm": "bf16", "grad_accum": "fp32", "grad_reduce": "fp32"}
-    return {cell: overrides[cell] or value for cell, value in exact.items()}
+def _cells(args: Namespace, emulated: EmulationPlan | None) -> dict[str, str]:
+    """{cell: value} of a run with a level, or that emulates: its GEMMs are BF16 ones, and without a level nothing else
+    is rounded."""
+    level, overrides = LEVEL.given(args), filled(args, CELL_FLAGS)
+    if emulated is not None:
+        if overrides.get("gemm") == "fp8":
+            raise UserError("--fp8-gemm fp8 with --fp8-emulate: emulated operands go into BF16 GEMMs; remove one")
+        exact = {"gemm": "bf16"} if level else {"gemm": "bf16", "grad_accum": "fp32", "grad_reduce": "fp32"}
+        overrides = exact | overrides
+    return resolve(LOWEST if level is None else level, overrides)
 
 
-def _micro_batches(args: Namespace) -> int:
-    """How many micro-batches a step adds up, before Megatron has worked it out."""
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    replicas = max(1, args.world_size // model)
-    return max(1, (args.global_batch_size or 1) // ((args.micro_batch_size or 1) * replicas))
-
-
-def _storage_line(args: Namespace, config: Fp8Config) -> list[str]:
-    """What the log should say of how gradients are stored."""
-    count = _micro_batches(args)
-    few, chosen = count <= FEW_MICRO_BATCHES, args.fp8_grad_accum in (None, "auto") and config.grad_accum != "fp32"
-    noise = f"an unbiased error of about {0.0375 * ((count + 1) / 2) ** 0.5:.0%}"
-    if chosen and few:
-        return [f"gradients are stored in FP8: {count} micro-batch{'es' * (count > 1)} a step (--fp8-grad-accum)"]
-    if chosen:
-        return [f"gradients are stored in BF16: {count} micro-batches a step, in FP8 {noise} (--fp8-grad-accum fp8)"]
-    if config.grad_accum == "fp8" and not few:
-        return [f"--fp8-grad-accum fp8: {count} micro-batches a step, {noise}; bf16: 1 %, for a byte a parameter more"]
-    return []
-
-
-def _hierarchy(args: Namespace, reduction: str) -> str:
-    """--fp8-grad-reduce-hierarchy, checked against the rest."""
-    flag, value = "--fp8-grad-reduce-hierarchy", args.fp8_grad_reduce_hierarchy
-    if value in (None, "off"):
-        return "off"
-    if value != "node" and not (value.isdecimal() and int(value) > 0):
-        raise UserError(f"{flag} {value}: use off, node, or the number of data-parallel ranks in a node")
-    if reduction != "block":
-        raise UserError(f"{flag} {value} with --fp8-grad-reduce {reduction}: only block has two levels; remove one")
-    if not args.use_distributed_optimizer:
-        raise UserError(f"{flag} {value}: needs --use-distributed-optimizer; add it, or remove the hierarchy")
-    return value
-
-
-def _scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
-    """The --fp8-grad-scaling flags, checked against each other."""
-    given = {row[0]: value_of(args, row[0]) for row in SHARED_FLAGS if value_of(args, row[0]) is not None}
-    mode = given.get("--fp8-grad-scaling", AUTO)
-    for flag, value in given.items():
-        if reduction != "shared":
-            raise UserError(f"{flag} {value}: no effect; add --fp8-grad-reduce shared, or remove it")
-        if flag != "--fp8-grad-scaling" and mode != AUTO:
-            raise UserError(f"{flag} {value} with --fp8-grad-scaling {mode}: no effect; use auto, or remove it")
-        if isinstance(value, str):
-            continue
-        largest = {"--fp8-grad-scaling-threshold": 1, "--fp8-grad-scaling-init": LARGEST_MU}.get(flag)
-        if not 0 < value <= (largest or value):
-            raise UserError(f"{flag} {value}: use a number above 0{f', at most {largest:g}' if largest else ''}")
-    if mode not in MODES:
-        raise UserError(f"--fp8-grad-scaling {mode}: no such value; use auto, pre or post")
-    backoff = given.get("--fp8-grad-scaling-backoff", 0.5)
-    if not backoff < 1:
-        raise UserError(f"--fp8-grad-scaling-backoff {backoff}: mu must shrink; use a number below 1")
-    names = {"threshold", "window", "backoff", "initial", "interval"}
-    values = {flag.rpartition("-")[2].replace("init", "initial"): value for flag, value in given.items()}
-    return ScalingRule(mode, **{name: value for name, value in values.items() if name in names})
+def _ends_in_bf16(args: Namespace) -> tuple[int, int]:
+    """How many first and last layers --first-last-layers-bf16 keeps in BF16."""
+    if not args.first_last_layers_bf16:
+        return 0, 0
+    start, end = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+    if min(start, end) < 0 or (args.num_layers is not None and start + end > args.num_layers):
+        raise UserError(
+            f"--num-layers-at-start-in-bf16 {start} with --num-layers-at-end-in-bf16 {end}: a model of "
+            f"--num-layers {args.num_layers} has not so many; use smaller counts"
+        )
+    return start, end

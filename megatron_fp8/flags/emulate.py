@@ -17,11 +17,13 @@ The steps from --fp8-emulate-from-step A until B are B - A. An operand is rounde
 x being the activation, W the weight, dy the gradient. Validation is emulated as training is.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..errors import UserError
 from ..numerics.emulation import EmulatedFormat
+from .flag import Flag, Values, filled, refuse, whole
 
 OPERANDS = ("weight", "activation", "gradient")
 LM_HEAD = "output_layer"
@@ -58,7 +60,7 @@ class EmulationPlan:
     def for_operand(self, path: str, layer_number: int, operand: str, step: int) -> EmulatedFormat | None:
         """How to round `operand` ("weight", "activation" or "gradient") in a step, from 1; None: not at all.
 
-        path, layer_number: Fp8Weight's, or LM_HEAD and any number.
+        path, layer_number: OwnedWeight's, or LM_HEAD and any number.
         """
         assert operand in OPERANDS
         started = step >= self.from_step and (self.until_step is None or step < self.until_step)
@@ -69,8 +71,25 @@ class EmulationPlan:
         return self.lm_head if path == LM_HEAD else matches(self.layers, linear_name(path, layer_number))
 
 
+EMULATE = Flag(
+    "--fp8-emulate",
+    "Round the operands of the linears' BF16 GEMMs: E8M3, or weight=E4M3,activation=E4M3:nearest:tensor, "
+    "each FORMAT[:ROUNDING][:SCALING]. Without --fp8-level everything else is as in stock BF16.",
+    Values("SPEC"),
+)
+LAYERS = Flag(
+    "--fp8-emulate-layers",
+    "Which linears, as 'decoder.layers.[0-3].*,*.linear_fc2'. Default all.",
+    Values("PATTERNS"),
+)
+WITH_HEAD = Flag("--fp8-emulate-lm-head", "The LM head too.", field="lm_head")
+FROM_STEP = Flag("--fp8-emulate-from-step", "From update N on (default 1, the first).", whole(1), "from_step")
+UNTIL_STEP = Flag("--fp8-emulate-until-step", "Before update N (default: to the end).", Values("N", int), "until_step")
+FLAGS = (EMULATE, LAYERS, WITH_HEAD, FROM_STEP, UNTIL_STEP)
+
+
 def linear_name(path: str, layer_number: int) -> str:
-    """A linear's whole path in the model, of Fp8Weight's `path` and `layer_number`; LM_HEAD is its own."""
+    """A linear's whole path in the model, of OwnedWeight's `path` and `layer_number`; LM_HEAD is its own."""
     return path.replace(".layers.", f".layers.{layer_number - 1}.", 1)
 
 
@@ -87,38 +106,24 @@ def read_patterns(flag: str, value: str) -> tuple[str, ...]:
     return patterns
 
 
-def plan_from_flags(
-    emulate: str | None,
-    layers: str | None = None,
-    lm_head: bool | None = None,
-    from_step: int | None = None,
-    until_step: int | None = None,
-) -> EmulationPlan | None:
-    """The plan of the five flags' values, None where a flag was not given; None without --fp8-emulate.
-
-    Raises UserError of one line: flag, value, remedy.
-    """
-    if emulate is None:
-        others = {"layers": layers, "lm-head": lm_head, "from-step": from_step, "until-step": until_step}
-        for flag, value in others.items():
-            if value is not None:
-                shown = "" if value is True else f" {value}"
-                raise UserError(f"--fp8-emulate-{flag}{shown}: nothing is emulated; add --fp8-emulate, or remove it")
+def emulation_from_args(args: Namespace) -> EmulationPlan | None:
+    """The plan of a run's arguments; None: nothing is emulated. Raises UserError of one line: flag, value, remedy."""
+    if EMULATE.given(args) is None:
+        refuse(args, FLAGS, ": nothing is emulated; add --fp8-emulate")
         return None
-    first = 1 if from_step is None else from_step
-    if first < 1:
-        raise UserError(f"--fp8-emulate-from-step {first}: steps count from 1; use 1 or more")
-    if until_step is not None and until_step <= first:
+    layers = LAYERS.given(args)
+    patterns = ("*",) if layers is None else read_patterns(LAYERS.name, layers)
+    more = filled(args, (WITH_HEAD, FROM_STEP, UNTIL_STEP)) | read_operands(EMULATE.given(args))
+    plan = EmulationPlan(layers=patterns, **more)
+    if plan.until_step is not None and plan.until_step <= plan.from_step:
         raise UserError(
-            f"--fp8-emulate-until-step {until_step}: emulation starts with step {first}; use {first + 1} or more"
+            f"{UNTIL_STEP.shown(args)}: emulation starts with step {plan.from_step}; use {plan.from_step + 1} or more"
         )
-    patterns = ("*",) if layers is None else read_patterns("--fp8-emulate-layers", layers)
-    weight, activation, gradient = _operands(emulate)
-    return EmulationPlan(weight, activation, gradient, patterns, bool(lm_head), first, until_step)
+    return plan
 
 
-def _operands(text: str) -> list[EmulatedFormat | None]:
-    """How each of OPERANDS is rounded, of --fp8-emulate's value."""
+def read_operands(text: str) -> dict[str, EmulatedFormat | None]:
+    """How each of OPERANDS is rounded, of --fp8-emulate's value. Raises UserError of one line."""
     found: dict[str, EmulatedFormat] = {}
     for item in text.split(","):
         operand, equals, name = item.rpartition("=")
@@ -136,4 +141,4 @@ def _operands(text: str) -> list[EmulatedFormat | None]:
             raise UserError(f"--fp8-emulate {text}: {operand or 'a format for all'} is given twice; give it once")
         found[operand] = how
     everywhere = found.pop("", None)
-    return [found.get(operand, everywhere) for operand in OPERANDS]
+    return {operand: found.get(operand, everywhere) for operand in OPERANDS}

@@ -15,15 +15,22 @@ flag named after the cell overrides one of them. O0 is not in the table: it inst
     partition            how the optimizer's work is cut over data parallelism
 
 This file is the whole story of what exists: a value becomes usable when it moves from `planned` to
-`available` in its row. No other code decides by a level's name.
+`available` in its row. No other code decides by a level's name: it asks `is_stock`, or reads the cells.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import UserError
+from .flag import Flag, Values
 
 LEVELS = ("O0", "O1", "O2", "O3")
+STOCK, LOWEST = LEVELS[:2]
+LEVEL = Flag(
+    "--fp8-level",
+    "How much of the run is FP8. O0, the default, is stock Megatron-LM, bit for bit.",
+    Values(f"{{{','.join(LEVELS)}}}"),
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,22 @@ CELLS = (
         available=("even", "greedy"),
     ),
 )
+
+CELL_FLAGS = tuple(
+    Flag(
+        cell.flag,
+        f"{cell.meaning}. By level: {' '.join(f'{level} {cell.at(level)}' for level in LEVELS[1:])}.",
+        Values(f"{{{','.join(cell.available)}}}"),
+        cell.name,
+    )
+    for cell in CELLS
+)
+FLAGS = (LEVEL, *CELL_FLAGS)
+
+
+def is_stock(level: str | None) -> bool:
+    """Whether a run with this --fp8-level, None where it has none, is stock Megatron's, unless it emulates."""
+    return level in (None, STOCK)
 
 
 def resolve(level: str, overrides: Mapping[str, str | None]) -> dict[str, str]:

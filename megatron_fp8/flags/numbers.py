@@ -1,11 +1,12 @@
-"""Numbers and shapes that a run with a level cannot have: each a UserError of one line, flag, value and remedy."""
+"""Numbers and shapes that a run with a level cannot have, and what its formats cannot do: each a UserError of one line,
+flag, value and remedy."""
 
 import math
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any
 
 from ..errors import UserError
+from .flag import value_of
 
 LARGEST_MARGIN = 8  # see check_numbers
 COUNTS = (  # what is divided by before Megatron has looked at it
@@ -16,11 +17,6 @@ COUNTS = (  # what is divided by before Megatron has looked at it
     *("--save-dgrads-interval", "--save-activations-interval", "--check-weight-hash-across-dp-replicas-interval"),
 )
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
-
-
-def value_of(args: Namespace, flag: str) -> Any:
-    """The value of a flag whose name in the arguments is its own, or None."""
-    return getattr(args, flag[2:].replace("-", "_"), None)
 
 
 def check_numbers(args: Namespace) -> None:
@@ -61,9 +57,6 @@ def check_optimizer(args: Namespace, cells: dict[str, str]) -> None:
             "--log-params-norm with --overlap-param-gather: Megatron would read weights that are still on their way; "
             "remove one, or add --fp8-master fp32"
         )
-    for flag in ("--save", "--load"):
-        if (value_of(args, flag) or "").startswith("msc://"):
-            raise UserError(f"{flag} {value_of(args, flag)}: a level's checkpoints need a file system; give a path")
     if cells["weight"] == "fp8":
         if not args.adam_beta1**2 < args.adam_beta2:
             raise UserError(

@@ -12,29 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from ..errors import UserError
-
-SHARPNESS_FLAGS = (  # (flag, metavar, type, meaning)
-    (
-        "--fp8-sharpness-interval",
-        "N",
-        int,
-        "Measure the sharpness of the loss, over all positions of every N-th iteration, and log it, at any level and "
-        "without one. Default 0: never.",
-    ),
-    (
-        "--fp8-sharpness-eval",
-        "FILE",
-        str,
-        "Measure it in evaluations, with --skip-train too, and write its quantiles to FILE as JSON "
-        "(megatron-fp8 lab sharpness).",
-    ),
-    (
-        "--fp8-sharpness-iterations",
-        "N",
-        int,
-        "In evaluations: also by N iterations of L-BFGS-B on the last token of each sequence. Default 0: not.",
-    ),
-)
+from .flag import Flag, Values, filled, refuse, whole
 
 
 @dataclass(frozen=True)
@@ -47,9 +25,35 @@ class SharpnessPlan:
         iterations: of L-BFGS-B there, on the last token of each sequence; 0: not done.
     """
 
-    interval: int
-    file: str | None
-    iterations: int
+    interval: int = 0
+    file: str | None = None
+    iterations: int = 0
+
+
+INTERVAL = Flag(
+    "--fp8-sharpness-interval",
+    "Measure the sharpness of the loss, over all positions of every N-th iteration, and log it, at any level and "
+    "without one. Default 0: never.",
+    whole(0, "never"),
+    "interval",
+    needs_level=False,
+)
+FILE = Flag(
+    "--fp8-sharpness-eval",
+    "Measure it in evaluations, with --skip-train too, and write its quantiles to FILE as JSON "
+    "(megatron-fp8 lab sharpness).",
+    Values("FILE"),
+    "file",
+    needs_level=False,
+)
+ITERATIONS = Flag(
+    "--fp8-sharpness-iterations",
+    "In evaluations: also by N iterations of L-BFGS-B on the last token of each sequence. Default 0: not.",
+    whole(0, "not done"),
+    "iterations",
+    needs_level=False,
+)
+FLAGS = (INTERVAL, FILE, ITERATIONS)
 
 
 def sharpness_from_args(args: Namespace) -> SharpnessPlan | None:
@@ -57,23 +61,14 @@ def sharpness_from_args(args: Namespace) -> SharpnessPlan | None:
 
     Raises UserError of one line: flag, value, remedy.
     """
-    names = (flag.removeprefix("--").replace("-", "_") for flag, *_ in SHARPNESS_FLAGS)
-    interval, file, iterations = (getattr(args, name, None) for name in names)  # --yaml-cfg leaves none of them
-    if (interval or 0) < 0:
-        raise UserError(f"--fp8-sharpness-interval {interval}: use 0 (never) or more")
-    if (iterations or 0) < 0:
-        raise UserError(f"--fp8-sharpness-iterations {iterations}: use 0 (not done) or more")
-    if iterations and file is None:
-        raise UserError(
-            f"--fp8-sharpness-iterations {iterations}: of evaluations only; add --fp8-sharpness-eval FILE, or remove it"
-        )
-    if iterations and find_spec("scipy") is None:
-        raise UserError(
-            f"--fp8-sharpness-iterations {iterations}: needs scipy; pip install 'megatron-fp8[lab]', or use 0"
-        )
-    if not interval and file is None:
+    plan = SharpnessPlan(**filled(args, FLAGS))
+    if plan.iterations and plan.file is None:
+        refuse(args, [ITERATIONS], ": of evaluations only; add --fp8-sharpness-eval FILE")
+    if plan.iterations and find_spec("scipy") is None:
+        raise UserError(f"{ITERATIONS.shown(args)}: needs scipy; pip install 'megatron-fp8[lab]', or use 0")
+    if not plan.interval and plan.file is None:
         return None
-    asked = f"--fp8-sharpness-interval {interval}" if interval else f"--fp8-sharpness-eval {file}"
+    asked = (INTERVAL if plan.interval else FILE).shown(args)
     hiding = {  # with these the logits pass by the model's forward, or it is replayed
         "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "--cuda-graph-impl full_iteration": args.cuda_graph_impl == "full_iteration",
@@ -83,4 +78,4 @@ def sharpness_from_args(args: Namespace) -> SharpnessPlan | None:
     for flag, given in hiding.items():
         if given:
             raise UserError(f"{flag} with {asked}: hides the logits; remove one")
-    return SharpnessPlan(interval or 0, file, iterations or 0)
+    return plan

@@ -185,6 +185,7 @@ WITHOUT_MASK = When(
     "given, with --no-create-attention-mask-in-dataloader",
     lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
 )
+NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
 WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
 WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
@@ -376,6 +377,7 @@ TABLE: list[Row] = [
     *_honour("--save-dgrads-interval --save-activations-interval", "of the level's linears too", WITH_SAVE),
     *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
+    *_refuse("--save --load", "give the path of a file system: a level's checkpoints need one", NO_FILES),
     *_refuse("--ckpt-format", "use torch_dist: no other format holds the level's optimizer state", KEEPS_OPTIMIZER),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
     # --- same result, only slower without

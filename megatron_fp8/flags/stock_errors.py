@@ -23,8 +23,11 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from enum import Enum
-from types import FrameType, TracebackType
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
+
+from ..errors import is_bug
 
 _KINDS = (AssertionError, ValueError, RuntimeError, NotImplementedError, ImportError, TypeError, Exception)
 _OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functions
@@ -52,14 +55,19 @@ def remember_flags(parser: argparse.ArgumentParser) -> None:
             _flags.setdefault(action.dest, action)
 
 
+def is_check(error: BaseException) -> bool:
+    """Whether the statement that failed is an assert or a raise in Megatron's own source."""
+    frames = _first(error)[1]
+    return bool(frames) and _is_megatrons(frames[-1][0]) and isinstance(_statement(*frames[-1]), ast.Assert | ast.Raise)
+
+
 def stock_mistake(error: BaseException) -> str | None:
     """The line for a check of Megatron's that failed, if it tells of a user's mistake."""
     error, frames = _first(error)
     if type(error) not in _KINDS or not frames or _has_trained(frames):
         return None
     frame, line = frames[-1]
-    module = frame.f_globals.get("__name__", "")
-    if not module.startswith("megatron.") or module == _OF_NUMBERS:
+    if not _is_megatrons(frame):
         return None
     statement = _statement(frame, line)
     place = _place(frame, line)
@@ -97,15 +105,23 @@ def through_callback(error: BaseException) -> bool:
 
 
 def _first(error: BaseException) -> tuple[BaseException, list[tuple[FrameType, int]]]:
-    """The error that others were raised from, and its frames from the outermost; a missing package is none."""
-    frames = list(_frames(error.__traceback__))
+    """The error that Megatron raised others from, and its frames from the outermost; a missing package is none.
+
+    What fails in this package while it handles another error is a bug of its own.
+    """
+    frames = list(walk_tb(error.__traceback__))
     while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
-        if isinstance(cause, ImportError):
+        if isinstance(cause, ImportError) or is_bug(error):
             break
-        error, inner = cause, list(_frames(cause.__traceback__))
+        error, inner = cause, list(walk_tb(cause.__traceback__))
         shared = [i for i, (frame, _) in enumerate(frames) if inner and frame is inner[0][0]]
         frames = frames[: shared[0] if shared else len(frames)] + inner
     return error, frames
+
+
+def _is_megatrons(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith("megatron.") and module != _OF_NUMBERS
 
 
 def _place(frame: FrameType, line: int) -> str:
@@ -120,12 +136,6 @@ def _missing(frame: FrameType, statement: ast.stmt | None) -> str | None:
         if isinstance(called, ast.Name) and called.id.startswith("TE") and frame.f_globals.get(called.id, 0) is None:
             return called.id
     return None
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
 
 
 def _has_trained(frames: list[tuple[FrameType, int]]) -> bool:

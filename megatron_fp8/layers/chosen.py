@@ -6,16 +6,27 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from megatron.core import mpu
 
+from ..engine.owned import owned_weights
 from ..errors import UserError
 from ..flags.config import BF16_FLAG, Fp8Config
 from ..flags.emulate import LM_HEAD, linear_name, matches
 from ..metrics import LINEARS, record
-from .linear import fp8_weights
 
 
 def emulates_head(config: Fp8Config) -> bool:
     """Whether the LM head is emulated."""
     return config.emulate is not None and config.emulate.lm_head and not matches(config.bf16_layers, LM_HEAD)
+
+
+def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
+    """Leave linears in BF16, their GEMMs and what is stored, and do not emulate them: those of the first and last
+    layers (`--first-last-layers-bf16` and its two counts), and those whose names match `--fp8-bf16-layers`."""
+    kept = [w for w in owned_weights([model]) if matches(config.bf16_layers, w.name)]
+    for layer in model.decoder.layers:  # multi-token-prediction layers are neither first nor last
+        if not config.bf16_layers_start < layer.layer_number <= num_layers - config.bf16_layers_end:
+            kept += owned_weights([layer])
+    for weight in kept:
+        weight.keep_in_bf16()
 
 
 def check_chosen(config: Fp8Config, chunks) -> list[str]:
@@ -28,7 +39,7 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
     """
     if not config.bf16_layers and config.emulate is None:
         return []
-    own = [(w.path, w.layer_number) for w in fp8_weights(chunks)]
+    own = [(w.path, w.layer_number) for w in owned_weights(chunks)]
     stages = mpu.get_pipeline_model_parallel_group()
     everywhere = [own] * stages.size()
     if len(everywhere) > 1:

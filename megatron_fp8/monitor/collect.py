@@ -22,11 +22,11 @@ Of the gradient summed over data parallelism ("wgrad_reduced"):
                    micro-batches' dW added in FP32 and summed over data parallelism in FP32 (`--fp8-log-grad-snr`).
                    Both use the same GEMM operands, so this is the noise of storage and wire alone.
 
-On all other steps `watch` of weights and buckets is None, and nothing here runs. On a step that logs, one kernel
-reads each cast tensor and its payload again, 3 bytes an element of BF16; the SNR holds 4 bytes a parameter, does one
-more weight-gradient GEMM a micro-batch (none with FP32 storage) and one FP32 reduction. Until the optimizer's step is
-made nothing goes from host to device or back, since each such copy, of a single number too, would make the host wait;
-then one copy brings everything.
+On all other steps nobody is subscribed, and nothing here runs. On a step that logs, one kernel reads each cast tensor
+and its payload again, 3 bytes an element of BF16; the SNR holds 4 bytes a parameter, does one more weight-gradient
+GEMM a micro-batch, as FP8 storage's counts do, and one FP32 reduction. Until the optimizer's step is made nothing goes
+from host to device or back, since each such copy, of a single number too, would make the host wait; then one copy
+brings everything.
 """
 
 from collections.abc import Callable
@@ -38,16 +38,18 @@ from megatron.core import mpu
 from .. import ops
 from ..comm import wire
 from ..comm.reduce import reduce_fp32
-from ..comm.shared import ScaledShard, SharedScale, at_maximum
-from ..engine.gradients import GradStore, Wgrad
+from ..comm.shared import ScaledShard, at_maximum
+from ..engine.events import Events, Observer
+from ..engine.gradients import BlockStore, GradStore
 from ..engine.optimizer import EngineOptimizer
+from ..engine.owned import OwnedWeight
+from ..engine.owned_set import OwnedSet
 from ..engine.weights import Bucket, Reduced
 from ..flags.config import Fp8Config
-from ..flags.emulate import linear_name
-from ..layers.linear import Fp8Weight
 from ..numerics.blocks import block_scales
 from ..numerics.formats import E4M3
-from ..ops import count_cast
+from ..numerics.scaled import ScaledTensor
+from ..ops import Product, count_cast
 from .write import CASTS, Tally, current_iteration, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
@@ -57,92 +59,129 @@ def _square_sum(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-def attach(config: Fp8Config, engine: EngineOptimizer) -> None:
-    """Give the engine a monitor, in a run that logs statistics."""
-    if config.log_interval:
-        sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        stages = mpu.get_pipeline_model_parallel_group()
-        engine.monitor = Monitor(config, engine.buckets, engine.shared_scale, sharing, stages)
+def attach(config: Fp8Config, engine: EngineOptimizer) -> "Monitor | None":
+    """Have a monitor look on in a run that logs statistics; None in others."""
+    if not config.log_interval:
+        return None
+    sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    monitor = Monitor(config, engine.sets, engine.events, sharing, mpu.get_pipeline_model_parallel_group())
+    engine.events.subscribe(monitor)
+    return monitor
 
 
-class Monitor:
-    """Counts on the steps that log: between `begin` and `end`, weights and buckets call `cast`, `add` and `reduce`.
+class Monitor(Observer):
+    """On the steps that log, has a `Counts` look on from beginning to end, and writes what it found.
 
     Args:
-        buckets: all buckets of this rank.
-        shared: the state of `--fp8-grad-reduce shared`, else None.
+        sets: all weights of this rank.
         sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
         stages: the pipeline-parallel group, whose ranks hold different layers.
 
     Attributes:
+        counts: of the step in progress, if it logs.
         on_tallies: called on every rank with what was written, {weight's name: tally}, and the iteration.
     """
 
-    def __init__(self, config: Fp8Config, buckets: list[Bucket], shared: SharedScale | None, sharing, stages):
-        self.interval, self.snr, self.wire = config.log_interval, config.log_grad_snr, config.grad_reduce
-        self.buckets, self.shared, self.sharing, self.stages = buckets, shared, sharing, stages
-        self.weights = [weight for bucket in buckets for weight in bucket.weights]
-        self.active = False
+    def __init__(self, config: Fp8Config, sets: list[OwnedSet], events: Events, sharing, stages):
+        self.interval, self._config = config.log_interval, config
+        self._sets, self._events, self._sharing, self._stages = sets, events, sharing, stages
+        self.counts: Counts | None = None
         self.on_tallies: Callable[[dict[str, Tally], int], None] = lambda tallies, iteration: None
-        self._row = {weight: i for i, weight in enumerate(self.weights)}
-        self._reference: dict[GradStore, torch.Tensor] = {}
+
+    def begin_step(self) -> None:
+        """Begin a step: of one that logs, count."""
+        self._forget()  # a step that never ended
+        self._iteration = current_iteration()
+        if self._iteration % self.interval == 0:
+            self.counts = Counts(self._config, self._sets)
+            self._events.subscribe(self.counts)
+
+    def end_step(self) -> None:
+        """End a step, made or skipped: of one that logs, agree on the counts and write them."""
+        if self.counts is None:
+            return
+        tallies = self.counts.agree(self._sharing)
+        self._forget()
+        stages: list[dict[str, Tally]] = [tallies]
+        if self._stages.size() > 1:
+            stages *= self._stages.size()
+            dist.all_gather_object(stages, tallies, group=self._stages)
+        found_everywhere = {name: tally for stage in stages for name, tally in stage.items()}
+        write(found_everywhere, self._iteration)
+        self.on_tallies(found_everywhere, self._iteration)
+
+    def _forget(self) -> None:
+        if self.counts is not None:
+            self._events.unsubscribe(self.counts)
+            self.counts = None
+
+
+class Counts(Observer):
+    """What the casts and sums of one step did."""
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Begin a step: of one that logs, count."""
-        self.iteration = current_iteration()
-        self._watch(self.iteration % self.interval == 0)
-        self._reference.clear()  # of a step that never ended
-        if not self.active:
-            return
-        device = self.weights[0].param.device if self.weights else torch.device("cuda")  # a stage may have none
-        count = len(self.weights)
+    def __init__(self, config: Fp8Config, sets: list[OwnedSet]):
+        self._snr, self._wire = config.log_grad_snr, config.grad_reduce
+        buckets = [bucket for owned in sets for bucket in owned.buckets]
+        self._weights = [weight for bucket in buckets for weight in bucket.weights]
+        self._row = {weight: i for i, weight in enumerate(self._weights)}
+        device = self._weights[0].param.device if self._weights else torch.device("cuda")  # a stage may have none
+        count = len(self._weights)
         # count_cast's counts and extremes, of each tensor of CASTS
         self._casts = torch.zeros(count, len(CASTS), 3, dtype=torch.int64, device=device)
         self._extremes = torch.full((count, len(CASTS), 3), -torch.inf, device=device)
         # elements of the sum, saturations; signal, noise
         self._reduced = torch.zeros(count, 4, dtype=torch.float64, device=device)
-        self._mu = self.shared.mu if self.shared else None  # replaced, never written, by the step
-        for weight in self.weights:
+        shared = [owned.shared_scale for owned in sets if owned.shared_scale is not None]
+        self._mu = [scale.mu for scale in shared]  # replaced, never written, by the step
+        self._reference: dict[GradStore, torch.Tensor] = {}
+        self._wanted: torch.Tensor | None = None  # of the addition that is being made
+        for weight in self._weights:
             if weight.fp8 and weight.stored is None:  # a stored one was never cast
-                quantized = weight.quantized()  # which the forward pass then finds done
-                self.cast(weight, WEIGHT, weight.param, quantized.payload, quantized.scale_inv)
-        if self.snr:
-            for grads in (bucket.grads for bucket in self.buckets if bucket.grads.storage != "fp32"):
+                # What the forward pass then finds done.
+                self.cast(weight, WEIGHT, weight.param, weight.quantized())
+        if self._snr:
+            for grads in (bucket.grads for bucket in buckets if bucket.grads.storage != "fp32"):
                 self._reference[grads] = torch.zeros(grads.numel, device=device)
 
-    def cast(self, weight: Fp8Weight, tensor: int, wanted, payload, scale_inv) -> None:
-        """Count a cast of CASTS[tensor], in count_cast's terms."""
+    def cast(self, weight: OwnedWeight, tensor: int, wanted: torch.Tensor, q: ScaledTensor) -> None:
+        """Count a cast of CASTS[tensor]; a role, INPUT or GRAD, is the place of its own."""
+        self._count(weight, tensor, wanted, q.payload, q.scale_inv)
+
+    def _count(self, weight: OwnedWeight, tensor: int, wanted, payload, scale_inv) -> None:
         row = self._row[weight]
         count_cast(wanted, payload, scale_inv, self._casts[row, tensor], self._extremes[row, tensor])
 
     @torch.no_grad()
-    def add(self, weight: Fp8Weight, wgrad: Wgrad) -> None:
-        """Add a micro-batch's gradient to where it is stored, and count what that did."""
-        slot = weight.grad
-        if slot.store in self._reference:
-            part = self._reference[slot.store][slot.start : slot.start + weight.param.numel()]
-            wgrad(out=part.view(slot.shape), accumulate=slot.adds > 0)
-        if slot.store.storage != "fp8":
-            slot.add(wgrad)
-            return
-        dense = wgrad(dtype=torch.bfloat16)
-        wanted = dense.flatten()
-        if slot.adds:
-            wanted = slot.blocks.dequantize().add_(wanted)
-        slot.add(lambda **_: dense)
-        stored = slot.blocks
-        self.cast(weight, WGRAD, wanted, stored.payload, block_scales(stored.exponents))
+    def gradient(self, weight: OwnedWeight, product: Product) -> None:
+        """Add it to the reference; of FP8 storage, note what should be there after it."""
+        sink = weight.sink
+        if sink.store in self._reference:
+            part = self._reference[sink.store][sink.start : sink.start + weight.param.numel()]
+            product.compute(into=part.view(sink.shape), accumulate=sink.adds > 0)
+        if isinstance(sink.store, BlockStore):
+            wanted = product.compute(dtype=torch.bfloat16).flatten()
+            stored = sink.store.read(sink.start, sink.shape.numel()) if sink.adds else None
+            self._wanted = wanted if stored is None else stored.dequantize().add_(wanted)
 
-    def reduce(self, bucket: Bucket, reduce: Callable[[Bucket], wire.Stages]) -> wire.Stages:
+    @torch.no_grad()
+    def gradient_added(self, weight: OwnedWeight) -> None:
+        """Count what FP8 storage made of it."""
+        sink = weight.sink
+        if isinstance(sink.store, BlockStore):
+            stored = sink.store.read(sink.start, sink.shape.numel())
+            self._count(weight, WGRAD, self._wanted, stored.payload, block_scales(stored.exponents))
+            self._wanted = None
+
+    def reducing(self, bucket: Bucket, stages: wire.Stages) -> wire.Stages:
         """The stages of the bucket's reduction, and counts of its cast for the wire and of what became of the sum."""
         grads = bucket.grads
-        if self.wire == "block" and grads.storage != "fp8" and bucket.group.size() > 1:
+        if self._wire == "block" and grads.storage != "fp8" and bucket.group.size() > 1:
             self._count_sent(bucket)
         reference = self._reference.pop(grads, None)
-        if self.snr and reference is None:
+        if self._snr and reference is None:
             reference = grads.dense().clone()
-        reduced, handles = yield from reduce(bucket)
+        reduced, handles = yield from stages
         yield handles
         if isinstance(reduced, ScaledShard):
             self._count_shared(bucket, reduced)
@@ -156,13 +195,13 @@ class Monitor:
         values = bucket.grads.dense()
         for weight, a, b in bucket.spans:
             sent = ops.quantize_blocks(values[a:b])  # what the bucket will send, a weight at a time
-            self.cast(weight, WGRAD, values[a:b], sent.payload, block_scales(sent.exponents))
+            self._count(weight, WGRAD, values[a:b], sent.payload, block_scales(sent.exponents))
 
     def _count_shared(self, bucket: Bucket, reduced: ScaledShard) -> None:
         values = bucket.grads.dense()
         for (weight, a, b), scale_inv in zip(bucket.spans, reduced.inverse, strict=True):
             wanted = values[a:b].view(weight.param.shape)
-            self.cast(weight, WGRAD, wanted, ops.quantize(wanted, E4M3, scale_inv.reciprocal()), scale_inv)
+            self._count(weight, WGRAD, wanted, ops.quantize(wanted, E4M3, scale_inv.reciprocal()), scale_inv)
         for a, b, i in reduced.pieces:
             row = self._reduced[self._row[bucket.weights[i]]]
             row[0] += b - a
@@ -179,34 +218,17 @@ class Monitor:
                 row[3] += _square_sum(values[lo:hi] - reference[lo:hi])
 
     @torch.no_grad()
-    def end(self) -> None:
-        """End a step, made or skipped: of one that logs, agree on the counts and write them."""
-        if not self.active:
-            return
-        self._watch(False)
+    def agree(self, sharing) -> dict[str, Tally]:
+        """What the ranks that share the weights found together, by the weight's name."""
         extremes = self._extremes.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.sharing)  # which may drop a NaN, but no infinity
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=sharing)  # which may drop a NaN, but no infinity
         sums = torch.cat([self._casts.flatten(1), self._reduced], 1)  # float64: exact to 2^53
-        dist.all_reduce(sums, group=self.sharing)
-        mu = [] if self._mu is None else [self._mu[:, None]]
+        dist.all_reduce(sums, group=sharing)
+        mu = [torch.cat(self._mu)[:, None]] if self._mu else []
         found = torch.cat([sums, extremes.flatten(1), *mu], 1).cpu()  # the one wait
         tallies = {}
-        for weight, row in zip(self.weights, found, strict=True):
+        for weight, row in zip(self._weights, found, strict=True):
             casts, reduced, largest, own_mu = row.split([3 * len(CASTS), 4, 3 * len(CASTS), len(mu)])
             tally = Tally(casts.view(-1, 3).tolist(), largest.view(-1, 3).tolist(), reduced.tolist(), *own_mu.tolist())
-            tallies[linear_name(weight.path, weight.layer_number)] = tally
-        stages: list[dict[str, Tally]] = [tallies]
-        if self.stages.size() > 1:
-            stages *= self.stages.size()
-            dist.all_gather_object(stages, tallies, group=self.stages)
-        found_everywhere = {name: tally for stage in stages for name, tally in stage.items()}
-        write(found_everywhere, self.iteration)
-        self.on_tallies(found_everywhere, self.iteration)
-
-    def _watch(self, active: bool) -> None:
-        if active != self.active:
-            self.active = active
-            for weight in self.weights:
-                weight.watch = self if active else None
-            for bucket in self.buckets:
-                bucket.watch = self if active else None
+            tallies[weight.name] = tally
+        return tallies

@@ -47,10 +47,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from ..engine.events import Observer
+from ..engine.optimizer import EngineOptimizer
+from ..engine.owned import GRAD, INPUT, OwnedWeight
 from ..engine.weights import Bucket
-from ..flags.emulate import linear_name
 from ..flags.probe import ProbePlan
-from ..layers.linear import GRAD, INPUT, Fp8Weight
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
 from ..ops import count_cast
@@ -68,7 +69,9 @@ type Read = ScaledTensor | torch.Tensor  # an operand as a GEMM reads it: FP8, o
 
 def _values(operand: Read) -> torch.Tensor:
     """The operand in BF16, but for its scale."""
-    return operand.payload.to(torch.bfloat16) if isinstance(operand, ScaledTensor) else operand
+    if not isinstance(operand, ScaledTensor):
+        return operand
+    return (operand.columns.t() if operand.payload is None else operand.payload).to(torch.bfloat16)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -123,13 +126,17 @@ def count_emulated(x: torch.Tensor, read: torch.Tensor, how: EmulatedFormat | No
     counts[2] += ((x != 0) & (read == 0)).sum()
 
 
-def probe_step(plan: ProbePlan, buckets: list[Bucket], step: Callable[[], Any]) -> Any:
-    """Run a training step, and probe it if it is one of the plan's; its result. buckets: all of this rank."""
+def probe_step(plan: ProbePlan, engine: EngineOptimizer, step: Callable[[], Any]) -> Any:
+    """Run a training step, and probe it if it is one of the plan's; its result."""
     iteration = current_iteration()
     if iteration not in plan.steps:
         return step()
-    probe = Probe(buckets)
-    result = step()
+    probe = Probe(engine.buckets)
+    engine.events.subscribe(probe)
+    try:
+        result = step()
+    finally:
+        engine.events.unsubscribe(probe)
     stages = mpu.get_pipeline_model_parallel_group()
     found = probe.end(mpu.get_tensor_and_data_parallel_group(with_context_parallel=True), stages)
     if dist.get_rank() == 0:
@@ -137,8 +144,8 @@ def probe_step(plan: ProbePlan, buckets: list[Bucket], step: Callable[[], Any]) 
     return result
 
 
-class Probe:
-    """Looks at the GEMMs of the step that begins: until `end`, the weights call `forward` and `backward`.
+class Probe(Observer):
+    """Looks at the GEMMs of the step during which it is subscribed.
 
     Args:
         buckets: all buckets of this rank, whose FP8 and emulated linears are looked at.
@@ -156,40 +163,42 @@ class Probe:
         self._sums = torch.zeros(count, len(OPERANDS), 5, dtype=torch.float64, device=device)
         self._extremes = torch.full((count, len(OPERANDS), 3), -torch.inf, device=device)
         self._formats: dict[tuple[int, int], str] = {}
-        self._masters: dict[Fp8Weight, torch.Tensor] = {}
+        self._masters: dict[OwnedWeight, torch.Tensor] = {}
         for bucket in buckets:
             if bucket.scaling is not None:
                 values = bucket.unsharded(bucket.masters())
                 for weight, start, stop in bucket.spans:
                     self._masters[weight] = values[start:stop].view(weight.param.shape).bfloat16()
-        for weight in self.weights:
-            weight.probe = self
 
-    def _exact(self, weight: Fp8Weight) -> torch.Tensor:
+    def _exact(self, weight: OwnedWeight) -> torch.Tensor:
         return self._masters.get(weight, weight.param.detach())
 
-    def forward(self, weight: Fp8Weight, x: torch.Tensor, read_x: Read, read_w: Read) -> None:
+    def forward(self, weight: OwnedWeight, x: torch.Tensor, read_x: Read, read_w: Read) -> None:
         """Look at y = x W^T: x (M, K) in BF16, and as it was read, as was W (N, K)."""
+        if weight not in self._row:
+            return
         exact = self._exact(weight)
         self._look(weight, INPUT, x, read_x)
         if (self._row[weight], WEIGHT) not in self._formats:  # once: it is the same for every micro-batch
             self._look(weight, WEIGHT, exact, read_w)
-        self._compare(weight, FPROP, (read_x, _transposed(read_w)), (x, exact.t()))
+        self._compare(weight, FPROP, (read_x, read_w.T), (x, exact.t()))
 
-    def backward(self, weight: Fp8Weight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple) -> None:
+    def backward(self, weight: OwnedWeight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple) -> None:
         """Look at dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16.
 
         dgrad, wgrad: what these GEMMs read, dy (M, N) and W (N, K) or None where there is no dx, and dy and x.
         """
+        if weight not in self._row:
+            return
         self._look(weight, GRAD, dy, dgrad[0])
         if dgrad[1] is not None:
             self._compare(weight, DGRAD, dgrad, (dy, self._exact(weight)))
-        self._compare(weight, WGRAD, (_transposed(wgrad[0]), wgrad[1]), (dy.t(), x))
+        self._compare(weight, WGRAD, (wgrad[0].T, wgrad[1]), (dy.t(), x))
 
-    def _compare(self, weight: Fp8Weight, gemm: int, read: tuple, exact: tuple) -> None:
+    def _compare(self, weight: OwnedWeight, gemm: int, read: tuple, exact: tuple) -> None:
         self._gemms[self._row[weight], gemm] += compare(read, exact)
 
-    def _look(self, weight: Fp8Weight, operand: int, x: torch.Tensor, read: Read) -> None:
+    def _look(self, weight: OwnedWeight, operand: int, x: torch.Tensor, read: Read) -> None:
         row = self._row[weight]
         counts, extremes = self._counts[row, operand], self._extremes[row, operand]
         if isinstance(read, ScaledTensor):
@@ -212,8 +221,6 @@ class Probe:
             sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
             stages: the pipeline-parallel group, whose ranks hold different layers.
         """
-        for weight in self.weights:
-            weight.probe = None
         self._masters.clear()
         extremes = self._extremes.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=sharing)  # which may drop a NaN, but no infinity
@@ -226,7 +233,7 @@ class Probe:
                 name: operand_statistics(self._formats.get((row, i), ""), own[i][3:6], own[i][6:], largest[i])
                 for i, name in enumerate(OPERANDS)
             }
-            found[linear_name(weight.path, weight.layer_number)] = {**gemms, **operands}
+            found[weight.name] = {**gemms, **operands}
         everywhere: list[dict[str, Any]] = [found]
         if stages.size() > 1:
             everywhere *= stages.size()
@@ -239,10 +246,6 @@ def _layer(name: str) -> tuple[str, int]:
     """What a linear's name sorts by: the block, and the layer's number."""
     block, _, rest = name.partition(".layers.")
     return block, int(rest.partition(".")[0])
-
-
-def _transposed(operand: Read) -> Read:
-    return ScaledTensor(operand.payload.t(), operand.scale_inv) if isinstance(operand, ScaledTensor) else operand.t()
 
 
 def _finite(**values: float) -> dict[str, float | None]:

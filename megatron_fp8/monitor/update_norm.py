@@ -16,7 +16,6 @@ all its weights with --fp8-partition greedy. Then one sum of two numbers a part.
 logged.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,17 +27,19 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.training.global_vars import get_args
 from megatron.training.utils import is_last_rank
 
+from ..engine.events import Observer
 from ..engine.optimizer import EngineOptimizer
 from ..engine.weights import Bucket
-from ..ops.adam import AdamHyper
 from .write import current_iteration, say, write_scalars
 
 
-class UpdateNorm:
+class UpdateNorm(Observer):
     """Measures the steps of a run's optimizer: `around` each training step."""
 
     def __init__(self) -> None:
         self._parts: Sequence[MegatronOptimizer] = ()
+        self._engine: EngineOptimizer | None = None
+        self._before: torch.Tensor | None = None  # masters of the bucket that is being stepped
         self._squares: dict[MegatronOptimizer, torch.Tensor] = {}  # of the step in progress, if it is measured:
         # this rank's |w_t - w_(t-1)|^2 and |w_(t-1)|^2, FP64
 
@@ -66,7 +67,8 @@ class UpdateNorm:
 
     def _attach(self, part: MegatronOptimizer) -> None:
         if isinstance(part, EngineOptimizer):
-            part.step_bucket = functools.partial(self._step_bucket, part)
+            self._engine = part
+            part.events.subscribe(self)
         elif part.optimizer is not None:  # it is where a rank has none of the part's weights
             before: list[torch.Tensor] = []
 
@@ -83,11 +85,15 @@ class UpdateNorm:
             part.optimizer.register_step_pre_hook(keep)
             part.optimizer.register_step_post_hook(compare)
 
-    def _step_bucket(self, part: EngineOptimizer, bucket: Bucket, hyper: AdamHyper, scale: torch.Tensor) -> None:
-        before = bucket.masters() if self._squares else None
-        bucket.step(hyper, scale)
-        if before is not None:
-            self._add(part, [before], [bucket.masters()])
+    def updating(self, bucket: Bucket) -> None:
+        """Keep the masters of a bucket that is about to be stepped."""
+        self._before = bucket.masters() if self._squares else None
+
+    def updated(self, bucket: Bucket) -> None:
+        """Compare them."""
+        if self._before is not None:
+            self._add(self._engine, [self._before], [bucket.masters()])
+            self._before = None
 
     @torch.no_grad()
     def _add(self, part: MegatronOptimizer, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:

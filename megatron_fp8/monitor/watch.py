@@ -37,11 +37,12 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
+from ..engine.events import Observer
 from ..engine.optimizer import EngineOptimizer
 from ..errors import UserError
 from ..flags.config import Fp8Config
-from ..flags.emulate import linear_name
 from ..flags.watch import FALLBACK, NO_FP8, SKIP, WatchPlan
+from .collect import Monitor
 from .spikes import DOUBLED, Series
 from .write import Tally, current_iteration, say, together, write_scalars
 
@@ -53,16 +54,17 @@ _CLIPPED = 2.0  # so far beyond what the scale can hold: by less, amaxes go up a
 _SHARE_FLOOR = 1e-3  # per cent
 
 
-def watch_spikes(config: Fp8Config, engine: EngineOptimizer) -> None:
-    """Give the engine a watch, in a run that asks for one."""
+def watch_spikes(config: Fp8Config, engine: EngineOptimizer, monitor: Monitor | None) -> None:
+    """Give the engine a watch, in a run that asks for one. monitor: what counts casts for it, if anything does."""
     if config.watch is None:
         return
     sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
     engine.watch = Watch(config.watch, engine, sharing, mpu.get_pipeline_model_parallel_group())
     for chunk in engine.model_chunks:
         engine.watch.attach(chunk)
-    if engine.monitor is not None:
-        engine.monitor.on_tallies = engine.watch.observe_casts
+    engine.events.subscribe(engine.watch)
+    if monitor is not None:
+        monitor.on_tallies = engine.watch.observe_casts
 
 
 class Fallback:
@@ -120,8 +122,8 @@ class Fallback:
             self.stays[name][1] = min(left, self.waits(name))
 
 
-class Watch:
-    """See the top of the file: between `begin` and `judge` the model's chunks add up the loss, and `see` agrees on it.
+class Watch(Observer):
+    """See the top of the file: from `begin_step` to `judge` the model's chunks add up the loss; `see` agrees on it.
 
     Args:
         sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
@@ -135,7 +137,8 @@ class Watch:
 
     def __init__(self, plan: WatchPlan, engine: EngineOptimizer, sharing, stages):
         self.action, self._sigma, self._window = plan.action, plan.sigma, plan.window
-        self._scaling, self._sharing = engine.scaling, sharing
+        self._sharing = sharing
+        self._scalings = [owned.scaling for owned in engine.sets if owned.scaling is not None]
         self._series = {name: Series(self._sigma, self._window) for name in (LOSS, NORM)}
         self._loss = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum, tokens
         self.loss: float | None = None
@@ -144,7 +147,7 @@ class Watch:
         self.counts = {"fp8_spikes": 0, "fp8_rises": 0, "fp8_skipped_spikes": 0, "fp8_linears_in_bf16": 0}
         self._fallback = Fallback(self._window)
         weights = [weight for bucket in engine.buckets for weight in bucket.weights if weight.fp8]
-        self._weights = {linear_name(weight.path, weight.layer_number): weight for weight in weights}
+        self._weights = {weight.name: weight for weight in weights}
         self._stages = stages
         self._names = self._of_all_stages(sorted(self._weights)) if self.action == FALLBACK else []
         if self.action == FALLBACK and not self._names:
@@ -165,7 +168,7 @@ class Watch:
             weight = torch.ones_like(losses) if mask is None else mask.double()
             self._loss += torch.stack([(losses * weight).sum(), weight.sum()])
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
         self._loss.zero_()
 
@@ -266,10 +269,9 @@ class Watch:
     @torch.no_grad()
     def _clipped(self) -> list[str]:
         """This stage's linears in FP8 one of whose two casts clipped in this step, the same on all `sharing` ranks."""
-        if self._scaling is None or not self._scaling.warm:
-            return []
-        clipped = self._scaling.clipped(_CLIPPED, self._sharing).tolist()
-        return [name for name, w in self._weights.items() if w.fp8 and any(clipped[slot] for slot in w.slots)]
+        clipped = {s: s.clipped(_CLIPPED, self._sharing).tolist() for s in self._scalings if s.warm}
+        casts = {name: w.casts for name, w in self._weights.items() if w.fp8 and w.casts.scaling in clipped}
+        return [name for name, c in casts.items() if any(clipped[c.scaling][slot] for slot in c.slots)]
 
     def _of_all_stages(self, names: list[str]) -> list[str]:
         stages = [names]

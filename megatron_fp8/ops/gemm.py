@@ -1,54 +1,223 @@
-"""The FP8 GEMM: C (M, N) = a_scale_inv * b_scale_inv * A B^T, with A (M, K) and B (N, K) contiguous.
+"""The GEMM: C (M, N) = A B^T, A (M, K) and B (N, K), both FP8 with a scale or both plain; and what follows it.
 
-Hopper's FP8 tensor cores read both operands K-major (contiguous along the sum), hence the transposed payloads
-of a backward pass:
+Hopper's FP8 tensor cores read both operands along the sum, so a linear's three GEMMs are
 
-    forward   Y  (tokens, out)   = X  (tokens, in)   W   (out, in)^T       E4M3 x E4M3
-    dgrad     dX (tokens, in)    = dY (tokens, out)  W^T (in, out)^T       E5M2 x E4M3
-    wgrad     dW (out, in)       = dY^T (out, tokens) X^T (in, tokens)^T   E5M2 x E4M3
+    forward   Y  (tokens, out)   = X  (tokens, in)    W   (out, in)^T      gemm(x, w)          E4M3 x E4M3
+    dgrad     dX (tokens, in)    = dY (tokens, out)   W^T (in, out)^T      gemm(dy, w.T)       E5M2 x E4M3
+    wgrad     dW (out, in)       = dY^T (out, tokens) X^T (in, tokens)^T   gemm(dy.T, x.T)     E5M2 x E4M3
 
-On CUDA this is torch._scaled_mm (cuBLASLt), elsewhere reference.py. The tensor core itself sums with about 14
-bits; `fast_accum` leaves the whole sum over K to it (forward: the error is well below E4M3's own rounding),
-without it partial sums are added in float32 at a cost of some 7 % (backward: sums are long and gradients
-small).
+with ScaledTensors that hold the layout that is read (numerics/scaled.py), or with plain tensors.
+
+What is done to the product before it is written is data, an `Epilogue`, in this order:
+
+    C = A B^T -> + bias -> activation -> + residual -> added into / written to `into` | returned | quantised
+
+A `Backend` is a way to compute the FP8 product on some devices. It names the parts of an epilogue that it does in the
+GEMM itself (`fuses`); it gets those up to the first one that it lacks, and the rest is done here, by operations that
+follow (`_follow`). So a backend may be as small as a product, and a caller never asks who computes.
+
+    cublaslt    CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
+    reference   CPU      decode, multiply in float32 (reference.py)
+
+`register` adds a backend and lets it serve its devices; `use` chooses one by name. The tensor core itself sums with
+about 14 bits; `fast_accum` leaves the whole sum over K to it (forward: the error is well below E4M3's own rounding),
+without it partial sums are added in float32 at a cost of some 7 % (backward: sums are long and gradients small).
 
 Source: PyTorch's torch._scaled_mm; DeepSeek-V3, arXiv 2412.19437, section 3.3, for the accumulator's width.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import torch
+import torch.nn.functional as F
 
-from megatron_fp8.numerics.formats import E5M2
+from megatron_fp8.numerics.formats import E5M2, Format
+from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import reference
+from megatron_fp8.ops.by_device import quantize
+
+type Operand = ScaledTensor | torch.Tensor
+
+PARTS = ("bias", "activation", "residual", "accumulate", "quantize")  # in the order in which they are done
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "swiglu": lambda x: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],  # (M, N) -> (M, N/2)
+}
 
 
-def gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
-    accumulate: bool = False,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    """a_scale_inv * b_scale_inv * a @ b^T; a (M, K), b (N, K) contiguous FP8; scales 0-d float32 -> (M, N).
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A result in FP8: `fmt` and its scale (0-d float32), the layouts wanted, and where its amax goes.
 
-    On CUDA, M, N and K are multiples of 16. The result has `out_dtype`; or is written to `out`, contiguous,
-    in out's dtype; or, with accumulate=True, is added into `out` (float32). E4M3 and E5M2 mix freely, but for
-    E5M2 x E5M2, which Hopper lacks: ValueError.
+    amax (0-d float32, or None) becomes max(amax, max|C|).
     """
-    if not a.is_cuda:
-        return reference.gemm(
-            a, b, a_scale_inv, b_scale_inv,
-            out_dtype=out_dtype, out=out, accumulate=accumulate, fast_accum=fast_accum,
+
+    fmt: Format
+    scale: torch.Tensor
+    amax: torch.Tensor | None = None
+    rows: bool = True
+    columns: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """What follows the product; see the top of the file.
+
+    Attributes:
+        dtype: of the result where it is returned; what follows a backend's own part reads it so.
+        bias: (N,).
+        activation: a name of ACTIVATIONS.
+        residual: (M, N), of what the activation gives.
+        into: where the result goes, contiguous, in its own dtype; it is what is returned.
+        accumulate: the result is added to what `into` holds.
+        quantize: the result is a ScaledTensor.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    bias: torch.Tensor | None = None
+    activation: str | None = None
+    residual: torch.Tensor | None = None
+    into: torch.Tensor | None = None
+    accumulate: bool = False
+    quantize: Quantized | None = None
+
+    def parts(self) -> list[str]:
+        """Which of PARTS it has."""
+        return [part for part in PARTS if (has := getattr(self, part)) is not None and has is not False]
+
+    def only(self, parts: list[str]) -> "Epilogue":
+        """With these of its parts; for a result that others go on with, unless they are all."""
+        if parts == self.parts():
+            return self
+        dtype = self.dtype if self.into is None else self.into.dtype
+        return Epilogue(dtype, **{part: getattr(self, part) for part in parts})
+
+
+PLAIN = Epilogue()
+
+
+class Backend(Protocol):
+    """A way to compute a b^T of ScaledTensors a (M, K), b (N, K).
+
+    Attributes:
+        name: what `use` calls it.
+        devices: device types that it serves.
+        fuses: those of PARTS that it does.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+
+    @property
+    def fuses(self) -> frozenset[str]: ...
+
+    def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> Any:
+        """The product with an epilogue of what it fuses, of the epilogue's dtype or in `into`."""
+        ...
+
+
+class CublasLt:
+    """torch._scaled_mm. M, N and K are multiples of 16."""
+
+    name, devices, fuses = "cublaslt", ("cuda",), frozenset[str]()
+
+    def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
+        into = epilogue.into
+        return torch._scaled_mm(
+            a.payload, b.payload.t(), scale_a=a.scale_inv, scale_b=b.scale_inv, use_fast_accum=fast_accum,
+            out_dtype=epilogue.dtype if into is None else into.dtype, **({} if into is None else {"out": into}),
         )  # fmt: skip
-    if a.dtype == b.dtype == E5M2.dtype:
+
+
+class Reference:
+    """reference.gemm; `fast_accum` changes nothing."""
+
+    name, devices, fuses = "reference", ("cpu",), frozenset[str]()
+
+    def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
+        operands = a.payload, b.payload, a.scale_inv, b.scale_inv
+        return reference.gemm(*operands, out_dtype=epilogue.dtype, out=epilogue.into)
+
+
+_backends: dict[str, Backend] = {}
+_serving: dict[str, Backend] = {}  # by device type
+
+
+def register(backend: Backend) -> None:
+    """Make a backend known; from now on it serves its devices."""
+    _backends[backend.name] = backend
+    use(backend.name)
+
+
+def use(name: str) -> None:
+    """Have the backend of that name serve its devices; KeyError where there is none."""
+    backend = _backends[name]
+    _serving.update(dict.fromkeys(backend.devices, backend))
+
+
+def serving(device: str) -> Backend:
+    """The backend that serves a device type."""
+    return _serving[device]
+
+
+register(CublasLt())
+register(Reference())
+
+
+def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool = False) -> Any:
+    """a b^T of a (M, K) and b (N, K), then the epilogue: (M, N).
+
+    Both are ScaledTensors, which hold their rows; E4M3 and E5M2 mix freely, but for E5M2 x E5M2, which Hopper lacks:
+    ValueError; on CUDA, M, N and K are multiples of 16. Or both are plain: then torch multiplies them in their type.
+    The result is a tensor, or with `quantize` a ScaledTensor.
+    """
+    parts = epilogue.parts()
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return _follow(torch.matmul(a, b.T), epilogue, parts)
+    if a.payload.dtype == b.payload.dtype == E5M2.dtype:
         raise ValueError("gemm of E5M2 by E5M2: Hopper has no such product; one operand must be E4M3")
-    scales = {"scale_a": a_scale_inv, "scale_b": b_scale_inv, "use_fast_accum": fast_accum}
-    if out is None:
-        return torch._scaled_mm(a, b.t(), **scales, out_dtype=out_dtype)
-    if not accumulate:
-        return torch._scaled_mm(a, b.t(), **scales, out_dtype=out.dtype, out=out)
-    # _scaled_mm has no beta, so the sum costs a float32 product of its own and a pass of 12 bytes an element.
-    return out.add_(torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.float32))
+    backend = _serving[a.payload.device.type]
+    if not parts:
+        return backend.product(a, b, epilogue, fast_accum)
+    done = next((i for i, part in enumerate(parts) if part not in backend.fuses), len(parts))
+    y = backend.product(a, b, epilogue.only(parts[:done]), fast_accum)
+    return y if done == len(parts) else _follow(y, epilogue, parts[done:])
+
+
+def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tensor | ScaledTensor:
+    """What is left of an epilogue, `parts`, of a product that is so far y (M, N)."""
+    for part in parts:
+        if part == "bias":
+            y = y + epilogue.bias
+        elif part == "activation":
+            y = ACTIVATIONS[epilogue.activation](y)
+        elif part == "residual":
+            y = y + epilogue.residual
+        elif part == "accumulate":
+            return epilogue.into.add_(y)
+        else:
+            return _quantized(y, epilogue.quantize)
+    return y.to(epilogue.dtype) if epilogue.into is None else epilogue.into.copy_(y)
+
+
+def _quantized(y: torch.Tensor, to: Quantized) -> ScaledTensor:
+    out = quantize(y, to.fmt, to.scale, transpose=to.columns, rows=to.rows, amax_out=to.amax)
+    payload, columns = out if to.columns else (out, None)
+    return ScaledTensor(payload, to.scale.reciprocal(), columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """a b^T, not computed yet: a weight's gradient, dW (N, K) = dy^T x, until its storage says how."""
+
+    a: Operand
+    b: Operand
+
+    def compute(self, **epilogue) -> torch.Tensor:
+        """With an Epilogue of these fields."""
+        return gemm(self.a, self.b, Epilogue(**epilogue))

@@ -21,7 +21,7 @@ maximum of an infinity, which must stay visible, hence what `_saturate` puts bac
 import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
-from megatron_fp8.numerics.formats import E4M3, E5M2, Format, decode
+from megatron_fp8.numerics.formats import E4M3, Format, decode
 from megatron_fp8.numerics.noise import uniform_noise
 from megatron_fp8.numerics.rounding import round_to_format
 
@@ -47,21 +47,23 @@ def quantize(
     scale: torch.Tensor,
     *,
     transpose: bool = False,
+    rows: bool = True,
     amax_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
     """Cast x (any shape; bf16, fp16 or fp32) times `scale` (0-d float32) to `fmt`, saturating.
 
-    Finite values beyond the maximum become +-max, also where x * scale overflows float32; NaN stays NaN; an
-    infinity of x stays one in E5M2 and is NaN in E4M3. Returns the payload, contiguous, of x's shape; with
-    transpose=True (payload, payload_t), payload_t being (K, M) contiguous for x seen as (M, K), K its last
-    dimension. amax_out (0-d float32) becomes max(amax_out, max|x|), NaN and infinity included.
+    Finite values beyond the maximum become +-max, also where x * scale overflows float32; NaN stays NaN; an infinity
+    of x stays one in E5M2 and is NaN in E4M3. Returns the payload, contiguous, of x's shape; with transpose=True
+    (payload, payload_t), payload_t being (K, M) contiguous for x seen as (M, K), K its last dimension; and with
+    rows=False the payload is not written: (None, payload_t). amax_out (0-d float32) becomes max(amax_out, max|x|), NaN
+    and infinity included.
     """
     if amax_out is not None:
         torch.maximum(amax_out, amax(x), out=amax_out)
     payload = _saturate(x.float().contiguous(), scale, fmt).to(fmt.dtype)
     if not transpose:
         return payload
-    return payload, payload.view(-1, x.shape[-1]).t().contiguous()
+    return (payload if rows else None), payload.view(-1, x.shape[-1]).t().contiguous()
 
 
 def transpose(payload: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,23 +81,13 @@ def gemm(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
-    accumulate: bool = False,
-    fast_accum: bool = False,
 ) -> torch.Tensor:
     """a_scale_inv * b_scale_inv * a @ b^T: a (M, K) and b (N, K) FP8, the scales 0-d float32 -> (M, N).
 
-    E4M3 and E5M2 mix freely, but for E5M2 x E5M2, which the hardware lacks: ValueError. The result has
-    `out_dtype`, or is written to `out`, or with accumulate=True added into `out` (float32). fast_accum (fewer
-    bits in the tensor core's sum) changes nothing here.
+    The result has `out_dtype`, or is written to `out`.
     """
-    if a.dtype == b.dtype == E5M2.dtype:
-        raise ValueError("gemm of E5M2 by E5M2: Hopper has no such product; one operand must be E4M3")
     product = torch.mm(decode(a), decode(b).t()).mul_(a_scale_inv * b_scale_inv)
-    if accumulate:
-        return out.add_(product)
-    if out is not None:
-        return out.copy_(product)
-    return product.to(out_dtype)
+    return product.to(out_dtype) if out is None else out.copy_(product)
 
 
 def quantize_blocks(

@@ -8,27 +8,17 @@ and so rounded correctly: torch's in float32, where it comes from MKL, is at tim
 import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, block_scales
-from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
-from megatron_fp8.numerics.rounding import round_to_format
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.adam import AdamHyper, Gradient, State, is_remainder
 from megatron_fp8.ops.reference import amax, quantize_blocks, sum_blocks
-
-
-def read_state(state: State) -> torch.Tensor:
-    """A state's values, (n,) float32."""
-    return state.float() if isinstance(state, torch.Tensor) else state.dequantize()
-
-
-def write_state(state: State, values: torch.Tensor) -> None:
-    """Round `values` (n,) float32 to the state's format, in place."""
-    if isinstance(state, torch.Tensor):
-        state.copy_(values)
-        return
-    new = quantize_block16(values) if isinstance(state, Block16) else quantize_blocks(values)
-    state.payload.copy_(new.payload)
-    state.exponents.copy_(new.exponents)
+from megatron_fp8.ops.states import (
+    AdamHyper,
+    Gradient,
+    State,
+    read_master,
+    read_state,
+    write_master,
+    write_state,
+)
 
 
 def _towards_zero(m: torch.Tensor) -> torch.Tensor:
@@ -37,28 +27,6 @@ def _towards_zero(m: torch.Tensor) -> torch.Tensor:
     unit = (block_scales(exponents) * 2.0**-9).repeat_interleave(BLOCK)
     steps = m / unit
     return torch.where(steps.abs() < 8, steps.trunc() * unit + 0.0, m)  # + 0: a zero is positive
-
-
-def read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
-    if not is_remainder(master):
-        return read_state(master)
-    if isinstance(weight, ScaledTensor):
-        return join_e4m3(weight.payload, master, weight.scale_inv)
-    return join_bf16(weight, master)
-
-
-def write_master(
-    master: State, weight: torch.Tensor | ScaledTensor, w: torch.Tensor, weight_scale: torch.Tensor | None
-) -> None:
-    """Both the master and the weight, in place, from w (n,) float32."""
-    if is_remainder(master):
-        scaled = isinstance(weight, ScaledTensor)
-        new, remainder = split_e4m3(w, weight_scale) if scaled else split_bf16(w)
-        master.copy_(remainder)
-    else:
-        new = round_to_format(w * weight_scale, E4M3).to(E4M3.dtype) if isinstance(weight, ScaledTensor) else w
-        write_state(master, w)
-    (weight.payload if isinstance(weight, ScaledTensor) else weight).copy_(new)
 
 
 def _read_gradient(gradient: Gradient, grad_scale: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,8 @@ from ..engine.build import bucket_size
 from ..engine.partition import Placement, place
 from ..engine.weights import cut
 from ..errors import UserError
-from ..flags.config import FEW_MICRO_BATCHES
-from ..flags.level import CELLS, LEVELS
+from ..flags.gradients import FEW_MICRO_BATCHES
+from ..flags.level import CELLS, LEVELS, is_stock
 from ..flags.numbers import GEMM_MULTIPLE
 
 BYTES: dict[str, float] = {
@@ -273,14 +273,16 @@ def run(args: Namespace) -> int:
     """Print what a rank holds, a column for each level: least .. most over the ranks where these differ."""
     job = _job(args)
     overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
-    if overrides and list(args.fp8_level) == ["O0"]:
+    all_stock = all(map(is_stock, args.fp8_level))
+    if overrides and all_stock:
         cell = next(c for c in _CELLS if c.name in overrides)
         raise UserError(f"{cell.flag} {overrides[cell.name]} with --fp8-level O0: no effect; take a level above it")
     levels = {
-        level: None if level == "O0" else {c.name: c.at(level) for c in _CELLS} | overrides for level in args.fp8_level
+        level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
+        for level in args.fp8_level
     }
     print("\n".join(table(job, levels)))
-    if args.fp8_grad_accum in (None, "auto") and list(args.fp8_level) != ["O0"]:
+    if args.fp8_grad_accum in (None, "auto") and not all_stock:
         print(f"\nGradients in FP8: {FEW_MICRO_BATCHES} micro-batches a step or fewer; more: --fp8-grad-accum bf16")
     return 0
 

@@ -116,7 +116,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.argv = [launch.script[-1], *words_of(flags)]
     from ..flags.config import config_from_args
-    from ..flags.level import CELLS
+    from ..flags.level import CELLS, STOCK
     from ..flags.stock_errors import stock_mistake
     from ..plugin import install
 
@@ -129,16 +129,17 @@ def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
             args = arguments.parse_args(ignore_unknown_args=True)
             fp8 = config_from_args(args)  # its cells, which adaption leaves alone
-            job.level = "O0" if fp8 is None else fp8.level
+            job.level = STOCK if fp8 is None else fp8.level
             args.tokenizer_type = args.tokenizer_type or "GPT2BPETokenizer"
             arguments.validate_args(args)
     except SystemExit as end:
         said = complaints.getvalue().strip().splitlines()
         job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"
     except Exception as error:
-        job.error = stock_mistake(error) or " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, ValueError | AssertionError):  # no check of a flag: it may be a bug of ours
+        mistake = str(error) if isinstance(error, UserError) else stock_mistake(error)
+        if mistake is None:  # no check of a flag: it may be a bug of ours
             traceback.print_exc()
+        job.error = mistake or " ".join(f"{type(error).__name__}: {error}".split())
     else:
         job.args = Namespace(**{name: value for name, value in vars(args).items() if _travels(value)})
         if fp8 is not None:

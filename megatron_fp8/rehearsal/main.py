@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.level import is_stock
 from ..metrics import LOSS, VARIABLE, Reader
 from . import ranks
 from .command import Flags, Launch, take_apart, words_of
@@ -51,7 +52,7 @@ def run(args: Namespace) -> int:
 
     gpus = args.gpus or launch.gpus or _gpus_of_one_replica(launch.flags)
     job = examine(launch, gpus)
-    if job.level == "O0":
+    if is_stock(job.level):
         raise UserError("rehearse: the command has no --fp8-level above O0; add one")
     outcome = page.Outcome()
     rehearsal = None

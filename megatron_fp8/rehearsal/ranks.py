@@ -15,6 +15,7 @@ Three differences from a cold start: environment variables that are read while t
 and so is the seed of Python's hashes; the process in which Megatron queues the results of a save is forked too.
 """
 
+import argparse
 import atexit
 import contextlib
 import ctypes
@@ -72,8 +73,20 @@ def warm_up(folder: str | None = None) -> None:
     # Of each rank that saves: a process of its own, which spawned would import all of this once more.
     own = filesystem_async.get_write_results_queue
     filesystem_async.get_write_results_queue = functools.partial(own, mp_mode="fork")
+    # Every rank makes Megatron's parser twice, whose help is read out of its source: the third of a tiny run's start.
+    _read_help_once()
     gc.collect()
     gc.freeze()  # what exists is never looked at again, so its pages stay shared
+
+
+def _read_help_once() -> None:
+    """Keep what Megatron's parser takes out of the source of its configurations, {class: {field: help}}."""
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    read = functools.partial(factory._get_field_docstrings, factory)
+    factory._get_field_docstrings = staticmethod(functools.cache(read))
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def launch(

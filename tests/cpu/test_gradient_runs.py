@@ -22,7 +22,7 @@ nightly = pytest.mark.slow
 
 
 def train(nproc, flags):
-    return run_megatron(nproc, [*TINY_GPT, *flags.split()], timeout=240)
+    return run_megatron(nproc, [*TINY_GPT, *flags.split()])
 
 
 def cells(storage, wire):

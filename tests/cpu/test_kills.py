@@ -66,7 +66,7 @@ def _kill(process) -> None:
 
 
 def _until_step(count, process, log) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 600
     while sum(map(bool, map(parse_step, log.read_text().splitlines()))) < count:
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.05)

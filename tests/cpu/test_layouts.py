@@ -17,12 +17,13 @@ import itertools
 from dataclasses import dataclass
 
 import pytest
-from megatron_runs import Run, run_megatron
+from megatron_runs import KEPT_ORDER, Run, run_megatron
 
 nightly = pytest.mark.slow
 STEPS = 10
 FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
-COMMON = f"""--seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
+COMMON = f"""{KEPT_ORDER}
+--seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
 --train-iters {STEPS} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01
 --clip-grad 1.0 --adam-beta2 0.95 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0
 --make-vocab-size-divisible-by 16

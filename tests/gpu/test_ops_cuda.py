@@ -14,6 +14,7 @@ from megatron_fp8 import ops
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2, BlockScaled
 from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed, uniform_noise
+from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,6 +99,8 @@ def check_quantize(x: torch.Tensor, fmt, scale: float, layout: str = "plain") ->
     assert same(payload, expected) and same(payload_t, expected_t)
     assert payload.is_contiguous() and payload_t.is_contiguous()
     assert same(largest, reference.amax(x)) and same(one_pass, reference.amax(x))
+    none, columns = ops.quantize(on_device, fmt, device_scale, transpose=True, rows=False)
+    assert none is None and same(columns, expected.view(-1, expected.shape[-1]).t().contiguous())
     payload, payload_t = ops.quantize(on_device, fmt, device_scale, transpose=True)
     assert same(payload, expected) and same(payload_t, expected_t)
 
@@ -467,7 +470,7 @@ def test_gemm(a_format, b_format, fast_accum, shape):
     a = reference.quantize(torch.randn(m, k), a_format, torch.tensor(20.0))
     b = reference.quantize(torch.randn(n, k), b_format, torch.tensor(3.0))
     scales = torch.tensor(0.05), torch.tensor(1 / 3.0)
-    operands = put(a), put(b), put(scales[0]), put(scales[1])
+    operands = ScaledTensor(put(a), put(scales[0])), ScaledTensor(put(b), put(scales[1]))
     if a_format is b_format is E5M2:
         with pytest.raises(ValueError, match="E4M3"):
             ops.gemm(*operands)
@@ -480,12 +483,12 @@ def test_gemm(a_format, b_format, fast_accum, shape):
     assert error(reference.gemm(a, b, *scales, out_dtype=torch.float32)) < 1e-6
     y = ops.gemm(*operands, fast_accum=fast_accum)
     assert y.dtype == torch.bfloat16 and y.shape == (m, n) and error(y) < 5e-3
-    y = ops.gemm(*operands, fast_accum=fast_accum, out_dtype=torch.float32)
+    y = ops.gemm(*operands, fast_accum=fast_accum, epilogue=ops.Epilogue(dtype=torch.float32))
     assert y.dtype == torch.float32 and error(y) < 3e-3
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full((m, n), NAN, dtype=dtype, device=DEVICE)
-        assert ops.gemm(*operands, fast_accum=fast_accum, out=out) is out and error(out) < 5e-3
+        assert ops.gemm(*operands, ops.Epilogue(into=out), fast_accum=fast_accum) is out and error(out) < 5e-3
     before = torch.randn(m, n)
     out = put(before)
-    assert ops.gemm(*operands, fast_accum=fast_accum, out=out, accumulate=True) is out
+    assert ops.gemm(*operands, ops.Epilogue(into=out, accumulate=True), fast_accum=fast_accum) is out
     assert error(out, before + exact) < 3e-3

@@ -147,33 +147,36 @@ def test_more_than_2_to_the_31_elements():
 @on_gpu_only
 def test_the_host_does_not_wait(monkeypatch):
     """Casts of every kind through Monitor, from `begin` to where `end` would read."""
-    from megatron_fp8.engine.gradients import GradSlot, GradStore
-    from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
+    from megatron_fp8.engine.events import Events
+    from megatron_fp8.engine.gradients import GradSink, grad_store
+    from megatron_fp8.engine.owned import GRAD, INPUT, OwnedWeight
     from megatron_fp8.monitor import collect
 
     config = SimpleNamespace(
         gemm="fp8", weight="bf16", forward_format=E4M3, margin=0,
         log_interval=2, log_grad_snr=False, grad_reduce="block", emulate=None,
     )  # fmt: skip
-    weight = Fp8Weight(torch.nn.Parameter(torch.randn(64, 32, device=DEVICE).bfloat16()), config)
+    weight = OwnedWeight(torch.nn.Parameter(torch.randn(64, 32, device=DEVICE).bfloat16()), config)
+    weight.events = Events()
     two_ranks = SimpleNamespace(size=lambda: 2)
     buckets = []
     for storage in ("bf16", "fp8"):
-        store = GradStore(1, 2048, storage, DEVICE)
-        spans = [(weight, 0, 2048)]
-        buckets.append(SimpleNamespace(weights=[weight], grads=store, spans=spans, group=two_ranks, watch=None))
-    monitor = collect.Monitor(config, buckets[:1], None, None, None)
+        store = grad_store(1, 2048, storage, DEVICE)
+        buckets.append(SimpleNamespace(weights=[weight], grads=store, spans=[(weight, 0, 2048)], group=two_ranks))
+    sets = [SimpleNamespace(buckets=buckets[:1], shared_scale=None)]
+    monitor = collect.Monitor(config, sets, weight.events, None, None)
     monkeypatch.setattr(collect, "current_iteration", lambda: 2)
     x, dy = (torch.randn(40, k, device=DEVICE).bfloat16() for k in (32, 64))
 
     def step():
-        monitor.begin()
-        weight.quantize(x, INPUT, E4M3, transpose=True, training=True)
-        weight.quantize(dy, GRAD, E5M2, transpose=True, training=True)
-        weight.grad = GradSlot(buckets[1].grads, 0, weight.param.shape, (1, 2, 3))
+        monitor.begin_step()
+        weight.cast(x, INPUT, E4M3, columns=True, training=True)
+        weight.cast(dy, GRAD, E5M2, columns=True, training=True)
+        weight.sink = GradSink(buckets[1].grads, 0, weight.param.shape, (1, 2, 3))
         for _ in range(3):
-            monitor.add(weight, lambda dtype: dy.t().to(dtype) @ x.to(dtype))
-        for _ in monitor.reduce(buckets[0], lambda bucket: bucket.grads.local()):
+            weight.take_gradient(ops.Product(dy.t(), x.t()))
+        (look,) = weight.events.reducing
+        for _ in look(buckets[0], buckets[0].grads.local()):
             pass
 
     step()  # compiles
@@ -183,4 +186,4 @@ def test_the_host_does_not_wait(monkeypatch):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # The weight, x and dy once, the gradient where three micro-batches store it, and as it is sent.
-    assert monitor._casts[0, :, 0].tolist() == [40 * 32, 40 * 64, 2048, 4 * 2048]
+    assert monitor.counts._casts[0, :, 0].tolist() == [40 * 32, 40 * 64, 2048, 4 * 2048]

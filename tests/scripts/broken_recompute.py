@@ -15,9 +15,9 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8.plugin import install
 
 install()
-from megatron_fp8.layers.linear import _Fp8LinearMixin
+from megatron_fp8.layers.linear import _OwnedLinear
 
-stock = _Fp8LinearMixin._forward_impl
+stock = _OwnedLinear._forward_impl
 
 
 def forward(self, *args, **kwargs):
@@ -25,5 +25,5 @@ def forward(self, *args, **kwargs):
     return y if torch.is_grad_enabled() or not self.training else y * (1 + 2**-7)
 
 
-_Fp8LinearMixin._forward_impl = forward
+_OwnedLinear._forward_impl = forward
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

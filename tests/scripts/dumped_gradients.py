@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8.plugin import install
 
 install()
-from megatron_fp8.engine.optimizer import Fp8ChainedOptimizer
+from megatron_fp8.engine.chain import Fp8ChainedOptimizer
 
 FOLDER = Path(os.environ["DUMP"])
 step = Fp8ChainedOptimizer.step_with_ready_grads

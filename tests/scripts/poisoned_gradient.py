@@ -17,13 +17,14 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8.plugin import install
 
 install()
-from megatron_fp8.engine.gradients import GradSlot, GradStore
-from megatron_fp8.engine.optimizer import EngineOptimizer, Fp8ChainedOptimizer
+from megatron_fp8.engine.chain import Fp8ChainedOptimizer
+from megatron_fp8.engine.gradients import GradSink, GradStore
+from megatron_fp8.engine.optimizer import EngineOptimizer
 
 VALUE, RANK, AT = float(os.environ["POISON"]), int(os.environ["POISONED_RANK"]), os.environ["POISON_AT"]
 PLACE = 3 * 64 + 5  # in a weight's gradient
 calls = {"reduce": 0, "step": 0}
-finalize, step, add = EngineOptimizer.finalize_grads, Fp8ChainedOptimizer.step, GradSlot.add
+finalize, step, take = EngineOptimizer.finalize_grads, Fp8ChainedOptimizer.step, GradSink.take
 
 
 def now(where: str) -> bool:
@@ -38,22 +39,26 @@ def poison(store: GradStore, place: int) -> None:
         stored[place] = VALUE
 
 
-def poisoned_add(self, wgrad):
-    if now("wgrad") and self.adds == 1:
+class Poisoned:
+    """A product with one element exchanged."""
 
-        def poisoned(out=None, accumulate=False, dtype=None):
-            value = wgrad(out=out, accumulate=accumulate, dtype=dtype)
-            value.view(-1)[PLACE] = VALUE
-            return value
+    def __init__(self, product):
+        self.product = product
 
-        return add(self, poisoned)
-    return add(self, wgrad)
+    def compute(self, **epilogue) -> torch.Tensor:
+        value = self.product.compute(**epilogue)
+        value.view(-1)[PLACE] = VALUE
+        return value
+
+
+def poisoned_take(self, product):
+    return take(self, Poisoned(product) if now("wgrad") and self.adds == 1 else product)
 
 
 def poisoned_finalize(self, num_tokens):
     if now("storage"):
-        slot = self.buckets[0].weights[1].grad
-        poison(slot.store, slot.start + PLACE)
+        sink = self.buckets[0].weights[1].sink
+        poison(sink.store, sink.start + PLACE)
     calls["reduce"] += 1
     finalize(self, num_tokens)
 
@@ -64,9 +69,10 @@ def state(chain) -> list[torch.Tensor]:
     for part in chain.chained_optimizers:
         tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
         tensors += [t for s in part.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    tensors += [chain.engine.scaling.amax_history, chain.engine.scaling.scale]
-    if chain.engine.shared_scale is not None:
-        tensors.append(chain.engine.shared_scale.mu)
+    (owned,) = chain.engine.sets
+    tensors += [owned.scaling.amax_history, owned.scaling.scale]
+    if owned.shared_scale is not None:
+        tensors.append(owned.shared_scale.mu)
     tensors.append(torch.tensor(chain.engine.steps))
     return [t.detach().clone().view(-1).view(torch.uint8) for t in tensors]
 
@@ -83,11 +89,12 @@ def checked_step(self):
         print(f"rank {torch.distributed.get_rank()}: skipped without a trace", flush=True)
     else:
         assert result[0] is True and changed > 0
-        assert self.engine.scaling.scale.isfinite().all()
-        assert self.engine.shared_scale is None or self.engine.shared_scale.mu.isfinite().all()
+        (owned,) = self.engine.sets
+        assert owned.scaling.scale.isfinite().all()
+        assert owned.shared_scale is None or owned.shared_scale.mu.isfinite().all()
     return result
 
 
 EngineOptimizer.finalize_grads, Fp8ChainedOptimizer.step = poisoned_finalize, checked_step
-GradSlot.add = poisoned_add
+GradSink.take = poisoned_take
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -18,18 +18,14 @@ from megatron_fp8.plugin import install
 install()
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_fp8.engine.optimizer import Fp8ChainedOptimizer
-from megatron_fp8.flags.emulate import linear_name
-from megatron_fp8.layers.linear import _Fp8LinearMixin
+from megatron_fp8.engine.chain import Fp8ChainedOptimizer
+from megatron_fp8.layers.linear import Fp8NormColumnParallelLinear, _OwnedLinear
 from megatron_fp8.monitor.write import current_iteration
 
 AT = {int(word) for word in os.environ["SPIKE_AT"].split(",")}
 IN, BY = os.environ.get("SPIKE_IN", "loss"), float(os.environ["SPIKE_BY"])
-loss, product, step = GPTModel.compute_language_model_loss, _Fp8LinearMixin._forward_impl, Fp8ChainedOptimizer.step
-
-
-def name(weight) -> str:
-    return linear_name(weight.path, weight.layer_number)
+loss, step = GPTModel.compute_language_model_loss, Fp8ChainedOptimizer.step
+product, normed = _OwnedLinear._forward_impl, Fp8NormColumnParallelLinear.forward
 
 
 def spiking_loss(self, labels, logits):
@@ -37,10 +33,24 @@ def spiking_loss(self, labels, logits):
     return found * BY if IN == "loss" and current_iteration() in AT else found
 
 
+def spikes(linear) -> bool:
+    return linear.owned.name == IN and current_iteration() in AT
+
+
 def spiking_product(self, input, *args, **kwargs):
-    if name(self.fp8_weight) == IN and current_iteration() in AT:
+    if spikes(self) and self._given is None:  # what its norm hands over is a spike already
         input = input * BY
     return product(self, input, *args, **kwargs)
+
+
+def spiking_norm(self, *args, **kwargs):
+    stock = self._norm
+    if spikes(self):
+        self._norm = lambda *inputs: stock(*inputs) * BY
+    try:
+        return normed(self, *args, **kwargs)
+    finally:
+        self._norm = stock
 
 
 def state(chain) -> list[torch.Tensor]:
@@ -50,8 +60,8 @@ def state(chain) -> list[torch.Tensor]:
         tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
         tensors += [t for s in part.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     tensors += [t for kind in map(dict.values, (b.buffers() for b in chain.engine.buckets)) for ts in kind for t in ts]
-    if chain.engine.scaling is not None:
-        tensors += [chain.engine.scaling.amax_history, chain.engine.scaling.scale]
+    for scaling in (owned.scaling for owned in chain.engine.sets if owned.scaling is not None):
+        tensors += [scaling.amax_history, scaling.scale]
     tensors.append(torch.tensor(chain.engine.steps))
     return [t.detach().clone().reshape(-1).view(torch.uint8) for t in tensors]
 
@@ -60,13 +70,14 @@ def told_step(self):
     before = state(self)
     result = step(self)
     changed = sum(not torch.equal(a, b) for a, b in zip(before, state(self), strict=False))
-    bf16 = [name(w) for bucket in self.engine.buckets for w in bucket.weights if not w.fp8]
+    bf16 = [w.name for bucket in self.engine.buckets for w in bucket.weights if not w.fp8]
     rank = torch.distributed.get_rank()
     print(f"\nrank {rank} iteration {current_iteration()}: applied {result[0]}, changed {changed}, BF16 {sorted(bf16)}")
     sys.stdout.flush()
     return result
 
 
-GPTModel.compute_language_model_loss, _Fp8LinearMixin._forward_impl = spiking_loss, spiking_product
+GPTModel.compute_language_model_loss = spiking_loss
+_OwnedLinear._forward_impl, Fp8NormColumnParallelLinear.forward = spiking_product, spiking_norm
 Fp8ChainedOptimizer.step = told_step
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

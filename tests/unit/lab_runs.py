@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from megatron_fp8.lab import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +23,8 @@ def log(step=None, **values):
 
 open(os.environ["MEGATRON_FP8_METRICS"], "a").close()
 """
-# What a run does is a function of its flags. --begun FILE: a line there for each run that begins.
+# What a run does is a function of its flags. --begun FILE: a line there for each run that begins. --gate FILE: runs of
+# other seeds than 1 stop half-way, with a line in FILE.waiting, until the file is there.
 TRAINING = (
     LOGS
     + """
@@ -34,6 +37,7 @@ for flag in ("--seed", "--train-iters", "--hang-at", "--nan-at", "--fail-at", "-
     parser.add_argument(flag, type=int, default=0)
 parser.add_argument("--diverge", type=int, nargs="*", default=[])
 parser.add_argument("--begun")
+parser.add_argument("--gate")
 args, _ = parser.parse_known_args()
 if args.begun:
     with open(args.begun, "a") as file:
@@ -54,6 +58,11 @@ for step in range(1, args.train_iters + 1):
         sys.exit()
     if step == args.hang_at:
         time.sleep(600)
+    if args.gate and args.seed != 1 and step == args.train_iters // 2:
+        with open(f"{args.gate}.waiting", "a") as file:
+            file.write("here\\n")
+        while not os.path.exists(args.gate):
+            time.sleep(0.05)
     time.sleep(args.sleep)
     log(step, elapsed_time_per_iteration_ms=20 * own.uniform(0.9, 1.1), loss=loss, grad_norm=own.uniform(0.5, 1))
     print("step", step, flush=True)
@@ -67,6 +76,7 @@ LAB = """
 import argparse, sys
 from megatron_fp8.flags.usage import one_line_errors
 from megatron_fp8 import processes
+import psutil
 from megatron_fp8.lab import main
 from megatron_fp8.lab.sweep import main as sweep
 processes.LAUNCHER = (sys.executable,)
@@ -102,7 +112,7 @@ def lab(folder: Path, *argv: str, **options) -> subprocess.Popen:
 def done(folder: Path, *argv: str, code: int = 0) -> str:
     """Run `megatron-fp8 lab ARGV` to its end; what it printed."""
     process = lab(folder, *argv)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == code, output
     return output
 
@@ -116,8 +126,16 @@ def reports(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder / "out")): path.read_text() for path in files}
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until a condition holds."""
+def gone(pid: int) -> bool:
+    """Whether a process has ended, though nobody may have waited for it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 250) -> None:
+    """Wait until a condition holds; a busy machine may take its time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"

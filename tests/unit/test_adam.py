@@ -146,6 +146,9 @@ def test_every_format_against_float64(master, weight, decoupled):
         root = exact[1].sqrt() if v_kind is BlockScaled else exact[1]
         assert ((values(v) - root).abs() <= error_bound(root, v_kind) * (1 + 1e-6) + float32 * (0.1 + root)).all()
         slack = float32 * (1 + exact[2].abs())
+        if weight is not BF16:
+            assert t.scale_inv.item() == 1 / 32  # the caller's to change
+            t = ScaledTensor(t.payload, scale.reciprocal())
         got = master_values(p, t)
         if master is not INT16:
             bound = error_bound(exact[2], master) * (1 + 1e-6)
@@ -157,7 +160,6 @@ def test_every_format_against_float64(master, weight, decoupled):
         if weight is BF16:
             assert ((t.double() - exact[2]).abs() <= error_bound(exact[2], BF16) + slack).all()
         else:
-            assert t.scale_inv.item() == 1 / 64
             error = (values(t) - exact[2]).abs()
             assert (error <= torch.maximum(2.0**-4 * exact[2].abs(), 2.0**-10 / scale) + slack).all()
         torch.testing.assert_close(largest.double(), exact[2].abs().max(), rtol=1e-5, atol=0)
@@ -196,13 +198,12 @@ def test_the_scale_of_the_weight_stays_or_changes():
     w = torch.randn(n)
     for scale in (None, 16.0, 2.0**6):
         remainder, weight = pair(w, INT16, ScaledTensor, 32.0)
-        captured = weight.scale_inv
         before = join_e4m3(weight.payload, remainder, weight.scale_inv)
         hyper = dataclasses.replace(HYPER, weight_decay=0.0)
         new_scale = None if scale is None else torch.tensor(scale)
         adam_step(torch.zeros(n), torch.zeros(n), torch.zeros(n), remainder, weight, hyper, ONE, new_scale)
-        assert weight.scale_inv.item() == 1 / (scale or 32) and captured.item() == 1 / 32
-        after = join_e4m3(weight.payload, remainder, weight.scale_inv)
+        assert weight.scale_inv.item() == 1 / 32  # what was captured stays
+        after = join_e4m3(weight.payload, remainder, torch.tensor(1 / (scale or 32)))
         assert torch.equal(after[w.abs() > 0.01], before[w.abs() > 0.01])
 
 

@@ -25,7 +25,7 @@ def flag_of(case: str) -> str:
 def compared() -> dict[str, dict]:
     script = [sys.executable, "tests/scripts/compare_architectures.py"]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(script, cwd=REPOSITORY, capture_output=True, text=True, env=env, timeout=600)
+    done = subprocess.run(script, cwd=REPOSITORY, capture_output=True, text=True, env=env, timeout=1000)
     assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {result["case"]: result for result in results}

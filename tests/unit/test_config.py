@@ -13,10 +13,8 @@ from commands import MODEL, O1, error_of
 
 from megatron_fp8.flags import config as config_module
 from megatron_fp8.flags.checks import check_data_files, check_device, check_megatron_version
-from megatron_fp8.flags.config import Fp8Config, adapt_stock_args, config_from_args
+from megatron_fp8.flags.config import ALL, Fp8Config, adapt_stock_args, config_from_args
 from megatron_fp8.flags.level import CELLS
-from megatron_fp8.flags.probe import PROBE_FLAGS
-from megatron_fp8.flags.sharpness import SHARPNESS_FLAGS
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.formats import E4M3, E5M2
 
@@ -103,12 +101,12 @@ OURS = {
     **{"--fp8-emulate-from-step": "2", "--fp8-emulate-until-step": "9"},
     "--fp8-bf16-layers": "*.linear_fc2",
     "--fp8-ckpt-compact": None,
+    "--fp8-attention": "torch",
     "--fp8-log-interval": "0",
     "--fp8-log-grad-snr": None,
     **{"--fp8-on-spike": "skip", "--fp8-spike-sigma": "6.5", "--fp8-spike-window": "64"},
-    "--fp8-attention": "torch",
 }
-LOOK_ON = [row[0] for row in (*SHARPNESS_FLAGS, *PROBE_FLAGS)]  # test_sharpness_flags.py, test_probe.py
+LOOK_ON = [flag.name for flag in ALL if not flag.needs_level]  # test_sharpness_flags.py, test_probe.py
 
 
 @pytest.mark.parametrize("level", [[], ["--fp8-level", "O0"]], ids=["no_level", "O0"])
@@ -118,7 +116,7 @@ def test_our_flags_need_a_level(flag, level, parse):
         return  # a run that emulates needs none, see below
     given = [flag] if OURS[flag] is None else [flag, OURS[flag]]
     message = error_of(config_from_args, parse(*MODEL, *level, *given))
-    assert message.startswith(f"{flag} {OURS[flag] or True} with ")
+    assert message.startswith(f"{' '.join(given)} with ")
     assert "add --fp8-level O1, or remove it" in message
 
 
@@ -227,11 +225,12 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
             "--fp8-grad-scaling middle: no such value; use auto, pre or post",
         ),
         *(
-            (f"--fp8-grad-reduce shared {flag} {value}", f"{flag} {value}: use a number above 0")
-            for flag, value in [
-                ("--fp8-grad-scaling-window", "0"),
-                ("--fp8-grad-scaling-backoff", "-0.5"),
-                ("--fp8-grad-scaling-interval", "-1"),
+            (f"--fp8-grad-reduce shared {flag} {value}", f"{flag} {value}: {remedy}")
+            for flag, value, remedy in [
+                ("--fp8-grad-scaling-window", "0", "use 1 or more"),
+                ("--fp8-grad-scaling-backoff", "-0.5", "mu must shrink; use a number above 0 and below 1"),
+                ("--fp8-grad-scaling-backoff", "1.0", "mu must shrink; use a number above 0 and below 1"),
+                ("--fp8-grad-scaling-interval", "-1", "use 1 or more"),
             ]
         ),
         *(
@@ -257,10 +256,6 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
         ("--lr nan", "--lr nan: not a number; give one, or remove it"),
         ("--adam-beta2 1.0", "--adam-beta2 1.0: an average needs a number from 0 up to but not 1"),
         ("--adam-eps 0", "--adam-eps 0.0: a weight without gradients would become NaN; use one above 0"),
-        (
-            "--fp8-grad-reduce shared --fp8-grad-scaling-backoff 1.0",
-            "--fp8-grad-scaling-backoff 1.0: mu must shrink; use a number below 1",
-        ),
         *(
             (
                 f"--use-distributed-optimizer {HIERARCHY} {value}",
@@ -300,6 +295,8 @@ def test_stocks_silent_bf16_is_refused(fmt, level, parse):
     "flags, start",
     [
         ("--fp8-level O9", "--fp8-level O9: there is no such level; use one of O0, O1, O2, O3"),
+        ("--fp8-level=", "--fp8-level : there is no such level; use one of O0, O1, O2, O3"),
+        ("--fp8-level= --fp8-emulate E8M3", "--fp8-level : there is no such level; use one of O0, O1, O2, O3"),
         ("--fp8-level O3 --fp8-tp-reduce-scatter fp8", "--fp8-tp-reduce-scatter fp8: not available in this version"),
         ("--fp8-level O3 --adam-beta1 0.95 --adam-beta2 0.9", "--adam-beta1 0.95 with --adam-beta2 0.9: E4M3 weights"),
         ("--fp8-level O3 --log-params-norm", "--log-params-norm: stock cannot read E4M3 weights"),

@@ -1,12 +1,20 @@
 """The --fp8-emulate flags: what they mean, and what they refuse."""
 
+from argparse import Namespace
+
 import pytest
 
-from megatron_fp8.flags.emulate import LM_HEAD, OPERANDS, EmulationPlan, plan_from_flags
+from megatron_fp8.flags.emulate import LM_HEAD, OPERANDS, EmulationPlan, emulation_from_args
 from megatron_fp8.numerics.emulation import EmulatedFormat
 
 FC1 = "decoder.layers.mlp.linear_fc1"
 QKV = "decoder.layers.self_attention.linear_qkv"
+
+
+def plan_of(emulate: str | None, layers: str | None = None, **others) -> EmulationPlan | None:
+    """Of --fp8-emulate, --fp8-emulate-layers and the others."""
+    others = {f"fp8_emulate_{name}": value for name, value in others.items()}
+    return emulation_from_args(Namespace(fp8_emulate=emulate, fp8_emulate_layers=layers, **others))
 
 
 def texts(plan: EmulationPlan, path: str = FC1, layer: int = 1, step: int = 1) -> list[str | None]:
@@ -28,22 +36,22 @@ def texts(plan: EmulationPlan, path: str = FC1, layer: int = 1, step: int = 1) -
     ],
 )
 def test_operands(flag, expected):
-    assert texts(plan_from_flags(flag)) == expected
+    assert texts(plan_of(flag)) == expected
 
 
 def test_without_flags_there_is_no_plan():
-    assert plan_from_flags(None) is None
+    assert plan_of(None) is None
 
 
 def test_a_plan_is_a_value():
-    plan = plan_from_flags("E8M3", "*.linear_fc1", True, 3, 9)
+    plan = plan_of("E8M3", "*.linear_fc1", lm_head=True, from_step=3, until_step=9)
     how = EmulatedFormat.parse("E8M3")
-    assert plan == EmulationPlan(how, how, how, ("*.linear_fc1",), True, 3, 9)
-    assert hash(plan) == hash(plan_from_flags("weight=E8M3,E8M3:nearest:none", "*.linear_fc1", True, 3, 9))
+    again = plan_of("weight=E8M3,E8M3:nearest:none", "*.linear_fc1", lm_head=True, from_step=3, until_step=9)
+    assert plan == EmulationPlan(how, how, how, ("*.linear_fc1",), True, 3, 9) and hash(plan) == hash(again)
 
 
 def test_layers_are_numbered_from_zero_over_the_whole_model():
-    plan = plan_from_flags("E8M3", "decoder.layers.[0-3].*")
+    plan = plan_of("E8M3", "decoder.layers.[0-3].*")
     covered = [layer for layer in range(1, 45) if plan.covers(FC1, layer)]
     assert covered == [1, 2, 3, 4]
     assert texts(plan, FC1, 4) == texts(plan, QKV, 4) == ["E8M3:nearest:none"] * 3
@@ -51,24 +59,24 @@ def test_layers_are_numbered_from_zero_over_the_whole_model():
 
 
 def test_several_patterns():
-    plan = plan_from_flags("E8M3", "decoder.layers.1[0-2].mlp.*,*.linear_qkv")
+    plan = plan_of("E8M3", "decoder.layers.1[0-2].mlp.*,*.linear_qkv")
     assert plan.covers(QKV, 1) and not plan.covers(FC1, 1)
     assert [layer for layer in range(1, 30) if plan.covers(FC1, layer)] == [11, 12, 13]
-    assert not plan_from_flags("E8M3", "decoder.layers.mlp.*").covers(FC1, 1)
+    assert not plan_of("E8M3", "decoder.layers.mlp.*").covers(FC1, 1)
 
 
 def test_the_lm_head_is_in_only_when_asked():
-    assert texts(plan_from_flags("E8M3"), LM_HEAD, 0) == [None] * 3
-    assert texts(plan_from_flags("E8M3", lm_head=True), LM_HEAD, 0) == ["E8M3:nearest:none"] * 3
-    only = plan_from_flags("E8M3", layers="none", lm_head=True)
+    assert texts(plan_of("E8M3"), LM_HEAD, 0) == [None] * 3
+    assert texts(plan_of("E8M3", lm_head=True), LM_HEAD, 0) == ["E8M3:nearest:none"] * 3
+    only = plan_of("E8M3", layers="none", lm_head=True)
     assert only.covers(LM_HEAD, 0) and not only.covers(FC1, 1)
 
 
 def test_steps():
-    plan = plan_from_flags("E8M3", from_step=5, until_step=8)
+    plan = plan_of("E8M3", from_step=5, until_step=8)
     assert [step for step in range(1, 20) if plan.for_operand(FC1, 1, "weight", step)] == [5, 6, 7]
-    assert all(plan_from_flags("E8M3").for_operand(FC1, 1, operand, 1) for operand in OPERANDS)
-    before, after = plan_from_flags("E8M3", until_step=5), plan_from_flags("E8M3", from_step=5)
+    assert all(plan_of("E8M3").for_operand(FC1, 1, operand, 1) for operand in OPERANDS)
+    before, after = plan_of("E8M3", until_step=5), plan_of("E8M3", from_step=5)
     for step in range(1, 10):  # the two share every step out
         given = [plan.for_operand(FC1, 1, "weight", step) is not None for plan in (before, after)]
         assert sum(given) == 1
@@ -101,5 +109,5 @@ def test_steps():
 )
 def test_mistakes_are_refused_in_one_line(flags, message):
     with pytest.raises(ValueError, match=message) as error:
-        plan_from_flags(**({"emulate": None} | flags))
+        plan_of(**({"emulate": None} | flags))
     assert "\n" not in str(error.value)

@@ -7,14 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from engine_parts import one_set
 
 from megatron_fp8.checkpoint.state import STATES, read_shard, write_shard
 from megatron_fp8.comm.reduce import DenseShard
 from megatron_fp8.engine import states
-from megatron_fp8.engine.gradients import GradStore
+from megatron_fp8.engine.events import Events
+from megatron_fp8.engine.gradients import grad_store
+from megatron_fp8.engine.owned import OwnedWeight, Scratch
 from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.flags.level import resolve
-from megatron_fp8.layers.linear import Fp8Weight
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import WeightScaling, adam_growth, power_of_two_scale
 from megatron_fp8.ops.adam import AdamHyper
@@ -43,13 +45,13 @@ def group():
 def bucket_of(group, exp_avg, exp_avg_sq, master, weight, partition="even", shapes=SHAPES, size=0.01):
     cells = SimpleNamespace(
         exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, master=master, weight=weight, grad_accum="fp32", gemm="fp8",
-        partition=partition, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None,
+        partition=partition, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None, seed=1,
     )  # fmt: skip
     params = [torch.nn.Parameter(torch.randn(shape).mul(size * 10**i).bfloat16()) for i, shape in enumerate(shapes)]
-    weights = [Fp8Weight(param, cells) for param in params]
+    weights = [OwnedWeight(param, cells) for param in params]
     before = [param.detach().clone() for param in params]
     scaling = WeightScaling(len(weights), E4M3, 0, group, "cpu") if weight == "fp8" else None
-    bucket = Bucket(weights, group, True, cells, scaling, 0, None, lambda weight: (1,))
+    bucket = Bucket(weights, one_set(group), True, cells, scaling, 0, None, Events(), Scratch())
     return bucket, before
 
 
@@ -206,7 +208,7 @@ def test_the_bytes_are_those_of_the_estimate(group, level, most, partition):
     """`megatron-fp8 memory` computes without a model what is allocated here, every level's limit with it."""
     cells = {**resolve(level, {}), "partition": partition, "grad_accum": "fp8"}
     bucket, _ = bucket_of(group, *(cells[name] for name in ("exp_avg", "exp_avg_sq", "master", "weight")), partition)
-    bucket.grads = GradStore(1, bucket.numel, "fp8", "cpu")
+    bucket.grads = grad_store(1, bucket.numel, "fp8", "cpu")
     for weight in bucket.weights:
         weight.quantized()
     held = {kind: sum(t.nbytes for t in tensors) for kind, tensors in bucket.buffers().items()}

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_parts import Known
 
 from megatron_fp8.comm.reduce import BlockShards
 from megatron_fp8.comm.wire import Flight
-from megatron_fp8.engine.gradients import GradSlot, GradStore
+from megatron_fp8.engine.gradients import GradSink, grad_store
 from megatron_fp8.engine.weights import cut
 from megatron_fp8.numerics.blocks import PackedBlocks
 from megatron_fp8.ops.reference import sum_blocks
@@ -20,24 +21,13 @@ N, NUMEL = SHAPE.numel(), SHARDS * SHARD
 NAN, INF = float("nan"), float("inf")
 
 
-def wgrad_of(values):
-    """What a linear hands over, of FP32 values."""
-
-    def wgrad(out=None, accumulate=False, dtype=None):
-        if out is None:
-            return values.to(dtype)
-        return out.add_(values) if accumulate else out.copy_(values)
-
-    return wgrad
-
-
 def gradient(seed=1, shape=SHAPE):
     """BF16 values, held in FP32."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
 
 
 def slot(storage, start=START, identity=(7, 0, 3)):
-    made = GradSlot(GradStore(SHARDS, SHARD, storage, "cpu"), start, SHAPE, identity)
+    made = GradSink(grad_store(SHARDS, SHARD, storage, "cpu"), start, SHAPE, identity)
     made.begin_step(4)
     return made
 
@@ -56,10 +46,10 @@ def near(got, exact, ulps):
 def test_the_first_gradient_of_a_step_overwrites(storage):
     place = slot(storage)
     for junk in (100.0, NAN, INF):
-        place.add(wgrad_of(torch.full(SHAPE, junk)))
-        place.add(wgrad_of(torch.full(SHAPE, junk)))
+        place.take(Known(torch.full(SHAPE, junk)))
+        place.take(Known(torch.full(SHAPE, junk)))
         place.begin_step(5)
-        place.add(wgrad_of(gradient()))
+        place.take(Known(gradient()))
         if storage == "fp8":
             assert near(stored(place), gradient().double(), 0.5)
         else:
@@ -72,7 +62,7 @@ def test_later_gradients_add(storage):
     place, exact = slot(storage), torch.zeros(SHAPE, dtype=torch.float64)
     for micro_batch in range(5):
         before = stored(place).double() if micro_batch else 0.0
-        place.add(wgrad_of(gradient(micro_batch)))
+        place.take(Known(gradient(micro_batch)))
         exact += gradient(micro_batch).double()
         now = before + gradient(micro_batch).double()
         if storage == "fp32":
@@ -90,8 +80,8 @@ def test_small_contributions_survive_in_fp8():
     for step in range(20):
         place = slot("fp8")
         place.begin_step(step)
-        place.add(wgrad_of(torch.ones(SHAPE)))
-        place.add(wgrad_of(torch.full(SHAPE, 1 / 64)))
+        place.take(Known(torch.ones(SHAPE)))
+        place.take(Known(torch.full(SHAPE, 1 / 64)))
         assert set(stored(place).unique().tolist()) == {1.0, 1.125}
         total += stored(place)
     deviation = (1 / 8 * 7 / 8) ** 0.5 / 8 / (20 * N) ** 0.5
@@ -103,7 +93,7 @@ def test_fp8_noise_is_made_of_the_weight_the_step_and_the_micro_batch():
         place = slot("fp8", start, identity)
         place.begin_step(step)
         for values in (gradient(1), *[torch.zeros(SHAPE)] * zeros, gradient(2)):
-            place.add(wgrad_of(values))
+            place.take(Known(values))
         return stored(place)
 
     once = run()
@@ -114,14 +104,29 @@ def test_fp8_noise_is_made_of_the_weight_the_step_and_the_micro_batch():
         assert 0.1 < share < 0.9  # (a zero adds nothing: the last micro-batch has another number, that is all)
 
 
+def test_dense_storage_draws_no_noise(monkeypatch):
+    def seed(self):
+        raise AssertionError("a hash for nothing")
+
+    monkeypatch.setattr(GradSink, "seed", seed)
+    for storage in ("fp32", "bf16"):
+        place = slot(storage)
+        for micro_batch in range(3):
+            place.take(Known(gradient(micro_batch)))
+    place = slot("fp8")
+    place.take(Known(gradient(1)))  # the first overwrites, to nearest
+    with pytest.raises(AssertionError, match="for nothing"):
+        place.take(Known(gradient(2)))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_gradient_touches_no_neighbour(storage):
     place = slot(storage)
-    whole = GradSlot(place.store, 0, torch.Size([SHARDS, SHARD]), (1,))
-    whole.add(wgrad_of(gradient(3, whole.shape)))
+    whole = GradSink(place.store, 0, torch.Size([SHARDS, SHARD]), (1,))
+    whole.take(Known(gradient(3, whole.shape)))
     before = place.store.dense().clone()
-    place.add(wgrad_of(gradient(1)))
-    place.add(wgrad_of(gradient(2)))
+    place.take(Known(gradient(1)))
+    place.take(Known(gradient(2)))
     place.store.clear(START, N)
     after = place.store.dense()
     assert torch.equal(after[:START], before[:START]) and torch.equal(after[START + N :], before[START + N :])
@@ -131,7 +136,7 @@ def test_a_gradient_touches_no_neighbour(storage):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_weight_without_a_gradient_has_a_zero_one(storage):
     place = slot(storage)
-    place.add(wgrad_of(torch.full(SHAPE, NAN)))
+    place.take(Known(torch.full(SHAPE, NAN)))
     place.close()  # it has one
     assert stored(place).isnan().all()
     place.begin_step(5)
@@ -146,14 +151,14 @@ def test_what_is_not_finite_stays_so(storage, value, micro_batch):
     place, bad = slot(storage), gradient(9)
     bad[7, 11] = value
     for i in range(3):
-        place.add(wgrad_of(bad if i == micro_batch else gradient(i)))
+        place.take(Known(bad if i == micro_batch else gradient(i)))
     assert not stored(place)[7, 11].isfinite()
     assert (~stored(place).isfinite()).sum() == 1
 
 
 @pytest.mark.parametrize(("storage", "bytes_each"), [("fp32", 4), ("bf16", 2), ("fp8", 1 + 1 / 128)])
 def test_bytes_allocated(storage, bytes_each):
-    store = GradStore(4, 1 << 14, storage, "cpu")
+    store = grad_store(4, 1 << 14, storage, "cpu")
     held = sum(t.untyped_storage().nbytes() for t in store.tensors)
     assert held == (1 << 16) * bytes_each
     assert storage != "fp8" or held / (1 << 16) <= 1 + 4 / 128
@@ -170,20 +175,20 @@ def copying(sent, receive):
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 def test_dense_storage_receives_what_is_reduced(storage):
     place = slot(storage)
-    place.add(wgrad_of(gradient()))
+    place.take(Known(gradient()))
     (memory,) = place.store.tensors
     packed = Flight(place.store.reduce_blocks(copying)).land().packed
     assert packed.data.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     assert packed.data.nbytes == NUMEL + NUMEL // 128
     assert near(packed.dequantize()[START : START + N].view(SHAPE), gradient().double(), 0.5)
     place.begin_step(5)
-    place.add(wgrad_of(gradient(2)))
+    place.take(Known(gradient(2)))
     assert torch.equal(stored(place), gradient(2))  # and is a gradient's again
 
 
 def test_fp8_storage_is_sent_as_it_is_and_what_comes_takes_its_place():
     place = slot("fp8")
-    place.add(wgrad_of(gradient()))
+    place.take(Known(gradient()))
     before, seen = place.store.tensors[0], []
 
     def reduce(sent, receive):
@@ -198,8 +203,8 @@ def test_fp8_storage_is_sent_as_it_is_and_what_comes_takes_its_place():
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_group_of_one_reads_the_storage(storage):
-    place = GradSlot(GradStore(1, NUMEL, storage, "cpu"), START, SHAPE, (1,))
-    place.add(wgrad_of(gradient()))
+    place = GradSink(grad_store(1, NUMEL, storage, "cpu"), START, SHAPE, (1,))
+    place.take(Known(gradient()))
     reduced = Flight(place.store.local()).land()
     assert torch.equal(reduced.look(), place.store.dense().float())
     assert reduced.square_sum().item() == pytest.approx(place.store.dense().double().square().sum().item(), rel=1e-5)

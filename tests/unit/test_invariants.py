@@ -7,6 +7,7 @@ import pytest
 from commands import error_of
 
 from megatron_fp8.cli import main
+from megatron_fp8.errors import UserError
 from megatron_fp8.lab.trial import invariants, probe
 from megatron_fp8.lab.trial.invariants import CHECKS, Finding, Skipped, Trials, differences
 
@@ -191,9 +192,9 @@ class TestReport:
             if "--recompute-granularity" in words:
                 return curve([1.5])
             if "--save" in words:
-                raise ValueError("the run failed\nmegatron_fp8: --save there: not a folder; give one\n")
+                raise UserError("the run failed\nmegatron_fp8: --save there: not a folder; give one\n")
             if "--global-batch-size" in words:
-                raise ValueError("the run failed\nSegmentation fault\n")
+                raise UserError("the run failed\nSegmentation fault\n")
             return curve([1.0])
 
         assert invariants.report(self.made(answer, "--fp8-level O1 --micro-batch-size 2")) == 1

@@ -117,7 +117,7 @@ def test_processes_never_get_the_same_run(path, shared):
     for worker in workers:
         worker.stdin.write("go\n")
         worker.stdin.flush()
-    given = [worker.communicate(timeout=60)[0].split() for worker in workers]
+    given = [worker.communicate(timeout=250)[0].split() for worker in workers]
     assert all(worker.returncode == 0 for worker in workers)
     assert sorted(int(run) for of in given for run in of) == [row.id for row in store.runs()]
     assert {(row.attempt, row.state) for row in store.runs()} == {(1, DONE)}

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from megatron_fp8.layers.linear import in_forward_order
+from megatron_fp8.engine.owned import in_forward_order
 
 
 def test_weights_in_the_order_of_the_forward_pass():

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from megatron_fp8 import ops
 from megatron_fp8.engine import states
-from megatron_fp8.engine.gradients import GradStore
+from megatron_fp8.engine.gradients import grad_store
 from megatron_fp8.engine.partition import place
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
@@ -136,7 +136,7 @@ def test_states_cost_what_the_table_says(value):
 
 @pytest.mark.parametrize("value", ["fp32", "bf16", "fp8"])
 def test_gradients_cost_what_the_table_says(value):
-    store = GradStore(3, SHARD_UNIT, value, "cpu")
+    store = grad_store(3, SHARD_UNIT, value, "cpu")
     assert sum(t.nbytes for t in store.tensors) == 3 * SHARD_UNIT * BYTES[value]
 
 

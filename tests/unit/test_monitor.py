@@ -6,18 +6,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from engine_parts import Known, one_set
 from test_statistics import direct_counts
 
 from megatron_fp8.comm.shared import SharedScale
+from megatron_fp8.engine.events import Events
+from megatron_fp8.engine.owned import GRAD, INPUT, OwnedWeight, Scratch
 from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.flags.emulate import linear_name
-from megatron_fp8.layers.linear import GRAD, INPUT, Fp8Weight
 from megatron_fp8.monitor import collect, update_norm, write
 from megatron_fp8.monitor.collect import Monitor
 from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.blocks import BLOCK, block_scales
 from megatron_fp8.numerics.formats import E4M3, E5M2, decode
+from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import compute_scale
 from megatron_fp8.ops import count_cast, reference
 
@@ -88,18 +91,22 @@ class Setup:
         config = SimpleNamespace(
             gemm="fp8", forward_format=E4M3, margin=0, log_interval=2, log_grad_snr=snr, grad_reduce=wire,
             grad_accum=storage, partition="even", weight="bf16", exp_avg="fp32", exp_avg_sq="fp32", master="fp32",
-            emulate=None,
+            emulate=None, seed=1,
         )  # fmt: skip
         params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((48, 32), (16, 16))]
-        self.weights = [Fp8Weight(param, config) for param in params]
+        self.weights = [OwnedWeight(param, config) for param in params]
         for i, weight in enumerate(self.weights):
             weight.path, weight.layer_number = f"decoder.layers.linear_{i}", 1
         self.shared = None
         if wire == "shared":
             sizes = [w.param.numel() for w in self.weights]
             self.shared = SharedScale(ScalingRule("post"), sizes, group, group, False, "cpu")
-        self.bucket = Bucket(self.weights, group, False, config, None, 0, self.reduce, lambda w: (w.param.numel(), 0))
-        self.monitor = Monitor(config, [self.bucket], self.shared, group, group)
+        self.events = Events()
+        of = one_set(group)
+        self.bucket = Bucket(self.weights, of, False, config, None, 0, self.reduce, self.events, Scratch())
+        sets = [SimpleNamespace(buckets=[self.bucket], shared_scale=self.shared)]
+        self.monitor = Monitor(config, sets, self.events, group, group)
+        self.events.subscribe(self.monitor)
         self.written, self.counted = [], 0
         monkeypatch.setattr(collect, "write", lambda tallies, iteration: self.written.append(tallies))
         monkeypatch.setattr(collect, "current_iteration", lambda: self.iteration)
@@ -119,28 +126,19 @@ class Setup:
         """Train `iteration`, micro-batches having `gradients[i]` of each weight, and return the reduced gradient."""
         self.iteration = iteration
         self.bucket.begin_step(iteration)
-        self.monitor.begin()
+        self.monitor.begin_step()
         for micro_batch in gradients:
             for weight, gradient in zip(self.weights, micro_batch, strict=True):
-                weight.add_grad(wgrad_of(gradient))
+                weight.take_gradient(Known(gradient))
         self.bucket.launch()
         self.bucket.land()
         reduced = self.bucket.reduced.look().clone()
-        self.monitor.end()
+        self.monitor.end_step()
         return reduced
 
     def tally(self, i=0):
         (tallies,) = self.written
         return tallies[f"decoder.layers.0.linear_{i}"]
-
-
-def wgrad_of(gradient):
-    def wgrad(out=None, accumulate=False, dtype=None):
-        if out is None:
-            return gradient.to(dtype)
-        return out.add_(gradient) if accumulate else out.copy_(gradient)
-
-    return wgrad
 
 
 def random_gradients(micro_batches=5):
@@ -164,17 +162,17 @@ class TestMonitor:
             before = setup.counted
             setup.step(iteration, random_gradients(2))
             assert setup.counted - before == (2 + 2 * 2 if iteration == 2 else 0)
-            assert [w.watch for w in setup.weights] == [None, None] and setup.bucket.watch is None
-        assert len(setup.written) == 1 and not setup.monitor._reference
+            assert setup.monitor.counts is None
+            assert not setup.events.cast + setup.events.gradient + setup.events.reducing
+        assert len(setup.written) == 1
 
     def test_a_step_that_never_ended_leaves_no_watch(self, group, monkeypatch):
         setup = Setup(group, monkeypatch)
         setup.iteration = 2
-        setup.monitor.begin()
-        assert setup.weights[0].watch is setup.bucket.watch is setup.monitor
+        setup.monitor.begin_step()
+        assert len(setup.events.cast) == len(setup.events.gradient) == len(setup.events.reducing) == 1
         setup.step(3, random_gradients(1))
-        assert setup.weights[0].watch is setup.bucket.watch is None and setup.written == []
-        assert not setup.monitor._reference
+        assert not setup.events.cast + setup.events.gradient + setup.events.reducing and setup.written == []
 
     def test_blocks_of_zeros_do_not_set_the_smallest_scale(self, group, monkeypatch):
         setup, gradients = Setup(group, monkeypatch), random_gradients(1)
@@ -190,14 +188,15 @@ class TestMonitor:
         setup.step(2, gradients)
         twin = Setup(group, monkeypatch)  # the same noise: replay the additions and look between them
         twin.bucket.begin_step(2)
-        slot, underflows, extremes = twin.weights[0].grad, 0, []
+        sink, underflows, extremes = twin.weights[0].sink, 0, []
         stored = torch.zeros(48 * 32)
         for gradient, _ in gradients:
             wanted = stored.double() + gradient.bfloat16().flatten().double()
-            slot.add(wgrad_of(gradient))
-            stored = slot.blocks.dequantize()
+            sink.take(Known(gradient))
+            blocks = sink.store.read(sink.start, 48 * 32)
+            stored = blocks.dequantize()
             underflows += int(((wanted != 0) & (stored == 0)).sum())
-            extremes.append((float(wanted.abs().max().float()), block_scales(slot.blocks.exponents)))
+            extremes.append((float(wanted.abs().max().float()), block_scales(blocks.exponents)))
         tally = setup.tally()
         assert underflows > 0 and tally.casts[CASTS.index("wgrad")] == [5 * 48 * 32, 0, underflows]
         amax, largest, smallest = tally.extremes[CASTS.index("wgrad")]
@@ -260,22 +259,22 @@ class TestMonitor:
         for i in range(2):
             found = setup.tally(i).statistics()
             assert found["wgrad_overflows%"] == 0.0 and found["wgrad_reduced_snr_db"] == -math.inf
-            assert found["wgrad_cur_amax"] == math.inf  # a NaN would be lost between ranks: see Monitor.end
+            assert found["wgrad_cur_amax"] == math.inf  # a NaN would be lost between ranks: see Counts.agree
 
     def test_activations_and_gradients_are_counted_while_training_only(self, group, monkeypatch):
         setup = Setup(group, monkeypatch)
         setup.iteration = 2
-        setup.monitor.begin()
+        setup.monitor.begin_step()
         weight = setup.weights[0]
         x, dy = torch.randn(33, 32).bfloat16(), torch.randn(33, 48).mul(9).exp().bfloat16()
         for role, tensor, fmt in ((INPUT, x, E4M3), (GRAD, dy, E5M2)):
-            weight.quantize(tensor, role, fmt, transpose=True, training=False)
-            weight.quantize(tensor, role, fmt, transpose=False, training=True)
-            weight.quantize(tensor, role, fmt, transpose=True, training=True)
-        weight.add_grad(wgrad_of(torch.ones(48, 32)))
+            weight.cast(tensor, role, fmt, columns=True, training=False)
+            weight.cast(tensor, role, fmt, columns=False, training=True)
+            weight.cast(tensor, role, fmt, columns=True, rows=False, training=True)  # which are made to be looked at
+        weight.take_gradient(Known(torch.ones(48, 32)))
         setup.bucket.launch()
         setup.bucket.land()
-        setup.monitor.end()
+        setup.monitor.end_step()
         for role, tensor, fmt in ((INPUT, x, E4M3), (GRAD, dy, E5M2)):
             scale = float(compute_scale(tensor.abs().max().float(), fmt))
             overflows, underflows = direct_counts(tensor, fmt, scale)
@@ -285,12 +284,12 @@ class TestMonitor:
     def test_a_delayed_scale_that_is_too_large_overflows(self, group, monkeypatch):
         setup = Setup(group, monkeypatch)
         setup.iteration = 2
-        setup.monitor.begin()
+        setup.monitor.begin_step()
         x = torch.randn(64, 32).bfloat16()
         scale = torch.tensor(448.0)  # made for an amax of 1
         payload = reference.quantize(x, E4M3, scale)
-        setup.monitor.cast(setup.weights[0], INPUT, x, payload, scale.reciprocal())
-        setup.monitor.end()
+        setup.monitor.counts.cast(setup.weights[0], INPUT, x, ScaledTensor(payload, scale.reciprocal()))
+        setup.monitor.end_step()
         beyond = int((x.abs() > 1).sum())
         assert beyond > 100 and setup.tally().casts[INPUT][:2] == [x.numel(), beyond]
 

@@ -1,11 +1,12 @@
 """install() and uninstall(): once, reversible, and loud about a Megatron it does not know."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from launch import ROOT
+from launch import ROOT, RunFailed, forked
 
 from megatron_fp8.flags.checks import check_device, check_megatron_version
 
@@ -20,15 +21,32 @@ from megatron_fp8 import plugin
 """
 
 
-def run(body: str) -> subprocess.CompletedProcess:
-    """In a process of its own: hooks are global."""
-    code = HOOKS.format(body=body)
-    env = {"CUDA_VISIBLE_DEVICES": "", "PATH": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=env)
+@pytest.fixture
+def run(tmp_path):
+    """run(body): in a process of its own; hooks are global."""
+
+    def run(body: str) -> None:
+        (tmp_path / "hooks.py").write_text(HOOKS.format(body=body))
+        forked(1, [str(tmp_path / "hooks.py")], tmp_path / "log", timeout=250, env={"CUDA_VISIBLE_DEVICES": ""})
+
+    return run
 
 
-def test_installing_twice_hooks_once_and_uninstalling_puts_everything_back():
-    result = run(
+@pytest.fixture
+def said_by(run):
+    """said_by(body): what it says as it fails."""
+
+    def said_by(body: str) -> str:
+        with pytest.raises(RunFailed) as failure:
+            run(body)
+        return str(failure.value)
+
+    return said_by
+
+
+def test_importing_patches_nothing_installing_twice_hooks_once_and_uninstalling_puts_everything_back():
+    body = (
+        "assert (arguments.parse_args, utils.compile_helpers) == originals\n"
         "plugin.install(); first = arguments.parse_args; plugin.install()\n"
         "assert arguments.parse_args is first and first is not originals[0]\n"
         "plugin.uninstall()\n"
@@ -36,23 +54,38 @@ def test_installing_twice_hooks_once_and_uninstalling_puts_everything_back():
         "assert __import__('torch').cuda.is_available() is False\n"
         "plugin.uninstall(); plugin.install(); assert arguments.parse_args is not originals[0]\n"
     )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    code = HOOKS.format(body=body)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env)
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-def test_importing_the_package_patches_nothing():
-    result = run("assert (arguments.parse_args, utils.compile_helpers) == originals")
-    assert result.returncode == 0, result.stderr[-2000:]
+def test_what_a_run_rebinds_goes_with_the_run_and_what_the_process_does_stays(run):
+    from commands import MODEL
+
+    run(
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "init = GPTModel.__init__\n"
+        "plugin.install(); ours = arguments.parse_args\n"
+        "def read(*flags):\n"
+        f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', *flags]\n"
+        "    arguments.parse_args()\n"
+        "    return GPTModel.__init__ is not init\n"
+        "assert [read(), read('--fp8-level', 'O1'), read('--fp8-level', 'O2'), read()] == [False, True, True, False]\n"
+        "assert arguments.parse_args is ours and read('--fp8-level', 'O1')\n"
+        "plugin.uninstall()\n"
+        "assert arguments.parse_args is originals[0] and GPTModel.__init__ is init\n"
+    )
 
 
-def test_another_signature_is_refused():
-    result = run("arguments.parse_args = lambda provider: None\nplugin.install()")
-    assert result.returncode != 0
-    assert "RuntimeError: megatron_fp8 does not know this megatron.training.arguments.parse_args" in result.stderr
+def test_another_signature_is_refused(said_by):
+    said = said_by("arguments.parse_args = lambda provider: None\nplugin.install()")
+    assert "RuntimeError: megatron_fp8 does not know this megatron.training.arguments.parse_args" in said
 
 
-def test_another_version_is_refused():
-    result = run("megatron.core.package_info.__version__ = '0.17.1'\nplugin.install()")
-    assert "ValueError: megatron-core 0.17.1" in result.stderr
+def test_another_version_is_refused(said_by):
+    said = said_by("megatron.core.package_info.__version__ = '0.17.1'\nplugin.install()")
+    assert "UserError: megatron-core 0.17.1" in said
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.2", "0.19.3rc1"])
@@ -79,6 +112,6 @@ def test_a_model_without_fp8_layers_is_refused():
 
         fp8 = make_dataclass("Config", [("level", str)])("O1")
         with pytest.raises(ValueError, match="--fp8-level O1: the model has no GPT transformer layer"):
-            build_optimizer(fp8, None, None, [torch.nn.Linear(2, 2)], None)
+            build_optimizer(fp8, None, None, [torch.nn.Linear(2, 2)], None, None)
     finally:
         cpu.uninstall()

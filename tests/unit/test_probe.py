@@ -9,11 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import MODEL, O1, error_of
+from engine_parts import one_set
 
+from megatron_fp8.engine.events import Events
+from megatron_fp8.engine.owned import OwnedWeight, Scratch
 from megatron_fp8.engine.weights import Bucket
-from megatron_fp8.flags.emulate import plan_from_flags
-from megatron_fp8.flags.probe import ProbePlan, logs_update_norm, probe_from_args
-from megatron_fp8.layers.linear import Fp8Weight, _Linear
+from megatron_fp8.flags.emulate import emulation_from_args
+from megatron_fp8.flags.log import logs_update_norm
+from megatron_fp8.flags.probe import ProbePlan, probe_from_args
+from megatron_fp8.layers.products import Bf16Product, Fp8Product, plan
 from megatron_fp8.monitor import probe
 from megatron_fp8.monitor.probe import GEMMS, OPERANDS, Probe, compare, count_emulated, kurtosis, power_sums
 from megatron_fp8.numerics.emulation import EmulatedFormat, emulate
@@ -150,30 +154,34 @@ class Linear:
         config = SimpleNamespace(
             gemm="bf16" if emulate else "fp8", forward_format=E4M3, grad_format=E5M2, margin=0, grad_accum="fp32",
             partition="even", weight=storage, exp_avg="fp32", exp_avg_sq="fp32", wgrad=wgrad, tp_gather="bf16",
-            master="remainder" if storage == "fp8" else "fp32", emulate=plan_from_flags(emulate),
-            keep_transpose_cache=False,
+            master="remainder" if storage == "fp8" else "fp32", keep_transpose_cache=False, seed=1,
+            emulate=emulation_from_args(SimpleNamespace(fp8_emulate=emulate)),
         )  # fmt: skip
         self.values = torch.randn(48, 32).bfloat16()
-        self.weight = Fp8Weight(torch.nn.Parameter(self.values.clone()), config)
+        self.weight = OwnedWeight(torch.nn.Parameter(self.values.clone()), config)
         self.weight.path, self.weight.layer_number = "decoder.layers.mlp.linear_fc1", 3
         scaling = WeightScaling(1, E4M3, 0, group, "cpu") if storage == "fp8" else None
-        self.bucket = Bucket([self.weight], group, False, config, scaling, 0, lambda bucket: bucket.grads.local(),
-                             lambda weight: (1, 2))  # fmt: skip
+        self.events, reduce = Events(), lambda bucket: bucket.grads.local()
+        of = one_set(group)
+        self.bucket = Bucket([self.weight], of, False, config, scaling, 0, reduce, self.events, Scratch())
         self.bucket.begin_step(0)
 
     def pass_through(self, x, dy, needs_dx=True):
         """y, dx and what is stored of dW."""
         x = x.clone().requires_grad_(needs_dx)
         anchor = torch.zeros(0, requires_grad=True)
-        y = _Linear.apply(x, anchor, self.weight, False, False, None, True, True)
+        call = plan(self.weight, None, False, False, training=True)
+        y = Fp8Product.apply(x, anchor, call, None) if call.fp8 else Bf16Product.apply(x, anchor, call)
         y.backward(dy)
         return y.detach(), x.grad, self.bucket.grads.dense().clone()
 
     def probe(self, *micro_batches, **options):
         looking = Probe([self.bucket])
+        self.events.subscribe(looking)
         results = [self.pass_through(*batch, **options) for batch in micro_batches]
+        self.events.unsubscribe(looking)
         (found,) = looking.end(self.group, self.group).items()
-        assert found[0] == "decoder.layers.2.mlp.linear_fc1" and self.weight.probe is None
+        assert found[0] == "decoder.layers.2.mlp.linear_fc1"
         json.dumps(found[1], allow_nan=False)
         return found[1], results
 
@@ -270,7 +278,10 @@ class TestThroughTheLinear:
     def test_linears_that_are_not_rounded_are_left_alone(self, group):
         linear = Linear(group)
         linear.weight.fp8 = False
-        assert Probe([linear.bucket]).end(group, group) == {} and linear.weight.probe is None
+        looking = Probe([linear.bucket])
+        linear.events.subscribe(looking)
+        linear.pass_through(*batch())
+        assert looking.end(group, group) == {}
 
 
 class TestSteps:
@@ -279,15 +290,16 @@ class TestSteps:
         monkeypatch.setattr(probe, "mpu", SimpleNamespace(
             get_pipeline_model_parallel_group=lambda: group,
             get_tensor_and_data_parallel_group=lambda with_context_parallel: group))  # fmt: skip
-        plan = ProbePlan(frozenset({2, 5}), str(tmp_path / "out"))
+        chosen = ProbePlan(frozenset({2, 5}), str(tmp_path / "out"))
+        engine = SimpleNamespace(buckets=[linear.bucket], events=linear.events)
 
         def step():
-            made.append(linear.weight.probe is not None)
+            made.append(bool(linear.events.forward))
             return linear.pass_through(*batch())
 
         for iteration in (1, 2, 3):
             monkeypatch.setattr(probe, "current_iteration", lambda iteration=iteration: iteration)
-            assert len(probe.probe_step(plan, [linear.bucket], step)) == 3
+            assert len(probe.probe_step(chosen, engine, step)) == 3
         assert made == [False, True, False]
         (file,) = (tmp_path / "out").iterdir()
         written = json.loads(file.read_text())

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import plants
 import pytest
 from launch import ROOT
 from megatron_runs import script_path
@@ -224,7 +225,7 @@ def shrunk() -> dict[str, dict]:
         env={**os.environ, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=600,
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(JOBS), done.stderr[-3000:]
@@ -297,6 +298,20 @@ def test_torchs_attention_is_rehearsed(shrunk):
 def test_sizes_in_a_checkpoint_are_not_known(tmp_path):
     with pytest.raises(ValueError, match="--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
         examine(take_apart(f"{SCRIPT} --use-checkpoint-args --load {tmp_path}".split()), 8)
+
+
+def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, capfd):
+    from megatron_fp8 import plugin
+
+    launch = take_apart(f"{SCRIPT} {GPT} {JOBS['175b'][1]}".split())
+    for planted, said in (
+        (plants.bug(plugin, ValueError), "ValueError: not enough values to unpack (expected 2, got 1)"),
+        (plants.bug(plugin, AssertionError), "AssertionError:"),
+        (plants.MISTAKE, "--flag 3: is wrong; use 4"),
+    ):
+        monkeypatch.setattr(plugin, "check_evaluation", planted)
+        assert examine(launch, 128).error == said
+        assert ("Traceback" in capfd.readouterr().err) == (planted is not plants.MISTAKE)
 
 
 def test_gpus_of_one_replica():

@@ -50,7 +50,7 @@ def samples(row, parser, parse):
     if action.nargs == 0:
         values = [[row.flag], []]
     else:
-        usual = ("4,0",) if row.flag == "--window-size" else ("3", "0.25", "x", "attn", "moe_act")
+        usual = ("4,0",) if row.flag == "--window-size" else ("3", "0.25", "x", "attn", "moe_act", "msc://x")
         values = [[row.flag, plain(v)] for v in action.choices or usual]
     found = []
     for attention in ("torch", "te"):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from test_config import O1, error_of
 
+from megatron_fp8.engine.owned import INPUT, OwnedWeight
 from megatron_fp8.flags.config import config_from_args
 from megatron_fp8.flags.watch import WatchPlan
-from megatron_fp8.layers.linear import INPUT, Fp8Weight
 from megatron_fp8.monitor import sharpness, watch, write
 from megatron_fp8.monitor.logit_sharpness import Statistics
 from megatron_fp8.monitor.watch import MOST_SKIPS, Fallback, Watch
@@ -30,7 +30,7 @@ def test_flags(parse):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--fp8-on-spike stop", "--fp8-on-spike stop: no such value; use log, skip, bf16-fallback"),
+        ("--fp8-on-spike stop", "--fp8-on-spike stop: no such value; use log, skip or bf16-fallback"),
         ("--fp8-spike-sigma 7", "--fp8-spike-sigma 7.0: nothing is watched; add --fp8-on-spike log, or remove it"),
         ("--fp8-spike-window 64", "--fp8-spike-window 64: nothing is watched; add --fp8-on-spike log, or remove it"),
         ("--fp8-on-spike log --fp8-spike-sigma 0", "--fp8-spike-sigma 0.0: use a number above 0"),
@@ -133,14 +133,15 @@ class Run:
     """A watch over two linears, a and b, and their delayed scaling; `step` judges a loss and a gradient norm."""
 
     def __init__(self, action, group, monkeypatch, recipe="delayed", window=16):
-        config = SimpleNamespace(gemm="fp8", weight="bf16", emulate=None)
+        config = SimpleNamespace(gemm="fp8", weight="bf16", emulate=None, margin=0)
         self.scaling = DelayedScaling(4, [E4M3, E5M2] * 2, 1, "most_recent", 0, "cpu") if recipe == "delayed" else None
-        self.weights = [Fp8Weight(torch.nn.Parameter(torch.randn(16, 16).bfloat16()), config) for _ in "ab"]
+        self.weights = [OwnedWeight(torch.nn.Parameter(torch.randn(16, 16).bfloat16()), config) for _ in "ab"]
         for i, weight in enumerate(self.weights):
             weight.path, weight.layer_number = f"decoder.layers.{'ab'[i]}", 1
-            weight.scaling, weight.slots = self.scaling, (2 * i, 2 * i + 1)
+            weight.casts.scaling, weight.casts.slots = self.scaling, (2 * i, 2 * i + 1)
         bucket = SimpleNamespace(weight=torch.zeros(1), weights=self.weights)
-        engine = SimpleNamespace(scaling=self.scaling, buckets=[bucket], device=torch.device("cpu"))
+        sets = [SimpleNamespace(scaling=self.scaling)]
+        engine = SimpleNamespace(sets=sets, buckets=[bucket], device=torch.device("cpu"))
         self.watch = Watch(WatchPlan(action, window=window), engine, group, group)
         self.iteration = 0
         monkeypatch.setattr(watch, "current_iteration", lambda: self.iteration)
@@ -151,7 +152,7 @@ class Run:
         self.iteration += 1
         wave = 0.01 * (-1) ** self.iteration
         loss, norm = (1.0 + wave if value is None else value for value in (loss, norm))
-        self.watch.begin()
+        self.watch.begin_step()
         self.watch._loss += torch.tensor([3 * loss, 3.0], dtype=torch.float64)
         assert self.watch.see(torch.tensor(norm) ** 2) == pytest.approx(norm**2, nan_ok=True)
         assert (self.watch.loss, self.watch.norm) == pytest.approx((loss, norm), nan_ok=True)
@@ -234,8 +235,8 @@ def test_without_evidence_all_fall_back(recipe, run, capsys):
 
 def test_no_linear_in_fp8_on_any_stage(group):
     for fp8 in ([False, False], [False, True]):
-        weights = [SimpleNamespace(fp8=has, path=f"decoder.layers.{i}", layer_number=1) for i, has in enumerate(fp8)]
-        engine = SimpleNamespace(scaling=None, buckets=[SimpleNamespace(weights=weights)], device=torch.device("cpu"))
+        weights = [SimpleNamespace(fp8=has, name=f"decoder.layers.{i}") for i, has in enumerate(fp8)]
+        engine = SimpleNamespace(sets=[], buckets=[SimpleNamespace(weights=weights)], device=torch.device("cpu"))
         Watch(WatchPlan("skip"), engine, group, group)
         if any(fp8):
             Watch(WatchPlan("bf16-fallback"), engine, group, group)
@@ -270,16 +271,16 @@ def test_clipped_is_beyond_so_many_times_what_the_scale_holds(fmt, margin, group
 
 def test_a_linear_out_of_fp8_keeps_its_scale_up_to_date(run):
     weight = run("bf16-fallback").weights[1]
-    weight.follow(INPUT, torch.tensor([[1.0, -7.0]]))
-    weight.follow(INPUT, torch.tensor([[3.0, 0.0]]))
-    assert weight.scaling.amax.tolist() == [0.0, 0.0, 7.0, 0.0]
-    weight.scaling = None  # tensorwise, or a linear that is always in BF16
-    weight.follow(INPUT, torch.ones(1, 2))
+    weight.casts.follow(INPUT, torch.tensor([[1.0, -7.0]]))
+    weight.casts.follow(INPUT, torch.tensor([[3.0, 0.0]]))
+    assert weight.casts.scaling.amax.tolist() == [0.0, 0.0, 7.0, 0.0]
+    weight.casts.scaling = None  # tensorwise, or a linear that is always in BF16
+    weight.casts.follow(INPUT, torch.ones(1, 2))
 
 
 def test_no_loss_is_no_spike(run, capsys):
     r = run("log")
-    r.watch.begin()
+    r.watch.begin_step()
     r.watch.see(torch.tensor(4.0))
     assert r.watch.loss is None and r.watch.judge() and lines(capsys) == []
 

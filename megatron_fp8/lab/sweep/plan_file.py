@@ -125,7 +125,7 @@ def read_plan(path: str | Path) -> SweepPlan:
         raise UserError(f"{path}: not text in UTF-8, from byte {error.start} on; give a plan file") from None
     try:
         return _plan(_content(yaml, text))
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 

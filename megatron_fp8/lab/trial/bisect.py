@@ -36,7 +36,8 @@ from pathlib import Path
 
 from ...errors import UserError
 from ...flags.config import BF16_FLAG
-from ...flags.emulate import OPERANDS, matches, plan_from_flags
+from ...flags.emulate import matches, read_operands
+from ...flags.level import is_stock
 from ...metrics import LINEARS, LOSS, facts
 from ..sweep.plan_file import flag_value, split_words
 from ..sweep.progress import duration
@@ -73,7 +74,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--folder {args.folder}: is a file; name a folder")
     if not 0 < args.share <= 1:
         raise UserError(f"--share {args.share}: use a share above 0, to 1")
-    if flag_value(args.command, "--fp8-emulate") is None and flag_value(args.command, "--fp8-level") in (None, "O0"):
+    if flag_value(args.command, "--fp8-emulate") is None and is_stock(flag_value(args.command, "--fp8-level")):
         raise UserError("the command has no GEMM in FP8, nothing to bisect; add --fp8-level or --fp8-emulate to it")
     try:
         _Bisect(args).run()
@@ -102,8 +103,7 @@ def gemm_flags(command: list[str]) -> list[list[str]]:
     if emulate is None:
         wgrad_in_fp8 = flag_value(command, "--fp8-gemm") != "bf16" and "--no-fp8-wgrad" not in command
         return [["--no-fp8-wgrad"]] if wgrad_in_fp8 else []
-    plan = plan_from_flags(emulate)
-    used = {operand: how for operand in OPERANDS if (how := getattr(plan, operand)) is not None}
+    used = {operand: how for operand, how in read_operands(emulate).items() if how is not None}
     if len(used) < 2:
         return []
     kept = [",".join(f"{name}={how}" for name, how in used.items() if name != operand) for operand in used]

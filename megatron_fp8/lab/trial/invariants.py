@@ -32,7 +32,7 @@ from itertools import count
 from pathlib import Path
 
 from ...errors import UserError
-from ...flags.level import CELLS
+from ...flags.level import CELLS, is_stock
 from ...metrics import LOSS
 from ..sweep.plan_file import flag_value
 from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, without
@@ -120,7 +120,7 @@ class Trials:
     def in_fp8(self) -> bool:
         """Whether the command has a level, or emulates."""
         level = flag_value(tuple(self.command), "--fp8-level")
-        return level not in (None, "O0") or flag_value(tuple(self.command), "--fp8-emulate") is not None
+        return not is_stock(level) or flag_value(tuple(self.command), "--fp8-emulate") is not None
 
     def twin(self) -> list[str]:
         """The command in BF16: its own layers and engine, nothing rounded further."""
@@ -201,7 +201,7 @@ def tp_gather(trials: Trials) -> Finding:
     level = flag_value(command, "--fp8-level")
     if trials.size("--tensor-model-parallel-size") == 1 or "--sequence-parallel" not in command:
         raise Skipped("no tensor and sequence parallelism")
-    if level in (None, "O0") or flag_value(command, "--fp8-emulate") or flag_value(command, "--fp8-gemm") == "bf16":
+    if is_stock(level) or flag_value(command, "--fp8-emulate") or flag_value(command, "--fp8-gemm") == "bf16":
         raise Skipped("no FP8 GEMMs")
     cell = next(cell for cell in CELLS if cell.flag == flag)
     other = "bf16" if (flag_value(command, flag) or cell.at(level)) == "fp8" else "fp8"
@@ -269,7 +269,7 @@ def report(trials: Trials) -> int:
             repeats &= finding.passed or check is not repeat
         except Skipped as reason:
             verdict, text = "skipped", str(reason)
-        except ValueError as error:
+        except UserError as error:
             verdict, text = _not_run(str(error))
         failed |= verdict == "FAIL"
         print(f"{name:17}{verdict:9}{text}", flush=True)

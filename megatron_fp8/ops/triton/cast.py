@@ -83,7 +83,7 @@ def _tile_kernel(
     x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
     E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """out_t = x^T of a tile of bytes; with a scale_ptr x is cast first, stored in out, and amax as above."""
+    """out_t = x^T of a tile of bytes; with a scale_ptr x is cast first, into out if there is one, and amax as above."""
     tiles_k = tl.cdiv(K, TILE_K)
     rows = tl.program_id(0) // tiles_k * TILE_M + tl.arange(0, TILE_M)
     cols = tl.program_id(0) % tiles_k * TILE_K + tl.arange(0, TILE_K)
@@ -93,7 +93,8 @@ def _tile_kernel(
     if scale_ptr is not None:
         x = tile.to(tl.float32)
         tile = fp8_code(x, x * tl.load(scale_ptr), zero, E4M3)
-        tl.store(out_ptr + offsets, tile, mask=mask)
+        if out_ptr is not None:
+            tl.store(out_ptr + offsets, tile, mask=mask)
         if amax_ptr is not None:
             tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x)), sem="relaxed")
     mask_t = (cols < K)[:, None] & (rows < M)[None, :]
@@ -135,11 +136,12 @@ def quantize(
     scale: torch.Tensor,
     *,
     transpose: bool = False,
+    rows: bool = True,
     amax_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
     """reference.quantize in one pass. amax_out must not hold a negative number."""
     x = x.contiguous()
-    payload = torch.empty_like(x, dtype=fmt.dtype)
+    payload = torch.empty_like(x, dtype=fmt.dtype) if rows else None
     if not transpose:
         _launch_flat(x, scale, payload, amax_out, fmt)
         return payload

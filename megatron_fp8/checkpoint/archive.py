@@ -1,0 +1,97 @@
+"""What a checkpoint holds of the engine and of the chain that it is part of, put together; and taken apart again.
+
+state.py, compact.py and stock_state.py have the pieces.
+"""
+
+import torch
+from megatron.training.global_vars import get_args
+
+from ..engine.chain import Fp8ChainedOptimizer
+from ..engine.optimizer import EngineOptimizer
+from .compact import load_compact_state, sharded_compact_state
+from .state import (
+    CONTENTS,
+    STATES,
+    load_engine_state,
+    load_mu_state,
+    load_scaling_state,
+    load_weight_scales,
+    sharded_engine_state,
+    sharded_mu_state,
+    sharded_scaling_state,
+    sharded_weight_scales,
+)
+from .stock_state import adopt, ask_for_masters, step_of
+
+
+class Archive:
+    """Makes the state dicts of EngineOptimizer and Fp8ChainedOptimizer, in the form that the metadata names."""
+
+    def engine_state(self, engine: EngineOptimizer, model: dict, is_loading: bool, metadata: dict | None) -> dict:
+        """Optimizer state, in the form for every layout and level or in the compact one (state.py)."""
+        found = (metadata or {}).get(CONTENTS)
+        if found is None:  # stock Megatron's: the same names, and nothing else of ours
+            return {"state": sharded_engine_state(engine.buckets, model, is_loading)}
+        if found["compact"]:
+            state: dict = {"state": sharded_compact_state(engine.buckets)}
+        else:
+            state = {"state": sharded_engine_state(engine.buckets, model, is_loading)}
+        weights = [weight for owned in engine.sets for weight in owned.weights]
+        state["step"], state["gradient_share"] = engine.steps, _gradient_share()
+        # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
+        mu = [
+            torch.zeros(len(owned.weights), device=engine.device)
+            if owned.shared_scale is None
+            else owned.shared_scale.mu.clone()
+            for owned in engine.sets
+        ]
+        state["mu"] = sharded_mu_state(torch.cat(mu), weights)
+        if found["weight_scale"]:
+            state["weight_scale"] = sharded_weight_scales(engine.buckets, is_loading)
+        if found["scaling"]:
+            state["scaling"] = sharded_scaling_state(weights, is_loading)
+        if engine.watch is not None:
+            state["watch"] = engine.watch.state_dict()
+        return state
+
+    def load_engine(self, engine: EngineOptimizer, state: dict) -> None:
+        """The reverse."""
+        if "weight_scale" in state:
+            load_weight_scales(engine.buckets, state["weight_scale"])
+        if STATES[0] in state["state"]:
+            load_engine_state(engine.buckets, state["state"])
+        else:
+            load_compact_state(engine.buckets, state["state"])
+        engine.weights_changed()  # what the owners rounded from their masters
+        engine.steps = state["step"]
+        same = state.get("gradient_share", _gradient_share()) == _gradient_share()
+        for owned in engine.sets:
+            if owned.shared_scale is not None and "mu" in state:
+                mu = load_mu_state(owned.weights, state["mu"], engine.device)
+                owned.shared_scale.mu = torch.where(mu > 0, mu, owned.shared_scale.mu)
+            if owned.scaling is not None and "scaling" in state:
+                load_scaling_state(owned.scaling, owned.weights, state["scaling"], warm=same and engine.steps > 0)
+        if engine.watch is not None and "watch" in state:
+            engine.watch.load_state_dict(state["watch"])
+
+    def chain_state(self, chain: Fp8ChainedOptimizer, state: dict, metadata: dict | None) -> dict:
+        """What to load of a checkpoint, `state` as the chain's parts ask for it: in the form that it was saved in."""
+        saved = metadata or {}
+        ours = len(chain.chained_optimizers) - 1
+        ask_for_masters({i: part for i, part in state.items() if i < ours or CONTENTS not in saved}, saved)
+        return state
+
+    def chain_parts(self, chain: Fp8ChainedOptimizer, state: dict) -> dict:
+        """Of what was loaded, the state for each part of the chain."""
+        *stock, ours = (state[i] for i in range(len(chain.chained_optimizers)))
+        for part in (part for i, part in state.items() if isinstance(i, int)):  # it may have had another place
+            ours.update({key: part[key] for key in ("step", "gradient_share", "watch") if key in part})
+        ours.setdefault("step", step_of(state))
+        stock = [adopt(part, found, state) for part, found in zip(chain.chained_optimizers, stock, strict=False)]
+        return dict(enumerate([*stock, ours]))
+
+
+def _gradient_share() -> float:
+    """The share of a step's gradient that one micro-batch has: scales of gradients that are predicted go with it."""
+    args = get_args()
+    return args.micro_batch_size * args.data_parallel_size / args.global_batch_size

@@ -1,0 +1,141 @@
+"""Megatron's optimizer chain with our part in it.
+
+One rule is added: a non-finite gradient norm skips the step, on every rank, with nothing changed.  The norm is the same
+number everywhere (it is all-reduced) and the host has it already, so this costs no further synchronisation.  NaN and
+infinity reach it from any rank: no cast of ours hides one.  In the same way `--fp8-on-spike skip` skips a spike
+(monitor/watch.py).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from .optimizer import EngineOptimizer
+
+
+class Fp8ChainedOptimizer(ChainedOptimizer):
+    """Megatron's chain, with our part last, that skips a step whose gradient norm is not finite.
+
+    `after_first_step` is called once, when all state is allocated.
+    """
+
+    def __init__(self, stock: list[MegatronOptimizer], engine: EngineOptimizer):
+        super().__init__([*stock, engine])
+        self.engine = engine
+        for part in stock:
+            _let_load_without_step(part)
+        # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
+        engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
+        self.after_first_step: Callable[[], None] | None = None
+        # Stock skips a step over this norm before it asks its parts, and a rank that has no parameter does not skip.
+        self._largest_norm = engine.config.grad_norm_skip_threshold
+        if math.isfinite(self._largest_norm):
+            for part in self.chained_optimizers:
+                part.config = dataclasses.replace(part.config, grad_norm_skip_threshold=math.inf)
+        self._norm = 0.0
+        self._zero = torch.zeros((), device=engine.device)
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
+        if not is_loading:
+            return super().sharded_state_dict(model_sharded_state_dict, **kwargs)
+        for part in self.chained_optimizers:
+            _allocate_state(part.optimizer)
+        state = super().sharded_state_dict(model_sharded_state_dict, True, **kwargs)
+        return self.engine.archive.chain_state(self, state, kwargs.get("metadata"))
+
+    def load_state_dict(self, state_dict) -> None:
+        super().load_state_dict(self.engine.archive.chain_parts(self, state_dict))
+        for part in self.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.Adam):
+                # Stock's DistributedOptimizer loses the step of torch's Adam, and shares one tensor among all.
+                for state in part.optimizer.state.values():
+                    state["step"] = torch.full_like(state["step"], self.engine.steps)
+
+    @torch.no_grad()
+    def get_grad_norm(self, p: float = 2.0) -> float:
+        """The global p-norm, 2 as in stock, up to infinity; the host is asked once.
+
+        Parts whose gradients are summed over one group (all of them, but for experts without the distributed
+        optimizer) are summed together. Stock's own, without Transformer Engine or apex, asks once a parameter.
+        """
+        totals = []
+        for group, sums in self._power_sums(p):
+            total = torch.stack(sums)
+            total = total.max().nan_to_num(nan=math.inf, posinf=math.inf) if p == math.inf else total.sum()
+            # A maximum may drop a NaN, but no infinity.
+            operation = torch.distributed.ReduceOp.MAX if p == math.inf else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(total, op=operation, group=group)
+            totals.append(total)
+        total = torch.stack(totals).max() if p == math.inf else torch.stack(totals).sum()
+        watch = self.engine.watch if p == 2.0 else None
+        found = total.item() if watch is None else watch.see(total)
+        self._norm = found if p == math.inf else found ** (1.0 / p)
+        self.engine.set_norm(self._norm)
+        return self._norm
+
+    def _power_sums(self, p: float) -> list[tuple[Any, list[torch.Tensor]]]:
+        """(a group, sums of |g|^p over this rank's gradients that are summed over it, or max |g| for p infinite)."""
+        grads: dict[Any, list[torch.Tensor]] = {}
+        for part in self.chained_optimizers:
+            grads.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_grads_for_grad_norm())
+        sums: dict[Any, list[torch.Tensor]] = {}
+        for group, found in grads.items():
+            # None on a rank all of whose stock parameters are another's duplicates, or that has no parameter.
+            norms = torch.stack([self._zero, *(torch._foreach_norm(found, p) if found else [])])
+            sums[group] = [norms.max() if p == math.inf else norms.pow(p).sum()]
+        for owned in self.engine.sets:
+            sums.setdefault(owned.of.norm, []).append(owned.power_sum(p))
+        return list(sums.items())
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        ours = 0
+        for owned in self.engine.sets:
+            zeros = owned.zeros()
+            torch.distributed.all_reduce(zeros, group=owned.of.norm)
+            ours += zeros.item()
+        return super().count_zeros() + ours  # stock's count passes ours by: no master has its gradient yet
+
+    def step_with_ready_grads(self) -> bool:
+        applied = self.engine.watch is None or self.engine.watch.judge()
+        applied &= not self._norm > self._largest_norm
+        success = applied and math.isfinite(self._norm) and super().step_with_ready_grads()
+        if success and self.after_first_step is not None:
+            self.engine.prepare_model_params_for_param_sync()  # so that all of the step's gathers are counted
+            self.after_first_step()
+            self.after_first_step = None
+        for look in self.engine.events.end_step:
+            look()
+        return success
+
+
+def _allocate_state(adam) -> None:
+    """Create the state of one of torch's Adams before its first step, to load into.
+
+    Stock's DistributedOptimizer asserts that it is there: megatron-core 0.19.2 by itself cannot resume with
+    torch's AdamW, which it uses where neither Transformer Engine nor apex is installed.
+    """
+    if not isinstance(adam, torch.optim.Adam):  # AdamW is one too; TE's FusedAdam is not
+        return
+    for options, param in ((group, p) for group in adam.param_groups for p in group["params"]):
+        if not adam.state[param]:
+            adam.state[param] = {
+                "step": torch.zeros((), device=param.device if options["fused"] or options["capturable"] else "cpu"),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+
+
+def _let_load_without_step(part: MegatronOptimizer) -> None:
+    """Let a DistributedOptimizer over torch's Adam load --dist-ckpt-optim-fully-reshardable.
+
+    megatron-core 0.19.2 looks there for a step of each parameter, which that form does not have.
+    """
+    if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+        stock = part._set_main_param_and_optimizer_states
+        part._set_main_param_and_optimizer_states = lambda param, tensors: stock(param, {"step": None, **tensors})

@@ -1,0 +1,88 @@
+"""Who looks on while the engine works: observers subscribe to events, and whoever works tells those that did.
+
+    class Counting(Observer):
+        def cast(self, weight, role, x, q):     # overrides the events it wants
+            self.casts += 1
+
+    engine.events.subscribe(Counting())         # until unsubscribe
+
+An event is a method of `Observer`; `Events` has for each the bound methods of those that override it, in the order in
+which they came. With none a linear pays one test of an empty tuple a call. Observers change nothing: a run's losses
+are the same to the last bit with and without them. They may make the device work, and all ranks communicate; they are
+called on all ranks alike.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Observer:
+    """Every event, ignored. role: INPUT or GRAD of owned.py; operands are ScaledTensors or, emulated, plain tensors."""
+
+    def begin_step(self) -> None:
+        """A step begins: gradients are forgotten."""
+
+    def cast(self, weight, role: int, x: torch.Tensor, q) -> None:
+        """x (M, K) was cast to the ScaledTensor q, of which this pass has the rows."""
+
+    def forward(self, weight, x: torch.Tensor, read_x, read_w) -> None:
+        """y = x W^T: x (M, K) in BF16, whole under sequence parallelism, and what the GEMM reads of x and W (N, K)."""
+
+    def backward(self, weight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple) -> None:
+        """dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16, and what the GEMMs read.
+
+        dgrad: dy (M, N), and W (N, K) or None where there is no dx; wgrad: dy (M, N) and x (M, K). What they read
+        transposed is in its columns (`payload` is then None).
+        """
+
+    def gradient(self, weight, product) -> None:
+        """A micro-batch's gradient, an ops.Product of dW (N, K), is about to be added to weight.sink."""
+
+    def gradient_added(self, weight) -> None:
+        """It was."""
+
+    def reducing(self, bucket, stages):
+        """A bucket's gradients go out: the stages of its sum (comm/wire.py), to return or to wrap."""
+        return stages
+
+    def updating(self, bucket) -> None:
+        """Adam is about to step a bucket."""
+
+    def updated(self, bucket) -> None:
+        """It did."""
+
+    def end_step(self) -> None:
+        """A step ends, made or skipped."""
+
+
+EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+
+
+class Events:
+    """The observers of one engine: an attribute for each of EVENTS, a tuple of what is called."""
+
+    def __init__(self) -> None:
+        self._observers: list[Observer] = []
+        self._arrange()
+
+    def subscribe(self, observer: Observer) -> None:
+        """Tell `observer` of the events whose methods it overrides, after those that are there; once."""
+        if observer not in self._observers:
+            self._observers.append(observer)
+            self._arrange()
+
+    def unsubscribe(self, observer: Observer) -> None:
+        """Tell it no more; nothing where it was not told."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+            self._arrange()
+
+    def _arrange(self) -> None:
+        for name in EVENTS:
+            overriding = [o for o in self._observers if getattr(type(o), name) is not getattr(Observer, name)]
+            setattr(self, name, tuple(getattr(o, name) for o in overriding))
+
+    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+        raise AttributeError(f"no event {name!r}: there are {', '.join(EVENTS)}")  # all others are set

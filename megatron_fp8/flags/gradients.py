@@ -1,0 +1,87 @@
+"""How a run's gradients are stored and reduced, beyond the cells grad_accum and grad_reduce.
+
+    --fp8-grad-accum auto            FP8 for few micro-batches a step, BF16 for more; a line of the log says what it is
+    --fp8-grad-reduce-hierarchy      with block: inside a node first, then across nodes
+    --fp8-grad-scaling...            with shared: how its factor mu is found, after FP8-LM section 2.1
+"""
+
+from argparse import Namespace
+
+from ..errors import UserError
+from ..numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
+from .flag import Flag, Values, filled, one_of, positive, refuse, whole
+
+FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
+HIERARCHY = Flag(
+    "--fp8-grad-reduce-hierarchy",
+    "Reduce gradients in two levels, inside a node first and then across nodes: a node is what torchrun started "
+    "together, or N data-parallel ranks. Default off.",
+    Values(
+        "{off,node,N}",
+        test=lambda node: node in ("off", "node") or (node.isdecimal() and int(node) > 0),
+        remedy="use off, node, or the number of data-parallel ranks in a node",
+    ),
+)
+
+
+def _scaling(name: str, meaning: str, values: Values, field: str) -> Flag:
+    return Flag(f"--fp8-grad-scaling{name}", f"With --fp8-grad-reduce shared: {meaning}", values, field)
+
+
+_BACKOFF = Values("X", float, lambda x: 0 < x < 1, "mu must shrink; use a number above 0 and below 1")
+SCALING = _scaling("", "how mu is found: auto-scaling (default), 1/N or 1.", one_of(*MODES), "mode")
+OF_AUTO = (
+    _scaling("-threshold", "share of saturated elements beyond which mu shrinks (1e-5).", positive(1), "threshold"),
+    _scaling("-window", f"steps in which mu doubles otherwise ({ScalingRule.window}).", whole(1), "window"),
+    _scaling("-backoff", f"factor by which mu shrinks ({ScalingRule.backoff}).", _BACKOFF, "backoff"),
+    _scaling("-init", "mu at the start (1/sqrt of the data-parallel size).", positive(LARGEST_MU), "initial"),
+    _scaling("-interval", "steps from one look at saturation to the next (1).", whole(1), "interval"),
+)
+FLAGS = (HIERARCHY, SCALING, *OF_AUTO)
+
+
+def storage(args: Namespace, chosen: str) -> str:
+    """The cell grad_accum, where "auto" is chosen for it too."""
+    few = _micro_batches(args) <= FEW_MICRO_BATCHES
+    return ("fp8" if few else "bf16") if chosen == "auto" else chosen
+
+
+def storage_line(args: Namespace, storage: str) -> list[str]:
+    """What the log should say of how gradients are stored, of the cell grad_accum's value."""
+    count = _micro_batches(args)
+    few, chosen = count <= FEW_MICRO_BATCHES, args.fp8_grad_accum in (None, "auto") and storage != "fp32"
+    noise = f"an unbiased error of about {0.0375 * ((count + 1) / 2) ** 0.5:.0%}"
+    if chosen and few:
+        return [f"gradients are stored in FP8: {count} micro-batch{'es' * (count > 1)} a step (--fp8-grad-accum)"]
+    if chosen:
+        return [f"gradients are stored in BF16: {count} micro-batches a step, in FP8 {noise} (--fp8-grad-accum fp8)"]
+    if storage == "fp8" and not few:
+        return [f"--fp8-grad-accum fp8: {count} micro-batches a step, {noise}; bf16: 1 %, for a byte a parameter more"]
+    return []
+
+
+def hierarchy(args: Namespace, reduction: str) -> str:
+    """The hierarchy of --fp8-grad-reduce `reduction`. Raises UserError of one line: flag, value, remedy."""
+    value = HIERARCHY.value(args) or "off"
+    if value != "off" and reduction != "block":
+        why = f"with --fp8-grad-reduce {reduction}: only block has two levels"
+        raise UserError(f"{HIERARCHY.shown(args)} {why}; remove one")
+    if value != "off" and not args.use_distributed_optimizer:
+        raise UserError(f"{HIERARCHY.shown(args)}: needs --use-distributed-optimizer; add it, or remove the hierarchy")
+    return value
+
+
+def scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
+    """How mu moves with --fp8-grad-reduce `reduction`. Raises UserError of one line: flag, value, remedy."""
+    if reduction != "shared":
+        refuse(args, (SCALING, *OF_AUTO), ": no effect; add --fp8-grad-reduce shared")
+    if SCALING.value(args) not in (None, AUTO):
+        refuse(args, OF_AUTO, f" with {SCALING.shown(args)}: no effect; use auto")
+    return ScalingRule(**filled(args, (SCALING, *OF_AUTO)))
+
+
+def _micro_batches(args: Namespace) -> int:
+    """How many micro-batches a step adds up, before Megatron has worked it out."""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    replicas = max(1, args.world_size // model)
+    return max(1, (args.global_batch_size or 1) // ((args.micro_batch_size or 1) * replicas))

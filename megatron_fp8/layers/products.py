@@ -1,0 +1,286 @@
+"""A linear's product y = x W^T with its two gradients, in FP8 or in BF16: two autograd functions.
+
+Notation: x (M, K) activations, W (N, K) weight, y (M, N), dy (M, N).  q(.) is a cast to FP8 with one
+scale for the tensor, so that t ~ q(t) * scale_inv(t).
+
+    forward   y  = q(x)    q(W)^T        E4M3 x E4M3, fast accumulation, BF16 out
+    dgrad     dx = q(dy)   q(W^T)^T      E5M2 x E4M3, full accumulation, BF16 out
+    wgrad     dW = q(dy^T) q(x^T)^T      E5M2 x E4M3, full accumulation, to the weight's GradSink
+
+x and dy are read once: one kernel writes q(t) and its transpose.  What waits for the backward is q(x^T)
+(one byte an element, half of what BF16 saves) and the scale *tensor* that it was made with: a
+later micro-batch, or the next step's scale, cannot change what this one captured.  In the same way everything else that
+the backward pass goes by is decided in the forward, in a frozen `Call`: it reads nothing that may have changed since.
+
+Under sequence parallelism each tensor-parallel rank has a part of x's rows, which is gathered for the forward and again
+for wgrad.  With `--fp8-tp-gather fp8` (O3) the cast comes first and the payload is gathered, half the bytes; what waits
+for the backward is then the rank's own rows of q(x).  The values are those of casting after the gather, bit for bit:
+all ranks cast with one scale, delayed scaling's, which they agree on anyway, or else one that they agree on here.
+
+The weight is frozen to stock Megatron, so autograd must be told to visit us even when x needs no gradient (the first
+layer after a frozen embedding): every call takes an empty `anchor` tensor that requires one.
+
+x may also come in FP8 (`Fp8Activation`), cast by the module before, as this linear would (`Cast`).  What autograd sees
+of it is a ticket: a tensor of x's shape and type without memory, which carries the edge of the graph, and whose
+gradient is that of x.
+
+Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
+LinearWithGradAccumulationAndAsyncCommunication.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+from ..comm import tensor
+from ..engine.owned import GRAD, INPUT, OwnedWeight
+from ..flags.emulate import OPERANDS
+from ..numerics.emulation import EmulatedFormat
+from ..numerics.formats import Format
+from ..numerics.noise import noise_seed
+from ..numerics.scaled import ScaledTensor
+
+type Rounding = tuple[EmulatedFormat, tuple[int, int] | None]  # with a seed where it is stochastic
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a linear, as its forward and its backward pass go by it.
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        gather: how x comes from them under sequence parallelism: "bf16" or "fp8"; None: it is whole.
+        sum_dx: whether dx is summed over them without sequence parallelism.
+        training: whether what is cast counts for the scales.
+        keep: whether a backward pass will come.
+        fp8: whether the GEMMs are FP8's; wgrad_fp8: whether the weight gradient's is.
+        rounding: of a BF16 call, how operands are rounded that are emulated.
+        seen: whether someone looks at the GEMMs, so that x waits in BF16 too.
+    """
+
+    weight: OwnedWeight
+    group: torch.distributed.ProcessGroup
+    gather: str | None
+    sum_dx: bool
+    training: bool
+    keep: bool
+    fp8: bool
+    wgrad_fp8: bool
+    rounding: dict[str, Rounding]
+    seen: bool
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """x (s, ..., K), or a rank's part of it, as (M, K)."""
+        x = tensor.gather(x, self.group) if self.gather else x
+        return x.reshape(-1, x.shape[-1])
+
+    def rounded(self, operand: str, x: torch.Tensor) -> torch.Tensor:
+        """x as a BF16 GEMM reads it: rounded where it is emulated."""
+        how = self.rounding.get(operand)
+        return x if how is None else ops.emulate(x.detach(), *how)
+
+
+def plan(weight: OwnedWeight, group, sequence_parallel: bool, sum_dx: bool, training: bool) -> Call:
+    """Decide how a linear's next call is computed, and count it."""
+    keep, fp8, config = torch.is_grad_enabled(), weight.fp8, weight.config
+    weight.pending += keep
+    gather = (config.tp_gather if fp8 else "bf16") if sequence_parallel else None
+    rounding = {} if fp8 else _rounding(weight, keep)
+    seen = keep and bool(weight.events.forward or weight.events.backward)
+    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen)
+
+
+def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
+    # A forward pass that is computed again has the noise of the first: micro-batches come in one order.
+    count = weight.forwards[keep]
+    weight.forwards[keep] += 1
+    rounding: dict[str, Rounding] = {}
+    for i, operand in enumerate(OPERANDS if weight.emulate else ()):
+        how = weight.emulate.for_operand(weight.path, weight.layer_number, operand, weight.step)
+        if how:
+            # The weight is one, and rounded alike, on all ranks and in all micro-batches.
+            rank, at = (0, 0) if operand == "weight" else (weight.rank, count)
+            noisy = how.rounding == "stochastic"
+            rounding[operand] = how, noise_seed(*weight.identity, rank, weight.step, i, at) if noisy else None
+    return rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Cast:
+    """How a linear casts its input, for whoever has it before the linear does.
+
+    Attributes:
+        columns: whether q(x^T) is wanted too.
+        group: the ranks that must use one scale, or None.
+    """
+
+    weight: OwnedWeight
+    fmt: Format
+    columns: bool
+    training: bool
+    group: torch.distributed.ProcessGroup | None
+
+    def __call__(self, x: torch.Tensor) -> tuple[ScaledTensor, torch.Tensor]:
+        """x (M, K) in BF16 -> (q(x), its scale)."""
+        return self.weight.cast(
+            x, INPUT, self.fmt, columns=self.columns, training=self.training, group=self.group
+        )
+
+
+def input_cast(call: Call) -> Cast:
+    """How an FP8 call casts x: under sequence parallelism the backward pass gathers it again and transposes then."""
+    columns = call.keep and call.wgrad_fp8 and call.gather is None
+    group = call.group if call.gather == "fp8" else None
+    return Cast(call.weight, call.weight.config.forward_format, columns, call.training, group)
+
+
+def takes_fp8(call: Call) -> bool:
+    """Whether x may come in FP8: not where the call wants it in BF16 for a gather, for wgrad or for who looks on."""
+    return call.fp8 and call.gather != "bf16" and (call.wgrad_fp8 or not call.keep) and not call.seen
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Activation:
+    """An activation in FP8 on its way from one module to a linear: q(x), its scale, and the ticket for autograd."""
+
+    q: ScaledTensor
+    scale: torch.Tensor
+    ticket: torch.Tensor
+
+
+def hand_over(x: torch.Tensor, cast: Cast) -> Fp8Activation:
+    """x (..., K) in BF16, cast for a linear; the gradient that comes back is of x itself."""
+    made: list[tuple[ScaledTensor, torch.Tensor]] = []
+    ticket = _Ticket.apply(x, cast, made)
+    return Fp8Activation(*made[0], ticket)
+
+
+class _Ticket(torch.autograd.Function):
+    """x -> a tensor of its shape without memory; dx = dy."""
+
+    @staticmethod
+    def forward(ctx, x, cast: Cast, made: list):
+        made.append(cast(x.reshape(-1, x.shape[-1])))
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None
+
+
+class Fp8Product(torch.autograd.Function):
+    """y = x W^T in FP8; x in BF16, or the ticket of `given`."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None):
+        w = call.weight.quantized()
+        if given is not None:
+            q, scale = given.q, given.scale
+        else:
+            here = call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1])
+            q, scale = input_cast(call)(here)
+        read = q
+        if call.gather == "fp8":
+            rows = tensor.gather(q.payload.view(x.shape), call.group)
+            read = ScaledTensor(rows.view(-1, rows.shape[-1]), q.scale_inv)
+        y = ops.gemm(read, w, ops.Epilogue(dtype=x.dtype), fast_accum=True)
+        kept = x
+        if call.keep and call.wgrad_fp8 and call.gather != "bf16":
+            kept = q.columns if call.gather is None else q.payload.view(x.shape)
+        ctx.call, ctx.w, ctx.exact = call, w, x if call.seen else None
+        ctx.save_for_backward(kept, scale, q.scale_inv)
+        if call.seen:
+            _show_forward(call, x, read, w)
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        call, w, shape = ctx.call, ctx.w, dy.shape
+        weight, config = call.weight, call.weight.config
+        kept, x_scale, x_scale_inv = ctx.saved_tensors
+        dy = dy.reshape(-1, shape[-1])
+        needs_dx = ctx.needs_input_grad[0]
+        rows = needs_dx or not call.wgrad_fp8 or call.seen
+        q, _ = weight.cast(
+            dy, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training
+        )
+        dx = None
+        if needs_dx:
+            dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype))
+        if not call.wgrad_fp8:
+            exact = call.whole(kept)
+            product = ops.Product(dy.t(), exact.t())
+        elif call.gather == "fp8":
+            rows = tensor.gather(kept, call.group)
+            x_t = ops.transpose(rows.view(-1, rows.shape[-1]))
+            product = ops.Product(q.T, ScaledTensor(x_t, x_scale_inv))
+        else:
+            x_t = kept
+            if call.gather == "bf16":  # gather again and quantise with the scale that the forward captured
+                x_t = ops.quantize(call.whole(kept), config.forward_format, x_scale, transpose=True, rows=False)[1]
+            product = ops.Product(q.T, ScaledTensor(x_t, x_scale_inv))
+        if call.seen:
+            _show_backward(call, call.whole(ctx.exact), dy, (q, w if needs_dx else None), product)
+        return _finish(call, dx, shape, product), None, None, None
+
+
+class Bf16Product(torch.autograd.Function):
+    """y = x W^T in BF16, of operands that may be emulated."""
+
+    @staticmethod
+    def forward(ctx, x, anchor, call: Call):
+        flat = call.whole(x)
+        if call.training:
+            call.weight.casts.follow(INPUT, flat)
+        flat = call.rounded("activation", flat)
+        w = call.rounded("weight", call.weight.dense())
+        y = ops.gemm(flat, w, ops.Epilogue(dtype=x.dtype))
+        ctx.call, ctx.exact = call, x if call.seen else None
+        ctx.save_for_backward(x if call.gather else flat)
+        if call.seen:
+            _show_forward(call, x, flat, w)
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        call, shape = ctx.call, dy.shape
+        exact = dy.reshape(-1, shape[-1])
+        if call.training:
+            call.weight.casts.follow(GRAD, exact)
+        dy = call.rounded("gradient", exact)
+        w = call.rounded("weight", call.weight.dense()) if ctx.needs_input_grad[0] else None
+        dx = None if w is None else ops.gemm(dy, w.t(), ops.Epilogue(dtype=dy.dtype))
+        x = call.whole(ctx.saved_tensors[0])
+        if call.gather:
+            x = call.rounded("activation", x)
+        product = ops.Product(dy.t(), x.t())
+        if call.seen:
+            _show_backward(call, call.whole(ctx.exact), exact, (dy, w), product)
+        return _finish(call, dx, shape, product), None, None
+
+
+def _finish(call: Call, dx: torch.Tensor | None, shape: torch.Size, product: ops.Product) -> torch.Tensor | None:
+    """Hand the weight its gradient, which hides the sum of dx (M, K) over tensor parallelism; dx (..., K)."""
+    handle = None
+    if dx is not None:
+        dx = dx.view(*shape[:-1], dx.shape[-1])
+        if call.sum_dx:
+            dx, handle = tensor.start_all_reduce(dx, call.group)
+        elif call.gather:
+            dx, handle = tensor.start_reduce_scatter(dx, call.group)
+    call.weight.take_gradient(product)
+    if handle is not None:
+        handle.wait()
+    return dx
+
+
+def _show_forward(call: Call, x: torch.Tensor, read_x: ops.Operand, read_w: ops.Operand) -> None:
+    whole = call.whole(x)
+    for look in call.weight.events.forward:
+        look(call.weight, whole, read_x, read_w)
+
+
+def _show_backward(call: Call, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, product: ops.Product) -> None:
+    for look in call.weight.events.backward:
+        look(call.weight, x, dy, dgrad, (product.a.T, product.b.T))

@@ -1,0 +1,42 @@
+"""The operations that have a kernel, one function each, by where their first argument is.
+
+    on a CUDA tensor   the Triton kernels of ops/triton/
+    elsewhere          plain PyTorch, which is also the kernels' oracle
+
+Signatures and docstrings are the oracle's. Triton is imported at the first use on a CUDA tensor, so that a machine
+without a GPU needs none.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fp8.numerics import emulation
+from megatron_fp8.ops import reference, reference_statistics
+
+
+def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
+    """`oracle`, or on a CUDA tensor the kernel that has its name."""
+
+    @functools.cache
+    def kernel() -> F:
+        from megatron_fp8.ops import triton
+
+        return getattr(triton, oracle.__name__)
+
+    @functools.wraps(oracle)
+    def op(x, *args, **kwargs):
+        return (kernel() if x.is_cuda else oracle)(x, *args, **kwargs)
+
+    return op  # type: ignore[return-value]
+
+
+amax = _with_kernel(reference.amax)
+quantize = _with_kernel(reference.quantize)
+transpose = _with_kernel(reference.transpose)
+quantize_blocks = _with_kernel(reference.quantize_blocks)
+add_blocks = _with_kernel(reference.add_blocks)
+sum_blocks = _with_kernel(reference.sum_blocks)
+square_sum_blocks = _with_kernel(reference.square_sum_blocks)
+count_cast = _with_kernel(reference_statistics.count_cast)
+emulate = _with_kernel(emulation.emulate)

@@ -1,0 +1,27 @@
+"""Bugs planted in the package: functions that fail as if they stood in one of its files."""
+
+from types import ModuleType
+
+from megatron_fp8 import errors
+
+BUGS = {  # exception: a statement that raises it
+    ValueError: "first, second = [1]",
+    KeyError: "{}['gone']",
+    AssertionError: "assert not True",
+    AttributeError: "None.gone",
+}
+
+
+def function(file: str, statement: str, **names):
+    """A function of any arguments that executes a statement, in this file; `names`: what its module has."""
+    namespace = dict(names)
+    exec(compile(f"def planted(*_, **__):\n    {statement}\n", file, "exec"), namespace)
+    return namespace["planted"]
+
+
+def bug(module: ModuleType, kind: type[Exception]):
+    """A function of a module of ours that fails."""
+    return function(module.__file__, BUGS[kind], __name__=module.__name__)
+
+
+MISTAKE = function(errors.__file__, "raise UserError('--flag 3: is wrong; use 4')", UserError=errors.UserError)

@@ -1,0 +1,150 @@
+"""The GEMM seam: what an epilogue says is done, by the backend or after it; backends come and go."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_fp8.numerics import E4M3, E5M2
+from megatron_fp8.numerics.scaled import ScaledTensor
+from megatron_fp8.ops import Epilogue, Product, gemm, reference
+from megatron_fp8.ops.gemm import PARTS, Quantized, register, serving, use
+
+FP32, BF16 = torch.float32, torch.bfloat16
+M, N, K = 32, 48, 80
+
+
+def scaled(m, k, fmt=E4M3, scale=20.0):
+    """Random, in both layouts."""
+    payload, columns = reference.quantize(torch.randn(m, k), fmt, torch.tensor(scale), transpose=True)
+    return ScaledTensor(payload, torch.tensor(1 / scale), columns)
+
+
+class Counting:
+    """A backend that does nothing but count calls of the one that it stands for."""
+
+    name, devices = "counting", ("cpu",)
+
+    def __init__(self, inner, fuses=frozenset()):
+        self.inner, self.fuses, self.asked = inner, fuses, []
+
+    def product(self, a, b, epilogue, fast_accum):
+        self.asked.append((epilogue.parts(), fast_accum))
+        return self.inner.product(a, b, epilogue, fast_accum)
+
+
+@pytest.fixture
+def counting():
+    backend = Counting(serving("cpu"))
+    register(backend)
+    yield backend
+    use("reference")
+
+
+def test_a_backend_counts_a_linears_products(counting):
+    x, w, dy = scaled(M, K), scaled(N, K), scaled(M, N, E5M2)
+    into = torch.zeros(N, K)
+    gemm(x, w, fast_accum=True)
+    gemm(dy, w.T)
+    Product(dy.T, x.T).compute(into=into, accumulate=True)
+    assert counting.asked == [([], True), ([], False), ([], False)]  # it fuses nothing: what is left is done after it
+    exact = dy.dequantize().double().t() @ x.dequantize().double()
+    assert (into - exact).norm() < 1e-6 * exact.norm()
+
+
+def test_a_backend_gets_what_it_fuses_up_to_the_first_part_that_it_lacks():
+    class Fusing(Counting):
+        def product(self, a, b, epilogue, fast_accum):
+            self.asked.append(epilogue.parts())
+            y = self.inner.product(a, b, Epilogue(dtype=FP32), fast_accum)
+            y = y if epilogue.bias is None else y + epilogue.bias
+            return (y if epilogue.residual is None else y + epilogue.residual).to(epilogue.dtype)
+
+    a, b, bias, residual = scaled(M, K), scaled(N, K), torch.randn(N), torch.randn(M, N)
+    rest = {"bias": bias, "residual": residual}
+    for fuses, parts, asked in (
+        ({"bias"}, ("bias", "residual"), ["bias"]),
+        ({"bias", "residual"}, ("bias", "residual"), ["bias", "residual"]),
+        ({"residual"}, ("bias", "residual"), []),  # the bias comes first
+        ({"residual"}, ("residual",), ["residual"]),
+    ):
+        backend = Fusing(serving("cpu"), frozenset(fuses))
+        register(backend)
+        try:
+            got = gemm(a, b, Epilogue(dtype=FP32, **{part: rest[part] for part in parts}))
+        finally:
+            use("reference")
+        assert backend.asked == [asked]
+        expected = a.dequantize().double() @ b.dequantize().double().t() + sum(rest[part] for part in parts)
+        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fp8", "plain"])
+@pytest.mark.parametrize("chosen", [c for n in range(4) for c in itertools.combinations(PARTS[:3], n)], ids="-".join)
+def test_an_epilogue_is_done_in_its_order(chosen, plain):
+    a, b = scaled(M, K), scaled(N, K)
+    if plain:
+        a, b = a.dequantize(), b.dequantize()
+    product = (a if plain else a.dequantize()).double() @ (b if plain else b.dequantize()).double().t()
+    given = {"bias": torch.randn(N), "activation": "gelu", "residual": torch.randn(M, N)}
+    expected = product + given["bias"] if "bias" in chosen else product
+    expected = F.gelu(expected, approximate="tanh") if "activation" in chosen else expected
+    expected = expected + given["residual"] if "residual" in chosen else expected
+    epilogue = {part: given[part] for part in chosen}
+    got = gemm(a, b, Epilogue(dtype=FP32, **epilogue))
+    assert got.dtype == FP32 and (got - expected).abs().max() < 1e-5 * expected.abs().max()
+    before = torch.randn(M, N)
+    into = before.clone()
+    assert gemm(a, b, Epilogue(into=into, accumulate=True, **epilogue)) is into
+    assert torch.equal(into, before + got)
+    assert gemm(a, b, Epilogue(into=into, **epilogue)) is into and torch.equal(into, got)
+
+
+def test_swiglu_halves_the_width():
+    a, b = scaled(M, K), scaled(N, K)
+    y = gemm(a, b, Epilogue(dtype=FP32))
+    got = gemm(a, b, Epilogue(dtype=FP32, activation="swiglu"))
+    assert torch.equal(got, F.silu(y[:, : N // 2]) * y[:, N // 2 :])
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_quantised_result_has_the_layouts_that_are_wanted(rows, columns):
+    if not rows and not columns:
+        return
+    a, b, scale, amax = scaled(M, K), scaled(N, K), torch.tensor(3.0), torch.tensor(0.5)
+    y = gemm(a, b, Epilogue(dtype=BF16))
+    q = gemm(a, b, Epilogue(quantize=Quantized(E4M3, scale, amax, rows, columns)))
+    payload, payload_t = reference.quantize(y, E4M3, scale, transpose=True)
+    assert (q.payload is not None) == rows and (q.columns is not None) == columns
+    for got, expected in ((q.payload, payload), (q.columns, payload_t)):
+        assert got is None or torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    assert q.scale_inv == scale.reciprocal() and amax == y.float().abs().max() and q.format is E4M3
+
+
+def test_bf16_storage_accumulates_as_fp32_does():
+    a, b = scaled(M, K), scaled(N, K)
+    for dtype in (BF16, FP32):
+        before = torch.randn(M, N).to(dtype)
+        into = before.clone()
+        gemm(a, b, Epilogue(into=into, accumulate=True))
+        assert torch.equal(into, before + gemm(a, b, Epilogue(dtype=dtype)))
+
+
+def test_layouts_are_exchanged_without_a_copy():
+    x = scaled(M, K)
+    assert x.T.payload is x.columns and x.T.columns is x.payload and x.T.T.payload is x.payload
+    assert torch.equal(x.T.dequantize(), x.dequantize().t())
+
+
+def test_e5m2_by_e5m2_is_refused_and_fast_accum_changes_nothing_here():
+    a, b = scaled(M, K), scaled(N, K, E5M2)
+    with pytest.raises(ValueError, match="E5M2 by E5M2"):
+        gemm(b, b)
+    assert torch.equal(gemm(a, b), gemm(a, b, fast_accum=True))
+
+
+def test_an_unknown_backend():
+    with pytest.raises(KeyError):
+        use("cutlass of tomorrow")

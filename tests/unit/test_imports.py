@@ -1,0 +1,109 @@
+"""Which room imports which is what docs/architecture.md's table "Folders" says, and nothing imports upwards.
+
+A room is a folder or a module at the top of megatron_fp8. An edit of the table is all that a new import between rooms
+takes, as long as it goes down.
+"""
+
+import ast
+import functools
+import re
+import shutil
+
+from launch import ROOT
+
+PACKAGE, PAGE = ROOT / "megatron_fp8", ROOT / "docs/architecture.md"
+
+
+@functools.cache
+def imports(package) -> set[tuple[str, str]]:
+    """(file, module) of each import of the package's own, at any depth; paths and names are the package's inside."""
+    found = set()
+    for path in package.rglob("*.py"):
+        file = path.relative_to(package)
+        inside = [package.name, *file.parent.parts]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name.split(".") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = inside[: len(inside) + 1 - node.level] if node.level else []
+                modules = [[*above, *(node.module or "").split("."), alias.name] for alias in node.names]
+            else:
+                continue
+            for first, *rest in ([part for part in parts if part] for parts in modules):
+                if first == package.name:
+                    found.add((str(file), ".".join(rest)))
+    return found
+
+
+def room(name: str, package) -> str:
+    """Of a file ("ops/triton/adam.py"), or of a module and what is imported of it ("ops.gemm.gemm")."""
+    first = re.split(r"[/.]", name)[0]
+    return first if (package / first).is_dir() else f"{first}.py"
+
+
+def between_rooms(package) -> set[tuple[str, str]]:
+    pairs = {(room(file, package), room(module, package)) for file, module in imports(package)}
+    return {(one, other) for one, other in pairs if one != other}
+
+
+def oracles(package) -> set[str]:
+    """Files outside ops/ that import an oracle."""
+    return {file for file, name in imports(package) if name.startswith("ops.reference") and not file.startswith("ops/")}
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """{room: the rooms it imports}, in the order of the document."""
+    section = re.search(r"^## Folders$(.*?)^## ", text, re.M | re.S)[1]
+    rows = re.findall(r"^\| `([\w.]+)/?` \|.*\| ([^|]+) \|$", section, re.M)
+    return {name: [] if listed == "nothing" else listed.split(", ") for name, listed in rows}
+
+
+def upwards(rooms: dict[str, list[str]]) -> list[tuple[str, str]]:
+    """What is listed and does not come before the row that lists it; without any, there is no circle."""
+    order = list(rooms)
+    return [(a, b) for a, listed in rooms.items() for b in listed if b not in order[: order.index(a)]]
+
+
+def test_the_table_is_what_the_code_imports():
+    rooms = table(PAGE.read_text())
+    listed = {(one, other) for one, others in rooms.items() for other in others}
+    there = {room(str(path.relative_to(PACKAGE)), PACKAGE) for path in PACKAGE.rglob("*.py")} - {"__init__.py"}
+    assert set(rooms) == there
+    found = between_rooms(PACKAGE)
+    assert len(found) > 30
+    assert listed == found, f"listed only: {listed - found}; imported only: {found - listed}"
+
+
+def test_a_room_imports_what_comes_before_it():
+    assert upwards(table(PAGE.read_text())) == []
+
+
+def test_production_code_imports_no_oracle():
+    assert oracles(PACKAGE) == set()
+
+
+def test_planted_imports_are_found(tmp_path):
+    """Those that point upwards: by the code wherever they stand, and by the table once it lists them."""
+    planted = {
+        ("monitor/spikes.py", "def f():\n    from ..lab.sweep import store"): ("monitor", "lab"),
+        ("numerics/formats.py", "import megatron_fp8.ops.gemm as gemm"): ("numerics", "ops"),
+        ("ops/triton/adam.py", "from ... import plugin"): ("ops", "plugin.py"),
+        ("errors.py", "if True:\n    from .flags.usage import add_verb"): ("errors.py", "flags"),
+    }
+    copy = tmp_path / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, lines in planted:
+        with (copy / file).open("a") as end:
+            end.write(f"\n{lines}\n")
+    assert between_rooms(copy) - between_rooms(PACKAGE) == set(planted.values())
+    rooms = table(PAGE.read_text())
+    for one, other in planted.values():
+        rooms[one].append(other)
+    assert set(upwards(rooms)) == set(planted.values())
+
+
+def test_a_planted_oracle_is_found(tmp_path):
+    for folder in ("ops/triton", "engine"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "module.py").write_text(f"from {tmp_path.name}.ops.reference_adam import adam_step\n")
+    assert oracles(tmp_path) == {"engine/module.py"}
