@@ -1,4 +1,4 @@
-"""What every test gets: one thread a process, and a clear reason where a GPU is missing."""
+"""What every test gets: one thread a process, a clear reason where a GPU is missing, and its turn."""
 
 import os
 
@@ -6,11 +6,16 @@ import pytest
 
 # Before torch is imported. The runs that tests start are several processes on a few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import torch
+# Files that take 20 to 90 seconds of a core, the longest first: a worker of xdist takes a file as a whole, and nobody
+# should begin a long one when the others have nothing left.
+LONG = """test_layouts test_levels test_gradient_runs test_triton_interpreter test_emulation test_architecture
+test_reduce test_probe_runs test_stock_equality test_safety test_watch_runs test_checkpoints test_adam
+test_overlap_runs""".split()
 
 
 def _why_no_fp8_gpu() -> str | None:
+    import torch  # seconds, which the process that only hands out tests does not need
+
     if not torch.cuda.is_available():
         return "needs a CUDA GPU: none here"
     capability = torch.cuda.get_device_capability()
@@ -29,6 +34,8 @@ def _environment():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     reason = _why_no_fp8_gpu()
     if reason:
         for item in items:

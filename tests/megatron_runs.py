@@ -41,10 +41,14 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
+        """Of every step that was logged; to ask where none was is an error: nothing is equal to nothing."""
+        assert self.steps, "\n".join(self.lines[-25:])
         return [step.loss for step in self.steps]
 
     @property
     def grad_norms(self) -> list[float]:
+        """As `losses`."""
+        assert self.steps, "\n".join(self.lines[-25:])
         return [step.grad_norm for step in self.steps]
 
 

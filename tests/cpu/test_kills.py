@@ -51,8 +51,10 @@ def test_fifty_kills(tmp_path):
             seen = step.loss, step.grad_norm
             assert printed.setdefault(step.iteration, seen) == seen, (kill, step.iteration)
     whole = run_megatron(1, [*TINY_GPT, *FLAGS.split(), "--exit-interval", str(reached)], timeout=600)
-    for step in whole.steps:
-        assert printed.get(step.iteration, (step.loss, step.grad_norm)) == (step.loss, step.grad_norm)
+    compared = [step for step in whole.steps if step.iteration in printed]
+    assert len(compared) > reached // 4
+    for step in compared:
+        assert printed[step.iteration] == (step.loss, step.grad_norm)
     print(f"{KILLS} kills, {reached} iterations, {fell_back} interrupted saves passed over")
 
 

@@ -33,6 +33,7 @@ class Probed:
         self.linears = {step: json.loads(file.read_text())["linears"] for step, file in files.items()}
 
     def all_of(self, step, gemm, number):
+        assert self.linears[step]
         return [linear[gemm][number] for linear in self.linears[step].values()]
 
 
@@ -147,7 +148,7 @@ def test_the_verb_on_a_checkpoint(tmp_path, monkeypatch, capsys):
 def trials(tmp_path, monkeypatch):
     def trials(flags, script="pretrain_gpt_fp8.py", processes=1):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return Trials([str(ROOT / script), *TINY_GPT, *flags.split()], processes, 120, 1, 4, tmp_path)
+        return Trials([str(ROOT / script), *TINY_GPT, *flags.split()], processes, 900, 1, 4, tmp_path)
 
     return trials
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import psutil
-from lab_runs import wait_for
+from lab_runs import gone, wait_for
 
 from megatron_fp8 import processes
 from megatron_fp8.processes import TorchRun, identity, last_words, living
@@ -53,13 +53,13 @@ def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):
         run.lines()
         return "child" in log.read_text()
 
-    wait_for(started, 60)
+    wait_for(started)
     child = psutil.Process(int(log.read_text().split("child ")[1].split()[0]))
     family = [child, *child.parents()[:2]]  # the script, torchrun
     monkeypatch.setattr(processes, "_PATIENCE", 1)
     run.close()
     for process in family:
-        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        wait_for(lambda process=process: gone(process.pid))
 
 
 def test_lines_are_whole_but_for_the_last_of_all(tmp_path, monkeypatch):
@@ -100,5 +100,5 @@ def test_a_living_process_is_told_from_a_later_one():
         assert living(known).pid == process.pid
         assert living(f"{process.pid}:1000.00") is None
         process.kill()
-    for gone in (known, "", None, "x:y"):
-        assert living(gone) is None
+    for past in (known, "", None, "x:y"):
+        assert living(past) is None
