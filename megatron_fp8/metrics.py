@@ -61,14 +61,10 @@ def _is_writer() -> bool:
 
 
 class Reader:
-    """Reads a run's file as it grows.
-
-    Attributes:
-        facts: what lines without a step said.
-    """
+    """Reads the steps of a run's file as it grows."""
 
     def __init__(self, path: Path):
-        self.path, self.facts, self._offset = path, dict[str, Any](), 0
+        self.path, self._offset = path, 0
 
     def read(self) -> list[tuple[int, dict[str, float]]]:
         """(Step, {name: value}) of every whole line since the last call."""
@@ -78,8 +74,11 @@ class Reader:
             file.seek(self._offset)
             whole = file.read().rpartition(b"\n")[0]
         self._offset += len(whole) + bool(whole)
-        lines = [json.loads(line) for line in whole.splitlines()]
-        for line in lines:
-            if STEP not in line:
-                self.facts |= line
+        lines = map(json.loads, whole.splitlines())
         return [(line.pop(STEP), line) for line in lines if STEP in line]
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """What the lines without a step say, in the file of a run that has ended, or was."""
+    lines = map(json.loads, path.read_bytes().rpartition(b"\n")[0].splitlines())
+    return {name: value for line in lines if STEP not in line for name, value in line.items()}

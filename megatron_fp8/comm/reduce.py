@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from .. import ops
 from ..numerics.blocks import BLOCK, PackedBlocks
-from ..ops.adam import Gradient
+from ..ops.states import Gradient
 from . import wire
 
 

@@ -16,8 +16,7 @@ import torch
 from ..numerics.blocks import BLOCK, BlockScaled
 from ..numerics.formats import E4M3
 from ..numerics.master import Block16
-from ..ops.adam import State
-from ..ops.states import read_state, write_state
+from ..ops.states import State, read_state, write_state
 
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "remainder": torch.int16}
 

@@ -34,51 +34,23 @@ Bytes read and written per element, for BlockScaled m, Block16 v, and the remain
 A NaN or an infinity is never hidden: a NaN gradient makes NaN of m, v, master and weight.
 """
 
-import math
-from dataclasses import dataclass
-from typing import TypeGuard
-
 import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.master import Block16
 from megatron_fp8.numerics.scaled import ScaledTensor
+from megatron_fp8.ops import reference_adam
+from megatron_fp8.ops.states import AdamHyper, Gradient, State
 
-type State = torch.Tensor | Block16 | BlockScaled
-type Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+__all__ = ["AdamHyper", "adam_step"]
+
 _KINDS = {
     "exp_avg": (torch.float32, torch.bfloat16, BlockScaled),
     "exp_avg_sq": (torch.float32, Block16, BlockScaled),
     "master": (torch.float32, torch.int16, Block16, torch.bfloat16, BlockScaled),
     "weight": (torch.bfloat16, ScaledTensor),
 }
-
-
-@dataclass(frozen=True)
-class AdamHyper:
-    """What a step needs to know beside its tensors, as torch.optim.Adam's arguments. step: 1 for the first.
-
-    decoupled: weight decay as AdamW's, else as Adam's, added to the gradient.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    decoupled: bool = True
-
-    @property
-    def step_size(self) -> float:
-        """lr over the bias correction of exp_avg."""
-        return self.lr / (1 - self.beta1**self.step)
-
-    @property
-    def root_correction(self) -> float:
-        """What sqrt(exp_avg_sq) is multiplied by to correct its bias."""
-        return 1 / math.sqrt(1 - self.beta2**self.step)
 
 
 def adam_step(
@@ -107,15 +79,10 @@ def adam_step(
     if isinstance(weight, ScaledTensor) and weight_scale is None:
         weight_scale = weight.scale_inv.reciprocal()
     if _payload(weight).is_cuda:
-        from megatron_fp8.ops.triton.adam import adam_step as step
+        from megatron_fp8.ops.triton.adam import adam_step as step  # only here: see by_device.py
     else:
-        from megatron_fp8.ops.reference_adam import adam_step as step
+        step = reference_adam.adam_step
     step(gradient, exp_avg, exp_avg_sq, master, weight, hyper, grad_scale, weight_scale, amax_out)
-
-
-def is_remainder(master: State) -> TypeGuard[torch.Tensor]:
-    """Whether the master is what it lacks of the weight, rather than a number of its own."""
-    return isinstance(master, torch.Tensor) and master.dtype == torch.int16
 
 
 def _payload(state: State | ScaledTensor) -> torch.Tensor:

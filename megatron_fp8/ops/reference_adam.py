@@ -9,9 +9,16 @@ import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, block_scales
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.adam import AdamHyper, Gradient, State
 from megatron_fp8.ops.reference import amax, quantize_blocks, sum_blocks
-from megatron_fp8.ops.states import read_master, read_state, write_master, write_state
+from megatron_fp8.ops.states import (
+    AdamHyper,
+    Gradient,
+    State,
+    read_master,
+    read_state,
+    write_master,
+    write_state,
+)
 
 
 def _towards_zero(m: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,55 @@
-"""Adam's states between their formats and float32, in plain PyTorch on any device: for checkpoints, and the oracle.
+"""What a step of Adam works on, and its states between their formats and float32: for checkpoints, and for the oracle.
 
-A step never comes here on a GPU: its kernel reads and writes each format in registers (triton/adam.py).
+In plain PyTorch on any device. A step never comes here on a GPU: its kernel reads and writes each format in registers
+(triton/adam.py).
 """
+
+import math
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
+from megatron_fp8.numerics.blocks import BlockScaled
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.numerics.rounding import round_to_format
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.adam import State, is_remainder
 from megatron_fp8.ops.reference import quantize_blocks
+
+type State = torch.Tensor | Block16 | BlockScaled
+type Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """What a step needs to know beside its tensors, as torch.optim.Adam's arguments. step: 1 for the first.
+
+    decoupled: weight decay as AdamW's, else as Adam's, added to the gradient.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool = True
+
+    @property
+    def step_size(self) -> float:
+        """lr over the bias correction of exp_avg."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_correction(self) -> float:
+        """What sqrt(exp_avg_sq) is multiplied by to correct its bias."""
+        return 1 / math.sqrt(1 - self.beta2**self.step)
+
+
+def is_remainder(master: State) -> TypeGuard[torch.Tensor]:
+    """Whether the master is what it lacks of the weight, rather than a number of its own."""
+    return isinstance(master, torch.Tensor) and master.dtype == torch.int16
 
 
 def read_state(state: State) -> torch.Tensor:

@@ -62,7 +62,7 @@ def test_one_process_writes_every_name_on_the_steps_that_log_and_nothing_else_ru
     expected = names((0, 1), ("activation", "gradient", "weight", "wgrad"), ["wgrad_reduced_snr_db"])
     assert set(logged.at(3)) == set(logged.at(6)) == expected
     # 8 weights; 4 micro-batches cast x, dy and dW, a step casts W.
-    assert logged.calls == [{"count_cast": 2 * 8 * (4 * 3 + 1), "add": 2 * 8 * 4, "reduce": 2, "write": 2}]
+    assert logged.calls == [{"count_cast": 2 * 8 * (4 * 3 + 1), "gradient": 2 * 8 * 4, "reducing": 2, "write": 2}]
     last = logged.at(6)
     assert all(20 < value < 40 for name, value in last.items() if name.endswith("snr_db"))
     assert all(0 <= value < 1 for name, value in last.items() if name.endswith("%"))

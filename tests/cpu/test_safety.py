@@ -53,7 +53,7 @@ def test_a_step_over_stocks_threshold_is_skipped_and_told():
     )
     skipped = [step.skipped for step in run.steps]
     assert skipped[0] == 0 and sum(skipped) >= 1
-    assert sum("calls {'begin': 4, 'judge': 4, 'end': 4}" in line for line in run.lines) == 4
+    assert sum("calls {'begin_step': 4, 'judge': 4, 'end_step': 4}" in line for line in run.lines) == 4
 
 
 def test_a_frozen_embedding_stops_no_weight_gradient():

@@ -146,7 +146,7 @@ def test_more_than_2_to_the_31_elements():
 
 @on_gpu_only
 def test_the_host_does_not_wait(monkeypatch):
-    """Casts of every kind through Monitor, from `begin` to where `end` would read."""
+    """Casts of every kind through Monitor, from `begin_step` to where `end_step` would read."""
     from megatron_fp8.engine.events import Events
     from megatron_fp8.engine.gradients import GradSink, grad_store
     from megatron_fp8.engine.owned import GRAD, INPUT, OwnedWeight

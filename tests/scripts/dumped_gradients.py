@@ -25,8 +25,9 @@ step = Fp8ChainedOptimizer.step_with_ready_grads
 
 def parts(engine) -> dict[str, list[tuple[int, torch.Tensor]]]:
     found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for bucket in engine.buckets:
-        values = bucket.reduced.look() * engine.grad_scale
+    (owned,) = engine.sets
+    for bucket in owned.buckets:
+        values = bucket.reduced.look() * owned.grad_scale
         for weight, start, end in bucket.spans:
             lo, hi = max(start, bucket.shard.start), min(end, bucket.shard.stop)
             if lo < hi:

@@ -28,8 +28,8 @@ def finalize_checked(self, num_tokens):
     finalize(self, num_tokens)
     norms = {}
     for weight in (w for bucket in self.buckets for w in bucket.weights if w.layer_number == 1):
-        slot = weight.grad
-        norms[weight.path] = slot.store.dense()[slot.start :][: slot.shape.numel()].norm().item()
+        sink = weight.sink
+        norms[weight.path] = sink.store.dense()[sink.start :][: sink.shape.numel()].norm().item()
     assert len(norms) == 4 and min(norms.values()) > 0, f"a weight got no gradient: {norms}"
     print(f"smallest gradient norm {min(norms.values()):.3e}", flush=True)
 

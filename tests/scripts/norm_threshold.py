@@ -19,7 +19,7 @@ from megatron_fp8.monitor.collect import Monitor
 from megatron_fp8.monitor.watch import Watch
 
 stock = training.get_megatron_optimizer_config
-calls = {"begin": 0, "judge": 0, "end": 0}
+calls = {"begin_step": 0, "judge": 0, "end_step": 0}
 
 
 def with_threshold(args):
@@ -40,6 +40,6 @@ def counted(owner, name):
 
 
 training.get_megatron_optimizer_config = with_threshold
-for owner, name in ((Monitor, "begin"), (Watch, "judge"), (Monitor, "end")):
+for owner, name in ((Monitor, "begin_step"), (Watch, "judge"), (Monitor, "end_step")):
     counted(owner, name)
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -52,7 +52,6 @@ sys.modules.update({"torch.utils.tensorboard": tensorboard, "wandb": wandb})
 from megatron_fp8.plugin import install
 
 install()
-from megatron_fp8.flags.emulate import linear_name
 from megatron_fp8.monitor import collect
 
 calls: Counter[str] = Counter()
@@ -68,24 +67,26 @@ def counted(owner, name):
     setattr(owner, name, wrapper)
 
 
-for owner, name in ((collect, "count_cast"), (collect, "write"), *((collect.Monitor, n) for n in ("add", "reduce"))):
+for owner, name in (
+    *((collect, n) for n in ("count_cast", "write")),
+    *((collect.Counts, n) for n in ("gradient", "reducing")),
+):
     counted(owner, name)
-begin = collect.Monitor.begin
+begin = collect.Monitor.begin_step
 
 
 def begin_and_say(self):
     begin(self)
-    for weight in self.weights if self.active else ():
+    for weight in self.counts._weights if self.counts else ():
         param, payload = weight.param.detach(), weight.quantized().payload
         values = {
             "elements": param.numel(),
             "underflows": int((param != 0).sum() - (payload.float() != 0).sum()),
             "amax": float(param.abs().max()),
         }
-        name = linear_name(weight.path, weight.layer_number)
-        print(f"weight {name} {json.dumps(values)}", flush=True)
+        print(f"weight {weight.name} {json.dumps(values)}", flush=True)
 
 
-collect.Monitor.begin = begin_and_say
+collect.Monitor.begin_step = begin_and_say
 atexit.register(lambda: print(f"monitor calls: {json.dumps(calls)}", flush=True))
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

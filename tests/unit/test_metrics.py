@@ -8,7 +8,7 @@ import torch
 from commands import error_of
 
 from megatron_fp8 import cpu
-from megatron_fp8.metrics import VARIABLE, Reader, begin, record
+from megatron_fp8.metrics import VARIABLE, Reader, begin, facts, record
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_lines_are_read_as_they_come(file):
     record({"loss": 1 / 3, "update-norm": 5e-324, "mtp_1 loss": math.inf}, 7)
     record({"linears_in_bf16": ["a.b"]})
     assert reader.read() == [(7, {"loss": 1 / 3, "update_norm": 5e-324, "mtp_1_loss": math.inf})]
-    assert reader.facts == {"linears_in_bf16": ["a.b"]} and reader.read() == []
+    assert facts(file) == {"linears_in_bf16": ["a.b"]} and reader.read() == []
     with file.open("a") as half:
         half.write('{"step": 8, "lo')
         half.flush()

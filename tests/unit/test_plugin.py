@@ -112,6 +112,6 @@ def test_a_model_without_fp8_layers_is_refused():
 
         fp8 = make_dataclass("Config", [("level", str)])("O1")
         with pytest.raises(ValueError, match="--fp8-level O1: the model has no GPT transformer layer"):
-            build_optimizer(fp8, None, None, [torch.nn.Linear(2, 2)], None)
+            build_optimizer(fp8, None, None, [torch.nn.Linear(2, 2)], None, None)
     finally:
         cpu.uninstall()

@@ -1,1 +1,1 @@
-"""Many runs of one command: the plan, the processes, the store of their curves."""
+"""Many runs of one command: the plan, a run, the store of their curves."""

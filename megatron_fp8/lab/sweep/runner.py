@@ -11,6 +11,7 @@ from pathlib import Path
 from ...metrics import VARIABLE, Reader
 from ...processes import TorchRun
 
+NUMBERS = "metrics.jsonl"  # in a run's folder
 NOT_LOADED = (
     "the command wrote no numbers: it does not load megatron_fp8; begin it with pretrain_gpt_fp8.py, or with "
     "-m megatron_fp8 and the script (--fp8-level is not needed)"
@@ -31,7 +32,6 @@ class Training(TorchRun):
         environment: variables to set beside those of this process.
 
     Attributes:
-        facts: what the run said of itself as a whole.
         not_finite: whether it said that it ends for a loss or a gradient that is not finite.
         last: the last step that it reported.
     """
@@ -40,8 +40,7 @@ class Training(TorchRun):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.not_finite, self.last = False, 0
-        self._metrics = Reader(folder / "metrics.jsonl")
-        self.facts = self._metrics.facts
+        self._metrics = Reader(folder / NUMBERS)
         words = [word.replace("{run}", str(folder)) for word in command]
         ours = {**environment, VARIABLE: str(self._metrics.path)}
         super().__init__(words, processes, folder / "log.txt", ours, own_session=True)

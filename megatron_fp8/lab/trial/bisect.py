@@ -38,11 +38,12 @@ from ...errors import UserError
 from ...flags.config import BF16_FLAG
 from ...flags.emulate import matches, read_operands
 from ...flags.level import is_stock
-from ...metrics import LINEARS, LOSS
+from ...metrics import LINEARS, LOSS, facts
 from ..sweep.plan_file import flag_value, split_words
 from ..sweep.progress import duration
+from ..sweep.runner import NUMBERS
 from .bisect_search import in_order, patterns, search
-from .run import NO_DROPOUT, WRITING, add_command, has_dropout, loaded, numbers, other_micro_batches, without
+from .run import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, other_micro_batches, without
 
 Curves = dict[str, dict[int, float]]
 
@@ -142,8 +143,8 @@ class _Results:
         print(f"run {count}: {label}", flush=True)
         folder = self.folder.resolve() / "runs" / f"{count:03}"
         args = self._args
-        run, facts = numbers([*self.command, *flags], args.processes, folder, args.timeout, args.steps)
-        self.linears = self.linears or in_order(facts.get(LINEARS, ()))
+        run = curves([*self.command, *flags], args.processes, folder, args.timeout, args.steps)
+        self.linears = self.linears or in_order(facts(folder / NUMBERS).get(LINEARS, ()))
         self.runs[key] = run
         content = {**self._same, "linears": self.linears, "runs": self.runs}
         unfinished = self._file.with_suffix(".tmp")

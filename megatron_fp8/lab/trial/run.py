@@ -2,7 +2,8 @@
 
     megatron-fp8 lab VERB ... --processes 2 -- pretrain_gpt_fp8.py --num-layers 4 ...
 
-The command is a plan's (plan_file.py): a script, or -m and a module, and flags; `{run}` in it is the run's own folder.
+The command is a plan's (sweep/plan_file.py): a script, or -m and a module, and flags; `{run}` in it is the run's own
+folder.
 """
 
 import argparse
@@ -117,13 +118,6 @@ def check_folder_of(flag: str, file: str | Path | None) -> None:
 def curves(
     command: Sequence[str], processes: int, folder: Path, timeout: float | None = None, steps: int | None = None
 ) -> dict[str, dict[int, float]]:
-    """`numbers` without the facts."""
-    return numbers(command, processes, folder, timeout, steps)[0]
-
-
-def numbers(
-    command: Sequence[str], processes: int, folder: Path, timeout: float | None = None, steps: int | None = None
-) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
     """Run the command and read what it logs.
 
     Args:
@@ -132,8 +126,8 @@ def numbers(
         steps: take so many (after --load, so many more) and stop the run in the next; None: let it end by itself.
 
     Returns:
-        {name: {step: value}} of all that it logged, and the facts of the whole run (megatron_fp8/metrics.py). A run
-        that ended by itself because something was not finite counts as one that ended well: its curves are shorter.
+        {name: {step: value}} of all that it logged. A run that ended by itself because something was not finite counts
+        as one that ended well: its curves are shorter.
 
     Raises UserError with the end of the log for a run that failed.
     """
@@ -147,8 +141,7 @@ def numbers(
                     found.setdefault(name, {})[step] = value
             if steps is not None and len(made := sorted(found.get(LOSS, ()))) > steps:
                 last = made[steps - 1]  # which nothing more is logged of
-                cut = {name: {k: v for k, v in curve.items() if k <= last} for name, curve in found.items()}
-                return cut, training.facts
+                return {name: {k: v for k, v in curve.items() if k <= last} for name, curve in found.items()}
             if code is not None or training.late(timeout):
                 break
             training.wait()
@@ -157,4 +150,4 @@ def numbers(
             raise UserError(f"the run in {folder} {reason}, at step {training.last}\n{training.end()}")
         if not training.loads_plugin:
             raise UserError(NOT_LOADED)
-        return found, training.facts
+        return found

@@ -44,7 +44,7 @@ import triton.language as tl
 
 from megatron_fp8.numerics.blocks import BLOCK
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.adam import AdamHyper, Gradient, State, is_remainder
+from megatron_fp8.ops.states import AdamHyper, Gradient, State, is_remainder
 from megatron_fp8.ops.triton.blocks import _rows
 
 _BLOCK = tl.constexpr(BLOCK)
