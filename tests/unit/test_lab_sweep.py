@@ -124,6 +124,7 @@ def test_what_a_killed_sweep_left_running_is_ended(tmp_path):
     again = lab(tmp_path, *SWEEP, "--jobs", "1")
     try:
         wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in left))
+        wait_for(lambda: waiting(tmp_path) == 3)
     finally:
         again.send_signal(signal.SIGINT)
         again.communicate(timeout=250)
