@@ -178,6 +178,7 @@ class OwnedWeight:
             scale = scaled_to(ops.amax(weight), fmt, margin=self.config.margin)
             self._quantized = ScaledTensor(ops.quantize(weight, fmt, scale), scale.reciprocal())
             self._version = self.param._version
+        assert self._quantized is not None
         return self._quantized
 
     def transposed(self, w: ScaledTensor) -> ScaledTensor:

@@ -89,7 +89,9 @@ def place(sizes: list[int], ranks: int, how: str) -> Placement:
         return Placement(fair, [0, *accumulate(sizes[:-1])], sizes, ranks)
     rows = range(fair, 2 * fair + 1, SHARD_UNIT)
     row = rows[bisect_left(rows, True, key=lambda row: _pack(sizes, ranks, row) is not None)]
-    return Placement(row, _pack(sizes, ranks, row), sizes, ranks)
+    starts = _pack(sizes, ranks, row)
+    assert starts is not None  # twice the fair row holds any
+    return Placement(row, starts, sizes, ranks)
 
 
 def _pack(sizes: list[int], ranks: int, row: int) -> list[int] | None:

@@ -61,7 +61,6 @@ class Bucket:
         spans: (OwnedWeight, start, end) of each weight in the flat buffers, in elements.
         shard: this rank's part of the flat buffers, padding included.
         exp_avg, exp_avg_sq, master: states of the shard.
-        reduced: after `land`, the sum of the gradients over data parallelism, for this rank's shard.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Bucket:
         device = weights[0].param.device
         self.numel = placed.numel
         self.grads = grad_store(group.size(), placed.row, fp8.grad_accum, device)
-        self.reduced: Reduced | None = None
+        self._reduced: Reduced | None = None
         self._flight: wire.Flight | None = None
         self._arrival: Any = None
 
@@ -100,13 +99,15 @@ class Bucket:
         self.master = states.zeros(fp8.master, owned, device)
         dtype = weights[0].param.dtype if scaling is None else E4M3.dtype
         self.weight = torch.zeros(self.numel, dtype=dtype, device=device)
-        self.spans = []
+        self.spans: list[tuple[OwnedWeight, int, int]] = []
+        self._sinks: list[GradSink] = []
         for i, (weight, start, size) in enumerate(zip(weights, starts, sizes, strict=True)):
             self.spans.append((weight, start, start + size))
             values = weight.param.detach()
             weight.param.data = self.weight[start : start + size].view_as(values)
             weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), group.rank()
             weight.sink = GradSink(self.grads, start, weight.param.shape, (weight.rank, *weight.identity))
+            self._sinks.append(weight.sink)
             weight.events, weight.scratch = events, scratch
             self.load(i, values)
             if scaling is not None:
@@ -128,15 +129,15 @@ class Bucket:
 
     def begin_step(self, step: int) -> None:
         """The next gradient of each weight overwrites what is stored."""
-        self.reduced = self._flight = None
-        for weight in self.weights:
-            weight.sink.begin_step(step)
+        self._reduced = self._flight = None
+        for weight, sink in zip(self.weights, self._sinks, strict=True):
+            sink.begin_step(step)
             weight.begin_step(step + 1)
 
     def launch(self) -> None:
         """Start to sum the gradients over data parallelism."""
-        for weight in self.weights:
-            weight.sink.close()
+        for sink in self._sinks:
+            sink.close()
         for start, stop in self.gaps:  # what a reduction received may lie in the padding
             self.grads.clear(start, stop - start)
         stages = self._reduce(self)
@@ -152,7 +153,13 @@ class Bucket:
     def land(self) -> None:
         """Have the current stream wait for the sum: `reduced`."""
         if self._flight is not None:
-            self.reduced, self._flight = self._flight.land(), None
+            self._reduced, self._flight = self._flight.land(), None
+
+    @property
+    def reduced(self) -> Reduced:
+        """The sum of the gradients over data parallelism, for this rank's shard, from `land` to `step`."""
+        assert self._reduced is not None
+        return self._reduced
 
     @torch.no_grad()
     def step(self, hyper: AdamHyper, grad_scale: torch.Tensor) -> None:
@@ -165,7 +172,7 @@ class Bucket:
             if self.scaling is not None:
                 scale, amax = self.scaling.scale[self._first + i], self.scaling.amax[self._first + i]
             adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
-        self.reduced = None
+        self._reduced = None
         self._changed()
 
     def gather(self) -> None:
@@ -215,8 +222,8 @@ class Bucket:
 
     def _stored(self, i: int, lo: int, hi: int) -> torch.Tensor | ScaledTensor:
         """Weight i in the shard's lo .. hi, with the scale that it was written with."""
-        weight = self.weight[self.shard][lo:hi]
-        return weight if self.scaling is None else ScaledTensor(weight, self.weights[i].stored.scale_inv)
+        weight, stored = self.weight[self.shard][lo:hi], self.weights[i].stored
+        return weight if stored is None else ScaledTensor(weight, stored.scale_inv)
 
     def load_master(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
         """Set weight i's master, in the shard's lo .. hi, to `values` FP32 of a checkpoint, whose weight is loaded."""
@@ -227,12 +234,14 @@ class Bucket:
 
     def scale_and_amax(self, i: int) -> torch.Tensor:
         """(2,) of the E4M3 weight i, as they are between two steps."""
+        assert self.scaling is not None
         self.scaling.wait()
         return torch.stack([self.scaling.scale[self._first + i], self.scaling.amax[self._first + i]])
 
     def rescale(self, i: int, scale: torch.Tensor, amax: torch.Tensor) -> None:
         """Give the E4M3 weight i the scale and amax that it had when it was saved; all of it, with the same values."""
         weight, start, stop = self.spans[i]
+        assert self.scaling is not None and weight.stored is not None
         values = weight.stored.dequantize().flatten()
         self.scaling.amax[self._first + i] = amax
         self.scaling.set_scale(self._first + i, scale)

@@ -156,6 +156,7 @@ class Counts(Observer):
     def gradient(self, weight: OwnedWeight, product: Product) -> None:
         """Add it to the reference; of FP8 storage, note what should be there after it."""
         sink = weight.sink
+        assert sink is not None
         if sink.store in self._reference:
             part = self._reference[sink.store][sink.start : sink.start + weight.param.numel()]
             product.compute(into=part.view(sink.shape), accumulate=sink.adds > 0)
@@ -168,6 +169,7 @@ class Counts(Observer):
     def gradient_added(self, weight: OwnedWeight) -> None:
         """Count what FP8 storage made of it."""
         sink = weight.sink
+        assert sink is not None
         if isinstance(sink.store, BlockStore):
             stored = sink.store.read(sink.start, sink.shape.numel())
             self._count(weight, WGRAD, self._wanted, stored.payload, block_scales(stored.exponents))

@@ -71,7 +71,10 @@ def _values(operand: Read) -> torch.Tensor:
     """The operand in BF16, but for its scale."""
     if not isinstance(operand, ScaledTensor):
         return operand
-    return (operand.columns.t() if operand.payload is None else operand.payload).to(torch.bfloat16)
+    if operand.payload is not None:
+        return operand.payload.to(torch.bfloat16)
+    assert operand.columns is not None
+    return operand.columns.t().to(torch.bfloat16)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -93,6 +93,7 @@ class SharpnessProbe:
 
     @torch.no_grad()
     def _observe(self, model, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> None:
+        assert self.tokens is not None  # the model has an output layer
         groups, width = model.pg_collection, logits.shape[-1]
         valid = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask > 0
         tp = groups.tp if width < model.vocab_size else None
@@ -103,6 +104,7 @@ class SharpnessProbe:
             self._observe_last(gather_rows(logits[-1], tp), labels[:, -1], valid[:, -1], by_position[-1])
 
     def _observe_last(self, rows: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor, closed: torch.Tensor):
+        assert self.last is not None
         searches = [
             lbfgsb(row, target, iterations=self._iterations) if counts else Search(0.0, 0, False)
             for row, target, counts in zip(rows, targets.tolist(), valid.tolist(), strict=True)

@@ -270,8 +270,12 @@ class Watch(Observer):
     def _clipped(self) -> list[str]:
         """This stage's linears in FP8 one of whose two casts clipped in this step, the same on all `sharing` ranks."""
         clipped = {s: s.clipped(_CLIPPED, self._sharing).tolist() for s in self._scalings if s.warm}
-        casts = {name: w.casts for name, w in self._weights.items() if w.fp8 and w.casts.scaling in clipped}
-        return [name for name, c in casts.items() if any(clipped[c.scaling][slot] for slot in c.slots)]
+        found = []
+        for name, weight in self._weights.items():
+            scaling = weight.casts.scaling
+            if weight.fp8 and scaling in clipped and any(clipped[scaling][slot] for slot in weight.casts.slots):
+                found.append(name)
+        return found
 
     def _of_all_stages(self, names: list[str]) -> list[str]:
         stages = [names]

@@ -42,7 +42,9 @@ class ScaledTensor:
 
     @property
     def format(self) -> Format:
-        return by_dtype((self.columns if self.payload is None else self.payload).dtype)
+        held = self.columns if self.payload is None else self.payload
+        assert held is not None  # one layout or both
+        return by_dtype(held.dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, of the payload's shape: multiplied in float32, then rounded once to `dtype`."""

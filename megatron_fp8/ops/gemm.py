@@ -191,17 +191,16 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool
 
 def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tensor | ScaledTensor:
     """What is left of an epilogue, `parts`, of a product that is so far y (M, N)."""
-    for part in parts:
-        if part == "bias":
-            y = y + epilogue.bias
-        elif part == "activation":
-            y = ACTIVATIONS[epilogue.activation](y)
-        elif part == "residual":
-            y = y + epilogue.residual
-        elif part == "accumulate":
-            return epilogue.into.add_(y)
-        else:
-            return _quantized(y, epilogue.quantize)
+    if "bias" in parts:
+        y = y + epilogue.bias
+    if "activation" in parts and epilogue.activation is not None:
+        y = ACTIVATIONS[epilogue.activation](y)
+    if "residual" in parts:
+        y = y + epilogue.residual
+    if epilogue.quantize is not None:
+        return _quantized(y, epilogue.quantize)
+    if epilogue.accumulate and epilogue.into is not None:
+        return epilogue.into.add_(y)
     return y.to(epilogue.dtype) if epilogue.into is None else epilogue.into.copy_(y)
 
 

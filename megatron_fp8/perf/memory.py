@@ -133,6 +133,7 @@ class Job:
         first, last = stage == 0, stage == stages - 1
         sizes = [words] if first else []
         if first and self.position_embedding_type == "learned_absolute":
+            assert self.max_position_embeddings is not None  # checked as the job was made
             sizes.append(self.max_position_embeddings * hidden)
         sizes += (norm + norm + bias) * (self.num_layers // stages)
         if last:

@@ -60,6 +60,7 @@ def run(args: Namespace) -> int:
         folder = Path(args.folder or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if job.args is not None:
+            assert job.cells is not None  # there is a level
             rehearsal = shrink(
                 job.flags,
                 job.args,

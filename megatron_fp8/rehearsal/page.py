@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..metrics import LOSS, VALIDATION_LOSS
 from ..perf import memory
@@ -47,12 +48,14 @@ class Outcome:
     @property
     def repeats(self) -> bool:
         """Whether the second start's step is the first's, loss and norm to the last bit."""
+        if self.train is None or self.resume is None:
+            return False
         first, again = (start.steps.get(STEPS, {}) for start in (self.train, self.resume))
         return bool(first) and all(first.get(name) == again.get(name) for name in (LOSS, "grad_norm"))
 
     @property
     def end_of_log(self) -> str:
-        lines = [line for line in self.failed.lines if not _NOISE.search(line)]
+        lines = [line for line in self.failed.lines if not _NOISE.search(line)] if self.failed else []
         return "\n".join(line[:300] for line in lines[-_ENDING:])
 
 
@@ -96,6 +99,7 @@ def _page(command, gpus, known, job: Job, rehearsal, outcome: Outcome, seconds) 
 
 def _ran(gpus: int, known: int | None, job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     args = job.args
+    assert args is not None
     yield "## What ran"
     layout = f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size}"
     if args.virtual_pipeline_model_parallel_size:
@@ -107,7 +111,7 @@ def _ran(gpus: int, known: int | None, job: Job, rehearsal: Rehearsal, outcome: 
     yield f"- {job.level} on {gpus} GPUs{unknown}: {layout}, DP {args.data_parallel_size}."
     yield f"- Here: {rehearsal.ranks} ranks on the CPU, the same with DP {rehearsal.data_parallel}."
     train, resume = outcome.train, outcome.resume
-    if train.steps:
+    if train is not None and train.steps:
         losses = " ".join(f"{values[LOSS]:.4f}" for _, values in sorted(train.steps.items()))
         norms = " ".join(f"{values.get('grad_norm', 0):.3f}" for _, values in sorted(train.steps.items()))
         yield f"- {len(train.steps)} steps in {train.seconds:.0f} s: loss {losses}, gradient norm {norms}."
@@ -154,6 +158,7 @@ def _full_size(job: Job) -> Iterator[str]:
 def _counted(job: Job) -> memory.Job | str:
     """What the memory report counts a job as, or what of it the report does not count."""
     args = job.args
+    assert args is not None
     uncounted = [name for name, is_so in (
         ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
         ("uneven stages", args.pipeline_model_parallel_layout or args.decoder_first_pipeline_num_layers is not None
@@ -163,7 +168,7 @@ def _counted(job: Job) -> memory.Job | str:
     ) if is_so]  # fmt: skip
     if uncounted:
         return " and ".join(uncounted)
-    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(memory.Job)}
+    given: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(memory.Job)}
     given["vocab_size"] = args.padded_vocab_size or args.vocab_size
     if not args.group_query_attention:
         given["num_query_groups"] = None
@@ -186,6 +191,7 @@ def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]
 def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     """A line for each thing that fails here, or would at full size."""
     args = job.args
+    assert args is not None
     if outcome.failed:
         yield f"The start to {outcome.failed.name} failed here with exit code {outcome.failed.code}; so it will there."
     elif not outcome.repeats:

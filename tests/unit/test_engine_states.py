@@ -65,7 +65,7 @@ def step(bucket, number, size=1.0, lr=1e-2):
     gradient = torch.randn(bucket.numel) * size
     for start, stop in bucket.gaps:
         gradient[start:stop] = 0
-    bucket.reduced = DenseShard(gradient)
+    bucket._reduced = DenseShard(gradient)
     if bucket.scaling is not None:
         bucket.scaling.begin_step(adam_growth(lr, 0.9, 0.95, number))
     bucket.step(AdamHyper(lr, 0.9, 0.95, 1e-8, 0.1, number), torch.tensor(1.0))
@@ -131,7 +131,7 @@ def test_a_growing_weight_does_not_saturate(group, master, lr):
     bucket, before = bucket_of(group, "fp32", "fp32", master, "fp8")
     direction = torch.randn(bucket.numel).sign()
     for number in range(1, 20):
-        bucket.reduced = DenseShard(direction)
+        bucket._reduced = DenseShard(direction)
         bucket.scaling.begin_step(adam_growth(lr, 0.9, 0.95, number))
         bucket.step(AdamHyper(lr, 0.9, 0.95, 1e-8, 0.0, number), torch.tensor(1.0))
         bucket.scaling.end_step()
@@ -163,7 +163,7 @@ def test_a_weight_without_gradients_comes_to_rest(group):
         gradient = torch.randn(bucket.numel) * 1e-2
         if number > 50:
             gradient[dead] = 0
-        bucket.reduced = DenseShard(gradient)
+        bucket._reduced = DenseShard(gradient)
         before = bucket.masters()[dead]
         bucket.step(AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.0, number), torch.tensor(1.0))
     assert torch.equal(bucket.masters()[dead], before)
@@ -175,7 +175,7 @@ def test_the_first_update_of_bf16_weights_moves_them_by_the_update(group, lr):
     """One BF16 number in sixteen lies between two E4M3 ones; if it stayed there, this would be 4.5 at 1e-5."""
     bucket, _ = bucket_of(group, "fp32", "fp32", "remainder", "fp8", shapes=((2048, 1024),), size=0.02)
     before, direction = values(bucket)[0].flatten(), torch.randn(bucket.numel).sign()
-    bucket.reduced = DenseShard(direction)
+    bucket._reduced = DenseShard(direction)
     bucket.scaling.begin_step(0.0)
     bucket.step(AdamHyper(lr, 0.9, 0.95, 1e-12, 0.0, 1), torch.tensor(1.0))
     moved = (before - values(bucket)[0].flatten()) * direction

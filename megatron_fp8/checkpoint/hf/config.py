@@ -120,7 +120,7 @@ def config_of(args: Namespace) -> dict[str, Any]:
 
 def args_of(config: Mapping[str, Any]) -> Namespace:
     """Megatron's arguments for a config.json.  UserError for a model that Megatron does not compute."""
-    family = FAMILIES.get(config.get("model_type"))
+    family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         known = ", ".join(FAMILIES)
         raise UserError(f"config.json: model_type {config.get('model_type')} is not supported; use one of {known}")

@@ -216,7 +216,7 @@ def _divergence(results: Results, comparisons: list[_Comparison]) -> Section:
     rows = []
     for cell, runs in results.cells():
         count, interval = _diverged(runs), wilson(_diverged(runs), len(runs))
-        causes = [str(sum(bool(r.divergence) and r.divergence.cause == cause for r in runs)) for cause in CAUSES]
+        causes = [str(sum(r.divergence is not None and r.divergence.cause == cause for r in runs)) for cause in CAUSES]
         tests = ["", "", ""]
         if c := against.get(cell):
             tests = [p_value(c.fisher), p_value(c.mcnemar), percent(c.detectable_rate)]

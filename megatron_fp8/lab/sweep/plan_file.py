@@ -81,9 +81,9 @@ class SweepPlan:
     def _command(self, arm: str, seed: int, rate: float, data: str) -> tuple[str, ...]:
         words = [*self.command, *self.data[data], *self.arms[arm]]
         words += ["--seed", str(seed), "--train-iters", str(self.steps), "--lr", f"{rate:g}"]
-        smallest = flag_value(self.command, "--min-lr")
-        if smallest is not None:
-            words += ["--min-lr", f"{float(smallest) * rate / float(flag_value(self.command, '--lr')):g}"]
+        smallest, largest = flag_value(self.command, "--min-lr"), flag_value(self.command, "--lr")
+        if smallest is not None and largest is not None:
+            words += ["--min-lr", f"{float(smallest) * rate / float(largest):g}"]
         if flag_value(words, "--log-interval") is None:
             words += ["--log-interval", "1"]
         if flag_value(words, "--data-cache-path") is None:  # two runs at once must not write the same index files
@@ -183,7 +183,7 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
         _whole("steps", content["steps"]),
         _seeds(content["seeds"]),
         _named("arms", content["arms"]),
-        _rates(content.get("learning_rates", ["1x"]), float(flag_value(command, "--lr"))),
+        _rates(content.get("learning_rates", ["1x"]), float(flag_value(command, "--lr") or "nan")),
         _named("data", content.get("data", {"data": ""})),
         _whole("processes", content.get("processes", 1)),
         _timeout(content.get("timeout")),

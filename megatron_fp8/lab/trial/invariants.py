@@ -201,7 +201,8 @@ def tp_gather(trials: Trials) -> Finding:
     level = flag_value(command, "--fp8-level")
     if trials.size("--tensor-model-parallel-size") == 1 or "--sequence-parallel" not in command:
         raise Skipped("no tensor and sequence parallelism")
-    if is_stock(level) or flag_value(command, "--fp8-emulate") or flag_value(command, "--fp8-gemm") == "bf16":
+    in_bf16 = flag_value(command, "--fp8-emulate") or flag_value(command, "--fp8-gemm") == "bf16"
+    if level is None or is_stock(level) or in_bf16:
         raise Skipped("no FP8 GEMMs")
     cell = next(cell for cell in CELLS if cell.flag == flag)
     other = "bf16" if (flag_value(command, flag) or cell.at(level)) == "fp8" else "fp8"
