@@ -92,6 +92,9 @@ def check() -> None:
             assert equal(got, expected) and equal(got_t, expected_t) and equal(ops.transpose(got), expected_t)
             assert equal(ops.quantize(x, fmt, scale), expected)
             assert largest == ops.amax(x) == reference.amax(x)
+            for amax_out in (None, scalar(0.0)):  # a kernel of its own: it writes no rows
+                none, got_t = ops.quantize(x, fmt, scale, transpose=True, rows=False, amax_out=amax_out)
+                assert none is None and equal(got_t, expected_t) and amax_out in (None, largest)
     x = randn(1 << 24, dtype=torch.float32) * randn(1 << 24, dtype=torch.float32).exp()
     for options in ({}, {"rounding": "stochastic", "noise": torch.rand_like(x)}):
         got, expected = ops.quantize_blocks(x, **options), reference.quantize_blocks(x, **options)

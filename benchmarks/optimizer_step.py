@@ -60,7 +60,9 @@ def weights(params: float) -> list[int]:
 
 
 def tensors(state: State | ScaledTensor) -> Iterable[torch.Tensor]:
-    return [state] if isinstance(state, torch.Tensor) else vars(state).values()
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [part for part in vars(state).values() if part is not None]
 
 
 def nbytes(*states: State | ScaledTensor) -> int:

@@ -39,7 +39,7 @@ What is hooked, and why not something more official:
     FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
                                                 read data, and nothing that runs (checkpoint/pickles.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
-                                                torch's Adam cannot (engine/optimizer.py), the LM head's forward with
+                                                torch's Adam cannot (engine/chain.py), the LM head's forward with
                                                 --fp8-emulate-lm-head (layers/emulated_head.py), and a model's
                                                 compute_language_model_loss on the steps whose sharpness is measured
                                                 (monitor/sharpness_probe.py); with --fp8-log-update-norm, officially,

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from .. import ops
+from ..errors import UserError
 from ..numerics.blocks import BLOCK, PackedBlocks
 from ..ops.states import Gradient
 from . import wire
@@ -184,7 +185,7 @@ def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
         group: this rank's data-parallel group, of R ranks, as Megatron's parallel state has it.
         ranks_per_node: L, how many consecutive ranks of a group share a node; None: those with the same host name.
 
-    Returns None where two levels would be one: L of 1, or L = R.  ValueError, on all ranks, unless all nodes of all
+    Returns None where two levels would be one: L of 1, or L = R.  UserError, on all ranks, unless all nodes of all
     groups have the same number of ranks, one after the other.
     """
     every: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size()
@@ -193,14 +194,14 @@ def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
     if ranks_per_node is None:
         runs = [len(list(run)) for ranks in groups for _, run in itertools.groupby(every[r][0] for r in ranks)]
         if len(set(runs)) > 1:
-            raise ValueError(
+            raise UserError(
                 "--fp8-grad-reduce-hierarchy node: the nodes have different numbers of data-parallel ranks "
                 f"({', '.join(map(str, sorted(set(runs))))}); use off"
             )
         ranks_per_node = runs[0]
     size = len(groups[0])
     if size % ranks_per_node:
-        raise ValueError(
+        raise UserError(
             f"--fp8-grad-reduce-hierarchy {ranks_per_node}: does not divide the data-parallel size {size}; "
             "give the number of data-parallel ranks in a node, or off"
         )

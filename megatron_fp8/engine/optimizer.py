@@ -68,7 +68,6 @@ class EngineOptimizer(MegatronOptimizer):
     ):
         self.sets, self.events, self.archive = sets, events, archive
         self.buckets = [bucket for owned in sets for bucket in owned.buckets]
-        self._set_of = {owned.of: owned for owned in sets}
         # Holds the groups whose lr and weight_decay Megatron's scheduler writes; its parameters are empty.
         groups = [{**option, "params": [torch.nn.Parameter(torch.empty(0))]} for option, _ in options]
         inner = torch.optim.Optimizer(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
@@ -114,6 +113,7 @@ class EngineOptimizer(MegatronOptimizer):
             if owned.weight_scaling is not None:
                 lr = max(group["lr"] for group, buckets in self._groups for b in buckets if b.of is owned.of)
                 owned.weight_scaling.begin_step(adam_growth(lr, *self._betas, self.steps))
+        scales = {owned.of: owned.grad_scale * self.clip for owned in self.sets}
         for group, buckets in self._groups:
             hyper = AdamHyper(
                 group["lr"],
@@ -126,7 +126,7 @@ class EngineOptimizer(MegatronOptimizer):
             for bucket in buckets:
                 for look in self.events.updating:
                     look(bucket)
-                bucket.step(hyper, self._set_of[bucket.of].grad_scale * self.clip)
+                bucket.step(hyper, scales[bucket.of])
                 for look in self.events.updated:
                     look(bucket)
         for owned in self.sets:

@@ -111,8 +111,10 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
         call = plan(self.owned, self.tp_group, self.sequence_parallel, self.allreduce_dgrad, self.training)
         given = hand_over(y, input_cast(call)) if takes_fp8(call) else None
         self._given = call, given
+        x = y if given is None else given.ticket
+        del y
         try:
-            return super().forward(y if given is None else given.ticket, *args, **kwargs)
+            return super().forward(x, *args, **kwargs)
         finally:
             self._given = None
 

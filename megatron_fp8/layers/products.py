@@ -9,8 +9,8 @@ scale for the tensor, so that t ~ q(t) * scale_inv(t).
 
 x and dy are read once: one kernel writes q(t) and its transpose.  What waits for the backward is q(x^T)
 (one byte an element, half of what BF16 saves) and the scale *tensor* that it was made with: a
-later micro-batch, or the next step's scale, cannot change what this one captured.  In the same way everything else that
-the backward pass goes by is decided in the forward, in a frozen `Call`: it reads nothing that may have changed since.
+later micro-batch, or the next step's scale, cannot change what this one captured.  In the same way how
+the backward pass computes is decided in the forward, in a frozen `Call`: no flag that may have changed since is read.
 
 Under sequence parallelism each tensor-parallel rank has a part of x's rows, which is gathered for the forward and again
 for wgrad.  With `--fp8-tp-gather fp8` (O3) the cast comes first and the payload is gathered, half the bytes; what waits
@@ -197,33 +197,37 @@ class Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        call, w, shape = ctx.call, ctx.w, dy.shape
-        weight, config = call.weight, call.weight.config
-        kept, x_scale, x_scale_inv = ctx.saved_tensors
-        dy = dy.reshape(-1, shape[-1])
-        needs_dx = ctx.needs_input_grad[0]
-        rows = needs_dx or not call.wgrad_fp8 or call.seen
-        q, _ = weight.cast(
-            dy, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training
-        )
-        dx = None
-        if needs_dx:
-            dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype))
-        if not call.wgrad_fp8:
-            exact = call.whole(kept)
-            product = ops.Product(dy.t(), exact.t())
-        elif call.gather == "fp8":
-            rows = tensor.gather(kept, call.group)
-            x_t = ops.transpose(rows.view(-1, rows.shape[-1]))
-            product = ops.Product(q.T, ScaledTensor(x_t, x_scale_inv))
-        else:
-            x_t = kept
-            if call.gather == "bf16":  # gather again and quantise with the scale that the forward captured
-                x_t = ops.quantize(call.whole(kept), config.forward_format, x_scale, transpose=True, rows=False)[1]
-            product = ops.Product(q.T, ScaledTensor(x_t, x_scale_inv))
-        if call.seen:
-            _show_backward(call, call.whole(ctx.exact), dy, (q, w if needs_dx else None), product)
-        return _finish(call, dx, shape, product), None, None, None
+        dx, product = _fp8_gradients(ctx, ctx.call, dy.reshape(-1, dy.shape[-1]))
+        return _finish(ctx.call, dx, dy.shape, product), None, None, None
+
+
+def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[torch.Tensor | None, ops.Product]:
+    """dx (M, K), and dW not computed yet: what only dx needs is freed before it is."""
+    weight, config, w = call.weight, call.weight.config, ctx.w
+    kept, x_scale, x_scale_inv = ctx.saved_tensors
+    needs_dx = ctx.needs_input_grad[0]
+    rows = needs_dx or not call.wgrad_fp8 or call.seen
+    q, _ = weight.cast(dy, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training)
+    dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype)) if needs_dx else None
+    if not call.wgrad_fp8:
+        product = ops.Product(dy.t(), call.whole(kept).t())
+    else:
+        x_t = ScaledTensor(_columns(call, kept, x_scale), x_scale_inv)
+        product = ops.Product(ScaledTensor(q.columns, q.scale_inv), x_t)
+    if call.seen:
+        _show_backward(call, call.whole(ctx.exact), dy, (q, w if needs_dx else None), product)
+    return dx, product
+
+
+def _columns(call: Call, kept: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """q(x^T) of what the forward pass kept of x."""
+    if call.gather is None:
+        return kept
+    if call.gather == "fp8":
+        rows = tensor.gather(kept, call.group)
+        return ops.transpose(rows.view(-1, rows.shape[-1]))
+    # Gather again, and quantise with the scale that the forward captured.
+    return ops.quantize(call.whole(kept), call.weight.config.forward_format, scale, transpose=True, rows=False)[1]
 
 
 class Bf16Product(torch.autograd.Function):
@@ -245,35 +249,39 @@ class Bf16Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        call, shape = ctx.call, dy.shape
-        exact = dy.reshape(-1, shape[-1])
-        if call.training:
-            call.weight.casts.follow(GRAD, exact)
-        dy = call.rounded("gradient", exact)
-        w = call.rounded("weight", call.weight.dense()) if ctx.needs_input_grad[0] else None
-        dx = None if w is None else ops.gemm(dy, w.t(), ops.Epilogue(dtype=dy.dtype))
-        x = call.whole(ctx.saved_tensors[0])
-        if call.gather:
-            x = call.rounded("activation", x)
-        product = ops.Product(dy.t(), x.t())
-        if call.seen:
-            _show_backward(call, call.whole(ctx.exact), exact, (dy, w), product)
-        return _finish(call, dx, shape, product), None, None
+        dx, product = _bf16_gradients(ctx, ctx.call, dy.reshape(-1, dy.shape[-1]))
+        return _finish(ctx.call, dx, dy.shape, product), None, None
+
+
+def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[torch.Tensor | None, ops.Product]:
+    """As _fp8_gradients."""
+    if call.training:
+        call.weight.casts.follow(GRAD, exact)
+    dy = call.rounded("gradient", exact)
+    w = call.rounded("weight", call.weight.dense()) if ctx.needs_input_grad[0] else None
+    dx = None if w is None else ops.gemm(dy, w.t(), ops.Epilogue(dtype=dy.dtype))
+    x = call.whole(ctx.saved_tensors[0])
+    if call.gather:
+        x = call.rounded("activation", x)
+    product = ops.Product(dy.t(), x.t())
+    if call.seen:
+        _show_backward(call, call.whole(ctx.exact), exact, (dy, w), product)
+    return dx, product
 
 
 def _finish(call: Call, dx: torch.Tensor | None, shape: torch.Size, product: ops.Product) -> torch.Tensor | None:
     """Hand the weight its gradient, which hides the sum of dx (M, K) over tensor parallelism; dx (..., K)."""
-    handle = None
+    handle, summed = None, None
     if dx is not None:
-        dx = dx.view(*shape[:-1], dx.shape[-1])
+        summed = dx = dx.view(*shape[:-1], dx.shape[-1])
         if call.sum_dx:
-            dx, handle = tensor.start_all_reduce(dx, call.group)
+            summed, handle = tensor.start_all_reduce(dx, call.group)
         elif call.gather:
-            dx, handle = tensor.start_reduce_scatter(dx, call.group)
+            summed, handle = tensor.start_reduce_scatter(dx, call.group)
     call.weight.take_gradient(product)
     if handle is not None:
-        handle.wait()
-    return dx
+        handle.wait()  # until here dx is kept
+    return summed
 
 
 def _show_forward(call: Call, x: torch.Tensor, read_x: ops.Operand, read_w: ops.Operand) -> None:

@@ -32,7 +32,7 @@ deviations). A GEMM is one rank's of one micro-batch: where tensor parallelism c
 linear_fc2, dgrad of linear_qkv and linear_fc1) the parts are compared before they are added, and wgrad before the
 micro-batches are. Recomputed activations are looked at once.
 
-Cost. On other steps a test of an attribute a GEMM. On a probed one x waits for the backward pass in BF16, as in a BF16
+Cost. On other steps a test of an empty tuple. On a probed one x waits for the backward pass in BF16, as in a BF16
 run; two BF16 GEMMs a GEMM, a portion of rows at a time, and some passes in FP64; with sequence parallelism two more
 gathers of x; 2 bytes an E4M3 weight, and 4 more a weight of the bucket that is being gathered.
 """

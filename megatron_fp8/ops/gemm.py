@@ -83,6 +83,10 @@ class Epilogue:
     accumulate: bool = False
     quantize: Quantized | None = None
 
+    def __post_init__(self):
+        if (self.accumulate and self.into is None) or (self.quantize is not None and self.into is not None):
+            raise ValueError("an epilogue accumulates into a tensor, and a result that is quantised goes nowhere else")
+
     def parts(self) -> list[str]:
         """Which of PARTS it has."""
         return [part for part in PARTS if (has := getattr(self, part)) is not None and has is not False]
@@ -91,6 +95,7 @@ class Epilogue:
         """With these of its parts; for a result that others go on with, unless they are all."""
         if parts == self.parts():
             return self
+        # What is accumulated or quantised comes last: if it is among the parts, they are all.
         dtype = self.dtype if self.into is None else self.into.dtype
         return Epilogue(dtype, **{part: getattr(self, part) for part in parts})
 

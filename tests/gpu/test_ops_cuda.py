@@ -99,8 +99,10 @@ def check_quantize(x: torch.Tensor, fmt, scale: float, layout: str = "plain") ->
     assert same(payload, expected) and same(payload_t, expected_t)
     assert payload.is_contiguous() and payload_t.is_contiguous()
     assert same(largest, reference.amax(x)) and same(one_pass, reference.amax(x))
-    none, columns = ops.quantize(on_device, fmt, device_scale, transpose=True, rows=False)
-    assert none is None and same(columns, expected.view(-1, expected.shape[-1]).t().contiguous())
+    for amax_out in (None, put(torch.tensor(0.0))):
+        none, columns = ops.quantize(on_device, fmt, device_scale, transpose=True, rows=False, amax_out=amax_out)
+        assert none is None and same(columns, expected_t)
+        assert amax_out is None or same(amax_out, reference.amax(x))
     payload, payload_t = ops.quantize(on_device, fmt, device_scale, transpose=True)
     assert same(payload, expected) and same(payload_t, expected_t)
 
