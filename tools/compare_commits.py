@@ -8,7 +8,8 @@ its own megatron_fp8 forks.  Equal must be, of every case:
 
     steps       Megatron's line of every step, but for the time it took
     ours        every line of ours in the log: exact losses and norms, statistics, spikes; in any order
-    saved       every tensor of the checkpoint by key, type, shape and bytes; every object in it by its pickle
+    saved       every tensor of the checkpoint by key, type, shape and bytes; every object in it by what its
+                pickle holds, in any order: arguments are saved in that of the flags
     files       what the run wrote beside it: probes
 
 The cases "resumed" load in both versions what BEFORE saved: old checkpoints load, and go on the same.
@@ -21,11 +22,13 @@ import argparse
 import io
 import json
 import os
+import pickletools
 import re
 import subprocess
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import zip_longest
@@ -133,7 +136,18 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         state[key] = io.BytesIO() if is_object else torch.zeros(stored.size, dtype=stored.properties.dtype)
     with warnings.catch_warnings(action="ignore"):
         dcp.load(state, storage_reader=reader, planner=_AsStored(), no_dist=True)
-    return state
+    return {key: value if isinstance(value, torch.Tensor) else held(value) for key, value in state.items()}
+
+
+def held(stored: bytes) -> str:
+    """What a pickle, or torch's zip of one and of storages, holds, in any order; nothing is unpickled."""
+    if not zipfile.is_zipfile(io.BytesIO(stored)):
+        ops = ((op.name, repr(arg)) for op, arg, _ in pickletools.genops(stored))
+        return "|".join(sorted(f"{name} {arg}" for name, arg in ops if "GET" not in name and "PUT" not in name))
+    with zipfile.ZipFile(io.BytesIO(stored)) as archive:
+        files = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    files.pop(".data/serialization_id", None)  # a hash of the pickle's bytes
+    return "|".join(f"{name} {held(data) if name == 'data.pkl' else data.hex()}" for name, data in files.items())
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
