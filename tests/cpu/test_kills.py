@@ -13,7 +13,7 @@ import pytest
 from launch import ROOT, parse_step
 from megatron_runs import TINY_GPT, run_megatron
 
-KILLS = 5
+KILLS = 50
 FLAGS = "--fp8-level O3 --use-distributed-optimizer --train-iters 2000 --save-interval 2 --log-interval 1"
 TRACKER = "latest_checkpointed_iteration.txt"
 
