@@ -77,11 +77,6 @@ def register(make: MakeSet) -> None:
     _more.append(make)
 
 
-def unregister(make: MakeSet) -> None:
-    """Undo `register`."""
-    _more.remove(make)
-
-
 def weight_sets(config, norm: ProcessGroup) -> list[WeightSet]:
     """All sets of a run, the linears last."""
     last = linears(config, norm)

@@ -10,8 +10,6 @@ A module that has the input first may hand it over in FP8 (`Fp8Activation`): it 
 would, and passes both to `forward`. Norm and linear are one module here, as Transformer Engine's, and do so.
 """
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -58,6 +56,7 @@ class _OwnedLinear:
             raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
         if self._given is not None:
             call, given = self._given
+            assert (call.sum_dx, call.gather is not None) == (allreduce_dgrad, sequence_parallel)
         else:
             call, given = plan(self.owned, stock["tp_group"], sequence_parallel, allreduce_dgrad, self.training), None
         y = (
@@ -107,7 +106,7 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
         self._norm = norm.function
 
     def forward(self, input_, *args, **kwargs):
-        y: Any = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
+        y = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
         call = plan(self.owned, self.tp_group, self.sequence_parallel, self.allreduce_dgrad, self.training)
         given = hand_over(y, input_cast(call)) if takes_fp8(call) else None
         self._given = call, given

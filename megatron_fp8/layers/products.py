@@ -96,9 +96,10 @@ def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
     count = weight.forwards[keep]
     weight.forwards[keep] += 1
     rounding: dict[str, Rounding] = {}
-    plan = weight.emulate
-    for i, operand in enumerate(OPERANDS if plan else ()):
-        how = plan and plan.for_operand(weight.path, weight.layer_number, operand, weight.step)
+    if weight.emulate is None:
+        return rounding
+    for i, operand in enumerate(OPERANDS):
+        how = weight.emulate.for_operand(weight.path, weight.layer_number, operand, weight.step)
         if how:
             # The weight is one, and rounded alike, on all ranks and in all micro-batches.
             rank, at = (0, 0) if operand == "weight" else (weight.rank, count)

@@ -57,7 +57,8 @@ def watch_evaluation(plan: SharpnessPlan, name: str, chunks: Sequence[torch.nn.M
     with SharpnessProbe(chunks, plan.iterations) as probe:
         result = run()
     probe.reduce()
-    if is_last_rank() and plan.file is not None:
+    if is_last_rank():
+        assert plan.file is not None  # or nobody would be here
         found = {key: of and of.summary() for key, of in (("tokens", probe.tokens), ("last", probe.last))}
         path = Path(plan.file)
         path.parent.mkdir(parents=True, exist_ok=True)

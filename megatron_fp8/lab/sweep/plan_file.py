@@ -82,7 +82,8 @@ class SweepPlan:
         words = [*self.command, *self.data[data], *self.arms[arm]]
         words += ["--seed", str(seed), "--train-iters", str(self.steps), "--lr", f"{rate:g}"]
         smallest, largest = flag_value(self.command, "--min-lr"), flag_value(self.command, "--lr")
-        if smallest is not None and largest is not None:
+        if smallest is not None:
+            assert largest is not None  # read_plan has seen to it
             words += ["--min-lr", f"{float(smallest) * rate / float(largest):g}"]
         if flag_value(words, "--log-interval") is None:
             words += ["--log-interval", "1"]
@@ -172,7 +173,8 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
     command = _words("command", content["command"])
     if not command or (command[0].startswith("-") and command[0] != "-m"):
         raise UserError("command: must begin with a script, or -m and a module")
-    if flag_value(command, "--lr") is None:
+    multiplied = flag_value(command, "--lr")
+    if multiplied is None:
         raise UserError("command: no --lr; add it, learning rates are multiples of it")
     for flag in RATES:
         if (rate := flag_value(command, flag)) is not None and not _is_rate(rate):
@@ -183,7 +185,7 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
         _whole("steps", content["steps"]),
         _seeds(content["seeds"]),
         _named("arms", content["arms"]),
-        _rates(content.get("learning_rates", ["1x"]), float(flag_value(command, "--lr") or "nan")),
+        _rates(content.get("learning_rates", ["1x"]), float(multiplied)),
         _named("data", content.get("data", {"data": ""})),
         _whole("processes", content.get("processes", 1)),
         _timeout(content.get("timeout")),
