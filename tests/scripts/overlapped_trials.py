@@ -4,7 +4,7 @@
     PRESSURE=1  around every asynchronous collective, on each rank by chance: the host sleeps, the GPU sleeps; and
                 memory of the size that was just sent is taken, filled with NaN codes and given back; from the second
                 trial on the allocator may have little more than the first trial needed
-    LATE=1      and each collective begins up to 10 ms late on the GPU, while the computation goes on
+    LATE=1      and each collective begins and lands up to 10 ms late on the GPU, while the computation goes on
     BREAK       a fault to find: "sent", what is sent is overwritten while it is on the wire; "landing", nobody waits
                 for gradients; "gather", nobody waits for weights
 
@@ -133,6 +133,25 @@ def late():
         yield
 
 
+class Late:
+    """The handle of a collective that lands up to 10 ms late, on a stream of its own.
+
+    NCCL runs a group's collectives one after the other: who waits for the last has all. Stock waits for its own
+    gradients after ours are sent, which would hide that nobody waits for ours.
+    """
+
+    def __init__(self, received: torch.Tensor, arrived: torch.Tensor, handle):
+        self._kept, stream = (received, arrived), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            handle.wait()
+            torch.cuda._sleep(int(chance.random() * 2e7))
+            received.copy_(arrived)
+        self._landed = stream.record_event()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._landed)
+
+
 def pressed(stock):
     def collective(received, sent, *given, async_op=False, **named):
         if not async_op:
@@ -141,8 +160,11 @@ def pressed(stock):
         overwritten = BREAK == "sent" and stock is all_to_all
         if overwritten and cpu_only:  # before, as on a wire that is slow: gloo's may be done when the call returns
             sent.view(torch.uint8).fill_(NAN)
+        arrived = torch.empty_like(received) if LATE and not cpu_only else received
         with late():
-            handle = stock(received, sent, *given, async_op=True, **named)
+            handle = stock(arrived, sent, *given, async_op=True, **named)
+        if arrived is not received:
+            handle = Late(received, arrived, handle)
         if overwritten and not cpu_only:
             sent.view(torch.uint8).fill_(NAN)
         for _ in range(2):
