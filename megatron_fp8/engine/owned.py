@@ -27,6 +27,8 @@ from ..flags.emulate import linear_name
 from ..numerics.formats import Format
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
+from ..ops import source
+from ..ops.source import Castable
 from .events import Events
 from .gradients import GradSink
 
@@ -60,7 +62,7 @@ class Casts:
         self.slots: tuple[int, int] = (0, 0)
 
     def quantize(
-        self, x: torch.Tensor, role: int, fmt: Format, *, columns: bool, rows: bool = True, training: bool, group=None
+        self, x: Castable, role: int, fmt: Format, *, columns: bool, rows: bool = True, training: bool, group=None
     ) -> tuple[ScaledTensor, torch.Tensor]:
         """x (M, K) -> (the cast, in the layouts asked for; its scale). In training its amax counts.
 
@@ -71,6 +73,7 @@ class Casts:
             scale, scale_inv = scaling.slot_scale(slot), scaling.scale_inv[slot]
             amax_out = scaling.amax[slot] if training else None
         else:
+            x = source.values(x)
             amax = ops.amax(x)
             if group is not None:
                 amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum may drop NaN, differently on each rank
@@ -79,8 +82,7 @@ class Casts:
                 scaling.record(slot, amax)
             scale = compute_scale(amax, fmt, margin=self._margin)
             scale_inv = scale.reciprocal()
-        out = ops.quantize(x, fmt, scale, transpose=columns, rows=rows, amax_out=amax_out)
-        payload, payload_t = out if columns else (out, None)
+        payload, payload_t = source.cast(x, fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
         return ScaledTensor(payload, scale_inv, payload_t), scale
 
     def follow(self, role: int, x: torch.Tensor) -> None:
@@ -191,15 +193,17 @@ class OwnedWeight:
         return ScaledTensor(ops.transpose(w.payload, out=self.scratch.like(w.payload, (k, n))), w.scale_inv)
 
     def cast(
-        self, x: torch.Tensor, role: int, fmt: Format, *, columns: bool, rows: bool = True, training: bool, group=None
+        self, x: Castable, role: int, fmt: Format, *, columns: bool, rows: bool = True, training: bool, group=None
     ) -> tuple[ScaledTensor, torch.Tensor]:
         """Casts.quantize of x (M, K); whoever looks on in training sees it, and has the rows made."""
         looks = self.events.cast if training else ()
         q, scale = self.casts.quantize(
             x, role, fmt, columns=columns, rows=rows or bool(looks), training=training, group=group
         )
-        for look in looks:
-            look(self, role, x, q)
+        if looks:
+            seen = source.values(x)
+            for look in looks:
+                look(self, role, seen, q)
         return q, scale
 
     def take_gradient(self, product: ops.Product) -> None:

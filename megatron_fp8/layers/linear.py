@@ -10,6 +10,8 @@ A module that has the input first may hand it over in FP8 (`Fp8Activation`): it 
 would, and passes both to `forward`. Norm and linear are one module here, as Transformer Engine's, and do so.
 """
 
+import contextlib
+
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -17,8 +19,8 @@ from ..engine.owned import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK
-from .norm import Norm
-from .products import Bf16Product, Call, Fp8Activation, Fp8Product, hand_over, input_cast, plan, takes_fp8
+from .norm import Norm, NormCast
+from .products import Call, Fp8Activation, hand_over, plan, product, takes_fp8
 
 
 class _OwnedLinear:
@@ -51,19 +53,31 @@ class _OwnedLinear:
             state_dict = {**state_dict, f"{prefix}weight": self.weight.data}  # which it is copied from, to itself
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def plan(self) -> Call:
+        """Decide how the next forward pass is computed; `planned` carries it out."""
+        rows_cut = isinstance(self, RowParallelLinear)
+        sequence_parallel = not rows_cut and self.sequence_parallel
+        sum_dx = not rows_cut and self.allreduce_dgrad
+        return plan(self.owned, self.tp_group, sequence_parallel, sum_dx, self.training)
+
+    @contextlib.contextmanager
+    def planned(self, call: Call, given: Fp8Activation | None):
+        """In here the forward pass goes by `call`; its input is the ticket of what is `given`, or in BF16."""
+        self._given = call, given
+        try:
+            yield
+        finally:
+            self._given = None
+
     def _forward_impl(self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, **stock):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
             raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
         if self._given is not None:
             call, given = self._given
-            assert (call.sum_dx, call.gather is not None) == (allreduce_dgrad, sequence_parallel)
         else:
-            call, given = plan(self.owned, stock["tp_group"], sequence_parallel, allreduce_dgrad, self.training), None
-        y = (
-            Fp8Product.apply(input, self._anchor, call, given)
-            if call.fp8
-            else Bf16Product.apply(input, self._anchor, call)
-        )
+            call, given = self.plan(), None
+        assert (call.sum_dx, call.gather is not None) == (allreduce_dgrad, sequence_parallel)
+        y = product(input, self._anchor, call, given)
         return y if bias is None else y + bias
 
 
@@ -103,19 +117,18 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, fp8_config=fp8_config, **kwargs)
         norm = Norm(config, input_size, config.layernorm_epsilon)
         self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
-        self._norm = norm.function
+        self._norm = norm.kind
 
     def forward(self, input_, *args, **kwargs):
-        y = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
-        call = plan(self.owned, self.tp_group, self.sequence_parallel, self.allreduce_dgrad, self.training)
-        given = hand_over(y, input_cast(call)) if takes_fp8(call) else None
-        self._given = call, given
-        x = y if given is None else given.ticket
-        del y
-        try:
+        call, given = self.plan(), None
+        if takes_fp8(call):
+            given = hand_over(NormCast, call, input_, self.layer_norm_weight, self.layer_norm_bias, self._norm)
+            x = given.ticket
+        else:
+            x = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
+        del input_
+        with self.planned(call, given):
             return super().forward(x, *args, **kwargs)
-        finally:
-            self._given = None
 
 
 class ExpertRowLinear(RowParallelLinear):

@@ -9,24 +9,71 @@ is marked `sequence_parallel`; that mark is all that stock's torch norm lacks (i
 `--apply-layernorm-1p` stores g - 1 (closer to zero, so weight decay pulls towards the identity).
 """
 
-import functools
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from .. import ops
 from ..errors import UserError
+from ..ops.source import Payloads
+from .products import Call, give
 
 
-def _layer_norm(x, weight, bias, eps, zero_centered):
-    if zero_centered:  # in FP32: a BF16 1 + g forgets a g below 2^-9
-        return F.layer_norm(x.float(), weight.shape, 1 + weight.float(), bias.float(), eps).to(x.dtype)
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
+@dataclass(frozen=True)
+class NormKind:
+    """Which norm: RMSNorm or LayerNorm, its epsilon, and whether the gain is 1 + weight."""
+
+    rms: bool
+    eps: float
+    zero_centered: bool
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x (..., K) -> the same, on torch's kernels."""
+        dtype = x.dtype
+        if self.zero_centered:  # in FP32: a BF16 1 + g forgets a g below 2^-9
+            x, weight, bias = x.float(), 1 + weight.float(), None if bias is None else bias.float()
+        if self.rms:
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps).to(dtype)
 
 
-def _rms_norm(x, weight, bias, eps, zero_centered):
-    if zero_centered:
-        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight, eps)
+class Normed:
+    """A norm's output as a Source; x (M, K). mean, rstd (M,): of its rows, once something was made."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind):
+        self._inputs, self._kind = (x, weight, bias, kind.eps), {"rms": kind.rms, "zero_centered": kind.zero_centered}
+        self.mean: torch.Tensor | None = None
+        self.rstd: torch.Tensor | None = None
+
+    def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
+        how = {"rows": rows, "columns": columns, "amax_out": amax_out}
+        *payloads, self.mean, self.rstd = ops.norm_quantize(*self._inputs, fmt, scale, **how, **self._kind)
+        return payloads[0], payloads[1]
+
+    def values(self) -> torch.Tensor:
+        y, self.mean, self.rstd = ops.norm(*self._inputs, **self._kind)
+        return y
+
+
+class NormCast(torch.autograd.Function):
+    """A norm of x (..., K), made in FP8 for the linear that follows."""
+
+    @staticmethod
+    def forward(ctx, call: Call, made: list, x, weight, bias, kind: NormKind):
+        normed = Normed(x.reshape(-1, x.shape[-1]), weight, bias, kind)
+        ticket = give(call, made, normed, x)
+        ctx.kind = kind
+        ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
+        return ticket
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, mean, rstd = ctx.saved_tensors
+        kind, k = ctx.kind, x.shape[-1]
+        how = {"rms": kind.rms, "zero_centered": kind.zero_centered}
+        dx, dweight, dbias = ops.norm_backward(dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, **how)
+        return None, None, dx.view(x.shape), dweight, dbias, None
 
 
 class Norm(torch.nn.Module):
@@ -37,12 +84,11 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
-        kinds = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
-        if config.normalization not in kinds:
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
             raise UserError(
                 f"--normalization {config.normalization} is not available under an FP8 level: use LayerNorm or RMSNorm"
             )
-        zero_centered = bool(config.layernorm_zero_centered_gamma)
+        rms, zero_centered = config.normalization == "RMSNorm", bool(config.layernorm_zero_centered_gamma)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
 
         def parameter(value: float) -> torch.nn.Parameter:
@@ -51,8 +97,8 @@ class Norm(torch.nn.Module):
             return p
 
         self.weight = parameter(0.0 if zero_centered else 1.0)
-        self.bias = parameter(0.0) if config.normalization == "LayerNorm" else None
-        self.function = functools.partial(kinds[config.normalization], eps=eps, zero_centered=zero_centered)
+        self.bias = None if rms else parameter(0.0)
+        self.kind = NormKind(rms, eps, zero_centered)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self.weight, self.bias)
+        return self.kind(x, self.weight, self.bias)

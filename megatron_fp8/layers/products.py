@@ -20,9 +20,10 @@ all ranks cast with one scale, delayed scaling's, which they agree on anyway, or
 The weight is frozen to stock Megatron, so autograd must be told to visit us even when x needs no gradient (the first
 layer after a frozen embedding): every call takes an empty `anchor` tensor that requires one.
 
-x may also come in FP8 (`Fp8Activation`), cast by the module before, as this linear would (`Cast`).  What autograd sees
-of it is a ticket: a tensor of x's shape and type without memory, which carries the edge of the graph, and whose
-gradient is that of x.
+x may also come in FP8 (`Fp8Activation`), cast by the module before, as this linear would (`Cast`), in the kernel that
+makes it.  What autograd sees of it is a ticket: a tensor of x's shape and type without memory, which carries the edge
+of the graph, and whose gradient is that of x.  In the same way dy may come in FP8 from the module after, which made it
+(`post`): the cast lies in the call's mailbox, and autograd carries a ticket from one backward pass to the other.
 
 Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
 LinearWithGradAccumulationAndAsyncCommunication.
@@ -40,6 +41,8 @@ from ..numerics.emulation import EmulatedFormat
 from ..numerics.formats import Format
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
+from ..ops import source
+from ..ops.source import Castable
 
 type Rounding = tuple[EmulatedFormat, tuple[int, int] | None]  # with a seed where it is stochastic
 
@@ -57,6 +60,7 @@ class Call:
         fp8: whether the GEMMs are FP8's; wgrad_fp8: whether the weight gradient's is.
         rounding: of a BF16 call, how operands are rounded that are emulated.
         seen: whether someone looks at the GEMMs, so that x waits in BF16 too.
+        mailbox: holds q(dy) between the backward pass that made it and this call's own.
     """
 
     weight: OwnedWeight
@@ -69,6 +73,7 @@ class Call:
     wgrad_fp8: bool
     rounding: dict[str, Rounding]
     seen: bool
+    mailbox: "list[Posted]"
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """x (s, ..., K), or a rank's part of it, as (M, K)."""
@@ -88,7 +93,7 @@ def plan(weight: OwnedWeight, group, sequence_parallel: bool, sum_dx: bool, trai
     gather = (config.tp_gather if fp8 else "bf16") if sequence_parallel else None
     rounding = {} if fp8 else _rounding(weight, keep)
     seen = keep and bool(weight.events.forward or weight.events.backward)
-    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen)
+    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen, [])
 
 
 def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
@@ -123,8 +128,8 @@ class Cast:
     training: bool
     group: torch.distributed.ProcessGroup | None
 
-    def __call__(self, x: torch.Tensor) -> tuple[ScaledTensor, torch.Tensor]:
-        """x (M, K) in BF16 -> (q(x), its scale)."""
+    def __call__(self, x: Castable) -> tuple[ScaledTensor, torch.Tensor]:
+        """x (M, K) -> (q(x), its scale)."""
         return self.weight.cast(
             x, INPUT, self.fmt, columns=self.columns, training=self.training, group=self.group
         )
@@ -138,37 +143,80 @@ def input_cast(call: Call) -> Cast:
 
 
 def takes_fp8(call: Call) -> bool:
-    """Whether x may come in FP8: not where the call wants it in BF16 for a gather, for wgrad or for who looks on."""
-    return call.fp8 and call.gather != "bf16" and (call.wgrad_fp8 or not call.keep) and not call.seen
+    """Whether x may come in FP8: not where the call wants it in BF16 for a gather or for wgrad."""
+    return call.fp8 and call.gather != "bf16" and (call.wgrad_fp8 or not call.keep)
 
 
 @dataclass(frozen=True, eq=False)
 class Fp8Activation:
-    """An activation in FP8 on its way from one module to a linear: q(x), its scale, and the ticket for autograd."""
+    """An activation in FP8 on its way from one module to a linear: the ticket for autograd, q(x), and its scale.
 
+    exact: x itself where someone looks at the GEMMs, else None.
+    """
+
+    ticket: torch.Tensor
     q: ScaledTensor
     scale: torch.Tensor
+    exact: torch.Tensor | None
+
+
+def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> Fp8Activation:
+    """What a maker makes of its inputs, for `call`. Its forward pass gets (ctx, call, made, *inputs) and ends with
+    `give`; its backward pass returns None for the first two."""
+    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None]] = []
+    ticket = maker.apply(call, made, *inputs)
+    return Fp8Activation(ticket, *made[0])
+
+
+def give(call: Call, made: list, x: Castable, like: torch.Tensor) -> torch.Tensor:
+    """Cast x (M, K) for `call` into `made`; returns the ticket, of the type and the leading shape of `like`."""
+    q, scale = input_cast(call)(x)
+    exact = source.values(x) if call.seen else None
+    held = q.columns.t() if q.payload is None else q.payload
+    shape = *like.shape[:-1], held.shape[-1]
+    made.append((q, scale, None if exact is None else exact.view(shape)))
+    return ticket(shape, like)
+
+
+def ticket(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of that shape, of the type of `like`, without memory: what autograd sees of one that is in FP8."""
+    return like.new_empty(()).expand(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Posted:
+    """dy in FP8, both layouts; the ticket that autograd has of it; dy itself where someone looks at the GEMMs."""
+
+    q: ScaledTensor
     ticket: torch.Tensor
+    exact: torch.Tensor | None
 
 
-def hand_over(x: torch.Tensor, cast: Cast) -> Fp8Activation:
-    """x (..., K) in BF16, cast for a linear; the gradient that comes back is of x itself."""
-    made: list[tuple[ScaledTensor, torch.Tensor]] = []
-    ticket = _Ticket.apply(x, cast, made)
-    return Fp8Activation(*made[0], ticket)
+def maker_of(y: torch.Tensor) -> Call | None:
+    """The call that gave y and takes its gradient in FP8, or None.
+
+    Only whoever alone reads y may ask, and `post` to it.
+    """
+    return getattr(y, "_fp8_call", None)
 
 
-class _Ticket(torch.autograd.Function):
-    """x -> a tensor of its shape without memory; dx = dy."""
+def post(call: Call, dy: Castable, like: torch.Tensor) -> torch.Tensor:
+    """Cast the gradient dy (M, N) of a call's result, which is like `like`; what autograd is to be given for it."""
+    weight = call.weight
+    q, _ = weight.cast(dy, GRAD, weight.config.grad_format, columns=True, training=call.training)
+    sent = ticket(like.shape, like)
+    call.mailbox.append(Posted(q, sent, source.values(dy) if call.seen else None))
+    return sent
 
-    @staticmethod
-    def forward(ctx, x, cast: Cast, made: list):
-        made.append(cast(x.reshape(-1, x.shape[-1])))
-        return x.new_empty(()).expand(x.shape)
 
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None, None
+def product(x: torch.Tensor, anchor: torch.Tensor, call: Call, given: "Fp8Activation | None") -> torch.Tensor:
+    """y = x W^T (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
+    if not call.fp8:
+        return Bf16Product.apply(x, anchor, call)
+    y = Fp8Product.apply(x, anchor, call, given)
+    if call.keep and call.wgrad_fp8:
+        y._fp8_call = call
+    return y
 
 
 class Fp8Product(torch.autograd.Function):
@@ -190,15 +238,16 @@ class Fp8Product(torch.autograd.Function):
         kept = x
         if call.keep and call.wgrad_fp8 and call.gather != "bf16":
             kept = q.columns if call.gather is None else q.payload.view(x.shape)
-        ctx.call, ctx.w, ctx.exact = call, w, x if call.seen else None
+        ctx.call, ctx.w, ctx.exact = call, w, None
         ctx.save_for_backward(kept, scale, q.scale_inv)
         if call.seen:
-            _show_forward(call, x, read, w)
+            ctx.exact = x if given is None else given.exact
+            _show_forward(call, ctx.exact, read, w)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx, dy):
-        dx, product = _fp8_gradients(ctx, ctx.call, dy.reshape(-1, dy.shape[-1]))
+        dx, product = _fp8_gradients(ctx, ctx.call, dy)
         return _finish(ctx.call, dx, dy.shape, product), None, None, None
 
 
@@ -207,16 +256,23 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[torch.Tensor | No
     weight, config, w = call.weight, call.weight.config, ctx.w
     kept, x_scale, x_scale_inv = ctx.saved_tensors
     needs_dx = ctx.needs_input_grad[0]
-    rows = needs_dx or not call.wgrad_fp8 or call.seen
-    q, _ = weight.cast(dy, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training)
+    if call.mailbox:
+        posted = call.mailbox.pop()
+        if dy.data_ptr() != posted.ticket.data_ptr() or any(dy.stride()):
+            raise RuntimeError("the gradient of an FP8 linear was added to on its way: its result had a second reader")
+        q, exact = posted.q, posted.exact
+    else:
+        exact = dy.reshape(-1, dy.shape[-1])
+        rows = needs_dx or not call.wgrad_fp8 or call.seen
+        q, _ = weight.cast(exact, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training)
     dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype)) if needs_dx else None
     if not call.wgrad_fp8:
-        product = ops.Product(dy.t(), call.whole(kept).t())
+        product = ops.Product(exact.t(), call.whole(kept).t())
     else:
         x_t = ScaledTensor(_columns(call, kept, x_scale), x_scale_inv)
         product = ops.Product(ScaledTensor(q.columns, q.scale_inv), x_t)
     if call.seen:
-        _show_backward(call, call.whole(ctx.exact), dy, (q, w if needs_dx else None), product)
+        _show_backward(call, call.whole(ctx.exact), exact, (q, w if needs_dx else None), product)
     return dx, product
 
 

@@ -7,6 +7,7 @@ a description and returns a copy in which
     self_attention.linear_proj  row linear                       ->  Fp8RowParallelLinear
     mlp.linear_fc1              pre_mlp_layernorm + column       ->  Fp8NormColumnParallelLinear
     mlp.linear_fc2              row linear                       ->  Fp8RowParallelLinear
+    mlp                         MLP itself                       ->  Fp8Mlp
     every other norm            torch / apex / TE                ->  Norm
     core_attention              unfused / TE                     ->  TorchAttention
     multi-latent attention      its linears likewise             ->  latent.py
@@ -38,6 +39,7 @@ from ..flags.config import Fp8Config
 from .attention import TorchAttention, UnfusedAttention
 from .latent import convert_latent, is_latent
 from .linear import ExpertRowLinear, Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+from .mlp import Fp8Mlp
 from .norm import Norm
 
 
@@ -118,7 +120,8 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
         changed["pre_mlp_layernorm"] = IdentityOp if normed else layer.pre_mlp_layernorm
         row = functools.partial(Fp8RowParallelLinear, fp8_config=fp8)
         submodules = dataclasses.replace(submodules, linear_fc1=column, linear_fc2=row)
-        changed["mlp"] = functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
+        build = Fp8Mlp.as_mlp_submodule if mlp.func.__self__ is MLP else mlp.func
+        changed["mlp"] = functools.partial(build, *mlp.args, **{**mlp.keywords, "submodules": submodules})
     changed["sharded_state_dict_keys_map"] = {}  # the modules have the names of the TE spec themselves
     fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)} | changed
     return dataclasses.replace(layer, **{k: convert(v, config, fp8) for k, v in fields.items()})

@@ -1,0 +1,104 @@
+"""Megatron's MLP with the activation function between FP8 products: h = fc1(x), y = fc2(act(h + b)).
+
+    forward    act(h + b) is made in FP8, for fc2 alone: BF16 would be written and read again for nothing
+    backward   dh = d act(h + b) * act'(h + b) is made in FP8, for fc1's two products alone
+
+Both in one kernel that reads h (and the gradient) once (ops/triton/activation.py). What is kept for the backward pass is
+h, as with any MLP. The parameters are stock's, and so is everything that is not an activation function known here, or
+not between two FP8 linears: experts' tokens with weights, a clamp, another function.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+
+from .. import ops
+from ..ops.source import Payloads
+from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from .products import Call, give, hand_over, maker_of, post, takes_fp8
+
+
+def activation_kind(config) -> str | None:
+    """The name by which ops.activate knows the activation function that `config` has, or None."""
+    function, gated = config.activation_func, config.gated_linear_unit
+    if config.activation_func_clamp_value is not None or config.glu_linear_offset or config.use_te_activation_func:
+        return None
+    if gated:
+        return "swiglu" if function is F.silu else None
+    if function is F.gelu:
+        # Stock's fused kernel has the tanh form, whatever the function's own is.
+        return "gelu_tanh" if config.bias_activation_fusion else "gelu"
+    return None
+
+
+class Activated:
+    """act(h + bias) as a Source, of h (M, F) or, gated, (M, 2F)."""
+
+    def __init__(self, h: torch.Tensor, bias: torch.Tensor | None, kind: str):
+        self._h, self._bias, self._kind = h, bias, kind
+
+    def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
+        how = {"rows": rows, "columns": columns, "amax_out": amax_out}
+        return ops.activate_quantize(self._h, self._kind, fmt, scale, bias=self._bias, **how)
+
+    def values(self) -> torch.Tensor:
+        return ops.activate(self._h, self._kind, self._bias)
+
+
+class ActivationGradient:
+    """dy * act'(h + bias) as a Source, of dy (M, F); dbias, of h's width: its sum over M, once it was made in FP8."""
+
+    def __init__(self, dy: torch.Tensor, h: torch.Tensor, bias: torch.Tensor | None, kind: str):
+        self._dy, self._h, self._bias, self._kind = dy, h, bias, kind
+        self.dbias: torch.Tensor | None = None
+
+    def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
+        how = {"rows": rows, "columns": columns, "amax_out": amax_out, "bias_grad": self._bias is not None}
+        *payloads, self.dbias = ops.activate_backward_quantize(
+            self._dy, self._h, self._kind, fmt, scale, bias=self._bias, **how
+        )
+        return payloads[0], payloads[1]
+
+    def values(self) -> torch.Tensor:
+        dh = ops.activate_backward(self._dy, self._h, self._kind, self._bias)
+        if self._bias is not None:
+            self.dbias = dh.sum(0, dtype=torch.float32).to(self._bias.dtype)
+        return dh
+
+
+class ActivationCast(torch.autograd.Function):
+    """act(h + bias) of h (..., F or 2F), made in FP8 for the linear that follows; `maker`: the call that made h."""
+
+    @staticmethod
+    def forward(ctx, call: Call, made: list, h, bias, kind: str, maker: Call | None):
+        ctx.kind, ctx.maker = kind, maker
+        ctx.save_for_backward(h, bias)
+        return give(call, made, Activated(h.reshape(-1, h.shape[-1]), bias, kind), h)
+
+    @staticmethod
+    def backward(ctx, dy):
+        h, bias = ctx.saved_tensors
+        gradient = ActivationGradient(dy.reshape(-1, dy.shape[-1]), h.reshape(-1, h.shape[-1]), bias, ctx.kind)
+        dh = gradient.values().view(h.shape) if ctx.maker is None else post(ctx.maker, gradient, h)
+        return None, None, dh, gradient.dbias, None, None
+
+
+class Fp8Mlp(MLP):
+    """Stock's MLP; see the top of the file."""
+
+    linear_fc1: Fp8ColumnParallelLinear
+    linear_fc2: Fp8RowParallelLinear
+
+    def forward(self, hidden_states, per_token_scale=None, **kwargs):
+        kind = activation_kind(self.config)
+        if kind is None or per_token_scale is not None:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        call = self.linear_fc2.plan()
+        if not takes_fp8(call):
+            with self.linear_fc2.planned(call, None):
+                return super().forward(hidden_states, **kwargs)
+        h, bias = self.linear_fc1(hidden_states)
+        given = hand_over(ActivationCast, call, h, bias, kind, maker_of(h))
+        del h
+        with self.linear_fc2.planned(call, given):
+            return self.linear_fc2(given.ticket)
