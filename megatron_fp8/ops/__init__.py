@@ -1,10 +1,13 @@
-"""The numeric operations: casts, blocks and counts (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
+"""The numeric operations: casts, blocks, norms and counts (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
 
 from megatron_fp8.ops.by_device import (
     add_blocks,
     amax,
     count_cast,
     emulate,
+    norm,
+    norm_backward,
+    norm_quantize,
     quantize,
     quantize_blocks,
     square_sum_blocks,
@@ -23,6 +26,9 @@ __all__ = [
     "count_cast",
     "emulate",
     "gemm",
+    "norm",
+    "norm_backward",
+    "norm_quantize",
     "quantize",
     "quantize_blocks",
     "ring_sum",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fp8.numerics import emulation
-from megatron_fp8.ops import reference, reference_statistics
+from megatron_fp8.ops import reference, reference_norm, reference_statistics
 
 
 def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
@@ -40,3 +40,6 @@ sum_blocks = _with_kernel(reference.sum_blocks)
 square_sum_blocks = _with_kernel(reference.square_sum_blocks)
 count_cast = _with_kernel(reference_statistics.count_cast)
 emulate = _with_kernel(emulation.emulate)
+norm = _with_kernel(reference_norm.norm)
+norm_quantize = _with_kernel(reference_norm.norm_quantize)
+norm_backward = _with_kernel(reference_norm.norm_backward)
