@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fp8.numerics import emulation
-from megatron_fp8.ops import reference, reference_statistics
+from megatron_fp8.ops import reference, reference_activation, reference_norm, reference_statistics
 
 
 def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
@@ -38,5 +38,13 @@ quantize_blocks = _with_kernel(reference.quantize_blocks)
 add_blocks = _with_kernel(reference.add_blocks)
 sum_blocks = _with_kernel(reference.sum_blocks)
 square_sum_blocks = _with_kernel(reference.square_sum_blocks)
+activate = _with_kernel(reference_activation.activate)
+activate_backward = _with_kernel(reference_activation.activate_backward)
+activate_quantize = _with_kernel(reference_activation.activate_quantize)
+activate_backward_quantize = _with_kernel(reference_activation.activate_backward_quantize)
+quantize_bias_grad = _with_kernel(reference_activation.quantize_bias_grad)
 count_cast = _with_kernel(reference_statistics.count_cast)
 emulate = _with_kernel(emulation.emulate)
+norm = _with_kernel(reference_norm.norm)
+norm_quantize = _with_kernel(reference_norm.norm_quantize)
+norm_backward = _with_kernel(reference_norm.norm_backward)

@@ -1,0 +1,148 @@
+"""Activations with their casts in plain PyTorch: the oracle for ops/triton/activation.py, and what runs on the CPU.
+
+    kind            act(x), x = h + bias                    with halves x1, x2 of x's last dimension (GATED)
+    gelu            x Phi(x), Phi the normal distribution   F.gelu
+    gelu_tanh       x (1 + tanh(c (x + 0.044715 x^3))) / 2, c = sqrt(2 / pi)    stock's bias_gelu_fusion
+    squared_relu    max(x, 0)^2
+    swiglu          silu(x1) x2
+    geglu           gelu_tanh(x1) x2                        stock's fused_bias_geglu
+
+Everything is float32 from the 16-bit inputs on; the one rounding is that of the result, to FP8 or to h's type. So FP8
+here differs from quantize(activation in BF16), which rounds twice. An infinity of x becomes what the formula makes of
+it, which may be a NaN, but never a number.
+"""
+
+import math
+
+import torch
+from torch.nn import functional
+
+from megatron_fp8.numerics.formats import Format
+from megatron_fp8.ops import reference
+
+GATED = ("swiglu", "geglu")
+KINDS = ("gelu", "gelu_tanh", "squared_relu", *GATED)
+_C, _CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_tanh_slope(x: torch.Tensor) -> torch.Tensor:
+    t = torch.tanh(_C * x * (1 + _CUBE * x * x))
+    return 0.5 * x * ((1 - t * t) * (_C + 3 * _C * _CUBE * x * x)) + 0.5 * (1 + t)
+
+
+def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """d value / d x of a kind that is not gated; for gated kinds of their first half's function."""
+    if kind == "gelu":
+        density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * density
+    if kind in ("gelu_tanh", "geglu"):
+        return _gelu_tanh_slope(x)
+    if kind == "swiglu":
+        s = torch.sigmoid(x)
+        return s * (1 + x * (1 - s))
+    return 2 * functional.relu(x)
+
+
+def _value(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "gelu":
+        return functional.gelu(x)
+    if kind in ("gelu_tanh", "geglu"):
+        return 0.5 * x * (1 + torch.tanh(_C * x * (1 + _CUBE * x * x)))
+    if kind == "swiglu":
+        return functional.silu(x)
+    return functional.relu(x).square()
+
+
+def _input(h: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    if kind not in KINDS:
+        raise ValueError(f"activation {kind!r}: use one of {', '.join(KINDS)}")
+    return h.float() if bias is None else h.float() + bias.float()
+
+
+def _forward(h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> torch.Tensor:
+    x = _input(h, bias, kind)
+    if kind not in GATED:
+        return _value(x, kind)
+    one, two = x.chunk(2, -1)
+    return _value(one, kind) * two
+
+
+def _backward(dy: torch.Tensor, h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> torch.Tensor:
+    x, dy = _input(h, bias, kind), dy.float()
+    if kind not in GATED:
+        return dy * _slope(x, kind)
+    one, two = x.chunk(2, -1)
+    return torch.cat([dy * _slope(one, kind) * two, dy * _value(one, kind)], -1)
+
+
+def _quantize(
+    x: torch.Tensor, fmt: Format, scale: torch.Tensor, rows: bool, columns: bool, amax_out: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    payload, payload_t = reference.quantize(x, fmt, scale, transpose=True, rows=rows, amax_out=amax_out)
+    return payload, (payload_t if columns else None)
+
+
+def activate(h: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """act(h + bias): h (M, F), of gated kinds (M, 2F), and bias of h's width -> (M, F) in h's type."""
+    return _forward(h, kind, bias).to(h.dtype)
+
+
+def activate_backward(
+    dy: torch.Tensor, h: torch.Tensor, kind: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dh = dy act'(h + bias): dy (M, F), h (M, F), of gated kinds (M, 2F) -> h's shape and type."""
+    return _backward(dy, h, kind, bias).to(h.dtype)
+
+
+def activate_quantize(
+    h: torch.Tensor,
+    kind: str,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """act(h + bias) of activate, cast from float32 as ops.quantize casts: (payload (M, F), payload_t (F, M)).
+
+    scale: 0-d float32. rows, columns: which of the two are wanted; the other is None. amax_out (0-d float32) becomes
+    max(amax_out, max|act|) of the float32 values, NaN and infinity included.
+    """
+    return _quantize(_forward(h, kind, bias), fmt, scale, rows, columns, amax_out)
+
+
+def activate_backward_quantize(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    kind: str,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+    bias_grad: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """dh of activate_backward, cast from float32: (payload, h's shape, payload_t, dbias); the rest as activate_quantize.
+
+    dbias (h's width, h's type), where bias_grad asks for it: the sum of dh's float32 values over rows.
+    """
+    dh = _backward(dy, h, kind, bias)
+    payloads = _quantize(dh, fmt, scale, rows, columns, amax_out)
+    return *payloads, (dh.sum(0).to(h.dtype) if bias_grad else None)
+
+
+def quantize_bias_grad(
+    dy: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """ops.quantize of dy (M, N) with the sum of its rows: (payload, payload_t (N, M), dbias (N,) in dy's type)."""
+    return *_quantize(dy, fmt, scale, rows, columns, amax_out), dy.float().sum(0).to(dy.dtype)
