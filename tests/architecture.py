@@ -40,6 +40,7 @@ EXCHANGED = {  # stock's class under Transformer Engine: what stands in its plac
     "TERowParallelLinear": {"Fp8RowParallelLinear", "ExpertRowLinear"},
     "TELinear": {"ReplicatedLinear"},
     "TEDotProductAttention": {"TorchAttention", "UnfusedAttention"},
+    "MLP": {"Fp8Mlp"},
     "MLASelfAttention": {"LatentAttention"},
     "LayerNorm": {"Norm"},
     "RMSNorm": {"Norm"},

@@ -27,6 +27,8 @@ class _OwnedLinear:
     """What our two linears add to stock's: the weight is `owned`, and the product ours."""
 
     weight: torch.nn.Parameter
+    tp_group: torch.distributed.ProcessGroup
+    training: bool
     owned: OwnedWeight
     _given: tuple[Call, Fp8Activation | None] | None = None  # of the forward pass under way
 
@@ -55,10 +57,10 @@ class _OwnedLinear:
 
     def plan(self) -> Call:
         """Decide how the next forward pass is computed; `planned` carries it out."""
-        rows_cut = isinstance(self, RowParallelLinear)
-        sequence_parallel = not rows_cut and self.sequence_parallel
-        sum_dx = not rows_cut and self.allreduce_dgrad
-        return plan(self.owned, self.tp_group, sequence_parallel, sum_dx, self.training)
+        gathered = sum_dx = False
+        if isinstance(self, ColumnParallelLinear):
+            gathered, sum_dx = self.sequence_parallel, self.allreduce_dgrad
+        return plan(self.owned, self.tp_group, gathered, sum_dx, self.training)
 
     @contextlib.contextmanager
     def planned(self, call: Call, given: Fp8Activation | None):

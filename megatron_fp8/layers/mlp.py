@@ -3,9 +3,9 @@
     forward    act(h + b) is made in FP8, for fc2 alone: BF16 would be written and read again for nothing
     backward   dh = d act(h + b) * act'(h + b) is made in FP8, for fc1's two products alone
 
-Both in one kernel that reads h (and the gradient) once (ops/triton/activation.py). What is kept for the backward pass is
-h, as with any MLP. The parameters are stock's, and so is everything that is not an activation function known here, or
-not between two FP8 linears: experts' tokens with weights, a clamp, another function.
+Both in one kernel that reads h (and the gradient) once (ops/triton/activation.py). What is kept for the backward pass
+is h, as with any MLP. The parameters are stock's, and so is what is not an activation function known here, or not
+between two FP8 linears: experts' tokens with weights, a clamp, another function.
 """
 
 import torch

@@ -42,17 +42,23 @@ class Normed:
     """A norm's output as a Source; x (M, K). mean, rstd (M,): of its rows, once something was made."""
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind):
-        self._inputs, self._kind = (x, weight, bias, kind.eps), {"rms": kind.rms, "zero_centered": kind.zero_centered}
+        self._x, self._weight, self._bias, self._kind = x, weight, bias, kind
         self.mean: torch.Tensor | None = None
         self.rstd: torch.Tensor | None = None
 
     def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
-        how = {"rows": rows, "columns": columns, "amax_out": amax_out}
-        *payloads, self.mean, self.rstd = ops.norm_quantize(*self._inputs, fmt, scale, **how, **self._kind)
-        return payloads[0], payloads[1]
+        kind = self._kind
+        payload, payload_t, self.mean, self.rstd = ops.norm_quantize(
+            self._x, self._weight, self._bias, kind.eps, fmt, scale, rms=kind.rms, zero_centered=kind.zero_centered,
+            rows=rows, columns=columns, amax_out=amax_out,
+        )  # fmt: skip
+        return payload, payload_t
 
     def values(self) -> torch.Tensor:
-        y, self.mean, self.rstd = ops.norm(*self._inputs, **self._kind)
+        kind = self._kind
+        y, self.mean, self.rstd = ops.norm(
+            self._x, self._weight, self._bias, kind.eps, rms=kind.rms, zero_centered=kind.zero_centered
+        )
         return y
 
 
@@ -71,8 +77,9 @@ class NormCast(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, mean, rstd = ctx.saved_tensors
         kind, k = ctx.kind, x.shape[-1]
-        how = {"rms": kind.rms, "zero_centered": kind.zero_centered}
-        dx, dweight, dbias = ops.norm_backward(dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, **how)
+        dx, dweight, dbias = ops.norm_backward(
+            dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered
+        )
         return None, None, dx.view(x.shape), dweight, dbias, None
 
 

@@ -172,8 +172,7 @@ def give(call: Call, made: list, x: Castable, like: torch.Tensor) -> torch.Tenso
     """Cast x (M, K) for `call` into `made`; returns the ticket, of the type and the leading shape of `like`."""
     q, scale = input_cast(call)(x)
     exact = source.values(x) if call.seen else None
-    held = q.columns.t() if q.payload is None else q.payload
-    shape = *like.shape[:-1], held.shape[-1]
+    shape = *like.shape[:-1], call.weight.param.shape[1]
     made.append((q, scale, None if exact is None else exact.view(shape)))
     return ticket(shape, like)
 
@@ -260,19 +259,20 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[torch.Tensor | No
         posted = call.mailbox.pop()
         if dy.data_ptr() != posted.ticket.data_ptr() or any(dy.stride()):
             raise RuntimeError("the gradient of an FP8 linear was added to on its way: its result had a second reader")
-        q, exact = posted.q, posted.exact
+        q, flat = posted.q, posted.exact
     else:
-        exact = dy.reshape(-1, dy.shape[-1])
+        flat = dy.reshape(-1, dy.shape[-1])
         rows = needs_dx or not call.wgrad_fp8 or call.seen
-        q, _ = weight.cast(exact, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training)
+        q, _ = weight.cast(flat, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training)
     dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype)) if needs_dx else None
     if not call.wgrad_fp8:
-        product = ops.Product(exact.t(), call.whole(kept).t())
+        assert flat is not None  # of such a call nobody posts
+        product = ops.Product(flat.t(), call.whole(kept).t())
     else:
         x_t = ScaledTensor(_columns(call, kept, x_scale), x_scale_inv)
         product = ops.Product(ScaledTensor(q.columns, q.scale_inv), x_t)
     if call.seen:
-        _show_backward(call, call.whole(ctx.exact), exact, (q, w if needs_dx else None), product)
+        _show_backward(call, call.whole(ctx.exact), flat, (q, w if needs_dx else None), product)
     return dx, product
 
 
@@ -347,6 +347,6 @@ def _show_forward(call: Call, x: torch.Tensor, read_x: ops.Operand, read_w: ops.
         look(call.weight, whole, read_x, read_w)
 
 
-def _show_backward(call: Call, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, product: ops.Product) -> None:
+def _show_backward(call: Call, x: torch.Tensor, dy: torch.Tensor | None, dgrad: tuple, product: ops.Product) -> None:
     for look in call.weight.events.backward:
         look(call.weight, x, dy, dgrad, (product.a.T, product.b.T))

@@ -126,7 +126,7 @@ def activate_backward_quantize(
     amax_out: torch.Tensor | None = None,
     bias_grad: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dh of activate_backward, cast from float32: (payload, h's shape, payload_t, dbias); the rest as activate_quantize.
+    """dh of activate_backward, cast from float32: (payload, h's shape, payload_t, dbias); else as activate_quantize.
 
     dbias (h's width, h's type), where bias_grad asks for it: the sum of dh's float32 values over rows.
     """
