@@ -10,6 +10,7 @@ between two FP8 linears: experts' tokens with weights, a clamp, another function
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP
 
 from .. import ops
@@ -23,12 +24,12 @@ def activation_kind(config) -> str | None:
     function, gated = config.activation_func, config.gated_linear_unit
     if config.activation_func_clamp_value is not None or config.glu_linear_offset or config.use_te_activation_func:
         return None
+    fused = config.bias_activation_fusion  # stock's fused kernels have the tanh form of GELU
     if gated:
-        return "swiglu" if function is F.silu else None
+        return "swiglu" if function is F.silu else "geglu" if function is F.gelu and fused else None
     if function is F.gelu:
-        # Stock's fused kernel has the tanh form, whatever the function's own is.
-        return "gelu_tanh" if config.bias_activation_fusion else "gelu"
-    return None
+        return "gelu_tanh" if fused else "gelu"
+    return "squared_relu" if function is squared_relu else None
 
 
 class Activated:
