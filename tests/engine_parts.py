@@ -1,8 +1,16 @@
 """Parts of the engine for tests without a model: a set of weights over one group, gradients that are known."""
 
+from types import SimpleNamespace
+
 import torch
 
+from megatron_fp8.engine.events import Events
+from megatron_fp8.engine.owned import OwnedWeight, Scratch
 from megatron_fp8.engine.sets import WeightSet
+from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.flags.emulate import emulation_from_args
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.scaling import WeightScaling
 
 
 def one_set(group) -> WeightSet:
@@ -21,3 +29,26 @@ class Known:
             return self.values.to(dtype)
         product = self.values.to(into.dtype)
         return into.add_(product) if accumulate else into.copy_(product)
+
+
+class OneWeight:
+    """An owned weight (N, K) of `values`, alone in a bucket, with the events that its engine would give it.
+
+    Gradients are stored in FP32; storage is "bf16" or "fp8", emulate a value of --fp8-emulate or None.
+    """
+
+    def __init__(self, values: torch.Tensor, group, emulate=None, storage="bf16", wgrad=True):
+        config = SimpleNamespace(
+            gemm="bf16" if emulate else "fp8", forward_format=E4M3, grad_format=E5M2, margin=0, grad_accum="fp32",
+            partition="even", weight=storage, exp_avg="fp32", exp_avg_sq="fp32", wgrad=wgrad, tp_gather="bf16",
+            master="remainder" if storage == "fp8" else "fp32", keep_transpose_cache=False, seed=1,
+            emulate=emulation_from_args(SimpleNamespace(fp8_emulate=emulate)),
+        )  # fmt: skip
+        self.weight = OwnedWeight(torch.nn.Parameter(values.clone()), config)
+        self.weight.path, self.weight.layer_number = "decoder.layers.mlp.linear_fc1", 3
+        scaling = WeightScaling(1, E4M3, 0, group, "cpu") if storage == "fp8" else None
+        self.events = Events()
+        self.bucket = Bucket(
+            [self.weight], one_set(group), False, config, scaling, 0, lambda b: b.grads.local(), self.events, Scratch()
+        )
+        self.bucket.begin_step(0)

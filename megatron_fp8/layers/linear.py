@@ -79,8 +79,7 @@ class _OwnedLinear:
         else:
             call, given = self.plan(), None
         assert (call.sum_dx, call.gather is not None) == (allreduce_dgrad, sequence_parallel)
-        y = product(input, self._anchor, call, given)
-        return y if bias is None else y + bias
+        return product(input, self._anchor, call, given, bias)
 
 
 class Fp8ColumnParallelLinear(_OwnedLinear, ColumnParallelLinear):

@@ -42,7 +42,7 @@ from ..numerics.formats import Format
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
-from ..ops.source import Castable
+from ..ops.source import Castable, Payloads
 
 type Rounding = tuple[EmulatedFormat, tuple[int, int] | None]  # with a seed where it is stochastic
 
@@ -208,21 +208,45 @@ def post(call: Call, dy: Castable, like: torch.Tensor) -> torch.Tensor:
     return sent
 
 
-def product(x: torch.Tensor, anchor: torch.Tensor, call: Call, given: "Fp8Activation | None") -> torch.Tensor:
-    """y = x W^T (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
+def product(
+    x: torch.Tensor,
+    anchor: torch.Tensor,
+    call: Call,
+    given: Fp8Activation | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = x W^T + bias (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
     if not call.fp8:
-        return Bf16Product.apply(x, anchor, call)
-    y = Fp8Product.apply(x, anchor, call, given)
-    if call.keep and call.wgrad_fp8:
+        y = Bf16Product.apply(x, anchor, call)
+        return y if bias is None else y + bias
+    y = Fp8Product.apply(x, anchor, call, given, bias)
+    if call.keep and call.wgrad_fp8 and bias is None:  # whose gradient is summed from dy as it is
         y._fp8_call = call
     return y
 
 
+class BiasedGradient:
+    """dy (M, N) as a Source whose sum over M, dbias (N,), is made along with it."""
+
+    def __init__(self, dy: torch.Tensor):
+        self._dy = dy
+        self.dbias: torch.Tensor | None = None
+
+    def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
+        how = {"rows": rows, "columns": columns, "amax_out": amax_out}
+        payload, payload_t, self.dbias = ops.quantize_bias_grad(self._dy, fmt, scale, **how)
+        return payload, payload_t
+
+    def values(self) -> torch.Tensor:
+        self.dbias = self._dy.sum(0)
+        return self._dy
+
+
 class Fp8Product(torch.autograd.Function):
-    """y = x W^T in FP8; x in BF16, or the ticket of `given`."""
+    """y = x W^T + bias in FP8; x in BF16, or the ticket of `given`."""
 
     @staticmethod
-    def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None):
+    def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None, bias: torch.Tensor | None):
         w = call.weight.quantized()
         if given is not None:
             q, scale = given.q, given.scale
@@ -233,7 +257,7 @@ class Fp8Product(torch.autograd.Function):
         if call.gather == "fp8":
             rows = tensor.gather(q.payload.view(x.shape), call.group)
             read = ScaledTensor(rows.view(-1, rows.shape[-1]), q.scale_inv)
-        y = ops.gemm(read, w, ops.Epilogue(dtype=x.dtype), fast_accum=True)
+        y = ops.gemm(read, w, ops.Epilogue(dtype=x.dtype, bias=bias), fast_accum=True)
         kept = x
         if call.keep and call.wgrad_fp8 and call.gather != "bf16":
             kept = q.columns if call.gather is None else q.payload.view(x.shape)
@@ -246,15 +270,17 @@ class Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dx, product = _fp8_gradients(ctx, ctx.call, dy)
-        return _finish(ctx.call, dx, dy.shape, product), None, None, None
+        dx, dbias, product = _fp8_gradients(ctx, ctx.call, dy)
+        return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias
 
 
-def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[torch.Tensor | None, ops.Product]:
-    """dx (M, K), and dW not computed yet: what only dx needs is freed before it is."""
+def _fp8_gradients(
+    ctx, call: Call, dy: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, ops.Product]:
+    """dx (M, K), dbias (N,), and dW not computed yet: what only dx needs is freed before it is."""
     weight, config, w = call.weight, call.weight.config, ctx.w
     kept, x_scale, x_scale_inv = ctx.saved_tensors
-    needs_dx = ctx.needs_input_grad[0]
+    needs_dx, dbias = ctx.needs_input_grad[0], None
     if call.mailbox:
         posted = call.mailbox.pop()
         if dy.data_ptr() != posted.ticket.data_ptr() or any(dy.stride()):
@@ -263,7 +289,11 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[torch.Tensor | No
     else:
         flat = dy.reshape(-1, dy.shape[-1])
         rows = needs_dx or not call.wgrad_fp8 or call.seen
-        q, _ = weight.cast(flat, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training)
+        gradient = BiasedGradient(flat) if ctx.needs_input_grad[4] else flat
+        q, _ = weight.cast(
+            gradient, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training
+        )
+        dbias = gradient.dbias if isinstance(gradient, BiasedGradient) else None
     dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype)) if needs_dx else None
     if not call.wgrad_fp8:
         assert flat is not None  # of such a call nobody posts
@@ -273,7 +303,7 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[torch.Tensor | No
         product = ops.Product(ScaledTensor(q.columns, q.scale_inv), x_t)
     if call.seen:
         _show_backward(call, call.whole(ctx.exact), flat, (q, w if needs_dx else None), product)
-    return dx, product
+    return dx, dbias, product
 
 
 def _columns(call: Call, kept: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

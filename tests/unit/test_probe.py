@@ -9,21 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import MODEL, O1, error_of
-from engine_parts import one_set
+from engine_parts import OneWeight
 
-from megatron_fp8.engine.events import Events
-from megatron_fp8.engine.owned import OwnedWeight, Scratch
-from megatron_fp8.engine.weights import Bucket
-from megatron_fp8.flags.emulate import emulation_from_args
 from megatron_fp8.flags.log import logs_update_norm
 from megatron_fp8.flags.probe import ProbePlan, probe_from_args
-from megatron_fp8.layers.products import Bf16Product, Fp8Product, plan
+from megatron_fp8.layers.products import plan, product
 from megatron_fp8.monitor import probe
 from megatron_fp8.monitor.probe import GEMMS, OPERANDS, Probe, compare, count_emulated, kurtosis, power_sums
 from megatron_fp8.numerics.emulation import EmulatedFormat, emulate
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.numerics.scaling import WeightScaling, compute_scale
+from megatron_fp8.numerics.scaling import compute_scale
 from megatron_fp8.ops import reference
 
 
@@ -146,32 +142,19 @@ class TestCountEmulated:
         assert counts.tolist() == [3, 0, 0]
 
 
-class Linear:
+class Linear(OneWeight):
     """The real linear, with a bucket of its weight (48, 32), and what a probe of one micro-batch or more finds."""
 
     def __init__(self, group, emulate=None, storage="bf16", wgrad=True):
-        self.group = group
-        config = SimpleNamespace(
-            gemm="bf16" if emulate else "fp8", forward_format=E4M3, grad_format=E5M2, margin=0, grad_accum="fp32",
-            partition="even", weight=storage, exp_avg="fp32", exp_avg_sq="fp32", wgrad=wgrad, tp_gather="bf16",
-            master="remainder" if storage == "fp8" else "fp32", keep_transpose_cache=False, seed=1,
-            emulate=emulation_from_args(SimpleNamespace(fp8_emulate=emulate)),
-        )  # fmt: skip
-        self.values = torch.randn(48, 32).bfloat16()
-        self.weight = OwnedWeight(torch.nn.Parameter(self.values.clone()), config)
-        self.weight.path, self.weight.layer_number = "decoder.layers.mlp.linear_fc1", 3
-        scaling = WeightScaling(1, E4M3, 0, group, "cpu") if storage == "fp8" else None
-        self.events, reduce = Events(), lambda bucket: bucket.grads.local()
-        of = one_set(group)
-        self.bucket = Bucket([self.weight], of, False, config, scaling, 0, reduce, self.events, Scratch())
-        self.bucket.begin_step(0)
+        self.group, self.values = group, torch.randn(48, 32).bfloat16()
+        super().__init__(self.values, group, emulate, storage, wgrad)
 
     def pass_through(self, x, dy, needs_dx=True):
         """y, dx and what is stored of dW."""
         x = x.clone().requires_grad_(needs_dx)
         anchor = torch.zeros(0, requires_grad=True)
         call = plan(self.weight, None, False, False, training=True)
-        y = Fp8Product.apply(x, anchor, call, None) if call.fp8 else Bf16Product.apply(x, anchor, call)
+        y = product(x, anchor, call, None)
         y.backward(dy)
         return y.detach(), x.grad, self.bucket.grads.dense().clone()
 
