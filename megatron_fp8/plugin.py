@@ -40,7 +40,8 @@ What is hooked, and why not something more official:
                                                 read data, and nothing that runs (checkpoint/pickles.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
                                                 torch's Adam cannot (engine/chain.py), the LM head's forward with
-                                                --fp8-emulate-lm-head (layers/emulated_head.py), and a model's
+                                                --fp8-emulate-lm-head (layers/emulated_head.py) or its product with
+                                                --fp8-lm-head (layers/fp8_head.py), and a model's
                                                 compute_language_model_loss on the steps whose sharpness is measured
                                                 (monitor/sharpness_probe.py); with --fp8-log-update-norm, officially,
                                                 step hooks on the optimizers of stock's parts (monitor/update_norm.py).
@@ -310,6 +311,7 @@ def _gpt_model_init(fp8: Fp8Config):
     from .engine.owned import name_weights
     from .layers.chosen import emulates_head, keep_in_bf16
     from .layers.emulated_head import emulate_head
+    from .layers.fp8_head import head_in_fp8
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -328,6 +330,8 @@ def _gpt_model_init(fp8: Fp8Config):
             if emulates_head(fp8) and self.post_process:
                 rank = torch.distributed.get_rank()
                 emulate_head(self.output_layer, fp8.emulate, fp8.seed, rank)
+            if fp8.lm_head and self.post_process:
+                head_in_fp8(self.output_layer, fp8.grad_format)
             accept_local_names(self)
 
         return init

@@ -41,11 +41,15 @@ ATTENTION = Flag(
     "Whose BF16 attention: torch's (the default), or Transformer Engine's, which must be installed.",
     one_of("torch", "te"),
 )
+LM_HEAD = Flag(
+    "--fp8-lm-head",
+    "The LM head's GEMMs in FP8 too; its weight and gradient stay stock's. Part of no level: it costs some of the loss.",
+)
 ALL = (
     *level.FLAGS,
     *gradients.FLAGS,
     *emulate.FLAGS,
-    *(BF16_LAYERS, COMPACT, ATTENTION),
+    *(BF16_LAYERS, LM_HEAD, COMPACT, ATTENTION),
     *log.FLAGS,
     *sharpness.FLAGS,
     *watch.FLAGS,
@@ -65,6 +69,7 @@ class Fp8Config:
         wgrad: whether the weight-gradient GEMM is FP8 (else BF16).
         bf16_layers_start, bf16_layers_end: how many first and last layers of the model stay in BF16.
         bf16_layers: patterns of the linears that do.
+        lm_head: whether the LM head's GEMMs are FP8's too.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
         grad_scaling: of grad_reduce "shared".
@@ -100,6 +105,7 @@ class Fp8Config:
     bf16_layers_start: int
     bf16_layers_end: int
     bf16_layers: tuple[str, ...]
+    lm_head: bool
     keep_transpose_cache: bool
     grad_reduce_hierarchy: str
     grad_scaling: ScalingRule
@@ -168,6 +174,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         bf16_layers_start=start,
         bf16_layers_end=end,
         bf16_layers=() if patterns is None else read_patterns(BF16_FLAG, patterns),
+        lm_head=_lm_head(args, cells["gemm"]),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),
         grad_scaling=gradients.scaling_rule(args, cells["grad_reduce"]),
@@ -236,6 +243,16 @@ def _cells(args: Namespace, emulated: EmulationPlan | None) -> dict[str, str]:
         exact = {"gemm": "bf16"} if level else {"gemm": "bf16", "grad_accum": "fp32", "grad_reduce": "fp32"}
         overrides = exact | overrides
     return resolve(LOWEST if level is None else level, overrides)
+
+
+def _lm_head(args: Namespace, gemm: str) -> bool:
+    if not LM_HEAD.given(args):
+        return False
+    if gemm != "fp8":
+        raise UserError("--fp8-lm-head: the GEMMs of this run are BF16's (--fp8-gemm bf16, --fp8-emulate); remove one")
+    if args.defer_embedding_wgrad_compute:
+        raise UserError("--fp8-lm-head: --defer-embedding-wgrad-compute is stock's own head; remove one")
+    return True
 
 
 def _ends_in_bf16(args: Namespace) -> tuple[int, int]:

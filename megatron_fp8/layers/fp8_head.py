@@ -1,0 +1,102 @@
+"""The LM head's three products in FP8 (`--fp8-lm-head`); its weight, its gradient's buffer and its optimizer stay stock's.
+
+    forward   y  = q(x)  q(W)^T      dgrad   dx = q(dy) q(W)      wgrad   dW = q(dy)^T q(x)
+
+Formats are those of the other linears. Each operand has one scale, of its own amax: the gradient of the logits is a
+softmax less a one, times the same number in all rows, so its largest element stands out little, and E5M2 reaches 2^-32
+of it. No level takes it: the logits get the errors of E4M3, some 2 % of their spread, and nothing behind them evens
+out. docs/decisions.md has what it does to the loss of real text.
+
+The head is a tenth of a 7B's products at a vocabulary of 50 thousand, and in BF16 takes twice its share of the time.
+Where stock accumulates a weight's gradient in its GEMM (--gradient-accumulation-fusion), so does this.
+"""
+
+import functools
+
+import torch
+
+from .. import ops
+from ..comm import tensor
+from ..errors import UserError
+from ..numerics.formats import E4M3, Format
+from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import compute_scale
+from ..ops import source
+
+
+def head_in_fp8(head, grad_format: Format) -> None:
+    """Let `head`, a stock ColumnParallelLinear, multiply in FP8."""
+    head._forward_impl = functools.partial(_forward, grad_format=grad_format)
+
+
+def _forward(
+    input, weight, bias=None, gradient_accumulation_fusion=False, allreduce_dgrad=False, sequence_parallel=False, *,
+    grad_format, tp_group=None, grad_output_buffer=None, gtp_remat_size=1, **_,
+):  # fmt: skip
+    """In place of stock's linear_with_grad_accumulation_and_async_allreduce."""
+    if grad_output_buffer is not None or gtp_remat_size > 1:
+        raise UserError("--fp8-lm-head: deferred weight gradients and generalized tensor parallelism need it removed")
+    n, k = weight.shape
+    if n % 16 or k % 16:
+        raise UserError(
+            f"--fp8-lm-head: a head of {n} x {k} elements on each tensor-parallel rank needs multiples of 16: change "
+            "--make-vocab-size-divisible-by, or remove it"
+        )
+    sum_over = tp_group if allreduce_dgrad or sequence_parallel else None
+    how = gradient_accumulation_fusion, sum_over, sequence_parallel, grad_format
+    y = _HeadProduct.apply(input, weight, *how)
+    return y if bias is None else y + bias
+
+
+def _quantized(x: torch.Tensor, fmt: Format, columns: bool) -> ScaledTensor:
+    """x (M, K) with a scale of its own amax."""
+    scale = compute_scale(ops.amax(x), fmt)
+    payload, payload_t = source.cast(x, fmt, scale, rows=True, columns=columns, amax_out=None)
+    return ScaledTensor(payload, scale.reciprocal(), payload_t)
+
+
+class _HeadProduct(torch.autograd.Function):
+    """y = x W^T, x (s, ..., K) or under sequence parallelism a rank's part of it, W (N, K) in BF16."""
+
+    @staticmethod
+    def forward(ctx, x, weight, accumulates: bool, group, gathers: bool, grad_format: Format):
+        whole = tensor.gather(x, group) if gathers else x
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        q = _quantized(whole.reshape(-1, whole.shape[-1]), E4M3, columns=needs_dw)
+        w = _quantized(weight.detach(), E4M3, columns=needs_dx)
+        ctx.how, ctx.shape = (accumulates, group, gathers, grad_format), x.shape
+        ctx.save_for_backward(weight, q.columns, q.scale_inv, w.columns, w.scale_inv)
+        y = ops.gemm(q, w, ops.Epilogue(dtype=x.dtype), fast_accum=True)
+        return y.view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, x_columns, x_scale_inv, w_columns, w_scale_inv = ctx.saved_tensors
+        accumulates, group, gathers, grad_format = ctx.how
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        q = _quantized(dy.reshape(-1, dy.shape[-1]), grad_format, columns=needs_dw)
+        dx, dw, handle, summed = None, None, None, None
+        if needs_dx:
+            dx = ops.gemm(q, ScaledTensor(w_columns, w_scale_inv), ops.Epilogue(dtype=dy.dtype))
+            summed = dx = dx.view(*dy.shape[:-1], -1)
+            if gathers:
+                summed, handle = tensor.start_reduce_scatter(dx, group)
+            elif group is not None:
+                summed, handle = tensor.start_all_reduce(dx, group)
+        if needs_dw:
+            product = ops.Product(q.T, ScaledTensor(x_columns, x_scale_inv))
+            dw = _accumulated(product, weight) if accumulates else product.compute(dtype=weight.dtype)
+        if handle is not None:
+            handle.wait()
+        return summed, dw, None, None, None, None
+
+
+def _accumulated(product: ops.Product, weight: torch.Tensor) -> torch.Tensor | None:
+    """Add dW to the weight's main_grad, as stock's fused linear does; what stands for the gradient in autograd."""
+    product.compute(into=weight.main_grad, accumulate=True)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    # Autograd must see a gradient for the hooks of data parallelism to run; nobody reads it.
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.main_grad.shape, dtype=weight.dtype, device=weight.device)
