@@ -19,6 +19,7 @@ _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     (COMMUNICATION, r"nccl"),
     # our own, by their beginnings
     (NORM, r"^_norm_"),
+    (RESIDUAL, r"^_residual_"),
     (ACTIVATION, r"^_activate_"),
     (ROTARY, r"^_qkv_"),
     (LOSS, r"^_cross_entropy"),
@@ -28,17 +29,17 @@ _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     # libraries
     (ATTENTION, r"fmha|flash|sdpa|cudnn::fusion|softmax_warp|masked_softmax"),
     # nvjet_sm90_ABCSD_: types of A, B, C, sums and D; q is E4M3, r E5M2, t BF16, s FP32
-    (BACKWARD, r"nvjet_sm\d+_(r|qr)|cutlass.*(e5m2|e4m3.*e5m2)"),
+    (BACKWARD, r"nvjet_sm\d+_(r|qr)|cutlass.*e5m2"),
     (FORWARD, r"nvjet_sm\d+_qq|cutlass.*e4m3"),
     (BF16, r"nvjet|gemm|cutlass|xmma|cublas|splitK"),
-    (ACTIVATION, r"gelu|silu|swiglu|relu|triton_\w*(sigmoid|tanh|erf)|gated_act|dgated"),
-    (LOSS, r"cross_entropy|online_softmax|triton_\w*(_exp|_max_|_log|_div_|index_put|copy__mul_unsqueeze)"),
+    (ACTIVATION, r"gelu|silu|swiglu|relu|gated|triton_\w*(sigmoid|tanh|erf)"),
+    (LOSS, r"cross_entropy|online_softmax|triton_\w*(_exp_|_max_|_log_|_div_|index_put|copy__mul_unsqueeze)"),
     (OPTIMIZER, r"adam|multi_tensor|lpnorm"),
     (NORM, r"layer_?norm|rms_?norm|normalization|welford|GammaBeta|triton_\w*rsqrt"),
     (ROTARY, r"rope|rotary|CatArrayBatchedCopy|^elementwise_kernel<.*gpu_kernel_impl_nocast<.*(Mul|neg_|Neg)"),
-    (CAST, r"(?<!no)(?<!With)cast|transpose|quant|amax|update_scale|transformer_engine::.*(unary_kernel|delayed)"),
+    (CAST, r"(?<!no)(?<!With)cast|transpose|quant|amax|transformer_engine::.*(unary_kernel|delayed_scaling|dbias)"),
     (GRADIENTS, r"^unrolled_elementwise_kernel<CUDAFunctor_add<float>"),  # FP32 += BF16
-    (RESIDUAL, r"elementwise_kernel<.*CUDAFunctor_add<BFloat16>|triton_\w+_fused_add_\d"),
+    (RESIDUAL, r"elementwise_kernel<.*CUDAFunctor_add<BFloat1|triton_\w+_fused_add_\d"),
     (COPY, r"memcpy|memset|copy|FillFunctor"),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
