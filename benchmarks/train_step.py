@@ -117,16 +117,16 @@ def run(system: str, args) -> dict:
     if args.logs:
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         (Path(args.logs) / f"{system}.log").write_text(log)
-    figures = read(log, args)
+    figures = read(log, args.warmup)
     if done.returncode or not figures:
         raise RuntimeError(f"{system} failed:\n" + log[-3000:])
     return {"system": system, "te": te, "mbs": args.mbs[system], **figures, "seconds": time.time() - began}
 
 
-def read(log: str, args) -> dict:
+def read(log: str, warmup: int) -> dict:
     """The figures of a run's log; empty if it took no step."""
-    steps = re.findall(r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)", log)
-    ms = [float(t) for i, t in steps if args.warmup < int(i) < args.iterations - 1]  # the last is profiled
+    steps = re.findall(r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([\d.]+)", log)
+    ms = [float(t) for i, n, t in steps if warmup < int(i) < int(n) - 1]  # the last but one is profiled
     if not ms:
         return {}
     tflops = [float(t) for t in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", log)]
@@ -137,7 +137,7 @@ def read(log: str, args) -> dict:
         "ms": statistics.median(ms),
         "ms_min": min(ms),
         "ms_max": max(ms),
-        "tflops": statistics.median(tflops[args.warmup : -2]) if tflops else 0.0,
+        "tflops": statistics.median(tflops[warmup:-2]) if tflops else 0.0,
         "gb": float(memory[-1][0]) / 1e3 if memory else 0.0,
         "gb_peak": float(memory[-1][1]) / 1e3 if memory else 0.0,
         "loss": float(loss[-1]) if loss else float("nan"),
@@ -172,6 +172,9 @@ def arguments(description: str, systems: list[str], add=lambda parser: None) -> 
     args, args.extra = parser.parse_known_args()
     if args.warmup + 2 >= args.iterations:
         parser.error(f"--iterations {args.iterations}: no step between the warm-up and the profiled one")
+    for flag in ("--micro-batch-size", "--global-batch-size"):
+        if any(word.split("=")[0] == flag for word in args.extra):
+            parser.error(f"{flag}: said by --mbs SYSTEM=N and --gbs N here")
     shape = SHAPES[args.shape]
     args.gbs = args.gbs or shape.gbs
     chosen, args.mbs = args.mbs, dict.fromkeys(args.systems, shape.mbs)
