@@ -2,10 +2,10 @@
 
     PROFILE_STEP=8 torchrun --nproc-per-node 1 benchmarks/profile_gpt.py <the flags of pretrain_gpt_fp8.py>
 
-Prints one line `PROFILE {...}`: GPU milliseconds by kind of kernel (kinds.py), busy time and span of the step, every way
-in which the host waited for the GPU inside it, the number of kernels and of ATen calls, the host's own time, and, for
-each kind of collective, how long it ran and for how much of that nothing else did: what is left of it on the step's
-critical path.  The profiler slows the host, about twofold: compare host times with each other, not with a step's.  With
+Prints one line `PROFILE {...}`: GPU milliseconds by kind of kernel (kinds.py), busy time and span of the step, every
+way in which the host waited for the GPU inside it, the number of kernels and of ATen calls, the host's own time, and,
+for each kind of collective, how long it ran and for how much of that nothing else did: what is left of it on the
+step's critical path.  The profiler slows the host: compare host times with each other, not with a step's.  With
 TRACE=FILE.json.gz the trace itself is kept.
 
 TE=repaired or TE=unrepaired in the environment says how Megatron finds Transformer Engine (`prepare_te`).
@@ -103,10 +103,10 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 def prepare_te(state: str) -> None:
     """Transformer Engine "repaired", or "unrepaired" as Megatron has it; before Megatron is imported.
 
-    megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it, Megatron
-    swallows the ImportError, and QKV is split by torch and its gradient concatenated, which costs TE 8 ms of a step of
-    479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was repaired on
-    disk can be measured unrepaired too.
+    megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it,
+    Megatron swallows the ImportError, and QKV is split by torch and its gradient concatenated, which costs TE 8 ms of
+    a step of 479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was
+    repaired on disk can be measured unrepaired too.
     """
     import transformer_engine.pytorch.attention as attention
     from transformer_engine.pytorch.utils import SplitAlongDim

@@ -50,8 +50,8 @@ SHAPES = {
     "llama": Shape(
         8,
         2,
-        f"--num-layers 8 {WIDTH_4096} --ffn-hidden-size 14336 --group-query-attention --num-query-groups 8 {LLAMA_LAYER} "
-        "--untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096",
+        f"--num-layers 8 {WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention "
+        "--num-query-groups 8 --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096",
     ),
     "125m": Shape(
         64,
@@ -223,8 +223,8 @@ def measure(args) -> list[dict]:
             flush=True,
         )
         if p:
-            print(f"    busy {p['busy']} of {p['span']} ms; {p['kernels']} kernels, {p['aten_calls']} ATen calls, ", end="")
-            print(f"host {p['host_ms']} ms, host waits {p['waits']}; {p['ms']}", flush=True)
+            counts = f"{p['kernels']} kernels, {p['aten_calls']} ATen calls, host {p['host_ms']} ms"
+            print(f"    busy {p['busy']} of {p['span']} ms; {counts}; host waits {p['waits']}; {p['ms']}", flush=True)
             print(f"    collectives {p['collectives']}", flush=True)
     return rows
 
@@ -236,9 +236,7 @@ def main() -> None:
     if args.csv and rows:
         same = {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
         flat = [
-            same
-            | {k: r[k] for k in RUN}
-            | {f"profile_{k}": json.dumps(r["profile"].get(k)) for k in PROFILED}
+            same | {k: r[k] for k in RUN} | {f"profile_{k}": json.dumps(r["profile"].get(k)) for k in PROFILED}
             for r in rows
         ]
         append(args.csv, COLUMNS, flat)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from launch import ROOT
+from megatron.core.transformer import attention as megatrons
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import kernels
@@ -66,7 +67,7 @@ NAMES = {
         ANON + "vectorized_layer_norm_kernel<c10::BFloat16, float, true>(int, float, c10::BFloat16 const*)",
         ANON + "layer_norm_grad_input_kernel_vectorized<c10::BFloat16, float, false>(c10::BFloat16 const*)",
         ANON + "GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float, 32u, 8u, 64u, false, false, true>",
-        TE + "normalization::rmsnorm_fwd_tuned_kernel<transformer_engine::normalization::Kernel_traits<__nv_fp8_e4m3> >",
+        TE + "normalization::rmsnorm_fwd_tuned_kernel<transformer_engine::normalization::Kernel_traits<__half> >",
     ],
     kinds.ACTIVATION: [
         "_activate_kernel",
@@ -75,13 +76,13 @@ NAMES = {
         "triton_poi_fused_add_cat_mul_rsub_sigmoid_silu_split_0",
         AT + "vectorized_elementwise_kernel<8, at::native::GeluBackwardCUDAKernelImpl(at::TensorIteratorBase&)>",
         TE + f"dispatch::fp8::kernel::cast_fp8_gated_kernel<false, {EMPTY}, &(float transformer_engine::silu<float>)>",
-        TE + f"detail::dgated_act_cast_transpose_kernel<2, 4, float, {EMPTY}, &(float transformer_engine::dsilu<float>)>",
+        TE + f"detail::dgated_act_cast_transpose_kernel<2, 4, {EMPTY}, &(float transformer_engine::dsilu<float>)>",
         TE + f"unary_kernel<16, false, float, {EMPTY}, &(float transformer_engine::gelu<float, float>)>",
     ],
     kinds.ROTARY: [
         "_qkv_forward_kernel",
         "_qkv_backward_kernel",
-        ANON + "CatArrayBatchedCopy_vectorized<at::native::(anonymous namespace)::OpaqueType<8u>, unsigned int, 4, 64, 64>",
+        ANON + "CatArrayBatchedCopy_vectorized<OpaqueType<8u>, unsigned int, 4, 64, 64>",
         ANON + "CatArrayBatchedCopy<at::native::(anonymous namespace)::OpaqueType<2u>, unsigned int, 4, 64, 64>",
         TE + "fused_rope_forward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float const*)",
         TE + "fused_qkv_rope_backward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, __nv_bfloat16 const*)",
@@ -105,15 +106,15 @@ NAMES = {
     kinds.OPTIMIZER: [
         "_adam_kernel",
         "_sum_kernel",
-        ANON + "multi_tensor_apply_kernel<TensorListMetadata<1>, at::native::(anonymous namespace)::LpNormFunctor<float> >",
-        "void multi_tensor_apply_kernel<TensorListMetadata<4, false>, transformer_engine::multi_tensor_adam::AdamFunctor>",
+        ANON + "multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float> >",
+        "void multi_tensor_apply_kernel<TensorListMetadata<4>, transformer_engine::multi_tensor_adam::AdamFunctor<> >",
     ],
     kinds.COPY: [
         "Memset (Device)",
         "Memcpy DtoH (Device -> Pinned)",
         AT + "vectorized_elementwise_kernel<8, at::native::FillFunctor<c10::BFloat16>, std::array<char*, 1ul> >",
         AT + "vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)>",
-        AT + "elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::T&)>",
+        AT + "elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda()>",
     ],
     kinds.COMMUNICATION: ["ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
     kinds.OTHER: [
@@ -159,7 +160,8 @@ def test_summary_counts():
     assert found["ms"] == {kinds.FORWARD: 3.0, kinds.CAST: 2.0, kinds.COPY: 0.5}
     assert (found["busy"], found["span"]) == (4.5, 5.0)
     assert (found["kernels"], found["aten_calls"], found["host_ms"]) == (2, 2, 5.0)
-    assert found["waits"] == {"aten::item": 1, "copy to host": 1, "cudaDeviceSynchronize": 1, "cudaStreamSynchronize": 1}
+    waits = ("aten::item", "copy to host", "cudaDeviceSynchronize", "cudaStreamSynchronize")
+    assert found["waits"] == dict.fromkeys(waits, 1)
 
 
 def floors_of(shape, nproc=1):
@@ -201,3 +203,60 @@ def test_table():
     assert cells["= all"] == ["96.0", "71.0", "70.0"]
     assert cells["idle (span - busy)"] == ["4.0", "4.0", ""]
     assert cells["host waits for the GPU"] == ["2", "2", ""]
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("state", ["repaired", "unrepaired"])
+def test_te_is_as_the_system_is_named(monkeypatch, state, on_disk):
+    """Whatever the installed TE has, Megatron finds `_SplitAlongDim` if it is to; and a run that did not says so."""
+    split = object()
+    attention = SimpleNamespace(**({"_SplitAlongDim": object()} if on_disk else {}))
+    pytorch = SimpleNamespace(attention=attention, utils=SimpleNamespace(SplitAlongDim=split))
+    te = SimpleNamespace(pytorch=pytorch)
+    for name, module in {
+        "": te,
+        ".pytorch": pytorch,
+        ".pytorch.attention": attention,
+        ".pytorch.utils": pytorch.utils,
+    }.items():
+        monkeypatch.setitem(sys.modules, "transformer_engine" + name, module)
+    profile_gpt.prepare_te(state)
+    assert vars(attention) == ({"_SplitAlongDim": split} if state == "repaired" else {})
+
+    monkeypatch.setattr(megatrons, "SplitAlongDim", split if state == "repaired" else None)
+    profile_gpt.check_te(state)
+    monkeypatch.setattr(megatrons, "SplitAlongDim", None if state == "repaired" else split)
+    with pytest.raises(RuntimeError, match=f"was to be {state}"):
+        profile_gpt.check_te(state)
+
+
+@pytest.mark.parametrize(
+    ("words", "gbs", "mbs"),
+    [
+        ("--systems O1 O3", 16, {"O1": 4, "O3": 4}),
+        ("--systems O1 O3 --shape 125m --gbs 32 --mbs O3=8", 32, {"O1": 32, "O3": 8}),
+    ],
+)
+def test_batches(monkeypatch, words, gbs, mbs):
+    """A shape brings its batches; --gbs and --mbs SYSTEM=N take their place."""
+    monkeypatch.setattr(sys, "argv", ["train_step.py", *words.split(), "--lr", "1"])
+    args = train_step.arguments("", ["bf16"])
+    assert (args.gbs, args.mbs, args.extra) == (gbs, mbs, ["--lr", "1"])
+
+
+@pytest.mark.parametrize("words", ["--mbs O2=4", "--mbs O1", "--mbs O1=0.5", "--micro-batch-size 8", "--iterations 6"])
+def test_a_wrong_command_line_runs_nothing(monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "--systems", "O1", *words.split()])
+    with pytest.raises(SystemExit):
+        train_step.arguments("", ["bf16"])
+
+
+def test_columns_are_checked_before_a_run(tmp_path):
+    """A file of an earlier version's columns is left as it is; rows go on in one of the same."""
+    path = tmp_path / "x.csv"
+    train_step.append(str(path), ["a", "b"], [{"a": 1, "b": 0.12345}])
+    train_step.check_columns(str(path), ["a", "b"])
+    train_step.append(str(path), ["a", "b"], [{"a": 2, "b": "x"}])
+    assert path.read_text().split() == ["a,b", "1,0.123", "2,x"]
+    with pytest.raises(SystemExit, match="other columns"):
+        train_step.check_columns(str(path), ["a", "c"])
