@@ -110,7 +110,7 @@ def table(rows: list[dict], floor: dict[str, float]) -> str:
     """Markdown: a line a kind, a column a system (a row of train_step.measure with its profile), and the floor."""
 
     def line(name: str, cells: list, last: str = "") -> str:
-        return f"| {name:24} | " + " | ".join(f"{cell!s:>16}" for cell in [*cells, last]) + " |"
+        return f"| {name:25} | " + " | ".join(f"{cell!s:>16}" for cell in [*cells, last]) + " |"
 
     def milliseconds(name: str, kinds) -> str:
         found = [[r["profile"]["ms"][k] for k in kinds if k in r["profile"]["ms"]] for r in rows]

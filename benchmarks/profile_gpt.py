@@ -8,7 +8,7 @@ for each kind of collective, how long it ran and for how much of that nothing el
 step's critical path.  The profiler slows the host: compare host times with each other, not with a step's.  With
 TRACE=FILE.json.gz the trace itself is kept.
 
-TE=repaired or TE=unrepaired in the environment says how Megatron finds Transformer Engine (`prepare_te`).
+TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).
 """
 
 import json
@@ -101,13 +101,16 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def prepare_te(state: str) -> None:
-    """Transformer Engine "repaired", or "unrepaired" as Megatron has it; before Megatron is imported.
+    """Transformer Engine "repaired", "unrepaired" as Megatron has it, or "none" at all; before Megatron is imported.
 
     megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it,
     Megatron swallows the ImportError, and QKV is split by torch and its gradient concatenated, which costs TE 8 ms of
     a step of 479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was
     repaired on disk can be measured unrepaired too.
     """
+    if state == "none":
+        sys.modules["transformer_engine"] = None  # an import of it fails, installed or not
+        return
     import transformer_engine.pytorch.attention as attention
     from transformer_engine.pytorch.utils import SplitAlongDim
 
@@ -117,10 +120,10 @@ def prepare_te(state: str) -> None:
 
 
 def check_te(state: str) -> None:
-    """Raise unless Megatron's attention splits QKV as the state says."""
+    """Raise unless Megatron's attention has Transformer Engine, and splits QKV, as the state says."""
     from megatron.core.transformer import attention
 
-    found = "repaired" if attention.SplitAlongDim is not None else "unrepaired"
+    found = "none" if not attention.HAVE_TE else "unrepaired" if attention.SplitAlongDim is None else "repaired"
     if found != state:
         raise RuntimeError(f"Transformer Engine is {found} for Megatron's attention, and was to be {state}")
 
@@ -158,13 +161,13 @@ def install(step: int) -> None:
 if __name__ == "__main__":
     root = Path(__file__).resolve().parent.parent
     sys.path.insert(0, str(root))
-    te = os.environ.get("TE", "none")
-    if te != "none":
+    te = os.environ.get("TE")
+    if te:
         prepare_te(te)
     from megatron_fp8.plugin import install as install_plugin
 
     install_plugin()
-    if te != "none":
+    if te:
         check_te(te)
     install(int(os.environ.get("PROFILE_STEP", "8")))
     runpy.run_path(str(root / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -205,6 +205,22 @@ def test_table():
     assert cells["host waits for the GPU"] == ["2", "2", ""]
 
 
+def test_logs_of_earlier_runs(tmp_path):
+    """The median leaves out warm-up, the profiled step and the last; the micro-batch is the run's own."""
+    times = (900, 900, 10, 30, 20, 2000, 15)
+    lines = [f" iteration {i:8}/ {7:8} | elapsed time per iteration (ms): {ms}.0 |" for i, ms in enumerate(times, 1)]
+    lines = [
+        "  eval_micro_batch_size ........ 4",
+        "  micro_batch_size ............. 8",
+        *lines,
+        'PROFILE {"busy": 1.5}',
+    ]
+    (tmp_path / "O3.log").write_text("\n".join(lines))
+    args = SimpleNamespace(systems=["O3"], logs=str(tmp_path), warmup=2)
+    (row,) = kernels.earlier(args)
+    assert (row["system"], row["te"], row["mbs"], row["ms"], row["profile"]) == ("O3", "none", 8, 20.0, {"busy": 1.5})
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("state", ["repaired", "unrepaired"])
 def test_te_is_as_the_system_is_named(monkeypatch, state, on_disk):
@@ -223,11 +239,25 @@ def test_te_is_as_the_system_is_named(monkeypatch, state, on_disk):
     profile_gpt.prepare_te(state)
     assert vars(attention) == ({"_SplitAlongDim": split} if state == "repaired" else {})
 
+    monkeypatch.setattr(megatrons, "HAVE_TE", True)
     monkeypatch.setattr(megatrons, "SplitAlongDim", split if state == "repaired" else None)
     profile_gpt.check_te(state)
     monkeypatch.setattr(megatrons, "SplitAlongDim", None if state == "repaired" else split)
     with pytest.raises(RuntimeError, match=f"was to be {state}"):
         profile_gpt.check_te(state)
+
+
+def test_a_system_without_te_finds_none(monkeypatch):
+    """Nor where it is installed; and a run that has it after all says so."""
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
+    profile_gpt.prepare_te("none")
+    with pytest.raises(ImportError):
+        __import__("transformer_engine")
+    monkeypatch.setattr(megatrons, "HAVE_TE", False)
+    profile_gpt.check_te("none")
+    monkeypatch.setattr(megatrons, "HAVE_TE", True)
+    with pytest.raises(RuntimeError, match="was to be none"):
+        profile_gpt.check_te("none")
 
 
 @pytest.mark.parametrize(
