@@ -2,62 +2,81 @@
 
     PROFILE_STEP=8 torchrun --nproc-per-node 1 benchmarks/profile_gpt.py <the flags of pretrain_gpt_fp8.py>
 
-Prints one line `PROFILE {...}`: GPU milliseconds by kind of kernel, busy time and span of the step, every way in
-which the host waited for the GPU inside it, and, for each kind of collective, how long it ran and for how much of that
-nothing else did: what is left of it on the step's critical path.  With TRACE=FILE.json.gz the trace itself is kept.
+Prints one line `PROFILE {...}`: GPU milliseconds by kind of kernel (kinds.py), busy time and span of the step, every
+way in which the host waited for the GPU inside it, the number of kernels and of ATen calls, the host's own time, and,
+for each kind of collective, how long it ran and for how much of that nothing else did: what is left of it on the
+step's critical path.  The profiler slows the host: compare host times with each other, not with a step's.  With
+TRACE=FILE.json.gz the trace itself is kept.
+
+TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).
 """
 
 import json
 import os
-import re
 import runpy
 import sys
 from collections import Counter
 from pathlib import Path
 
-KINDS = (  # (kind, pattern of kernel names), the first that matches
-    ("communication", r"nccl"),
-    ("attention", r"fmha|flash|cudnn_generated|cudnn.*sdpa|sdpa"),
-    ("gemm", r"nvjet|gemm|cutlass|xmma|cublas"),
-    ("cast and transpose", r"quant|cast|transpose|amax|_block|fp8|scale|_(tile|flat|add|sum)_kernel"),
-    ("norm", r"norm|welford"),
-    ("optimizer", r"adam|multi_tensor"),
-    ("copy", r"memcpy|memset|copy|cat"),
-)
+from kinds import COMMUNICATION, clean, kind_of
+
 COLLECTIVES = ("SendRecv", "ReduceScatter", "AllGather", "AllReduce")  # SendRecv: all-to-all, ours alone
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item")
+SYNCHRONISES = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+WAITS = (*SYNCHRONISES, "aten::item")
+STEP = "the profiled train_step"
+FULL_QUEUE_US = 200  # a launch takes 5; one that takes so long waits until the GPU's queue has room
 
 
 def summary(profile) -> dict:
-    """Kernel time by kind in ms, busy and span in ms, and counts of host waits."""
+    """Kernel time by kind in ms, busy and span in ms, and counts of kernels, ATen calls and host waits.
+
+    The host's own time is the range STEP without what it spent waiting for the GPU, by a call that synchronises or by
+    a launch into a full queue; whichever thread waited, the others are taken to have waited for it.
+    """
     kinds: Counter[str] = Counter()
     names: Counter[str] = Counter()
     waits: Counter[str] = Counter()
     intervals = []
     collectives: dict[str, list] = {name: [] for name in COLLECTIVES}
     compute = []
+    host_waited = []
+    step = (0.0, 0.0)
+    kernels = aten_calls = 0
     for event in profile.events():
         if event.name in WAITS:
             waits[event.name] += 1
-        if event.device_type.name == "CPU" or event.name.startswith("Optimizer."):  # a range, not a kernel
+        interval = (event.time_range.start, event.time_range.end)
+        if event.device_type.name == "CPU":
+            aten_calls += event.name.startswith("aten::")
+            full_queue = "Launch" in event.name and interval[1] - interval[0] > FULL_QUEUE_US
+            if event.name == STEP:
+                step = interval
+            elif event.name in SYNCHRONISES or full_queue:
+                host_waited.append(interval)
             continue
+        if event.name == STEP or event.name.startswith("Optimizer."):  # a range, not a kernel
+            continue
+        kernels += not event.name.startswith(("Memcpy", "Memset"))
         if event.name.startswith("Memcpy DtoH"):
             waits["copy to host"] += 1
-        kind = next((k for k, p in KINDS if re.search(p, event.name, re.I)), "elementwise")
-        kinds[kind] += event.time_range.elapsed_us() / 1e3
-        names[f"{kind}: {event.name[:90]}"] += event.time_range.elapsed_us() / 1e3
-        interval = (event.time_range.start, event.time_range.end)
+        kind = kind_of(event.name)
+        kinds[kind] += (interval[1] - interval[0]) / 1e3
+        names[f"{kind}: {clean(event.name)[:150]}"] += (interval[1] - interval[0]) / 1e3
         intervals.append(interval)
-        if kind == "communication":
+        if kind == COMMUNICATION:
             collectives.get(next((c for c in COLLECTIVES if c in event.name), ""), []).append(interval)
         else:
             compute.append(interval)
+    host_waited = [(max(start, step[0]), min(stop, step[1])) for start, stop in host_waited]
     busy = covered(intervals)
     span = max(stop for _, stop in intervals) - min(start for start, _ in intervals) if intervals else 0.0
     return {
         "ms": {k: round(v, 2) for k, v in kinds.most_common()},
         "busy": round(busy / 1e3, 2),
         "span": round(span / 1e3, 2),
+        "kernels": kernels,
+        "aten_calls": aten_calls,
+        "host_ms": round((step[1] - step[0] - covered(host_waited)) / 1e3, 2),
         "waits": dict(sorted(waits.items())),
         "collectives": {
             name: {
@@ -68,7 +87,7 @@ def summary(profile) -> dict:
             for name, own in collectives.items()
             if own
         },
-        "largest": {k: round(v, 2) for k, v in names.most_common(40)},
+        "largest": {k: round(v, 2) for k, v in names.most_common(60)},
     }
 
 
@@ -79,6 +98,34 @@ def covered(intervals: list[tuple[float, float]]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def prepare_te(state: str) -> None:
+    """Transformer Engine "repaired", "unrepaired" as Megatron has it, or "none" at all; before Megatron is imported.
+
+    megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it,
+    Megatron swallows the ImportError, and QKV is split by torch and its gradient concatenated, which costs TE 8 ms of
+    a step of 479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was
+    repaired on disk can be measured unrepaired too.
+    """
+    if state == "none":
+        sys.modules["transformer_engine"] = None  # an import of it fails, installed or not
+        return
+    import transformer_engine.pytorch.attention as attention
+    from transformer_engine.pytorch.utils import SplitAlongDim
+
+    vars(attention).pop("_SplitAlongDim", None)
+    if state == "repaired":
+        attention._SplitAlongDim = SplitAlongDim
+
+
+def check_te(state: str) -> None:
+    """Raise unless Megatron's attention has Transformer Engine, and splits QKV, as the state says."""
+    from megatron.core.transformer import attention
+
+    found = "none" if not attention.HAVE_TE else "unrepaired" if attention.SplitAlongDim is None else "repaired"
+    if found != state:
+        raise RuntimeError(f"Transformer Engine is {found} for Megatron's attention, and was to be {state}")
 
 
 def install(step: int) -> None:
@@ -100,7 +147,8 @@ def install(step: int) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=activities) as profile:
-            result = stock(*args, **kwargs)
+            with torch.profiler.record_function(STEP):
+                result = stock(*args, **kwargs)
             torch.cuda.synchronize()  # one cudaDeviceSynchronize of the count is this one
         if os.environ.get("TRACE"):
             profile.export_chrome_trace(os.environ["TRACE"])
@@ -113,8 +161,13 @@ def install(step: int) -> None:
 if __name__ == "__main__":
     root = Path(__file__).resolve().parent.parent
     sys.path.insert(0, str(root))
+    te = os.environ.get("TE")
+    if te:
+        prepare_te(te)
     from megatron_fp8.plugin import install as install_plugin
 
     install_plugin()
+    if te:
+        check_te(te)
     install(int(os.environ.get("PROFILE_STEP", "8")))
     runpy.run_path(str(root / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -1,12 +1,17 @@
 """Whole training steps, side by side in one run: stock BF16, Transformer Engine FP8, our levels.
 
-    python benchmarks/train_step.py --systems bf16 te-delayed O1 --csv benchmarks/results/train_step.csv
+    python benchmarks/train_step.py --te-path DIR --systems bf16 te-delayed O1 --csv benchmarks/results/train_step.csv
+    python benchmarks/train_step.py --te-path DIR --shape 7b-whole --nproc 2 --gbs 32 --mbs O3=8 te-delayed=4
     python benchmarks/train_step.py --shape tiny --systems bf16-local O1          # any machine, checks the script
 
 Every system trains the same slice of a GPT by the same command, pretrain_gpt_fp8.py with Megatron's flags and
 mock (random) data, in a process of its own, one after the other.  A step's time is the median over the
 steps after the warm-up, as Megatron prints it.  `--te-path DIR` is put on PYTHONPATH for the systems that need
-Transformer Engine and kept off for those that do not.  The table and the CSV carry the GPU, versions and commit.
+Transformer Engine; the others find none, even where it is installed.
+
+The table and the CSV carry the GPU, versions and commit, and whether Transformer Engine is repaired: megatron-core
+0.19.2 misses TE's QKV split by a stale import, which profile_gpt.py puts right in its own process (`prepare_te`);
+"unrepaired" is what a user of these versions gets.  Every run checks that it has the one it is named after.
 """
 
 import argparse
@@ -20,6 +25,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from stamp import commit
 
@@ -30,66 +36,114 @@ COMMON = """--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type Nu
 --adam-beta1 0.9 --adam-beta2 0.95 --cross-entropy-loss-fusion --log-interval 1 --log-throughput
 --eval-iters 0 --eval-interval 100000 --split 1,0,0 --num-workers 1 --no-create-attention-mask-in-dataloader
 --init-method-std 0.02 --distributed-timeout-minutes 3"""
+LLAMA_LAYER = "--swiglu --normalization RMSNorm --position-embedding-type rope"
+WIDTH_4096 = "--hidden-size 4096 --num-attention-heads 32"
+
+
+class Shape(NamedTuple):
+    gbs: int  # by default, whatever the number of GPUs
+    mbs: int
+    flags: str
+
+
 SHAPES = {
-    "7b": "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 4",
-    "175b": "--num-layers 4 --hidden-size 12288 --num-attention-heads 96 --micro-batch-size 2",
-    "tiny": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --seq-length 64",
+    "7b": Shape(16, 4, f"--num-layers 8 {WIDTH_4096}"),
+    "llama": Shape(
+        8,
+        2,
+        f"--num-layers 8 {WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention "
+        "--num-query-groups 8 --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096",
+    ),
+    "125m": Shape(
+        64,
+        32,
+        f"--num-layers 12 --hidden-size 768 --num-attention-heads 12 {LLAMA_LAYER} "
+        "--seq-length 1024 --max-position-embeddings 1024",
+    ),
+    "7b-whole": Shape(16, 4, f"--num-layers 32 {WIDTH_4096}"),
+    "13b-whole": Shape(4, 2, "--num-layers 40 --hidden-size 5120 --num-attention-heads 40"),
+    "175b": Shape(16, 2, "--num-layers 4 --hidden-size 12288 --num-attention-heads 96"),
+    "tiny": Shape(16, 2, "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"),
 }
+
+
+class System(NamedTuple):
+    te: str  # Transformer Engine: repaired, unrepaired, none
+    flags: str
+
+
 TE_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
 LOCAL = "--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
-SYSTEMS = {  # name: (needs Transformer Engine, flags)
-    "bf16": (True, ""),
-    "te-delayed": (True, TE_FP8 + " --fp8-recipe delayed"),
-    "te-tensorwise": (True, TE_FP8 + " --fp8-recipe tensorwise"),
-    "bf16-local": (False, LOCAL + " --no-gradient-accumulation-fusion"),
-    "O1": (False, "--fp8-level O1"),
-    "O2": (False, "--fp8-level O2"),
-    "O3": (False, "--fp8-level O3"),
-    "O1-tensorwise": (False, "--fp8-level O1 --fp8-recipe tensorwise"),
-    "O1-transpose-cache": (False, "--fp8-level O1 --keep-fp8-transpose-cache"),
-    "O1-grads-fp32": (False, "--fp8-level O1 --fp8-grad-accum fp32"),
-    "O1-grads-bf16": (False, "--fp8-level O1 --fp8-grad-accum bf16"),
-    "O1-grads-fp8": (False, "--fp8-level O1 --fp8-grad-accum fp8"),
-    "O1-shared": (False, "--fp8-level O1 --fp8-grad-reduce shared"),
-    "O1-bf16-gemm": (False, "--fp8-level O1 --fp8-gemm bf16"),
+SYSTEMS = {
+    "bf16": System("unrepaired", ""),  # stock, as it is installed
+    "bf16-repaired": System("repaired", ""),
+    "te-delayed": System("repaired", TE_FP8 + " --fp8-recipe delayed"),
+    "te-delayed-unrepaired": System("unrepaired", TE_FP8 + " --fp8-recipe delayed"),
+    "te-tensorwise": System("repaired", TE_FP8 + " --fp8-recipe tensorwise"),
+    "bf16-local": System("none", LOCAL + " --no-gradient-accumulation-fusion"),
+    "O1": System("none", "--fp8-level O1"),
+    "O2": System("none", "--fp8-level O2"),
+    "O3": System("none", "--fp8-level O3"),
+    "O3-with-te": System("repaired", "--fp8-level O3"),  # TE's fused rotary embedding and optimizer for what is stock's
+    "O1-tensorwise": System("none", "--fp8-level O1 --fp8-recipe tensorwise"),
+    "O1-transpose-cache": System("none", "--fp8-level O1 --keep-fp8-transpose-cache"),
+    "O1-grads-fp32": System("none", "--fp8-level O1 --fp8-grad-accum fp32"),
+    "O1-grads-bf16": System("none", "--fp8-level O1 --fp8-grad-accum bf16"),
+    "O1-grads-fp8": System("none", "--fp8-level O1 --fp8-grad-accum fp8"),
+    "O1-shared": System("none", "--fp8-level O1 --fp8-grad-reduce shared"),
+    "O1-bf16-gemm": System("none", "--fp8-level O1 --fp8-gemm bf16"),
 }
+PROFILED = ("busy", "span", "kernels", "aten_calls", "host_ms", "waits", "ms", "collectives")
+RUN = ("system", "te", "mbs", "ms", "ms_min", "ms_max", "tflops", "gb", "gb_peak", "loss", "seconds")
+COLUMNS = ["gpu", "torch", "commit", "date", "shape", "nproc", "gbs", *RUN, *(f"profile_{k}" for k in PROFILED)]
+
+
+def model_flags(args) -> list[str]:
+    """Megatron's flags that every system shares, the last of a kind being the one that counts."""
+    return [*COMMON.split(), *SHAPES[args.shape].flags.split(), f"--global-batch-size={args.gbs}", *args.extra]
 
 
 def run(system: str, args) -> dict:
     """Train `args.iterations` steps; returns the figures of the run, or raises with the end of its log."""
-    needs_te, flags = SYSTEMS[system]
+    te, flags = SYSTEMS[system]
     env = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", PROFILE_STEP=str(args.iterations - 1))
-    if needs_te and args.te_path:
+    env["TE"] = te
+    if te != "none" and args.te_path:
         env["PYTHONPATH"] = f"{args.te_path}:{env.get('PYTHONPATH', '')}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={args.nproc}", str(ROOT / "benchmarks/profile_gpt.py"), *COMMON.split()]
-    command += [*SHAPES[args.shape].split(), f"--global-batch-size={args.gbs}", *flags.split(), *args.extra]
-    command += [f"--train-iters={args.iterations}"]
+    command += [f"--nproc-per-node={args.nproc}", str(ROOT / "benchmarks/profile_gpt.py"), *model_flags(args)]
+    command += [f"--micro-batch-size={args.mbs[system]}", *flags.split(), f"--train-iters={args.iterations}"]
     began = time.time()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout)
     log = done.stdout + done.stderr
     if args.logs:
         Path(args.logs).mkdir(parents=True, exist_ok=True)
         (Path(args.logs) / f"{system}.log").write_text(log)
-    steps = re.findall(r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)", log)
-    if done.returncode or not steps:
+    figures = read(log, args.warmup)
+    if done.returncode or not figures:
         raise RuntimeError(f"{system} failed:\n" + log[-3000:])
-    ms = [float(t) for i, t in steps if args.warmup < int(i) < args.iterations - 1]  # the last is profiled
+    return {"system": system, "te": te, "mbs": args.mbs[system], **figures, "seconds": time.time() - began}
+
+
+def read(log: str, warmup: int) -> dict:
+    """The figures of a run's log; empty if it took no step."""
+    steps = re.findall(r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([\d.]+)", log)
+    ms = [float(t) for i, n, t in steps if warmup < int(i) < int(n) - 1]  # the last but one is profiled
+    if not ms:
+        return {}
     tflops = [float(t) for t in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", log)]
     loss = re.findall(r"lm loss: ([\d.E+-]+)", log)
     memory = re.findall(r"allocated: ([\d.]+) \| max allocated: ([\d.]+)", log)
     profile = re.search(r"PROFILE (\{.*\})", log)
     return {
-        "system": system,
         "ms": statistics.median(ms),
         "ms_min": min(ms),
         "ms_max": max(ms),
-        "tflops": statistics.median(tflops[args.warmup : -2]) if tflops else 0.0,
+        "tflops": statistics.median(tflops[warmup:-2]) if tflops else 0.0,
         "gb": float(memory[-1][0]) / 1e3 if memory else 0.0,
         "gb_peak": float(memory[-1][1]) / 1e3 if memory else 0.0,
         "loss": float(loss[-1]) if loss else float("nan"),
         "profile": json.loads(profile[1]) if profile else {},
-        "seconds": time.time() - began,
     }
 
 
@@ -102,20 +156,58 @@ def stamp() -> dict:
     return {"gpu": gpu, "torch": torch.__version__, "commit": commit(), "date": date}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["bf16", "te-delayed", "O1", "O2", "O3"])
+def arguments(description: str, systems: list[str], add=lambda parser: None) -> argparse.Namespace:
+    """The command line: `args.mbs` holds every system's micro-batch, `args.extra` flags for Megatron."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--nproc", type=int, default=1)
-    parser.add_argument("--gbs", type=int, default=16)
+    parser.add_argument("--gbs", type=int, help="global batch (default: the shape's)")
+    parser.add_argument("--mbs", nargs="+", default=[], metavar="SYSTEM=N", help="micro-batch, where not the shape's")
     parser.add_argument("--iterations", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--timeout", type=int, default=240, help="seconds for one system")
     parser.add_argument("--te-path", default="", help="folder with Transformer Engine")
     parser.add_argument("--csv", help="append the figures to this file")
     parser.add_argument("--logs", help="keep each run's log in this folder")
+    add(parser)
     args, args.extra = parser.parse_known_args()
+    if args.warmup + 2 >= args.iterations:
+        parser.error(f"--iterations {args.iterations}: no step between the warm-up and the profiled one")
+    for flag in ("--micro-batch-size", "--global-batch-size"):
+        if any(word.split("=")[0] == flag for word in args.extra):
+            parser.error(f"{flag}: said by --mbs SYSTEM=N and --gbs N here")
+    shape = SHAPES[args.shape]
+    args.gbs = args.gbs or shape.gbs
+    chosen, args.mbs = args.mbs, dict.fromkeys(args.systems, shape.mbs)
+    for choice in chosen:
+        system, _, n = choice.partition("=")
+        if system not in args.mbs or not n.isdecimal():
+            parser.error(f"--mbs {choice}: SYSTEM=N is meant, and a system of --systems")
+        args.mbs[system] = int(n)
+    return args
 
+
+def check_columns(path: str | None, columns: list[str]) -> None:
+    """Before anything is measured: exits if rows of these columns cannot be appended to the file."""
+    if path and Path(path).exists():
+        with Path(path).open(newline="") as file:
+            if next(csv.reader(file), columns) != columns:
+                sys.exit(f"--csv {path}: was written with other columns; name a new file")
+
+
+def append(path: str, columns: list[str], rows: list[dict]) -> None:
+    """Append rows to a CSV file, with a header if it is new."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
+        if not file.tell():
+            writer.writeheader()
+        writer.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+
+
+def measure(args) -> list[dict]:
+    """Every system's figures, printed as they come; one that failed is told and left out."""
     rows = []
     for system in args.systems:
         try:
@@ -125,29 +217,31 @@ def main() -> None:
             continue
         rows.append(row)
         p = row["profile"]
+        te = f"TE {row['te']}" if row["te"] != "none" else "no TE"
         print(
-            f"{system:20} {row['ms']:8.1f} ms ({row['ms_min']:.1f}-{row['ms_max']:.1f}) {row['tflops']:7.1f} TFLOP/s "
-            f"{row['gb']:6.1f} GB, peak {row['gb_peak']:6.1f}  loss {row['loss']:.4f}  ({row['seconds']:.0f} s)",
+            f"{system:22} {te:14} MBS {row['mbs']:2} {row['ms']:8.1f} ms ({row['ms_min']:.1f}-{row['ms_max']:.1f}) "
+            f"{row['tflops']:7.1f} TFLOP/s {row['gb']:6.1f} GB, peak {row['gb_peak']:6.1f}  loss {row['loss']:.4f}  "
+            f"({row['seconds']:.0f} s)",
             flush=True,
         )
         if p:
-            print(f"    busy {p['busy']} of {p['span']} ms; host waits {p['waits']}; {p['ms']}", flush=True)
+            counts = f"{p['kernels']} kernels, {p['aten_calls']} ATen calls, host {p['host_ms']} ms"
+            print(f"    busy {p['busy']} of {p['span']} ms; {counts}; host waits {p['waits']}; {p['ms']}", flush=True)
             print(f"    collectives {p['collectives']}", flush=True)
+    return rows
+
+
+def main() -> None:
+    args = arguments(__doc__.split("\n")[0], ["bf16", "te-delayed", "O1", "O2", "O3"])
+    check_columns(args.csv, COLUMNS)
+    rows = measure(args)
     if args.csv and rows:
-        path = Path(args.csv)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        same = {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
         flat = [
-            {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
-            | {k: round(v, 3) if isinstance(v, float) else v for k, v in r.items() if k != "profile"}
-            | {f"profile_{k}": json.dumps(r["profile"].get(k)) for k in ("busy", "span", "waits", "ms", "collectives")}
+            same | {k: r[k] for k in RUN} | {f"profile_{k}": json.dumps(r["profile"].get(k)) for k in PROFILED}
             for r in rows
         ]
-        new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(flat[0]))
-            if new:
-                writer.writeheader()
-            writer.writerows(flat)
+        append(args.csv, COLUMNS, flat)
 
 
 if __name__ == "__main__":

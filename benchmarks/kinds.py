@@ -1,0 +1,56 @@
+"""Kinds of GPU kernels, told by their names: ours, torch's, cuBLASLt's, cuDNN's and Transformer Engine's.
+
+What names cannot tell: torch's contiguous BF16 additions are counted as residual adds, though an unfused rotary
+embedding makes some too, and its strided products as rotary.  A kernel that does two things (norm and cast) has one
+kind, that of the first: beside its floor belongs the floor of both.
+"""
+
+import re
+
+FORWARD, BACKWARD, BF16 = "FP8 GEMM forward", "FP8 GEMM backward", "BF16 GEMM (LM head)"
+ATTENTION, ROTARY, NORM, ACTIVATION = "attention", "rotary, QKV", "norm", "activation"
+CAST, GRADIENTS, RESIDUAL, LOSS = "cast, transpose", "gradient adds", "residual adds", "cross-entropy"
+OPTIMIZER, COPY, COMMUNICATION, OTHER = "optimizer", "copy, memset", "communication", "other"
+GEMMS = (FORWARD, BACKWARD, BF16)
+PASSES = (CAST, GRADIENTS, NORM, ACTIVATION, ROTARY, LOSS, RESIDUAL, OPTIMIZER, COPY, OTHER)  # bound by memory
+ORDER = (*GEMMS, ATTENTION, *PASSES, COMMUNICATION)
+
+_PATTERNS = (  # (kind, pattern of a clean name), the first that matches
+    (COMMUNICATION, r"nccl"),
+    # our own, by their beginnings
+    (NORM, r"^_norm_"),
+    (RESIDUAL, r"^_residual_"),
+    (ACTIVATION, r"^_activate_"),
+    (ROTARY, r"^_qkv_"),
+    (LOSS, r"^_cross_entropy"),
+    (GRADIENTS, r"^_(quantize|add)_kernel"),  # ops/triton/blocks.py
+    (OPTIMIZER, r"^_(adam|sum)_kernel"),  # _sum: of ranks' blocks and of squares
+    (CAST, r"^_\w*(flat|tile|cast|transpose|quant|block)"),
+    # libraries
+    (ATTENTION, r"fmha|flash|sdpa|cudnn::fusion|softmax_warp|masked_softmax"),
+    # nvjet_sm90_ABCSD_: types of A, B, C, sums and D; q is E4M3, r E5M2, t BF16, s FP32
+    (BACKWARD, r"nvjet_sm\d+_(r|qr)|cutlass.*e5m2"),
+    (FORWARD, r"nvjet_sm\d+_qq|cutlass.*e4m3"),
+    (BF16, r"nvjet|gemm|cutlass|xmma|cublas|splitK"),
+    (ACTIVATION, r"gelu|silu|swiglu|relu|gated|triton_\w*(sigmoid|tanh|erf)"),
+    (LOSS, r"cross_entropy|online_softmax|triton_\w*(_exp_|_max_|_log_|_div_|index_put|copy__mul_unsqueeze)"),
+    (OPTIMIZER, r"adam|multi_tensor_apply|lpnorm"),
+    (NORM, r"layer_?norm|rms_?norm|normalization|welford|RowwiseMoments|GammaBeta|triton_\w*rsqrt"),
+    (ROTARY, r"rope_|rotary|CatArrayBatchedCopy|neg_kernel|^elementwise_kernel<.*nocast<BinaryFunctor<.*MulFunctor"),
+    (CAST, r"transformer_engine::.*(cast|transpose|quant|amax|scal|dbias|unary_)|^(cast_)?transpose_optimized"),
+    (GRADIENTS, r"^unrolled_elementwise_kernel<CUDAFunctor_add<float>"),  # FP32 += BF16
+    (RESIDUAL, r"elementwise_kernel<.*CUDAFunctor_add<BFloat1|triton_\w+_fused_add_\d"),
+    (COPY, r"memcpy|memset|copy|FillFunctor"),
+)
+_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
+
+
+def clean(name: str) -> str:
+    """A kernel's name without what all of torch's share."""
+    return re.sub(r"^void |\(anonymous namespace\)::|at::native::|at_cuda_detail::|c10::", "", name)
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel, by its whole name as the profiler gives it."""
+    name = clean(name)
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), OTHER)
