@@ -84,5 +84,5 @@ def test_the_bias_gradient_of_a_cast():
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="'relu6'.*gelu"):
+    with pytest.raises(ValueError, match=r"'relu6'.*gelu"):
         ops.activate(torch.ones(2, 2), "relu6")
