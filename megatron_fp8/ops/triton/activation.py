@@ -24,7 +24,7 @@ import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
 from megatron_fp8.ops.reference_activation import GATED, KINDS
-from megatron_fp8.ops.triton.cast import bits, columns_view, fp8_word, magnitude_bits, store_codes, tile_place
+from megatron_fp8.ops.triton.cast import bits, columns_view, fp8_pair, magnitude_bits, store_codes, tile_place
 
 # rows and columns of a program's tile, and its warps
 FORWARD, BACKWARD = (64, 128, 8), (64, 128, 8)
@@ -94,8 +94,8 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _load(ptr, rows, cols, M, F, first, width, bias_ptr):
-    """float32 of columns first + cols of a matrix (M, width), with its bias: rows (R,), cols (C,) of F. Outside of it
-    another row's, or zeros."""
+    """float32 of columns first + cols of a matrix (M, width), with its bias: rows (R,), cols (C,) of F. Below the
+    last row it is the last row's, which adds nothing to a maximum; beyond the last column zeros."""
     inside = cols < F
     offsets = tl.minimum(rows, M - 1).to(tl.int64)[:, None] * width + (cols + first)[None, :]
     x = tl.load(ptr + offsets, mask=inside[None, :], other=0.0).to(tl.float32)
@@ -110,6 +110,28 @@ def _store(x, ptr, rows, cols, M, F, first, width):
     tl.store(ptr + rows.to(tl.int64)[:, None] * width + (cols + first)[None, :], x.to(ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _act(h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """act(h + bias), float32."""
+    x = _value(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
+    if GATED:
+        x *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
+    return x
+
+
+@triton.jit
+def _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """dh, float32, of columns cols and of F + cols; the second means nothing where the kind is not gated. Below the last
+    row, where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it already."""
+    there = (rows < M)[:, None] & (cols < F)[None, :]
+    dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * F + cols[None, :], mask=there, other=0.0).to(tl.float32)
+    value, slope = _value_and_slope(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
+    dh = dy * slope
+    if GATED:
+        dh *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
+    return dh, dy * value
+
+
 @triton.jit(do_not_specialize=["zero"])
 def _forward_kernel(
     h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero, KIND: tl.constexpr, GATED: tl.constexpr,
@@ -120,17 +142,17 @@ def _forward_kernel(
     width = 2 * F if GATED else F
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
-    for i in tl.static_range(4):
-        rows = 4 * quads + i
-        x = _value(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
-        if GATED:
-            x *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
+    for i in tl.static_range(2):
+        rows = 4 * quads + 2 * i
+        x_0 = _act(h_ptr, rows, cols, M, F, width, bias_ptr, KIND, GATED)
+        x_1 = _act(h_ptr, rows + 1, cols, M, F, width, bias_ptr, KIND, GATED)
         if amax_ptr is not None:
-            largest = tl.maximum(largest, magnitude_bits(x))
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
         if scale_ptr is not None:
-            word |= fp8_word(x, x * tl.load(scale_ptr), zero, E4M3) << (8 * i)
+            word |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
         else:
-            _store(x, out_ptr, rows, cols, M, F, 0, F)
+            _store(x_0, out_ptr, rows, cols, M, F, 0, F)
+            _store(x_1, out_ptr, rows + 1, cols, M, F, 0, F)
     if scale_ptr is not None:
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, F, WORDS)
     if amax_ptr is not None:
@@ -151,31 +173,28 @@ def _backward_kernel(
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     total = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
     total_2 = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
-    for i in tl.static_range(4):
-        rows = 4 * quads + i
-        dy = _load(dy_ptr, rows, cols, M, F, 0, F, None)
-        dh, slope = _value_and_slope(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
-        dh_2 = dy * dh
-        dh = dy * slope
-        if GATED:
-            dh *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
+    for i in tl.static_range(2):
+        rows = 4 * quads + 2 * i
+        a_0, b_0 = _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND, GATED)
+        a_1, b_1 = _act_back(dy_ptr, h_ptr, rows + 1, cols, M, F, width, bias_ptr, KIND, GATED)
         if amax_ptr is not None:
-            largest = tl.maximum(largest, magnitude_bits(dh))
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(a_0), magnitude_bits(a_1)))
             if GATED:
-                largest = tl.maximum(largest, magnitude_bits(dh_2))
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(b_0), magnitude_bits(b_1)))
         if sums_ptr is not None:
-            there = (rows < M)[:, None]
-            total += tl.where(there, dh, 0.0)
-            total_2 += tl.where(there, dh_2, 0.0)
+            total += a_0 + a_1
+            total_2 += b_0 + b_1
         if scale_ptr is not None:
             scale = tl.load(scale_ptr)
-            word |= fp8_word(dh, dh * scale, zero, E4M3) << (8 * i)
+            word |= fp8_pair(a_0, a_1, scale, zero, E4M3) << (16 * i)
             if GATED:
-                word_2 |= fp8_word(dh_2, dh_2 * scale, zero, E4M3) << (8 * i)
+                word_2 |= fp8_pair(b_0, b_1, scale, zero, E4M3) << (16 * i)
         else:
-            _store(dh, out_ptr, rows, cols, M, F, 0, width)
+            _store(a_0, out_ptr, rows, cols, M, F, 0, width)
+            _store(a_1, out_ptr, rows + 1, cols, M, F, 0, width)
             if GATED:
-                _store(dh_2, out_ptr, rows, cols, M, F, F, width)
+                _store(b_0, out_ptr, rows, cols, M, F, F, width)
+                _store(b_1, out_ptr, rows + 1, cols, M, F, F, width)
     if scale_ptr is not None:
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, width, WORDS)
         if GATED:
