@@ -61,7 +61,12 @@ def main() -> int:
     def converted_pair(low, high, zero, E4M3: tl.constexpr):
         return converted(low, zero, E4M3) | converted(high, zero, E4M3) << 8
 
-    cast.convert, cast.convert_pair = converted, converted_pair  # the interpreter has no inline assembly
+    @triton.jit
+    def converted_quad(y, zero):
+        return converted(y, zero, True).to(tl.uint8)
+
+    # The interpreter has no inline assembly.
+    cast.convert, cast.convert_pair, cast.convert_quad = converted, converted_pair, converted_quad
     return pytest.main([*(sys.argv[1:] or [str(GPU_TESTS)]), "-q", "-p", "no:cacheprovider"])
 
 

@@ -121,8 +121,8 @@ def _act(h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl
 
 @triton.jit
 def _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl.constexpr):
-    """dh, float32, of columns cols and of F + cols; the second means nothing where the kind is not gated. Below the last
-    row, where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it already."""
+    """dh, float32, of columns cols and of F + cols, which means nothing where the kind is not gated. Below the last row,
+    where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it already."""
     there = (rows < M)[:, None] & (cols < F)[None, :]
     dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * F + cols[None, :], mask=there, other=0.0).to(tl.float32)
     value, slope = _value_and_slope(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
@@ -138,7 +138,7 @@ def _forward_kernel(
     E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """act(h + bias) of a tile: with a scale_ptr cast into out and out_t, where they are there; else into out."""
-    tile, quads, cols = tile_place(F, TILE_M, TILE_K)
+    _, quads, cols = tile_place(F, TILE_M, TILE_K)
     width = 2 * F if GATED else F
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)

@@ -49,6 +49,11 @@ _PAIR = (
     "xor.b32 $0, word, $3;}}"
 )
 _E4M3_PAIR, _E5M2_PAIR = tl.constexpr(_PAIR.format("e4m3")), tl.constexpr(_PAIR.format("e5m2"))
+# float32 $1 .. $4 -> their four E4M3 codes in one word; $5 (to $8) is zero
+_QUAD = tl.constexpr(
+    "{.reg .b16 a, b; .reg .b32 word; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+    "mov.b32 word, {a, b}; xor.b32 $0, word, $5;}"
+)
 # Whether two rows' codes stay together as the instruction makes them: 3 instructions an element fewer in a tile.
 PAIRED = tl.constexpr(True)
 
@@ -72,10 +77,22 @@ def fp8_word(x, y, zero, E4M3: tl.constexpr):
 
 
 @triton.jit
+def convert_quad(y, zero):
+    """float32 y -> its E4M3 code as uint8, as convert."""
+    return tl.inline_asm_elementwise(_QUAD, "=r,r,r,r,r,r,r,r,r", [y, zero], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
 def convert_pair(low, high, zero, E4M3: tl.constexpr):
     """convert of two float32 tensors: low's code | high's << 8."""
     asm: tl.constexpr = _E4M3_PAIR if E4M3 else _E5M2_PAIR
     return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, zero], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def fp8_quad(x, y, zero):
+    """fp8_code in E4M3, four neighbours to a word: for what is stored as it is."""
+    return convert_quad(tl.fma(x, 0.0, y), zero)
 
 
 @triton.jit
