@@ -2,6 +2,7 @@
 
     amax               max|x|
     quantize           payload = cast(saturate(float32(x) * scale))      one scale for the tensor
+    quantize_bias_grad the same, and the sum of the rows                FP32
     transpose          (M, K) payload -> (K, M) payload
     gemm               C = a_scale_inv * b_scale_inv * A B^T             A (M, K), B (N, K), FP32 sum
     quantize_blocks    payload and E8M0 exponents                        one power of two for 128 elements
@@ -64,6 +65,23 @@ def quantize(
     if not transpose:
         return payload
     return (payload if rows else None), payload.view(-1, x.shape[-1]).t().contiguous()
+
+
+def quantize_bias_grad(
+    dy: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """quantize dy (M, N) and add up its rows in float32: (payload, payload_t (N, M), dbias (N,) in dy's type).
+
+    rows, columns: which payloads are wanted; the other is None.
+    """
+    payload, payload_t = quantize(dy, fmt, scale, transpose=True, rows=rows, amax_out=amax_out)
+    return payload, (payload_t if columns else None), dy.float().sum(0).to(dy.dtype)
 
 
 def transpose(payload: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -126,23 +126,10 @@ def activate_backward_quantize(
     amax_out: torch.Tensor | None = None,
     bias_grad: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dh of activate_backward, cast from float32: (payload, h's shape, payload_t, dbias); else as activate_quantize.
+    """dh of activate_backward, cast from float32: (payload of h's shape, payload_t, dbias); else as activate_quantize.
 
     dbias (h's width, h's type), where bias_grad asks for it: the sum of dh's float32 values over rows.
     """
     dh = _backward(dy, h, kind, bias)
     payloads = _quantize(dh, fmt, scale, rows, columns, amax_out)
     return *payloads, (dh.sum(0).to(h.dtype) if bias_grad else None)
-
-
-def quantize_bias_grad(
-    dy: torch.Tensor,
-    fmt: Format,
-    scale: torch.Tensor,
-    *,
-    rows: bool = True,
-    columns: bool = False,
-    amax_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """ops.quantize of dy (M, N) with the sum of its rows: (payload, payload_t (N, M), dbias (N,) in dy's type)."""
-    return *_quantize(dy, fmt, scale, rows, columns, amax_out), dy.float().sum(0).to(dy.dtype)

@@ -1,4 +1,5 @@
-"""The Triton kernels without a GPU: the tests of tests/gpu/test_ops_cuda.py through Triton's interpreter.
+"""The Triton kernels without a GPU: the tests of tests/gpu/test_ops_cuda.py, or of a file named as an argument, through
+Triton's interpreter.
 
 Run in a process of its own, since triton decides at its import whether to interpret. The interpreter's float
 conversions round halves up, lose carries and break FP8 subnormals, so they are replaced by torch's, made to
@@ -18,14 +19,14 @@ GPU_TESTS = Path(__file__).parents[1] / "gpu" / "test_ops_cuda.py"
 
 def test_kernels_agree_with_the_reference():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(GPU_TESTS.parents[2])}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
 
 
 def main() -> int:
-    global tl  # the interpreter looks for it among a kernel's globals
+    global tl, converted  # the interpreter looks for them among a kernel's globals
     import torch
     import triton
     import triton.language as tl
@@ -56,8 +57,17 @@ def main() -> int:
         fp8: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
         return y.to(fp8).to(tl.uint8, bitcast=True).to(tl.int32)
 
-    cast.convert = converted  # the interpreter has no inline assembly
-    return pytest.main([str(GPU_TESTS), "-q", "-p", "no:cacheprovider"])
+    @triton.jit
+    def converted_pair(low, high, zero, E4M3: tl.constexpr):
+        return converted(low, zero, E4M3) | converted(high, zero, E4M3) << 8
+
+    @triton.jit
+    def converted_quad(y, zero):
+        return converted(y, zero, True).to(tl.uint8)
+
+    # The interpreter has no inline assembly.
+    cast.convert, cast.convert_pair, cast.convert_quad = converted, converted_pair, converted_quad
+    return pytest.main([*(sys.argv[1:] or [str(GPU_TESTS)]), "-q", "-p", "no:cacheprovider"])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,27 @@
 """The Triton kernels, one family a file. Imported only where they run: see megatron_fp8/ops/by_device.py."""
 
+from megatron_fp8.ops.triton.activation import (
+    activate,
+    activate_backward,
+    activate_backward_quantize,
+    activate_quantize,
+)
 from megatron_fp8.ops.triton.blocks import add_blocks, quantize_blocks, square_sum_blocks, sum_blocks
-from megatron_fp8.ops.triton.cast import amax, quantize, transpose
+from megatron_fp8.ops.triton.cast import amax, quantize, quantize_bias_grad, transpose
 from megatron_fp8.ops.triton.emulate import emulate
 from megatron_fp8.ops.triton.statistics import count_cast
 
 __all__ = [
+    "activate",
+    "activate_backward",
+    "activate_backward_quantize",
+    "activate_quantize",
     "add_blocks",
     "amax",
     "count_cast",
     "emulate",
     "quantize",
+    "quantize_bias_grad",
     "quantize_blocks",
     "square_sum_blocks",
     "sum_blocks",

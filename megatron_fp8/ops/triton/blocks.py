@@ -40,7 +40,7 @@ import triton.language as tl
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
+from megatron_fp8.ops.triton.cast import fp8_quad, magnitude_bits
 
 _BLOCK = tl.constexpr(BLOCK)
 QUANTIZE_BLOCKS, QUANTIZE_WARPS = 32, 4  # blocks of 128 and warps a program
@@ -99,7 +99,7 @@ def _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, 
     y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
     if noise is not None:
         y = _stochastic(y, noise)
-    tl.store(payload_ptr + values, fp8_code(x, y, zero, True), mask=inside[:, None])
+    tl.store(payload_ptr + values, fp8_quad(x, y, zero), mask=inside[:, None])
     tl.store(exponents_ptr + scales, byte.to(tl.uint8), mask=inside)
 
 
@@ -125,7 +125,7 @@ def _add_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """blocks <- blocks + x, from block `first` on. codes_ptr is payload_ptr as bytes: read as FP8, written as
-    fp8_code's bytes."""
+    fp8_quad's bytes."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = rows < blocks

@@ -16,7 +16,10 @@ wrong, or a neighbour's, and some variants crash ptxas (H200, 2026-11-21; right 
 the two codes leave the instruction through an exclusive or with a `zero` that only the launch knows: nothing
 can be folded into the instruction then. tests/gpu compares every variant with the reference.
 
-Transpose. Triton turns the tile of bytes through shared memory; both outputs are written in whole 64-byte runs.
+Transpose. A program reads its tile as four tiles of every fourth row. The codes of four rows then make one 32-bit word
+in a thread's registers, and the tile is turned through shared memory word by word, not byte by byte: a quarter of the
+instructions, and no two threads share a word. The rows are written from the same words. Where M is no multiple of 4
+the columns are written byte by byte.
 
 Amax. The bits of |x| as an int32 order as |x| does, with infinity above all numbers and NaN above infinity.
 An integer maximum, and one atomic a tile, therefore lose nothing and do not depend on the order.
@@ -33,13 +36,26 @@ import triton.language as tl
 from megatron_fp8.numerics.formats import E4M3, Format
 
 BLOCK, FLAT_WARPS = 8192, 8
-TILE_M, TILE_K, TILE_WARPS = 32, 128, 4
+TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # of a transpose's tile
 # two float32 $2, $3 -> their two codes $0, $1 as int32; $4 is zero
 _ASM = (
     "{{.reg .b16 pair; .reg .b32 word; cvt.rn.satfinite.{}x2.f32 pair, $3, $2; cvt.u32.u16 word, pair; "
     "xor.b32 word, word, $4; and.b32 $0, word, 255; shr.u32 $1, word, 8;}}"
 )
 _E4M3_ASM, _E5M2_ASM = tl.constexpr(_ASM.format("e4m3")), tl.constexpr(_ASM.format("e5m2"))
+# float32 $1, $2 -> their two codes as one 16-bit number, $1's below; $3 is zero
+_PAIR = (
+    "{{.reg .b16 pair; .reg .b32 word; cvt.rn.satfinite.{}x2.f32 pair, $2, $1; cvt.u32.u16 word, pair; "
+    "xor.b32 $0, word, $3;}}"
+)
+_E4M3_PAIR, _E5M2_PAIR = tl.constexpr(_PAIR.format("e4m3")), tl.constexpr(_PAIR.format("e5m2"))
+# float32 $1 .. $4 -> their four E4M3 codes in one word; $5 (to $8) is zero
+_QUAD = tl.constexpr(
+    "{.reg .b16 a, b; .reg .b32 word; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+    "mov.b32 word, {a, b}; xor.b32 $0, word, $5;}"
+)
+# Whether two rows' codes stay together as the instruction makes them: 3 instructions an element fewer in a tile.
+PAIRED = tl.constexpr(True)
 
 
 @triton.jit
@@ -50,14 +66,55 @@ def convert(y, zero, E4M3: tl.constexpr):
 
 
 @triton.jit
-def fp8_code(x, y, zero, E4M3: tl.constexpr):
-    """The FP8 code, uint8, of float32 y, saturating; not finite where x (y, or y before its scaling) is not."""
+def fp8_word(x, y, zero, E4M3: tl.constexpr):
+    """The FP8 code, as int32, of float32 y, saturating; not finite where x (y, or y before its scaling) is not."""
     if E4M3:
         code = convert(tl.fma(x, 0.0, y), zero, E4M3)  # x * 0 is NaN for an infinity, else a zero
     else:
         code = convert(y, zero, E4M3)
         code = tl.where(tl.abs(x) == float("inf"), code + 1, code)  # the code after E5M2's largest is infinity
-    return code.to(tl.uint8)
+    return code
+
+
+@triton.jit
+def convert_quad(y, zero):
+    """float32 y -> its E4M3 code as uint8, as convert."""
+    return tl.inline_asm_elementwise(_QUAD, "=r,r,r,r,r,r,r,r,r", [y, zero], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def convert_pair(low, high, zero, E4M3: tl.constexpr):
+    """convert of two float32 tensors: low's code | high's << 8."""
+    asm: tl.constexpr = _E4M3_PAIR if E4M3 else _E5M2_PAIR
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, zero], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def fp8_quad(x, y, zero):
+    """fp8_code in E4M3, four neighbours to a word: for what is stored as it is."""
+    return convert_quad(tl.fma(x, 0.0, y), zero)
+
+
+@triton.jit
+def fp8_pair(x_0, x_1, scale, zero, E4M3: tl.constexpr):
+    """fp8_word of x_0 * scale | that of x_1 * scale << 8."""
+    y_0, y_1 = x_0 * scale, x_1 * scale
+    if PAIRED:
+        if E4M3:
+            pair = convert_pair(tl.fma(x_0, 0.0, y_0), tl.fma(x_1, 0.0, y_1), zero, E4M3)
+        else:
+            pair = convert_pair(y_0, y_1, zero, E4M3)
+            pair = tl.where(tl.abs(x_0) == float("inf"), pair + 1, pair)
+            pair = tl.where(tl.abs(x_1) == float("inf"), pair + 256, pair)
+    else:
+        pair = fp8_word(x_0, y_0, zero, E4M3) | fp8_word(x_1, y_1, zero, E4M3) << 8
+    return pair
+
+
+@triton.jit
+def fp8_code(x, y, zero, E4M3: tl.constexpr):
+    """fp8_word as uint8."""
+    return fp8_word(x, y, zero, E4M3).to(tl.uint8)
 
 
 @triton.jit
@@ -78,30 +135,80 @@ def _flat_kernel(x_ptr, n, scale_ptr, out_ptr, amax_ptr, zero, E4M3: tl.constexp
         tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x)), sem="relaxed")
 
 
+@triton.jit
+def store_codes(word, out_ptr, out_t_ptr, quads, cols, first, M, K, width, WORDS: tl.constexpr):
+    """Store word (Q, C) int32, the codes of rows 4 q + 0 .. 3 of M, q in quads (Q,), in columns cols (C,) of K.
+
+    They go to out (M, width) and to out_t (width, M), each if it is there, from column `first` on; rows 4 q + i is
+    byte i. WORDS: out_t_ptr is one of int32, M a multiple of 4; else of bytes.
+    """
+    place = cols + first
+    if out_ptr is not None:
+        for i in tl.static_range(4):
+            rows = 4 * quads + i
+            mask = (rows < M)[:, None] & (cols < K)[None, :]
+            offsets = rows.to(tl.int64)[:, None] * width + place[None, :]
+            tl.store(out_ptr + offsets, (word >> (8 * i)).to(tl.uint8), mask=mask)
+    if out_t_ptr is not None:
+        if WORDS:
+            mask = (cols < K)[:, None] & (quads < M // 4)[None, :]  # so written, Triton stores 16-byte vectors
+            offsets = place.to(tl.int64)[:, None] * (M // 4) + quads[None, :]
+            tl.store(out_t_ptr + offsets, tl.trans(word), mask=mask)
+        else:
+            for i in tl.static_range(4):
+                rows = 4 * quads + i
+                mask = (cols < K)[:, None] & (rows < M)[None, :]
+                offsets = place.to(tl.int64)[:, None] * M + rows[None, :]
+                tl.store(out_t_ptr + offsets, tl.trans((word >> (8 * i)).to(tl.uint8)), mask=mask)
+
+
+@triton.jit
+def tile_place(columns, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """(tile of rows, quads, cols) of this program in a matrix of so many columns, as store_codes takes them."""
+    tiles = tl.cdiv(columns, TILE_K)
+    tile = tl.program_id(0) // tiles
+    quads = tile * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+    return tile, quads, tl.program_id(0) % tiles * TILE_K + tl.arange(0, TILE_K)
+
+
+@triton.jit
+def _load_rows(ptr, rows, cols, M, K):
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0)
+
+
 @triton.jit(do_not_specialize=["zero"])
 def _tile_kernel(
-    x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
-    E4M3: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
+    E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """out_t = x^T of a tile of bytes; with a scale_ptr x is cast first, into out if there is one, and amax as above."""
-    tiles_k = tl.cdiv(K, TILE_K)
-    rows = tl.program_id(0) // tiles_k * TILE_M + tl.arange(0, TILE_M)
-    cols = tl.program_id(0) % tiles_k * TILE_K + tl.arange(0, TILE_K)
-    mask = (rows < M)[:, None] & (cols < K)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
-    tile = tl.load(x_ptr + offsets, mask=mask, other=0)
-    if scale_ptr is not None:
-        x = tile.to(tl.float32)
-        tile = fp8_code(x, x * tl.load(scale_ptr), zero, E4M3)
-        if out_ptr is not None:
-            tl.store(out_ptr + offsets, tile, mask=mask)
-        if amax_ptr is not None:
-            tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x)), sem="relaxed")
-    mask_t = (cols < K)[:, None] & (rows < M)[None, :]
-    tl.store(out_t_ptr + cols.to(tl.int64)[:, None] * M + rows[None, :], tl.trans(tile), mask=mask_t)
+    """out_t = x^T of a matrix of bytes; with a scale_ptr x is cast first, into out and out_t where they are there, amax
+    as above, and row t of sums (tiles, K) becomes the sum of the rows of tile t."""
+    tile, quads, cols = tile_place(K, TILE_M, TILE_K)
+    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    total = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
+    for i in tl.static_range(2):
+        x_0 = _load_rows(x_ptr, 4 * quads + 2 * i, cols, M, K)
+        x_1 = _load_rows(x_ptr, 4 * quads + 2 * i + 1, cols, M, K)
+        if scale_ptr is not None:
+            x_0, x_1 = x_0.to(tl.float32), x_1.to(tl.float32)
+            if amax_ptr is not None:
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+            if sums_ptr is not None:
+                total += x_0 + x_1
+            pair = fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3)
+        else:
+            pair = x_0.to(tl.int32) | x_1.to(tl.int32) << 8
+        word |= pair << (16 * i)
+    store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, WORDS)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tile.to(tl.int64) * K + cols, tl.sum(total, axis=0), mask=cols < K)
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
 
-def _bits(amax_out: torch.Tensor | None) -> torch.Tensor | None:
+def bits(amax_out: torch.Tensor | None) -> torch.Tensor | None:
     return None if amax_out is None else amax_out.view(torch.int32)
 
 
@@ -109,18 +216,30 @@ def _launch_flat(x, scale=None, out=None, amax_out=None, fmt=None):
     grid = (triton.cdiv(x.numel(), BLOCK),)
     codes = None if out is None else out.view(torch.uint8)
     _flat_kernel[grid](
-        x, x.numel(), scale, codes, _bits(amax_out), 0, E4M3=fmt == E4M3, BLOCK=BLOCK, num_warps=FLAT_WARPS
+        x, x.numel(), scale, codes, bits(amax_out), 0, E4M3=fmt == E4M3, BLOCK=BLOCK, num_warps=FLAT_WARPS
     )
 
 
-def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, fmt=None):
+def columns_view(out_t: torch.Tensor | None, M: int) -> tuple[torch.Tensor | None, bool]:
+    """out_t (K, M) of FP8 codes as store_codes takes it, and whether that is by words."""
+    words = out_t is not None and out_t.numel() > 0 and M % 4 == 0 and out_t.data_ptr() % 4 == 0
+    return (None if out_t is None else out_t.view(torch.int32 if words else torch.uint8)), words
+
+
+def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, sums=None, fmt=None):
     M, K = x.shape
     grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
     codes = None if out is None else out.view(torch.uint8)
+    columns, words = columns_view(out_t, M)
     _tile_kernel[grid](
-        x, M, K, scale, codes, out_t.view(torch.uint8), _bits(amax_out), 0,
-        E4M3=fmt == E4M3, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
+        x, M, K, scale, codes, columns, bits(amax_out), sums, 0,
+        E4M3=fmt == E4M3, WORDS=words, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
     )  # fmt: skip
+
+
+def empty_columns(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """An empty payload (K, M) for x (M, K)."""
+    return x.new_empty(x.shape[::-1], dtype=fmt.dtype)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -146,8 +265,8 @@ def quantize(
         _launch_flat(x, scale, payload, amax_out, fmt)
         return payload
     x = x.view(-1, x.shape[-1])
-    payload_t = torch.empty_like(x.t(), dtype=fmt.dtype, memory_format=torch.contiguous_format)
-    _launch_tiles(x, payload_t, scale, payload, amax_out, fmt)
+    payload_t = empty_columns(x, fmt)
+    _launch_tiles(x, payload_t, scale, payload, amax_out, fmt=fmt)
     return payload, payload_t
 
 
@@ -157,3 +276,21 @@ def transpose(payload: torch.Tensor, out: torch.Tensor | None = None) -> torch.T
         out = payload.new_empty(payload.shape[::-1])
     _launch_tiles(payload.contiguous().view(torch.uint8), out)
     return out
+
+
+def quantize_bias_grad(
+    dy: torch.Tensor,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """reference.quantize_bias_grad in one pass, and one over the tiles' sums, in a fixed order."""
+    dy = dy.contiguous()
+    payload = torch.empty_like(dy, dtype=fmt.dtype) if rows else None
+    payload_t = empty_columns(dy, fmt) if columns else None
+    sums = dy.new_empty(triton.cdiv(dy.shape[0], TILE_M), dy.shape[1], dtype=torch.float32)
+    _launch_tiles(dy, payload_t, scale, payload, amax_out, sums, fmt)
+    return payload, payload_t, sums.sum(0).to(dy.dtype)

@@ -1,0 +1,300 @@
+"""Activation and cast in one pass, forward and backward.
+
+    activate_quantize             reads 2 bytes an element of h; writes 1 a row, 1 a column payload of act(h + bias)
+    activate_backward_quantize    reads 2 of dy and 2 of h; writes 1 and 1 an element of dh; adds dh up over rows
+
+Bound by memory only if an element costs few instructions: an H200 issues about 30 a byte of its bandwidth, so 30 an
+element in the time of 4 bytes. Hence
+
+- Phi(-a), a >= 0, is 2 ** P(a), P of degree 5: one special function, no branch. Against float64 the error of Phi is
+  below 3.5e-7 = 2^-21.4 in float32, that of gelu and of its slope below 1.6e-6, both absolute
+  (tests/gpu/test_activation_cuda.py). The slope's Gaussian is a power of two as well. tanh is 2 sigmoid(2 u) - 1.
+- ex2.approx and rcp.approx as they are (error at most 2^-22; denormals are zeros).
+- The tile is read as four of every fourth row, so that four rows' codes make one 32-bit word in the registers, and
+  words instead of bytes go through shared memory for the transpose (see cast.py).
+
+Sums over rows: a program adds up its tile, torch adds the programs' sums in a fixed order: no atomics.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_fp8.numerics.formats import E4M3, Format
+from megatron_fp8.ops.reference_activation import GATED, KINDS
+from megatron_fp8.ops.triton.cast import bits, columns_view, fp8_pair, magnitude_bits, store_codes, tile_place
+
+# rows and columns of a program's tile, and its warps
+FORWARD, BACKWARD = (64, 128, 8), (64, 128, 8)
+GATED_FORWARD, GATED_BACKWARD = (64, 128, 8), (32, 128, 4)
+
+# log2 Phi(-a), a >= 0: the highest power first. Weighted minimax on [0, 6] for the error of Phi itself; falls beyond.
+_P5, _P4, _P3, _P2, _P1, _P0 = (
+    tl.constexpr(c)
+    for c in (-5.18860317e-04, 7.38721194e-03, -5.25380423e-02, -4.59276660e-01, -1.15108315e00, -1.00000084e00)
+)
+_LOG2E = tl.constexpr(math.log2(math.e))
+_HALF_LOG2E = tl.constexpr(0.5 * math.log2(math.e))
+_LOG2_DENSITY = tl.constexpr(-0.5 * math.log2(2 * math.pi))
+_C2, _CUBE = tl.constexpr(2 * math.sqrt(2 / math.pi)), tl.constexpr(0.044715)
+
+
+@triton.jit
+def exp2(x):
+    """2^x, error 2^-22; 0 below 2^-126."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, error 1 ulp; 0 above 2^126."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _share(x, KIND: tl.constexpr):
+    """What x is multiplied by: Phi(x), or a sigmoid."""
+    if KIND == "gelu":
+        a = tl.abs(x)
+        tail = exp2(((((_P5 * a + _P4) * a + _P3) * a + _P2) * a + _P1) * a + _P0)
+        return tl.where(x >= 0.0, 1.0 - tail, tail)
+    elif KIND == "swiglu":
+        return reciprocal(1.0 + exp2(-_LOG2E * x))
+    else:
+        return reciprocal(1.0 + exp2(x * (-_LOG2E * _C2 * _CUBE * (x * x) - _LOG2E * _C2)))
+
+
+@triton.jit
+def _value(x, KIND: tl.constexpr):
+    if KIND == "squared_relu":
+        x = tl.where(x < 0.0, 0.0, x)  # a NaN stays
+        return x * x
+    else:
+        return x * _share(x, KIND)
+
+
+@triton.jit
+def _value_and_slope(x, KIND: tl.constexpr):
+    if KIND == "squared_relu":
+        x = tl.where(x < 0.0, 0.0, x)
+        return x * x, 2.0 * x
+    else:
+        share = _share(x, KIND)
+        value = x * share
+        if KIND == "gelu":
+            slope = share + x * exp2(_LOG2_DENSITY - _HALF_LOG2E * (x * x))
+        elif KIND == "swiglu":
+            slope = share + value * (1.0 - share)
+        else:
+            slope = share + value * (1.0 - share) * (3.0 * _C2 * _CUBE * (x * x) + _C2)
+        return value, slope
+
+
+@triton.jit
+def _load(ptr, rows, cols, M, F, first, width, bias_ptr):
+    """float32 of columns first + cols of a matrix (M, width), with its bias: rows (R,), cols (C,) of F. Below the
+    last row it is the last row's, which adds nothing to a maximum; beyond the last column zeros."""
+    inside = cols < F
+    offsets = tl.minimum(rows, M - 1).to(tl.int64)[:, None] * width + (cols + first)[None, :]
+    x = tl.load(ptr + offsets, mask=inside[None, :], other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + first + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def _store(x, ptr, rows, cols, M, F, first, width):
+    mask = (rows < M)[:, None] & (cols < F)[None, :]
+    tl.store(ptr + rows.to(tl.int64)[:, None] * width + (cols + first)[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _act(h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """act(h + bias), float32."""
+    x = _value(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
+    if GATED:
+        x *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
+    return x
+
+
+@triton.jit
+def _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """dh, float32, of columns cols and of F + cols, which means nothing where kind is not gated. Below the last row,
+    where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it already."""
+    there = (rows < M)[:, None] & (cols < F)[None, :]
+    dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * F + cols[None, :], mask=there, other=0.0).to(tl.float32)
+    value, slope = _value_and_slope(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
+    dh = dy * slope
+    if GATED:
+        dh *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
+    return dh, dy * value
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _forward_kernel(
+    h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero, KIND: tl.constexpr, GATED: tl.constexpr,
+    E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """act(h + bias) of a tile: with a scale_ptr cast into out and out_t, where they are there; else into out."""
+    _, quads, cols = tile_place(F, TILE_M, TILE_K)
+    width = 2 * F if GATED else F
+    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    for i in tl.static_range(2):
+        rows = 4 * quads + 2 * i
+        x_0 = _act(h_ptr, rows, cols, M, F, width, bias_ptr, KIND, GATED)
+        x_1 = _act(h_ptr, rows + 1, cols, M, F, width, bias_ptr, KIND, GATED)
+        if amax_ptr is not None:
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+        if scale_ptr is not None:
+            word |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
+        else:
+            _store(x_0, out_ptr, rows, cols, M, F, 0, F)
+            _store(x_1, out_ptr, rows + 1, cols, M, F, 0, F)
+    if scale_ptr is not None:
+        store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, F, WORDS)
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _backward_kernel(
+    dy_ptr, h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
+    KIND: tl.constexpr, GATED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """dh of a tile, as _forward_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t."""
+    tile, quads, cols = tile_place(F, TILE_M, TILE_K)
+    width = 2 * F if GATED else F
+    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    word_2 = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    total = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
+    total_2 = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
+    for i in tl.static_range(2):
+        rows = 4 * quads + 2 * i
+        a_0, b_0 = _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND, GATED)
+        a_1, b_1 = _act_back(dy_ptr, h_ptr, rows + 1, cols, M, F, width, bias_ptr, KIND, GATED)
+        if amax_ptr is not None:
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(a_0), magnitude_bits(a_1)))
+            if GATED:
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(b_0), magnitude_bits(b_1)))
+        if sums_ptr is not None:
+            total += a_0 + a_1
+            total_2 += b_0 + b_1
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr)
+            word |= fp8_pair(a_0, a_1, scale, zero, E4M3) << (16 * i)
+            if GATED:
+                word_2 |= fp8_pair(b_0, b_1, scale, zero, E4M3) << (16 * i)
+        else:
+            _store(a_0, out_ptr, rows, cols, M, F, 0, width)
+            _store(a_1, out_ptr, rows + 1, cols, M, F, 0, width)
+            if GATED:
+                _store(b_0, out_ptr, rows, cols, M, F, F, width)
+                _store(b_1, out_ptr, rows + 1, cols, M, F, F, width)
+    if scale_ptr is not None:
+        store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, width, WORDS)
+        if GATED:
+            store_codes(word_2, out_ptr, out_t_ptr, quads, cols, F, M, F, width, WORDS)
+    if sums_ptr is not None:
+        sums = sums_ptr + tile.to(tl.int64) * width + cols
+        tl.store(sums, tl.sum(total, axis=0), mask=cols < F)
+        if GATED:
+            tl.store(sums + F, tl.sum(total_2, axis=0), mask=cols < F)
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+
+
+def _checked(h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> int:
+    """F, the width of act(h)."""
+    if kind not in KINDS:
+        raise ValueError(f"activation {kind!r}: use one of {', '.join(KINDS)}")
+    if bias is not None and bias.shape != h.shape[1:]:
+        raise ValueError(f"bias {tuple(bias.shape)} is not of h's width {h.shape[1]}")
+    return h.shape[1] // 2 if kind in GATED else h.shape[1]
+
+
+def _codes(out: torch.Tensor | None) -> torch.Tensor | None:
+    return None if out is None else out.view(torch.uint8)
+
+
+def _forward(h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None):
+    M, F = h.shape[0], _checked(h, kind, bias)
+    tile_m, tile_k, warps = GATED_FORWARD if kind in GATED else FORWARD
+    columns, words = columns_view(out_t, M)
+    _forward_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(F, tile_k),)](
+        h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+    )  # fmt: skip
+
+
+def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None, bias_grad=False):
+    """The sum of dh's rows, where bias_grad asks for it."""
+    M, F = h.shape[0], _checked(h, kind, bias)
+    tile_m, tile_k, warps = GATED_BACKWARD if kind in GATED else BACKWARD
+    columns, words = columns_view(out_t, M)
+    tiles = triton.cdiv(M, tile_m)
+    sums = h.new_empty(tiles, h.shape[1], dtype=torch.float32) if bias_grad else None
+    _backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
+        dy.contiguous(), h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), sums, 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+    )  # fmt: skip
+    return None if sums is None else sums.sum(0).to(h.dtype)
+
+
+def activate(h: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """reference_activation.activate in one pass."""
+    out = h.new_empty(h.shape[0], _checked(h, kind, bias))
+    _forward(h, kind, bias, out)
+    return out
+
+
+def activate_backward(
+    dy: torch.Tensor, h: torch.Tensor, kind: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """reference_activation.activate_backward in one pass."""
+    out = torch.empty_like(h, memory_format=torch.contiguous_format)
+    _backward(dy, h, kind, bias, out)
+    return out
+
+
+def activate_quantize(
+    h: torch.Tensor,
+    kind: str,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """reference_activation.activate_quantize in one pass. amax_out must not hold a negative number."""
+    M, F = h.shape[0], _checked(h, kind, bias)
+    payload = h.new_empty(M, F, dtype=fmt.dtype) if rows else None
+    payload_t = h.new_empty(F, M, dtype=fmt.dtype) if columns else None
+    _forward(h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out)
+    return payload, payload_t
+
+
+def activate_backward_quantize(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    kind: str,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+    bias_grad: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """reference_activation.activate_backward_quantize in one pass, and one over the tiles' sums of dbias."""
+    payload = h.new_empty(h.shape, dtype=fmt.dtype) if rows else None
+    payload_t = h.new_empty(h.shape[::-1], dtype=fmt.dtype) if columns else None
+    dbias = _backward(dy, h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out, bias_grad)
+    return payload, payload_t, dbias

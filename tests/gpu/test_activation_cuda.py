@@ -1,0 +1,268 @@
+"""The fused activations and quantize_bias_grad on CUDA: against float64, and casts against the oracle's cast.
+
+tests/unit/test_activation.py runs this file without a GPU too, through Triton's interpreter.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_fp8.numerics import E4M3, E5M2
+from megatron_fp8.ops import reference
+from megatron_fp8.ops.reference_activation import GATED, KINDS
+from megatron_fp8.ops.triton import activation, cast
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:  # which has no inline assembly
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+
+    @triton.jit
+    def reciprocal(x):
+        return 1.0 / x
+
+    activation.exp2, activation.reciprocal = exp2, reciprocal
+
+INF, NAN = math.inf, math.nan
+ACT = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: functional.relu(x) ** 2,
+    "swiglu": functional.silu,
+    "geglu": lambda x: functional.gelu(x, approximate="tanh"),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+biases = pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+SHAPES = [(1, 1), (66, 130), (132, 144)]
+if not INTERPRETED:
+    SHAPES += [(3, 5), (16, 16), (64, 128), (127, 129), (70, 8), (2, 300), (333, 1000)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+# The kernels' float32 values err by at most RELATIVE * |value| + ABSOLUTE * what the function is multiplied by.
+RELATIVE, ABSOLUTE = 2**-17, 2**-19
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_data():
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")  # shown when the test fails
+    torch.manual_seed(seed)
+
+
+def data(kind, with_bias, M, F, dtype=torch.bfloat16):
+    wide = F * (2 if kind in GATED else 1)
+    h, dy = (2 * torch.randn(M, wide)).to(dtype), torch.randn(M, F).to(dtype)
+    return dy, h, torch.randn(wide).to(dtype) if with_bias else None
+
+
+def put(x):
+    return None if x is None else x.to(DEVICE)
+
+
+def exact(dy, h, kind, bias):
+    """In float64: act, dh, and what each may err by."""
+    x = h.double() if bias is None else h.double() + bias.double()
+    one, two = x.chunk(2, -1) if kind in GATED else (x, torch.ones_like(x))
+    one.requires_grad_()
+    value, dy = ACT[kind](one), dy.double()
+    value.sum().backward()
+    slope, value = one.grad, value.detach()
+    y, dh, error = value * two, dy * slope * two, ABSOLUTE * two.abs()
+    error_back = error * dy.abs()
+    if kind in GATED:
+        dh, error_back = torch.cat([dh, dy * value], -1), torch.cat([error_back, ABSOLUTE * dy.abs()], -1)
+    return y, dh, error + RELATIVE * y.abs(), error_back + RELATIVE * dh.abs()
+
+
+def close(got, expected, error, rounding=0.0) -> bool:
+    """`rounding`: the relative error of got's type."""
+    return bool(((got.cpu().double() - expected).abs() <= error + rounding * (expected.abs() + error)).all())
+
+
+def cast_of_nearly(payload, x, error, fmt, scale) -> bool:
+    """Whether payload is the cast of values that are within `error` of x, float64."""
+    low, high = (reference.quantize(v.float(), fmt, torch.tensor(scale)).double() for v in (x - error, x + error))
+    got = payload.cpu().double()
+    return got.shape == x.shape and bool(((low <= got) & (got <= high)).all())
+
+
+def same(a, b) -> bool:
+    a, b = a.cpu().float(), b.cpu().float()
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@kinds
+@biases
+@shapes
+def test_forward(kind, with_bias, shape, fmt=E4M3):
+    _, h, bias = data(kind, with_bias, *shape)
+    y, _, error, _ = exact(torch.ones(shape), h, kind, bias)
+    scale, largest = fmt.max / 4, put(torch.tensor(0.0))
+    options = {"bias": put(bias), "amax_out": largest}
+    args = put(h), kind, fmt, put(torch.tensor(scale))
+    payload, payload_t = activation.activate_quantize(*args, columns=True, **options)
+    assert cast_of_nearly(payload, y, error, fmt, scale)
+    assert same(payload_t.t(), payload) and payload_t.is_contiguous()
+    assert close(largest, y.abs().max(), error.max())
+    rows, none = activation.activate_quantize(*args, **options)
+    assert none is None and same(rows, payload)
+    none, columns = activation.activate_quantize(*args, rows=False, columns=True, bias=put(bias))
+    assert none is None and same(columns, payload_t)
+    assert close(activation.activate(put(h), kind, put(bias)), y, error, 2**-8)
+
+
+@kinds
+@biases
+@shapes
+def test_backward(kind, with_bias, shape, fmt=E5M2):
+    dy, h, bias = data(kind, with_bias, *shape)
+    _, dh, _, error = exact(dy, h, kind, bias)
+    scale, largest = fmt.max / 4, put(torch.tensor(0.0))
+    args = put(dy), put(h), kind, fmt, put(torch.tensor(scale))
+    payload, payload_t, dbias = activation.activate_backward_quantize(
+        *args, bias=put(bias), columns=True, amax_out=largest, bias_grad=True
+    )
+    assert cast_of_nearly(payload, dh, error, fmt, scale)
+    assert same(payload_t.t(), payload) and payload_t.is_contiguous()
+    assert close(largest, dh.abs().max(), error.max())
+    assert dbias.dtype == h.dtype
+    assert close(dbias, dh.sum(0), error.sum(0) + 1e-6 * dh.abs().sum(0), 2**-8)
+    rows, none, no_sum = activation.activate_backward_quantize(*args, bias=put(bias))
+    assert none is None and no_sum is None and same(rows, payload)
+    none, columns, again = activation.activate_backward_quantize(
+        *args, bias=put(bias), rows=False, columns=True, bias_grad=True
+    )
+    assert none is None and same(columns, payload_t) and same(again, dbias)
+    assert close(activation.activate_backward(put(dy), put(h), kind, put(bias)), dh, error, 2**-8)
+
+
+@kinds
+def test_the_other_format(kind):
+    test_forward(kind, True, (68, 30), E5M2)
+    test_backward(kind, True, (68, 30), E4M3)
+
+
+@kinds
+def test_every_bfloat16(kind):
+    """All finite patterns, as float32, so that the result is not rounded."""
+    h = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    # Beyond, x^2 overflows; in stock's formulas too.
+    h = h[h.abs() < 1e18].view(-1, 1)
+    if kind in GATED:
+        h = torch.cat([h, torch.ones_like(h)], -1)
+    dy = torch.ones(h.shape[0], 1)
+    y, dh, error, error_back = exact(dy, h, kind, None)
+    value, slope = activation.activate(put(h), kind), activation.activate_backward(put(dy), put(h), kind)
+    assert close(value, y, error + 1e-37) and close(slope, dh, error_back + 1e-37)
+    if kind == "gelu":  # the module's own promise
+        inside = h.abs() < 8
+        assert (value.cpu().double() - y)[inside].abs().max() < 1.6e-6
+        assert (slope.cpu().double() - dh)[inside].abs().max() < 1.6e-6
+
+
+@kinds
+@formats
+def test_the_non_finite_stays_visible(kind, fmt):
+    """Where the oracle says that a value is no number, the kernel does, in its payload, its columns and amax."""
+    wide = 2 if kind in GATED else 1
+    h, dy = torch.randn(7, 4 * wide).bfloat16(), torch.randn(7, 4).bfloat16()
+    for place, bad in enumerate((INF, -INF, NAN)):
+        h[place, place] = bad
+        dy[4 + place, place] = bad
+    if wide == 2:
+        h[3, 4], h[3, 5], h[3, 6] = INF, -INF, NAN
+    scale = put(torch.tensor(2.0))
+    for got, expected in [
+        (activation.activate(put(h), kind), reference_of("activate", h, kind)),
+        (activation.activate_backward(put(dy), put(h), kind), reference_of("activate_backward", dy, h, kind)),
+    ]:
+        assert same(got.isnan(), expected.isnan()) and same(got.isinf(), expected.isinf())
+        assert not expected.isfinite().all()
+    largest = put(torch.tensor(0.0))
+    payload, payload_t = activation.activate_quantize(put(h), kind, fmt, scale, columns=True, amax_out=largest)
+    expected = reference_of("activate", h, kind).float()
+    assert same(payload.float().isfinite(), expected.isfinite()) and same(payload_t.t(), payload)
+    assert not largest.isfinite() and bool(largest.isnan()) == bool(expected.isnan().any())
+    largest = put(torch.tensor(0.0))
+    payload, payload_t, _ = activation.activate_backward_quantize(
+        put(dy), put(h), kind, fmt, scale, columns=True, amax_out=largest
+    )
+    expected = reference_of("activate_backward", dy, h, kind).float()
+    assert same(payload.float().isfinite(), expected.isfinite()) and same(payload_t.t(), payload)
+    assert not largest.isfinite()
+
+
+def reference_of(name, *args):
+    from megatron_fp8.ops import reference_activation
+
+    return getattr(reference_activation, name)(*args)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (260, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@formats
+def test_quantize_bias_grad(shape, dtype, fmt):
+    dy, scale = torch.randn(shape).to(dtype), torch.tensor(fmt.max / 3)
+    largest = put(torch.tensor(0.0))
+    payload, payload_t, dbias = cast.quantize_bias_grad(put(dy), fmt, put(scale), columns=True, amax_out=largest)
+    expected, expected_t = reference.quantize(dy, fmt, scale, transpose=True)
+    assert same(payload, expected) and same(payload_t, expected_t)
+    assert same(largest, reference.amax(dy)) and dbias.dtype == dtype
+    exact_sum = dy.double().sum(0)
+    assert close(dbias, exact_sum, 1e-6 * dy.double().abs().sum(0), 2**-8 if dtype == torch.bfloat16 else 0)
+    rows, none, again = cast.quantize_bias_grad(put(dy), fmt, put(scale))
+    assert none is None and same(rows, expected) and same(again, dbias)
+    none, columns, again = cast.quantize_bias_grad(put(dy), fmt, put(scale), rows=False, columns=True)
+    assert none is None and same(columns, expected_t) and same(again, dbias)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_strides_and_offsets(kind):
+    """A transposed h, and payloads that 16-byte vectors do not divide."""
+    dy, h, _ = data(kind, False, 68, 50)
+    scale = put(torch.tensor(3.0))
+    strided = put(h.t().contiguous()).t()
+    shifted = torch.cat([put(h).flatten()[:1], put(h).flatten()])[1:].view(h.shape)
+
+    def back(h):
+        return activation.activate_backward_quantize(put(dy), h, kind, E5M2, scale, columns=True, bias_grad=True)
+
+    for other in (strided, shifted):
+        assert all(same(a, b) for a, b in zip(back(other), back(put(h)), strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_the_same_bits_each_time(kind):
+    dy, h, bias = (put(x) for x in data(kind, True, 4099, 2056))
+    scale, first = put(torch.tensor(100.0)), None
+    for _ in range(10):
+        largest = put(torch.tensor(0.0))
+        made = activation.activate_backward_quantize(
+            dy, h, kind, E5M2, scale, bias=bias, columns=True, amax_out=largest, bias_grad=True
+        )
+        made = [*(x.view(torch.uint8) for x in made[:2]), made[2], largest]
+        first = first or made
+        assert all(torch.equal(a, b) for a, b in zip(made, first, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_beyond_32_bit_offsets(kind):
+    """More than 2^31 elements: the last rows are those of the same rows alone."""
+    rows, wide = 66_000, 32_768
+    h = torch.empty(rows, wide, dtype=torch.bfloat16, device=DEVICE)
+    h[: rows - 64], h[rows - 64 :] = 0.5, torch.randn(64, wide, dtype=torch.bfloat16, device=DEVICE)
+    scale = put(torch.tensor(100.0))
+    payload, payload_t = activation.activate_quantize(h, kind, E4M3, scale, columns=True)
+    tail, tail_t = activation.activate_quantize(h[rows - 64 :], kind, E4M3, scale, columns=True)
+    assert same(payload[rows - 64 :], tail) and same(payload_t[:, rows - 64 :], tail_t)
