@@ -3,6 +3,7 @@
 from megatron_fp8.ops.triton.blocks import add_blocks, quantize_blocks, square_sum_blocks, sum_blocks
 from megatron_fp8.ops.triton.cast import amax, quantize, transpose
 from megatron_fp8.ops.triton.emulate import emulate
+from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
 from megatron_fp8.ops.triton.statistics import count_cast
 
 __all__ = [
@@ -10,6 +11,9 @@ __all__ = [
     "amax",
     "count_cast",
     "emulate",
+    "norm",
+    "norm_backward",
+    "norm_quantize",
     "quantize",
     "quantize_blocks",
     "square_sum_blocks",
