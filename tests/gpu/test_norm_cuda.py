@@ -68,7 +68,9 @@ def noise_of_y(x, weight, bias, mean, rstd, zero_centered) -> torch.Tensor:
 
 
 def agree_statistics(got, expected, x) -> bool:
-    """Means to float32 units of the largest |x|, rstd to units of its own and of what x's own level costs it."""
+    """Means to float32 units of the largest |x|, rstd to units of its own and of what x's own level costs it. What is
+    not finite may be NaN or infinite."""
+    got, expected = ([None if s is None else s.where(s.isfinite(), NAN) for s in pair] for pair in (got, expected))
     mean, rstd, level = expected[0], expected[1], largest(x.float())[:, 0]
     tolerance = UNITS * rstd * (1 + (0 if mean is None else UNITS * (level * rstd) ** 2))
     right = between(got[1], rstd, tolerance)
@@ -88,21 +90,20 @@ def check_forward(x, weight, bias, fmt=E4M3, *, rms=False, zero_centered=False, 
     def cast(value):
         return ops.quantize(value, fmt, scale)
 
-    for rows, columns in ((True, False), (True, True), (False, True)):
-        for amax_out in (None, put(torch.tensor(0.0)), put(torch.tensor(1e30))):
-            payload, payload_t, *statistics = norm_quantize(
-                *arguments, fmt, put(scale), rows=rows, columns=columns, amax_out=amax_out, **options
-            )
-            assert (payload is not None) == rows and (payload_t is not None) == columns
-            assert payload is None or (payload.dtype == fmt.dtype and between(payload, y, noise, cast))
-            if payload_t is not None:
-                assert payload_t.shape == x.shape[::-1] and payload_t.is_contiguous()
-                assert between(payload_t.t(), y, noise, cast)
-            assert payload is None or payload_t is None or same(payload_t.t(), payload)
-            assert agree_statistics(statistics, (mean, rstd), x)
-        y_max = y.abs().max()
-        expected = y_max.clamp(min=1e30)  # a clamp keeps NaN
-        assert same(amax_out, expected) or (amax_out.isinf() and y_max.isinf())
+    for rows, columns, before in ((True, False, 0.0), (True, True, 0.0), (False, True, None), (True, True, 1e30)):
+        amax_out = None if before is None else put(torch.tensor(before))
+        payload, payload_t, *statistics = norm_quantize(
+            *arguments, fmt, put(scale), rows=rows, columns=columns, amax_out=amax_out, **options
+        )
+        assert (payload is not None) == rows and (payload_t is not None) == columns
+        assert payload is None or (payload.dtype == fmt.dtype and between(payload, y, noise, cast))
+        if payload_t is not None:
+            assert payload_t.shape == x.shape[::-1] and payload_t.is_contiguous()
+            assert between(payload_t.t(), y, noise, cast)
+        assert payload is None or payload_t is None or same(payload_t.t(), payload)
+        assert agree_statistics(statistics, (mean, rstd), x)
+        if amax_out is not None:
+            assert between(amax_out, y.abs().max().clamp(min=before), noise.max())  # a clamp keeps NaN
 
 
 def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> None:
@@ -111,7 +112,8 @@ def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> No
     dy, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if past else None
     _, mean, rstd = reference_norm.norm(x, weight, bias, EPS, **options)
     wide = [None if t is None else t.float() for t in (dy, x, weight, mean, rstd)]
-    dx, dweight, dbias = reference_norm.norm_backward(*wide, **options, residual=None if residual is None else residual.float())
+    wide_residual = None if residual is None else residual.float()
+    dx, dweight, dbias = reference_norm.norm_backward(*wide, **options, residual=wide_residual)
     got = norm_backward(
         put(dy, layout), put(x, layout), *on_device(weight, mean, rstd), **options,
         residual=None if residual is None else put(residual, layout),
@@ -144,7 +146,7 @@ def test_forward_of_all_types(rms, zero_centered, dtype, fmt):
 @formats
 @pytest.mark.parametrize("shape", [(3, 40), (3, 700)], ids=str)
 def test_edge_values(rms, fmt, shape):
-    """A row of zeros, constants, a NaN, an infinity early or late, one huge value early or late, the smallest numbers."""
+    """Rows of zeros, of a constant, of the smallest numbers; a NaN; an infinity or one huge value, early or late."""
     x, weight, bias = inputs((12, shape[1]), torch.float32, rms, False)
     x[0], x[1], x[2] = 0.0, 7.0, 1e-42
     x[3, 5], x[4, 2], x[5, -2], x[6, 1], x[7, -1], x[8, -3] = NAN, INF, -INF, 1e30, -1e30, 3e4
@@ -181,12 +183,10 @@ def test_a_mean_far_from_zero():
     """x = 1000 + noise: the variance is summed around the row, not around zero."""
     x, weight, bias = inputs((9, 2000), torch.float32, False, False)
     check_forward(x + 1000, weight, bias)
-    ((_, _, _, rstd),) = [
-        norm_quantize(
-            *on_device(x + 1000, weight, bias), EPS, E4M3, put(torch.tensor(1.0)),
-            rms=False, zero_centered=False, columns=True,
-        )
-    ]  # fmt: skip
+    *_, rstd = norm_quantize(
+        *on_device(x + 1000, weight, bias), EPS, E4M3, put(torch.tensor(1.0)),
+        rms=False, zero_centered=False, columns=True,
+    )  # fmt: skip
     exact = ((x + 1000).double().var(1, unbiased=False) + EPS).rsqrt()
     assert ((rstd.cpu().double() - exact).abs() <= 1e-6 * exact).all()
 

@@ -5,8 +5,8 @@
                     for the statistics and for the outputs, the second time from the L2: 2 + 1 + 1
     norm_backward   2 + 2 + 2, and 2 more with a residual; a program goes through a run of rows, each held in registers
 
-The second pass over rows starts at their end, which was read last. The more a machine's programs hold together (ROWS * K
-* 2 bytes each), the less of it the L2 still has: hence few, large programs at a wide K.
+The second pass over rows starts at their end, which was read last. The more rows the running programs own together,
+the less of them the L2 still holds: hence few, large programs where K is wide.
 
 Variance. Held in registers, a row's squares are summed around its mean. Where the row is read in pieces, sums of x - s
 and of its square are kept, s being the mean of the row's first READ elements: since these are a part of the row, its
@@ -33,31 +33,37 @@ _INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Tile(NamedTuple):
-    """norm_quantize with columns: rows a program, columns a step of either pass, warps, loads in flight."""
+    """norm_quantize with columns: what a program owns and does at a time."""
 
     rows: int
-    read: int
-    columns: int
+    read: int  # columns a step for the statistics
+    columns: int  # and for the outputs
     warps: int
-    stages: int
+    stages: int  # of loads in flight
+    programs: int  # that a multiprocessor's registers must hold
 
 
 class Backward(NamedTuple):
-    """norm_backward: rows a step, warps, programs a multiprocessor, loads in flight."""
+    """norm_backward."""
 
-    rows: int
+    rows: int  # a step
     warps: int
-    programs: int
-    stages: int
+    stages: int  # of loads in flight
+    programs: int  # a multiprocessor, of registers and of the grid
 
 
-# The first whose K is not exceeded. benchmarks/fused_norm.py tries others in their place.
-TILES = {1024: Tile(32, 256, 128, 4, 2), 8192: Tile(32, 256, 128, 8, 3), 1 << 31: Tile(16, 512, 256, 8, 3)}
+# The first whose K is not exceeded. benchmarks/fused_norm.py times others in their place.
+TILES = {
+    1024: Tile(32, 256, 128, 8, 2, 2),
+    8192: Tile(32, 512, 256, 16, 3, 1),
+    1 << 31: Tile(16, 512, 512, 16, 3, 1),
+}
 BACKWARD = {
-    1024: Backward(4, 4, 4, 2),
+    1024: Backward(2, 4, 2, 4),
     4096: Backward(1, 8, 2, 2),
-    8192: Backward(1, 16, 1, 3),
-    1 << 31: Backward(1, 16, 1, 2),
+    8192: Backward(1, 16, 3, 1),
+    16384: Backward(1, 16, 2, 1),
+    1 << 31: Backward(1, 16, 1, 1),  # FP32 in two stages would outgrow the shared memory
 }
 SUM_ROWS, SUM_COLUMNS = 64, 32
 
@@ -178,10 +184,11 @@ def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
 @triton.jit
 def _backward_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, dw_ptr, db_ptr,
-    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """per_program rows (a multiple of ROWS), ROWS at a time; a row's columns are [0, A) and, unless B is 0, [A, A + B), both whole in
-    registers. dw and db (programs, K) float32: this program's sums. Without mean_ptr it is RMSNorm."""
+    """per_program rows (a multiple of ROWS), ROWS at a time; a row's columns are [0, A) and, unless B is 0, [A, A + B),
+    both whole in registers. dw and db (programs, K) float32: this program's sums. Without mean_ptr it is RMSNorm."""
     program = tl.program_id(0).to(tl.int64)
     cols_a = tl.arange(0, A)
     gain_a = _gain(w_ptr, cols_a, K, ZERO_CENTERED)
@@ -255,6 +262,11 @@ def _chosen(table, K: int):
     return next(config for limit, config in table.items() if limit >= K)
 
 
+def _registers(config: Tile | Backward) -> int:
+    """A thread's, so that a multiprocessor holds that many programs: ptxas alone takes 220 where 128 spill nothing."""
+    return min(65536 // (32 * config.warps * config.programs) // 8 * 8, 255)
+
+
 def _statistics(x: torch.Tensor, rms: bool):
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
     return (None if rms else torch.empty_like(rstd)), rstd
@@ -310,7 +322,8 @@ def norm_quantize(
     _tile_kernel[(triton.cdiv(M, tile.rows),)](
         x, weight, bias, M, eps, codes, payload_t.view(torch.uint8), mean, rstd, scale, amax, 0,
         K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3,
-        ROWS=tile.rows, READ=tile.read, COLS=tile.columns, STAGES=tile.stages, num_warps=tile.warps,
+        ROWS=tile.rows, READ=tile.read, COLS=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, maxnreg=_registers(tile),
     )  # fmt: skip
     return payload, payload_t, mean, rstd
 
@@ -345,8 +358,8 @@ def norm_backward(
     _backward_kernel[(programs,)](
         dy, x, weight, mean, rstd, None if residual is None else residual.contiguous(), M, per_program,
         dx, partial[0], None if rms else partial[1],
-        K=K, ZERO_CENTERED=zero_centered, ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if K > a else 0,
-        STAGES=config.stages, num_warps=config.warps,
+        K=K, ZERO_CENTERED=zero_centered, ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
+        STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip
     _sum_kernel[(triton.cdiv(K, SUM_COLUMNS), sums)](partial, programs, out, K=K, ROWS=SUM_ROWS, COLS=SUM_COLUMNS)
     return dx, out[0], None if rms else out[1]
