@@ -8,9 +8,9 @@ With x (M, K), sums over K and all arithmetic in float32, and gain = weight, or 
     with g = dy * gain:    dx = rstd * (g - mean(g) - n * mean(g * n)) + residual      no mean(g) in RMSNorm
                            dweight = sum over rows of dy * n                           dbias = sum over rows of dy
 
-y is rounded once: to x's type, or straight to FP8, which therefore differs from a cast of the BF16 y where that fell on
-a tie. The residual (the gradient that reaches x past the norm) is added before dx's one rounding.
-A kernel agrees but for the order of sums and fused multiply-adds: a few units of float32's last place before a rounding.
+y is rounded once: to x's type, or straight to FP8, which therefore differs from a cast of the BF16 y where the
+first rounding made a tie. The residual (the gradient that reaches x past the norm) is added before dx's one rounding.
+A kernel agrees but for the order of sums and fused multiply-adds: float32's, before that one rounding.
 """
 
 import torch

@@ -9,6 +9,7 @@ from megatron_fp8.ops.triton.activation import (
 from megatron_fp8.ops.triton.blocks import add_blocks, quantize_blocks, square_sum_blocks, sum_blocks
 from megatron_fp8.ops.triton.cast import amax, quantize, quantize_bias_grad, transpose
 from megatron_fp8.ops.triton.emulate import emulate
+from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
 from megatron_fp8.ops.triton.statistics import count_cast
 
 __all__ = [
@@ -20,6 +21,9 @@ __all__ = [
     "amax",
     "count_cast",
     "emulate",
+    "norm",
+    "norm_backward",
+    "norm_quantize",
     "quantize",
     "quantize_bias_grad",
     "quantize_blocks",

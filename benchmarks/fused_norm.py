@@ -1,0 +1,162 @@
+"""ops.norm_quantize and ops.norm_backward on one GPU beside what they replace: torch's norm, then ops.quantize; torch's
+backward, and the addition of the residual's gradient.
+
+    python benchmarks/fused_norm.py --csv fused_norm.csv        about three minutes on an H200, compilation included
+
+Microseconds are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random BF16,
+the format E4M3. GB/s counts the bytes that must move (x and dy read once, outputs written once), and % is that rate
+over a device copy's in the same run. The rows with a configuration try others in place of ops/triton/norm.py's tables.
+"""
+
+import argparse
+import csv
+
+import torch
+import torch.nn.functional as F
+import triton
+from stamp import commit
+from triton.testing import do_bench
+
+from megatron_fp8 import ops
+from megatron_fp8.numerics import E4M3
+from megatron_fp8.ops.triton.norm import BACKWARD, TILES, Backward, Tile
+
+SHAPES = [(8192, 4096), (32768, 768), (4096, 12288), (8192, 5120)]
+EPS = 1e-5
+OTHER_TILES = [  # rows, read, columns, warps, stages, programs
+    Tile(32, 512, 256, 16, 3, 1),
+    Tile(32, 256, 128, 8, 3, 2),
+    Tile(32, 256, 128, 8, 1, 2),
+    Tile(32, 256, 128, 8, 2, 2),
+    Tile(16, 512, 256, 8, 3, 2),
+    Tile(16, 512, 512, 16, 3, 1),
+    Tile(64, 256, 128, 16, 3, 1),
+    Tile(64, 128, 128, 8, 2, 2),
+]
+OTHER_BACKWARD = {  # rows, warps, stages, programs
+    768: [Backward(1, 1, 3, 12), Backward(1, 1, 2, 8), Backward(4, 8, 2, 2), Backward(1, 4, 3, 4)],
+    4096: [Backward(1, 8, 3, 2), Backward(1, 8, 1, 2), Backward(1, 16, 2, 1), Backward(1, 16, 3, 1)],
+    5120: [Backward(1, 16, 2, 1), Backward(1, 8, 2, 1), Backward(1, 8, 3, 1)],
+    12288: [Backward(1, 16, 1, 1), Backward(1, 16, 3, 1), Backward(1, 32, 2, 1)],
+}
+
+
+class Table:
+    """Prints a row as it is measured, and keeps it for the CSV."""
+
+    def __init__(self, commit: str):
+        self.rows: list[dict] = []
+        self.where = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": commit,
+        }
+        print(", ".join(f"{key} {value}" for key, value in self.where.items()))
+        source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        self.copy_rate = 2 * source.nbytes / self.milliseconds(lambda: target.copy_(source)) / 1e6
+        print(f"copy {self.copy_rate:.0f} GB/s")
+
+    def milliseconds(self, function) -> float:
+        return do_bench(function, warmup=10, rep=60, return_mode="median")
+
+    def add(self, name, shape, function, numbytes, config=""):
+        try:
+            us = 1e3 * self.milliseconds(function)
+        except triton.runtime.errors.OutOfResources as error:  # a configuration that this K does not fit
+            print(f"{name:34} {config}: {error}")
+            return
+        rate = numbytes / us / 1e3
+        row = {"name": name, "shape": "x".join(map(str, shape)), "config": str(config), "us": round(us, 1)}
+        row |= {"GB/s": round(rate), "% of copy": round(100 * rate / self.copy_rate)}
+        self.rows.append(row)
+        print(f"{name:34} {row['shape']:11} {us:7.1f} us {rate:6.0f} GB/s {row['% of copy']:4} % {config}", flush=True)
+
+    def write(self, path: str):
+        fields = ["name", "shape", "config", "us", "GB/s", "% of copy", *self.where]
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, fields)
+            writer.writeheader()
+            writer.writerows(row | self.where for row in self.rows)
+
+
+def tried(table: dict, K: int, others: list, time) -> None:
+    """time(configuration) of each, put into the kernels' table where it looks K up."""
+    limit = next(limit for limit in table if limit >= K)
+    chosen = table[limit]
+    for config in others:
+        table[limit] = config
+        time(config)
+    table[limit] = chosen
+
+
+def bench(table: Table, shape: tuple[int, int], rms: bool) -> None:
+    M, K = shape
+    n, kind = M * K, "rmsnorm" if rms else "layernorm"
+    x, dy, residual = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    weight = torch.rand(K, dtype=torch.bfloat16, device="cuda").add_(0.5)
+    bias = None if rms else torch.randn(K, dtype=torch.bfloat16, device="cuda")
+    scale, amax = torch.tensor(40.0, device="cuda"), torch.tensor(0.0, device="cuda")
+    options = {"rms": rms, "zero_centered": False}
+
+    def torch_norm(x, weight, bias):
+        return F.rms_norm(x, (K,), weight, EPS) if rms else F.layer_norm(x, (K,), weight, bias, EPS)
+
+    def fused(**wanted):
+        return ops.norm_quantize(x, weight, bias, EPS, E4M3, scale, amax_out=amax, **wanted, **options)
+
+    def separate(**wanted):
+        return ops.quantize(torch_norm(x, weight, bias), E4M3, scale, amax_out=amax, **wanted)
+
+    table.add(f"{kind} torch", shape, lambda: torch_norm(x, weight, bias), 4 * n)
+    table.add(f"{kind} ops.norm", shape, lambda: ops.norm(x, weight, bias, EPS, **options), 4 * n)
+    table.add(f"{kind} torch + quantize rows", shape, separate, 3 * n)
+    table.add(f"{kind} norm_quantize rows", shape, fused, 3 * n)
+    table.add(f"{kind} torch + quantize both", shape, lambda: separate(transpose=True), 4 * n)
+    table.add(f"{kind} norm_quantize both", shape, lambda: fused(columns=True), 4 * n)
+    table.add(f"{kind} norm_quantize columns", shape, lambda: fused(rows=False, columns=True), 3 * n)
+
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    y = torch_norm(*leaves, *[None] * rms)
+    _, mean, rstd = ops.norm(x, weight, bias, EPS, **options)
+
+    def torch_backward(add):
+        gradients = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        return gradients[0] + residual if add else gradients
+
+    def backward(residual=None):
+        return ops.norm_backward(dy, x, weight, mean, rstd, residual=residual, **options)
+
+    table.add(f"{kind} torch backward", shape, lambda: torch_backward(False), 6 * n)
+    table.add(f"{kind} norm_backward", shape, backward, 6 * n)
+    table.add(f"{kind} torch backward + residual", shape, lambda: torch_backward(True), 8 * n)
+    table.add(f"{kind} norm_backward + residual", shape, lambda: backward(residual), 8 * n)
+    if rms:
+        return
+    tried(
+        TILES, K, OTHER_TILES,
+        lambda config: table.add("  norm_quantize both", shape, lambda: fused(columns=True), 4 * n, config),
+    )  # fmt: skip
+    tried(
+        BACKWARD, K, OTHER_BACKWARD[K],
+        lambda config: table.add("  norm_backward + residual", shape, lambda: backward(residual), 8 * n, config),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
+    parser.add_argument("--commit", default=commit(), help="what the rows say was measured")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    table = Table(arguments.commit)
+    for shape in SHAPES:
+        for rms in (False, True):
+            bench(table, shape, rms)
+    if arguments.csv:
+        table.write(arguments.csv)
+
+
+if __name__ == "__main__":
+    main()

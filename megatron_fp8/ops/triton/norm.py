@@ -1,0 +1,365 @@
+"""LayerNorm and RMSNorm with the cast to FP8, and their backward: reference_norm.py as kernels bound by memory.
+
+    norm            a program holds whole rows in registers: 2 + 2 bytes an element (BF16)
+    norm_quantize   rows alone: the same kernel, 2 + 1; with columns a program owns ROWS rows and goes over them twice,
+                    for the statistics and for the outputs, the second time from the L2: 2 + 1 + 1
+    norm_backward   2 + 2 + 2, and 2 more with a residual; a program goes through a run of rows, each held in registers
+
+The second pass over rows starts at their end, which was read last. The more rows the running programs own together,
+the less of them the L2 still holds: hence few, large programs where K is wide.
+
+Variance. Held in registers, a row's squares are summed around its mean. Where the row is read in pieces, sums of x - s
+and of its square are kept, s being the mean of the row's first READ elements: since these are a part of the row, its
+variance is at least (mean - s)^2 * READ / K, and subtracting mean(x - s)^2 costs K / READ units of float32 at most.
+
+The backward's sums over rows are two-stage: each program adds its own rows in registers, and a second kernel adds the
+programs, in order. So a result depends on the number of multiprocessors, and on nothing else. A row is cut into two
+powers of two (12288 = 8192 + 4096): one would leave a quarter of the registers empty.
+
+Agreement with reference_norm.py: but for the order of sums and fused multiply-adds. Offsets are 64-bit.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_fp8.numerics.formats import E4M3, Format
+from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
+
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+class Tile(NamedTuple):
+    """norm_quantize with columns: what a program owns and does at a time."""
+
+    rows: int
+    read: int  # columns a step for the statistics
+    columns: int  # and for the outputs
+    warps: int
+    stages: int  # of loads in flight
+    programs: int  # that a multiprocessor's registers must hold
+
+
+class Backward(NamedTuple):
+    """norm_backward."""
+
+    rows: int  # a step
+    warps: int
+    stages: int  # of loads in flight
+    programs: int  # a multiprocessor, of registers and of the grid
+
+
+# The first whose K is not exceeded. benchmarks/fused_norm.py times others in their place.
+TILES = {
+    1024: Tile(32, 256, 128, 8, 2, 2),
+    8192: Tile(32, 512, 256, 16, 3, 1),
+    1 << 31: Tile(16, 512, 512, 16, 3, 1),
+}
+BACKWARD = {
+    1024: Backward(2, 4, 2, 4),
+    4096: Backward(1, 8, 2, 2),
+    8192: Backward(1, 16, 3, 1),
+    16384: Backward(1, 16, 2, 1),
+    1 << 31: Backward(1, 16, 1, 1),  # FP32 in two stages would outgrow the shared memory
+}
+SUM_ROWS, SUM_COLUMNS = 64, 32
+
+
+@triton.jit
+def _gain(w_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """The gain of these columns, float32; 0 beyond K."""
+    gain = tl.load(w_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
+    return tl.where(cols < K, gain + 1.0, 0.0) if ZERO_CENTERED else gain
+
+
+@triton.jit
+def _affine(normalized, w_ptr, b_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """y of `normalized` (rows, columns); 0 beyond K."""
+    y = normalized * _gain(w_ptr, cols, K, ZERO_CENTERED)[None, :]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _row_kernel(
+    x_ptr, w_ptr, b_ptr, M, eps, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """ROWS whole rows, COLS >= K: y in y's type or, with a scale_ptr, its FP8 codes. Without mean_ptr it is RMSNorm."""
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.minimum(own, M - 1)  # beyond M the last row once more: the same maximum
+    cols = tl.arange(0, COLS)
+    offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
+    x = tl.load(x_ptr + offsets, mask=(cols < K)[None, :], other=0.0).to(tl.float32)
+    if mean_ptr is not None:
+        mean = tl.sum(x, 1) / K
+        tl.store(mean_ptr + own, mean, mask=own < M)
+        x = tl.where((cols < K)[None, :], x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / K + eps)
+    tl.store(rstd_ptr + own, rstd, mask=own < M)
+    y = _affine(x * rstd[:, None], w_ptr, b_ptr, cols, K, ZERO_CENTERED)
+    mask = (own < M)[:, None] & (cols < K)[None, :]
+    if scale_ptr is None:
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(y_ptr + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(magnitude_bits(y)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _tile_kernel(
+    x_ptr, w_ptr, b_ptr, M, eps, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr,
+    ROWS: tl.constexpr, READ: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows, read READ columns at a time, then COLS, from the last: codes (if there is an out_ptr) and codes^T."""
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own_64 = own.to(tl.int64)
+    rows = tl.minimum(own_64, M - 1)  # beyond M the last row once more: the same maximum
+    x_rows = x_ptr + rows[:, None] * K
+    piece = tl.arange(0, READ)[None, :]
+    if mean_ptr is not None:
+        first = tl.load(x_rows + piece, mask=piece < K, other=0.0).to(tl.float32)
+        shift = tl.sum(first, 1) / min(K, READ)
+    total = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(0, K, READ, num_stages=STAGES):
+        x = tl.load(x_rows + (start + piece), mask=start + piece < K, other=0.0).to(tl.float32)
+        if mean_ptr is not None:
+            x = tl.where(start + piece < K, x - shift[:, None], 0.0)
+            total += tl.sum(x, 1)
+        squares += tl.sum(x * x, 1)
+    variance = squares / K
+    if mean_ptr is not None:
+        off = total / K
+        mean = shift + off
+        tl.store(mean_ptr + own, mean, mask=own < M)
+        overflow = (squares == float("inf")) & (tl.abs(off) < float("inf"))
+        variance = tl.where(overflow, squares, variance - off * off)
+        variance = tl.where(variance < 0, 0.0, variance)  # tl.maximum would hide a NaN
+    rstd = 1.0 / tl.sqrt_rn(variance + eps)
+    tl.store(rstd_ptr + own, rstd, mask=own < M)
+
+    scale = tl.load(scale_ptr)
+    tile = tl.arange(0, COLS)
+    largest = tl.zeros((ROWS, COLS), tl.int32)
+    steps: tl.constexpr = (K + COLS - 1) // COLS
+    for step in tl.range(0, steps, num_stages=STAGES):
+        cols = (steps - 1 - step) * COLS + tile
+        x = tl.load(x_rows + cols[None, :], mask=(cols < K)[None, :], other=0.0).to(tl.float32)
+        if mean_ptr is not None:
+            x = x - mean[:, None]
+        y = _affine(x * rstd[:, None], w_ptr, b_ptr, cols, K, ZERO_CENTERED)
+        code = fp8_code(y, y * scale, zero, E4M3)
+        if amax_ptr is not None:
+            largest = tl.maximum(largest, magnitude_bits(y))
+        if out_ptr is not None:
+            mask = (own < M)[:, None] & (cols < K)[None, :]
+            tl.store(out_ptr + (own_64[:, None] * K + cols[None, :]), code, mask=mask)
+        mask_t = (cols < K)[:, None] & (own < M)[None, :]
+        tl.store(out_t_ptr + (cols.to(tl.int64)[:, None] * M + own[None, :]), tl.trans(code), mask=mask_t)
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def _load_2d(ptr, rows, cols, inside, K: tl.constexpr):
+    offsets = rows[:, None] * K + cols[None, :]
+    return tl.load(ptr + offsets, mask=inside[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
+    if residual_ptr is not None:
+        dx += _load_2d(residual_ptr, rows, cols, inside, K)
+    offsets = rows[:, None] * K + cols[None, :]
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & (cols < K)[None, :])
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, dw_ptr, db_ptr,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """per_program rows (a multiple of ROWS), ROWS at a time; a row's columns are [0, A) and, unless B is 0, [A, A + B),
+    both whole in registers. dw and db (programs, K) float32: this program's sums. Without mean_ptr it is RMSNorm."""
+    program = tl.program_id(0).to(tl.int64)
+    cols_a = tl.arange(0, A)
+    gain_a = _gain(w_ptr, cols_a, K, ZERO_CENTERED)
+    dw_a = tl.zeros((A,), tl.float32)
+    db_a = tl.zeros((A,), tl.float32)
+    if B:
+        cols_b = A + tl.arange(0, B)
+        gain_b = _gain(w_ptr, cols_b, K, ZERO_CENTERED)
+        dw_b = tl.zeros((B,), tl.float32)
+        db_b = tl.zeros((B,), tl.float32)
+    for step in tl.range(0, per_program, ROWS, num_stages=STAGES):
+        rows = program * per_program + step + tl.arange(0, ROWS)
+        inside = rows < M
+        rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
+        dy_a = _load_2d(dy_ptr, rows, cols_a, inside, K)
+        n_a = _load_2d(x_ptr, rows, cols_a, inside, K)
+        if B:
+            dy_b = _load_2d(dy_ptr, rows, cols_b, inside, K)
+            n_b = _load_2d(x_ptr, rows, cols_b, inside, K)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+            n_a -= mean
+            if B:
+                n_b -= mean
+        n_a *= rstd
+        dw_a += tl.sum(dy_a * n_a, 0)
+        g_a = dy_a * gain_a[None, :]
+        along = tl.sum(g_a * n_a, 1)
+        if B:
+            n_b *= rstd
+            dw_b += tl.sum(dy_b * n_b, 0)
+            g_b = dy_b * gain_b[None, :]
+            along += tl.sum(g_b * n_b, 1)
+        along = (along / K)[:, None]
+        if mean_ptr is not None:
+            db_a += tl.sum(dy_a, 0)
+            level = tl.sum(g_a, 1)
+            if B:
+                db_b += tl.sum(dy_b, 0)
+                level += tl.sum(g_b, 1)
+            level = (level / K)[:, None]
+            g_a -= level
+            if B:
+                g_b -= level
+        _store_dx(dx_ptr, residual_ptr, (g_a - n_a * along) * rstd, rows, cols_a, inside, K)
+        if B:
+            _store_dx(dx_ptr, residual_ptr, (g_b - n_b * along) * rstd, rows, cols_b, inside, K)
+    tl.store(dw_ptr + program * K + cols_a, dw_a, mask=cols_a < K)
+    if db_ptr is not None:
+        tl.store(db_ptr + program * K + cols_a, db_a, mask=cols_a < K)
+    if B:
+        tl.store(dw_ptr + program * K + cols_b, dw_b, mask=cols_b < K)
+        if db_ptr is not None:
+            tl.store(db_ptr + program * K + cols_b, db_b, mask=cols_b < K)
+
+
+@triton.jit
+def _sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out (n, K) = the sum over P of partial (n, P, K) float32."""
+    which = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, P, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < P)[:, None] & (cols < K)[None, :]
+        total += tl.load(partial_ptr + (which * P + rows)[:, None] * K + cols[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + which * K + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < K)
+
+
+def _chosen(table, K: int):
+    return next(config for limit, config in table.items() if limit >= K)
+
+
+def _registers(config: Tile | Backward) -> int:
+    """A thread's, so that a multiprocessor holds that many programs: ptxas alone takes 220 where 128 spill nothing."""
+    return min(65536 // (32 * config.warps * config.programs) // 8 * 8, 255)
+
+
+def _statistics(x: torch.Tensor, rms: bool):
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    return (None if rms else torch.empty_like(rstd)), rstd
+
+
+def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, scale=None, amax=None, fmt=None):
+    M, K = x.shape
+    cols = triton.next_power_of_2(K)
+    rows = max(1, 2048 // cols)
+    warps = min(max(rows * cols // 1024, 1), 16)
+    _row_kernel[(triton.cdiv(M, rows),)](
+        x, weight, bias, M, eps, y, mean, rstd, scale, amax, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, ROWS=rows, COLS=cols, num_warps=warps,
+    )  # fmt: skip
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, rms: bool, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """reference_norm.norm in one pass."""
+    x = x.contiguous()
+    y, (mean, rstd) = torch.empty_like(x), _statistics(x, rms)
+    _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered)
+    return y, mean, rstd
+
+
+def norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    rms: bool,
+    zero_centered: bool,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """reference_norm.norm_quantize; one read of x from memory. amax_out must not hold a negative number."""
+    x = x.contiguous()
+    M, K = x.shape
+    mean, rstd = _statistics(x, rms)
+    amax = None if amax_out is None else amax_out.view(torch.int32)
+    payload = torch.empty_like(x, dtype=fmt.dtype) if rows or not columns else None
+    codes = None if payload is None else payload.view(torch.uint8)
+    if not columns:
+        _launch_rows(x, weight, bias, eps, codes, mean, rstd, zero_centered, scale, amax, fmt)
+        return payload, None, mean, rstd
+    payload_t = x.new_empty((K, M), dtype=fmt.dtype)
+    tile = _chosen(TILES, K)
+    _tile_kernel[(triton.cdiv(M, tile.rows),)](
+        x, weight, bias, M, eps, codes, payload_t.view(torch.uint8), mean, rstd, scale, amax, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3,
+        ROWS=tile.rows, READ=tile.read, COLS=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps, maxnreg=_registers(tile),
+    )  # fmt: skip
+    return payload, payload_t, mean, rstd
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return 2 if _INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    *,
+    rms: bool,
+    zero_centered: bool,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """reference_norm.norm_backward: one pass, and a small one over the programs' sums."""
+    x, dy = x.contiguous(), dy.contiguous()
+    M, K = x.shape
+    config = _chosen(BACKWARD, K)
+    most = _multiprocessors(x.device) * config.programs
+    per_program = triton.cdiv(triton.cdiv(M, most), config.rows) * config.rows
+    programs = triton.cdiv(M, per_program) if M else 0
+    a = 1 << (K.bit_length() - 1)
+    dx, sums = torch.empty_like(x), 1 if rms else 2
+    partial = x.new_empty((sums, programs, K), dtype=torch.float32)
+    out = torch.empty((sums, K), dtype=weight.dtype, device=x.device)
+    _backward_kernel[(programs,)](
+        dy, x, weight, mean, rstd, None if residual is None else residual.contiguous(), M, per_program,
+        dx, partial[0], None if rms else partial[1],
+        K=K, ZERO_CENTERED=zero_centered, ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
+        STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
+    )  # fmt: skip
+    _sum_kernel[(triton.cdiv(K, SUM_COLUMNS), sums)](partial, programs, out, K=K, ROWS=SUM_ROWS, COLS=SUM_COLUMNS)
+    return dx, out[0], None if rms else out[1]

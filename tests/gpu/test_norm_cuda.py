@@ -1,0 +1,249 @@
+"""ops.norm, ops.norm_quantize and ops.norm_backward on CUDA against reference_norm.py on the CPU.
+
+The bound: a result lies between what the reference rounds to (BF16, FP16, FP8) from its float32 value less and plus a
+few units of float32's last place, taken at the row's largest magnitude. tests/unit/test_norm.py runs this file
+without a GPU too, through Triton's interpreter.
+"""
+
+import math
+
+import pytest
+import torch
+from test_ops_cuda import DEVICE, INTERPRETED, dtypes, formats, on_gpu_only, put, same
+
+from megatron_fp8 import ops
+from megatron_fp8.numerics import E4M3, E5M2
+from megatron_fp8.ops import reference_norm
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+if INTERPRETED:
+    from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
+else:
+    norm, norm_backward, norm_quantize = ops.norm, ops.norm_backward, ops.norm_quantize
+
+INF, NAN, EPS = math.inf, math.nan, 1e-5
+UNITS = 4e-6  # of float32, whose unit is 1.2e-7: sums, and two fused or separate roundings
+kinds = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+gains = pytest.mark.parametrize("zero_centered", [False, True], ids=["gain", "gain-1"])
+SHAPES = [(1, 1), (3, 5), (1, 96), (33, 300), (70, 129), (65, 768), (5, 1501), (3, 4096), (2, 9001), (2, 12288)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_data():
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")  # shown when the test fails
+    torch.manual_seed(seed)
+
+
+def inputs(shape, dtype, rms: bool, zero_centered: bool):
+    """x, weight, bias on the CPU; x of a mean that is not zero."""
+    x = (3 * torch.randn(shape) + torch.randn(shape[0], 1)).to(dtype)
+    weight = (0.3 * torch.randn(shape[1]) + (not zero_centered)).to(dtype)
+    return x, weight, None if rms else torch.randn(shape[1]).to(dtype)
+
+
+def on_device(*tensors):
+    return [None if t is None else put(t) for t in tensors]
+
+
+def largest(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    return x.abs().amax(dim, keepdim=True)
+
+
+def between(got: torch.Tensor, value: torch.Tensor, noise: torch.Tensor, rounded=None) -> bool:
+    """`got` is what `value` (float32) rounds to, or what a number within `noise` of it does; NaN where it is NaN."""
+    dtype = got.dtype
+    rounded = rounded or (lambda x: x.to(dtype))
+    got, noise = got.cpu().float(), noise.nan_to_num(0.0, 0.0)
+    low, high = rounded(value - noise).float(), rounded(value + noise).float()
+    inside = (low <= got) & (got <= high)
+    return bool(torch.where(value.isnan(), got.isnan(), inside).all())
+
+
+def noise_of_y(x, weight, bias, mean, rstd, zero_centered) -> torch.Tensor:
+    gain = (weight.float() + zero_centered).abs().max()
+    level = 0 if mean is None else mean[:, None].abs()
+    return UNITS * (gain * (largest(x.float()) + level) * rstd[:, None] + (0 if bias is None else bias.abs().max()))
+
+
+def agree_statistics(got, expected, x) -> bool:
+    """Means to float32 units of the largest |x|, rstd to units of its own and of what x's own level costs it. What is
+    not finite may be NaN or infinite."""
+    got, expected = ([None if s is None else s.where(s.isfinite(), NAN) for s in pair] for pair in (got, expected))
+    mean, rstd, level = expected[0], expected[1], largest(x.float())[:, 0]
+    tolerance = UNITS * rstd * (1 + (0 if mean is None else UNITS * (level * rstd) ** 2))
+    right = between(got[1], rstd, tolerance)
+    return right and (got[0] is None if mean is None else between(got[0], mean, UNITS * level))
+
+
+def check_forward(x, weight, bias, fmt=E4M3, *, rms=False, zero_centered=False, scale=20.0, layout="plain") -> None:
+    """`norm`, and `norm_quantize` with each choice of outputs."""
+    options = {"rms": rms, "zero_centered": zero_centered}
+    y, mean, rstd = reference_norm.norm(x.float(), weight, bias, EPS, **options)
+    noise = noise_of_y(x, weight, bias, mean, rstd, zero_centered)
+    arguments = [put(x, layout), *on_device(weight, bias), EPS]
+    got, *statistics = norm(*arguments, **options)
+    assert got.dtype == x.dtype and between(got, y, noise) and agree_statistics(statistics, (mean, rstd), x)
+    scale = torch.tensor(scale)
+
+    def cast(value):
+        return ops.quantize(value, fmt, scale)
+
+    for rows, columns, before in ((True, False, 0.0), (True, True, 0.0), (False, True, None), (True, True, 1e30)):
+        amax_out = None if before is None else put(torch.tensor(before))
+        payload, payload_t, *statistics = norm_quantize(
+            *arguments, fmt, put(scale), rows=rows, columns=columns, amax_out=amax_out, **options
+        )
+        assert (payload is not None) == rows and (payload_t is not None) == columns
+        assert payload is None or (payload.dtype == fmt.dtype and between(payload, y, noise, cast))
+        if payload_t is not None:
+            assert payload_t.shape == x.shape[::-1] and payload_t.is_contiguous()
+            assert between(payload_t.t(), y, noise, cast)
+        assert payload is None or payload_t is None or same(payload_t.t(), payload)
+        assert agree_statistics(statistics, (mean, rstd), x)
+        if amax_out is not None:
+            assert between(amax_out, y.abs().max().clamp(min=before), noise.max())  # a clamp keeps NaN
+
+
+def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> None:
+    options = {"rms": rms, "zero_centered": zero_centered}
+    x, weight, bias = inputs(shape, dtype, rms, zero_centered)
+    dy, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if past else None
+    _, mean, rstd = reference_norm.norm(x, weight, bias, EPS, **options)
+    wide = [None if t is None else t.float() for t in (dy, x, weight, mean, rstd)]
+    wide_residual = None if residual is None else residual.float()
+    dx, dweight, dbias = reference_norm.norm_backward(*wide, **options, residual=wide_residual)
+    got = norm_backward(
+        put(dy, layout), put(x, layout), *on_device(weight, mean, rstd), **options,
+        residual=None if residual is None else put(residual, layout),
+    )  # fmt: skip
+    normalized = (x.float() - (0 if rms else mean[:, None])) * rstd[:, None]
+    g = dy.float() * (weight.float() + zero_centered)
+    noise = rstd[:, None] * largest(g) * (1 + largest(normalized)) + (0 if residual is None else residual.abs())
+    assert got[0].dtype == dtype and between(got[0], dx, UNITS * noise)
+    level = 0 if rms else (mean * rstd)[:, None].abs()
+    assert got[1].dtype == dtype
+    assert between(got[1], dweight, UNITS * (dy.float().abs() * (normalized.abs() + level)).sum(0))
+    assert (got[2] is None) if rms else between(got[2], dbias, UNITS * dy.float().abs().sum(0))
+
+
+@kinds
+@shapes
+def test_forward_of_all_shapes(rms, shape):
+    check_forward(*inputs(shape, torch.bfloat16, rms, False), rms=rms)
+
+
+@kinds
+@gains
+@dtypes
+@formats
+def test_forward_of_all_types(rms, zero_centered, dtype, fmt):
+    check_forward(*inputs((35, 300), dtype, rms, zero_centered), fmt, rms=rms, zero_centered=zero_centered)
+
+
+@kinds
+@formats
+@pytest.mark.parametrize("shape", [(3, 40), (3, 700)], ids=str)
+def test_edge_values(rms, fmt, shape):
+    """Rows of zeros, of a constant, of the smallest numbers; a NaN; an infinity or one huge value, early or late."""
+    x, weight, bias = inputs((12, shape[1]), torch.float32, rms, False)
+    x[0], x[1], x[2] = 0.0, 7.0, 1e-42
+    x[3, 5], x[4, 2], x[5, -2], x[6, 1], x[7, -1], x[8, -3] = NAN, INF, -INF, 1e30, -1e30, 3e4
+    x[9, : shape[1] // 2] += 1e3
+    for finite in (False, True):
+        rows = [0, 1, 2, 6, 7, 8, 9, 10, 11] if finite else slice(None)
+        check_forward(x[rows], weight, bias, fmt, rms=rms, scale=300.0)
+        check_forward(x[rows], weight, bias, fmt, rms=rms, scale=1e38)
+
+
+@kinds
+def test_infinite_bias_and_weight(rms):
+    """Infinities of y itself: NaN in E4M3, infinity in E5M2, and an infinite amax."""
+    x, weight, bias = inputs((5, 64), torch.float32, rms, False)
+    weight[3] = INF
+    for fmt in (E4M3, E5M2):
+        payload, payload_t, *_ = norm_quantize(
+            *on_device(x, weight, bias), EPS, fmt, put(torch.tensor(1.0)),
+            rms=rms, zero_centered=False, columns=True, amax_out=(amax := put(torch.tensor(0.0))),
+        )  # fmt: skip
+        assert amax.isinf() and same(payload, payload_t.t())
+        column = payload.cpu().float()[:, 3]
+        assert (column.isnan() if fmt is E4M3 else column.isinf()).all()
+
+
+@pytest.mark.parametrize("layout", ["offset", "transposed"])
+def test_layouts(layout):
+    x, weight, bias = inputs((35, 300), torch.bfloat16, False, False)
+    check_forward(x, weight, bias, layout=layout)
+    check_backward((35, 300), torch.bfloat16, False, False, True, layout)
+
+
+def test_a_mean_far_from_zero():
+    """x = 1000 + noise: the variance is summed around the row, not around zero."""
+    x, weight, bias = inputs((9, 2000), torch.float32, False, False)
+    check_forward(x + 1000, weight, bias)
+    *_, rstd = norm_quantize(
+        *on_device(x + 1000, weight, bias), EPS, E4M3, put(torch.tensor(1.0)),
+        rms=False, zero_centered=False, columns=True,
+    )  # fmt: skip
+    exact = ((x + 1000).double().var(1, unbiased=False) + EPS).rsqrt()
+    assert ((rstd.cpu().double() - exact).abs() <= 1e-6 * exact).all()
+
+
+@kinds
+@shapes
+@pytest.mark.parametrize("past", [False, True], ids=["alone", "residual"])
+def test_backward_of_all_shapes(rms, shape, past):
+    check_backward(shape, torch.bfloat16, rms, False, past)
+
+
+@kinds
+@gains
+@dtypes
+def test_backward_of_all_types(rms, zero_centered, dtype):
+    check_backward((35, 300), dtype, rms, zero_centered, True)
+
+
+@kinds
+def test_a_nan_reaches_its_row_and_the_sums(rms):
+    x, weight, bias = inputs((9, 96), torch.bfloat16, rms, False)
+    options = {"rms": rms, "zero_centered": False}
+    _, mean, rstd = reference_norm.norm(x, weight, bias, EPS, **options)
+    dy = torch.randn(x.shape).to(x.dtype)
+    dy[4, 7] = NAN
+    dx, dweight, dbias = norm_backward(*on_device(dy, x, weight, mean, rstd), **options)
+    bad = dx.cpu().isnan()
+    assert bad[4].all() and bad.sum() == 96
+    assert dweight.isnan().nonzero().tolist() == [[7]] and (rms or dbias.isnan().nonzero().tolist() == [[7]])
+
+
+@on_gpu_only
+@kinds
+@pytest.mark.parametrize("shape", [(8192, 4096), (8191, 768), (4096, 12288), (1025, 5120)], ids=str)
+def test_large_and_the_same_each_time(rms, shape):
+    check_forward(*inputs(shape, torch.bfloat16, rms, False), rms=rms)
+    check_backward(shape, torch.bfloat16, rms, False, True)
+    x, weight, bias = on_device(*inputs(shape, torch.bfloat16, rms, False))
+    dy, residual, scale = torch.randn_like(x), torch.randn_like(x), put(torch.tensor(20.0))
+    options, first = {"rms": rms, "zero_centered": False}, None
+    for _ in range(20):
+        amax = put(torch.tensor(0.0))
+        out = [amax, *norm_quantize(x, weight, bias, EPS, E4M3, scale, columns=True, amax_out=amax, **options)]
+        out += [*norm(x, weight, bias, EPS, **options)]
+        out += [*norm_backward(dy, x, weight, out[-2], out[-1], residual=residual, **options)]
+        first = first or out
+        for a, b in zip(first, out, strict=True):
+            assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@on_gpu_only
+def test_offsets_beyond_32_bits():
+    x = torch.randn(1, 4096, dtype=torch.bfloat16, device=DEVICE).expand(2**19 + 40, 4096).contiguous()
+    weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    options, scale = {"rms": False, "zero_centered": False}, put(torch.tensor(20.0))
+    payload, payload_t, mean, rstd = norm_quantize(x, weight, bias, EPS, E4M3, scale, columns=True, **options)
+    for row in (0, 2**19 - 1, 2**19 + 39):
+        assert same(payload[row], payload[1]) and same(payload_t[:, row], payload[1])
+    dx, *_ = norm_backward(x, x, weight, mean, rstd, **options)
+    assert same(dx[-1], dx[0])
