@@ -1,9 +1,12 @@
-"""The numeric operations: casts, blocks and counts (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
+"""The numeric operations: casts, blocks, counts and the loss (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
 
 from megatron_fp8.ops.by_device import (
     add_blocks,
     amax,
     count_cast,
+    cross_entropy_gradient,
+    cross_entropy_loss,
+    cross_entropy_statistics,
     emulate,
     quantize,
     quantize_blocks,
@@ -21,6 +24,9 @@ __all__ = [
     "add_blocks",
     "amax",
     "count_cast",
+    "cross_entropy_gradient",
+    "cross_entropy_loss",
+    "cross_entropy_statistics",
     "emulate",
     "gemm",
     "quantize",

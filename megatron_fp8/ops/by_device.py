@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fp8.numerics import emulation
-from megatron_fp8.ops import reference, reference_statistics
+from megatron_fp8.ops import reference, reference_cross_entropy, reference_statistics
 
 
 def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
@@ -40,3 +40,6 @@ sum_blocks = _with_kernel(reference.sum_blocks)
 square_sum_blocks = _with_kernel(reference.square_sum_blocks)
 count_cast = _with_kernel(reference_statistics.count_cast)
 emulate = _with_kernel(emulation.emulate)
+cross_entropy_statistics = _with_kernel(reference_cross_entropy.cross_entropy_statistics)
+cross_entropy_loss = _with_kernel(reference_cross_entropy.cross_entropy_loss)
+cross_entropy_gradient = _with_kernel(reference_cross_entropy.cross_entropy_gradient)
