@@ -25,16 +25,16 @@ LOSS_BLOCK = 256
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, out_ptr, rows, columns, first, LANES: tl.constexpr, GROUPS: tl.constexpr
+    logits_ptr, target_ptr, out_ptr, rows, first, COLUMNS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     """One row; out (3, rows)."""
     row = tl.program_id(0).to(tl.int64)
-    x_ptr = logits_ptr + row * columns
+    x_ptr = logits_ptr + row * COLUMNS
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     largest = tl.full((LANES,), -float("inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
-    for start in range(0, columns, GROUPS * LANES):
-        inside = start + offsets < columns
+    for start in range(0, COLUMNS, GROUPS * LANES):
+        inside = start + offsets < COLUMNS
         x = tl.load(x_ptr + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, axis=0))
         shift = tl.where(larger == -float("inf"), 0.0, larger)
@@ -43,7 +43,7 @@ def _statistics_kernel(
     top = tl.max(largest, axis=0)
     total = tl.sum(total * tl.exp(largest - tl.where(top == -float("inf"), 0.0, top)), axis=0)
     column = tl.load(target_ptr + row) - first
-    predicted = tl.load(x_ptr + column, mask=(column >= 0) & (column < columns), other=0.0)
+    predicted = tl.load(x_ptr + column, mask=(column >= 0) & (column < COLUMNS), other=0.0)
     tl.store(out_ptr + row, top)
     tl.store(out_ptr + rows + row, total)
     tl.store(out_ptr + 2 * rows + row, predicted.to(tl.float32))
@@ -51,17 +51,17 @@ def _statistics_kernel(
 
 @triton.jit
 def _loss_kernel(
-    statistics_ptr, target_ptr, loss_ptr, normalizer_ptr, rows, vocabulary, ranks, BLOCK: tl.constexpr
+    statistics_ptr, target_ptr, loss_ptr, normalizer_ptr, rows, vocabulary, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK rows; statistics (ranks, 3, rows)."""
+    """BLOCK rows; statistics (RANKS, 3, rows)."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for rank in range(ranks):
+    for rank in range(RANKS):
         top = tl.maximum(top, tl.load(statistics_ptr + 3 * rank * rows + row, mask=inside, other=0.0))
     total = tl.zeros((BLOCK,), tl.float32)
     predicted = tl.zeros((BLOCK,), tl.float32)
-    for rank in range(ranks):
+    for rank in range(RANKS):
         largest_ptr = statistics_ptr + 3 * rank * rows + row
         largest = tl.load(largest_ptr, mask=inside, other=0.0)
         total += tl.load(largest_ptr + rows, mask=inside, other=1.0) * tl.exp(largest - top)
@@ -75,24 +75,25 @@ def _loss_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits_ptr, target_ptr, normalizer_ptr, dloss_ptr, out_ptr, rows, columns, first, BLOCK: tl.constexpr
+    logits_ptr, target_ptr, normalizer_ptr, dloss_ptr, out_ptr, rows, first,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row. Each thread reads what it writes, before it does: out may be the logits."""
     row = tl.program_id(0).to(tl.int64)
-    x_ptr, dx_ptr = logits_ptr + row * columns, out_ptr + row * columns
+    x_ptr, dx_ptr = logits_ptr + row * COLUMNS, out_ptr + row * COLUMNS
     offsets = tl.arange(0, BLOCK)
     dloss = tl.load(dloss_ptr + row)
     if dloss == 0:
-        for start in range(0, columns, BLOCK):
+        for start in range(0, COLUMNS, BLOCK):
             zeros = tl.zeros((BLOCK,), dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + start + offsets, zeros, mask=start + offsets < columns)
+            tl.store(dx_ptr + start + offsets, zeros, mask=start + offsets < COLUMNS)
     else:
         top = tl.load(normalizer_ptr + row)
         inverse = 1.0 / tl.load(normalizer_ptr + rows + row)
         column = tl.load(target_ptr + row) - first
-        column = tl.where((column >= 0) & (column < columns), column, -1).to(tl.int32)
-        for start in range(0, columns, BLOCK):
-            inside = start + offsets < columns
+        column = tl.where((column >= 0) & (column < COLUMNS), column, -1).to(tl.int32)
+        for start in range(0, COLUMNS, BLOCK):
+            inside = start + offsets < COLUMNS
             x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
             p = tl.exp(x - top) * inverse
             dx = tl.where(start + offsets == column, p - 1.0, p) * dloss
@@ -104,7 +105,7 @@ def cross_entropy_statistics(logits: torch.Tensor, target: torch.Tensor, first: 
     rows, columns = logits.shape
     out = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _statistics_kernel[(rows,)](
-        logits, target, out, rows, columns, first, LANES=LANES, GROUPS=GROUPS, num_warps=STATISTICS_WARPS
+        logits, target, out, rows, first, COLUMNS=columns, LANES=LANES, GROUPS=GROUPS, num_warps=STATISTICS_WARPS
     )
     return out
 
@@ -116,7 +117,7 @@ def cross_entropy_loss(
     ranks, _, rows = statistics.shape
     loss, normalizer = statistics.new_empty(rows), statistics.new_empty(2, rows)
     _loss_kernel[(triton.cdiv(rows, LOSS_BLOCK),)](
-        statistics, target, loss, normalizer, rows, vocabulary, ranks, BLOCK=LOSS_BLOCK
+        statistics, target, loss, normalizer, rows, vocabulary, RANKS=ranks, BLOCK=LOSS_BLOCK
     )
     return loss, normalizer
 
@@ -132,5 +133,5 @@ def cross_entropy_gradient(
     """reference_cross_entropy.cross_entropy_gradient in one read and one write."""
     rows, columns = logits.shape
     _gradient_kernel[(rows,)](
-        logits, target, normalizer, dloss, out, rows, columns, first, BLOCK=BLOCK, num_warps=GRADIENT_WARPS
+        logits, target, normalizer, dloss, out, rows, first, COLUMNS=columns, BLOCK=BLOCK, num_warps=GRADIENT_WARPS
     )
