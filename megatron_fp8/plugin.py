@@ -9,6 +9,9 @@ What is hooked, and why not something more official:
                                                 level changes.  `extra_args_provider` cannot do the second.
     GPTModel.__init__                           exchanges the layer spec.  GPTModelConfig.builder is official, but
                                                 scripts with a model_provider never look at it; both end here.
+    language_module.fused_vocab_parallel_cross_entropy and tensor_parallel.vocab_parallel_cross_entropy
+                                                are ours (layers/cross_entropy.py): with --cross-entropy-loss-fusion
+                                                and without, the same loss.  Transformer Engine's stays its own.
     CheckpointWithoutOutput.__init__            says that stock's FP8 is off: it takes silence for FP8, and fails where
                                                 Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
@@ -190,11 +193,16 @@ def _parse_args(stock: Callable) -> Callable:
 
 
 def _hook_model(fp8: Fp8Config) -> None:
+    import megatron.core.models.common.language_module.language_module as language_module
+    import megatron.core.tensor_parallel as tensor_parallel
     import megatron.training.training as training
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
+    logits = "vocab_parallel_logits target"
+    _rebind(language_module, "fused_vocab_parallel_cross_entropy", _fused_cross_entropy, f"{logits} tp_group")
+    _rebind(tensor_parallel, "vocab_parallel_cross_entropy", _cross_entropy, f"{logits} label_smoothing tp_group")
     _rebind(CheckpointWithoutOutput, "__init__", lambda stock: lambda self, fp8=None: stock(self, None), "self fp8")
     parameters = "prefix forward_step_func data_iterator model iteration"
     _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
@@ -337,6 +345,30 @@ def _gpt_model_init(fp8: Fp8Config):
         return init
 
     return make
+
+
+def _fused_cross_entropy(stock: Callable):
+    from .layers.cross_entropy import cross_entropy
+
+    @functools.wraps(stock)
+    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group):
+        return cross_entropy(vocab_parallel_logits, target, tp_group)
+
+    return fused_vocab_parallel_cross_entropy
+
+
+def _cross_entropy(stock: Callable):
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    from .layers.cross_entropy import cross_entropy
+
+    @functools.wraps(stock)
+    def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
+        if label_smoothing:  # no GPT's: a script's own loss
+            return stock(vocab_parallel_logits, target, label_smoothing, tp_group)
+        return cross_entropy(vocab_parallel_logits, target, tp_group or get_tensor_model_parallel_group())
+
+    return vocab_parallel_cross_entropy
 
 
 def _get_megatron_optimizer(fp8: Fp8Config | None):

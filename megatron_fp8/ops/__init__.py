@@ -1,4 +1,4 @@
-"""The numeric operations: casts, norms, activations, blocks (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
+"""The numeric operations: what has a kernel (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
 
 from megatron_fp8.ops.by_device import (
     activate,
@@ -8,6 +8,9 @@ from megatron_fp8.ops.by_device import (
     add_blocks,
     amax,
     count_cast,
+    cross_entropy_gradient,
+    cross_entropy_loss,
+    cross_entropy_statistics,
     emulate,
     norm,
     norm_backward,
@@ -33,6 +36,9 @@ __all__ = [
     "add_blocks",
     "amax",
     "count_cast",
+    "cross_entropy_gradient",
+    "cross_entropy_loss",
+    "cross_entropy_statistics",
     "emulate",
     "gemm",
     "norm",

@@ -12,7 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fp8.numerics import emulation
-from megatron_fp8.ops import reference, reference_activation, reference_norm, reference_statistics
+from megatron_fp8.ops import (
+    reference,
+    reference_activation,
+    reference_cross_entropy,
+    reference_norm,
+    reference_statistics,
+)
 
 
 def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
@@ -48,3 +54,6 @@ emulate = _with_kernel(emulation.emulate)
 norm = _with_kernel(reference_norm.norm)
 norm_quantize = _with_kernel(reference_norm.norm_quantize)
 norm_backward = _with_kernel(reference_norm.norm_backward)
+cross_entropy_statistics = _with_kernel(reference_cross_entropy.cross_entropy_statistics)
+cross_entropy_loss = _with_kernel(reference_cross_entropy.cross_entropy_loss)
+cross_entropy_gradient = _with_kernel(reference_cross_entropy.cross_entropy_gradient)

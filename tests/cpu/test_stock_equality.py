@@ -86,6 +86,17 @@ def test_with_bf16_gemms_a_run_is_stocks(nproc, flags):
         assert found == pytest.approx(expected, rel=5e-3)  # zeros, of some 1,500, move with such weights
 
 
+def test_every_gradient_takes_the_logits_place_and_the_losses_are_those_of_stocks_fusion():
+    """Multi-token prediction has a second loss a micro-batch, and one label of each sequence is masked there."""
+    flags = [*TINY_GPT, *"--train-iters 4 --clip-grad 0 --cross-entropy-loss-fusion --mtp-num-layers 1".split()]
+    stock = run_megatron(1, flags)
+    script = str(ROOT / "tests/scripts/loss_in_place.py")
+    ours = run_megatron(1, [*flags, *TRANSPARENT], script=script, env={"PYTHONPATH": script_path()})
+    losses = 4 * 4 * 2  # steps, micro-batches
+    assert f"calls {{'losses': {losses}, 'in place': {losses}}}" in "".join(ours.lines)
+    assert ours.losses[:3] == stock.losses[:3] and ours.losses == pytest.approx(stock.losses, rel=5e-5)
+
+
 def test_with_bf16_gemms_clipping_is_stocks():
     flags = [*TINY_GPT, "--train-iters", "8", "--clip-grad", "0.2", "--use-distributed-optimizer"]
     stock, ours = run_megatron(2, flags), run_megatron(2, [*flags, *TRANSPARENT])

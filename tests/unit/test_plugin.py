@@ -78,6 +78,28 @@ def test_what_a_run_rebinds_goes_with_the_run_and_what_the_process_does_stays(ru
     )
 
 
+def test_the_losses_are_ours_under_a_level_and_stocks_without(run):
+    from commands import MODEL
+
+    run(
+        "from megatron.core import tensor_parallel\n"
+        "from megatron.core.models.common.language_module import language_module\n"
+        "owners = tensor_parallel, language_module\n"
+        "names = 'vocab_parallel_cross_entropy', 'fused_vocab_parallel_cross_entropy'\n"
+        "stock = [*map(getattr, owners, names)]\n"
+        "def read(*flags):\n"
+        f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', *flags]\n"
+        "    arguments.parse_args()\n"
+        "    return [getattr(*place) is was for *place, was in zip(owners, names, stock)]\n"
+        "plugin.install()\n"
+        "assert read('--fp8-level', 'O0') == read() == [True, True]\n"
+        "assert read('--fp8-level', 'O1') == [False, False]\n"
+        "assert read() == [True, True] and read('--fp8-level', 'O3') == [False, False]\n"
+        "plugin.uninstall()\n"
+        "assert [getattr(*place) is was for *place, was in zip(owners, names, stock)] == [True, True]\n"
+    )
+
+
 def test_another_signature_is_refused(said_by):
     said = said_by("arguments.parse_args = lambda provider: None\nplugin.install()")
     assert "RuntimeError: megatron_fp8 does not know this megatron.training.arguments.parse_args" in said

@@ -8,6 +8,11 @@ from megatron_fp8.ops.triton.activation import (
 )
 from megatron_fp8.ops.triton.blocks import add_blocks, quantize_blocks, square_sum_blocks, sum_blocks
 from megatron_fp8.ops.triton.cast import amax, quantize, quantize_bias_grad, transpose
+from megatron_fp8.ops.triton.cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_loss,
+    cross_entropy_statistics,
+)
 from megatron_fp8.ops.triton.emulate import emulate
 from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
 from megatron_fp8.ops.triton.statistics import count_cast
@@ -20,6 +25,9 @@ __all__ = [
     "add_blocks",
     "amax",
     "count_cast",
+    "cross_entropy_gradient",
+    "cross_entropy_loss",
+    "cross_entropy_statistics",
     "emulate",
     "norm",
     "norm_backward",

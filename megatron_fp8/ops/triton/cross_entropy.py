@@ -1,0 +1,137 @@
+"""Cross-entropy in one read of the logits forward, one read and one write backward; FP32 in registers only.
+
+    forward    2 bytes an element of BF16      backward   2 + 2, and 2 where dloss is 0: nothing is read
+
+A program takes a row. Rows are many (8,192 for the 1,320 programs that an H200 has room for at once) and long:
+splitting them would only add a pass that combines. Within a row each lane keeps its own running maximum and sum of
+e^(x - maximum) (Milakov and Gimelshein's online softmax, arXiv 1805.02867), and takes GROUPS values at a time: the sum
+is rescaled once for these, so an element costs 1 + 1/GROUPS exponentials, and no warp waits for another until the row
+ends. A lane that has seen only minus infinity keeps the sum 0. The lanes combine in a fixed order: no atomics.
+
+Vocabularies that are no multiple of 8 (of 4 in FP32) are read an element at a time: right, but slower. Megatron pads
+to 128. Offsets of rows are 64-bit.
+Agreement with reference_cross_entropy.py: maximum, predicted logit and zeros bit for bit; sums, probabilities and
+losses within 1e-5 of the larger of themselves and 1 (approximate exponentials, another order).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LANES, GROUPS, STATISTICS_WARPS = 1024, 4, 4  # a lane and its neighbours load 16 bytes a thread
+BLOCK, GRADIENT_WARPS = 2048, 4
+LOSS_BLOCK = 256
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr, target_ptr, out_ptr, rows, first, COLUMNS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """One row; out (3, rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr = logits_ptr + row * COLUMNS
+    offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    largest = tl.full((LANES,), -float("inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    for start in range(0, COLUMNS, GROUPS * LANES):
+        inside = start + offsets < COLUMNS
+        x = tl.load(x_ptr + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, axis=0))
+        shift = tl.where(larger == -float("inf"), 0.0, larger)
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift[None, :]), axis=0)
+        largest = larger
+    top = tl.max(largest, axis=0)
+    total = tl.sum(total * tl.exp(largest - tl.where(top == -float("inf"), 0.0, top)), axis=0)
+    column = tl.load(target_ptr + row) - first
+    predicted = tl.load(x_ptr + column, mask=(column >= 0) & (column < COLUMNS), other=0.0)
+    tl.store(out_ptr + row, top)
+    tl.store(out_ptr + rows + row, total)
+    tl.store(out_ptr + 2 * rows + row, predicted.to(tl.float32))
+
+
+@triton.jit
+def _loss_kernel(
+    statistics_ptr, target_ptr, loss_ptr, normalizer_ptr, rows, vocabulary, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """BLOCK rows; statistics (RANKS, 3, rows)."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for rank in range(RANKS):
+        top = tl.maximum(top, tl.load(statistics_ptr + 3 * rank * rows + row, mask=inside, other=0.0))
+    total = tl.zeros((BLOCK,), tl.float32)
+    predicted = tl.zeros((BLOCK,), tl.float32)
+    for rank in range(RANKS):
+        largest_ptr = statistics_ptr + 3 * rank * rows + row
+        largest = tl.load(largest_ptr, mask=inside, other=0.0)
+        total += tl.load(largest_ptr + rows, mask=inside, other=1.0) * tl.exp(largest - top)
+        predicted += tl.load(largest_ptr + 2 * rows, mask=inside, other=0.0)
+    target = tl.load(target_ptr + row, mask=inside, other=0)
+    below = tl.where((target >= 0) & (target < vocabulary), predicted - top, 0.0)
+    tl.store(loss_ptr + row, tl.log(total) - below, mask=inside)
+    tl.store(normalizer_ptr + row, top, mask=inside)
+    tl.store(normalizer_ptr + rows + row, total, mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits_ptr, target_ptr, normalizer_ptr, dloss_ptr, out_ptr, rows, first,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row. Each thread reads what it writes, before it does: out may be the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr, dx_ptr = logits_ptr + row * COLUMNS, out_ptr + row * COLUMNS
+    offsets = tl.arange(0, BLOCK)
+    dloss = tl.load(dloss_ptr + row)
+    if dloss == 0:
+        for start in range(0, COLUMNS, BLOCK):
+            zeros = tl.zeros((BLOCK,), dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + start + offsets, zeros, mask=start + offsets < COLUMNS)
+    else:
+        top = tl.load(normalizer_ptr + row)
+        inverse = 1.0 / tl.load(normalizer_ptr + rows + row)
+        column = tl.load(target_ptr + row) - first
+        column = tl.where((column >= 0) & (column < COLUMNS), column, -1).to(tl.int32)
+        for start in range(0, COLUMNS, BLOCK):
+            inside = start + offsets < COLUMNS
+            x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+            p = tl.exp(x - top) * inverse
+            dx = tl.where(start + offsets == column, p - 1.0, p) * dloss
+            tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_statistics(logits: torch.Tensor, target: torch.Tensor, first: int) -> torch.Tensor:
+    """reference_cross_entropy.cross_entropy_statistics in one read."""
+    rows, columns = logits.shape
+    out = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    _statistics_kernel[(rows,)](
+        logits, target, out, rows, first, COLUMNS=columns, LANES=LANES, GROUPS=GROUPS, num_warps=STATISTICS_WARPS
+    )
+    return out
+
+
+def cross_entropy_loss(
+    statistics: torch.Tensor, target: torch.Tensor, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """reference_cross_entropy.cross_entropy_loss in one launch."""
+    ranks, _, rows = statistics.shape
+    loss, normalizer = statistics.new_empty(rows), statistics.new_empty(2, rows)
+    _loss_kernel[(triton.cdiv(rows, LOSS_BLOCK),)](
+        statistics, target, loss, normalizer, rows, vocabulary, RANKS=ranks, BLOCK=LOSS_BLOCK
+    )
+    return loss, normalizer
+
+
+def cross_entropy_gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    first: int,
+    normalizer: torch.Tensor,
+    dloss: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """reference_cross_entropy.cross_entropy_gradient in one read and one write."""
+    rows, columns = logits.shape
+    _gradient_kernel[(rows,)](
+        logits, target, normalizer, dloss, out, rows, first, COLUMNS=columns, BLOCK=BLOCK, num_warps=GRADIENT_WARPS
+    )
