@@ -1,4 +1,4 @@
-"""The LM head's three products in FP8 (`--fp8-lm-head`); its weight, its gradient's buffer and its optimizer stay stock's.
+"""The LM head's three products in FP8 (`--fp8-lm-head`); its weight, gradient buffer and optimizer stay stock's.
 
     forward   y  = q(x)  q(W)^T      dgrad   dx = q(dy) q(W)      wgrad   dW = q(dy)^T q(x)
 
