@@ -25,6 +25,11 @@ KINDS = ("gelu", "gelu_tanh", "squared_relu", *GATED)
 _C, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
+def _normal(x: torch.Tensor) -> torch.Tensor:
+    """Phi(x)."""
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
 def _gelu_tanh_slope(x: torch.Tensor) -> torch.Tensor:
     t = torch.tanh(_C * x * (1 + _CUBE * x * x))
     return 0.5 * x * ((1 - t * t) * (_C + 3 * _C * _CUBE * x * x)) + 0.5 * (1 + t)
@@ -33,8 +38,7 @@ def _gelu_tanh_slope(x: torch.Tensor) -> torch.Tensor:
 def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:
     """d value / d x of a kind that is not gated; for gated kinds of their first half's function."""
     if kind == "gelu":
-        density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * density
+        return _normal(x) + x * (torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
     if kind in ("gelu_tanh", "geglu"):
         return _gelu_tanh_slope(x)
     if kind == "swiglu":
@@ -45,7 +49,7 @@ def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _value(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "gelu":
-        return functional.gelu(x)
+        return x * _normal(x)  # torch's gelu on the CPU makes a NaN of +inf
     if kind in ("gelu_tanh", "geglu"):
         return 0.5 * x * (1 + torch.tanh(_C * x * (1 + _CUBE * x * x)))
     if kind == "swiglu":
