@@ -25,7 +25,7 @@ INF, NAN, EPS = math.inf, math.nan, 1e-5
 UNITS = 4e-6  # of float32, whose unit is 1.2e-7: sums, and two fused or separate roundings
 kinds = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
 gains = pytest.mark.parametrize("zero_centered", [False, True], ids=["gain", "gain-1"])
-SHAPES = [(1, 1), (3, 5), (1, 96), (33, 300), (70, 129), (65, 768), (5, 1501), (3, 4096), (2, 9001), (2, 12288)]
+SHAPES = [(1, 1), (3, 5), (33, 300), (65, 768), (5, 1501), (2, 9001)]  # each K is compiled anew
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -137,20 +137,19 @@ def test_forward_of_all_shapes(rms, shape):
 @kinds
 @gains
 @dtypes
-@formats
-def test_forward_of_all_types(rms, zero_centered, dtype, fmt):
+def test_forward_of_all_types(rms, zero_centered, dtype):
+    fmt = E5M2 if zero_centered else E4M3
     check_forward(*inputs((35, 300), dtype, rms, zero_centered), fmt, rms=rms, zero_centered=zero_centered)
 
 
 @kinds
 @formats
-@pytest.mark.parametrize("shape", [(3, 40), (3, 700)], ids=str)
-def test_edge_values(rms, fmt, shape):
+def test_edge_values(rms, fmt):
     """Rows of zeros, of a constant, of the smallest numbers; a NaN; an infinity or one huge value, early or late."""
-    x, weight, bias = inputs((12, shape[1]), torch.float32, rms, False)
+    x, weight, bias = inputs((12, 700), torch.float32, rms, False)
     x[0], x[1], x[2] = 0.0, 7.0, 1e-42
     x[3, 5], x[4, 2], x[5, -2], x[6, 1], x[7, -1], x[8, -3] = NAN, INF, -INF, 1e30, -1e30, 3e4
-    x[9, : shape[1] // 2] += 1e3
+    x[9, :350] += 1e3
     for finite in (False, True):
         rows = [0, 1, 2, 6, 7, 8, 9, 10, 11] if finite else slice(None)
         check_forward(x[rows], weight, bias, fmt, rms=rms, scale=300.0)
@@ -191,18 +190,23 @@ def test_a_mean_far_from_zero():
     assert ((rstd.cpu().double() - exact).abs() <= 1e-6 * exact).all()
 
 
+def test_columns_beyond_k_are_not_seen():
+    """With a gain of 0 y is the bias; a column that is not there, of gain 1 and x = 0, would be far larger."""
+    x, weight, bias = inputs((9, 300), torch.float32, False, True)
+    check_forward(x + 1000, torch.full_like(weight, -1.0), bias, zero_centered=True)
+
+
 @kinds
 @shapes
-@pytest.mark.parametrize("past", [False, True], ids=["alone", "residual"])
-def test_backward_of_all_shapes(rms, shape, past):
-    check_backward(shape, torch.bfloat16, rms, False, past)
+def test_backward_of_all_shapes(rms, shape):
+    check_backward(shape, torch.bfloat16, rms, False, past=False)
 
 
 @kinds
 @gains
 @dtypes
 def test_backward_of_all_types(rms, zero_centered, dtype):
-    check_backward((35, 300), dtype, rms, zero_centered, True)
+    check_backward((35, 300), dtype, rms, zero_centered, past=True)
 
 
 @kinds
