@@ -281,7 +281,8 @@ def test_there_is_no_second_derivative(group):
 
 def test_kernels_agree_with_the_reference():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
