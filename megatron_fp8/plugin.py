@@ -41,6 +41,9 @@ What is hooked, and why not something more official:
                                                 find a whole checkpoint, or refuse in one line (checkpoint/loads.py).
     FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
                                                 read data, and nothing that runs (checkpoint/pickles.py).
+    tensor_parallel.layers.fused_weight_gradient_mlp_cuda and _grad_accum_fusion_available, and the module itself
+                                                where apex's is not installed, on CUDA: the LM head's weight gradient is
+                                                added to main_grad in its GEMM (ops/wgrad.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
                                                 torch's Adam cannot (engine/chain.py), the LM head's forward with
                                                 --fp8-emulate-lm-head (layers/emulated_head.py) or its product with
@@ -59,12 +62,14 @@ it would load a level's optimizer state it is told that it cannot.)
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import cpu
+from .errors import UserError
 from .flags import log
 from .flags.checks import (
     check_data_files,
@@ -77,12 +82,14 @@ from .flags.checks import (
     set_max_connections,
 )
 from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, config_from_args
+from .flags.level import LEVEL, is_stock
 from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
+from .flags.stock import installed
 from .flags.usage import escape_bad_help, one_line_usage_errors
 from .metrics import begin
 
-Rebound = list[tuple[Any, str, Any]]  # (owner, name, original), in the order of rebinding
+Rebound = list[Callable[[], Any]]  # what undoes each, in the order of rebinding
 _of_process: Rebound = []  # by install(): what reads the flags of every run
 _of_run: Rebound = []  # for what the flags of one run ask for; put back when the next run's are read
 
@@ -114,7 +121,7 @@ def uninstall() -> None:
 
 def _put_back(rebound: Rebound) -> None:
     while rebound:
-        setattr(*rebound.pop())
+        rebound.pop()()
 
 
 def _rebind(
@@ -133,7 +140,7 @@ def _rebind(
 
 
 def _replace(owner: Any, name: str, value: Any, rebound: Rebound = _of_run) -> None:
-    rebound.append((owner, name, getattr(owner, name)))
+    rebound.append(functools.partial(setattr, owner, name, getattr(owner, name)))
     setattr(owner, name, value)
 
 
@@ -167,11 +174,14 @@ def _parse_args(stock: Callable) -> Callable:
         if config is not None:
             check_script(config.level)
             check_evaluation(args)
+            if not cpu.needed() and not is_stock(LEVEL.given(args)):
+                _hook_weight_gradients()  # first: it is what adapt_stock_args looks for
             _log(adapt_stock_args(args, config))
             _log(set_max_connections(args))
             if not cpu.needed():
                 check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
             _hook_model(config)
+            _log(_hook_gemms(config))
         if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
             _hook_optimizer(config)
         if args.load or args.save:
@@ -206,6 +216,45 @@ def _hook_model(fp8: Fp8Config) -> None:
     _rebind(CheckpointWithoutOutput, "__init__", lambda stock: lambda self, fp8=None: stock(self, None), "self fp8")
     parameters = "prefix forward_step_func data_iterator model iteration"
     _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
+
+
+def _hook_weight_gradients() -> None:
+    import megatron.core.tensor_parallel.layers as layers
+
+    from .ops import wgrad
+
+    if installed(wgrad.NAME):
+        return
+    sys.modules[wgrad.NAME] = wgrad.MODULE
+    _of_run.append(functools.partial(sys.modules.pop, wgrad.NAME, None))
+    setattr(layers, wgrad.NAME, wgrad.MODULE)  # the import that failed left no name
+    _of_run.append(functools.partial(delattr, layers, wgrad.NAME))
+    _replace(layers, "_grad_accum_fusion_available", True)
+
+
+def _hook_gemms(fp8: Fp8Config) -> list[str]:
+    """Choose the backend of the FP8 GEMMs; returns a line where none of those that the run asked for can serve."""
+    from .ops import cublaslt, gemm_search
+    from .ops.announce import announce
+    from .ops.gemm import serving, use
+
+    device, lines = "cuda", []
+    if cpu.needed():
+        device = "cpu"
+        if fp8.gemm_backend != "auto" or fp8.gemm_search:
+            lines = ["no CUDA device: --fp8-gemm-backend and --fp8-gemm-search have no effect"]
+    else:
+        if (fp8.gemm_search or fp8.gemm_backend == "cublaslt") and not cublaslt.bound():
+            flag = "--fp8-gemm-search" if fp8.gemm_search else "--fp8-gemm-backend cublaslt"
+            raise UserError(f"{flag}: cuBLASLt's library is not found ({cublaslt.why_not()}); remove it")
+        if fp8.gemm_backend != "auto":
+            _of_run.append(functools.partial(use, serving(device).name))
+            use(fp8.gemm_backend)
+        if fp8.gemm_search:
+            _of_run.append(gemm_search.forget)
+    if fp8.log_gemm:
+        _of_run.append(announce(device, lambda line: _log([line])))
+    return lines
 
 
 def _hook_optimizer(fp8: Fp8Config | None) -> None:
@@ -393,7 +442,8 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
                 engine = chain.engine
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
-                chain.after_first_step = lambda: _log(summary(measure(model_chunks, chain)))
+                searches = _read_searched_gemms(fp8)
+                chain.after_first_step = lambda: _log([*summary(measure(model_chunks, chain)), *searches()])
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()
                 _hook_dumps(model_chunks)
@@ -403,6 +453,16 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
         return get_megatron_optimizer
 
     return make
+
+
+def _read_searched_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
+    """With --fp8-gemm-search, have all ranks use what was found earlier; returns the search of the rest."""
+    if not fp8.gemm_search or cpu.needed():
+        return list
+    from .ops import gemm_search
+
+    _log([f"--fp8-gemm-search: {gemm_search.read()} GEMMs were searched earlier"])
+    return gemm_search.tune
 
 
 def _around_train_step(around: Callable):
@@ -446,6 +506,7 @@ def _evaluate_without_optimizer(fp8: Fp8Config):
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
             if get_args().skip_train:  # on all ranks alike, also where one has no FP8 linear
                 _log(check_chosen(fp8, model))
+                _read_searched_gemms(fp8)
                 for weight in owned_weights(model):
                     weight.step = max(1, iteration)
                 count_updates(model, lambda: max(1, iteration))

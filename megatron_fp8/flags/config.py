@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
-from . import emulate, gradients, level, log, probe, sharpness, watch
+from . import emulate, gemm, gradients, level, log, probe, sharpness, watch
 from .emulate import EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
@@ -50,6 +50,7 @@ ALL = (
     *gradients.FLAGS,
     *emulate.FLAGS,
     *(BF16_LAYERS, LM_HEAD, COMPACT, ATTENTION),
+    *gemm.FLAGS,
     *log.FLAGS,
     *sharpness.FLAGS,
     *watch.FLAGS,
@@ -82,6 +83,9 @@ class Fp8Config:
         attention: "torch" or "te".
         unfused_attention: Megatron's unfused kernel instead of torch's attention (--attention-backend local, unfused).
         reads_mask: torch's attention applies the mask that the data bring (--reset-attention-mask).
+        gemm_backend: "auto" or the name of a backend of the FP8 GEMMs.
+        gemm_search: whether cuBLASLt's algorithms are timed, once a machine.
+        log_gemm: whether each GEMM's shape is logged.
     """
 
     level: str
@@ -118,6 +122,9 @@ class Fp8Config:
     attention: str
     unfused_attention: bool
     reads_mask: bool
+    gemm_backend: str
+    gemm_search: bool
+    log_gemm: bool
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -187,6 +194,9 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         attention=attention,
         unfused_attention=plain(args.attention_backend) in ("local", "unfused"),
         reads_mask=args.reset_attention_mask,
+        gemm_backend=gemm.backend(args),
+        gemm_search=bool(gemm.SEARCH.value(args)),
+        log_gemm=bool(gemm.LOG.value(args)),
     )
 
 

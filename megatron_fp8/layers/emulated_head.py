@@ -47,6 +47,7 @@ def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
     seed, rank: of the run and of this process, for stochastic rounding.
     """
     stock = head.forward
+    head.gradient_accumulation_fusion = False  # a rounded weight has no main_grad to add to
     head.fp8_update = lambda: 1  # see `count_updates`
     calls = [0]  # of the head, for the noise
 

@@ -16,7 +16,8 @@ A `Backend` is a way to compute the FP8 product on some devices. It names the pa
 GEMM itself (`fuses`); it gets those up to the first one that it lacks, and the rest is done here, by operations that
 follow (`_follow`). So a backend may be as small as a product, and a caller never asks who computes.
 
-    cublaslt    CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
+    cublaslt    CUDA     cuBLASLt by our own binding (cublaslt.py): bias, and beta = 1; where that fails, torch's
+    torch       CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
     reference   CPU      decode, multiply in float32 (reference.py)
 
 `register` adds a backend and lets it serve its devices; `use` chooses one by name. The tensor core itself sums with
@@ -26,6 +27,8 @@ without it partial sums are added in float32 at a cost of some 7 % (backward: su
 Source: PyTorch's torch._scaled_mm; DeepSeek-V3, arXiv 2412.19437, section 3.3, for the accumulator's width.
 """
 
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,7 +38,7 @@ import torch.nn.functional as F
 
 from megatron_fp8.numerics.formats import E5M2, Format
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import reference
+from megatron_fp8.ops import cublaslt, reference
 from megatron_fp8.ops.by_device import quantize
 
 type Operand = ScaledTensor | torch.Tensor
@@ -126,10 +129,10 @@ class Backend(Protocol):
         ...
 
 
-class CublasLt:
+class ScaledMM:
     """torch._scaled_mm. M, N and K are multiples of 16."""
 
-    name, devices, fuses = "cublaslt", ("cuda",), frozenset[str]()
+    name, devices, fuses = "torch", ("cuda",), frozenset[str]()
 
     def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
         into = epilogue.into
@@ -137,6 +140,37 @@ class CublasLt:
             a.payload, b.payload.t(), scale_a=a.scale_inv, scale_b=b.scale_inv, use_fast_accum=fast_accum,
             out_dtype=epilogue.dtype if into is None else into.dtype, **({} if into is None else {"out": into}),
         )  # fmt: skip
+
+
+class CublasLt:
+    """cuBLASLt by cublaslt.py, or `ScaledMM` where that finds no library. M, N and K are multiples of 16."""
+
+    name, devices = "cublaslt", ("cuda",)
+
+    def __init__(self, otherwise: Backend):
+        self._otherwise = otherwise
+
+    @functools.cached_property
+    def fuses(self) -> frozenset[str]:
+        if cublaslt.bound():
+            return frozenset({"bias", "accumulate"})
+        warnings.warn(f"cuBLASLt is not bound ({cublaslt.why_not()}): torch._scaled_mm serves", stacklevel=2)
+        return self._otherwise.fuses
+
+    def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
+        if not self.fuses:
+            return self._otherwise.product(a, b, epilogue, fast_accum)
+        x, w, out, bias = a.payload, b.payload, epilogue.into, epilogue.bias
+        if out is None:
+            out = torch.empty(x.shape[0], w.shape[0], dtype=epilogue.dtype, device=x.device)
+        # The library reads a bias of D's type, BF16 where D is FP32: any other is added after it.
+        fused = bias if bias is not None and bias.dtype is _BIAS.get(out.dtype) else None
+        how = {"a_scale": a.scale_inv, "b_scale": b.scale_inv, "bias": fused, "fast_accum": fast_accum}
+        cublaslt.product(x, w, out, add=epilogue.accumulate, **how)
+        return out if fused is bias else out.add_(bias)
+
+
+_BIAS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.float32: torch.bfloat16}
 
 
 class Reference:
@@ -170,7 +204,9 @@ def serving(device: str) -> Backend:
     return _serving[device]
 
 
-register(CublasLt())
+_torch = ScaledMM()
+register(_torch)
+register(CublasLt(_torch))
 register(Reference())
 
 

@@ -62,6 +62,9 @@ def test_o1(parse):
         "attention": "torch",
         "unfused_attention": False,
         "reads_mask": False,
+        "gemm_backend": "auto",
+        "gemm_search": False,
+        "log_gemm": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.level = "O3"
@@ -74,6 +77,18 @@ def test_cells_are_fields_of_the_config():
 def test_cells_can_be_overridden(parse):
     config = config_from_args(parse(*O1, "--fp8-gemm", "bf16", "--fp8-grad-reduce", "fp32"))
     assert (config.gemm, config.grad_reduce) == ("bf16", "fp32")
+
+
+def test_backends_of_the_gemms(parse):
+    from megatron_fp8.flags.gemm import BACKENDS
+    from megatron_fp8.ops.gemm import _backends
+
+    assert BACKENDS[0] == "auto" and {*BACKENDS[1:]} == {n for n, b in _backends.items() if "cuda" in b.devices}
+    config = config_from_args(parse(*O1, "--fp8-gemm-search", "--fp8-log-gemm", "--fp8-gemm-backend", "cublaslt"))
+    assert (config.gemm_backend, config.gemm_search, config.log_gemm) == ("cublaslt", True, True)
+    args = parse(*O1, "--fp8-gemm-search", "--fp8-gemm-backend", "torch")
+    expected = "--fp8-gemm-search with --fp8-gemm-backend torch: it searches only cuBLASLt; remove one"
+    assert error_of(config_from_args, args) == expected
 
 
 def test_attention_of_transformer_engine(parse, monkeypatch):
@@ -102,6 +117,7 @@ OURS = {
     "--fp8-bf16-layers": "*.linear_fc2",
     "--fp8-ckpt-compact": None,
     "--fp8-attention": "torch",
+    **{"--fp8-gemm-backend": "torch", "--fp8-gemm-search": None, "--fp8-log-gemm": None},
     "--fp8-log-interval": "0",
     "--fp8-log-grad-snr": None,
     **{"--fp8-on-spike": "skip", "--fp8-spike-sigma": "6.5", "--fp8-spike-window": "64"},

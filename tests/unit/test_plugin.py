@@ -97,6 +97,68 @@ def test_the_losses_are_ours_under_a_level_and_stocks_without(run):
         "assert read() == [True, True] and read('--fp8-level', 'O3') == [False, False]\n"
         "plugin.uninstall()\n"
         "assert [getattr(*place) is was for *place, was in zip(owners, names, stock)] == [True, True]\n"
+def test_a_level_on_cuda_stands_in_for_apexs_weight_gradients_and_nothing_else_does(run):
+    from commands import MODEL
+
+    run(
+        "import torch, types\n"
+        "import megatron.core.tensor_parallel.layers as layers\n"
+        "name = 'fused_weight_gradient_mlp_cuda'\n"
+        "plugin.install(); plugin.check_device = lambda capability: None\n"
+        "def read(*flags):\n"
+        f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', *flags]\n"
+        "    args = arguments.parse_args()\n"
+        "    there = name in sys.modules, hasattr(layers, name), layers._grad_accum_fusion_available\n"
+        "    assert there in ((True,) * 3, (False,) * 3)\n"
+        "    return there[0], args.gradient_accumulation_fusion\n"
+        "on_cpu = [read(), read('--fp8-level', 'O1')]\n"
+        "assert on_cpu == [(False, True), (False, False)], on_cpu\n"
+        "plugin.cpu.needed = lambda: False\n"
+        "assert read('--fp8-level', 'O1') == read('--fp8-level', 'O3') == (True, True)\n"
+        "x, weight = torch.randn(5, 2, 4), torch.nn.Parameter(torch.randn(3, 4))\n"
+        "weight.main_grad, weight.grad_added_to_main_grad = torch.ones(3, 4), False\n"
+        "group = types.SimpleNamespace(size=lambda: 1)\n"
+        "apply = layers.LinearWithGradAccumulationAndAsyncCommunication.apply\n"
+        "y = apply(x, weight, None, True, False, False, None, None, group, 1)\n"
+        "backward = torch.autograd.Variable._execution_engine.run_backward  # as Megatron's schedules do\n"
+        "backward((y,), (torch.ones_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True)\n"
+        "expected = 1 + x.sum((0, 1)).expand(3, 4)\n"
+        "assert torch.allclose(weight.main_grad, expected) and weight.grad_added_to_main_grad\n"
+        "assert read('--fp8-level', 'O1', '--no-gradient-accumulation-fusion') == (True, False)\n"
+        "assert read() == read('--fp8-level', 'O0') == (False, True)\n"
+        "assert read('--fp8-emulate', 'E8M3') == (False, False)\n"
+        "assert read('--fp8-level', 'O1')[0]\n"
+        "plugin.uninstall()\n"
+        "assert name not in sys.modules and not hasattr(layers, name) and not layers._grad_accum_fusion_available\n"
+    )
+
+
+def test_the_backend_of_a_run_goes_with_the_run(run):
+    from commands import MODEL
+
+    run(
+        "from megatron_fp8.ops import cublaslt\n"
+        "from megatron_fp8.ops.gemm import serving\n"
+        "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
+        "def read(*flags):\n"
+        f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
+        "    arguments.parse_args()\n"
+        "    return serving('cuda').name\n"
+        "assert read('--fp8-gemm-backend', 'torch') == 'cublaslt' and 'no CUDA device: --fp8-gemm-b' in str(lines)\n"
+        "plugin.cpu.needed = lambda: False\n"
+        "assert [read('--fp8-gemm-backend', name) for name in ('auto', 'torch')] == ['cublaslt', 'torch']\n"
+        "assert read() == 'cublaslt' and cublaslt.on_plan is None\n"
+        "assert read('--fp8-log-gemm', '--fp8-gemm-search') == 'cublaslt' and cublaslt.on_plan\n"
+        "cublaslt.bound = lambda: False\n"
+        "try:\n"
+        "    read('--fp8-gemm-backend', 'cublaslt')\n"
+        "except ValueError as error:\n"
+        "    assert str(error).startswith('--fp8-gemm-backend cublaslt: ') and '\\n' not in str(error)\n"
+        "else:\n"
+        "    raise AssertionError\n"
+        "cublaslt.bound = lambda: True\n"
+        "assert read('--fp8-gemm-backend', 'torch') == 'torch' and cublaslt.on_plan is None\n"
+        "plugin.uninstall(); assert serving('cuda').name == 'cublaslt'\n"
     )
 
 

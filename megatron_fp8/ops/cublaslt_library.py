@@ -1,0 +1,163 @@
+"""The library itself: cuBLASLt's numbers, structures and functions as its header has them, loaded by ctypes.
+
+It is the one that torch loaded, from its own wheels (nvidia-cublas). tests/unit/test_cublaslt.py compares every number
+here with the header.
+"""
+
+import ctypes
+import functools
+import glob
+import os
+import sys
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+import torch
+
+CUDA_TYPES = {  # cudaDataType
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+NAMES = {  # what people and files read
+    torch.float32: "FP32",
+    torch.float16: "FP16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "E4M3",
+    torch.float8_e5m2: "E5M2",
+}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+COMPUTE_32F, OP_N, OP_T = 68, 0, 1
+SUCCESS, NOT_SUPPORTED = 0, 15
+EPILOGUE_BIAS = 4
+DESC = {  # cublasLtMatmulDescAttributes_t: (number, type)
+    "TRANSA": (3, c_int32),
+    "TRANSB": (4, c_int32),
+    "EPILOGUE": (7, c_uint32),
+    "BIAS_POINTER": (8, c_void_p),
+    "A_SCALE_POINTER": (17, c_void_p),
+    "B_SCALE_POINTER": (18, c_void_p),
+    "D_SCALE_POINTER": (20, c_void_p),
+    "AMAX_D_POINTER": (21, c_void_p),
+    "FAST_ACCUM": (25, ctypes.c_int8),
+    "BIAS_DATA_TYPE": (26, c_int32),
+}
+POINTERS = ("A_SCALE_POINTER", "B_SCALE_POINTER", "BIAS_POINTER", "D_SCALE_POINTER", "AMAX_D_POINTER")  # of each call
+PREF = {  # cublasLtMatmulPreferenceAttributes_t
+    "MAX_WORKSPACE_BYTES": (1, c_uint64),
+    "REDUCTION_SCHEME_MASK": (3, c_uint32),
+    "MIN_ALIGNMENT_A_BYTES": (5, c_uint32),
+    "MIN_ALIGNMENT_B_BYTES": (6, c_uint32),
+    "MIN_ALIGNMENT_C_BYTES": (7, c_uint32),
+    "MIN_ALIGNMENT_D_BYTES": (8, c_uint32),
+}
+CONFIG = {"algorithm": 0, "tile": 1, "split-k": 2, "stages": 6, "cluster": 8}  # ...AlgoConfigAttributes_t, 4 bytes each
+REDUCTION_COMPUTE_TYPE = 2
+WORKSPACE = 32 << 20  # bytes, what NVIDIA advises for Hopper
+ALIGNMENT = 16  # bytes: what FP8 needs, and the tensor memory accelerator
+
+
+class Algo(ctypes.Structure):
+    """cublasLtMatmulAlgo_t: opaque bytes, which mean the same in every process with that version of the library."""
+
+    _fields_ = (("data", c_uint64 * 8),)
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", Algo),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class CublasLtError(RuntimeError):
+    """A status that is not success."""
+
+
+@functools.cache
+def library() -> Any:
+    """The library that torch loaded; None where there is none (`why_not`)."""
+    try:
+        return _declare(_load())
+    except (OSError, AttributeError) as error:
+        _problems.append(str(error))
+        return None
+
+
+_problems: list[str] = []
+
+
+def bound() -> bool:
+    return library() is not None
+
+
+def why_not() -> str:
+    """Why the library is not bound."""
+    return "; ".join(_problems)
+
+
+def _load() -> ctypes.CDLL:
+    if torch.version.cuda is None:
+        raise OSError("this torch has no CUDA")
+    name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        return ctypes.CDLL(name)  # the one that this process has already, by its name
+    except OSError:
+        for folder in sys.path:
+            for path in glob.glob(os.path.join(folder, "nvidia", "*", "lib", name)):
+                return ctypes.CDLL(path)
+        raise
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, size = c_void_p, c_size_t
+    for name, arguments in {
+        "cublasLtCreate": [POINTER(pointer)],
+        "cublasLtMatmulDescCreate": [POINTER(pointer), c_int, c_int],
+        "cublasLtMatmulDescDestroy": [pointer],
+        "cublasLtMatmulDescSetAttribute": [pointer, c_int, pointer, size],
+        "cublasLtMatmulDescGetAttribute": [pointer, c_int, pointer, size, POINTER(size)],
+        "cublasLtMatrixLayoutCreate": [POINTER(pointer), c_int, c_uint64, c_uint64, c_int64],
+        "cublasLtMatrixLayoutDestroy": [pointer],
+        "cublasLtMatrixLayoutGetAttribute": [pointer, c_int, pointer, size, POINTER(size)],
+        "cublasLtMatmulPreferenceCreate": [POINTER(pointer)],
+        "cublasLtMatmulPreferenceDestroy": [pointer],
+        "cublasLtMatmulPreferenceSetAttribute": [pointer, c_int, pointer, size],
+        "cublasLtMatmulAlgoGetHeuristic": [*[pointer] * 7, c_int, POINTER(Heuristic), POINTER(c_int)],
+        "cublasLtMatmulAlgoCheck": [*[pointer] * 6, POINTER(Algo), POINTER(Heuristic)],
+        "cublasLtMatmulAlgoConfigGetAttribute": [POINTER(Algo), c_int, pointer, size, POINTER(size)],
+        "cublasLtMatmul": [*[pointer] * 14, size, pointer],
+    }.items():
+        function = getattr(lib, name)
+        function.argtypes, function.restype = arguments, c_int
+    lib.cublasLtGetStatusName.argtypes, lib.cublasLtGetStatusName.restype = [c_int], c_char_p
+    lib.cublasLtGetVersion.argtypes, lib.cublasLtGetVersion.restype = [], c_size_t
+    return lib
+
+
+def version() -> int:
+    """As 130100."""
+    return library().cublasLtGetVersion()
+
+
+def check(status: int, of: object) -> None:
+    """Raise CublasLtError of a status that is not success, with its name and what it was about."""
+    if status != SUCCESS:
+        raise CublasLtError(f"cuBLASLt: {library().cublasLtGetStatusName(status).decode()}: {of}")
+
+
+@functools.cache
+def handle(device: int) -> int:
+    """The library's handle of a device, made at first use."""
+    made = c_void_p()
+    with torch.cuda.device(device):
+        check(library().cublasLtCreate(byref(made)), f"a handle of device {device}")
+    assert made.value is not None
+    return made.value
