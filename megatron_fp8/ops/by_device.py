@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fp8.numerics import emulation
-from megatron_fp8.ops import reference, reference_statistics
+from megatron_fp8.ops import reference, reference_qkv, reference_statistics
 
 
 def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
@@ -38,5 +38,7 @@ quantize_blocks = _with_kernel(reference.quantize_blocks)
 add_blocks = _with_kernel(reference.add_blocks)
 sum_blocks = _with_kernel(reference.sum_blocks)
 square_sum_blocks = _with_kernel(reference.square_sum_blocks)
+split_qkv = _with_kernel(reference_qkv.split_qkv)
+join_qkv = _with_kernel(reference_qkv.join_qkv)
 count_cast = _with_kernel(reference_statistics.count_cast)
 emulate = _with_kernel(emulation.emulate)
