@@ -77,6 +77,7 @@ class Fp8Config:
         attention: "torch" or "te".
         unfused_attention: Megatron's unfused kernel instead of torch's attention (--attention-backend local, unfused).
         reads_mask: torch's attention applies the mask that the data bring (--reset-attention-mask).
+        fuses_rotary: queries and keys are rotated where QKV is split, in FP32; else as stock does (--no-rope-fusion).
     """
 
     level: str
@@ -112,6 +113,7 @@ class Fp8Config:
     attention: str
     unfused_attention: bool
     reads_mask: bool
+    fuses_rotary: bool
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -180,6 +182,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         attention=attention,
         unfused_attention=plain(args.attention_backend) in ("local", "unfused"),
         reads_mask=args.reset_attention_mask,
+        fuses_rotary=args.apply_rope_fusion,
     )
 
 
