@@ -104,13 +104,22 @@ def check_join(grads, angles, interleaved=False, formats=(E4M3, E5M2), scale=0.3
                 assert same(amax_out, torch.maximum(torch.tensor(largest), reference.amax(exact)))
 
 
+def product(shape, dtype=torch.bfloat16) -> torch.Tensor:
+    s, b, groups, r, hn, _ = shape
+    return torch.randn(s, b, groups * (r + 2) * hn).to(dtype)
+
+
 @shapes
-@dtypes
 @pairings
-def test_split(shape, dtype, interleaved):
-    s, b, groups, r, hn, d = shape
-    mixed = torch.randn(s, b, groups * (r + 2) * hn).to(dtype)
-    check_split(mixed, groups, r, tables(s, d), interleaved)
+def test_split(shape, interleaved):
+    s, _, groups, r, _, d = shape
+    check_split(product(shape), groups, r, tables(s, d), interleaved)
+
+
+@dtypes
+@pytest.mark.parametrize("r", [1, 2])
+def test_split_of_any_type(dtype, r):
+    check_split(product((5, 3, 2, r, 24, 12), dtype), 2, r, tables(5, 12))
 
 
 @shapes
