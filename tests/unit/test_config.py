@@ -62,6 +62,7 @@ def test_o1(parse):
         "attention": "torch",
         "unfused_attention": False,
         "reads_mask": False,
+        "fuses_rotary": True,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.level = "O3"
