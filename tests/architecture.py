@@ -4,7 +4,7 @@ Stock's is that of its Transformer Engine layer spec, the default, which a level
 shapes and marks of all parameters and the spread of their first values, the class of every module (but for the
 exchanges of layers/spec.py), the numbers and functions that modules keep as attributes, the configuration, and what the
 models compute: with the same weights in FP32, the loss of each token and the gradient of each parameter.  A level's
-GEMMs are those of --fp8-gemm bf16, whose operands keep their precision.
+GEMMs are those of --fp8-gemm bf16, whose operands keep their precision; its rotary embedding is its own.
 """
 
 import argparse
@@ -41,11 +41,13 @@ EXCHANGED = {  # stock's class under Transformer Engine: what stands in its plac
     "TELinear": {"ReplicatedLinear"},
     "TEDotProductAttention": {"TorchAttention", "UnfusedAttention"},
     "MLP": {"Fp8Mlp"},
+    "SelfAttention": {"FusedSelfAttention"},
     "MLASelfAttention": {"LatentAttention"},
     "LayerNorm": {"Norm"},
     "RMSNorm": {"Norm"},
 }
-NOT_COMPARED = {"transformer_impl"}  # in the configuration: what a level is there to change
+# In the configuration, what a level is there to change: its layers, and their rotation, which is not stock's.
+NOT_COMPARED = {"transformer_impl", "apply_rope_fusion"}
 # Flags that a level switches off, since another form of the same layers computes the same: only that is compared.
 OTHER_FORM = {"--moe-grouped-gemm", "--mla-down-proj-fusion", "--use-te-activation-func"}
 LOOSE = {"--use-te-activation-func": 1e-3}  # what a level says it computes nearly the same
@@ -89,7 +91,8 @@ def build(argv: list[str], level: bool) -> torch.nn.Module:
     from megatron_fp8 import plugin
     from megatron_fp8.flags.config import adapt_stock_args, config_from_args
 
-    args = parser().parse_args([*BASE, *(LEVEL if level else ()), *argv])
+    base = [flag for flag in BASE if flag != "--no-rope-fusion"] + LEVEL if level else BASE
+    args = parser().parse_args([*base, *argv])
     args.rank, args.world_size = 0, 1
     init = GPTModel.__init__
     if level:

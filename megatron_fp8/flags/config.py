@@ -86,6 +86,7 @@ class Fp8Config:
         gemm_backend: "auto" or the name of a backend of the FP8 GEMMs.
         gemm_search: whether cuBLASLt's algorithms are timed, once a machine.
         log_gemm: whether each GEMM's shape is logged.
+        fuses_rotary: queries and keys are rotated where QKV is split, in FP32; else as stock does (--no-rope-fusion).
     """
 
     level: str
@@ -125,6 +126,7 @@ class Fp8Config:
     gemm_backend: str
     gemm_search: bool
     log_gemm: bool
+    fuses_rotary: bool
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -197,6 +199,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         gemm_backend=gemm.backend(args),
         gemm_search=bool(gemm.SEARCH.value(args)),
         log_gemm=bool(gemm.LOG.value(args)),
+        fuses_rotary=args.apply_rope_fusion,
     )
 
 

@@ -118,6 +118,7 @@ def rows(args: Namespace, *verdicts: str) -> Iterator[Row]:
 GIVEN = When("given", lambda value, args: bool(value))
 NOT_GIVEN = When("not given", lambda value, args: not value)
 LEFT_ON = When("not given", lambda value, args: bool(value))  # of a --no-... flag
+OFF = When("given", lambda value, args: not value)  # likewise
 ANY = When("any value", lambda value, args: True)
 
 
@@ -192,6 +193,7 @@ WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or (
 
 # Reasons and remedies that several rows share. Adapted flags with the same reason share one log line.
 ABSENT = "switched off: needs apex or Transformer Engine, not installed here (same result)"
+OWN_ROTATION = "the level's own kernel rotates in FP32; where stock rotates, it is unfused without Transformer Engine"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
 TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
 NO_GRAPHS = "switched off: a level runs without CUDA graphs (same result)"
@@ -385,7 +387,8 @@ TABLE: list[Row] = [
     *_adapt("--defer-embedding-wgrad-compute", False, ABSENT, missing=FUSED_WGRAD),
     *_adapt("--no-masked-softmax-fusion", False, ABSENT, LEFT_ON, missing="scaled_masked_softmax_cuda"),
     *_adapt("--no-persist-layer-norm", True, ABSENT, NOT_GIVEN, missing="apex.contrib.layer_norm.layer_norm"),
-    *_adapt("--no-rope-fusion", False, ABSENT, LEFT_ON, missing=TE),
+    *_adapt("--no-rope-fusion", False, OWN_ROTATION, LEFT_ON, missing=TE),
+    *_honour("--no-rope-fusion", "rotates as stock's unfused code, which rounds to BF16", OFF, field="fuses_rotary"),
     *_adapt("--moe-permute-fusion --moe-router-fusion --te-rng-tracker", False, ABSENT, missing=TE),
     *_adapt("--cross-entropy-fusion-impl", "native", "native instead, as stock has it", one_of("te")),
     *_honour("--wgrad-deferral-limit", "of the LM head"),

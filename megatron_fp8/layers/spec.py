@@ -10,6 +10,7 @@ a description and returns a copy in which
     mlp                         MLP itself                       ->  Fp8Mlp
     every other norm            torch / apex / TE                ->  Norm
     core_attention              unfused / TE                     ->  TorchAttention
+    self_attention              SelfAttention itself             ->  FusedSelfAttention
     multi-latent attention      its linears likewise             ->  latent.py
 
 by place, not by class, so that a local spec, a Transformer Engine spec and a user's own `--spec` all do.
@@ -41,6 +42,7 @@ from .latent import convert_latent, is_latent
 from .linear import ExpertRowLinear, Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
 from .mlp import Fp8Mlp
 from .norm import Norm
+from .self_attention import FusedSelfAttention
 
 
 def convert_block(spec, config, fp8: Fp8Config, vp_stage=None) -> TransformerBlockSubmodules:
@@ -102,8 +104,10 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
     if _is_gpt_attention(attention):
         column, normed = _column_after(layer.input_layernorm, attention.submodules.linear_qkv, fp8)
         changed["input_layernorm"] = IdentityOp if normed else layer.input_layernorm
+        plain = attention.module is SelfAttention
         changed["self_attention"] = dataclasses.replace(
             attention,
+            **({"module": FusedSelfAttention, "params": {**attention.params, "fp8_config": fp8}} if plain else {}),
             submodules=dataclasses.replace(
                 attention.submodules,
                 linear_qkv=column,

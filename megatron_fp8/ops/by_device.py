@@ -17,6 +17,7 @@ from megatron_fp8.ops import (
     reference_activation,
     reference_cross_entropy,
     reference_norm,
+    reference_qkv,
     reference_statistics,
 )
 
@@ -49,6 +50,8 @@ activate = _with_kernel(reference_activation.activate)
 activate_backward = _with_kernel(reference_activation.activate_backward)
 activate_quantize = _with_kernel(reference_activation.activate_quantize)
 activate_backward_quantize = _with_kernel(reference_activation.activate_backward_quantize)
+split_qkv = _with_kernel(reference_qkv.split_qkv)
+join_qkv = _with_kernel(reference_qkv.join_qkv)
 count_cast = _with_kernel(reference_statistics.count_cast)
 emulate = _with_kernel(emulation.emulate)
 norm = _with_kernel(reference_norm.norm)

@@ -65,6 +65,7 @@ def test_o1(parse):
         "gemm_backend": "auto",
         "gemm_search": False,
         "log_gemm": False,
+        "fuses_rotary": True,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.level = "O3"

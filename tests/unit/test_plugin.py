@@ -97,6 +97,9 @@ def test_the_losses_are_ours_under_a_level_and_stocks_without(run):
         "assert read() == [True, True] and read('--fp8-level', 'O3') == [False, False]\n"
         "plugin.uninstall()\n"
         "assert [getattr(*place) is was for *place, was in zip(owners, names, stock)] == [True, True]\n"
+    )
+
+
 def test_a_level_on_cuda_stands_in_for_apexs_weight_gradients_and_nothing_else_does(run):
     from commands import MODEL
 

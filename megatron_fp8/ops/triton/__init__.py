@@ -15,6 +15,7 @@ from megatron_fp8.ops.triton.cross_entropy import (
 )
 from megatron_fp8.ops.triton.emulate import emulate
 from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
+from megatron_fp8.ops.triton.qkv import join_qkv, split_qkv
 from megatron_fp8.ops.triton.statistics import count_cast
 
 __all__ = [
@@ -29,12 +30,14 @@ __all__ = [
     "cross_entropy_loss",
     "cross_entropy_statistics",
     "emulate",
+    "join_qkv",
     "norm",
     "norm_backward",
     "norm_quantize",
     "quantize",
     "quantize_bias_grad",
     "quantize_blocks",
+    "split_qkv",
     "square_sum_blocks",
     "sum_blocks",
     "transpose",

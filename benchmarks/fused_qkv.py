@@ -1,0 +1,85 @@
+"""QKV's split with rotary embedding, and the join of its gradients, on one GPU, beside what stock Megatron runs.
+
+    python benchmarks/fused_qkv.py                  under a minute on an H200, compilation included
+
+Microseconds are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random. GB/s
+counts what must move: each element that is read or written once, tables not counted. Stock's forward is torch.split and
+its unfused rotary embedding under autograd; its backward is autograd's of that, and, for the rows in FP8, the cast of
+the BF16 gradient into both layouts.
+"""
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from triton.testing import do_bench
+
+from megatron_fp8 import ops
+from megatron_fp8.numerics import E5M2
+
+SHAPES = {  # s, b, groups, heads of queries a group, size of a head, numbers of it that are rotated
+    "7B slice, no rotation": (2048, 4, 32, 1, 128, 0),
+    "7B slice, rotary": (2048, 4, 32, 1, 128, 128),
+    "GPT-125M, rotary": (1024, 32, 12, 1, 64, 64),
+    "Llama-like, rotary": (4096, 2, 8, 4, 128, 128),
+}
+
+
+def stock_split(mixed, groups, r, angles):
+    s, b, width = mixed.shape
+    hn = width // (groups * (r + 2))
+    q, k, v = mixed.view(s, b, groups, -1).split([r * hn, hn, hn], dim=3)
+    q = q.reshape(s, b, -1, hn)
+    if angles is None:
+        return q, k, v
+    return _apply_rotary_pos_emb_bshd(q, angles), _apply_rotary_pos_emb_bshd(k, angles), v
+
+
+def microseconds(function) -> float:
+    return 1e3 * do_bench(function, warmup=10, rep=60, return_mode="median")
+
+
+def row(name: str, what: str, ours, numbytes: int, stock: float) -> None:
+    time = microseconds(ours)
+    print(f"{name:24} {what:22} {time:8.1f} us {numbytes / time / 1e3:6.0f} GB/s   stock {stock:8.1f} us", flush=True)
+
+
+def measure(name: str, shape: tuple[int, ...]) -> None:
+    s, b, groups, r, hn, d = shape
+    mixed = torch.randn(s, b, groups * (r + 2) * hn, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    angles = torch.rand(s, 1, 1, d, device="cuda") * 100 if d else None
+    tables = (angles[:, 0, 0].cos(), angles[:, 0, 0].sin()) if d else (None, None)
+    parts = stock_split(mixed, groups, r, angles)
+    grads = [torch.randn(t.shape, dtype=t.dtype, device="cuda") for t in parts]
+    scale, largest = torch.tensor(1000.0, device="cuda"), torch.zeros((), device="cuda")
+    n, ours = mixed.numel(), mixed.detach().clone()
+
+    def stock_backward():
+        return torch.autograd.grad(parts, mixed, grads, retain_graph=True)[0]
+
+    def stock_backward_cast():
+        gradient = stock_backward().view(s * b, -1)
+        return ops.quantize(gradient, E5M2, scale, transpose=True, amax_out=largest)
+
+    in_place = 1 in (groups, r)
+    moved = 4 * (n * (r + 1) // (r + 2) * d // hn if in_place else n)
+    if moved:  # in place it rotates what it has rotated: the same work
+        forward = microseconds(lambda: stock_split(mixed, groups, r, angles))
+        row(name, "split", lambda: ops.split_qkv(ours, groups, r, *tables), moved, forward)
+    row(name, "join, BF16", lambda: ops.join_qkv(*grads, *tables), 4 * n, microseconds(stock_backward))
+
+    def join(columns):
+        how = {"fmt": E5M2, "scale": scale, "columns": columns, "amax_out": largest}
+        return lambda: ops.join_qkv(*grads, *tables, **how)
+
+    with_cast = microseconds(stock_backward_cast)
+    row(name, "join, FP8 rows", join(False), 3 * n, with_cast)
+    row(name, "join, FP8 both layouts", join(True), 4 * n, with_cast)
+
+
+def main() -> None:
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; where we cast, so does stock, both layouts")
+    for name, shape in SHAPES.items():
+        measure(name, shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Self-attention whose QKV product is split, and its queries and keys rotated, in one kernel a direction.
+
+    forward   qkv = x W^T  ──►  q, k, v      rotated where they lie, or written once (ops.split_qkv)
+    backward  dq, dk, dv   ──►  d qkv        turned back and gathered (ops.join_qkv)
+
+Stock's splits with torch and concatenates the gradients; its rotary embedding, without Transformer Engine, is a dozen
+element-wise kernels on BF16. The rest of a layer is stock's own forward pass, which gets no rotary embedding then.
+
+Rotation is fused unless --no-rope-fusion is given, which means stock's arithmetic: cos, sin and products rounded to
+BF16. Stock's path also rotates what comes after a norm of q and k, packed sequences, generation, and angles that
+differ from sample to sample or from q to k. Where a rank gathers other ranks' QKV (fewer groups than tensor-parallel
+ranks), and with output gates, it splits too.
+"""
+
+from typing import NamedTuple
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+
+from .. import ops
+from ..flags.config import Fp8Config
+
+
+class Rotary(NamedTuple):
+    """cos and sin (s, d) in FP32, or None for no rotation; interleaved: whether a pair lies side by side."""
+
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    interleaved: bool = False
+
+
+class SplitQkv(torch.autograd.Function):
+    """mixed (s, b, groups * (heads_per_group + 2) * hn), which is used up -> q, k, v, as ops.split_qkv."""
+
+    @staticmethod
+    def forward(ctx, mixed, groups: int, heads_per_group: int, rotary: Rotary):
+        ctx.rotary, ctx.shape = rotary, mixed.shape
+        cos, sin, interleaved = rotary
+        return ops.split_qkv(mixed, groups, heads_per_group, cos, sin, interleaved=interleaved)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        cos, sin, interleaved = ctx.rotary
+        return ops.join_qkv(dq, dk, dv, cos, sin, interleaved=interleaved).view(ctx.shape), None, None, None
+
+
+_KEPT = 2  # tables: of training, and of a validation with another length
+_kept: list[tuple[torch.Tensor, int, float, tuple[torch.Tensor, torch.Tensor]]] = []
+
+
+def cos_sin(angles: torch.Tensor, mscale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin (s, d) in FP32, times mscale, of angles (s, 1, 1, d); all layers share them.
+
+    What is kept goes by the memory of `angles`, which is held so that none other can take its place, and by torch's
+    count of writes to it: recomputation brings another tensor of the same memory. A CUDA graph that is being captured
+    computes them anew, for the angles that will be there when it runs.
+    """
+    fixed = not angles.is_inference() and not (angles.is_cuda and torch.cuda.is_current_stream_capturing())
+    if fixed:
+        for kept, version, scale, tables in _kept:
+            if version == angles._version and scale == mscale and _same_memory(kept, angles):
+                return tables
+    with torch.no_grad():
+        flat = angles.detach()[:, 0, 0].float()
+        cos, sin = ((t if mscale == 1.0 else t * mscale).contiguous() for t in (flat.cos(), flat.sin()))
+    if fixed:
+        _kept.insert(0, (angles.detach(), angles._version, mscale, (cos, sin)))
+        del _kept[_KEPT:]
+    return cos, sin
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+class FusedSelfAttention(SelfAttention):
+    """Stock's SelfAttention, split and rotated as above; the parameters are stock's."""
+
+    def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
+        super().__init__(*args, **kwargs)
+        config = self.config
+        no_rotation = config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]
+        normed = self.q_layernorm is not None or self.k_layernorm is not None
+        self._splits = config.num_query_groups >= self.world_size and not config.test_mode
+        self._rotates = (
+            *(self._splits, fp8_config.fuses_rotary, not no_rotation, not normed),
+            *(not config.attention_output_gate, not config.fused_single_qkv_rope),
+        )
+        self._rotary = Rotary()  # of the forward pass under way
+
+    def forward(self, hidden_states, attention_mask, *args, **kwargs):
+        if self._fuses(args, kwargs):
+            angles = kwargs.pop("rotary_pos_emb")
+            tables = cos_sin(angles, self._yarn_concentration_factor)
+            self._rotary = Rotary(*tables, self.config.rotary_interleaved)
+        try:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        finally:
+            self._rotary = Rotary()
+
+    def _fuses(self, args, kwargs) -> bool:
+        """Whether this call's rotation is done with the split."""
+        angles = kwargs.get("rotary_pos_emb")
+        unusual = ("key_value_states", "inference_context", "inference_params", "packed_seq_params")
+        return (
+            all(self._rotates)
+            and not args
+            and all(kwargs.get(name) is None for name in unusual)
+            and isinstance(angles, torch.Tensor)
+            and angles.dim() == 4
+            and angles.shape[1:3] == (1, 1)
+        )
+
+    def get_query_key_value_tensors(
+        self, hidden_states, key_value_states=None, output_gate: bool = False, split_qkv: bool = True
+    ):
+        """Stock's, with what `forward` has left it to rotate."""
+        if output_gate or not split_qkv or not self._splits:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups = self.num_query_groups_per_partition
+        q, k, v = SplitQkv.apply(mixed, groups, self.num_attention_heads_per_partition // groups, self._rotary)
+        q = q if self.q_layernorm is None else self.q_layernorm(q)
+        k = k if self.k_layernorm is None else self.k_layernorm(k)
+        return q, k, v

@@ -1,0 +1,238 @@
+"""Splitting the QKV product with its rotary embedding, and joining the gradients again: one pass each.
+
+    split     one group, or one head a group: 2 + 2 bytes an element of q and k, where they lie (0 without rotation)
+              else 2 + 2 of q, k and v
+    join      2 read; 2 written, or 1 for each payload
+
+A program takes ROWS tokens and HEADS heads, one after the other, with cos and sin of its tokens in registers: read for
+every head, they would move more bytes than the heads. Of a head it takes pairs, both halves at once, ROWS x d/2, and by
+itself what is not rotated. Blocks are powers of two with masks, so a head may have any size.
+
+In place no thread may read what another has written: a pair is read and written by one thread, since a tile has more
+pairs than the program threads.
+
+The cast to FP8 is cast.py's, of the float32 gradient. Products and sums are rounded by themselves, as in the reference
+(enable_fp_fusion=False). The greatest magnitude of a program goes to amax in one atomic on integers, so the order of
+programs has no say. Offsets are 64-bit where a row is in them.
+Agreement with reference_qkv.py: bit for bit, but for the sign and payload of NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_fp8.numerics.formats import E4M3, Format
+from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
+
+PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs of numbers in a tile, heads at most and warps a program
+COLUMN_ROWS, COLUMN_WARPS = 32, 8  # where a transposed payload is written: its runs are of ROWS bytes
+
+
+@triton.jit
+def _offsets(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where the first and the second of pair i lie in a head."""
+    if INTERLEAVED:
+        return 2 * i, 2 * i + 1
+    return i, i + HALF
+
+
+@triton.jit
+def _tables(cos_ptr, sin_ptr, places, inside, D: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """cos1, sin1, cos2, sin2 (ROWS, BLOCK) of the tokens at `places`, and which of them there are."""
+    i = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (i < D // 2)[None, :]
+    first, second = _offsets(i, D // 2, INTERLEAVED)
+    row = (places * D)[:, None]
+    cos1 = tl.load(cos_ptr + row + first[None, :], mask=mask, other=0.0)
+    sin1 = tl.load(sin_ptr + row + first[None, :], mask=mask, other=0.0)
+    cos2 = tl.load(cos_ptr + row + second[None, :], mask=mask, other=0.0)
+    sin2 = tl.load(sin_ptr + row + second[None, :], mask=mask, other=0.0)
+    return cos1, sin1, cos2, sin2, mask
+
+
+@triton.jit
+def _split_kernel(
+    x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, batch, M, groups,
+    R: tl.constexpr, HN: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Rotate the heads of x that are queries or keys where they lie, if there is no q_ptr; else copy all heads, those
+    rotated, to q (M, groups * R * HN), k and v (M, groups * HN)."""
+    TURNED: tl.constexpr = R + 1
+    TAKEN: tl.constexpr = TURNED if q_ptr is None else R + 2
+    chunks = groups * TAKEN // HEADS
+    rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < M
+    x_rows = (rows * groups * ((R + 2) * HN))[:, None]
+    if D > 0:
+        cos1, sin1, cos2, sin2, mask = _tables(cos_ptr, sin_ptr, rows // batch, inside, D, BLOCK, INTERLEAVED)
+        first, second = _offsets(tl.arange(0, BLOCK), D // 2, INTERLEAVED)
+    for i in range(HEADS):
+        t = tl.program_id(0) % chunks * HEADS + i
+        group, slot = t // TAKEN, t % TAKEN
+        source = x_ptr + (group * (R + 2) + slot) * HN + x_rows
+        if q_ptr is None:
+            target = source
+        else:
+            is_q, is_k = slot < R, slot == R
+            head = tl.where(is_q, q_ptr + (group * R + slot) * HN, tl.where(is_k, k_ptr, v_ptr) + group * HN)
+            target = head + tl.where(is_q, rows * groups * (R * HN), rows * groups * HN)[:, None]
+        if D > 0:
+            x1 = tl.load(source + first[None, :], mask=mask, other=0.0).to(tl.float32)
+            x2 = tl.load(source + second[None, :], mask=mask, other=0.0).to(tl.float32)
+            y1 = tl.where(slot < TURNED, x1 * cos1 - x2 * sin1, x1)
+            y2 = tl.where(slot < TURNED, x2 * cos2 + x1 * sin2, x2)
+            tl.store(target + first[None, :], y1.to(x_ptr.dtype.element_ty), mask=mask)
+            tl.store(target + second[None, :], y2.to(x_ptr.dtype.element_ty), mask=mask)
+        if q_ptr is not None and D < HN:
+            tail = D + tl.arange(0, TAIL)
+            tail_mask = inside[:, None] & (tail < HN)[None, :]
+            tl.store(target + tail[None, :], tl.load(source + tail[None, :], mask=tail_mask), mask=tail_mask)
+
+
+@triton.jit
+def _write(
+    y, rows, inside, cols, cols_inside, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3: tl.constexpr
+):  # fmt: skip
+    """float32 y (ROWS, BLOCK) to rows and columns of out (M, width), cast to its type or to FP8, and of out_t."""
+    tile = y.to(out_ptr.dtype.element_ty) if scale_ptr is None else fp8_code(y, y * tl.load(scale_ptr), zero, E4M3)
+    if out_ptr is not None:
+        mask = inside[:, None] & cols_inside[None, :]
+        tl.store(out_ptr + (rows * width)[:, None] + cols[None, :], tile, mask=mask)
+    if out_t_ptr is not None:
+        mask_t = cols_inside[:, None] & inside[None, :]
+        tl.store(out_t_ptr + (cols.to(tl.int64) * M)[:, None] + rows[None, :], tl.trans(tile), mask=mask_t)
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _join_kernel(
+    q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, cos_ptr, sin_ptr, batch, M, groups,
+    scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
+    R: tl.constexpr, HN: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """out (M, groups * (R + 2) * HN) and out_t of q, k and v, given with their strides; in FP8 with a scale_ptr."""
+    width = groups * ((R + 2) * HN)
+    chunks = groups * (R + 2) // HEADS
+    rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < M
+    s, b = rows // batch, rows % batch
+    q_rows, k_rows, v_rows = s * q_s + b * q_b, s * k_s + b * k_b, s * v_s + b * v_b
+    if D > 0:
+        cos1, sin1, cos2, sin2, mask = _tables(cos_ptr, sin_ptr, s, inside, D, BLOCK, INTERLEAVED)
+        first, second = _offsets(tl.arange(0, BLOCK), D // 2, INTERLEAVED)
+        paired = tl.arange(0, BLOCK) < D // 2
+        largest = tl.zeros((ROWS, BLOCK), tl.int32)
+    if D < HN:
+        tail = D + tl.arange(0, TAIL)
+        tail_mask = inside[:, None] & (tail < HN)[None, :]
+        tail_largest = tl.zeros((ROWS, TAIL), tl.int32)
+    for i in range(HEADS):
+        t = tl.program_id(0) % chunks * HEADS + i
+        group, slot = t // (R + 2), t % (R + 2)
+        is_q, is_k = slot < R, slot == R
+        kv = tl.where(is_k, k_ptr + group.to(tl.int64) * k_h, v_ptr + group.to(tl.int64) * v_h)
+        head = tl.where(is_q, q_ptr + (group * R + slot).to(tl.int64) * q_h, kv)
+        source = head + tl.where(is_q, q_rows, tl.where(is_k, k_rows, v_rows))[:, None]
+        if D > 0:
+            y1 = tl.load(source + first[None, :], mask=mask, other=0.0).to(tl.float32)
+            y2 = tl.load(source + second[None, :], mask=mask, other=0.0).to(tl.float32)
+            x1 = tl.where(slot <= R, y1 * cos1 + y2 * sin2, y1)
+            x2 = tl.where(slot <= R, y2 * cos2 - y1 * sin1, y2)
+            _write(
+                x1, rows, inside, t * HN + first, paired, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
+            )  # fmt: skip
+            _write(
+                x2, rows, inside, t * HN + second, paired, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
+            )  # fmt: skip
+            if amax_ptr is not None:
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
+        if D < HN:
+            x = tl.load(source + tail[None, :], mask=tail_mask, other=0.0).to(tl.float32)
+            _write(
+                x, rows, inside, t * HN + tail, tail < HN, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
+            )  # fmt: skip
+            if amax_ptr is not None:
+                tail_largest = tl.maximum(tail_largest, magnitude_bits(x))
+    if amax_ptr is not None:
+        if D > 0:
+            tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        if D < HN:
+            tl.atomic_max(amax_ptr, tl.max(tail_largest), sem="relaxed")
+
+
+def _cut(heads: int, d: int, rest: int, transposed: bool = False) -> dict[str, int]:
+    """How `heads` heads of d rotated numbers and `rest` others become programs and tiles: constants, num_warps."""
+    block, tail = triton.next_power_of_2(max(d // 2, 1)), triton.next_power_of_2(max(rest, 1))
+    pairs = max(block, tail // 2)  # in a row of the wider tile
+    rows = max(PAIRS // pairs, COLUMN_ROWS if transposed else 1)
+    warps = WARPS if rows * pairs <= PAIRS else COLUMN_WARPS
+    at_once = max(n for n in range(1, HEADS + 1) if heads % n == 0)
+    return {"D": d, "BLOCK": block, "TAIL": tail, "ROWS": rows, "HEADS": at_once, "num_warps": warps}
+
+
+def split_qkv(
+    mixed: torch.Tensor,
+    groups: int,
+    heads_per_group: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """reference_qkv.split_qkv in one pass, or in none."""
+    s, b, width = mixed.shape
+    r = heads_per_group
+    hn, d = width // (groups * (r + 2)), 0 if cos is None else cos.shape[-1]
+    in_place = 1 in (groups, r)
+    if in_place:
+        q, k, v = mixed.view(s, b, groups, r + 2, hn).split([r, 1, 1], dim=3)
+        q, k, v = q.view(s, b, groups * r, hn), k.squeeze(3), v.squeeze(3)
+        outputs, taken, rest = (None, None, None), groups * (r + 1), 0
+    else:
+        q, k, v = (mixed.new_empty(s, b, n, hn) for n in (groups * r, groups, groups))
+        outputs, taken, rest = (q, k, v), groups * (r + 2), hn - d
+    if d or not in_place:
+        cut = _cut(taken, d, rest)
+        grid = (triton.cdiv(s * b, cut["ROWS"]) * taken // cut["HEADS"],)
+        _split_kernel[grid](
+            mixed, *outputs, cos, sin, b, s * b, groups,
+            R=r, HN=hn, INTERLEAVED=interleaved, **cut, enable_fp_fusion=False,
+        )  # fmt: skip
+    if d and in_place:  # autograd, which cannot see a kernel write, is to refuse whoever has kept the old values
+        torch.autograd.graph.increment_version(mixed)
+    return q, k, v
+
+
+def join_qkv(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    fmt: Format | None = None,
+    scale: torch.Tensor | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    amax_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None]:
+    """reference_qkv.join_qkv in one pass. amax_out must not hold a negative number."""
+    s, b, heads, hn = dq.shape
+    groups = dk.shape[2]
+    r = heads // groups
+    M, width = s * b, groups * (r + 2) * hn
+    out = dq.new_empty(M, width, dtype=dq.dtype if fmt is None else fmt.dtype) if rows else None
+    out_t = dq.new_empty(width, M, dtype=fmt.dtype) if columns else None
+    outputs = (out, None) if fmt is None else (None if x is None else x.view(torch.uint8) for x in (out, out_t))
+    given = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+    d = 0 if cos is None else cos.shape[-1]
+    cut = _cut(groups * (r + 2), d, hn - d, columns)
+    grid = (triton.cdiv(M, cut["ROWS"]) * groups * (r + 2) // cut["HEADS"],)
+    _join_kernel[grid](
+        *(part for x in given for part in (x, *x.stride()[:3])), cos, sin, b, M, groups,
+        scale, *outputs, None if amax_out is None else amax_out.view(torch.int32), 0,
+        R=r, HN=hn, INTERLEAVED=interleaved, E4M3=fmt == E4M3, **cut, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out if fmt is None else (out, out_t)
