@@ -80,7 +80,7 @@ class ActivationCast(torch.autograd.Function):
     def backward(ctx, dy):
         h, bias = ctx.saved_tensors
         gradient = ActivationGradient(dy.reshape(-1, dy.shape[-1]), h.reshape(-1, h.shape[-1]), bias, ctx.kind)
-        dh = gradient.values().view(h.shape) if ctx.maker is None else post(ctx.maker, gradient, h)
+        dh = gradient.values().view(h.shape) if ctx.maker is None else post(ctx.maker, gradient, h.shape, h)
         return None, None, dh, gradient.dbias, None, None
 
 

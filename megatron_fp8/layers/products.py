@@ -199,11 +199,12 @@ def maker_of(y: torch.Tensor) -> Call | None:
     return getattr(y, "_fp8_call", None)
 
 
-def post(call: Call, dy: Castable, like: torch.Tensor) -> torch.Tensor:
-    """Cast the gradient dy (M, N) of a call's result, which is like `like`; what autograd is to be given for it."""
+def post(call: Call, dy: Castable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Cast the gradient dy (M, N) of a call's result; what autograd is to be given for it: of the result's shape, and
+    the type of `like`."""
     weight = call.weight
     q, _ = weight.cast(dy, GRAD, weight.config.grad_format, columns=True, training=call.training)
-    sent = ticket(like.shape, like)
+    sent = ticket(shape, like)
     call.mailbox.append(Posted(q, sent, source.values(dy) if call.seen else None))
     return sent
 

@@ -19,6 +19,8 @@ from megatron.core.transformer.attention import SelfAttention
 
 from .. import ops
 from ..flags.config import Fp8Config
+from ..ops.source import Payloads
+from .products import Call, maker_of, post
 
 
 class Rotary(NamedTuple):
@@ -29,19 +31,41 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
 
+class JoinedGradient:
+    """d qkv as a Source, (s * b, groups * (heads_per_group + 2) * hn), of dq, dk and dv."""
+
+    def __init__(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, rotary: Rotary):
+        self._gradients, self._rotary = (dq, dk, dv), rotary
+
+    def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
+        cos, sin, interleaved = self._rotary
+        return ops.join_qkv(
+            *self._gradients, cos, sin, interleaved=interleaved, fmt=fmt, scale=scale, rows=rows, columns=columns,
+            amax_out=amax_out,
+        )  # fmt: skip
+
+    def values(self) -> torch.Tensor:
+        cos, sin, interleaved = self._rotary
+        return ops.join_qkv(*self._gradients, cos, sin, interleaved=interleaved)
+
+
 class SplitQkv(torch.autograd.Function):
-    """mixed (s, b, groups * (heads_per_group + 2) * hn), which is used up -> q, k, v, as ops.split_qkv."""
+    """mixed (s, b, groups * (heads_per_group + 2) * hn), which is used up -> q, k, v, as ops.split_qkv.
+
+    maker: the call that made mixed, where it takes the gradient in FP8.
+    """
 
     @staticmethod
-    def forward(ctx, mixed, groups: int, heads_per_group: int, rotary: Rotary):
-        ctx.rotary, ctx.shape = rotary, mixed.shape
+    def forward(ctx, mixed, groups: int, heads_per_group: int, rotary: Rotary, maker: Call | None):
+        ctx.rotary, ctx.shape, ctx.maker = rotary, mixed.shape, maker
         cos, sin, interleaved = rotary
         return ops.split_qkv(mixed, groups, heads_per_group, cos, sin, interleaved=interleaved)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        cos, sin, interleaved = ctx.rotary
-        return ops.join_qkv(dq, dk, dv, cos, sin, interleaved=interleaved).view(ctx.shape), None, None, None
+        joined = JoinedGradient(dq, dk, dv, ctx.rotary)
+        mixed = joined.values().view(ctx.shape) if ctx.maker is None else post(ctx.maker, joined, ctx.shape, dq)
+        return mixed, None, None, None, None
 
 
 _KEPT = 2  # tables: of training, and of a validation with another length
@@ -119,7 +143,8 @@ class FusedSelfAttention(SelfAttention):
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         mixed, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
-        q, k, v = SplitQkv.apply(mixed, groups, self.num_attention_heads_per_partition // groups, self._rotary)
+        heads_per_group = self.num_attention_heads_per_partition // groups
+        q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, maker_of(mixed))
         q = q if self.q_layernorm is None else self.q_layernorm(q)
         k = k if self.k_layernorm is None else self.k_layernorm(k)
         return q, k, v
