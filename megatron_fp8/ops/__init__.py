@@ -1,5 +1,6 @@
 """The numeric operations: casts, blocks and counts (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
 
+from megatron_fp8.ops import cutlass as _cutlass  # noqa: F401 (makes its backend known)
 from megatron_fp8.ops.by_device import (
     add_blocks,
     amax,
