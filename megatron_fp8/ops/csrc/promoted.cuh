@@ -28,8 +28,8 @@ struct PromotedMma : Base {
   static constexpr int TileK = size<2>(typename Base::TileShape{});
   static constexpr int Group = Promote / TileK;  // K tiles in a partial sum
   static_assert(Promote % TileK == 0 && Group >= 1, "promotion happens at the end of a K tile");
-  static_assert(Group < Base::DispatchPolicy::Stages, "a group of K tiles must fit in shared memory, with one to load");
   static_assert(Partials == 1 || Partials == 2);
+  static_assert(Group * Partials < Base::DispatchPolicy::Stages, "what is multiplied fits in shared memory, with one to load");
 
   // The slices of a group are multiplied from the same stages, which are given back when the last has been.
   template <class Accumulators>
