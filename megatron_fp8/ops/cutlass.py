@@ -3,16 +3,16 @@
     D = scale_a scale_b A B^T + bias + C        E4M3 x E4M3, E5M2 x E4M3, E4M3 x E5M2, into BF16 or FP32
 
 C is a residual, or D itself to accumulate; scales are read on the device. It is registered but serves nobody until
-`gemm.use("cutlass")` (ops/gemm.py), which builds the library where it must. What it does not do goes to "cublaslt": N or K that is no
-multiple of 16, unaligned memory, a bias that is not BF16, a residual of another type than the result, and a residual
-together with accumulation.
+`use("cutlass")` (gemm.py), which builds the library where it must. What it does not do goes to "cublaslt": N or K that
+is no multiple of 16, unaligned memory, a bias that is not BF16, a residual of another type than the result, and a
+residual together with accumulation.
 
-The library holds kernels of a few tile shapes (`kernels`). Which serves a shape is in `choices` where somebody measured it
-(benchmarks/gemm_cutlass.py), else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large, so
-a tile is good that leaves few multiprocessors idle in the last wave, and large ones read less memory a product.
+The library holds kernels of a few tile shapes (`kernels`). Which serves a shape is in `choices` where somebody measured
+it (benchmarks/gemm_cutlass.py), else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large,
+so a tile is good that leaves few multiprocessors idle in the last wave, and large ones read less memory a product.
 
-Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are added in
-FP32 (csrc/promoted.cuh). `promote` is 128, as DeepGEMM and CUTLASS have it; longer ones are for measuring.
+Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
+added in FP32 (csrc/promoted.cuh). `promote` is 128, as DeepGEMM and CUTLASS have it; longer ones are for measuring.
 
 Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
 """
@@ -96,7 +96,7 @@ class Cutlass:
     def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
         into = epilogue.into
         x, w, dtype = a.payload, b.payload, epilogue.dtype if into is None else into.dtype
-        problem = Problem(*x.shape[:1], *w.shape, x.dtype, w.dtype, dtype, fast_accum)
+        problem = Problem(x.shape[0], w.shape[0], x.shape[1], x.dtype, w.dtype, dtype, fast_accum)
         choice = self.choice(problem)
         out = torch.empty(problem.m, problem.n, dtype=dtype, device=x.device) if into is None else into
         added = out if epilogue.accumulate else epilogue.residual
@@ -141,16 +141,15 @@ class Cutlass:
         assert self._library is not None  # whoever has a choice has loaded it
         device = x.device.index
         stream = torch._C._cuda_getCurrentRawStream(device)
+        c, d, plus = (0 if tensor is None else tensor.data_ptr() for tensor in (added, out, bias))
+        m, n, k = *out.shape, x.shape[1]
         args = cutlass_build.Args(
-            x.data_ptr(), w.data_ptr(), scale_x.data_ptr(), scale_w.data_ptr(),
-            None if added is None else added.data_ptr(), out.data_ptr(), None if bias is None else bias.data_ptr(), stream,
-            *out.shape, x.shape[1], device, choice.swizzle, choice.order,
+            x.data_ptr(), w.data_ptr(), scale_x.data_ptr(), scale_w.data_ptr(), c, d, plus, stream,
+            m, n, k, device, choice.swizzle, choice.order,
         )  # fmt: skip
         if status := self._library.mfp8_gemm(choice.kernel.index, ctypes.byref(args)):
             what = {cutlass_build.UNKNOWN: "no such kernel", cutlass_build.UNFIT: "it does not take this shape"}
-            raise RuntimeError(
-                f"CUTLASS {choice.kernel}, {out.shape[0]} x {out.shape[1]} x {x.shape[1]}: {what.get(status, 'the launch failed')}"
-            )
+            raise RuntimeError(f"CUTLASS {choice.kernel}, {m} x {n} x {k}: {what.get(status, 'the launch failed')}")
 
 
 def _describe(library: ctypes.CDLL, index: int) -> Kernel:
@@ -161,7 +160,9 @@ def _describe(library: ctypes.CDLL, index: int) -> Kernel:
     return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))
 
 
-def _fit(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+def _fit(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None, bias: torch.Tensor | None
+) -> bool:
     """Whether the tensors are as the kernels read them: contiguous, at addresses that are multiples of 16."""
     if bias is not None and (bias.dtype != torch.bfloat16 or bias.shape != out.shape[1:]):
         return False

@@ -1,9 +1,9 @@
 """The CUTLASS GEMMs of csrc/ as a shared library: built once where nvcc is found, then read from a cache.
 
-The library is plain C (csrc/abi.h), with the CUDA runtime inside, so that no version of torch or Python matters to it: it
-needs nvcc 12.3 or newer and CUTLASS' headers, which the package nvidia-cutlass brings, but no GPU. It is kept under a hash of
-all that makes it (sources, flags, nvcc's version, CUTLASS' version) in $MEGATRON_FP8_CACHE, ~/.cache/megatron_fp8 by
-default; processes that start together build it once. $MEGATRON_FP8_CUTLASS names a library that was built elsewhere.
+The library is plain C (csrc/abi.h), with the CUDA runtime inside, so that no version of torch or Python matters to it.
+It needs nvcc 12.3 or newer and CUTLASS' headers, which the package nvidia-cutlass brings, but no GPU. It is kept under
+a hash of all that makes it (sources, flags, nvcc's version, CUTLASS' version) in $MEGATRON_FP8_CACHE, by default
+~/.cache/megatron_fp8; processes that start together build it once. $MEGATRON_FP8_CUTLASS names one built elsewhere.
 
     python -m megatron_fp8.ops.cutlass_build [JOBS]      builds it if it is not there, and prints where it lies
 """
@@ -61,7 +61,8 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None) -
                 made = f"{time.monotonic() - began:.0f} s, nvcc {nvcc_version}, CUTLASS {cutlass_version}"
                 (say or _say)(f"built the CUTLASS GEMMs ({made}): {built}")
     except OSError as error:
-        raise Unavailable(f"{cache}: {error.strerror or error}; set MEGATRON_FP8_CACHE to a folder to build in") from error
+        reason = f"{cache}: {error.strerror or error}; set MEGATRON_FP8_CACHE to a folder to build in"
+        raise Unavailable(reason) from error
     return built
 
 
@@ -79,13 +80,15 @@ def _nvcc() -> tuple[str, str]:
     places = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
     found = next(filter(None, map(shutil.which, places)), None)
     if found is None:
-        raise Unavailable(f"no nvcc ({', '.join(places)}) to build the CUTLASS GEMMs with; install the CUDA toolkit or set CUDA_HOME")
+        looked = ", ".join(places)
+        raise Unavailable(f"no nvcc ({looked}) for the CUTLASS GEMMs; install the CUDA toolkit or set CUDA_HOME")
     printed = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"V((\d+)\.(\d+)\.\d+)", printed)
     if match is None:
         raise Unavailable(f"{found}: --version names no version")
     if (int(match[2]), int(match[3])) < OLDEST_NVCC:
-        raise Unavailable(f"{found}: version {match[1]}; the CUTLASS GEMMs need {'.'.join(map(str, OLDEST_NVCC))} or newer")
+        oldest = ".".join(map(str, OLDEST_NVCC))
+        raise Unavailable(f"{found}: version {match[1]}; the CUTLASS GEMMs need {oldest} or newer")
     return found, match[1]
 
 
@@ -97,7 +100,7 @@ def _headers() -> tuple[Path, str]:
         version = include / "cutlass" / "version.h"
         if version.is_file():
             return include, ".".join(re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", version.read_text()))
-    raise Unavailable("no CUTLASS headers to build the CUTLASS GEMMs with; pip install nvidia-cutlass")
+    raise Unavailable("no CUTLASS headers for the CUTLASS GEMMs; pip install nvidia-cutlass")
 
 
 def _jobs() -> int:
@@ -140,7 +143,7 @@ def _say(line: str) -> None:
     print(f"megatron_fp8: {line}", file=sys.stderr, flush=True)
 
 
-# ---- What it holds -----------------------------------------------------------------------------------------------------
+# ---- What it holds --------------------------------------------------------------------------------
 
 ABI = 1  # MFP8_ABI of csrc/abi.h
 OK, UNKNOWN, UNFIT, FAILED = range(4)

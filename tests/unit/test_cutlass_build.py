@@ -40,8 +40,8 @@ def machine(tmp_path, monkeypatch):
     calls = tmp_path / "calls"
     calls.touch()
     monkeypatch.syspath_prepend(tmp_path / "site")
-    environment = {"CUDA_HOME": tmp_path / "cuda", "MEGATRON_FP8_CACHE": tmp_path / "cache", "CALLS": calls, "BROKEN": ""}
-    for name, value in environment.items():
+    places = {"CUDA_HOME": tmp_path / "cuda", "MEGATRON_FP8_CACHE": tmp_path / "cache", "CALLS": calls}
+    for name, value in {**places, "BROKEN": ""}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("MEGATRON_FP8_CUTLASS", raising=False)
     return tmp_path, lambda: calls.read_text().splitlines()
@@ -84,7 +84,7 @@ def reason(match: str) -> str:
 
 
 def test_a_machine_that_cannot_build_says_why_in_one_line(machine, monkeypatch):
-    folder, calls = machine
+    folder, _ = machine
     monkeypatch.setenv("BROKEN", "e5m2_fast.cu")
     reason(r"nvcc failed \(e5m2_fast.cu\): gemm.cuh\(3\): error: no such thing")
     assert not list((folder / "cache").glob("*.so"))
@@ -129,10 +129,8 @@ def test_processes_that_start_together_build_it_once(machine):
     folder, calls = machine
     code = "from megatron_fp8.ops import cutlass_build as b; print(b.library(jobs=1))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "site"), *sys.path])}
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        for _ in range(3)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(3)]
     ended = [process.communicate() for process in started]
     assert len({out for out, _ in ended}) == 1 and sum(err.count("built the CUTLASS GEMMs") for _, err in ended) == 1
     assert len(calls()) == len(list(build.SOURCES.glob("*.cu"))) + 1
