@@ -1,7 +1,7 @@
 """Every kernel of the CUTLASS library against float64, and the backend "cutlass" in the seam.
 
-Data is fresh and random. An element's error is bounded by the rounding of the result and by the tensor core's sums, which
-keep some 13 bits of the largest of the 32 products that an MMA adds: ACCUMULATOR times the sum of the products'
+Data is fresh and random. An element's error is bounded by the rounding of the result and by the tensor core's sums,
+which keep some 13 bits of the largest of the 32 products that an MMA adds: ACCUMULATOR times the sum of the products'
 magnitudes, well above what is seen and far below what a tile, a slice or a group of K that is left out would make.
 """
 
