@@ -40,7 +40,7 @@ SHAPES = {  # (tokens, out, in)
     "175B/fc2": (4096, 12288, 6144),
 }
 ROUNDS, ROUND_MS = 5, 4.0
-ORDERS = [(1, 0), (2, 0), (4, 0), (8, 1), (8, 2), (16, 0)]  # tried with the best tile, beside (8, 0)
+ORDERS = [(1, 1), (1, 2), (2, 0), (4, 0), (8, 1), (8, 2)]  # tried with the best tile, beside (8, 0)
 
 
 def problems(only: str):

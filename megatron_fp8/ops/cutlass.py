@@ -89,6 +89,8 @@ class Cutlass:
     def prepare(self) -> None:
         """Load the library, built first if it must be. Raises cutlass_build.Unavailable: why not, in one line."""
         if self._library is None:
+            if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) != (9, 0):
+                raise cutlass_build.Unavailable(f"the CUTLASS GEMMs are for Hopper, 9.0; this GPU is {capability}")
             library = cutlass_build.load(cutlass_build.library())
             self.kernels = tuple(_describe(library, index) for index in range(library.mfp8_kernels()))
             self._library = library
@@ -140,9 +142,12 @@ class Cutlass:
         """Put one GEMM on the current stream; all tensors fit (`_fit`)."""
         assert self._library is not None  # whoever has a choice has loaded it
         device = x.device.index
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.launch(choice, x, w, scale_x, scale_w, out, added, bias)
         stream = torch._C._cuda_getCurrentRawStream(device)
         c, d, plus = (0 if tensor is None else tensor.data_ptr() for tensor in (added, out, bias))
-        m, n, k = *out.shape, x.shape[1]
+        (m, n), k = out.shape, x.shape[1]
         args = cutlass_build.Args(
             x.data_ptr(), w.data_ptr(), scale_x.data_ptr(), scale_w.data_ptr(), c, d, plus, stream,
             m, n, k, device, choice.swizzle, choice.order,

@@ -189,16 +189,22 @@ def test_what_it_has_no_kernel_for_is_nobodys_candidate(monkeypatch):
     assert backend.choice(faster).kernel is backend.kernels[0]
 
 
+ONE_KERNEL = """#include "gemm.cuh"
+extern const mfp8::Entry entry = mfp8::Tiled<mfp8::E5M2, mfp8::E4M3, mfp8::BF16, 128, 192, 2, 1>::promoted<128, 96, 2>();
+"""
+
+
 @pytest.mark.slow
-def test_a_family_compiles(tmp_path):
-    """One kernel family by the real nvcc: QGMMA, no spills, and the library's functions are there."""
+def test_a_kernel_compiles(tmp_path):
+    """The one that asks most of nvcc: no registers spilled, no MMA that waits for another one."""
     try:
         (nvcc, _), (include, _) = build._nvcc(), build._headers()
     except build.Unavailable as unavailable:
         pytest.skip(str(unavailable))
-    to = tmp_path / "family.o"
-    command = [nvcc, *build.FLAGS, "-Xptxas", "-v", "-I", str(include), "-c", str(build.SOURCES / "e5m2_right.cu")]
-    printed = subprocess.run([*command, "-o", str(to)], capture_output=True, text=True)
+    source = tmp_path / "one.cu"
+    source.write_text(ONE_KERNEL)
+    command = [nvcc, *build.FLAGS, "-Xptxas", "-v", "-I", str(include), "-I", str(build.SOURCES), "-c", str(source)]
+    printed = subprocess.run([*command, "-o", str(tmp_path / "one.o")], capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
     assert set(re.findall(r"(\d+) bytes spill", printed.stderr)) == {"0"}
-    assert "C7510" not in printed.stderr and "C7514" not in printed.stderr  # MMAs that wait for one another
+    assert not re.search("C7510|C7514|C7517", printed.stderr)  # MMAs are serialised; a wait is put in

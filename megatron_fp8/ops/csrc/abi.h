@@ -17,8 +17,8 @@ typedef struct {
   const void* bias;               // (N,) bfloat16, or null
   void* stream;
   int32_t m, n, k;
-  int32_t device;
-  int32_t swizzle, raster;  // of tiles, for the L2: at most so many tiles side by side; one of the orders above
+  int32_t device;           // the current one of the caller
+  int32_t swizzle, raster;  // of tiles, for the L2: at most so many side by side, 1, 2, 4 or 8; an order of the above
 } mfp8_args;
 
 typedef struct {

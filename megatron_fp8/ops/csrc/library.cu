@@ -51,7 +51,7 @@ MFP8_EXPORT int mfp8_describe(int kernel, mfp8_info* info) {
 MFP8_EXPORT int mfp8_gemm(int kernel, const mfp8_args* args) {
   const mfp8::Entry* entry = mfp8::find(kernel);
   if (entry == nullptr) return MFP8_UNKNOWN;
-  int device = -1;  // of this library's runtime, which is not torch's: a new thread of torch's may stand elsewhere
+  int device = -1;  // where this library's own CUDA runtime stands in this thread, which need not be where torch's does
   if (cudaGetDevice(&device) != cudaSuccess) return MFP8_FAILED;
   if (device != args->device && cudaSetDevice(args->device) != cudaSuccess) return MFP8_FAILED;
   int sms = mfp8::multiprocessors(args->device);
