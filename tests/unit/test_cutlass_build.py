@@ -190,7 +190,8 @@ def test_what_it_has_no_kernel_for_is_nobodys_candidate(monkeypatch):
 
 
 ONE_KERNEL = """#include "gemm.cuh"
-extern const mfp8::Entry entry = mfp8::Tiled<mfp8::E5M2, mfp8::E4M3, mfp8::BF16, 128, 192, 2, 1>::promoted<128, 96, 2>();
+using namespace mfp8;
+extern const Entry entry = Tiled<E5M2, E4M3, BF16, 128, 192, 2, 1>::promoted<128, 96, 2>();
 """
 
 

@@ -1,4 +1,4 @@
-// E5M2 x E4M3, promoted every 256 or 512 of K, into BF16: what a longer interval costs and gains is measured with these.
+// E5M2 x E4M3, promoted every 256 or 512 of K, into BF16: what a longer interval costs and gains is measured here.
 #include "gemm.cuh"
 
 namespace mfp8 {

@@ -1,12 +1,12 @@
 // The main loop with promoted accumulation: partial sums over `Promote` of K are added in FP32 registers.
 //
-// Hopper's FP8 tensor core keeps about 14 bits of a running sum. So a sum is cut: the tensor core sums `Promote` elements
-// of K from zero into a partial fragment, and the ordinary FP32 units add that to the real one. Both live in registers, of
-// which a thread has 232, and 128 x 256 of accumulators with a full second copy (CUTLASS' own loop) would need 256. So a
-// tile is cut into slices, one MMA fragment each, and one partial fragment of a slice's size serves them in turn:
+// Hopper's FP8 tensor core keeps about 14 bits of a running sum. So a sum is cut: the tensor core sums `Promote`
+// elements of K from zero into a partial fragment, and the ordinary FP32 units add that to the real one. Both live in
+// registers, of which a thread has 232, and 128 x 256 of accumulators with a second copy of all of them (CUTLASS' own
+// loop) would need 256. So a tile is cut into slices, one MMA fragment each, and a partial sum is of one slice:
 //
-//     partials = 1   a slice is multiplied, waited for and added; the other warp group's MMAs fill the tensor core meanwhile
-//     partials = 2   (two slices) while one slice is added, the warp group's own other slice is being multiplied
+//     Partials = 1   a slice is multiplied, waited for and added; the other warp group's MMAs fill the tensor core
+//     Partials = 2   two slices: while one is added, the warp group's own other slice is being multiplied
 //
 // Loading, its pipeline and the tensor maps are CUTLASS' FP8 main loop, of which this is a child: only `mma` is ours.
 #pragma once
@@ -29,7 +29,7 @@ struct PromotedMma : Base {
   static constexpr int Group = Promote / TileK;  // K tiles in a partial sum
   static_assert(Promote % TileK == 0 && Group >= 1, "promotion happens at the end of a K tile");
   static_assert(Partials == 1 || Partials == 2);
-  static_assert(Group * Partials < Base::DispatchPolicy::Stages, "what is multiplied fits in shared memory, with one to load");
+  static_assert(Group * Partials < Base::DispatchPolicy::Stages, "what is multiplied, and a stage to load, must fit");
 
   // The slices of a group are multiplied from the same stages, which are given back when the last has been.
   template <class Accumulators>
@@ -97,7 +97,7 @@ struct PromotedMma : Base {
         k_tiles -= count;
       }
     } else {
-      // Straight lines, nothing in flight where a loop closes: ptxas serialises every MMA where it loses sight of a sum.
+      // Straight lines, and nothing in flight where a loop closes: else ptxas loses sight of a sum and serialises all.
       CUTLASS_PRAGMA_NO_UNROLL
       for (; k_tiles >= 2 * Group; k_tiles -= 2 * Group) {  // of four additions one is waited for
         PipelineState next = read;
