@@ -20,6 +20,7 @@ Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGE
 import ctypes
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -61,8 +62,7 @@ class Choice:
     order: int = 0
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What a choice depends on."""
 
     m: int
@@ -75,16 +75,15 @@ class Problem:
 
 
 class Cutlass:
-    """The backend. Attributes: `promote`; `choices`, by Problem, of whoever measured them."""
+    """The backend. Attributes: `promote`; `choices` by Problem, set by whoever measured one, the rest by estimate."""
 
     name, devices, fuses = "cutlass", ("cuda",), frozenset({"bias", "residual", "accumulate"})
 
     def __init__(self) -> None:
         self.promote = 128
-        self.choices: dict[Problem, Choice] = {}
+        self.choices: dict[Problem, Choice | None] = {}
         self.kernels: tuple[Kernel, ...] = ()
         self._library: ctypes.CDLL | None = None
-        self._chosen: dict[Problem, Choice | None] = {}
 
     def prepare(self) -> None:
         """Load the library, built first if it must be. Raises cutlass_build.Unavailable: why not, in one line."""
@@ -110,13 +109,11 @@ class Cutlass:
 
     def choice(self, problem: Problem) -> Choice | None:
         """What serves a problem; None: nothing here."""
-        if problem in self.choices:
-            return self.choices[problem]
-        if problem not in self._chosen:
+        if problem not in self.choices:
             candidates = self.candidates(problem)
             cheapest = min(candidates, key=lambda kernel: _estimate(kernel, problem), default=None)
-            self._chosen[problem] = None if cheapest is None else Choice(cheapest)
-        return self._chosen[problem]
+            self.choices[problem] = None if cheapest is None else Choice(cheapest)
+        return self.choices[problem]
 
     def candidates(self, problem: Problem) -> list[Kernel]:
         """The kernels of a problem; where it may be fast and none is, the promoted ones."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_fp8.ops import cutlass_build as build
-from megatron_fp8.ops.cutlass import CUTLASS, Cutlass, Kernel, Problem, _estimate
+from megatron_fp8.ops.cutlass import CUTLASS, Choice, Cutlass, Kernel, Problem, _estimate
 from megatron_fp8.ops.gemm import known, serving, use
 
 NVCC = """#!/bin/sh
@@ -184,9 +184,11 @@ def test_what_it_has_no_kernel_for_is_nobodys_candidate(monkeypatch):
     problem = Problem(64, 48, 32, E4M3, E4M3, BF16, False)
     assert backend.choice(problem).kernel is backend.kernels[0]
     for other in ({"n": 40}, {"k": 24}, {"m": 0}, {"out": torch.float32}, {"b": torch.float8_e5m2}):
-        assert backend.choice(Problem(**(vars(problem) | other))) is None
-    faster = Problem(**(vars(problem) | {"fast": True}))  # a permission, not a demand
+        assert backend.choice(problem._replace(**other)) is None
+    faster = problem._replace(fast=True)  # a permission, not a demand
     assert backend.choice(faster).kernel is backend.kernels[0]
+    backend.choices[problem] = Choice(kernel(128, 128), 4, 1)  # measured by somebody
+    assert backend.choice(problem) == Choice(kernel(128, 128), 4, 1)
 
 
 ONE_KERNEL = """#include "gemm.cuh"
