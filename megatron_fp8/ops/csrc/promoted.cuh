@@ -49,26 +49,23 @@ struct PromotedMma : Base {
     using Partial = decltype(make_fragment_like(sums(_, _0{}, _0{})));
     Partial partial[Partials];
 
-    // Multiplies one slice over `count` K tiles from stage `from` on, without waiting for the result.
-    auto issue = [&](auto slice, PipelineState from, int count, bool first) {
+    // Multiplies one slice over `tiles` K tiles from stage `from` on, without waiting for the result.
+    auto issue = [&](auto slice, auto tiles, PipelineState from) {
       constexpr int m = decltype(slice)::value % SlicesM, n = decltype(slice)::value / SlicesM;
       Partial& sum = partial[decltype(slice)::value % Partials];
       warpgroup_fence_operand(sum);
       tiled_mma.accumulate_ = GMMA::ScaleOut::Zero;
-      CUTLASS_PRAGMA_UNROLL
-      for (int tile = 0; tile < Group; ++tile) {
-        if (tile < count) {
-          if (first) pipeline.consumer_wait(from);
-          int stage = from.index();
-          warpgroup_arrive();
-          CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < size<2>(rA); ++k) {
-            cute::gemm(tiled_mma, rA(_, m, k, stage), rB(_, n, k, stage), sum);
-            tiled_mma.accumulate_ = GMMA::ScaleOut::One;
-          }
-          ++from;
+      for_each(make_int_sequence<decltype(tiles)::value>{}, [&](auto) {
+        if constexpr (decltype(slice)::value == 0) pipeline.consumer_wait(from);
+        int stage = from.index();
+        warpgroup_arrive();
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < size<2>(rA); ++k) {
+          cute::gemm(tiled_mma, rA(_, m, k, stage), rB(_, n, k, stage), sum);
+          tiled_mma.accumulate_ = GMMA::ScaleOut::One;
         }
-      }
+        ++from;
+      });
       warpgroup_commit_batch();
     };
     auto add = [&](auto slice) {
@@ -79,55 +76,51 @@ struct PromotedMma : Base {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(sum); ++i) total(i) += sum(i);
     };
-    auto release = [&](int count) {  // the oldest `count` stages; reading goes on after them
-      for (; count > 0; --count, ++read) pipeline.consumer_release(read);
+    auto release = [&](auto tiles) {  // the oldest stages; reading goes on after them
+      for_each(make_int_sequence<decltype(tiles)::value>{}, [&](auto) {
+        pipeline.consumer_release(read);
+        ++read;
+      });
+    };
+    auto one_by_one = [&](auto tiles) {  // a partial sum of each slice
+      for_each(make_int_sequence<Slices>{}, [&](auto slice) {
+        issue(slice, tiles, read);
+        warpgroup_wait<0>();
+        if constexpr (decltype(slice)::value == Slices - 1) release(tiles);
+        add(slice);
+      });
+    };
+    // Two partial sums of each of two slices; of four additions only the last is waited for. In straight lines, and
+    // with nothing in flight where a loop closes: else ptxas loses sight of a sum and serialises all.
+    auto overlapped = [&](auto tiles) {
+      PipelineState next = read;
+      next.advance(tiles);
+      issue(_0{}, tiles, read);
+      issue(_1{}, tiles, read);
+      warpgroup_wait<1>();
+      add(_0{});
+      issue(_0{}, tiles, next);
+      warpgroup_wait<1>();
+      release(tiles);
+      add(_1{});
+      issue(_1{}, tiles, next);
+      warpgroup_wait<1>();
+      add(_0{});
+      warpgroup_wait<0>();
+      release(tiles);
+      add(_1{});
     };
 
     clear(sums);
-    if constexpr (Partials == 1) {
+    if constexpr (Partials == 2) {
       CUTLASS_PRAGMA_NO_UNROLL
-      while (k_tiles > 0) {
-        int count = Group == 1 ? 1 : min(Group, k_tiles);
-        for_each(make_int_sequence<Slices>{}, [&](auto slice) {
-          issue(slice, read, count, slice == 0);
-          warpgroup_wait<0>();
-          if constexpr (decltype(slice)::value == Slices - 1) release(count);
-          add(slice);
-        });
-        k_tiles -= count;
-      }
-    } else {
-      // Straight lines, and nothing in flight where a loop closes: else ptxas loses sight of a sum and serialises all.
+      for (; k_tiles >= 2 * Group; k_tiles -= 2 * Group) overlapped(Int<Group>{});
+    } else if constexpr (Group > 1) {
       CUTLASS_PRAGMA_NO_UNROLL
-      for (; k_tiles >= 2 * Group; k_tiles -= 2 * Group) {  // of four additions one is waited for
-        PipelineState next = read;
-        next.advance(Group);
-        issue(_0{}, read, Group, true);
-        issue(_1{}, read, Group, false);
-        warpgroup_wait<1>();
-        add(_0{});
-        issue(_0{}, next, Group, true);
-        warpgroup_wait<1>();
-        release(Group);
-        add(_1{});
-        issue(_1{}, next, Group, false);
-        warpgroup_wait<1>();
-        add(_0{});
-        warpgroup_wait<0>();
-        release(Group);
-        add(_1{});
-      }
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (; k_tiles > 0; k_tiles -= Group) {
-        int count = Group == 1 ? 1 : min(Group, k_tiles);
-        issue(_0{}, read, count, true);
-        issue(_1{}, read, count, false);
-        warpgroup_wait<0>();
-        release(count);
-        add(_0{});
-        add(_1{});
-      }
+      for (; k_tiles >= Group; k_tiles -= Group) one_by_one(Int<Group>{});
     }
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; k_tiles > 0; --k_tiles) one_by_one(_1{});  // what is left is promoted at every K tile
   }
 
   // Every stage has been given back.
