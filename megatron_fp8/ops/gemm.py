@@ -18,6 +18,8 @@ follow (`_follow`). So a backend may be as small as a product, and a caller neve
 
     cublaslt    CUDA     cuBLASLt by our own binding (cublaslt.py): bias, and beta = 1; where that fails, torch's
     torch       CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
+    cutlass     CUDA     our own kernels (cutlass.py): bias, residual, beta = 1; chosen by name
+    cublaslt    CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
     reference   CPU      decode, multiply in float32 (reference.py)
 
 `register` adds a backend and lets it serve its devices; `use` chooses one by name. The tensor core itself sums with
@@ -187,15 +189,25 @@ _backends: dict[str, Backend] = {}
 _serving: dict[str, Backend] = {}  # by device type
 
 
-def register(backend: Backend) -> None:
-    """Make a backend known; from now on it serves its devices."""
+def register(backend: Backend, serve: bool = True) -> None:
+    """Make a backend known; from now on it serves its devices, unless it waits to be chosen."""
     _backends[backend.name] = backend
-    use(backend.name)
+    if serve:
+        use(backend.name)
+
+
+def known(name: str) -> Backend:
+    """The backend of that name; KeyError where there is none."""
+    return _backends[name]
 
 
 def use(name: str) -> None:
-    """Have the backend of that name serve its devices; KeyError where there is none."""
-    backend = _backends[name]
+    """Have the backend of that name serve its devices; KeyError where there is none.
+
+    A backend with a `prepare` is prepared first, which raises where it cannot serve.
+    """
+    backend = known(name)
+    getattr(backend, "prepare", lambda: None)()
     _serving.update(dict.fromkeys(backend.devices, backend))
 
 
@@ -217,12 +229,16 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool
     ValueError; on CUDA, M, N and K are multiples of 16. Or both are plain: then torch multiplies them in their type.
     The result is a tensor, or with `quantize` a ScaledTensor.
     """
-    parts = epilogue.parts()
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return _follow(torch.matmul(a, b.T), epilogue, parts)
+        return _follow(torch.matmul(a, b.T), epilogue, epilogue.parts())
     if a.payload.dtype == b.payload.dtype == E5M2.dtype:
         raise ValueError("gemm of E5M2 by E5M2: Hopper has no such product; one operand must be E4M3")
-    backend = _serving[a.payload.device.type]
+    return through(_serving[a.payload.device.type], a, b, epilogue, fast_accum)
+
+
+def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> Any:
+    """`gemm` by one backend: what it fuses, up to the first part that it lacks, and what is left after it."""
+    parts = epilogue.parts()
     if not parts:
         return backend.product(a, b, epilogue, fast_accum)
     done = next((i for i, part in enumerate(parts) if part not in backend.fuses), len(parts))

@@ -1,0 +1,31 @@
+// What is called from outside: plain C, so that no version of Python or torch matters.
+#pragma once
+
+#include <stdint.h>
+
+#define MFP8_ABI 1  // one more with every change below
+
+enum { MFP8_E4M3, MFP8_E5M2, MFP8_BF16, MFP8_FP32 };
+enum { MFP8_HEURISTIC, MFP8_ALONG_M, MFP8_ALONG_N };
+enum { MFP8_OK, MFP8_UNKNOWN, MFP8_UNFIT, MFP8_FAILED };
+
+typedef struct {
+  const void *a, *b;              // (M, K), (N, K) in FP8, contiguous
+  const void *scale_a, *scale_b;  // float32 on the device
+  const void* c;                  // (M, N) in D's type, added; d itself to accumulate; or null
+  void* d;                        // (M, N)
+  const void* bias;               // (N,) bfloat16, or null
+  void* stream;
+  int32_t m, n, k;
+  int32_t device;           // the current one of the caller
+  int32_t swizzle, raster;  // of tiles, for the L2: at most so many side by side, 1, 2, 4 or 8; an order of the above
+} mfp8_args;
+
+typedef struct {
+  int32_t a, b, d;            // types
+  int32_t promote;            // partial sums over so many of K are added in FP32; 0: all is left to the tensor core
+  int32_t tile_m, tile_n;
+  int32_t cluster_m, cluster_n;
+  int32_t pingpong;
+  int32_t stages, shared_bytes;
+} mfp8_info;

@@ -1,0 +1,62 @@
+// The library's functions: how many kernels there are, what each is, and a GEMM by one of them.
+#include "table.h"
+
+#define MFP8_EXPORT __attribute__((visibility("default")))
+
+namespace mfp8 {
+
+extern const Family e4m3_fast, e4m3_promoted, e5m2_promoted, e5m2_longer, e5m2_fp32, e5m2_fast, e5m2_right;
+static const Family* const families[] = {&e4m3_fast, &e4m3_promoted, &e5m2_promoted, &e5m2_longer,
+                                         &e5m2_fp32, &e5m2_fast,     &e5m2_right};
+
+static const Entry* find(int kernel) {
+  for (const Family* family : families) {
+    if (kernel < 0) return nullptr;
+    if (kernel < family->count) return &family->entries[kernel];
+    kernel -= family->count;
+  }
+  return nullptr;
+}
+
+// Multiprocessors of a device, asked once; 0 where it cannot be asked.
+static int multiprocessors(int device) {
+  static int known[64];
+  if (device < 0 || device >= 64) return 0;
+  if (known[device] == 0 &&
+      cudaDeviceGetAttribute(&known[device], cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    return known[device] = 0;
+  }
+  return known[device];
+}
+
+}  // namespace mfp8
+
+extern "C" {
+
+MFP8_EXPORT int mfp8_abi() { return MFP8_ABI; }
+
+MFP8_EXPORT int mfp8_kernels() {
+  int count = 0;
+  for (const mfp8::Family* family : mfp8::families) count += family->count;
+  return count;
+}
+
+MFP8_EXPORT int mfp8_describe(int kernel, mfp8_info* info) {
+  const mfp8::Entry* entry = mfp8::find(kernel);
+  if (entry == nullptr) return MFP8_UNKNOWN;
+  *info = entry->info;
+  return MFP8_OK;
+}
+
+// Puts the GEMM on the stream; waits for nothing.
+MFP8_EXPORT int mfp8_gemm(int kernel, const mfp8_args* args) {
+  const mfp8::Entry* entry = mfp8::find(kernel);
+  if (entry == nullptr) return MFP8_UNKNOWN;
+  int device = -1;  // where this library's own CUDA runtime stands in this thread, which need not be where torch's does
+  if (cudaGetDevice(&device) != cudaSuccess) return MFP8_FAILED;
+  if (device != args->device && cudaSetDevice(args->device) != cudaSuccess) return MFP8_FAILED;
+  int sms = mfp8::multiprocessors(args->device);
+  return sms == 0 ? MFP8_FAILED : entry->run(*args, sms);
+}
+
+}  // extern "C"

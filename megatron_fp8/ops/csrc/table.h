@@ -1,0 +1,25 @@
+// A family's kernels, as its .cu file lists them and library.cu finds them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "abi.h"
+
+namespace mfp8 {
+
+struct Entry {
+  mfp8_info info;
+  int (*run)(const mfp8_args&, int sms);
+};
+
+struct Family {
+  const Entry* entries;
+  int count;
+};
+
+template <int Count>
+constexpr Family family(const Entry (&entries)[Count]) {
+  return {entries, Count};
+}
+
+}  // namespace mfp8

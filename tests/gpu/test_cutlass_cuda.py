@@ -1,0 +1,265 @@
+"""Every kernel of the CUTLASS library against float64, and the backend "cutlass" in the seam.
+
+Data is fresh and random. An element's error is bounded by the rounding of the result and by the tensor core's sums,
+which keep some 13 bits of the largest of the 32 products that an MMA adds: ACCUMULATOR times the sum of the products'
+magnitudes, well above what is seen and far below what a tile, a slice or a group of K that is left out would make.
+"""
+
+import math
+
+import pytest
+import torch
+
+from megatron_fp8 import ops
+from megatron_fp8.numerics import E4M3, E5M2
+from megatron_fp8.numerics.scaled import ScaledTensor
+from megatron_fp8.ops.cutlass import CUTLASS, Choice, Problem
+from megatron_fp8.ops.cutlass_build import Unavailable
+from megatron_fp8.ops.gemm import Epilogue, Quantized, gemm, serving, use
+
+pytestmark = pytest.mark.gpu
+BF16, FP32 = torch.bfloat16, torch.float32
+INF, NAN = math.inf, math.nan
+ACCUMULATOR = 2.0**-9
+UNIT = {BF16: 2.0**-8, FP32: 2.0**-23}
+# (M, N, K): the least, odd multiples of 16, M of any kind, one tile, tails of every tile, few and many K tiles.
+SHAPES = [
+    (16, 16, 16),
+    (1, 16, 16),
+    (48, 80, 112),
+    (37, 48, 144),
+    (128, 256, 128),
+    (256, 128, 256),
+    (144, 272, 1040),
+    (300, 528, 4112),
+    (129, 400, 640),
+    (2064, 1552, 1536),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    try:
+        CUTLASS.prepare()
+    except Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+
+
+@pytest.fixture(autouse=True)
+def fresh_random_data():
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")  # shown when the test fails
+    torch.manual_seed(seed)
+
+
+def scaled(m, k, dtype, scale=None):
+    """Random, rows only, with a scale that is no power of two."""
+    values = torch.randn(m, k, device="cuda") * 4
+    scale_inv = torch.rand((), device="cuda") + 0.01 if scale is None else torch.tensor(scale, device="cuda")
+    return ScaledTensor(values.to(dtype), scale_inv)
+
+
+def put(tensor, where, value):
+    """Set elements of an FP8 tensor."""
+    tensor.view(torch.uint8)[where] = torch.tensor(value).to(tensor.dtype).view(torch.uint8).item()
+
+
+def exact(a, b):
+    """The product in float64, and the sum of its terms' magnitudes."""
+    x, w = a.payload.double() * a.scale_inv.double(), b.payload.double() * b.scale_inv.double()
+    return x @ w.t(), x.abs() @ w.abs().t()
+
+
+def check(got, expected, magnitude):
+    bound = UNIT[got.dtype] * expected.abs() + ACCUMULATOR * magnitude + 1e-30
+    excess = ((got.double() - expected).abs() - bound).nan_to_num(INF)
+    assert excess.max() <= 0, f"{(excess > 0).sum()} of {got.numel()} elements, worst by {excess.max()}"
+
+
+def guarded(m, n, dtype):
+    """(M, N) of NaN amid a buffer of ones, and a function that checks what is around it."""
+    around = torch.ones(m * n + 256, dtype=dtype, device="cuda")
+    inside = around[128 : 128 + m * n].view(m, n).fill_(NAN)
+    return inside, lambda: bool((around[:128] == 1).all() and (around[128 + m * n :] == 1).all())
+
+
+def run(choice, a, b, out, added=None, bias=None):
+    CUTLASS.launch(choice, a.payload, b.payload, a.scale_inv, b.scale_inv, out, added, bias)
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_every_kernel_at_every_tail(shape):
+    m, n, k = shape
+    operands = {}
+    for dtypes in {(kernel.a, kernel.b) for kernel in CUTLASS.kernels}:
+        a, b = scaled(m, k, dtypes[0]), scaled(n, k, dtypes[1])
+        operands[dtypes] = (a, b, *exact(a, b))
+    bias = torch.randn(n, device="cuda").to(BF16)
+    assert len(CUTLASS.kernels) >= 20
+    for kernel in CUTLASS.kernels:
+        a, b, product, magnitude = operands[kernel.a, kernel.b]
+        added = torch.randn(m, n, device="cuda").to(kernel.out)
+        for swizzle, order in ((1, 0), (8, 1), (8, 2)):
+            choice = Choice(kernel, swizzle, order)
+            print(choice, kernel.a, kernel.b, kernel.out)
+            out, untouched = guarded(m, n, kernel.out)
+            check(run(choice, a, b, out), product, magnitude)  # NaN where it is not written, or where C is read
+            assert untouched()
+        out, untouched = guarded(m, n, kernel.out)
+        with_bias = product + bias.double()
+        check(run(choice, a, b, out, bias=bias), with_bias, magnitude + bias.double().abs())
+        full = magnitude + bias.double().abs() + added.double().abs()
+        before = added.clone()
+        check(run(choice, a, b, out, added, bias), with_bias + added.double(), full)  # a residual
+        assert torch.equal(added, before) and untouched()
+        check(run(choice, a, b, out.copy_(added), out), product + added.double(), full)  # in place
+        assert untouched()
+
+
+def test_promotion_is_what_its_name_says():
+    """Ones summed over a long K: exact at any accumulator. One large first product and small ones after it: the tensor
+    core's 14 bits lose the small ones, promotion keeps those of later groups."""
+    k, m, n = 4096, 128, 256
+    for kernel in CUTLASS.kernels:
+        one = torch.ones((), device="cuda")
+        a = ScaledTensor(torch.ones(m, k, device="cuda").to(kernel.a), one)
+        b = ScaledTensor(torch.ones(n, k, device="cuda").to(kernel.b), one)
+        out = torch.empty(m, n, dtype=kernel.out, device="cuda")
+        assert (run(Choice(kernel), a, b, out) == k).all()
+        if kernel.promote and kernel.out == FP32:
+            put(a.payload, (slice(None), 0), 256.0)
+            put(b.payload, (slice(None), 0), 256.0)
+            lost = 65536 + k - 1 - run(Choice(kernel), a, b, out)
+            assert (lost >= 0).all() and (lost <= kernel.promote).all()  # at most the first group's
+
+
+def test_what_is_not_finite_stays_where_it_is():
+    m, n, k = 144, 272, 400
+    for kernel in CUTLASS.kernels:
+        a, b = scaled(m, k, kernel.a), scaled(n, k, kernel.b)
+        clean = run(Choice(kernel), a, b, torch.empty(m, n, dtype=kernel.out, device="cuda")).clone()
+        assert clean.isfinite().all()
+        put(a.payload, (5, 333), NAN)
+        put(b.payload, (7, 1), NAN)
+        got = run(Choice(kernel), a, b, torch.empty_like(clean))
+        bad = torch.zeros(m, n, dtype=torch.bool, device="cuda")
+        bad[5], bad[:, 7] = True, True
+        assert torch.equal(got.isnan(), bad) and torch.equal(got[~bad], clean[~bad])
+        if kernel.a == torch.float8_e5m2:
+            a, b = scaled(m, k, kernel.a), ScaledTensor(torch.ones(n, k, device="cuda").to(kernel.b), a.scale_inv)
+            put(a.payload, (3, 17), INF)
+            put(a.payload, (4, 18), -INF)
+            got = run(Choice(kernel), a, b, torch.empty_like(clean))
+            assert (got[3] == INF).all() and (got[4] == -INF).all() and got[5:].isfinite().all()
+        zero = ScaledTensor(torch.zeros(m, k, device="cuda").to(kernel.a), a.scale_inv)
+        b = scaled(n, k, kernel.b)
+        assert (run(Choice(kernel), zero, b, torch.empty_like(clean)) == 0).all()
+        huge = ScaledTensor(zero.payload.clone(), torch.tensor(3e38, device="cuda"))
+        put(huge.payload, 0, 1.0)
+        put(b.payload, 0, 16.0)
+        got = run(Choice(kernel), huge, ScaledTensor(b.payload, torch.ones((), device="cuda")), torch.empty_like(clean))
+        assert got[0, 0] == INF and (got[1:] == 0).all()
+
+
+def test_repetitions_agree_bit_for_bit():
+    """Twenty times, beside other work on another stream."""
+    m, n, k = 1040, 1552, 2064
+    noise = torch.randn(2048, 2048, device="cuda")
+    beside = torch.cuda.Stream()
+    for kernel in CUTLASS.kernels:
+        a, b = scaled(m, k, kernel.a), scaled(n, k, kernel.b)
+        added, bias = torch.randn(m, n, device="cuda").to(kernel.out), torch.randn(n, device="cuda").to(BF16)
+        first = run(Choice(kernel), a, b, torch.empty_like(added), added, bias)
+        for repetition in range(20):
+            with torch.cuda.stream(beside):
+                noise.mul_(0.5).add_(1.0)
+            choice = Choice(kernel, 1 << repetition % 4, repetition % 3)  # the order of tiles is no order of sums
+            again = run(choice, a, b, torch.full_like(added, NAN), added, bias)
+            assert torch.equal(again.view(torch.uint8), first.view(torch.uint8)), (kernel, repetition)
+
+
+def test_it_runs_on_the_stream_it_is_called_on_and_reads_scales_on_the_device():
+    """In a CUDA graph, which also shows that nothing waits; a replay sees a new scale and new operands."""
+    m, n, k = 256, 512, 384
+    a, b = scaled(m, k, E4M3.dtype), scaled(n, k, E4M3.dtype)
+    kernel = CUTLASS.choice(Problem(m, n, k, E4M3.dtype, E4M3.dtype, BF16, True)).kernel
+    out = torch.zeros(m, n, dtype=BF16, device="cuda")
+    run(Choice(kernel), a, b, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(Choice(kernel), a, b, out)
+    a.scale_inv.fill_(3.0)
+    a.payload.copy_(scaled(m, k, E4M3.dtype).payload)
+    graph.replay()
+    check(out, *exact(a, b))
+
+
+# ---- The seam ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serving_cutlass():
+    before = serving("cuda").name
+    use("cutlass")
+    yield
+    use(before)
+
+
+def both_layouts(m, k, fmt):
+    scale = torch.tensor(20.0, device="cuda")
+    payload, columns = ops.quantize(torch.randn(m, k, device="cuda"), fmt, scale, transpose=True)
+    return ScaledTensor(payload, scale.reciprocal(), columns)
+
+
+def test_a_linears_three_products(serving_cutlass, monkeypatch):
+    launched = []
+    launch = CUTLASS.launch
+    monkeypatch.setattr(CUTLASS, "launch", lambda *args: (launched.append(args[0].kernel), launch(*args)))
+    x, w, dy = both_layouts(176, 240, E4M3), both_layouts(272, 240, E4M3), both_layouts(176, 272, E5M2)
+    check(gemm(x, w, fast_accum=True), *exact(x, w))
+    check(gemm(dy, w.T), *exact(dy, w.T))
+    for dtype in (BF16, FP32):
+        into = torch.randn(272, 240, device="cuda").to(dtype)
+        before = into.double()
+        assert gemm(dy.T, x.T, Epilogue(into=into, accumulate=True)) is into
+        product, magnitude = exact(dy.T, x.T)
+        check(into, before + product, magnitude + before.abs())
+    check(gemm(w.T, dy), *exact(w.T, dy))  # E4M3 x E5M2
+    assert [(kernel.a, kernel.out, bool(kernel.promote)) for kernel in launched] == [
+        (E4M3.dtype, BF16, False),
+        (E5M2.dtype, BF16, True),
+        (E5M2.dtype, BF16, True),
+        (E5M2.dtype, FP32, True),
+        (E4M3.dtype, BF16, True),
+    ]
+
+
+def test_what_follows_the_kernels_part(serving_cutlass):
+    x, w = both_layouts(176, 240, E4M3), both_layouts(272, 240, E4M3)
+    product, magnitude = exact(x, w)
+    bias, residual = torch.randn(272, device="cuda").to(BF16), torch.randn(176, 272, device="cuda").to(BF16)
+    expected = product + bias.double() + residual.double()
+    check(gemm(x, w, Epilogue(bias=bias, residual=residual)), expected, magnitude + 8)
+    gelu = torch.nn.functional.gelu(product + bias.double(), approximate="tanh")
+    check(gemm(x, w, Epilogue(bias=bias, activation="gelu")), gelu, 4 * magnitude + 8)
+    scale, amax = torch.tensor(3.0, device="cuda"), torch.zeros((), device="cuda")
+    q = gemm(x, w, Epilogue(bias=bias, quantize=Quantized(E4M3, scale, amax, columns=True)))
+    y = gemm(x, w, Epilogue(bias=bias))
+    assert amax == y.float().abs().max()
+    assert torch.equal(q.payload.view(torch.uint8), ops.quantize(y, E4M3, scale).view(torch.uint8))
+
+
+def test_what_it_does_not_take_is_done_by_another(serving_cutlass, monkeypatch):
+    monkeypatch.setattr(CUTLASS, "launch", lambda *args: pytest.fail("launched"))
+    x, w = both_layouts(176, 240, E4M3), both_layouts(272, 240, E4M3)
+    product, magnitude = exact(x, w)
+    bias, residual = torch.randn(272, device="cuda"), torch.randn(176, 272, device="cuda")
+    check(gemm(x, w, Epilogue(FP32, bias=bias)), product + bias.double(), magnitude + 4)  # FP32 bias
+    check(gemm(x, w, Epilogue(residual=residual)).to(BF16), product + residual.double(), magnitude + 4)
+    both = torch.ones(176, 272, device="cuda")
+    gemm(x, w, Epilogue(residual=residual, into=both, accumulate=True))
+    check(both, product + residual.double() + 1, magnitude + 5)
+    memory = torch.empty(176 * 272 + 1, dtype=BF16, device="cuda")
+    unaligned = memory[1:].view(176, 272)
+    check(gemm(x, w, Epilogue(bias=bias.to(BF16), into=unaligned)), product + bias.to(BF16).double(), magnitude + 4)

@@ -1,0 +1,213 @@
+"""The CUTLASS library's build: what names it, what is said where it cannot be built, and that it is built once."""
+
+import ctypes
+import ctypes.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fp8.ops import cutlass_build as build
+from megatron_fp8.ops.cutlass import CUTLASS, Choice, Cutlass, Kernel, Problem, _estimate
+from megatron_fp8.ops.gemm import known, serving, use
+
+NVCC = """#!/bin/sh
+# Stands in for nvcc: writes down what it was asked, and "compiles" by writing that too.
+if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.48"; exit; fi
+echo "$@" >> "$CALLS"
+for last; do :; done
+case "$*" in *"$BROKEN"*) [ -n "$BROKEN" ] && { echo "gemm.cuh(3): error: no such thing"; exit 2; };; esac
+echo "$@" > "$last"
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with an nvcc that only counts, CUTLASS' headers and an empty cache: (folder, its calls)."""
+    nvcc = tmp_path / "cuda/bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    version = tmp_path / "site/cutlass_library/source/include/cutlass/version.h"
+    version.parent.mkdir(parents=True)
+    version.write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n")
+    (tmp_path / "site/cutlass_library/__init__.py").touch()
+    calls = tmp_path / "calls"
+    calls.touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    places = {"CUDA_HOME": tmp_path / "cuda", "MEGATRON_FP8_CACHE": tmp_path / "cache", "CALLS": calls}
+    for name, value in {**places, "BROKEN": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("MEGATRON_FP8_CUTLASS", raising=False)
+    return tmp_path, lambda: calls.read_text().splitlines()
+
+
+def test_it_is_built_once_and_said_once(machine):
+    folder, calls = machine
+    said = []
+    built = build.library(jobs=2, say=said.append)
+    assert built.parent == folder / "cache" and built.is_file()
+    assert len(said) == 1 and str(built) in said[0] and "nvcc 13.0.48, CUTLASS 4.2.0" in said[0]
+    first = calls()
+    sources = sorted(path.name for path in build.SOURCES.glob("*.cu"))
+    compiled = sorted(Path(re.search(r"-c (\S+)", call)[1]).name for call in first if " -c " in call)
+    assert compiled == sources and len(sources) > 3 and len(first) == len(sources) + 1
+    assert all(build.TARGET in call for call in first)
+    assert build.library(say=said.append) == built and calls() == first and len(said) == 1
+    assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".so"]  # no scratch stays
+
+
+def test_its_name_changes_with_whatever_makes_it(tmp_path, monkeypatch):
+    shutil.copytree(build.SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    keys = [build.key("13.0", "4.2.0"), build.key("13.1", "4.2.0"), build.key("13.0", "4.2.1")]
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-lineinfo"])
+    keys.append(build.key("13.0", "4.2.0"))
+    with open(tmp_path / "csrc/promoted.cuh", "a") as file:
+        file.write("\n")
+    keys.append(build.key("13.0", "4.2.0"))
+    (tmp_path / "csrc/promoted.cuh").rename(tmp_path / "csrc/other.cuh")
+    keys.append(build.key("13.0", "4.2.0"))
+    assert len(set(keys)) == 6 and keys[-1] == build.key("13.0", "4.2.0")
+
+
+def reason(match: str) -> str:
+    with pytest.raises(build.Unavailable, match=match) as caught:
+        build.library(jobs=2)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_machine_that_cannot_build_says_why_in_one_line(machine, monkeypatch):
+    folder, _ = machine
+    monkeypatch.setenv("BROKEN", "e5m2_fast.cu")
+    reason(r"nvcc failed \(e5m2_fast.cu\): gemm.cuh\(3\): error: no such thing")
+    assert not list((folder / "cache").glob("*.so"))
+    monkeypatch.setenv("BROKEN", "")
+    (folder / "taken").touch()
+    monkeypatch.setenv("MEGATRON_FP8_CACHE", str(folder / "taken"))
+    reason("taken: .*; set MEGATRON_FP8_CACHE")
+    nvcc = folder / "cuda/bin/nvcc"
+    nvcc.write_text(NVCC.replace("V13.0.48", "V12.1.9"))
+    reason("nvcc: version 12.1.9; the CUTLASS GEMMs need 12.3 or newer")
+    nvcc.write_text(NVCC.replace("V13.0.48", "nothing"))
+    reason("--version names no version")
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    nvcc.write_text(NVCC)
+    reason("no CUTLASS headers .*; pip install nvidia-cutlass")
+    nvcc.unlink()
+    reason("no nvcc .*; install the CUDA toolkit or set CUDA_HOME")
+    monkeypatch.setenv("MEGATRON_FP8_CUTLASS", str(folder / "elsewhere.so"))
+    reason("MEGATRON_FP8_CUTLASS=.*elsewhere.so: no such file")
+
+
+def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, monkeypatch):
+    stranger = tmp_path / "stranger.so"
+    stranger.write_text("no library")
+    monkeypatch.setenv("MEGATRON_FP8_CUTLASS", str(stranger))
+    assert build.library() == stranger
+    with pytest.raises(build.Unavailable, match="not a library of these GEMMs"):
+        build.load(stranger)
+    with pytest.raises(build.Unavailable, match="not a library of these GEMMs"):
+        build.load(Path(ctypes.util.find_library("c") or "libc.so.6"))
+    with pytest.raises(build.Unavailable, match="not a library of these GEMMs"):  # chosen by name, it says why not
+        monkeypatch.setattr(CUTLASS, "_library", None)
+        use("cutlass")
+    assert serving("cuda").name != "cutlass"
+
+
+def test_it_waits_to_be_chosen():
+    assert known("cutlass") is CUTLASS and serving("cuda").name != "cutlass"
+
+
+def test_processes_that_start_together_build_it_once(machine):
+    folder, calls = machine
+    code = "from megatron_fp8.ops import cutlass_build as b; print(b.library(jobs=1))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "site"), *sys.path])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(3)]
+    ended = [process.communicate() for process in started]
+    assert len({out for out, _ in ended}) == 1 and sum(err.count("built the CUTLASS GEMMs") for _, err in ended) == 1
+    assert len(calls()) == len(list(build.SOURCES.glob("*.cu"))) + 1
+
+
+def test_structures_are_the_headers():
+    text = (build.SOURCES / "abi.h").read_text()
+    assert int(re.search(r"#define MFP8_ABI (\d+)", text)[1]) == build.ABI
+    for structure, name in ((build.Args, "mfp8_args"), (build.Info, "mfp8_info")):
+        body = re.sub(r"//.*", "", re.search(r"\{([^{}]*)\} " + name, text)[1])
+        fields = [
+            (field.strip(" *"), "*" in field or "*" in declaration.split(",")[0])
+            for declaration in body.split(";")
+            if declaration.strip()
+            for field in re.sub(r"^\s*(const\s+)?(void|int32_t)", "", declaration).split(",")
+        ]
+        expected = [(field, kind is ctypes.c_void_p) for field, kind in structure._fields_]
+        assert fields == expected
+
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def kernel(m, n, cluster=(1, 1)):
+    return Kernel(0, E4M3, E4M3, BF16, 128, (m, n), cluster, False)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "best"),
+    [(8192, 16384, (128, 256)), (128 * 132, 128, (128, 128)), (4096, 192 * 33, (128, 192))],
+)
+def test_the_cheapest_tile_wastes_no_wave(m, n, best):
+    problem = Problem(m, n, 4096, E4M3, E4M3, BF16, False)
+    kernels = [kernel(128, 256), kernel(128, 192), kernel(128, 128)]
+    assert min(kernels, key=lambda k: _estimate(k, problem)).tile == best
+
+
+def test_an_estimate_counts_whole_clusters_and_whole_waves():
+    problem = Problem(128 * 132, 256, 4096, E4M3, E4M3, BF16, False)
+    one = _estimate(kernel(128, 256), problem)
+    assert one == 128 * 256
+    assert _estimate(kernel(128, 256, (1, 2)), problem) == 2 * one  # every second tile of a cluster lies outside
+    longer = Problem(128 * 133, 256, 4096, E4M3, E4M3, BF16, False)
+    assert _estimate(kernel(128, 256), longer) == 2 * one
+
+
+def test_what_it_has_no_kernel_for_is_nobodys_candidate(monkeypatch):
+    backend = Cutlass()
+    backend.kernels = (kernel(128, 256),)
+    monkeypatch.setattr(backend, "prepare", lambda: None)
+    problem = Problem(64, 48, 32, E4M3, E4M3, BF16, False)
+    assert backend.choice(problem).kernel is backend.kernels[0]
+    for other in ({"n": 40}, {"k": 24}, {"m": 0}, {"out": torch.float32}, {"b": torch.float8_e5m2}):
+        assert backend.choice(problem._replace(**other)) is None
+    faster = problem._replace(fast=True)  # a permission, not a demand
+    assert backend.choice(faster).kernel is backend.kernels[0]
+    backend.choices[problem] = Choice(kernel(128, 128), 4, 1)  # measured by somebody
+    assert backend.choice(problem) == Choice(kernel(128, 128), 4, 1)
+
+
+ONE_KERNEL = """#include "gemm.cuh"
+using namespace mfp8;
+extern const Entry entry = Tiled<E5M2, E4M3, BF16, 128, 192, 2, 1>::promoted<128, 96, 2>();
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_compiles(tmp_path):
+    """The one that asks most of nvcc: no registers spilled, no MMA that waits for another one."""
+    try:
+        (nvcc, _), (include, _) = build._nvcc(), build._headers()
+    except build.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    source = tmp_path / "one.cu"
+    source.write_text(ONE_KERNEL)
+    command = [nvcc, *build.FLAGS, "-Xptxas", "-v", "-I", str(include), "-I", str(build.SOURCES), "-c", str(source)]
+    printed = subprocess.run([*command, "-o", str(tmp_path / "one.o")], capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    assert set(re.findall(r"(\d+) bytes spill", printed.stderr)) == {"0"}
+    assert not re.search("C7510|C7514|C7517", printed.stderr)  # MMAs are serialised; a wait is put in
