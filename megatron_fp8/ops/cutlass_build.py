@@ -119,7 +119,10 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _build(built: Path, nvcc: str, include: Path, jobs: int) -> None:
     sources = sorted(SOURCES.glob("*.cu"))
-    with tempfile.TemporaryDirectory(dir=built.parent) as scratch, concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=built.parent) as scratch,
+        concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool,
+    ):
         objects = [f"{scratch}/{source.stem}.o" for source in sources]
         compile_one = functools.partial(_compile, nvcc, include)
         for _ in pool.map(compile_one, sources, objects):
