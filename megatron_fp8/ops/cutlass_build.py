@@ -5,9 +5,10 @@ It needs nvcc 12.3 or newer and CUTLASS' headers, which the package nvidia-cutla
 a hash of all that makes it (sources, flags, nvcc's version, CUTLASS' version) in $MEGATRON_FP8_CACHE, by default
 ~/.cache/megatron_fp8; processes that start together build it once. $MEGATRON_FP8_CUTLASS names one built elsewhere.
 
-    python -m megatron_fp8.ops.cutlass_build [JOBS]      builds it if it is not there, and prints where it lies
+    megatron-fp8 build [--jobs N]      builds it if it is not there, and prints where it lies
 """
 
+import argparse
 import concurrent.futures
 import contextlib
 import ctypes
@@ -118,7 +119,10 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _build(built: Path, nvcc: str, include: Path, jobs: int) -> None:
     sources = sorted(SOURCES.glob("*.cu"))
-    with tempfile.TemporaryDirectory(dir=built.parent) as scratch, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(dir=built.parent) as scratch,
+        concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool,
+    ):
         objects = [f"{scratch}/{source.stem}.o" for source in sources]
         compile_one = functools.partial(_compile, nvcc, include)
         for _ in pool.map(compile_one, sources, objects):
@@ -180,8 +184,17 @@ def load(path: Path) -> ctypes.CDLL:
     return loaded
 
 
-if __name__ == "__main__":
+# ---- The verb ------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
+
+
+def run(args: argparse.Namespace) -> int:
     try:
-        print(library(int(sys.argv[1]) if len(sys.argv) > 1 else None))
-    except Unavailable as unavailable:
-        raise SystemExit(f"megatron_fp8: {unavailable}") from None
+        print(library(args.jobs))
+    except Unavailable as reason:
+        print(f"megatron-fp8 build: {reason}", file=sys.stderr)
+        return 1
+    return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fp8.cli import main
 from megatron_fp8.ops import cutlass_build as build
 from megatron_fp8.ops.cutlass import CUTLASS, Choice, Cutlass, Kernel, Problem, _estimate
 from megatron_fp8.ops.gemm import known, serving, use
@@ -123,6 +124,18 @@ def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, mo
 
 def test_it_waits_to_be_chosen():
     assert known("cutlass") is CUTLASS and serving("cuda").name != "cutlass"
+
+
+def test_the_verb_prints_where_it_lies_or_why_not(machine, monkeypatch, capsys):
+    folder, _ = machine
+    assert main(["build", "--jobs", "2"]) == 0
+    printed = capsys.readouterr()
+    assert Path(printed.out.strip()).parent == folder / "cache" and printed.err.count("built the CUTLASS GEMMs") == 1
+    assert main(["build"]) == 0 and capsys.readouterr() == (printed.out, "")
+    monkeypatch.setenv("CUDA_HOME", str(folder))
+    assert main(["build"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("megatron-fp8 build: no nvcc") and printed.err.count("\n") == 1
 
 
 def test_processes_that_start_together_build_it_once(machine):
