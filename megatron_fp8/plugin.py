@@ -205,10 +205,14 @@ def _parse_args(stock: Callable) -> Callable:
 def _hook_model(fp8: Fp8Config) -> None:
     import megatron.core.models.common.language_module.language_module as language_module
     import megatron.core.tensor_parallel as tensor_parallel
+    import megatron.core.tensor_parallel.layers as tensor_parallel_layers
     import megatron.training.training as training
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
+    from .layers.embedding import Functional
+
+    _replace(tensor_parallel_layers, "F", Functional())
     _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
     logits = "vocab_parallel_logits target"
     _rebind(language_module, "fused_vocab_parallel_cross_entropy", _fused_cross_entropy, f"{logits} tp_group")
@@ -367,6 +371,7 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 def _gpt_model_init(fp8: Fp8Config):
     from .engine.owned import name_weights
     from .layers.chosen import emulates_head, keep_in_bf16
+    from .layers.embedding import add_to_main_grad
     from .layers.emulated_head import emulate_head
     from .layers.fp8_head import head_in_fp8
     from .layers.spec import accept_local_names, convert, convert_block
@@ -389,6 +394,7 @@ def _gpt_model_init(fp8: Fp8Config):
                 emulate_head(self.output_layer, fp8.emulate, fp8.seed, rank)
             if fp8.lm_head and self.post_process:
                 head_in_fp8(self.output_layer, fp8.grad_format)
+            add_to_main_grad(self)
             accept_local_names(self)
 
         return init

@@ -29,6 +29,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         self.engine = engine
         for part in stock:
             _let_load_without_step(part)
+            _step_in_one_kernel(part)
         # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
         self.after_first_step: Callable[[], None] | None = None
@@ -129,6 +130,27 @@ def _allocate_state(adam) -> None:
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
+
+
+def _step_in_one_kernel(part: MegatronOptimizer) -> None:
+    """Let torch's Adam, which has stock's embeddings and norms, step in one pass on CUDA, as TE's and apex' FusedAdam.
+
+    At every step, since a checkpoint brings its own options and a step on the host.
+    """
+
+    def fuse(adam, args, kwargs) -> None:
+        for options in adam.param_groups:
+            params = options["params"]
+            if options["capturable"] or not all(p.is_cuda and p.is_floating_point() for p in params):
+                continue
+            options["fused"], options["foreach"] = True, False
+            for param in params:
+                state = adam.state.get(param)
+                if state and not state["step"].is_cuda:
+                    state["step"] = state["step"].to(param.device, torch.float32)
+
+    if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
+        part.optimizer.register_step_pre_hook(fuse)
 
 
 def _let_load_without_step(part: MegatronOptimizer) -> None:

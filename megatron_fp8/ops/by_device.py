@@ -16,6 +16,7 @@ from megatron_fp8.ops import (
     reference,
     reference_activation,
     reference_cross_entropy,
+    reference_embedding,
     reference_norm,
     reference_qkv,
     reference_statistics,
@@ -60,3 +61,4 @@ norm_backward = _with_kernel(reference_norm.norm_backward)
 cross_entropy_statistics = _with_kernel(reference_cross_entropy.cross_entropy_statistics)
 cross_entropy_loss = _with_kernel(reference_cross_entropy.cross_entropy_loss)
 cross_entropy_gradient = _with_kernel(reference_cross_entropy.cross_entropy_gradient)
+add_rows = _with_kernel(reference_embedding.add_rows)

@@ -13,6 +13,7 @@ from megatron_fp8.ops.triton.cross_entropy import (
     cross_entropy_loss,
     cross_entropy_statistics,
 )
+from megatron_fp8.ops.triton.embedding import add_rows
 from megatron_fp8.ops.triton.emulate import emulate
 from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
 from megatron_fp8.ops.triton.qkv import join_qkv, split_qkv
@@ -24,6 +25,7 @@ __all__ = [
     "activate_backward_quantize",
     "activate_quantize",
     "add_blocks",
+    "add_rows",
     "amax",
     "count_cast",
     "cross_entropy_gradient",

@@ -1,0 +1,66 @@
+"""Token embeddings whose gradient goes straight to main_grad, as the linears' do.
+
+    y = W[tokens]            dW[t] = sum of dy over the places of token t
+
+Of a vocabulary of 50 thousand a micro-batch has a few thousand. Torch makes a gradient of all rows in BF16, zeros and
+all, which is added to the FP32 main_grad, in four passes over the table; with tied embeddings the head's stand-in adds
+two more. Here the rows that a micro-batch has are read and written, in FP32, rounded nowhere.
+
+It serves where stock's linears accumulate in their GEMM (--gradient-accumulation-fusion) and in the same way: the
+parameter is marked `grad_added_to_main_grad`, and autograd gets a gradient that nobody reads, since the hooks of data
+parallelism wait for one.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .. import ops
+
+_MARK, _TIED = "fp8_adds_rows", "fp8_is_head_too"  # of a table that is done so; that the same stage's head uses
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        ops.add_rows(weight.main_grad, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+        weight.grad_added_to_main_grad = True
+        if getattr(weight, _TIED, False):
+            return None, None  # the tied head, in the same graph, has given one
+        return None, torch.empty_like(weight)
+
+
+class Functional:
+    """torch.nn.functional, with `embedding` as above for weights that take their gradient so."""
+
+    def __getattr__(self, name: str):
+        return getattr(F, name)
+
+    @staticmethod
+    def embedding(tokens, weight, *args, **kwargs):
+        if args or kwargs or not (getattr(weight, _MARK, False) and hasattr(weight, "main_grad")):
+            return F.embedding(tokens, weight, *args, **kwargs)
+        return _Embedding.apply(tokens, weight)
+
+
+def add_to_main_grad(model) -> None:
+    """Have a GPTModel's token embedding add its gradient to main_grad, where stock's linears do so with theirs.
+
+    Of a tied table stock lets the head's gradient in autograd be zeros, to be added to the embedding's, and both to
+    main_grad; that is not needed any more.
+    """
+    if not (model.pre_process and model.config.gradient_accumulation_fusion):
+        return
+    weight = model.embedding.word_embeddings.weight
+    if model.post_process and model.share_embeddings_and_output_weights:
+        if not model.output_layer.gradient_accumulation_fusion:
+            return  # the head's gradient comes in autograd: both must
+        setattr(weight, _TIED, True)
+        weight.zero_out_wgrad = False
+    setattr(weight, _MARK, True)

@@ -1,0 +1,45 @@
+"""Embedding and head add their gradients to main_grad (layers/embedding.py, ops/wgrad.py): Megatron's loop learns the
+same but for the roundings to BF16 that are gone, tied and untied, however the ranks are laid out."""
+
+import pytest
+from launch import ROOT
+from megatron_runs import TINY_GPT, run_megatron, script_path
+
+UNTIED = [flag for flag in TINY_GPT if flag != "--no-gradient-accumulation-fusion"] + "--train-iters 6".split()
+TIED = [flag for flag in UNTIED if flag != "--untie-embeddings-and-output-weights"]
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("base", "ranks", "flags"),
+    [
+        (TIED, 1, ""),
+        pytest.param(UNTIED, 1, "", marks=SLOW),
+        pytest.param(TIED, 1, "--fp8-lm-head", marks=SLOW),
+        pytest.param(TIED, 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=SLOW),
+        pytest.param(TIED, 2, "--pipeline-model-parallel-size 2", marks=SLOW),
+        pytest.param(UNTIED, 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", marks=SLOW),
+        pytest.param(TIED, 2, "--use-distributed-optimizer --overlap-grad-reduce", marks=SLOW),
+    ],
+)
+def test_it_learns_the_same(base, ranks, flags):
+    flags = [*base, "--fp8-level", "O3", *flags.split()]
+    script = str(ROOT / "tests/scripts/fused_weight_gradients.py")
+    run = run_megatron(ranks, flags, script=script, env={"PYTHONPATH": script_path()})
+    stock = run_megatron(ranks, flags)
+    assert run.losses == pytest.approx(stock.losses, rel=1e-4)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=3e-3, abs=2e-3)
+    assert run.losses[0] == stock.losses[0] and run.losses != stock.losses
+    added = [int(line.split()[1]) for line in run.lines if line.startswith("added ")]
+    micro_batches = 6 * 4 // (2 if "distributed" in " ".join(flags) else 1)
+    stages = 2 if "--pipeline-model-parallel-size" in flags else 1
+    assert sorted(added) == sorted([micro_batches] * (ranks // stages) + [0] * (ranks - ranks // stages))
+
+
+def test_an_emulated_tied_head_leaves_it_to_autograd():
+    """Its gradient comes in autograd, so that the embedding's must too."""
+    flags = [*TIED, "--fp8-level", "O1", "--fp8-emulate", "E8M7", "--fp8-emulate-lm-head"]
+    script = str(ROOT / "tests/scripts/fused_weight_gradients.py")
+    run = run_megatron(1, flags, script=script, env={"PYTHONPATH": script_path()})
+    assert run.losses == pytest.approx(run_megatron(1, flags).losses, rel=1e-4)
+    assert "added 0" in run.lines
