@@ -1,6 +1,6 @@
 """How a run's gradients are stored and reduced, beyond the cells grad_accum and grad_reduce.
 
-    --fp8-grad-accum auto            FP8 for few micro-batches a step, BF16 for more; a line of the log says what it is
+    --fp8-grad-accum auto            FP8 for one micro-batch a step, BF16 for more; a line of the log says what it is
     --fp8-grad-reduce-hierarchy      with block: inside a node first, then across nodes
     --fp8-grad-scaling...            with shared: how its factor mu is found, after FP8-LM section 2.1
 """
@@ -11,7 +11,7 @@ from ..errors import UserError
 from ..numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
 from .flag import Flag, Values, filled, one_of, positive, refuse, whole
 
-FEW_MICRO_BATCHES = 8  # so many may add up in FP8: its error is then a fifth of sampling's (docs/gradients.md)
+FEW_MICRO_BATCHES = 1  # a step that adds up none is in FP8: sums are quicker and nearer in BF16 (docs/gradients.md)
 HIERARCHY = Flag(
     "--fp8-grad-reduce-hierarchy",
     "Reduce gradients in two levels, inside a node first and then across nodes: a node is what torchrun started "
@@ -52,7 +52,7 @@ def storage_line(args: Namespace, storage: str) -> list[str]:
     few, chosen = count <= FEW_MICRO_BATCHES, args.fp8_grad_accum in (None, "auto") and storage != "fp32"
     noise = f"an unbiased error of about {0.0375 * ((count + 1) / 2) ** 0.5:.0%}"
     if chosen and few:
-        return [f"gradients are stored in FP8: {count} micro-batch{'es' * (count > 1)} a step (--fp8-grad-accum)"]
+        return ["gradients are stored in FP8: 1 micro-batch a step (--fp8-grad-accum)"]
     if chosen:
         return [f"gradients are stored in BF16: {count} micro-batches a step, in FP8 {noise} (--fp8-grad-accum fp8)"]
     if storage == "fp8" and not few:

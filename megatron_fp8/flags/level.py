@@ -74,7 +74,7 @@ CELLS = (
     ),
     Cell(
         "grad_accum",
-        "storage of the weight gradient over micro-batches; auto: FP8 for up to 8 a step, BF16 for more",
+        "storage of the weight gradient over micro-batches; auto: FP8 for one a step, BF16 for more",
         ("auto", "auto", "auto"),
         available=("auto", "fp8", "bf16", "fp32"),
     ),

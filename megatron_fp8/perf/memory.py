@@ -284,7 +284,7 @@ def run(args: Namespace) -> int:
     }
     print("\n".join(table(job, levels)))
     if args.fp8_grad_accum in (None, "auto") and not all_stock:
-        print(f"\nGradients in FP8: {FEW_MICRO_BATCHES} micro-batches a step or fewer; more: --fp8-grad-accum bf16")
+        print(f"\nGradients in FP8: {FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more")
     return 0
 
 

@@ -50,6 +50,7 @@ def test_o1(parse):
         "bf16_layers_start": 0,
         "bf16_layers_end": 0,
         "bf16_layers": (),
+        "lm_head": False,
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
         "grad_scaling": dataclasses.asdict(ScalingRule()),
@@ -116,6 +117,7 @@ OURS = {
     **{"--fp8-emulate-layers": "*", "--fp8-emulate-lm-head": None},
     **{"--fp8-emulate-from-step": "2", "--fp8-emulate-until-step": "9"},
     "--fp8-bf16-layers": "*.linear_fc2",
+    "--fp8-lm-head": None,
     "--fp8-ckpt-compact": None,
     "--fp8-attention": "torch",
     **{"--fp8-gemm-backend": "torch", "--fp8-gemm-search": None, "--fp8-log-gemm": None},
@@ -180,9 +182,9 @@ def test_auto_scaling_as_given(parse):
 @pytest.mark.parametrize(
     ("flags", "world", "storage", "line"),
     [
-        ("--global-batch-size 16", 1, "fp8", "in FP8: 8 micro-batches a step ("),  # of micro-batches of 2: 8 a step
+        ("--global-batch-size 2", 1, "fp8", "in FP8: 1 micro-batch a step ("),  # of micro-batches of 2
         ("--global-batch-size 18", 1, "bf16", "in BF16: 9 micro-batches a step, in FP8 an unbiased error of about 8%"),
-        ("--global-batch-size 64", 4, "fp8", "in FP8: 8 micro-batches a step ("),
+        ("--global-batch-size 8", 4, "fp8", "in FP8: 1 micro-batch a step ("),
         ("--global-batch-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, "bf16", "32 mi"),
         ("--global-batch-size 64 --fp8-grad-accum auto", 2, "bf16", "16 micro-batches"),
         ("--global-batch-size 64 --fp8-grad-accum fp8", 2, "fp8", "--fp8-grad-accum fp8: 16 micro-batches a step"),
