@@ -1,8 +1,8 @@
 """Kinds of GPU kernels, told by their names: ours, torch's, cuBLASLt's, cuDNN's and Transformer Engine's.
 
 What names cannot tell: torch's contiguous BF16 additions are counted as residual adds, though an unfused rotary
-embedding makes some too, its strided products as rotary, and all of torch's sorting and indexing as embedding.  A kernel that does two things (norm and cast) has one
-kind, that of the first: beside its floor belongs the floor of both.
+embedding makes some too; its strided products as rotary; all of torch's sorting and indexing as embedding.  A kernel
+that does two things (norm and cast) has one kind, that of the first: beside its floor belongs the floor of both.
 """
 
 import re
