@@ -1,7 +1,7 @@
 """What a benchmark's rows say of the code that was measured; and that this code is what a benchmark imports.
 
 Imported before megatron_fp8 it puts this checkout first, whatever is installed: `python benchmarks/X.py` measures what
-lies beside it, and `commit` names it.
+lies beside it, and `commit` names it. The tools (launch.py, ...) are found too.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 
 def commit() -> str:
