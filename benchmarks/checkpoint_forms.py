@@ -15,13 +15,12 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from stamp import ROOT, commit
 
-from launch import ROOT, forked
+sys.path.insert(0, str(ROOT / "tests"))
+
+from launch import forked
 from megatron_runs import TINY_GPT, script_path
-from stamp import commit
 
 MODEL = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
 --train-iters 3 --save-interval 1 --use-distributed-optimizer --fp8-level O3"""

@@ -10,6 +10,7 @@ the BF16 gradient into both layouts.
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from stamp import commit
 from triton.testing import do_bench
 
 from megatron_fp8 import ops
@@ -76,7 +77,8 @@ def measure(name: str, shape: tuple[int, ...]) -> None:
 
 
 def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; where we cast, so does stock, both layouts")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {commit()}")
+    print("where we cast, so does stock, both layouts")
     for name, shape in SHAPES.items():
         measure(name, shape)
 

@@ -41,12 +41,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from stamp import commit
+from stamp import ROOT, commit
 
 from megatron_fp8.numerics import E4M3, compute_scale
 from megatron_fp8.ops import reference
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = [2**k for k in range(1, 11)]
 ELEMENTS, DRAWS, NODE = 1 << 16, 2, 8
 SIGNAL = 0.1  # norm of the common signal over the norm of one rank's noise
@@ -106,7 +105,6 @@ def recorded_gradients(micro_batches: int) -> Iterable[tuple[str, torch.Tensor]]
 
 def _train_and_record(micro_batches: int) -> None:
     """The demo's GPT at O1, in one process: 2 sequences of 128 bytes a micro-batch, 8 micro-batches a step."""
-    sys.path.insert(0, str(ROOT / "tools"))
     import demo
     from launch import torchrun
 

@@ -12,14 +12,14 @@ loss of each and its distance from O1 with FP32 storage; the CSV has every step'
 
 import argparse
 import csv
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from stamp import ROOT
 
+# isort: split
 import prepare_data
-from launch import ROOT, RunFailed, parse_step, parse_validation, torchrun
+from launch import RunFailed, parse_step, parse_validation, torchrun
 from train_step import LOCAL, stamp
 
 MODEL = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --seq-length 256

@@ -1,8 +1,8 @@
 """Kinds of GPU kernels, told by their names: ours, torch's, cuBLASLt's, cuDNN's and Transformer Engine's.
 
 What names cannot tell: torch's contiguous BF16 additions are counted as residual adds, though an unfused rotary
-embedding makes some too, and its strided products as rotary.  A kernel that does two things (norm and cast) has one
-kind, that of the first: beside its floor belongs the floor of both.
+embedding makes some too; its strided products as rotary; all of torch's sorting and indexing as embedding.  A kernel
+that does two things (norm and cast) has one kind, that of the first: beside its floor belongs the floor of both.
 """
 
 import re
@@ -10,9 +10,11 @@ import re
 FORWARD, BACKWARD, BF16 = "FP8 GEMM forward", "FP8 GEMM backward", "BF16 GEMM (LM head)"
 ATTENTION, ROTARY, NORM, ACTIVATION = "attention", "rotary, QKV", "norm", "activation"
 CAST, GRADIENTS, RESIDUAL, LOSS = "cast, transpose", "gradient adds", "residual adds", "cross-entropy"
-OPTIMIZER, COPY, COMMUNICATION, OTHER = "optimizer", "copy, memset", "communication", "other"
+EMBEDDING, OPTIMIZER = "embedding", "optimizer"
+COPY, COMMUNICATION, OTHER = "copy, memset", "communication", "other"
 GEMMS = (FORWARD, BACKWARD, BF16)
-PASSES = (CAST, GRADIENTS, NORM, ACTIVATION, ROTARY, LOSS, RESIDUAL, OPTIMIZER, COPY, OTHER)  # bound by memory
+# bound by memory
+PASSES = (CAST, GRADIENTS, NORM, ACTIVATION, ROTARY, LOSS, RESIDUAL, EMBEDDING, OPTIMIZER, COPY, OTHER)
 ORDER = (*GEMMS, ATTENTION, *PASSES, COMMUNICATION)
 
 _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
@@ -22,7 +24,8 @@ _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     (RESIDUAL, r"^_residual_"),
     (ACTIVATION, r"^_activate_"),
     (ROTARY, r"^_qkv_"),
-    (LOSS, r"^_cross_entropy"),
+    (LOSS, r"^_cross_entropy_"),
+    (EMBEDDING, r"^_embedding_"),
     (GRADIENTS, r"^_(quantize|add)_kernel"),  # ops/triton/blocks.py
     (OPTIMIZER, r"^_(adam|sum)_kernel"),  # _sum: of ranks' blocks and of squares
     (CAST, r"^_\w*(flat|tile|cast|transpose|quant|block)"),
@@ -40,6 +43,9 @@ _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     (CAST, r"transformer_engine::.*(cast|transpose|quant|amax|scal|dbias|unary_)|^(cast_)?transpose_optimized"),
     (GRADIENTS, r"^unrolled_elementwise_kernel<CUDAFunctor_add<float>"),  # FP32 += BF16
     (RESIDUAL, r"elementwise_kernel<.*CUDAFunctor_add<BFloat1|triton_\w+_fused_add_\d"),
+    # torch's backward pass of an embedding sorts the tokens and adds a segment of equal ones at a time
+    (EMBEDDING, r"compute_grad_weight|sum_and_scatter|krn_partial|radix_sort|unique_by_key"),
+    (EMBEDDING, r"gather_kernel|index_?select|indexing_backward|index_elementwise|embedding"),
     (COPY, r"memcpy|memset|copy|FillFunctor"),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)

@@ -25,22 +25,21 @@ import copy
 import csv
 import lzma
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from stamp import ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_fp8.flags.watch import LEAST_WINDOW
 from megatron_fp8.lab.report.results import Result, Results
 from megatron_fp8.lab.sweep.store import Store
 from megatron_fp8.monitor.spikes import Series, Spike
 
 STEPS, CURVES, EARLY, WINDOWS, HEIGHTS = 1000, 40, 128, (32, 128, 512), (8, 12, 20)
-OUT = Path(__file__).parent / "results"
+OUT = ROOT / "benchmarks/results"
 t = np.arange(STEPS)
 
 

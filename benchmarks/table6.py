@@ -32,12 +32,13 @@ import sys
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from stamp import ROOT
 
+# isort: split
 import prepare_data
 import torch
 from demo import MODEL, STOCK_ONLY
-from launch import ROOT, RunFailed, parse_step, parse_validation, torchrun
+from launch import RunFailed, parse_step, parse_validation, torchrun
 from train_step import stamp
 
 ARMS = {  # name: (flags, what GEMMs, master and m + v are)

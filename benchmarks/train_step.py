@@ -27,9 +27,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from stamp import commit
+from stamp import ROOT, commit
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMON = """--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 50303
 --make-vocab-size-divisible-by 128 --mock-data --bf16 --use-distributed-optimizer --disable-bias-linear
 --no-bias-gelu-fusion --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --clip-grad 1.0 --weight-decay 0.1

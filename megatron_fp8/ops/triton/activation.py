@@ -133,7 +133,7 @@ def _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constex
 
 
 @triton.jit(do_not_specialize=["zero"])
-def _forward_kernel(
+def _activate_kernel(
     h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero, KIND: tl.constexpr, GATED: tl.constexpr,
     E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -160,12 +160,12 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["zero"])
-def _backward_kernel(
+def _activate_backward_kernel(
     dy_ptr, h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
     KIND: tl.constexpr, GATED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """dh of a tile, as _forward_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t."""
+    """dh of a tile, as _activate_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t."""
     tile, quads, cols = tile_place(F, TILE_M, TILE_K)
     width = 2 * F if GATED else F
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
@@ -225,7 +225,7 @@ def _forward(h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None
     M, F = h.shape[0], _checked(h, kind, bias)
     tile_m, tile_k, warps = GATED_FORWARD if kind in GATED else FORWARD
     columns, words = columns_view(out_t, M)
-    _forward_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(F, tile_k),)](
+    _activate_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(F, tile_k),)](
         h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), 0,
         KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out
     columns, words = columns_view(out_t, M)
     tiles = triton.cdiv(M, tile_m)
     sums = h.new_empty(tiles, h.shape[1], dtype=torch.float32) if bias_grad else None
-    _backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
+    _activate_backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
         dy.contiguous(), h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), sums, 0,
         KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip

@@ -24,7 +24,7 @@ LOSS_BLOCK = 256
 
 
 @triton.jit
-def _statistics_kernel(
+def _cross_entropy_statistics_kernel(
     logits_ptr, target_ptr, out_ptr, rows, first, COLUMNS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
     """One row; out (3, rows)."""
@@ -50,7 +50,7 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _loss_kernel(
+def _cross_entropy_loss_kernel(
     statistics_ptr, target_ptr, loss_ptr, normalizer_ptr, rows, vocabulary, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """BLOCK rows; statistics (RANKS, 3, rows)."""
@@ -74,7 +74,7 @@ def _loss_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _cross_entropy_gradient_kernel(
     logits_ptr, target_ptr, normalizer_ptr, dloss_ptr, out_ptr, rows, first,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def cross_entropy_statistics(logits: torch.Tensor, target: torch.Tensor, first: 
     """reference_cross_entropy.cross_entropy_statistics in one read."""
     rows, columns = logits.shape
     out = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    _statistics_kernel[(rows,)](
+    _cross_entropy_statistics_kernel[(rows,)](
         logits, target, out, rows, first, COLUMNS=columns, LANES=LANES, GROUPS=GROUPS, num_warps=STATISTICS_WARPS
     )
     return out
@@ -116,7 +116,7 @@ def cross_entropy_loss(
     """reference_cross_entropy.cross_entropy_loss in one launch."""
     ranks, _, rows = statistics.shape
     loss, normalizer = statistics.new_empty(rows), statistics.new_empty(2, rows)
-    _loss_kernel[(triton.cdiv(rows, LOSS_BLOCK),)](
+    _cross_entropy_loss_kernel[(triton.cdiv(rows, LOSS_BLOCK),)](
         statistics, target, loss, normalizer, rows, vocabulary, RANKS=ranks, BLOCK=LOSS_BLOCK
     )
     return loss, normalizer
@@ -132,6 +132,6 @@ def cross_entropy_gradient(
 ) -> None:
     """reference_cross_entropy.cross_entropy_gradient in one read and one write."""
     rows, columns = logits.shape
-    _gradient_kernel[(rows,)](
+    _cross_entropy_gradient_kernel[(rows,)](
         logits, target, normalizer, dloss, out, rows, first, COLUMNS=columns, BLOCK=BLOCK, num_warps=GRADIENT_WARPS
     )

@@ -85,7 +85,7 @@ def _affine(normalized, w_ptr, b_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.c
 
 
 @triton.jit(do_not_specialize=["zero"])
-def _row_kernel(
+def _norm_rows_kernel(
     x_ptr, w_ptr, b_ptr, M, eps, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _row_kernel(
 
 
 @triton.jit(do_not_specialize=["zero"])
-def _tile_kernel(
+def _norm_tiles_kernel(
     x_ptr, w_ptr, b_ptr, M, eps, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr,
     ROWS: tl.constexpr, READ: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
@@ -182,7 +182,7 @@ def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, dw_ptr, db_ptr,
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
@@ -246,7 +246,7 @@ def _backward_kernel(
 
 
 @triton.jit
-def _sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _norm_sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """out (n, K) = the sum over P of partial (n, P, K) float32."""
     which = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -277,7 +277,7 @@ def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, scale=None,
     cols = triton.next_power_of_2(K)
     rows = max(1, 2048 // cols)
     warps = min(max(rows * cols // 1024, 1), 16)
-    _row_kernel[(triton.cdiv(M, rows),)](
+    _norm_rows_kernel[(triton.cdiv(M, rows),)](
         x, weight, bias, M, eps, y, mean, rstd, scale, amax, 0,
         K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, ROWS=rows, COLS=cols, num_warps=warps,
     )  # fmt: skip
@@ -319,7 +319,7 @@ def norm_quantize(
         return payload, None, mean, rstd
     payload_t = x.new_empty((K, M), dtype=fmt.dtype)
     tile = _chosen(TILES, K)
-    _tile_kernel[(triton.cdiv(M, tile.rows),)](
+    _norm_tiles_kernel[(triton.cdiv(M, tile.rows),)](
         x, weight, bias, M, eps, codes, payload_t.view(torch.uint8), mean, rstd, scale, amax, 0,
         K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3,
         ROWS=tile.rows, READ=tile.read, COLS=tile.columns, STAGES=tile.stages,
@@ -355,11 +355,12 @@ def norm_backward(
     dx, sums = torch.empty_like(x), 1 if rms else 2
     partial = x.new_empty((sums, programs, K), dtype=torch.float32)
     out = torch.empty((sums, K), dtype=weight.dtype, device=x.device)
-    _backward_kernel[(programs,)](
+    _norm_backward_kernel[(programs,)](
         dy, x, weight, mean, rstd, None if residual is None else residual.contiguous(), M, per_program,
         dx, partial[0], None if rms else partial[1],
         K=K, ZERO_CENTERED=zero_centered, ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
         STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip
-    _sum_kernel[(triton.cdiv(K, SUM_COLUMNS), sums)](partial, programs, out, K=K, ROWS=SUM_ROWS, COLS=SUM_COLUMNS)
+    grid = (triton.cdiv(K, SUM_COLUMNS), sums)
+    _norm_sum_kernel[grid](partial, programs, out, K=K, ROWS=SUM_ROWS, COLS=SUM_COLUMNS)
     return dx, out[0], None if rms else out[1]

@@ -51,7 +51,7 @@ def _tables(cos_ptr, sin_ptr, places, inside, D: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _split_kernel(
+def _qkv_split_kernel(
     x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, batch, M, groups,
     R: tl.constexpr, HN: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
@@ -105,7 +105,7 @@ def _write(
 
 
 @triton.jit(do_not_specialize=["zero"])
-def _join_kernel(
+def _qkv_join_kernel(
     q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, cos_ptr, sin_ptr, batch, M, groups,
     scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
     R: tl.constexpr, HN: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr,
@@ -195,7 +195,7 @@ def split_qkv(
     if d or not in_place:
         cut = _cut(taken, d, rest)
         grid = (triton.cdiv(s * b, cut["ROWS"]) * taken // cut["HEADS"],)
-        _split_kernel[grid](
+        _qkv_split_kernel[grid](
             mixed, *outputs, cos, sin, b, s * b, groups,
             R=r, HN=hn, INTERLEAVED=interleaved, **cut, enable_fp_fusion=False,
         )  # fmt: skip
@@ -230,7 +230,7 @@ def join_qkv(
     d = 0 if cos is None else cos.shape[-1]
     cut = _cut(groups * (r + 2), d, hn - d, columns)
     grid = (triton.cdiv(M, cut["ROWS"]) * groups * (r + 2) // cut["HEADS"],)
-    _join_kernel[grid](
+    _qkv_join_kernel[grid](
         *(part for x in given for part in (x, *x.stride()[:3])), cos, sin, b, M, groups,
         scale, *outputs, None if amax_out is None else amax_out.view(torch.int32), 0,
         R=r, HN=hn, INTERLEAVED=interleaved, E4M3=fmt == E4M3, **cut, enable_fp_fusion=False,
