@@ -7,8 +7,9 @@ What is hooked, and why not something more official:
 
     megatron.training.arguments.parse_args      our flags and, before stock validates them, the stock flags that a
                                                 level changes.  `extra_args_provider` cannot do the second.
-    GPTModel.__init__                           exchanges the layer spec.  GPTModelConfig.builder is official, but
-                                                scripts with a model_provider never look at it; both end here.
+    GPTModel.__init__                           exchanges the layer spec, and what stands for the norms in the layers
+                                                that come out (layers/residual.py).  GPTModelConfig.builder is official,
+                                                but scripts with a model_provider never look at it; both end here.
     language_module.fused_vocab_parallel_cross_entropy and tensor_parallel.vocab_parallel_cross_entropy
                                                 are ours (layers/cross_entropy.py): with --cross-entropy-loss-fusion
                                                 and without, the same loss.  Transformer Engine's stays its own.
@@ -374,6 +375,7 @@ def _gpt_model_init(fp8: Fp8Config):
     from .layers.embedding import add_to_main_grad
     from .layers.emulated_head import emulate_head
     from .layers.fp8_head import head_in_fp8
+    from .layers.residual import fork_residuals
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -395,6 +397,7 @@ def _gpt_model_init(fp8: Fp8Config):
             if fp8.lm_head and self.post_process:
                 head_in_fp8(self.output_layer, fp8.grad_format)
             add_to_main_grad(self)
+            fork_residuals(self)
             accept_local_names(self)
 
         return init

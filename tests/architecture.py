@@ -45,6 +45,7 @@ EXCHANGED = {  # stock's class under Transformer Engine: what stands in its plac
     "MLASelfAttention": {"LatentAttention"},
     "LayerNorm": {"Norm"},
     "RMSNorm": {"Norm"},
+    "IdentityOp": {"Fork"},
 }
 # In the configuration, what a level is there to change: its layers, and their rotation, which is not stock's.
 NOT_COMPARED = {"transformer_impl", "apply_rope_fusion"}

@@ -19,8 +19,8 @@ from ..engine.owned import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK
-from .norm import Norm, NormCast
-from .products import Call, Fp8Activation, hand_over, plan, product, takes_fp8
+from .norm import Norm, norm_cast
+from .products import Call, Fp8Activation, plan, product, takes_fp8
 
 
 class _OwnedLinear:
@@ -114,22 +114,34 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
     What passes from one to the other is FP8 where the linear takes it so: nothing keeps the norm's output in BF16.
     """
 
+    _begun: tuple[Call, Fp8Activation | None, torch.Tensor] | None = None  # a forward pass whose norm is made
+
     def __init__(self, input_size, output_size, *, config, fp8_config: Fp8Config, **kwargs):
         super().__init__(input_size, output_size, config=config, fp8_config=fp8_config, **kwargs)
         norm = Norm(config, input_size, config.layernorm_epsilon)
         self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
         self._norm = norm.kind
 
-    def forward(self, input_, *args, **kwargs):
+    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the norm of x (..., K) before the forward pass: (what that must be given, x for whoever reads it too)."""
         call, given = self.plan(), None
+        parameters = self.layer_norm_weight, self.layer_norm_bias, self._norm
         if takes_fp8(call):
-            given = hand_over(NormCast, call, input_, self.layer_norm_weight, self.layer_norm_bias, self._norm)
-            x = given.ticket
+            given, x = norm_cast(call, x, *parameters)
+            normed = given.ticket
         else:
-            x = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
-        del input_
+            normed = self._norm(x, *parameters[:2])
+        self._begun = call, given, normed
+        return normed, x
+
+    def forward(self, input_, *args, **kwargs):
+        if self._begun is None:
+            input_, _ = self.begin(input_)
+        (call, given, normed), self._begun = self._begun, None
+        if input_ is not normed:
+            raise RuntimeError("an FP8 linear whose norm was made before it was given something else than that norm")
         with self.planned(call, given):
-            return super().forward(x, *args, **kwargs)
+            return super().forward(input_, *args, **kwargs)
 
 
 class ExpertRowLinear(RowParallelLinear):

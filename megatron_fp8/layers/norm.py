@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from .. import ops
 from ..errors import UserError
+from ..numerics.scaled import ScaledTensor
 from ..ops.source import Payloads
-from .products import Call, give
+from .products import Call, Fp8Activation, give
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,17 @@ class Normed:
         return y
 
 
+def norm_cast(
+    call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind
+) -> tuple[Fp8Activation, torch.Tensor]:
+    """A norm of x (..., K), made in FP8 for the linear that follows, and x for who else reads it (layers/residual.py)."""
+    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None]] = []
+    ticket, same = NormCast.apply(call, made, x, weight, bias, kind)
+    return Fp8Activation(ticket, *made[0]), same
+
+
 class NormCast(torch.autograd.Function):
-    """A norm of x (..., K), made in FP8 for the linear that follows."""
+    """x -> the ticket of its norm, and x itself, whose gradient is added to the norm's in one kernel."""
 
     @staticmethod
     def forward(ctx, call: Call, made: list, x, weight, bias, kind: NormKind):
@@ -71,15 +81,19 @@ class NormCast(torch.autograd.Function):
         ticket = give(call, made, normed, x)
         ctx.kind = kind
         ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
-        return ticket
+        ctx.set_materialize_grads(False)
+        return ticket, x
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, residual):
+        if dy is None:  # what was made of the norm does not reach the loss
+            return None, None, residual, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         kind, k = ctx.kind, x.shape[-1]
         dx, dweight, dbias = ops.norm_backward(
-            dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered
-        )
+            dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered,
+            residual=None if residual is None else residual.reshape(-1, k),
+        )  # fmt: skip
         return None, None, dx.view(x.shape), dweight, dbias, None
 
 

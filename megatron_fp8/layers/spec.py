@@ -3,9 +3,9 @@
 Megatron describes a model as nested dataclasses, lists and partials that name classes.  `convert` walks such
 a description and returns a copy in which
 
-    self_attention.linear_qkv   input_layernorm + column linear  ->  Fp8NormColumnParallelLinear
+    self_attention.linear_qkv   input_layernorm + column linear  ->  Fp8NormColumnParallelLinear (and residual.py)
     self_attention.linear_proj  row linear                       ->  Fp8RowParallelLinear
-    mlp.linear_fc1              pre_mlp_layernorm + column       ->  Fp8NormColumnParallelLinear
+    mlp.linear_fc1              pre_mlp_layernorm + column       ->  Fp8NormColumnParallelLinear, likewise
     mlp.linear_fc2              row linear                       ->  Fp8RowParallelLinear
     mlp                         MLP itself                       ->  Fp8Mlp
     every other norm            torch / apex / TE                ->  Norm

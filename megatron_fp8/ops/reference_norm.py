@@ -9,8 +9,10 @@ With x (M, K), sums over K and all arithmetic in float32, and gain = weight, or 
                            dweight = sum over rows of dy * n                           dbias = sum over rows of dy
 
 y is rounded once: to x's type, or straight to FP8, which therefore differs from a cast of the BF16 y where the
-first rounding made a tie. The residual (the gradient that reaches x past the norm) is added before dx's one rounding.
-A kernel agrees but for the order of sums and fused multiply-adds: float32's, before that one rounding.
+first rounding made a tie. The residual (the gradient that reaches x past the norm) is added to dx as rounded to x's type,
+and the sum rounded again: autograd's bits, which adds in a kernel of its own, so that where it still does (an MLP that is
+recomputed) nothing changes. A kernel agrees but for the order of sums and fused multiply-adds: float32's, before dx is
+rounded.
 """
 
 import torch
@@ -92,6 +94,6 @@ def norm_backward(
         dx -= g.mean(1, keepdim=True)
     dx *= rstd[:, None]
     if residual is not None:
-        dx += residual
+        dx = dx.to(x.dtype).float() + residual
     dweight = (gradient * normalized).sum(0).to(weight.dtype)
     return dx.to(x.dtype), dweight, None if rms else gradient.sum(0).to(weight.dtype)

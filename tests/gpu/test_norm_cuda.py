@@ -112,16 +112,19 @@ def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> No
     dy, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if past else None
     _, mean, rstd = reference_norm.norm(x, weight, bias, EPS, **options)
     wide = [None if t is None else t.float() for t in (dy, x, weight, mean, rstd)]
-    wide_residual = None if residual is None else residual.float()
-    dx, dweight, dbias = reference_norm.norm_backward(*wide, **options, residual=wide_residual)
+    dx, dweight, dbias = reference_norm.norm_backward(*wide, **options)
     got = norm_backward(
         put(dy, layout), put(x, layout), *on_device(weight, mean, rstd), **options,
         residual=None if residual is None else put(residual, layout),
     )  # fmt: skip
     normalized = (x.float() - (0 if rms else mean[:, None])) * rstd[:, None]
     g = dy.float() * (weight.float() + zero_centered)
-    noise = rstd[:, None] * largest(g) * (1 + largest(normalized)) + (0 if residual is None else residual.abs())
-    assert got[0].dtype == dtype and between(got[0], dx, UNITS * noise)
+    noise = rstd[:, None] * largest(g) * (1 + largest(normalized))
+
+    def rounded(dx):
+        return dx.to(dtype) if residual is None else dx.to(dtype) + residual
+
+    assert got[0].dtype == dtype and between(got[0], dx, UNITS * noise, rounded)
     level = 0 if rms else (mean * rstd)[:, None].abs()
     assert got[1].dtype == dtype
     assert between(got[1], dweight, UNITS * (dy.float().abs() * (normalized.abs() + level)).sum(0))

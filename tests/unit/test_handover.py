@@ -11,7 +11,7 @@ from engine_parts import OneWeight
 from megatron_fp8 import ops
 from megatron_fp8.engine.events import Observer
 from megatron_fp8.layers.mlp import ActivationCast
-from megatron_fp8.layers.norm import NormCast, NormKind
+from megatron_fp8.layers.norm import NormKind, norm_cast
 from megatron_fp8.layers.products import hand_over, maker_of, plan, product
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
@@ -90,7 +90,7 @@ class Mlp:
         x, weight, norm_bias, bias = leaves
         one, two = self._calls()
         if handed_over:
-            given = hand_over(NormCast, one, x, weight, norm_bias, self.norm)
+            given, _ = norm_cast(one, x, weight, norm_bias, self.norm)
             h = product(given.ticket, self.anchor, one, given)
             given = hand_over(ActivationCast, two, h, bias, self.kind, maker_of(h))
             y = product(given.ticket, self.anchor, two, given)

@@ -175,8 +175,8 @@ def _load_2d(ptr, rows, cols, inside, K: tl.constexpr):
 
 @triton.jit
 def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
-    if residual_ptr is not None:
-        dx += _load_2d(residual_ptr, rows, cols, inside, K)
+    if residual_ptr is not None:  # two roundings, as reference_norm.py says
+        dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + _load_2d(residual_ptr, rows, cols, inside, K)
     offsets = rows[:, None] * K + cols[None, :]
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & (cols < K)[None, :])
 

@@ -1,0 +1,157 @@
+"""The gradient of the residual stream, in whole models whose FP8 linears run: the bits of autograd's addition, of a
+residual stream in FP32 and in BF16, and which additions the norm's backward pass makes."""
+
+import architecture
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_fp8 import cpu, ops
+from megatron_fp8.engine.owned import owned_weights
+from megatron_fp8.layers.residual import Fork
+
+FP8 = ["--fp8-gemm", "fp8"]
+SWIGLU = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+EXPERTS = "--num-experts 2 --moe-layer-freq [0,1] --disable-bias-linear"
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16 "
+    "--position-embedding-type rope"
+)
+CASES = {  # additions that two layers' norms make, of four
+    "": 4,
+    "--apply-layernorm-1p": 4,
+    SWIGLU: 4,
+    "--hidden-dropout 0.3": 4,
+    "--add-qkv-bias --no-bias-dropout-fusion": 4,
+    f"--mtp-num-layers 1 {SWIGLU}": 6,
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": 4,
+    "--recompute-granularity selective --recompute-modules layernorm core_attn": 4,
+    "--recompute-granularity selective --recompute-modules mlp": 2,
+    "--mlp-chunks-for-training 2": 2,
+    EXPERTS: 3,
+    LATENT: 2,
+    "--fp8-bf16-layers *.layers.0.*": 2,
+    "--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0": 2,
+    "--fp8-gemm bf16": 0,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    if cpu.needed():
+        cpu.install()
+    architecture.start()
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def added(monkeypatch) -> list[bool]:
+    """Of each backward pass of a norm in FP8, whether it added the residual's gradient."""
+    calls, backward = [], ops.norm_backward
+
+    def counting(*args, residual=None, **options):
+        calls.append(residual is not None)
+        return backward(*args, residual=residual, **options)
+
+    monkeypatch.setattr(ops, "norm_backward", counting)
+    return calls
+
+
+def build(case: str, dtype=torch.float32) -> torch.nn.Module:
+    model = architecture.build([*FP8, *case.split()], level=True).to(dtype)
+    architecture.fill(model)
+    return model
+
+
+def forks(model) -> list[Fork]:
+    return [module for module in model.modules() if isinstance(module, Fork)]
+
+
+def without_forks(model) -> None:
+    for layer in model.modules():
+        if isinstance(layer, TransformerLayer):
+            for name in ("input_layernorm", "pre_mlp_layernorm"):
+                if isinstance(getattr(layer, name), Fork):
+                    setattr(layer, name, IdentityOp())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_autograds_addition(case, dtype, added):
+    model = build(case, dtype)
+    forked = architecture.run(model)
+    assert sum(added) == CASES[case]
+    added.clear()
+    without_forks(model)
+    plain = architecture.run(model)
+    assert not any(added)
+    assert forked.keys() == plain.keys()
+    for name, value in plain.items():
+        assert torch.equal(forked[name], value) and value.isfinite().all(), name
+    assert sum(value.abs().sum() > 0 for value in plain.values()) > 12
+
+
+def test_a_model_has_the_same_parameters_with_forks():
+    model = build("")
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    state, modules = list(model.state_dict()), len(list(model.modules()))
+    assert len(forks(model)) == 4 and len(names) == len(set(names))
+    without_forks(model)
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names
+    assert list(model.state_dict()) == state and len(list(model.modules())) == modules
+
+
+def one_fork():
+    """A layer's MLP with its fork, x (s, b, h), and both readers' results."""
+    layer = build("").decoder.layers[0]
+    for weight in owned_weights([layer]):
+        weight.sink = architecture._Grads()
+    x = torch.randn(32, 2, 64, requires_grad=True)
+    given, residual = layer.pre_mlp_layernorm(x)
+    y, _ = layer.mlp(given)
+    return layer.mlp.linear_fc1, x, y, residual
+
+
+@pytest.mark.parametrize("reaches", ["norm", "residual"])
+def test_where_one_gradient_alone_comes(reaches, added):
+    linear, x, y, residual = one_fork()
+    (y if reaches == "norm" else residual).square().sum().backward()
+    assert not any(added)
+    if reaches == "residual":
+        assert torch.equal(x.grad, 2 * x) and linear.layer_norm_weight.grad is None
+    else:
+        assert x.grad.abs().sum() > 0 and linear.layer_norm_weight.grad.abs().sum() > 0
+
+
+def test_what_is_frozen(added):
+    """A frozen norm has no gradient, a frozen x neither; the rest has its own."""
+    model = build("")
+    trained = architecture.run(model)
+    frozen = {name for name, _ in model.named_parameters() if "layer_norm" in name or "embedding" in name}
+    for name, parameter in model.named_parameters():
+        parameter.grad = None
+        parameter.requires_grad_(parameter.requires_grad and name not in frozen)
+    added.clear()
+    found = architecture.run(model)
+    assert added == [True] * 3  # the first norm's input and parameters are frozen: it has no backward pass
+    assert found.keys() == trained.keys() - {f"gradient of {name}" for name in frozen}
+    assert all(torch.equal(value, trained[name]) for name, value in found.items())
+
+
+def test_without_gradients_nothing_is_forked():
+    layer = build("").decoder.layers[0]
+    x = torch.randn(32, 2, 64)
+    with torch.no_grad():
+        assert layer.pre_mlp_layernorm(x) is x
+
+
+def test_a_norm_made_before_is_what_the_linear_must_be_given():
+    layer = build("").decoder.layers[0]
+    layer.pre_mlp_layernorm(torch.randn(32, 2, 64, requires_grad=True))
+    with pytest.raises(RuntimeError, match="norm was made before"):
+        layer.mlp.linear_fc1(torch.randn(32, 2, 64))
