@@ -43,7 +43,7 @@ def groups():
     if cpu.needed():
         cpu.install()
     architecture.start()
-    with torch.compiler.set_stance("force_eager"):
+    with torch._dynamo.config.patch(disable=True):
         yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
