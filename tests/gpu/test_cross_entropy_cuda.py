@@ -50,12 +50,15 @@ def check(
 
     x, t = put(logits, layout), put(target)
     got = kernels.cross_entropy_statistics(x, t, first)
-    finite = statistics[1].isfinite()
-    assert same(got[0][finite.to(got.device)], statistics[0][finite]) and close(got[1], statistics[1])
+    finite = statistics[1].isfinite()  # elsewhere the maximum is any number: a GPU's drops a NaN, and the sum keeps it
+    assert same(got[0].cpu()[finite], statistics[0][finite]) and close(got[1], statistics[1])
     assert same(got[2], statistics[2])
     got_loss, got_normalizer = kernels.cross_entropy_loss(put(statistics)[None], t, first + columns)
-    assert close(got_loss, loss) and close(got_normalizer, normalizer)
-    given = put(normalizer), put(dloss)
+    assert close(got_loss, loss) and close(got_normalizer[1], normalizer[1])
+    finite = normalizer[1].isfinite()
+    assert same(got_normalizer[0].cpu()[finite], normalizer[0][finite])
+    assert close(kernels.cross_entropy_loss(got[None], t, first + columns)[0], loss, smallest=1e-5)
+    given = got_normalizer, put(dloss)
     out = torch.full_like(x, 77.0)
     kernels.cross_entropy_gradient(x, t, first, *given, out)
     # Relative to the larger of the value and dloss, which a difference of 1 and a probability is made of.
@@ -127,7 +130,7 @@ def test_ranks(ranks):
     statistics[:, 0, 9], statistics[0, 1, 11] = -INF, NAN
     expected = reference.cross_entropy_loss(statistics, target, 100 * ranks)
     got = kernels.cross_entropy_loss(put(statistics), put(target), 100 * ranks)
-    assert all(map(close, got, expected))
+    assert close(got[0], expected[0]) and close(got[1], expected[1])
     assert expected[0].isnan().nonzero().flatten().tolist() == ([7, 9, 11] if ranks == 1 else [9, 11])
 
 

@@ -38,15 +38,20 @@ else:
 
 INF, NAN = math.inf, math.nan
 formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-shard_counts = pytest.mark.parametrize("shards", [1, 3, 4])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 SHAPES = [(1, 1), (16, 16), (3, 5), (128, 64), (127, 65), (130, 70), (1, 300), (260, 2), (2, 3, 144)]
+LAYOUTS = [(shape, "plain") for shape in SHAPES]
+LAYOUTS += [(shape, layout) for shape in [(128, 64), (37, 150)] for layout in ("offset", "transposed")]
+# A type is only how an element is read: of the others one shape that wide loads divide, and one that they do not.
 layouts = pytest.mark.parametrize(
-    ("shape", "layout"),
-    [(shape, "plain") for shape in SHAPES]
-    + [(shape, layout) for shape in [(128, 64), (37, 150)] for layout in ("offset", "transposed")],
+    ("dtype", "shape", "layout"),
+    [(torch.bfloat16, *case) for case in LAYOUTS]
+    + [(dtype, *case) for dtype in (torch.float16, torch.float32) for case in (LAYOUTS[3], LAYOUTS[-2])],
     ids=str,
 )
+# Of blocks of 128: any number of them, and of shards, in BF16; and every type.
+BLOCKS = [(torch.bfloat16, blocks, "plain", shards) for blocks, shards in ((1, 1), (3, 3), (16, 4), (67, 1))]
+BLOCKS += [(torch.bfloat16, 67, "offset", 3), (torch.float16, 67, "plain", 3), (torch.float32, 67, "offset", 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +115,6 @@ def check_quantize(x: torch.Tensor, fmt, scale: float, layout: str = "plain") ->
 # amax
 
 
-@dtypes
 @layouts
 def test_amax(dtype, shape, layout):
     x = torch.randn(shape).to(dtype)
@@ -135,7 +139,6 @@ def test_amax_of_zeros_and_of_denormals():
 
 
 @formats
-@dtypes
 @layouts
 def test_quantize(fmt, dtype, shape, layout):
     x = (torch.randn(shape) * 10 ** torch.randn(shape)).to(dtype)
@@ -218,9 +221,7 @@ def check_quantize_blocks(x: torch.Tensor, layout: str = "plain") -> None:
         assert same(got.payload, expected.payload) and same(got.exponents, expected.exponents)
 
 
-@dtypes
-@pytest.mark.parametrize("blocks", [1, 3, 16, 67])
-@pytest.mark.parametrize("layout", ["plain", "offset"])
+@pytest.mark.parametrize(("dtype", "blocks", "layout"), [case[:3] for case in BLOCKS], ids=str)
 def test_quantize_blocks(dtype, blocks, layout):
     spread = 10 ** (5 * torch.randn(blocks, 1) if dtype != torch.float16 else torch.zeros(1, 1))
     check_quantize_blocks((torch.randn(blocks, BLOCK) * spread).to(dtype).flatten(), layout)
@@ -254,10 +255,8 @@ def same_packed(got: PackedBlocks, expected: PackedBlocks) -> bool:
     return same(got.payload, expected.payload) and same(got.exponents, expected.exponents)
 
 
-@shard_counts
-@dtypes
-@pytest.mark.parametrize("blocks", [1, 16, 67])
-def test_quantize_blocks_into_packed(shards, dtype, blocks):
+@pytest.mark.parametrize(("dtype", "blocks", "layout", "shards"), BLOCKS, ids=str)
+def test_quantize_blocks_into_packed(dtype, blocks, layout, shards):
     x, noise = torch.randn(blocks * BLOCK).to(dtype), torch.rand(blocks * BLOCK)
     for options in ({}, {"rounding": "stochastic", "noise": noise}):
         expected, first = random_packed(shards, x.numel())
@@ -265,7 +264,7 @@ def test_quantize_blocks_into_packed(shards, dtype, blocks):
         got = PackedBlocks(put(expected.data.clone()))
         reference.quantize_blocks(x, **options, out=expected, first=first)
         options = {key: put(value) if key == "noise" else value for key, value in options.items()}
-        assert ops.quantize_blocks(put(x), **options, out=got, first=first) is got
+        assert ops.quantize_blocks(put(x, layout), **options, out=got, first=first) is got
         assert same_packed(got, expected)
 
 
@@ -313,10 +312,7 @@ def check_add_blocks(x: torch.Tensor, stored: BlockScaled, layout: str = "plain"
     assert same_packed(got, expected)
 
 
-@dtypes
-@pytest.mark.parametrize("blocks", [1, 3, 16, 67])
-@pytest.mark.parametrize("layout", ["plain", "offset"])
-@shard_counts
+@pytest.mark.parametrize(("dtype", "blocks", "layout", "shards"), BLOCKS, ids=str)
 def test_add_blocks(dtype, blocks, layout, shards):
     spread = 10 ** (5 * torch.randn(blocks, 1) if dtype != torch.float16 else torch.zeros(1, 1))
     x = (torch.randn(blocks, BLOCK) * spread).to(dtype).flatten()
@@ -389,8 +385,7 @@ def test_add_blocks_beyond_2_to_the_32_elements():
     assert not stored.data.any()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("blocks", [1, 3, 64])
+@pytest.mark.parametrize(("ranks", "blocks"), [(1, 3), (2, 1), (3, 64), (5, 3), (8, 64)])
 def test_sum_blocks(ranks, blocks):
     payload = random_codes(ranks, blocks * BLOCK)
     exponents = torch.randint(0, 248, (ranks, blocks)).to(torch.uint8)
@@ -426,8 +421,9 @@ def test_sums_of_shards_where_they_lie(ranks, layout):
     assert abs(ops.square_sum_blocks(*shards).item() - exact) <= exact * 60 * 2.0**-24
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
-@pytest.mark.parametrize("blocks", [1, 3, 64, pytest.param(30_001, marks=on_gpu_only)])
+@pytest.mark.parametrize(
+    ("ranks", "blocks"), [(1, 3), (2, 1), (5, 3), (8, 64), pytest.param(8, 30_001, marks=on_gpu_only)]
+)
 def test_square_sum_blocks(ranks, blocks):
     payload = random_codes(ranks, blocks * BLOCK)
     exponents = torch.randint(110, 140, (ranks, blocks)).to(torch.uint8)

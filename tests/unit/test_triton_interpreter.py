@@ -3,8 +3,8 @@ Triton's interpreter.
 
 Run in a process of its own, since triton decides at its import whether to interpret. The interpreter's float
 conversions round halves up, lose carries and break FP8 subnormals, so they are replaced by torch's, made to
-saturate as PTX's cvt.satfinite does. What only a GPU can show: that instruction itself, what ptxas makes of the
-kernels, and the GEMM.
+saturate as PTX's cvt.satfinite does. Its maximum keeps a NaN, which a GPU's drops: replaced too. What only a GPU can
+show: that instruction itself, what ptxas makes of the kernels, and the GEMM.
 """
 
 import os
@@ -27,6 +27,7 @@ def test_kernels_agree_with_the_reference():
 
 def main() -> int:
     global tl, converted  # the interpreter looks for them among a kernel's globals
+    import numpy as np
     import torch
     import triton
     import triton.language as tl
@@ -51,6 +52,8 @@ def main() -> int:
         return values.to(types[target]).view(bits).numpy()
 
     interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
     @triton.jit
     def converted(y, zero, E4M3: tl.constexpr):
