@@ -123,7 +123,7 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
         self._norm = norm.kind
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the norm of x (..., K) before the forward pass: (what that is to be given, x for who reads it too)."""
+        """Make the norm of x (..., K) ahead of the forward pass: (what that is to be given, x for its other reader)."""
         call, given = self.plan(), None
         parameters = self.layer_norm_weight, self.layer_norm_bias, self._norm
         if takes_fp8(call):

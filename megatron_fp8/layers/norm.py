@@ -66,7 +66,7 @@ class Normed:
 def norm_cast(
     call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind
 ) -> tuple[Fp8Activation, torch.Tensor]:
-    """A norm of x (..., K), made in FP8 for the linear that follows, and x for who else reads it (residual.py)."""
+    """A norm of x (..., K), made in FP8 for the linear that follows, and x for its other reader (residual.py)."""
     made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None]] = []
     ticket, same = NormCast.apply(call, made, x, weight, bias, kind)
     return Fp8Activation(ticket, *made[0]), same

@@ -9,8 +9,8 @@ the norm and x (`NormCast`), gets both gradients, and its kernel reads one more 
 The norm is the linear's, as in Transformer Engine, and where stock's layer has a norm there is nothing; but the layer
 takes a pair from a norm, its output and the residual.  A `Fork` in that place lets the linear begin with its norm.
 
-Not forked, which changes no bit (the kernel rounds as autograd does), only time: a pass without gradients; an MLP that
-is recomputed, or done in pieces, since the norm is a part of it; experts, latent attention, classes that are not ours.
+Not forked, which costs time but changes no bit, since the kernel rounds as autograd does: a pass without gradients; an
+MLP that is recomputed or done in pieces, of which the norm is a part; experts; latent attention; classes not ours.
 """
 
 import torch

@@ -9,10 +9,9 @@ With x (M, K), sums over K and all arithmetic in float32, and gain = weight, or 
                            dweight = sum over rows of dy * n                           dbias = sum over rows of dy
 
 y is rounded once: to x's type, or straight to FP8, which therefore differs from a cast of the BF16 y where the
-first rounding made a tie. The residual (the gradient that reaches x past the norm) is added to dx as rounded to x's
-type, and the sum rounded again: autograd's bits, which adds in a kernel of its own, so that where it still does (an MLP
-that is recomputed) nothing changes. A kernel agrees but for the order of sums and fused multiply-adds, in float32, so
-before dx is rounded.
+first rounding made a tie. The residual (the gradient that reaches x past the norm) is added to the rounded dx, and the
+sum rounded again: the bits of autograd, which adds in a kernel of its own where this one cannot (an MLP that is
+recomputed). A kernel agrees but for the order of sums and fused multiply-adds: float32's, before dx is rounded.
 """
 
 import torch
