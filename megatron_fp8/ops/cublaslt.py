@@ -175,9 +175,9 @@ class Algorithm:
 
     def described(self) -> str:
         """As "algorithm 66, tile 24, stages 36, cluster 4"."""
-        value, parts = c_int32(), []
+        value, parts, get = c_int32(), [], library().cublasLtMatmulAlgoConfigGetAttribute
         for name, number in CONFIG.items():
-            status = library().cublasLtMatmulAlgoConfigGetAttribute(byref(self._algorithm), number, byref(value), 4, None)
+            status = get(byref(self._algorithm), number, byref(value), 4, None)
             if status == SUCCESS and (name != "split-k" or value.value > 1):
                 parts.append(f"{name} {value.value}")
         return ", ".join(parts)

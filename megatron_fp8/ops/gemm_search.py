@@ -31,10 +31,11 @@ from megatron_fp8.ops.cutlass import CUTLASS
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
 
-SCREENED, REPETITIONS = 3, 11  # runs of every candidate, and of those that are near the best then
+SCREENED, REPETITIONS = 4, 12  # runs of every candidate, and of those that are near the best then: even
 NEAR = 1.1
 WORTH = 0.99  # of the first choice's time: what is closer is noise, and the first stays
 _FLUSH = 256 << 20  # bytes: several times the L2 cache
+_DEVICE = "cuda"  # the current one
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def search(problem: Problem, device: int) -> list[Choice]:
     """
     makers = _makers(problem)
     with torch.cuda.device(device):
-        operands = _Operands(problem, device)
+        operands = _Operands(problem)
         candidates: list[Plan] = []
         for maker in makers:
             candidates += maker.candidates(problem, device, operands.pointers)
@@ -283,19 +284,19 @@ def search(problem: Problem, device: int) -> list[Choice]:
 class _Operands:
     """Random data for one problem."""
 
-    def __init__(self, problem: Problem, device: int):
+    def __init__(self, problem: Problem):
         def random(rows: int, columns: int, ld: int, by_rows: bool, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(rows if by_rows else columns, ld, device=device, dtype=torch.bfloat16).to(dtype)
+            return torch.randn(rows if by_rows else columns, ld, device=_DEVICE, dtype=torch.bfloat16).to(dtype)
 
         p = problem
-        self._problem, self._device = p, device
+        self._problem = p
         self._bf16: list[torch.Tensor] | None = None
         self._a = random(p.m, p.k, p.a_ld, p.a_rows, p.a)
         self._b = random(p.n, p.k, p.b_ld, p.b_rows, p.b)
-        self._out = torch.zeros(p.m, p.d_ld, device=device, dtype=p.d)
-        self._bias = torch.randn(p.n, device=device).to(p.bias or torch.bfloat16)
-        self._one, self._amax = torch.ones((), device=device), torch.zeros((), device=device)
-        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=device)
+        self._out = torch.zeros(p.m, p.d_ld, device=_DEVICE, dtype=p.d)
+        self._bias = torch.randn(p.n, device=_DEVICE).to(p.bias or torch.bfloat16)
+        self._one, self._amax = torch.ones((), device=_DEVICE), torch.zeros((), device=_DEVICE)
+        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=_DEVICE)
         scale = self._one if p.a in FP8 else None
         bias, amax = self._bias if p.bias is not None else None, self._amax if p.amax else None
         self.pointers = plans.pointers_of(scale, scale, bias, None, amax)
@@ -310,17 +311,20 @@ class _Operands:
         if self._bf16 is None:
             p = self._problem
             sizes = (p.m, p.k), (p.n, p.k), (p.m, p.n)
-            self._bf16 = [torch.randn(size, device=self._device, dtype=torch.bfloat16) for size in sizes]
+            self._bf16 = [torch.randn(size, device=_DEVICE, dtype=torch.bfloat16) for size in sizes]
         x, w, y = self._bf16
         torch.mm(x, w.t(), out=y)
 
     def medians(self, runs: list, repetitions: int) -> dict:
-        """Milliseconds of each plan, or callable; they take turns."""
+        """Milliseconds of each plan, or callable.
+
+        They take turns, to and fro: of an even number of turns, the medians of a GPU that slows down steadily are fair.
+        """
         times: dict = {one: [] for one in runs}
-        for _ in range(repetitions):
-            events = [self._timed(one) for one in runs]
+        for turn in range(repetitions):
+            events = [(one, *self._timed(one)) for one in (runs[::-1] if turn % 2 else runs)]
             torch.cuda.synchronize()
-            for one, (start, end) in zip(runs, events, strict=True):
+            for one, start, end in events:
                 times[one].append(start.elapsed_time(end))
         return {one: statistics.median(measured) for one, measured in times.items()}
 
@@ -328,7 +332,7 @@ class _Operands:
         if callable(one):
             return one()
         out = self._out.data_ptr()
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch.cuda.current_stream().cuda_stream
         one.run(self._a.data_ptr(), self._b.data_ptr(), out, out, stream)
 
     def _timed(self, one) -> tuple[torch.cuda.Event, torch.cuda.Event]:

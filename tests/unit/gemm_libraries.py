@@ -1,6 +1,6 @@
 """Stand-ins for what runs GEMMs on a GPU, cuBLASLt and the CUTLASS library: what they are told is computed on the CPU.
 
-Descriptors are made by the real cuBLASLt, which needs no driver for that; `CublasLibrary.cublasLtMatmul` reads them back.
+Descriptors are made by the real cuBLASLt, which needs no driver for that; `CublasLibrary.cublasLtMatmul` reads them.
 Time is `Clock`'s: a run takes as long as a table says, longer with every run, as on a GPU that gets hot.
 """
 
@@ -122,7 +122,12 @@ class CublasLibrary:
 class CutlassLibrary:
     """Kernels of (a, b, out, promote, tile), as csrc/abi.h numbers the types."""
 
-    KERNELS = ((0, 0, 2, 0, (128, 256)), (0, 0, 2, 0, (128, 128)), (1, 0, 3, 128, (128, 256)), (0, 0, 2, 128, (128, 128)))
+    KERNELS = (
+        (0, 0, 2, 0, (128, 256)),
+        (0, 0, 2, 0, (128, 128)),
+        (1, 0, 3, 128, (128, 256)),
+        (0, 0, 2, 128, (128, 128)),
+    )
     TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32)
 
     def __init__(self):
@@ -187,14 +192,15 @@ def timed(lib, monkeypatch, tmp_path):
     """torch.cuda's events by the clock, and a folder for what a search finds."""
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
     monkeypatch.setattr(gemm_search, "_FLUSH", 1024)
+    monkeypatch.setattr(gemm_search, "_DEVICE", "cpu")
     for name, stand_in in {
         "Event": Event,
         "device": contextlib.nullcontext,
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
         "get_device_name": lambda: "GPU",
-        "current_device": lambda: "cpu",
-        "current_stream": lambda device: type("Stream", (), {"cuda_stream": 7}),
+        "current_device": lambda: -1,
+        "current_stream": lambda: type("Stream", (), {"cuda_stream": 7}),
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     real = torch.mm

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from gemm_libraries import BF16, DTYPES, FP16, FP32, K, M, N, close, exact, scaled
-from gemm_libraries import cutlass, lib, served, served_cutlass  # noqa: F401 (fixtures)
 
 from megatron_fp8.engine.gradients import DenseStore, GradSink
 from megatron_fp8.numerics import E4M3, E5M2
@@ -52,7 +51,8 @@ def test_every_number_is_the_headers():
     assert lt["CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE"] == cublaslt_library.REDUCTION_COMPUTE_TYPE
     names = {FP32: "32F", FP16: "16F", BF16: "16BF", torch.float8_e4m3fn: "8F_E4M3", torch.float8_e5m2: "8F_E5M2"}
     assert {types[f"CUDA_R_{names[dtype]}"]: dtype for dtype in CUDA_TYPES} == DTYPES
-    assert status["CUBLAS_COMPUTE_32F"] == cublaslt_library.COMPUTE_32F and status["CUBLAS_OP_T"] == cublaslt_library.OP_T
+    assert status["CUBLAS_COMPUTE_32F"] == cublaslt_library.COMPUTE_32F
+    assert status["CUBLAS_OP_T"] == cublaslt_library.OP_T
     assert status["CUBLAS_STATUS_NOT_SUPPORTED"] == cublaslt_library.NOT_SUPPORTED
 
 
@@ -102,7 +102,8 @@ def test_fp8_with_scales_bias_and_sum(lib, one, other, bias, add):
     expected = exact(a, b) + (0 if vector is None else vector.double()) + (before.double() if add else 0)
     assert close(out, expected)
     (value, _, _, (room, size, stream)), *_ = lib.calls
-    assert (value["TRANSA"], value["TRANSB"]) == (cublaslt_library.OP_T, cublaslt_library.OP_N)  # what Hopper has for FP8
+    only = (cublaslt_library.OP_T, cublaslt_library.OP_N)  # what Hopper has for FP8
+    assert (value["TRANSA"], value["TRANSB"]) == only
     assert value["FAST_ACCUM"] == (not add) and (room, size, stream) == (None, 0, 7)
 
 
@@ -244,7 +245,7 @@ def test_cutlass_serves_what_it_takes_and_cublaslt_the_rest(served_cutlass, lib)
         ("cutlass", "128x256 2x1 promoted/128 8/0"),
     ]
     served_cutlass.status = 2
-    with pytest.raises(RuntimeError, match="8/0: 32 x 48 x 80 E4M3 .*: it does not take this shape"):
+    with pytest.raises(RuntimeError, match=r"8/0: 32 x 48 x 80 E4M3 .*: it does not take this shape"):
         gemm(a, b, Epilogue(bias=bias, residual=residual))
 
 

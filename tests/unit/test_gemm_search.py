@@ -1,11 +1,10 @@
-"""The search for who runs a GEMM: what is timed, chosen, kept and told to all ranks; without a GPU (gemm_libraries.py)."""
+"""The search for who runs a GEMM: what is timed, chosen, kept and told to all ranks; without a GPU."""
 
 import json
 
 import pytest
 import torch
-from gemm_libraries import BF16, FP32, K, M, N, close, exact, scaled
-from gemm_libraries import cutlass, lib, served, timed  # noqa: F401 (fixtures)
+from gemm_libraries import BF16, K, M, N, close, exact, scaled
 from launch import forked
 
 from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_search, plans
@@ -26,7 +25,7 @@ def found(name, ms=1.0, maker="cublaslt", version=None):
     return Choice(maker, version, name, ms, 2.0, 3.0)
 
 
-def test_what_was_searched_is_used_if_it_runs_here(lib):
+def test_what_was_searched_is_used_if_it_runs_here(lib, timed):
     a, b, out = torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.empty(M, N)
     gemm_search.read()
     for works, expected in ((b"\3" * 64, b"\3" * 64), (b"\4" * 64, FIRST)):
@@ -76,18 +75,17 @@ def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, 
 )
 def test_the_fastest_of_both_is_found_and_runs_from_then_on(served, cutlass, timed, costs, among, fastest):
     timed.costs = costs
-    a, b, bias = scaled(M, K), scaled(N, K), None
+    a, b = scaled(M, K), scaled(N, K)
     assert gemm_search.read(among) == 0
     first = gemm(a, b, fast_accum=True)
     (line,) = gemm_search.tune()
-    rate = 2 * M * N * K / 1e9
     assert line.startswith(f"GEMM {NAME}: {fastest[0]} ") and "the first choice" in line and "BF16" in line
-    assert close(gemm(a, b, Epilogue(bias=bias), fast_accum=True), exact(a, b), 2**-8)
+    assert close(gemm(a, b, fast_accum=True), exact(a, b), 2**-8)
     (plan,) = plans.plans()
     assert (plan.maker, plan.name) == fastest
     assert torch.equal(first, gemm(a, b, fast_accum=True)) and gemm_search.tune() == []
     best, *rest = gemm_search.load(gemm_search.path("GPU"))[NAME]
-    assert {best.maker, *(one.maker for one in rest)} == {maker.name for maker in among} and rate > 0
+    assert {best.maker, *(one.maker for one in rest)} == {maker.name for maker in among}
     gemm_search.forget()
     assert gemm(a, b, fast_accum=True) is not None and plans.plans()[0].name == FIRST.hex()
     assert gemm_search.read(among) == 1 and gemm_search.tune() == []  # the file has it
@@ -112,18 +110,17 @@ def test_what_gives_another_result_or_fails_is_left_out(served, cutlass, timed, 
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
     gemm_search.tune()
     (choices,) = gemm_search.load(gemm_search.path("GPU")).values()
-    assert [choice.name for choice in choices][0] == SECOND.hex() and choices[1].name.endswith("8/0")
+    assert choices[0].name == SECOND.hex() and not choices[1].name.endswith("8/1")
 
 
 def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutlass, timed, monkeypatch):
     timed.costs = {FIRST: 1.0, ((128, 256), 8, 0): 0.5}
     a, b = scaled(M, K), scaled(N, K)
-    for version in ("1" * 16, "2" * 16, "1" * 16):
+    for version, expected in (("1" * 16, (0, 1)), ("2" * 16, (1, 1)), ("1" * 16, (1, 0))):
         monkeypatch.setattr(CUTLASS, "_version", version)
-        known = gemm_search.read(BOTH)
+        known = gemm_search.read(BOTH)  # cuBLASLt's is known in any case
         gemm(a, b, fast_accum=True)
-        searched = len(gemm_search.tune())
-        assert (known, searched) == ((0, 1) if not gemm_search._met else (1, searched))
+        assert (known, len(gemm_search.tune())) == expected
     versions = [one.version for one in gemm_search.load(gemm_search.path("GPU"))[NAME] if one.maker == "cutlass"]
     assert sorted(versions) == ["1" * 16, "2" * 16]
 
