@@ -241,6 +241,7 @@ def _hook_gemms(fp8: Fp8Config) -> list[str]:
     """Choose the backend of the FP8 GEMMs; returns a line where none of those that the run asked for can serve."""
     from .ops import cublaslt, gemm_search
     from .ops.announce import announce
+    from .ops.cutlass_build import Unavailable
     from .ops.gemm import serving, use
 
     device, lines = "cuda", []
@@ -249,12 +250,15 @@ def _hook_gemms(fp8: Fp8Config) -> list[str]:
         if fp8.gemm_backend != "auto" or fp8.gemm_search:
             lines = ["no CUDA device: --fp8-gemm-backend and --fp8-gemm-search have no effect"]
     else:
-        if (fp8.gemm_search or fp8.gemm_backend == "cublaslt") and not cublaslt.bound():
-            flag = "--fp8-gemm-search" if fp8.gemm_search else "--fp8-gemm-backend cublaslt"
+        if (fp8.gemm_search or fp8.gemm_backend in ("cublaslt", "cutlass")) and not cublaslt.bound():
+            flag = "--fp8-gemm-search" if fp8.gemm_search else f"--fp8-gemm-backend {fp8.gemm_backend}"
             raise UserError(f"{flag}: cuBLASLt's library is not found ({cublaslt.why_not()}); remove it")
         if fp8.gemm_backend != "auto":
             _of_run.append(functools.partial(use, serving(device).name))
-            use(fp8.gemm_backend)
+            try:
+                use(fp8.gemm_backend)
+            except Unavailable as reason:
+                raise UserError(f"--fp8-gemm-backend {fp8.gemm_backend}: {reason}; or remove it") from reason
         if fp8.gemm_search:
             _of_run.append(gemm_search.forget)
     if fp8.log_gemm:
@@ -470,8 +474,14 @@ def _read_searched_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
         return list
     from .ops import gemm_search
 
-    _log([f"--fp8-gemm-search: {gemm_search.read()} GEMMs were searched earlier"])
-    return gemm_search.tune
+    count, reasons = gemm_search.read_for(fp8.gemm_backend)
+    _log([f"--fp8-gemm-search: {count} GEMMs were searched earlier", *reasons])
+
+    def search() -> list[str]:
+        lines = gemm_search.tune()
+        return [*lines, gemm_search.summary()] if fp8.log_gemm else lines
+
+    return search
 
 
 def _around_train_step(around: Callable):

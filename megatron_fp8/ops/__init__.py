@@ -1,6 +1,5 @@
 """The numeric operations: what has a kernel (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
 
-from megatron_fp8.ops import cutlass as _cutlass  # noqa: F401 (makes its backend known)
 from megatron_fp8.ops.by_device import (
     activate,
     activate_backward,

@@ -1,6 +1,7 @@
 """--fp8-log-gemm: a line for every shape that a GEMM meets, the first time.
 
     GEMM 8192 x 12288 x 4096 E4M3 x E4M3 -> BF16, fast: cublaslt, algorithm 66, tile 24, stages 36
+    GEMM 8192 x 4096 x 16384 E5M2 x E4M3 -> BF16: cutlass, 128x256 2x1 promoted/128 8/1
 
 M x N x K. The forward's product is the one with fast accumulation; what is added goes into the gradients' storage.
 """
@@ -9,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt
-from megatron_fp8.ops.gemm import Backend, Epilogue, register, serving
+from megatron_fp8.ops import cublaslt, plans
+from megatron_fp8.ops.gemm import Backend, Epilogue, Planned, register, serving
+from megatron_fp8.ops.plans import NAMES
 
 
 class Announcing:
@@ -31,21 +33,21 @@ class Announcing:
         if key not in self._seen:
             self._seen.add(key)
             (m, k), n = a.payload.shape, b.payload.shape[0]
-            types = f"{cublaslt.NAMES[a.payload.dtype]} x {cublaslt.NAMES[b.payload.dtype]} -> {cublaslt.NAMES[out]}"
+            types = f"{NAMES[a.payload.dtype]} x {NAMES[b.payload.dtype]} -> {NAMES[out]}"
             self._say(f"GEMM {', '.join([f'{m} x {n} x {k} {types}', *extras])}: {self.name}")
         return self._inner.product(a, b, epilogue, fast_accum)
 
 
 def announce(device: str, say: Callable[[str], None]) -> Callable[[], None]:
     """Say it of the backend that serves a device type, and of the weight gradients of stock's linears; returns what
-    undoes it.  cuBLASLt says it itself, with the algorithm, whoever asked."""
+    undoes it.  Whoever plans says it himself, with what was planned, whoever asked."""
     inner = serving(device)
-    if inner.name != "cublaslt" or not cublaslt.bound():
+    if not isinstance(inner, Planned) or not cublaslt.bound():
         register(Announcing(inner, say))
-    cublaslt.on_plan = lambda plan: say(f"GEMM {plan.problem}: cublaslt, {plan.described()}")
+    plans.on_plan = lambda plan: say(f"GEMM {plan.problem}: {plan.maker}, {plan.described()}")
 
     def undo() -> None:
         register(inner)
-        cublaslt.on_plan = None
+        plans.on_plan = None
 
     return undo

@@ -21,14 +21,6 @@ CUDA_TYPES = {  # cudaDataType
     torch.float8_e4m3fn: 28,
     torch.float8_e5m2: 29,
 }
-NAMES = {  # what people and files read
-    torch.float32: "FP32",
-    torch.float16: "FP16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "E4M3",
-    torch.float8_e5m2: "E5M2",
-}
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 COMPUTE_32F, OP_N, OP_T = 68, 0, 1
 SUCCESS, NOT_SUPPORTED = 0, 15
 EPILOGUE_BIAS = 4
@@ -56,7 +48,6 @@ PREF = {  # cublasLtMatmulPreferenceAttributes_t
 CONFIG = {"algorithm": 0, "tile": 1, "split-k": 2, "stages": 6, "cluster": 8}  # ...AlgoConfigAttributes_t, 4 bytes each
 REDUCTION_COMPUTE_TYPE = 2
 WORKSPACE = 32 << 20  # bytes, what NVIDIA advises for Hopper
-ALIGNMENT = 16  # bytes: what FP8 needs, and the tensor memory accelerator
 
 
 class Algo(ctypes.Structure):

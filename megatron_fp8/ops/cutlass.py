@@ -1,15 +1,14 @@
-"""FP8 GEMMs by CUTLASS: the backend "cutlass", of the library that csrc/ makes (cutlass_build.py).
+"""FP8 GEMMs by CUTLASS: plans (plans.py) of the library that csrc/ makes (cutlass_build.py).
 
     D = scale_a scale_b A B^T + bias + C        E4M3 x E4M3, E5M2 x E4M3, E4M3 x E5M2, into BF16 or FP32
 
-C is a residual, or D itself to accumulate; scales are read on the device. It is registered but serves nobody until
-`use("cutlass")` (gemm.py), which builds the library where it must. What it does not do goes to "cublaslt": N or K that
-is no multiple of 16, unaligned memory, a bias that is not BF16, a residual of another type than the result, and a
-residual together with accumulation.
+Scales are read on the device. `use("cutlass")` (gemm.py) has them serve, and builds the library where it must; with a
+search (gemm_search.py) they serve where they are faster than cuBLASLt. What they do not take is cuBLASLt's: N or K that
+is no multiple of 16, a bias that is not BF16.
 
-The library holds kernels of a few tile shapes (`kernels`). Which serves a shape is in `choices` where somebody measured
-it (benchmarks/gemm_cutlass.py), else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large,
-so a tile is good that leaves few multiprocessors idle in the last wave, and large ones read less memory a product.
+The library holds kernels of a few tile shapes. Which serves a shape is what a search found, else what `_estimate` finds
+cheapest: a wave of tiles takes as long as a tile is large, so a tile is good that leaves few multiprocessors idle in
+the last wave, and large ones read less memory a product.
 
 Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
 added in FP32 (csrc/promoted.cuh). `promote` is 128, as DeepGEMM and CUTLASS have it; longer ones are for measuring.
@@ -20,19 +19,18 @@ Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGE
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import cutlass_build
-from megatron_fp8.ops.gemm import Epilogue, known, register, through
+from megatron_fp8.ops.plans import ALIGNMENT, Problem
 
 _CODES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch.float32: 3}  # of csrc/abi.h
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 # Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
 SPEED = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.87}
+ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 
 
 @dataclass(frozen=True)
@@ -61,97 +59,95 @@ class Choice:
     swizzle: int = 8
     order: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.swizzle}/{self.order}"
 
-class Problem(NamedTuple):
-    """What a choice depends on."""
 
-    m: int
-    n: int
-    k: int
-    a: torch.dtype
-    b: torch.dtype
-    out: torch.dtype
-    fast: bool
+class Launch:
+    """A plan (plans.py): a Problem and a choice."""
+
+    maker = "cutlass"
+
+    def __init__(self, library: ctypes.CDLL, problem: Problem, device: int, pointers: tuple[int, ...], choice: Choice):
+        self.problem, self.choice, self._gemm = problem, choice, library.mfp8_gemm
+        shape = {"m": problem.m, "n": problem.n, "k": problem.k, "device": device}
+        self._args = cutlass_build.Args(**shape, swizzle=choice.swizzle, raster=choice.order)
+        self._at, self._index, self._add = ctypes.byref(self._args), choice.kernel.index, problem.add
+        self.point(pointers)
+
+    @property
+    def name(self) -> str:
+        return str(self.choice)
+
+    def point(self, pointers: tuple[int, ...]) -> None:
+        self.pointers, args = pointers, self._args
+        args.scale_b, args.scale_a, args.bias = pointers[:3]
+
+    def run(self, a: int, b: int, c: int, d: int, stream: int) -> None:
+        args = self._args
+        args.a, args.b, args.c, args.d, args.stream = a, b, c if self._add else 0, d, stream
+        if status := self._gemm(self._index, self._at):
+            what = {cutlass_build.UNKNOWN: "no such kernel", cutlass_build.UNFIT: "it does not take this shape"}
+            raise RuntimeError(f"CUTLASS {self.choice}: {self.problem}: {what.get(status, 'the launch failed')}")
+
+    def described(self) -> str:
+        return self.name
 
 
 class Cutlass:
-    """The backend. Attributes: `promote`; `choices` by Problem, set by whoever measured one, the rest by estimate."""
+    """The maker (plans.py) of such plans. Attributes: `promote`; `kernels`, once it is prepared."""
 
-    name, devices, fuses = "cutlass", ("cuda",), frozenset({"bias", "residual", "accumulate"})
+    name = "cutlass"
 
     def __init__(self) -> None:
         self.promote = 128
-        self.choices: dict[Problem, Choice | None] = {}
         self.kernels: tuple[Kernel, ...] = ()
         self._library: ctypes.CDLL | None = None
+        self._version = ""
 
-    def prepare(self) -> None:
-        """Load the library, built first if it must be. Raises cutlass_build.Unavailable: why not, in one line."""
+    def prepare(self, build: bool = True) -> None:
+        """Load the library, built first if it must and may be. Raises cutlass_build.Unavailable: why not, in a line."""
         if self._library is None:
             if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) != (9, 0):
-                raise cutlass_build.Unavailable(f"the CUTLASS GEMMs are for Hopper, 9.0; this GPU is {capability}")
-            library = cutlass_build.load(cutlass_build.library())
+                found = ".".join(map(str, capability))
+                raise cutlass_build.Unavailable(f"the CUTLASS GEMMs are for Hopper, 9.0; this GPU is {found}")
+            path = cutlass_build.library(build=build)
+            library = cutlass_build.load(path)
             self.kernels = tuple(_describe(library, index) for index in range(library.mfp8_kernels()))
-            self._library = library
+            self._library, self._version = library, cutlass_build.version(path)
 
-    def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
-        into = epilogue.into
-        x, w, dtype = a.payload, b.payload, epilogue.dtype if into is None else into.dtype
-        problem = Problem(x.shape[0], w.shape[0], x.shape[1], x.dtype, w.dtype, dtype, fast_accum)
-        choice = self.choice(problem)
-        out = torch.empty(problem.m, problem.n, dtype=dtype, device=x.device) if into is None else into
-        added = out if epilogue.accumulate else epilogue.residual
-        both = epilogue.accumulate and epilogue.residual is not None
-        if choice is None or both or not _fit(x, w, out, added, epilogue.bias):
-            return through(known("cublaslt"), a, b, epilogue, fast_accum)
-        self.launch(choice, x, w, a.scale_inv, b.scale_inv, out, added, epilogue.bias)
-        return out
+    @property
+    def version(self) -> str:
+        return self._version
 
-    def choice(self, problem: Problem) -> Choice | None:
-        """What serves a problem; None: nothing here."""
-        if problem not in self.choices:
-            candidates = self.candidates(problem)
-            cheapest = min(candidates, key=lambda kernel: _estimate(kernel, problem), default=None)
-            self.choices[problem] = None if cheapest is None else Choice(cheapest)
-        return self.choices[problem]
+    def takes(self, problem: Problem) -> bool:
+        return bool(self._kernels(problem))
 
-    def candidates(self, problem: Problem) -> list[Kernel]:
-        """The kernels of a problem; where it may be fast and none is, the promoted ones."""
-        if min(problem.m, problem.n, problem.k) == 0 or problem.n % 16 or problem.k % 16:
+    def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
+        kernels = sorted(self._kernels(problem), key=lambda kernel: _estimate(kernel, problem))
+        # each in the usual order, the cheapest first, then in others
+        choices = [Choice(kernel, *order) for order in ORDERS for kernel in kernels]
+        return [self.launch(choice, problem, device, pointers) for choice in choices[:count]]
+
+    def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Launch | None:
+        choices = (Choice(kernel, *order) for order in ORDERS for kernel in self._kernels(problem))
+        choice = next((choice for choice in choices if str(choice) == name), None)
+        return None if choice is None else self.launch(choice, problem, device, pointers)
+
+    def launch(self, choice: Choice, problem: Problem, device: int, pointers: tuple[int, ...]) -> Launch:
+        """The plan of a choice; the problem is one that its kernel takes."""
+        assert self._library is not None  # whoever has a kernel has loaded it
+        return Launch(self._library, problem, device, pointers, choice)
+
+    def _kernels(self, problem: Problem) -> list[Kernel]:
+        """Of a problem; where it may be fast and none is, the promoted ones."""
+        p = problem
+        whole = p.packed and p.a_rows and p.b_rows and p.align == ALIGNMENT and min(p.m, p.n, p.k) > 0
+        if not whole or p.amax or p.n % 16 or p.k % 16 or p.bias not in (None, torch.bfloat16):
             return []
-        self.prepare()
-        types = (problem.a, problem.b, problem.out)
-        same = [kernel for kernel in self.kernels if (kernel.a, kernel.b, kernel.out) == types]
-        fast = [kernel for kernel in same if not kernel.promote] if problem.fast else []
+        same = [kernel for kernel in self.kernels if (kernel.a, kernel.b, kernel.out) == (p.a, p.b, p.d)]
+        fast = [kernel for kernel in same if not kernel.promote] if p.fast_accum else []
         return fast or [kernel for kernel in same if kernel.promote == self.promote]
-
-    def launch(
-        self,
-        choice: Choice,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        scale_x: torch.Tensor,
-        scale_w: torch.Tensor,
-        out: torch.Tensor,
-        added: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> None:
-        """Put one GEMM on the current stream; all tensors fit (`_fit`)."""
-        assert self._library is not None  # whoever has a choice has loaded it
-        device = x.device.index
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self.launch(choice, x, w, scale_x, scale_w, out, added, bias)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        c, d, plus = (0 if tensor is None else tensor.data_ptr() for tensor in (added, out, bias))
-        (m, n), k = out.shape, x.shape[1]
-        args = cutlass_build.Args(
-            x.data_ptr(), w.data_ptr(), scale_x.data_ptr(), scale_w.data_ptr(), c, d, plus, stream,
-            m, n, k, device, choice.swizzle, choice.order,
-        )  # fmt: skip
-        if status := self._library.mfp8_gemm(choice.kernel.index, ctypes.byref(args)):
-            what = {cutlass_build.UNKNOWN: "no such kernel", cutlass_build.UNFIT: "it does not take this shape"}
-            raise RuntimeError(f"CUTLASS {choice.kernel}, {m} x {n} x {k}: {what.get(status, 'the launch failed')}")
 
 
 def _describe(library: ctypes.CDLL, index: int) -> Kernel:
@@ -162,18 +158,6 @@ def _describe(library: ctypes.CDLL, index: int) -> Kernel:
     return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))
 
 
-def _fit(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None, bias: torch.Tensor | None
-) -> bool:
-    """Whether the tensors are as the kernels read them: contiguous, at addresses that are multiples of 16."""
-    if bias is not None and (bias.dtype != torch.bfloat16 or bias.shape != out.shape[1:]):
-        return False
-    if added is not None and (added.dtype != out.dtype or added.shape != out.shape):
-        return False
-    tensors = (tensor for tensor in (x, w, out, added, bias) if tensor is not None)
-    return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
 def _estimate(kernel: Kernel, problem: Problem, multiprocessors: int = 132) -> float:
     """Time of a problem, in products of a multiprocessor: whole waves of tiles, clusters being whole."""
     sizes = zip((problem.m, problem.n), kernel.tile, kernel.cluster, strict=True)
@@ -182,4 +166,3 @@ def _estimate(kernel: Kernel, problem: Problem, multiprocessors: int = 132) -> f
 
 
 CUTLASS = Cutlass()
-register(CUTLASS, serve=False)

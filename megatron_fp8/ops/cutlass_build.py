@@ -38,10 +38,10 @@ class Unavailable(RuntimeError):
     """Why there is no library here, in one line."""
 
 
-def library(jobs: int | None = None, say: Callable[[str], None] | None = None) -> Path:
+def library(jobs: int | None = None, say: Callable[[str], None] | None = None, build: bool = True) -> Path:
     """Where the library lies; it is built first if it must be, by `jobs` compilers at once (all cores by default).
 
-    say: called with one line when it has been built. Raises Unavailable.
+    say: called with one line when it has been built. Raises Unavailable, also of what must be built and may not.
     """
     if given := os.environ.get("MEGATRON_FP8_CUTLASS"):
         if not os.path.isfile(given):
@@ -53,6 +53,8 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None) -
     built = cache / f"libmegatron_fp8_cutlass-{key(nvcc_version, cutlass_version)}.so"
     if built.is_file():
         return built
+    if not build:
+        raise Unavailable("the CUTLASS GEMMs are not built; build them once by: megatron-fp8 build")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _alone(built.with_suffix(".lock")):
@@ -73,6 +75,12 @@ def key(nvcc_version: str, cutlass_version: str) -> str:
     for path in sorted(SOURCES.iterdir()):
         digest.update(repr((path.name, path.read_bytes())).encode())
     return digest.hexdigest()[:16]
+
+
+def version(path: Path) -> str:
+    """What the library at `path` was made of: its `key`, or a hash of itself where it lies under another name."""
+    named = re.fullmatch(r"libmegatron_fp8_cutlass-([0-9a-f]{16})\.so", path.name)
+    return named[1] if named else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _nvcc() -> tuple[str, str]:

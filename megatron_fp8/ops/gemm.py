@@ -16,10 +16,9 @@ A `Backend` is a way to compute the FP8 product on some devices. It names the pa
 GEMM itself (`fuses`); it gets those up to the first one that it lacks, and the rest is done here, by operations that
 follow (`_follow`). So a backend may be as small as a product, and a caller never asks who computes.
 
-    cublaslt    CUDA     cuBLASLt by our own binding (cublaslt.py): bias, and beta = 1; where that fails, torch's
+    cublaslt    CUDA     cuBLASLt by our own binding (cublaslt.py): bias, residual, beta = 1; where that fails, torch's
+    cutlass     CUDA     our own kernels (cutlass.py): the same; chosen by name, or a shape by a search (gemm_search.py)
     torch       CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
-    cutlass     CUDA     our own kernels (cutlass.py): bias, residual, beta = 1; chosen by name
-    cublaslt    CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
     reference   CPU      decode, multiply in float32 (reference.py)
 
 `register` adds a backend and lets it serve its devices; `use` chooses one by name. The tensor core itself sums with
@@ -40,8 +39,9 @@ import torch.nn.functional as F
 
 from megatron_fp8.numerics.formats import E5M2, Format
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, reference
+from megatron_fp8.ops import cublaslt, plans, reference
 from megatron_fp8.ops.by_device import quantize
+from megatron_fp8.ops.cutlass import CUTLASS
 
 type Operand = ScaledTensor | torch.Tensor
 
@@ -144,32 +144,42 @@ class ScaledMM:
         )  # fmt: skip
 
 
-class CublasLt:
-    """cuBLASLt by cublaslt.py, or `ScaledMM` where that finds no library. M, N and K are multiples of 16."""
+class Planned:
+    """By plans (plans.py) of `makers`, or another backend where cuBLASLt is not bound. M, N and K: multiples of 16."""
 
-    name, devices = "cublaslt", ("cuda",)
+    devices = ("cuda",)
 
-    def __init__(self, otherwise: Backend):
-        self._otherwise = otherwise
+    def __init__(self, name: str, makers: tuple[plans.Maker, ...], otherwise: Backend):
+        self.name, self.makers, self._otherwise = name, makers, otherwise
+
+    def prepare(self) -> None:
+        """Raises cutlass_build.Unavailable where CUTLASS is a maker and has no library."""
+        for maker in self.makers:
+            getattr(maker, "prepare", lambda: None)()
+        plans.serve(self.makers)
 
     @functools.cached_property
     def fuses(self) -> frozenset[str]:
         if cublaslt.bound():
-            return frozenset({"bias", "accumulate"})
+            return frozenset({"bias", "residual", "accumulate"})
         warnings.warn(f"cuBLASLt is not bound ({cublaslt.why_not()}): torch._scaled_mm serves", stacklevel=2)
         return self._otherwise.fuses
 
     def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
         if not self.fuses:
             return self._otherwise.product(a, b, epilogue, fast_accum)
-        x, w, out, bias = a.payload, b.payload, epilogue.into, epilogue.bias
+        x, w, out, bias, residual = a.payload, b.payload, epilogue.into, epilogue.bias, epilogue.residual
         if out is None:
             out = torch.empty(x.shape[0], w.shape[0], dtype=epilogue.dtype, device=x.device)
-        # The library reads a bias of D's type, BF16 where D is FP32: any other is added after it.
-        fused = bias if bias is not None and bias.dtype is _BIAS.get(out.dtype) else None
-        how = {"a_scale": a.scale_inv, "b_scale": b.scale_inv, "bias": fused, "fast_accum": fast_accum}
-        cublaslt.product(x, w, out, add=epilogue.accumulate, **how)
-        return out if fused is bias else out.add_(bias)
+        # A GEMM reads a bias of D's type, BF16 where D is FP32, and one C, as D is: the rest is added after it.
+        early = bias if bias is not None and bias.dtype is _BIAS.get(out.dtype) else None
+        fits = residual is not None and residual.dtype is out.dtype and residual.stride() == out.stride()
+        c = residual if fits and not epilogue.accumulate else None
+        how = {"a_scale": a.scale_inv, "b_scale": b.scale_inv, "bias": early, "fast_accum": fast_accum}
+        plans.product(x, w, out, residual=c, add=epilogue.accumulate, **how)
+        if early is not bias:
+            out.add_(bias)
+        return out if c is residual else out.add_(residual)
 
 
 _BIAS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.float32: torch.bfloat16}
@@ -218,7 +228,8 @@ def serving(device: str) -> Backend:
 
 _torch = ScaledMM()
 register(_torch)
-register(CublasLt(_torch))
+register(Planned("cutlass", (CUTLASS, cublaslt.CUBLASLT), _torch), serve=False)
+register(Planned("cublaslt", (cublaslt.CUBLASLT,), _torch))
 register(Reference())
 
 

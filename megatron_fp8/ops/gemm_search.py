@@ -1,59 +1,99 @@
-"""Which of cuBLASLt's algorithms runs a shape: measured once on the machine, kept in a file, the same on all ranks.
+"""Who runs a shape, and how: measured once on the machine, kept in a file, the same on all ranks.
 
-    read()     at the start: rank 0's file of this GPU and this version of the library, sent to all
-    search()   one problem: the library's favourites timed against each other
+    read()     at the start: rank 0's file of this GPU, sent to all
+    search()   one problem: cuBLASLt's algorithms and CUTLASS's kernels timed against each other
     tune()     after a step, by all ranks together: rank 0 times what any of them met, writes the file and tells all
+    summary()  a line on what was found
 
-The file is JSON, {problem as text: {"algo": 64 bytes in hexadecimal, "ms": ..., "first_ms": ...}}, in
-~/.cache/megatron_fp8/gemm, or under $MEGATRON_FP8_CACHE. It is written beside and renamed, so that a reader finds all
-of the old or all of the new; what another run has found in between is kept. Two runs with the same file compute the
-same bits; an algorithm that is chosen after the first step rounds otherwise than the one before it.
+The file is JSON, {problem as text: [{"maker": "cutlass", "version": ..., "name": ..., "ms": ..., ...}, ...]}, the best
+of each maker, in ~/.cache/megatron_fp8/gemm, or under $MEGATRON_FP8_CACHE. A name says what runs, not where it stands
+in a list; it is believed of the same version of the maker's library only. The file is written beside and renamed, so
+that a reader finds all of the old or all of the new; what another run has found in between is kept. Two runs with the
+same file compute the same bits; what is chosen after the first step rounds otherwise than what ran before it.
 """
 
 import contextlib
 import json
+import math
 import os
 import re
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.ops import cublaslt
-from megatron_fp8.ops.cublaslt import FP8, Choice, CublasLtError, Plan, Problem
+from megatron_fp8.ops import plans
+from megatron_fp8.ops.cublaslt import CUBLASLT
+from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass_build import Unavailable
+from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
 
-CANDIDATES, REPETITIONS = 16, 11
+SCREENED, REPETITIONS = 4, 12  # runs of every candidate, and of those that are near the best then: even
+NEAR = 1.1
 WORTH = 0.99  # of the first choice's time: what is closer is noise, and the first stays
 _FLUSH = 256 << 20  # bytes: several times the L2 cache
-_found: dict[str, Choice] = {}  # the file's, by the problem's text
+_DEVICE = "cuda"  # the current one
 
 
-def path(gpu: str, version: int) -> Path:
-    """The file of a GPU and a version of the library."""
+@dataclass(frozen=True)
+class Choice:
+    """What a search found of one maker; milliseconds.
+
+    first_ms: of the first choice, what runs without a search.  bf16_ms: of the product of BF16 operands; 0: not asked.
+    """
+
+    maker: str
+    version: str
+    name: str
+    ms: float
+    first_ms: float
+    bf16_ms: float = 0.0
+
+
+_among: tuple[Maker, ...] = (CUBLASLT,)  # who is chosen from
+_found: dict[str, list[Choice]] = {}  # the file's, by the problem's text
+_met: list[Problem] = []  # by this rank, up to `tune`
+
+
+def path(gpu: str) -> Path:
+    """The file of a GPU."""
     root = os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache/megatron_fp8"
-    return Path(root) / "gemm" / f"{re.sub(r'[^0-9A-Za-z]+', '-', gpu)}-cublas{version}.json"
+    return Path(root) / "gemm" / f"{re.sub(r'[^0-9A-Za-z]+', '-', gpu)}.json"
 
 
-def load(file: Path) -> dict[str, Choice]:
+def load(file: Path) -> dict[str, list[Choice]]:
     """What a file holds; nothing where there is none, or where it is none of ours."""
     try:
         held = json.loads(file.read_text())
-        choices = {str(problem): Choice(**choice) for problem, choice in held.items()}
-        return {problem: one for problem, one in choices.items() if len(bytes.fromhex(one.algo)) == 64}
+        return {str(problem): [_checked(Choice(**one)) for one in choices] for problem, choices in held.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def save(file: Path, choices: dict[str, Choice]) -> None:
-    """Add to the file, in one step."""
+def _checked(choice: Choice) -> Choice:
+    if not all(isinstance(text, str) for text in (choice.maker, choice.version, choice.name)):
+        raise TypeError(choice)
+    if not all(ms > 0 for ms in (choice.ms, choice.first_ms)):
+        raise ValueError(choice)
+    return choice
+
+
+def save(file: Path, new: dict[str, list[Choice]]) -> None:
+    """Add to the file, in one step; what it holds of the same makers, in the same versions, is replaced."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    held = {problem: vars(choice) for problem, choice in (load(file) | choices).items()}
+    held = load(file)
+    for problem, choices in new.items():
+        theirs = {(one.maker, one.version) for one in choices}
+        others = [one for one in held.get(problem, []) if (one.maker, one.version) not in theirs]
+        held[problem] = choices + others
+    text = json.dumps({problem: [vars(one) for one in choices] for problem, choices in held.items()}, indent=1)
     handle, beside = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "w") as out:
-            json.dump(held, out, indent=1)
+            out.write(text)
         os.replace(beside, file)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -61,20 +101,73 @@ def save(file: Path, choices: dict[str, Choice]) -> None:
         raise
 
 
-def read() -> int:
-    """Have all ranks use what rank 0's file holds; how many problems that is. Collective."""
+def read(among: tuple[Maker, ...] = (CUBLASLT,)) -> int:
+    """Have all ranks choose among these makers and use what rank 0's file holds; how many problems that is. Collective.
+
+    A maker that is not on all ranks, in the same version, is left out.
+    """
+    global _among
+    everywhere = _gathered([(maker.name, maker.version) for maker in among])
+    _among = tuple(m for m in among if all((m.name, m.version) in versions for versions in everywhere))
     table = load(_file()) if _rank() == 0 else {}
+    versions = {(maker.name, maker.version) for maker in (*_among, CUBLASLT)}
+    ours = {problem: [one for one in held if (one.maker, one.version) in versions] for problem, held in table.items()}
     _found.clear()
-    _found.update(_from_rank_0(table))
-    cublaslt.look_up = lambda problem: _found.get(str(problem))
+    _found.update(_from_rank_0({problem: held for problem, held in ours.items() if held}))
+    plans.searched = _planned
+    plans.renew()
     return len(_found)
 
 
+def read_for(backend: str) -> tuple[int, list[str]]:
+    """`read` for a run whose GEMM backend has this name, "auto" among them; and lines on who is left out. Collective.
+
+    CUTLASS is chosen from where it is built: a search builds nothing, in the middle of a run.
+    """
+    reason = ""
+    if backend != "cublaslt":
+        try:
+            CUTLASS.prepare(build=False)
+        except Unavailable as unavailable:
+            reason = str(unavailable)
+    have = {"auto": (CUBLASLT, CUTLASS), "cublaslt": (CUBLASLT,), "cutlass": (CUTLASS,)}[backend]
+    count = read(tuple(maker for maker in have if maker is CUBLASLT or not reason))
+    if CUTLASS in have and CUTLASS not in _among:
+        return count, [f"--fp8-gemm-search: cuBLASLt alone: {reason or 'not all ranks have the same CUTLASS library'}"]
+    return count, []
+
+
 def forget() -> None:
-    """Go back to the library's own choices."""
-    cublaslt.look_up = None
+    """Go back to what runs without a search."""
+    global _among
+    _among, plans.searched = (CUBLASLT,), None
     _found.clear()
-    cublaslt.renew()
+    plans.renew()
+
+
+def chosen(problem: Problem) -> Choice | None:
+    """The fastest that was found of a problem."""
+    return next(iter(_allowed(problem)), None)
+
+
+def _allowed(problem: Problem) -> list[Choice]:
+    """What was found of it, of those who are chosen from; the fastest first."""
+    makers = {maker.name for maker in _makers(problem)}
+    return [choice for choice in _found.get(str(problem), ()) if choice.maker in makers]
+
+
+def _planned(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan | None:
+    """The plan of the fastest choice that runs here."""
+    named = {maker.name: maker for maker in _makers(problem)}
+    for choice in _allowed(problem):
+        plan = named[choice.maker].named(problem, device, pointers, choice.name)
+        if plan is not None:
+            return plan
+    return None
+
+
+def _makers(problem: Problem) -> list[Maker]:
+    return [maker for maker in _among if maker.takes(problem)] or [CUBLASLT]
 
 
 def tune() -> list[str]:
@@ -82,22 +175,22 @@ def tune() -> list[str]:
 
     Returns a line for each problem, on rank 0.
     """
-    everywhere = _gathered([plan.problem for plan in cublaslt.plans()])
+    _met[:] = [plan.problem for plan in plans.plans()]
+    everywhere = _gathered(_met)
     met = {str(problem): problem for problems in everywhere for problem in problems}
-    new: dict[str, Choice] = {}
+    new: dict[str, list[Choice]] = {}
     lines = []
     if _rank() == 0:
         for name, problem in sorted(met.items()):
-            if name in _found:
+            if len(_allowed(problem)) == len(_makers(problem)):
                 continue
             try:
-                choice = search(problem, torch.cuda.current_device())
-            except (CublasLtError, torch.OutOfMemoryError) as error:
+                choices = search(problem, torch.cuda.current_device())
+            except RuntimeError as error:
                 lines.append(f"GEMM {problem}: no search, the first choice stays: {str(error).splitlines()[0]}")
                 continue
-            new[name] = choice
-            rate, first = (problem.flops / ms / 1e9 for ms in (choice.ms, choice.first_ms))
-            lines.append(f"GEMM {problem}: {rate:.0f} TFLOP/s, the library's first choice {first:.0f}")
+            new[name] = choices
+            lines.append(f"GEMM {problem}: {said(problem, choices[0])}")
         try:
             if new:
                 save(_file(), new)
@@ -105,100 +198,171 @@ def tune() -> list[str]:
             lines.append(f"the GEMM search is not kept for the next run: {error}; set MEGATRON_FP8_CACHE")
         torch.cuda.empty_cache()  # what training allocates next is of other sizes
     _found.update(_from_rank_0(new))
-    cublaslt.look_up = lambda problem: _found.get(str(problem))
-    cublaslt.renew()
+    plans.renew()
     return lines
 
 
-def search(problem: Problem, device: int, count: int = CANDIDATES) -> Choice:
-    """Time up to `count` algorithms on random data and return the best, or the first where none is 1 % better.
+def said(problem: Problem, choice: Choice) -> str:
+    """As "cutlass 1402 TFLOP/s, the first choice 1350, BF16 790"."""
+    ours, first = (problem.flops / ms / 1e9 for ms in (choice.ms, choice.first_ms))
+    bf16 = f", BF16 {problem.flops / choice.bf16_ms / 1e9:.0f}" if choice.bf16_ms else ""
+    return f"{choice.maker} {ours:.0f} TFLOP/s, the first choice {first:.0f}{bf16}"
 
-    Medians; the candidates take turns, and each run finds an empty L2 cache. What gives another result than the first
-    is left out. Waits for the device.
+
+def summary() -> str:
+    """On the GEMMs of FP8 operands that this rank met, geometric means; by name each no faster than BF16's."""
+    pairs = {str(problem): (problem, chosen(problem)) for problem in _met if problem.a in FP8}
+    found = [(problem, choice) for problem, choice in pairs.values() if choice is not None]
+    if not found:
+        return "FP8 GEMMs: none was searched"
+
+    def mean(values: list[float]) -> float:
+        return math.exp(statistics.mean(map(math.log, values)))
+
+    rate = mean([problem.flops / choice.ms / 1e9 for problem, choice in found])
+    makers = [choice.maker for _, choice in found]
+    by = ", ".join(f"{makers.count(name)} by {name}" for name in sorted(set(makers)))
+    line = f"FP8 GEMMs: {len(found)} shapes ({by}), geometric means: {rate:.0f} TFLOP/s, "
+    line += f"{mean([choice.first_ms / choice.ms for _, choice in found]):.3f} x the first choice"
+    gains = {problem: choice.bf16_ms / choice.ms for problem, choice in found if choice.bf16_ms}
+    if gains:
+        line += f", {mean(list(gains.values())):.2f} x BF16"
+    lost = [
+        f"{problem} ({gain:.2f} x, {(problem.m + problem.n) * problem.k / 1e6:.1f} MB of operands less)"
+        for problem, gain in gains.items()
+        if gain <= 1
+    ]
+    return line + (f"; no faster than BF16: {'; '.join(lost)}" if lost else "")
+
+
+def search(problem: Problem, device: int) -> list[Choice]:
+    """Time what each maker has on random data; the best of each, the fastest first.
+
+    Medians; the candidates take turns, as a GPU that is hot is slower, and each run finds an empty L2 cache. All have a
+    few runs, those within NEAR of the best then REPETITIONS. The first choice stays where nothing is 1 % better. What
+    gives another result than the first choice is left out. Waits for the device.
     """
+    makers = _makers(problem)
     with torch.cuda.device(device):
-        operands = _Operands(problem, device)
-        candidates = Plan(problem, device, operands.pointers).descriptors.candidates(device, count)
-        plans, expected = [], None
-        for candidate in candidates:
-            plan = Plan(problem, device, operands.pointers, candidate)
+        operands = _Operands(problem)
+        candidates: list[Plan] = []
+        for maker in makers:
+            candidates += maker.candidates(problem, device, operands.pointers)
+        ran: list[Plan] = []
+        expected = None
+        for plan in candidates:
             try:
                 result = operands.result_of(plan)
-            except CublasLtError:
+            except RuntimeError:
                 continue
             expected = result if expected is None else expected
             if (result - expected).norm() <= 0.01 * expected.norm():
-                plans.append(plan)
-        if not plans:
-            raise CublasLtError(f"cuBLASLt: none of {len(candidates)} algorithms ran: {problem}")
-        times: list[list[float]] = [[] for _ in plans]
-        for _ in range(REPETITIONS):
-            events = [operands.timed(plan) for plan in plans]
-            torch.cuda.synchronize()
-            for measured, (start, end) in zip(times, events, strict=True):
-                measured.append(start.elapsed_time(end))
-    medians = [statistics.median(measured) for measured in times]
-    best = min(range(len(plans)), key=medians.__getitem__)
-    if medians[best] > WORTH * medians[0]:
-        best = 0
-    return Choice(plans[best].choice.algo, round(medians[best], 5), round(medians[0], 5))
+                ran.append(plan)
+        if not ran:
+            raise RuntimeError(f"none of {len(candidates)} candidates ran: {problem}")
+        del result, expected
+        first, times = ran[0], operands.medians(ran, SCREENED)
+        best = [min((p for p in ran if p.maker == name), key=times.__getitem__) for name in {p.maker for p in ran}]
+        near = NEAR * min(times.values())
+        kept = [plan for plan in ran if plan in (first, *best) or times[plan] <= near]
+        in_bf16 = [operands.in_bf16] if problem.a in FP8 else []
+        times = operands.medians([*kept, *in_bf16], REPETITIONS)
+    bf16_ms = sum(times[run] for run in in_bf16)
+    choices = []
+    for maker in makers:
+        mine = [plan for plan in kept if plan.maker == maker.name]
+        if not mine:
+            continue
+        plan = min(mine, key=times.__getitem__)
+        if plan.maker == first.maker and times[plan] > WORTH * times[first]:
+            plan = first
+        ms = (round(value, 5) for value in (times[plan], times[first], bf16_ms))
+        choices.append(Choice(maker.name, maker.version, plan.name, *ms))
+    return sorted(choices, key=lambda choice: choice.ms * (WORTH if choice.maker == first.maker else 1))
 
 
 class _Operands:
     """Random data for one problem."""
 
-    def __init__(self, problem: Problem, device: int):
+    def __init__(self, problem: Problem):
         def random(rows: int, columns: int, ld: int, by_rows: bool, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(rows if by_rows else columns, ld, device=device, dtype=torch.bfloat16).to(dtype)
+            return torch.randn(rows if by_rows else columns, ld, device=_DEVICE, dtype=torch.bfloat16).to(dtype)
 
         p = problem
-        self._device = device
+        self._problem = p
+        self._bf16: list[torch.Tensor] | None = None
         self._a = random(p.m, p.k, p.a_ld, p.a_rows, p.a)
         self._b = random(p.n, p.k, p.b_ld, p.b_rows, p.b)
-        self._out = torch.zeros(p.m, p.d_ld, device=device, dtype=p.d)
-        self._bias = torch.randn(p.n, device=device).to(p.bias or torch.bfloat16)
-        self._one, self._amax = torch.ones((), device=device), torch.zeros((), device=device)
-        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=device)
-        scale = self._one.data_ptr() if p.a in FP8 else 0
-        bias = self._bias.data_ptr() if p.bias is not None else 0
-        self.pointers = (scale, scale, bias, 0, self._amax.data_ptr() if p.amax else 0)
-
-    def _run(self, plan: Plan) -> None:
-        at = (self._a.data_ptr(), self._b.data_ptr(), self._out.data_ptr())
-        plan.run(*at, torch.cuda.current_stream(self._device).cuda_stream)
+        self._out = torch.zeros(p.m, p.d_ld, device=_DEVICE, dtype=p.d)
+        self._bias = torch.randn(p.n, device=_DEVICE).to(p.bias or torch.bfloat16)
+        self._one, self._amax = torch.ones((), device=_DEVICE), torch.zeros((), device=_DEVICE)
+        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=_DEVICE)
+        scale = self._one if p.a in FP8 else None
+        bias, amax = self._bias if p.bias is not None else None, self._amax if p.amax else None
+        self.pointers = plans.pointers_of(scale, scale, bias, None, amax)
 
     def result_of(self, plan: Plan) -> torch.Tensor:
         self._out.zero_()
         self._run(plan)
         return self._out.float()
 
-    def timed(self, plan: Plan) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def in_bf16(self) -> None:
+        """The product in BF16 into BF16, as stock does it, by rows and without an epilogue."""
+        if self._bf16 is None:
+            p = self._problem
+            sizes = (p.m, p.k), (p.n, p.k), (p.m, p.n)
+            self._bf16 = [torch.randn(size, device=_DEVICE, dtype=torch.bfloat16) for size in sizes]
+        x, w, y = self._bf16
+        torch.mm(x, w.t(), out=y)
+
+    def medians(self, runs: list, repetitions: int) -> dict:
+        """Milliseconds of each plan, or callable.
+
+        They take turns, to and fro: of an even number of turns, the medians of a GPU that slows down steadily are fair.
+        """
+        times: dict = {one: [] for one in runs}
+        for turn in range(repetitions):
+            events = [(one, *self._timed(one)) for one in (runs[::-1] if turn % 2 else runs)]
+            torch.cuda.synchronize()
+            for one, start, end in events:
+                times[one].append(start.elapsed_time(end))
+        return {one: statistics.median(measured) for one, measured in times.items()}
+
+    def _run(self, one) -> None:
+        if callable(one):
+            return one()
+        out = self._out.data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
+        one.run(self._a.data_ptr(), self._b.data_ptr(), out, out, stream)
+
+    def _timed(self, one) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         start.record()
-        self._run(plan)
+        self._run(one)
         end.record()
         return start, end
 
 
 def _file() -> Path:
-    return path(torch.cuda.get_device_name(), cublaslt.version())
+    return path(torch.cuda.get_device_name())
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _from_rank_0(table: dict[str, Choice]) -> dict[str, Choice]:
+def _from_rank_0(table: dict[str, list[Choice]]) -> dict[str, list[Choice]]:
     held = [table]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(held, 0)
     return held[0]
 
 
-def _gathered(met: list[Problem]) -> list[list[Problem]]:
+def _gathered(mine: list) -> list[list]:
+    """Of all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [met]
-    everywhere: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, met)
+        return [mine]
+    everywhere: list[list] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, mine)
     return everywhere

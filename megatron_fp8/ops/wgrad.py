@@ -11,7 +11,7 @@ import types
 
 import torch
 
-from megatron_fp8.ops import cublaslt
+from megatron_fp8.ops import cublaslt, plans
 
 NAME = "fused_weight_gradient_mlp_cuda"
 _HALVES = (torch.bfloat16, torch.float16)
@@ -23,7 +23,7 @@ def add_weight_gradient(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tens
         return  # an expert without tokens
     fits = x.dtype is dy.dtype and x.dtype in _HALVES and main_grad.dtype in (x.dtype, torch.float32)
     if fits and main_grad.is_cuda and cublaslt.bound():
-        cublaslt.product(dy.contiguous().t(), x.contiguous().t(), main_grad, add=True)
+        plans.product(dy.contiguous().t(), x.contiguous().t(), main_grad, add=True)
     else:
         main_grad.add_(dy.t() @ x)
 

@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+from gemm_libraries import cutlass, lib, served, served_cutlass, timed  # noqa: F401 (fixtures)
 
 from megatron_fp8 import cpu
 from megatron_fp8.flags import config

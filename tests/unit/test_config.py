@@ -89,7 +89,7 @@ def test_backends_of_the_gemms(parse):
     config = config_from_args(parse(*O1, "--fp8-gemm-search", "--fp8-log-gemm", "--fp8-gemm-backend", "cublaslt"))
     assert (config.gemm_backend, config.gemm_search, config.log_gemm) == ("cublaslt", True, True)
     args = parse(*O1, "--fp8-gemm-search", "--fp8-gemm-backend", "torch")
-    expected = "--fp8-gemm-search with --fp8-gemm-backend torch: it searches only cuBLASLt; remove one"
+    expected = "--fp8-gemm-search with --fp8-gemm-backend torch: it searches cuBLASLt and CUTLASS; remove one"
     assert error_of(config_from_args, args) == expected
 
 

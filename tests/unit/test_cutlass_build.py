@@ -14,8 +14,9 @@ import torch
 
 from megatron_fp8.cli import main
 from megatron_fp8.ops import cutlass_build as build
-from megatron_fp8.ops.cutlass import CUTLASS, Choice, Cutlass, Kernel, Problem, _estimate
+from megatron_fp8.ops.cutlass import CUTLASS, ORDERS, Choice, Cutlass, Kernel, _estimate
 from megatron_fp8.ops.gemm import known, serving, use
+from megatron_fp8.ops.plans import Problem
 
 NVCC = """#!/bin/sh
 # Stands in for nvcc: writes down what it was asked, and "compiles" by writing that too.
@@ -123,7 +124,7 @@ def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, mo
 
 
 def test_it_waits_to_be_chosen():
-    assert known("cutlass") is CUTLASS and serving("cuda").name != "cutlass"
+    assert known("cutlass").makers[0] is CUTLASS and serving("cuda").name != "cutlass"
 
 
 def test_the_verb_prints_where_it_lies_or_why_not(machine, monkeypatch, capsys):
@@ -164,11 +165,15 @@ def test_structures_are_the_headers():
         assert fields == expected
 
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 
 
 def kernel(m, n, cluster=(1, 1)):
     return Kernel(0, E4M3, E4M3, BF16, 128, (m, n), cluster, False)
+
+
+def problem_of(m, n, k, fast=False):
+    return Problem(m, n, k, E4M3, E4M3, BF16, True, True, k, k, n, 16, fast, None, False, False)
 
 
 @pytest.mark.parametrize(
@@ -176,32 +181,61 @@ def kernel(m, n, cluster=(1, 1)):
     [(8192, 16384, (128, 256)), (128 * 132, 128, (128, 128)), (4096, 192 * 33, (128, 192))],
 )
 def test_the_cheapest_tile_wastes_no_wave(m, n, best):
-    problem = Problem(m, n, 4096, E4M3, E4M3, BF16, False)
+    problem = problem_of(m, n, 4096)
     kernels = [kernel(128, 256), kernel(128, 192), kernel(128, 128)]
     assert min(kernels, key=lambda k: _estimate(k, problem)).tile == best
 
 
 def test_an_estimate_counts_whole_clusters_and_whole_waves():
-    problem = Problem(128 * 132, 256, 4096, E4M3, E4M3, BF16, False)
+    problem = problem_of(128 * 132, 256, 4096)
     one = _estimate(kernel(128, 256), problem)
     assert one == 128 * 256
     assert _estimate(kernel(128, 256, (1, 2)), problem) == 2 * one  # every second tile of a cluster lies outside
-    longer = Problem(128 * 133, 256, 4096, E4M3, E4M3, BF16, False)
+    longer = problem_of(128 * 133, 256, 4096)
     assert _estimate(kernel(128, 256), longer) == 2 * one
 
 
-def test_what_it_has_no_kernel_for_is_nobodys_candidate(monkeypatch):
-    backend = Cutlass()
-    backend.kernels = (kernel(128, 256),)
-    monkeypatch.setattr(backend, "prepare", lambda: None)
-    problem = Problem(64, 48, 32, E4M3, E4M3, BF16, False)
-    assert backend.choice(problem).kernel is backend.kernels[0]
-    for other in ({"n": 40}, {"k": 24}, {"m": 0}, {"out": torch.float32}, {"b": torch.float8_e5m2}):
-        assert backend.choice(problem._replace(**other)) is None
-    faster = problem._replace(fast=True)  # a permission, not a demand
-    assert backend.choice(faster).kernel is backend.kernels[0]
-    backend.choices[problem] = Choice(kernel(128, 128), 4, 1)  # measured by somebody
-    assert backend.choice(problem) == Choice(kernel(128, 128), 4, 1)
+def test_what_it_takes_and_by_which_kernels():
+    maker = Cutlass()
+    problem = problem_of(64, 48, 32)
+    assert not maker.takes(problem)  # no library
+    maker.kernels, maker._library = (kernel(128, 256), kernel(128, 128)), ctypes.CDLL(None)
+    maker._library.mfp8_gemm = lambda index, args: 0
+    pointers = (1 << 20, 2 << 20, 3 << 20, 0, 0)
+    everything = maker.candidates(problem, 0, pointers)
+    assert everything[0].choice == Choice(kernel(128, 128)) == maker.candidates(problem, 0, pointers, 1)[0].choice
+    assert len({plan.name for plan in everything}) == 2 * len(ORDERS) == len(everything)
+    assert all(maker.named(problem, 0, pointers, plan.name).choice == plan.choice for plan in everything)
+    assert maker.named(problem, 0, pointers, "64x64 1x1 fast 8/0") is None
+    for other in (
+        {"n": 40, "d_ld": 40}, {"k": 24, "a_ld": 24, "b_ld": 24}, {"m": 0}, {"d": FP32}, {"b": E5M2},
+        {"align": 8}, {"a_ld": 48}, {"d_ld": 64}, {"bias": FP32}, {"amax": True}, {"a_rows": False, "a_ld": 64},
+    ):  # fmt: skip
+        assert not maker.takes(problem._replace(**other)), other
+    assert maker.takes(problem._replace(bias=BF16, add=True, m=37))
+    assert maker.takes(problem._replace(fast_accum=True))  # a permission, not a demand
+
+
+def test_no_two_kernels_of_one_type_have_one_name():
+    """A search's file names them so."""
+    entries = "".join(path.read_text() for path in build.SOURCES.glob("*.cu"))
+    kernels = re.findall(r"Tiled<([^>]*)>::(\w+)(?:<(\d+)[^>]*>)?\(\)", entries)
+    assert len(kernels) == len(set(kernels)) >= 20
+
+
+def test_a_search_builds_nothing(machine):
+    folder, calls = machine
+    for why in (lambda: build.library(build=False), lambda: Cutlass().prepare(build=False)):
+        with pytest.raises(build.Unavailable, match="not built; build them once by: megatron-fp8 build"):
+            why()
+    assert not calls() and not (folder / "cache").exists()
+    built = build.library(jobs=2)
+    assert build.library(build=False) == built and build.version(built) == built.stem.split("-")[1]
+    elsewhere = folder / "elsewhere.so"
+    elsewhere.write_bytes(b"1")
+    one = build.version(elsewhere)
+    elsewhere.write_bytes(b"2")
+    assert len(one) == 16 and one != build.version(elsewhere)
 
 
 ONE_KERNEL = """#include "gemm.cuh"

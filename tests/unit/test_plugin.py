@@ -140,7 +140,7 @@ def test_the_backend_of_a_run_goes_with_the_run(run):
     from commands import MODEL
 
     run(
-        "from megatron_fp8.ops import cublaslt\n"
+        "from megatron_fp8.ops import cublaslt, cutlass, cutlass_build, plans\n"
         "from megatron_fp8.ops.gemm import serving\n"
         "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
         "def read(*flags):\n"
@@ -150,8 +150,8 @@ def test_the_backend_of_a_run_goes_with_the_run(run):
         "assert read('--fp8-gemm-backend', 'torch') == 'cublaslt' and 'no CUDA device: --fp8-gemm-b' in str(lines)\n"
         "plugin.cpu.needed = lambda: False\n"
         "assert [read('--fp8-gemm-backend', name) for name in ('auto', 'torch')] == ['cublaslt', 'torch']\n"
-        "assert read() == 'cublaslt' and cublaslt.on_plan is None\n"
-        "assert read('--fp8-log-gemm', '--fp8-gemm-search') == 'cublaslt' and cublaslt.on_plan\n"
+        "assert read() == 'cublaslt' and plans.on_plan is None\n"
+        "assert read('--fp8-log-gemm', '--fp8-gemm-search') == 'cublaslt' and plans.on_plan\n"
         "cublaslt.bound = lambda: False\n"
         "try:\n"
         "    read('--fp8-gemm-backend', 'cublaslt')\n"
@@ -160,7 +160,19 @@ def test_the_backend_of_a_run_goes_with_the_run(run):
         "else:\n"
         "    raise AssertionError\n"
         "cublaslt.bound = lambda: True\n"
-        "assert read('--fp8-gemm-backend', 'torch') == 'torch' and cublaslt.on_plan is None\n"
+        "def library(build): raise cutlass_build.Unavailable('no nvcc for the CUTLASS GEMMs; install it')\n"
+        "cutlass.cutlass_build.library = library; plans.torch.cuda.is_available = lambda: False\n"
+        "try:\n"
+        "    read('--fp8-gemm-backend', 'cutlass')\n"
+        "except ValueError as error:\n"
+        "    said = '--fp8-gemm-backend cutlass: no nvcc for the CUTLASS GEMMs; install it; or remove it'\n"
+        "    assert type(error).__name__ == 'UserError' and str(error) == said, error\n"
+        "else:\n"
+        "    raise AssertionError\n"
+        "cutlass.CUTLASS.prepare = lambda build=True: None\n"
+        "assert read('--fp8-gemm-backend', 'cutlass') == 'cutlass' and plans.makers[0] is cutlass.CUTLASS\n"
+        "assert read() == 'cublaslt' and plans.makers == (cublaslt.CUBLASLT,)\n"
+        "assert read('--fp8-gemm-backend', 'torch') == 'torch' and plans.on_plan is None\n"
         "plugin.uninstall(); assert serving('cuda').name == 'cublaslt'\n"
     )
 

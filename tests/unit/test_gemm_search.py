@@ -1,0 +1,229 @@
+"""The search for who runs a GEMM: what is timed, chosen, kept and told to all ranks; without a GPU."""
+
+import json
+
+import pytest
+import torch
+from gemm_libraries import BF16, K, M, N, close, exact, scaled
+from launch import forked
+
+from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_search, plans
+from megatron_fp8.ops.cublaslt import CUBLASLT
+from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass_build import Unavailable
+from megatron_fp8.ops.gemm_search import Choice
+
+if not cublaslt.bound():
+    pytest.skip(f"no cuBLASLt: {cublaslt.why_not()}", allow_module_level=True)
+
+BOTH, NAME = (CUBLASLT, CUTLASS), "32 x 48 x 80 E4M3 x E4M3 -> BF16, fast"
+FIRST, SECOND = b"\1" * 64, b"\2" * 64  # cuBLASLt's favourites
+
+
+def found(name, ms=1.0, maker="cublaslt", version=None):
+    version = version or {"cublaslt": CUBLASLT.version, "cutlass": "0123456789abcdef"}[maker]
+    return Choice(maker, version, name, ms, 2.0, 3.0)
+
+
+def test_what_was_searched_is_used_if_it_runs_here(lib, timed):
+    a, b, out = torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.empty(M, N)
+    gemm_search.read()
+    for works, expected in ((b"\3" * 64, b"\3" * 64), (b"\4" * 64, FIRST)):
+        lib.works_with = works
+        gemm_search._found["32 x 48 x 80 BF16 x BF16 -> FP32"] = [found("03" * 64)]
+        plans.renew()
+        plans.product(a, b, out)
+        assert lib.calls[-1][2] == expected
+
+
+def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
+    file = gemm_search.path("NVIDIA H200 (x)")
+    assert file == tmp_path / "gemm/NVIDIA-H200-x-.json"
+    old, new, other = found("01"), found("02", 0.5), found("128x256 2x1 fast 8/0", 0.7, "cutlass")
+    newer = found("03", version="140000")
+    assert gemm_search.load(file) == {}
+    gemm_search.save(file, {"a": [old]})
+    gemm_search.save(file, {"b": [other, old]})
+    gemm_search.save(file, {"b": [new], "a": [newer]})
+    held = {"a": [newer, old], "b": [new, other]}  # one of a maker and version
+    assert gemm_search.load(file) == held and list(file.parent.iterdir()) == [file]
+    good = json.loads(file.read_text())["a"][0]
+    for broken in ("", "[]", "{", '{"a": 3}', '{"a": [3]}', '{"a": [{"algo": "01", "ms": 1}]}'):
+        file.write_text(broken)
+        assert gemm_search.load(file) == {}
+    for wrong in ({"name": 3}, {"ms": 0}, {"first_ms": "1"}):
+        file.write_text(json.dumps({"a": [good | wrong]}))
+        assert gemm_search.load(file) == {}
+    broken = file.read_text()
+    with pytest.raises(TypeError):
+        gemm_search.save(file, {"a": [found(b"1")]})  # cannot be written
+    assert file.read_text() == broken and list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("costs", "among", "fastest"),
+    [
+        ({FIRST: 1.0, SECOND: 0.5}, BOTH, ("cublaslt", SECOND.hex())),
+        ({FIRST: 1.0, SECOND: 0.995}, (CUBLASLT,), ("cublaslt", FIRST.hex())),  # not worth it
+        ({FIRST: 1.0, SECOND: 2.0, ((128, 256), 8, 2): 0.5}, BOTH, ("cutlass", "128x256 2x1 fast 8/2")),
+        ({FIRST: 1.0, SECOND: 2.0, ((128, 256), 8, 2): 0.995}, BOTH, ("cublaslt", FIRST.hex())),
+        ({FIRST: 0.1, ((128, 256), 4, 0): 0.9}, (CUTLASS,), ("cutlass", "128x256 2x1 fast 4/0")),
+        # the GPU gets hot: whoever is timed last would lose, and this one comes last
+        ({((128, 256), 1, 2): 0.97}, BOTH, ("cutlass", "128x256 2x1 fast 1/2")),
+    ],
+)
+def test_the_fastest_of_both_is_found_and_runs_from_then_on(served, cutlass, timed, costs, among, fastest):
+    timed.costs = costs
+    a, b = scaled(M, K), scaled(N, K)
+    assert gemm_search.read(among) == 0
+    first = gemm(a, b, fast_accum=True)
+    (line,) = gemm_search.tune()
+    assert line.startswith(f"GEMM {NAME}: {fastest[0]} ") and "the first choice" in line and "BF16" in line
+    assert close(gemm(a, b, fast_accum=True), exact(a, b), 2**-8)
+    (plan,) = plans.plans()
+    assert (plan.maker, plan.name) == fastest
+    assert torch.equal(first, gemm(a, b, fast_accum=True)) and gemm_search.tune() == []
+    best, *rest = gemm_search.load(gemm_search.path("GPU"))[NAME]
+    assert {best.maker, *(one.maker for one in rest)} == {maker.name for maker in among}
+    gemm_search.forget()
+    assert gemm(a, b, fast_accum=True) is not None and plans.plans()[0].name == FIRST.hex()
+    assert gemm_search.read(among) == 1 and gemm_search.tune() == []  # the file has it
+    gemm(a, b, fast_accum=True)
+    assert (plans.plans()[0].maker, plans.plans()[0].name) == fastest
+
+
+def test_what_gives_another_result_or_fails_is_left_out(served, cutlass, timed, monkeypatch):
+    timed.costs = {FIRST: 1.0, SECOND: 0.9, ((128, 256), 8, 1): 0.1, ((128, 128), 8, 1): 0.2}
+    gemm(scaled(M, K), scaled(N, K), fast_accum=True)
+    real = gemm_search._Operands.result_of
+
+    def result_of(self, plan):
+        if plan.name == "128x256 2x1 fast 8/1":
+            return real(self, plan) + 1
+        if plan.name == "128x128 2x1 fast 8/1":
+            raise RuntimeError("no launch")
+        return real(self, plan)
+
+    monkeypatch.setattr(gemm_search._Operands, "result_of", result_of)
+    gemm_search.read(BOTH)
+    gemm(scaled(M, K), scaled(N, K), fast_accum=True)
+    gemm_search.tune()
+    (choices,) = gemm_search.load(gemm_search.path("GPU")).values()
+    assert choices[0].name == SECOND.hex() and not choices[1].name.endswith("8/1")
+
+
+def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutlass, timed, monkeypatch):
+    timed.costs = {FIRST: 1.0, ((128, 256), 8, 0): 0.5}
+    a, b = scaled(M, K), scaled(N, K)
+    for version, expected in (("1" * 16, (0, 1)), ("2" * 16, (1, 1)), ("1" * 16, (1, 0))):
+        monkeypatch.setattr(CUTLASS, "_version", version)
+        known = gemm_search.read(BOTH)  # cuBLASLt's is known in any case
+        gemm(a, b, fast_accum=True)
+        assert (known, len(gemm_search.tune())) == expected
+    versions = [one.version for one in gemm_search.load(gemm_search.path("GPU"))[NAME] if one.maker == "cutlass"]
+    assert sorted(versions) == ["1" * 16, "2" * 16]
+
+
+def test_the_summary_names_what_is_no_faster_than_bf16(served, cutlass, timed):
+    assert gemm_search.summary() == "FP8 GEMMs: none was searched"
+    timed.costs = {FIRST: 1.0, SECOND: 1.0, "BF16": 0.5, ((128, 256), 8, 0): 0.25, ((128, 128), 8, 0): 0.25}
+    gemm_search.read(BOTH)
+    a, b = scaled(M, K), scaled(N, K)
+    gemm(a, b, fast_accum=True)
+    gemm(a, b, Epilogue(dtype=torch.float16))  # which CUTLASS has not
+    plans.product(torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.zeros(M, N))
+    assert len(gemm_search.tune()) == 3
+    line = gemm_search.summary()
+    assert line.startswith("FP8 GEMMs: 2 shapes (1 by cublaslt, 1 by cutlass), geometric means: ")
+    assert " x the first choice, 1.00 x BF16; no faster than BF16: 32 x 48 x 80 E4M3 x E4M3 -> FP16 (0.5" in line
+    assert line.endswith("0.0 MB of operands less)") and line.count("E4M3 x") == 1
+
+
+def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
+    asked = []
+    monkeypatch.setattr(gemm_search, "read", lambda among: asked.append([one.name for one in among]) or 5)
+    monkeypatch.setattr(CUTLASS, "prepare", lambda build: None if not build else pytest.fail("built"))
+    monkeypatch.setattr(gemm_search, "_among", BOTH)
+    for backend in ("auto", "cublaslt", "cutlass"):
+        assert gemm_search.read_for(backend) == (5, [])
+    assert asked == [["cublaslt", "cutlass"], ["cublaslt"], ["cutlass"]]
+
+    def prepare(build):
+        raise Unavailable("they are not built; build them once by: megatron-fp8 build")
+
+    monkeypatch.setattr(CUTLASS, "prepare", prepare)
+    monkeypatch.setattr(gemm_search, "_among", (CUBLASLT,))
+    _, (line,) = gemm_search.read_for("auto")
+    assert asked[-1] == ["cublaslt"] and line.startswith("--fp8-gemm-search: cuBLASLt alone: they are not built; build")
+
+
+def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkeypatch):
+    asked = []
+
+    def search(problem, device):
+        asked.append(str(problem))
+        if problem.add:
+            raise cublaslt.CublasLtError("cuBLASLt: nothing ran")
+        return [found("02" * 64)]
+
+    monkeypatch.setattr(gemm_search, "search", search)
+    a, b, out = torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.zeros(M, N)
+    assert gemm_search.read() == 0
+    for add in (False, True):
+        plans.product(a, b, out, add=add)
+    lines = gemm_search.tune()
+    name = "32 x 48 x 80 BF16 x BF16 -> FP32"
+    assert asked == [name, f"{name}, added"] and "first choice stays" in lines[1]
+    plans.product(a, b, out)
+    assert lib.calls[-1][2] == SECOND
+    assert gemm_search.read() == 1
+    gemm_search.tune()
+    assert asked == [name, f"{name}, added"]  # the one is in the file, the other was not met again
+    gemm_search.forget()
+    plans.product(a, b, out)
+    assert lib.calls[-1][2] == FIRST
+
+
+RANKS = """
+import torch, torch.distributed as dist
+from megatron_fp8.ops import gemm_search, plans
+from megatron_fp8.ops.cublaslt import CUBLASLT
+from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.gemm_search import Choice
+from megatron_fp8.ops.plans import Problem
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.cuda.get_device_name = lambda: f"GPU {rank}"
+torch.cuda.current_device, torch.cuda.empty_cache = lambda: 0, lambda: None
+bf16, how = torch.bfloat16, (True, True, 32, 32, 16, 16, False, None, False, False)
+problems = [Problem(m, 16, 32, bf16, bf16, bf16, *how) for m in (16, 32, 48)]
+met = [problems[:2], problems[1:]][rank]
+plans.plans = lambda: [type("Plan", (), {"problem": problem}) for problem in met]
+searched = []
+def search(problem, device):
+    searched.append(problem)
+    return [Choice("cublaslt", CUBLASLT.version, f"{problem.m:02d}" * 64, 1.0, 2.0)]
+gemm_search.search = search
+assert gemm_search.read() == 0
+lines = gemm_search.tune()
+assert len(searched) == len(lines) == (3 if rank == 0 else 0), (rank, searched)
+assert [gemm_search.chosen(problem).name[:2] for problem in problems] == ["16", "32", "48"]
+gemm_search.forget()
+assert plans.searched is None and gemm_search.chosen(problems[0]) is None
+CUTLASS._version = "a library"
+assert gemm_search.read((CUBLASLT, CUTLASS)) == 3  # rank 0's file: the other's has another name
+assert [gemm_search.chosen(problem).name[:2] for problem in problems] == ["16", "32", "48"]
+assert gemm_search._among == (CUBLASLT, CUTLASS)
+CUTLASS._version = f"rank {rank}'s"
+gemm_search.read((CUBLASLT, CUTLASS))
+assert gemm_search._among == (CUBLASLT,)
+dist.destroy_process_group()
+"""
+
+
+def test_all_ranks_use_rank_0s_search(tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    env = {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_FP8_CACHE": str(tmp_path)}
+    forked(2, [str(tmp_path / "ranks.py")], tmp_path / "log", timeout=250, env=env)
+    assert [file.name for file in (tmp_path / "gemm").iterdir()] == ["GPU-0.json"]
