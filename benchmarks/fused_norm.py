@@ -19,20 +19,10 @@ from triton.testing import do_bench
 
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3
-from megatron_fp8.ops.triton.norm import BACKWARD, TILES, Backward, Tile
+from megatron_fp8.ops.triton.norm import BACKWARD, Backward
 
 SHAPES = [(8192, 4096), (32768, 768), (4096, 12288), (8192, 5120)]
 EPS = 1e-5
-OTHER_TILES = [  # rows, read, columns, warps, stages, programs
-    Tile(32, 512, 256, 16, 3, 1),
-    Tile(32, 256, 128, 8, 3, 2),
-    Tile(32, 256, 128, 8, 1, 2),
-    Tile(32, 256, 128, 8, 2, 2),
-    Tile(16, 512, 256, 8, 3, 2),
-    Tile(16, 512, 512, 16, 3, 1),
-    Tile(64, 256, 128, 16, 3, 1),
-    Tile(64, 128, 128, 8, 2, 2),
-]
 OTHER_BACKWARD = {  # rows, warps, stages, programs
     768: [Backward(1, 1, 3, 12), Backward(1, 1, 2, 8), Backward(4, 8, 2, 2), Backward(1, 4, 3, 4)],
     4096: [Backward(1, 8, 3, 2), Backward(1, 8, 1, 2), Backward(1, 16, 2, 1), Backward(1, 16, 3, 1)],
@@ -134,10 +124,6 @@ def bench(table: Table, shape: tuple[int, int], rms: bool) -> None:
     table.add(f"{kind} norm_backward + residual", shape, lambda: backward(residual), 8 * n)
     if rms:
         return
-    tried(
-        TILES, K, OTHER_TILES,
-        lambda config: table.add("  norm_quantize both", shape, lambda: fused(columns=True), 4 * n, config),
-    )  # fmt: skip
     tried(
         BACKWARD, K, OTHER_BACKWARD[K],
         lambda config: table.add("  norm_backward + residual", shape, lambda: backward(residual), 8 * n, config),

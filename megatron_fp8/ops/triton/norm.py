@@ -1,16 +1,12 @@
 """LayerNorm and RMSNorm with the cast to FP8, and their backward: reference_norm.py as kernels bound by memory.
 
     norm            a program holds whole rows in registers: 2 + 2 bytes an element (BF16)
-    norm_quantize   rows alone: the same kernel, 2 + 1; with columns a program owns ROWS rows and goes over them twice,
-                    for the statistics and for the outputs, the second time from the L2: 2 + 1 + 1
+    norm_quantize   rows alone: the same kernel, 2 + 1; with columns that kernel leaves the statistics alone, and a
+                    second casts tiles as cast.py does: 2, and 2 + 1 + 1, some of it from the L2
     norm_backward   2 + 2 + 2, and 2 more with a residual; a program goes through a run of rows, each held in registers
 
-The second pass over rows starts at their end, which was read last. The more rows the running programs own together,
-the less of them the L2 still holds: hence few, large programs where K is wide.
-
-Variance. Held in registers, a row's squares are summed around its mean. Where the row is read in pieces, sums of x - s
-and of its square are kept, s being the mean of the row's first READ elements: since these are a part of the row, its
-variance is at least (mean - s)^2 * READ / K, and subtracting mean(x - s)^2 costs K / READ units of float32 at most.
+A first version with columns went over a program's rows twice in one kernel, for the L2's sake: 124 us where two
+kernels' floor is 51 (8192 x 4096, H200). It had too few programs to hide the first pass, whole rows being as wide.
 
 The backward's sums over rows are two-stage: each program adds its own rows in registers, and a second kernel adds the
 programs, in order. So a result depends on the number of multiprocessors, and on nothing else. A row is cut into two
@@ -27,20 +23,19 @@ import triton
 import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
+from megatron_fp8.ops.triton.cast import (
+    TILE_K,
+    TILE_M,
+    TILE_WARPS,
+    columns_view,
+    fp8_code,
+    fp8_pair,
+    magnitude_bits,
+    store_codes,
+    tile_place,
+)
 
 _INTERPRETED = triton.knobs.runtime.interpret
-
-
-class Tile(NamedTuple):
-    """norm_quantize with columns: what a program owns and does at a time."""
-
-    rows: int
-    read: int  # columns a step for the statistics
-    columns: int  # and for the outputs
-    warps: int
-    stages: int  # of loads in flight
-    programs: int  # that a multiprocessor's registers must hold
 
 
 class Backward(NamedTuple):
@@ -53,11 +48,6 @@ class Backward(NamedTuple):
 
 
 # The first whose K is not exceeded. benchmarks/fused_norm.py times others in their place.
-TILES = {
-    1024: Tile(32, 256, 128, 8, 2, 2),
-    8192: Tile(32, 512, 256, 16, 3, 1),
-    1 << 31: Tile(16, 512, 512, 16, 3, 1),
-}
 BACKWARD = {
     1024: Backward(2, 4, 2, 4),
     4096: Backward(1, 8, 2, 2),
@@ -89,7 +79,8 @@ def _norm_rows_kernel(
     x_ptr, w_ptr, b_ptr, M, eps, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, COLS >= K: y in y's type or, with a scale_ptr, its FP8 codes. Without mean_ptr it is RMSNorm."""
+    """ROWS whole rows, COLS >= K: their statistics, and if there is a y_ptr y in y's type or, with a scale_ptr, its FP8
+    codes. Without mean_ptr it is RMSNorm."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(own, M - 1)  # beyond M the last row once more: the same maximum
     cols = tl.arange(0, COLS)
@@ -101,68 +92,46 @@ def _norm_rows_kernel(
         x = tl.where((cols < K)[None, :], x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / K + eps)
     tl.store(rstd_ptr + own, rstd, mask=own < M)
-    y = _affine(x * rstd[:, None], w_ptr, b_ptr, cols, K, ZERO_CENTERED)
-    mask = (own < M)[:, None] & (cols < K)[None, :]
-    if scale_ptr is None:
-        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(y_ptr + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
-    if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(magnitude_bits(y)), sem="relaxed")
+    if y_ptr is not None:
+        y = _affine(x * rstd[:, None], w_ptr, b_ptr, cols, K, ZERO_CENTERED)
+        mask = (own < M)[:, None] & (cols < K)[None, :]
+        if scale_ptr is None:
+            tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(y_ptr + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
+        if amax_ptr is not None:
+            tl.atomic_max(amax_ptr, tl.max(magnitude_bits(y)), sem="relaxed")
+
+
+@triton.jit
+def _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """y (rows, columns) of rows whose statistics are there; 0 beyond M and K."""
+    mask = (rows < M)[:, None] & (cols < K)[None, :]
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if mean_ptr is not None:
+        x -= tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    x *= tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    return tl.where(mask, _affine(x, w_ptr, b_ptr, cols, K, ZERO_CENTERED), 0.0)
 
 
 @triton.jit(do_not_specialize=["zero"])
-def _norm_tiles_kernel(
-    x_ptr, w_ptr, b_ptr, M, eps, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
-    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr,
-    ROWS: tl.constexpr, READ: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+def _norm_cast_kernel(
+    x_ptr, w_ptr, b_ptr, M, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, read READ columns at a time, then COLS, from the last: codes (if there is an out_ptr) and codes^T."""
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    own_64 = own.to(tl.int64)
-    rows = tl.minimum(own_64, M - 1)  # beyond M the last row once more: the same maximum
-    x_rows = x_ptr + rows[:, None] * K
-    piece = tl.arange(0, READ)[None, :]
-    if mean_ptr is not None:
-        first = tl.load(x_rows + piece, mask=piece < K, other=0.0).to(tl.float32)
-        shift = tl.sum(first, 1) / min(K, READ)
-    total = tl.zeros((ROWS,), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    for start in tl.range(0, K, READ, num_stages=STAGES):
-        x = tl.load(x_rows + (start + piece), mask=start + piece < K, other=0.0).to(tl.float32)
-        if mean_ptr is not None:
-            x = tl.where(start + piece < K, x - shift[:, None], 0.0)
-            total += tl.sum(x, 1)
-        squares += tl.sum(x * x, 1)
-    variance = squares / K
-    if mean_ptr is not None:
-        off = total / K
-        mean = shift + off
-        tl.store(mean_ptr + own, mean, mask=own < M)
-        overflow = (squares == float("inf")) & (tl.abs(off) < float("inf"))
-        variance = tl.where(overflow, squares, variance - off * off)
-        variance = tl.where(variance < 0, 0.0, variance)  # tl.maximum would hide a NaN
-    rstd = 1.0 / tl.sqrt_rn(variance + eps)
-    tl.store(rstd_ptr + own, rstd, mask=own < M)
-
-    scale = tl.load(scale_ptr)
-    tile = tl.arange(0, COLS)
-    largest = tl.zeros((ROWS, COLS), tl.int32)
-    steps: tl.constexpr = (K + COLS - 1) // COLS
-    for step in tl.range(0, steps, num_stages=STAGES):
-        cols = (steps - 1 - step) * COLS + tile
-        x = tl.load(x_rows + cols[None, :], mask=(cols < K)[None, :], other=0.0).to(tl.float32)
-        if mean_ptr is not None:
-            x = x - mean[:, None]
-        y = _affine(x * rstd[:, None], w_ptr, b_ptr, cols, K, ZERO_CENTERED)
-        code = fp8_code(y, y * scale, zero, E4M3)
+    """A tile of y, whose rows' statistics are there, cast into out, if it is there, and out_t, as cast.py's tiles."""
+    _, quads, cols = tile_place(K, TILE_M, TILE_K)
+    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    for i in tl.static_range(2):
+        rows = 4 * quads + 2 * i
+        y_0 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K, ZERO_CENTERED)
+        y_1 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows + 1, cols, M, K, ZERO_CENTERED)
         if amax_ptr is not None:
-            largest = tl.maximum(largest, magnitude_bits(y))
-        if out_ptr is not None:
-            mask = (own < M)[:, None] & (cols < K)[None, :]
-            tl.store(out_ptr + (own_64[:, None] * K + cols[None, :]), code, mask=mask)
-        mask_t = (cols < K)[:, None] & (own < M)[None, :]
-        tl.store(out_t_ptr + (cols.to(tl.int64)[:, None] * M + own[None, :]), tl.trans(code), mask=mask_t)
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(y_0), magnitude_bits(y_1)))
+        word |= fp8_pair(y_0, y_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
+    store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, WORDS)
     if amax_ptr is not None:
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
@@ -262,7 +231,7 @@ def _chosen(table, K: int):
     return next(config for limit, config in table.items() if limit >= K)
 
 
-def _registers(config: Tile | Backward) -> int:
+def _registers(config: Backward) -> int:
     """A thread's, so that a multiprocessor holds that many programs: ptxas alone takes 220 where 128 spill nothing."""
     return min(65536 // (32 * config.warps * config.programs) // 8 * 8, 255)
 
@@ -307,7 +276,7 @@ def norm_quantize(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """reference_norm.norm_quantize; one read of x from memory. amax_out must not hold a negative number."""
+    """reference_norm.norm_quantize, in one kernel or, with columns, two. amax_out must not hold a negative number."""
     x = x.contiguous()
     M, K = x.shape
     mean, rstd = _statistics(x, rms)
@@ -318,12 +287,13 @@ def norm_quantize(
         _launch_rows(x, weight, bias, eps, codes, mean, rstd, zero_centered, scale, amax, fmt)
         return payload, None, mean, rstd
     payload_t = x.new_empty((K, M), dtype=fmt.dtype)
-    tile = _chosen(TILES, K)
-    _norm_tiles_kernel[(triton.cdiv(M, tile.rows),)](
-        x, weight, bias, M, eps, codes, payload_t.view(torch.uint8), mean, rstd, scale, amax, 0,
-        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3,
-        ROWS=tile.rows, READ=tile.read, COLS=tile.columns, STAGES=tile.stages,
-        num_warps=tile.warps, maxnreg=_registers(tile),
+    _launch_rows(x, weight, bias, eps, None, mean, rstd, zero_centered)
+    out_t, words = columns_view(payload_t, M)
+    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
+    _norm_cast_kernel[grid](
+        x, weight, bias, M, codes, out_t, mean, rstd, scale, amax, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, WORDS=words,
+        TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
     )  # fmt: skip
     return payload, payload_t, mean, rstd
 
