@@ -51,7 +51,8 @@ SHAPES = [(1, 1), (66, 130), (132, 144)]
 if not INTERPRETED:
     SHAPES += [(3, 5), (16, 16), (64, 128), (127, 129), (70, 8), (2, 300), (333, 1000)]
 # Each kind once at a shape that all vectors divide; every shape, and no bias, with one kind, or with a gated one.
-CASES = [(kind, True, (48, 144)) for kind in KINDS] + [("gelu", True, shape) for shape in SHAPES]
+CASES = [pytest.param(kind, True, (48, 144), marks=pytest.mark.smoke) for kind in KINDS]
+CASES += [("gelu", True, shape) for shape in SHAPES]
 CASES += [("swiglu", False, shape) for shape in [(66, 130), *SHAPES[-1:]]]
 cases = pytest.mark.parametrize(("kind", "with_bias", "shape"), CASES, ids=str)
 OPTIONS = ("gelu", "swiglu")  # the kinds of which each choice of outputs is asked: it is not the kind's affair

@@ -146,7 +146,7 @@ def test_every_combination_of_formats(m, v, master, weight):
 
 
 @the_o2_set
-@pytest.mark.parametrize("blocks", [1, 8, 19])
+@pytest.mark.parametrize("blocks", [1, 8, pytest.param(19, marks=pytest.mark.smoke)])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_sizes(weight, blocks, dtype):
     n = blocks * BLOCK

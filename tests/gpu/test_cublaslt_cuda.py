@@ -118,6 +118,7 @@ def test_it_is_the_backend_and_what_is_not_16_is_refused_with_its_shape():
         ops.gemm(ScaledTensor(a.payload[:, :40], a.scale_inv), ScaledTensor(b.payload[:, :40].clone(), b.scale_inv))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_a_float_bias_is_added_after_and_rows_may_be_apart(dtype):
     a, b, bias = scaled(64, 128), scaled(96, 128), randn(96, dtype=FP32)

@@ -212,6 +212,7 @@ def both_layouts(m, k, fmt):
     return ScaledTensor(payload, scale.reciprocal(), columns)
 
 
+@pytest.mark.smoke
 def test_a_linears_three_products(serving_cutlass, monkeypatch):
     launched = []
     launch = CUTLASS.launch

@@ -69,7 +69,7 @@ def test_shapes_and_types(dtype, scaling, shape):
 
 
 @every_scaling
-@pytest.mark.parametrize("layout", ["offset", "transposed"])
+@pytest.mark.parametrize("layout", [pytest.param("offset", marks=pytest.mark.smoke), "transposed"])
 def test_layouts(scaling, layout):
     check(spread((37, 150)).bfloat16(), EmulatedFormat(format_named("E3M4"), "stochastic", scaling), layout)
 

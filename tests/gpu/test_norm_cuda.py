@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from test_ops_cuda import DEVICE, INTERPRETED, dtypes, formats, on_gpu_only, put, same
+from test_ops_cuda import DEVICE, INTERPRETED, on_gpu_only, put, same
 
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
@@ -24,9 +24,20 @@ else:
 INF, NAN, EPS = math.inf, math.nan, 1e-5
 UNITS = 4e-6  # of float32, whose unit is 1.2e-7: sums, and two fused or separate roundings
 kinds = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
-gains = pytest.mark.parametrize("zero_centered", [False, True], ids=["gain", "gain-1"])
 SHAPES = [(1, 1), (3, 5), (33, 300), (65, 768), (5, 1501), (2, 9001)]  # each K is compiled anew
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+shapes = pytest.mark.parametrize(  # RMSNorm does a part of what LayerNorm does: two shapes
+    ("rms", "shape"), [*((False, shape) for shape in SHAPES), (True, (33, 300)), (True, (2, 9001))], ids=str
+)
+types = pytest.mark.parametrize(
+    ("rms", "zero_centered", "dtype"),
+    [
+        (False, True, torch.float16),
+        (False, False, torch.float32),
+        (True, False, torch.float16),
+        (True, True, torch.float32),
+    ],
+    ids=str,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -131,28 +142,24 @@ def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> No
     assert (got[2] is None) if rms else between(got[2], dbias, UNITS * dy.float().abs().sum(0))
 
 
-@kinds
 @shapes
 def test_forward_of_all_shapes(rms, shape):
     check_forward(*inputs(shape, torch.bfloat16, rms, False), rms=rms)
 
 
-@kinds
-@gains
-@dtypes
+@types
 def test_forward_of_all_types(rms, zero_centered, dtype):
     fmt = E5M2 if zero_centered else E4M3
     check_forward(*inputs((35, 300), dtype, rms, zero_centered), fmt, rms=rms, zero_centered=zero_centered)
 
 
-@kinds
-@formats
+@pytest.mark.parametrize(("rms", "fmt"), [(False, E4M3), (True, E5M2)], ids=["layernorm-e4m3", "rmsnorm-e5m2"])
 def test_edge_values(rms, fmt):
     """Rows of zeros, of a constant, of the smallest numbers; a NaN; an infinity or one huge value, early or late."""
-    x, weight, bias = inputs((12, 700), torch.float32, rms, False)
+    x, weight, bias = inputs((12, 300), torch.float32, rms, False)
     x[0], x[1], x[2] = 0.0, 7.0, 1e-42
     x[3, 5], x[4, 2], x[5, -2], x[6, 1], x[7, -1], x[8, -3] = NAN, INF, -INF, 1e30, -1e30, 3e4
-    x[9, :350] += 1e3
+    x[9, :150] += 1e3
     for finite in (False, True):
         rows = [0, 1, 2, 6, 7, 8, 9, 10, 11] if finite else slice(None)
         check_forward(x[rows], weight, bias, fmt, rms=rms, scale=300.0)
@@ -162,7 +169,7 @@ def test_edge_values(rms, fmt):
 @kinds
 def test_infinite_bias_and_weight(rms):
     """Infinities of y itself: NaN in E4M3, infinity in E5M2, and an infinite amax."""
-    x, weight, bias = inputs((5, 64), torch.float32, rms, False)
+    x, weight, bias = inputs((5, 300), torch.float32, rms, False)
     weight[3] = INF
     for fmt in (E4M3, E5M2):
         payload, payload_t, *_ = norm_quantize(
@@ -174,7 +181,7 @@ def test_infinite_bias_and_weight(rms):
         assert (column.isnan() if fmt is E4M3 else column.isinf()).all()
 
 
-@pytest.mark.parametrize("layout", ["offset", "transposed"])
+@pytest.mark.parametrize("layout", [pytest.param("offset", marks=pytest.mark.smoke), "transposed"])
 def test_layouts(layout):
     x, weight, bias = inputs((35, 300), torch.bfloat16, False, False)
     check_forward(x, weight, bias, layout=layout)
@@ -186,8 +193,8 @@ def test_a_mean_far_from_zero():
     x, weight, bias = inputs((9, 2000), torch.float32, False, False)
     check_forward(x + 1000, weight, bias)
     *_, rstd = norm_quantize(
-        *on_device(x + 1000, weight, bias), EPS, E4M3, put(torch.tensor(1.0)),
-        rms=False, zero_centered=False, columns=True,
+        *on_device(x + 1000, weight, bias), EPS, E4M3, put(torch.tensor(20.0)),
+        rms=False, zero_centered=False, columns=True, amax_out=put(torch.tensor(0.0)),
     )  # fmt: skip
     exact = ((x + 1000).double().var(1, unbiased=False) + EPS).rsqrt()
     assert ((rstd.cpu().double() - exact).abs() <= 1e-6 * exact).all()
@@ -199,35 +206,39 @@ def test_columns_beyond_k_are_not_seen():
     check_forward(x + 1000, torch.full_like(weight, -1.0), bias, zero_centered=True)
 
 
-@kinds
 @shapes
 def test_backward_of_all_shapes(rms, shape):
     check_backward(shape, torch.bfloat16, rms, False, past=False)
 
 
-@kinds
-@gains
-@dtypes
+@types
 def test_backward_of_all_types(rms, zero_centered, dtype):
     check_backward((35, 300), dtype, rms, zero_centered, past=True)
 
 
 @kinds
 def test_a_nan_reaches_its_row_and_the_sums(rms):
-    x, weight, bias = inputs((9, 96), torch.bfloat16, rms, False)
+    x, weight, bias = inputs((9, 300), torch.bfloat16, rms, False)
     options = {"rms": rms, "zero_centered": False}
     _, mean, rstd = reference_norm.norm(x, weight, bias, EPS, **options)
     dy = torch.randn(x.shape).to(x.dtype)
     dy[4, 7] = NAN
     dx, dweight, dbias = norm_backward(*on_device(dy, x, weight, mean, rstd), **options)
     bad = dx.cpu().isnan()
-    assert bad[4].all() and bad.sum() == 96
+    assert bad[4].all() and bad.sum() == 300
     assert dweight.isnan().nonzero().tolist() == [[7]] and (rms or dbias.isnan().nonzero().tolist() == [[7]])
 
 
+def bits(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.reshape(-1).view(torch.uint8)
+
+
 @on_gpu_only
-@kinds
-@pytest.mark.parametrize("shape", [(8192, 4096), (8191, 768), (4096, 12288), (1025, 5120)], ids=str)
+@pytest.mark.parametrize(
+    ("rms", "shape"),
+    [(False, (2048, 4096)), (True, (8191, 768)), (False, (515, 12288)), (True, (1025, 5120))],
+    ids=str,
+)
 def test_large_and_the_same_each_time(rms, shape):
     check_forward(*inputs(shape, torch.bfloat16, rms, False), rms=rms)
     check_backward(shape, torch.bfloat16, rms, False, True)
@@ -239,9 +250,10 @@ def test_large_and_the_same_each_time(rms, shape):
         out = [amax, *norm_quantize(x, weight, bias, EPS, E4M3, scale, columns=True, amax_out=amax, **options)]
         out += [*norm(x, weight, bias, EPS, **options)]
         out += [*norm_backward(dy, x, weight, out[-2], out[-1], residual=residual, **options)]
+        out = [bits(x) for x in out]
         first = first or out
         for a, b in zip(first, out, strict=True):
-            assert a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            assert a is b is None or torch.equal(a, b)
 
 
 @on_gpu_only

@@ -39,13 +39,15 @@ else:
 INF, NAN = math.inf, math.nan
 formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-SHAPES = [(1, 1), (16, 16), (3, 5), (128, 64), (127, 65), (130, 70), (1, 300), (260, 2), (2, 3, 144)]
+SHAPES = [(1, 1), (16, 16), (3, 5), (128, 64), (127, 65), (1, 300), (260, 2), (2, 3, 144)]
+smoke = pytest.mark.smoke
 LAYOUTS = [(shape, "plain") for shape in SHAPES]
 LAYOUTS += [(shape, layout) for shape in [(128, 64), (37, 150)] for layout in ("offset", "transposed")]
 # A type is only how an element is read: of the others one shape that wide loads divide, and one that they do not.
 layouts = pytest.mark.parametrize(
     ("dtype", "shape", "layout"),
-    [(torch.bfloat16, *case) for case in LAYOUTS]
+    [pytest.param(torch.bfloat16, (130, 70), "plain", marks=smoke)]
+    + [(torch.bfloat16, *case) for case in LAYOUTS]
     + [(dtype, *case) for dtype in (torch.float16, torch.float32) for case in (LAYOUTS[3], LAYOUTS[-2])],
     ids=str,
 )
@@ -232,6 +234,7 @@ def test_quantize_blocks_any_bits(dtype):
     check_quantize_blocks(random_bits(1 << 16, dtype))
 
 
+@smoke
 def test_quantize_blocks_at_every_exponent_and_its_boundary():
     largest = (448 * 2.0 ** torch.arange(-158, 120, dtype=torch.float64)).float()
     up, down = torch.tensor(INF), torch.tensor(-INF)
@@ -335,6 +338,7 @@ def test_add_blocks_any_seed(seed):
     check_add_blocks(torch.randn(5 * BLOCK), reference.quantize_blocks(torch.randn(5 * BLOCK)), seed=seed)
 
 
+@smoke
 def test_add_blocks_of_zeros_of_what_cancels_and_overflows():
     values = reference.quantize_blocks(torch.randn(6 * BLOCK))
     x = -values.dequantize()
@@ -385,7 +389,9 @@ def test_add_blocks_beyond_2_to_the_32_elements():
     assert not stored.data.any()
 
 
-@pytest.mark.parametrize(("ranks", "blocks"), [(1, 3), (2, 1), (3, 64), (5, 3), (8, 64)])
+@pytest.mark.parametrize(
+    ("ranks", "blocks"), [(1, 3), (2, 1), (3, 64), pytest.param(5, 3, marks=smoke), (8, 64)]
+)
 def test_sum_blocks(ranks, blocks):
     payload = random_codes(ranks, blocks * BLOCK)
     exponents = torch.randint(0, 248, (ranks, blocks)).to(torch.uint8)
@@ -462,7 +468,7 @@ def test_sum_blocks_keeps_nan():
 @pytest.mark.parametrize("a_format", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("b_format", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("fast_accum", [False, True])
-@pytest.mark.parametrize("shape", [(16, 16, 16), (48, 80, 112), (512, 384, 1040)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16, 16), pytest.param((48, 80, 112), marks=smoke), (512, 384, 1040)], ids=str)
 def test_gemm(a_format, b_format, fast_accum, shape):
     m, n, k = shape
     a = reference.quantize(torch.randn(m, k), a_format, torch.tensor(20.0))
