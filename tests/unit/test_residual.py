@@ -48,6 +48,7 @@ def groups():
         yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+    cpu.uninstall()
 
 
 @pytest.fixture
