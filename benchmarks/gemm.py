@@ -1,24 +1,30 @@
-"""FP8 GEMMs of the linears of GPT-7B, of GPT-175B at TP 8 and of the LM head: cuBLASLt by our binding against torch.
+"""Which GEMM runs which shape: torch._scaled_mm, cuBLASLt by our binding, our CUTLASS kernels; one Hopper GPU.
 
-    python benchmarks/gemm.py --csv gemm.csv        under a minute on an H200
+    megatron-fp8 build                                 the CUTLASS library, once; without it the rest is measured
+    python benchmarks/gemm.py --csv gemm.csv
+    python benchmarks/gemm.py --only "7B fc1"          the problems whose names begin so
 
-For each shape the forward (E4M3 x E4M3, fast accumulation, BF16), dgrad (E5M2 x E4M3, BF16) and wgrad (E5M2 x E4M3,
-into FP32 and BF16, written and added). Medians of runs that take turns, so that a GPU that slows down slows all of
-them, each with an empty L2 cache on random data:
+The linears of GPT-7B and of GPT-175B at TP 8, and the LM head; of each the forward (E4M3 x E4M3, fast accumulation,
+BF16), dgrad (E5M2 x E4M3, BF16) and wgrad (E5M2 x E4M3, into FP32 and BF16), and with an epilogue: bias, bias +
+residual, and wgrad added to what is there.
 
-    torch     torch._scaled_mm, and where the product is added a pass that does it: torch knows no beta
-    first     our binding with the library's first choice
-    search    with the fastest of up to 16 algorithms (ops/gemm_search.py)
+    torch      torch._scaled_mm, and a kernel for each part of an epilogue
+    first      cuBLASLt's first choice, its epilogue in the GEMM
+    cublaslt   the fastest of 16 of its algorithms
+    cutlass    the fastest of our kernels and orders of tiles
 
-"error" is the relative error of 64 rows against float64, of what is written. The BF16 head's weight gradient into FP32
-is compared with what stock does without apex: a BF16 product, then a sum. At the end the geometric means of TFLOP/s,
-and the microseconds of host time of a call.
+Medians of runs that take turns, to and fro, each with an empty L2 cache on random data (ops/gemm_search.py). "error" is
+the relative error of 64 rows against float64, of what is written. For sums in BF16 "once" is the share of elements that
+are the exact sum rounded once. The BF16 head's weight gradient is compared with what stock does without apex: a product
+in BF16, then a sum. At the end geometric means, and the microseconds of host time of a call.
 """
 
 import argparse
 import csv
 import math
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -28,8 +34,11 @@ from stamp import commit
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, gemm_search, wgrad
-from megatron_fp8.ops.cublaslt import NAMES
+from megatron_fp8.ops import cublaslt, gemm_search, plans
+from megatron_fp8.ops.cublaslt import CUBLASLT
+from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass_build import Unavailable
+from megatron_fp8.ops.plans import NAMES
 
 SHAPES = {  # tokens, out, in
     "7B qkv": (8192, 12288, 4096),
@@ -43,29 +52,90 @@ SHAPES = {  # tokens, out, in
     "head, sequence 2048": (2048, 50304, 4096),
     "head": (8192, 50304, 4096),
 }
+DEVICE = "cuda"
 FP32, BF16 = torch.float32, torch.bfloat16
-SYSTEMS = ("torch", "first", "search")
-REPETITIONS, ROWS = 11, 64
+SYSTEMS = ("torch", "first", "cublaslt", "cutlass")
+PLAIN = ("forward", "dgrad", "wgrad")
+FUSED = ("forward + bias", "forward + bias + residual", "wgrad added")
+REPETITIONS, ROWS = 12, 64
 
 
 def scaled(rows: int, columns: int, fmt=E4M3) -> ScaledTensor:
-    scale = torch.tensor(fmt.max / 6, device="cuda")
-    x = torch.randn(rows, columns, dtype=BF16, device="cuda")
+    scale = torch.tensor(fmt.max / 6, device=DEVICE)
+    x = torch.randn(rows, columns, dtype=BF16, device=DEVICE)
     payload, transposed = ops.quantize(x, fmt, scale, transpose=True)
     return ScaledTensor(payload, scale.reciprocal(), transposed)
 
 
-def by_torch(a, b, out, add, fast) -> None:
-    how = {"scale_a": a.scale_inv, "scale_b": b.scale_inv, "use_fast_accum": fast, "out_dtype": out.dtype}
-    if add:
-        out.add_(torch._scaled_mm(a.payload, b.payload.t(), **how))
-    else:
-        torch._scaled_mm(a.payload, b.payload.t(), out=out, **how)
+class Case:
+    """One problem: its operands (a, b: ScaledTensors, or plain), what follows, and every system's call."""
+
+    def __init__(self, a, b, out: torch.Tensor, fast: bool, bias=None, residual=None, add: bool = False):
+        self.a, self.b, self.out, self.fast = a, b, out, fast
+        self.bias, self.residual, self.add = bias, residual, add
+        x, w = (t.payload if isinstance(t, ScaledTensor) else t for t in (a, b))
+        self._scales = [t.scale_inv if isinstance(t, ScaledTensor) else None for t in (a, b)]
+        how = (16, fast, None if bias is None else bias.dtype, add or residual is not None, False)
+        self.problem = plans.problem_of(x, w, out, *how)
+        self._pointers = plans.pointers_of(*self._scales, bias)
+        self._at = [t.data_ptr() for t in (x, w, out if residual is None else residual, out)]
+        self.plans: dict[str, plans.Plan] = {}
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        """By system; makes the search."""
+        first = CUBLASLT.candidates(self.problem, 0, self._pointers, 1)[0]
+        self.plans["first"] = first
+        for choice in gemm_search.search(self.problem, 0):
+            maker = CUBLASLT if choice.maker == "cublaslt" else CUTLASS
+            plan = maker.named(self.problem, 0, self._pointers, choice.name)
+            self.plans[choice.maker] = first if plan is None else plan
+        stream = torch.cuda.current_stream().cuda_stream
+        ours = {name: lambda p=plan: p.run(*self._at, stream) for name, plan in self.plans.items()}
+        return {"torch": self.by_torch, **ours}
+
+    def by_torch(self) -> None:
+        if isinstance(self.a, ScaledTensor):
+            scales = {"scale_a": self._scales[0], "scale_b": self._scales[1]}
+            into = {} if self.add else {"out": self.out}
+            how = {"use_fast_accum": self.fast, "out_dtype": self.out.dtype}
+            y = torch._scaled_mm(self.a.payload, self.b.payload.t(), **scales, **how, **into)
+        else:
+            y = self.a @ self.b.t()
+        for part in (self.bias, self.residual):
+            if part is not None:
+                y.add_(part)
+        if self.add:
+            self.out.add_(y)
+
+    def exact(self, before: torch.Tensor) -> torch.Tensor:
+        """The first rows, float64."""
+        a, b = self.a, self.b
+        if isinstance(a, ScaledTensor):
+            rows = ScaledTensor(a.payload[:ROWS], a.scale_inv).dequantize().double()
+            y = torch.cat([rows @ part.float().double().t() for part in b.payload.split(8192)], 1) * b.scale_inv
+        else:
+            y = a[:ROWS].double() @ b.double().t()
+        y = y if self.bias is None else y + self.bias.double()
+        y = y if self.residual is None else y + self.residual[:ROWS].double()
+        return y + before.double() if self.add else y
 
 
-def by_us(a, b, out, add, fast) -> None:
-    scales = {"a_scale": a.scale_inv, "b_scale": b.scale_inv}
-    cublaslt.product(a.payload, b.payload, out, add=add, fast_accum=fast, **scales)
+def medians(calls: dict[str, Callable[[], object]], flush: torch.Tensor) -> dict[str, float]:
+    """Milliseconds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(REPETITIONS):
+        events = []
+        for name in list(calls)[:: -1 if turn % 2 else 1]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            calls[name]()
+            end.record()
+            events.append((name, start, end))
+        torch.cuda.synchronize()
+        for name, start, end in events:
+            times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(measured) for name, measured in times.items()}
 
 
 class Table:
@@ -74,66 +144,57 @@ class Table:
     def __init__(self) -> None:
         self.rows: list[dict] = []
         self.where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cublas": cublaslt.version()}
-        self.where["commit"] = commit()
-        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self.where |= {"cutlass library": CUTLASS.version, "commit": commit()}
+        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
         print(", ".join(f"{key} {value}" for key, value in self.where.items()))
-        print(f"{'':40} {'TFLOP/s':>24}   {'error':>26}  algorithm found")
-        print(f"{'':40} {''.join(f'{system:>8}' for system in SYSTEMS)}   {''.join(f'{s:>9}' for s in SYSTEMS)}")
+        print(f"{'TFLOP/s, error':52} {''.join(f'{s:>9}' for s in SYSTEMS)}   {''.join(f'{s:>9}' for s in SYSTEMS)}")
 
-    def add(self, name: str, kind: str, out: torch.Tensor, flops: int, theirs: Callable, ours: Callable, exact) -> None:
-        """Time theirs() and ours(), which write or add to `out`; exact: the first rows of what they add to zeros."""
-        calls = {"torch": theirs, "first": ours, "search": ours}
-        plans: dict[str, dict] = {system: {} for system in SYSTEMS}
-        errors = {}
+    def measure(self, name: str, kind: str, case: Case) -> None:
+        calls = case.calls()
+        before = torch.randn(case.out.shape[0], case.out.shape[1], device=DEVICE).to(case.out.dtype)
+        exact, errors, once = case.exact(before[:ROWS]), {}, {}
         for system, call in calls.items():
-            cublaslt._plans = plans[system]
-            out.zero_()
+            case.out.copy_(before)
             call()
-            errors[system] = float((out[: len(exact)].double() - exact).norm() / exact.norm())
-            if system == "first":
-                (plan,) = cublaslt.plans()
-                choice = gemm_search.search(plan.problem, out.get_device())
-                cublaslt.look_up = {plan.problem: choice}.get
-        cublaslt.look_up = None
-        (plan,) = plans["search"].values()
-        times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-        for _ in range(REPETITIONS):
-            for system, call in calls.items():
-                cublaslt._plans = plans[system]
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self._flush.zero_()
-                start.record()
-                call()
-                end.record()
-                end.synchronize()
-                times[system].append(start.elapsed_time(end))
-        ms = {system: statistics.median(measured) for system, measured in times.items()}
-        rates = {system: flops / ms[system] / 1e9 for system in SYSTEMS}
-        row = {"name": name, "gemm": kind, "out": NAMES[out.dtype]}
-        row |= {f"{system} ms": round(ms[system], 4) for system in SYSTEMS}
-        row |= {f"{system} TFLOP/s": round(rates[system], 1) for system in SYSTEMS}
-        row |= {f"{system} error": f"{errors[system]:.3e}" for system in SYSTEMS}
-        self.rows.append(row | {"algorithm": plan.described()})
-        shown = "".join(f"{rates[system]:8.0f}" for system in SYSTEMS)
-        wrong = "".join(f"{errors[system]:9.1e}" for system in SYSTEMS)
-        what = f"{kind} {NAMES[out.dtype]}"
-        print(f"{name:20} {what:19} {shown}   {wrong}  {plan.described()}", flush=True)
+            got = case.out[:ROWS]
+            errors[system] = float((got.double() - exact).norm() / exact.norm())
+            once[system] = float((got == exact.to(got.dtype)).double().mean())
+        ms = medians(calls, self._flush)
+        rates = {system: case.problem.flops / ms[system] / 1e9 for system in calls}
+        row: dict = {"name": name, "gemm": kind, "out": NAMES[case.out.dtype]}
+        for system in SYSTEMS:
+            has = system in calls
+            row[f"{system} ms"] = round(ms[system], 4) if has else ""
+            row[f"{system} TFLOP/s"] = round(rates[system], 1) if has else ""
+            row[f"{system} error"] = f"{errors[system]:.3e}" if has else ""
+        sums = case.add and case.out.dtype is BF16
+        best = min((system for system in calls if system not in ("torch", "first")), key=ms.__getitem__)
+        row |= {"once": " ".join(f"{once[system]:.3f}" for system in calls) if sums else ""}
+        row |= {"fastest of ours": best, "cublaslt's": case.plans["cublaslt"].described()}
+        row |= {"cutlass's": case.plans["cutlass"].described() if "cutlass" in calls else ""}
+        self.rows.append(row)
+        shown = "".join(f"{rates[s]:9.0f}" if s in calls else f"{'':9}" for s in SYSTEMS)
+        wrong = "".join(f"{errors[s]:9.1e}" if s in calls else f"{'':9}" for s in SYSTEMS)
+        what = f"{name} {kind} {row['out']}"
+        print(f"{what:52} {shown}   {wrong}  {best}: {case.plans[best].described()} {row['once']}", flush=True)
 
     def means(self) -> None:
-        """Of groups of rows."""
-        groups: dict[str, Callable[[dict], bool]] = {
-            "forward": lambda row: row["gemm"] == "forward",
-            "dgrad": lambda row: row["gemm"] == "dgrad",
-            "wgrad written": lambda row: row["gemm"] == "wgrad",
-            "wgrad added": lambda row: row["gemm"] == "wgrad added",
-            "all that torch does in one": lambda row: row["gemm"] in ("forward", "dgrad", "wgrad"),
-        }
-        for name, among in groups.items():
-            rows = [row for row in self.rows if among(row)]
-            rates = [math.exp(statistics.mean(math.log(r[f"{s} TFLOP/s"]) for r in rows)) for s in SYSTEMS]
-            shown = "".join(f"{rate:8.0f}" for rate in rates)
-            against = f"{rates[1] / rates[0]:.3f} and {rates[2] / rates[0]:.3f} x torch"
-            print(f"{f'geometric mean, {name}':40} {shown}   {against}")
+        """Speed over cuBLASLt's first choice, and with an epilogue over GEMM + separate kernels."""
+        for title, base, kinds in (
+            ("without epilogue, over cuBLASLt's first choice", "first", PLAIN),
+            ("with its epilogue, over torch._scaled_mm + separate kernels", "torch", FUSED),
+        ):
+            print(f"\ngeometric means {title}")
+            for kind in (*kinds, None):
+                rows = [row for row in self.rows if (row["gemm"] == kind if kind else row["gemm"] in kinds)]
+                shown = []
+                for system in ("torch", "first", "cublaslt", "cutlass", "the faster of both"):
+                    pair = ("cublaslt", "cutlass") if system not in SYSTEMS else (system,)
+                    gains = [r[f"{base} ms"] / min(r[f"{s} ms"] for s in pair if r[f"{s} ms"]) for r in rows
+                             if any(r[f"{s} ms"] for s in pair)]  # fmt: skip
+                    if gains:
+                        shown.append(f"{system} {math.exp(statistics.mean(map(math.log, gains))):.3f}")
+                print(f"    {kind or 'all':30} {', '.join(shown)}")
 
     def write(self, path: str) -> None:
         with open(path, "w", newline="") as file:
@@ -143,62 +204,71 @@ class Table:
 
 
 def linear(table: Table, name: str, tokens: int, out_features: int, in_features: int) -> None:
-    """One linear's three products; of the weight gradient's four forms those that the storages have."""
-    flops = 2 * tokens * out_features * in_features
+    """One linear's three products, and what its epilogues are."""
     x, w, dy = scaled(tokens, in_features), scaled(out_features, in_features), scaled(tokens, out_features, E5M2)
-    for kind, a, b, dtype, fast in (
-        ("forward", x, w, BF16, True),
-        ("dgrad", dy, w.T, BF16, False),
-        ("wgrad", dy.T, x.T, FP32, False),
-        ("wgrad", dy.T, x.T, BF16, False),
-        ("wgrad added", dy.T, x.T, FP32, False),
-        ("wgrad added", dy.T, x.T, BF16, False),
-    ):
-        rows = ScaledTensor(a.payload[:ROWS], a.scale_inv).dequantize().double()
-        exact = torch.cat([rows @ part.float().double().t() for part in b.payload.split(8192)], 1) * b.scale_inv
-        out = torch.empty(a.payload.shape[0], b.payload.shape[0], dtype=dtype, device="cuda")
-        call = (a, b, out, kind.endswith("added"), fast)
-        table.add(name, kind, out, flops, lambda c=call: by_torch(*c), lambda c=call: by_us(*c), exact)
+    y, dx = (torch.empty(tokens, features, dtype=BF16, device=DEVICE) for features in (out_features, in_features))
+    bias, residual = torch.randn(out_features, dtype=BF16, device=DEVICE), torch.randn_like(y)
+    table.measure(name, "forward", Case(x, w, y, True))
+    table.measure(name, "dgrad", Case(dy, w.T, dx, False))
+    if not name.startswith("head"):
+        table.measure(name, "forward + bias", Case(x, w, y, True, bias))
+        table.measure(name, "forward + bias + residual", Case(x, w, y, True, bias, residual))
+    for dtype in (FP32, BF16):
+        grad = torch.empty(out_features, in_features, dtype=dtype, device=DEVICE)
+        table.measure(name, "wgrad", Case(dy.T, x.T, grad, False))
+        table.measure(name, "wgrad added", Case(dy.T, x.T, grad, False, add=True))
 
 
 def head(table: Table, tokens: int, vocabulary: int, width: int) -> None:
     """The BF16 head's weight gradient, added to FP32."""
-    x = torch.randn(tokens, width, dtype=BF16, device="cuda")
-    dy = torch.randn(tokens, vocabulary, dtype=BF16, device="cuda")
-    out = torch.empty(vocabulary, width, device="cuda")
-    exact = dy[:, :ROWS].double().t() @ x.double()
-
-    def theirs() -> None:
-        out.add_(dy.t() @ x)
-
-    table.add(
-        *("head in BF16", "wgrad of stock", out, 2 * tokens * vocabulary * width),
-        *(theirs, lambda: wgrad.add_weight_gradient(x, dy, out), exact),
-    )
+    x = torch.randn(tokens, width, dtype=BF16, device=DEVICE)
+    dy = torch.randn(tokens, vocabulary, dtype=BF16, device=DEVICE)
+    grad = torch.empty(vocabulary, width, device=DEVICE)
+    table.measure("head in BF16", "wgrad of stock, added", Case(dy.t(), x.t(), grad, False, add=True))
 
 
 def host_time(calls: int = 2000) -> None:
     """Microseconds that the host spends on a call, of a product so small that the GPU is never behind for long."""
-    a, b, out = scaled(16, 16), scaled(16, 16), torch.empty(16, 16, dtype=BF16, device="cuda")
-    for name, call in (("torch._scaled_mm", by_torch), ("our binding", by_us)):
+    a, b, out = scaled(16, 16), scaled(16, 16), torch.empty(16, 16, dtype=BF16, device=DEVICE)
+    scales = {"a_scale": a.scale_inv, "b_scale": b.scale_inv}
+    runs = {"torch._scaled_mm": Case(a, b, out, False).by_torch}
+    runs["by a plan, cuBLASLt's"] = lambda: plans.product(a.payload, b.payload, out, **scales)
+    served = [(name, call, (CUBLASLT,)) for name, call in runs.items()]
+    if CUTLASS.kernels:
+        served.append(("by a plan, CUTLASS's", runs["by a plan, cuBLASLt's"], (CUTLASS, CUBLASLT)))
+    print()
+    for name, call, makers in served:
+        plans.serve(makers)
         for repeat in (100, calls):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(repeat):
-                call(a, b, out, False, False)
+                call()
             took = time.perf_counter() - start
         print(f"host time of a call, {name}: {took / calls * 1e6:.1f} us")
+    plans.serve((CUBLASLT,))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", help="write the table here")
+    parser.add_argument("--only", default="", help="shapes whose names begin so")
     args = parser.parse_args()
     torch.manual_seed(1)
+    try:
+        CUTLASS.prepare(build=False)
+    except Unavailable as reason:
+        print(f"without CUTLASS: {reason}")
     begun, table = time.perf_counter(), Table()
-    for name, shape in SHAPES.items():
-        linear(table, name, *shape)
-    head(table, *SHAPES["head"])
+    with tempfile.TemporaryDirectory() as nothing:
+        os.environ["MEGATRON_FP8_CACHE"] = nothing  # what was searched before is not asked
+        gemm_search.read((CUBLASLT, CUTLASS) if CUTLASS.kernels else (CUBLASLT,))
+        for name, shape in SHAPES.items():
+            if name.startswith(args.only):
+                linear(table, name, *shape)
+        if "head".startswith(args.only):
+            head(table, *SHAPES["head"])
+    gemm_search.forget()
     table.means()
     host_time()
     print(f"took {time.perf_counter() - begun:.0f} s")

@@ -4,13 +4,14 @@
     bf16    G <- BF16(G + dW)                 2
     fp8     G <- SR(G + BF16(dW))             1 + 1/128: BlockScaled, E4M3 with a power of two for 128 elements
 
-The first micro-batch of a step overwrites, the others add: in FP32 and BF16 in the GEMM itself, from its FP32 sums, so
-that G is rounded once.  (Where a GEMM does not add, on the CPU or with --fp8-gemm-backend torch, dW is rounded to G's
-type first.)  In E4M3 an addition rounds to 4 significant bits: with
-rounding to nearest, a contribution below 1/16 of what is there would vanish, and the sum would stall.  SR, stochastic
-rounding, goes up or down with the probability that makes the mean right, so small contributions survive in
-expectation; its noise is the price, and it grows with the number of micro-batches (docs/gradients.md has both,
-measured).  The first write rounds to nearest: nothing is there to stall on, and the error is smaller.
+The first micro-batch of a step overwrites, the others add.  In FP32 and BF16 the GEMM adds what its FP32 sums are
+(where a backend cannot, dW is rounded to G's type first; some of cuBLASLt's kernels do so too: docs/decisions.md).
+
+In E4M3 an addition rounds to 4 significant bits: with rounding to nearest, a contribution below 1/16 of what is there
+would vanish, and the sum would stall.  SR, stochastic rounding, goes up or down with the probability that makes the
+mean right, so small contributions survive in expectation; its noise is the price, and it grows with the number of
+micro-batches (docs/gradients.md has both, measured).  The first write rounds to nearest: nothing is there to stall on,
+and the error is smaller.
 
 The noise is a hash of the element's index and of a seed made of the run's seed, the step, the micro-batch, the
 data-parallel rank and the weight: a run that restarts from a checkpoint draws the same.

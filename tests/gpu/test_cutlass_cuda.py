@@ -13,7 +13,9 @@ import torch
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.cutlass import CUTLASS, Choice, Problem
+from megatron_fp8.ops import gemm_search, plans
+from megatron_fp8.ops.cublaslt import CUBLASLT
+from megatron_fp8.ops.cutlass import CUTLASS, Choice
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.gemm import Epilogue, Quantized, gemm, serving, use
 
@@ -84,7 +86,12 @@ def guarded(m, n, dtype):
 
 
 def run(choice, a, b, out, added=None, bias=None):
-    CUTLASS.launch(choice, a.payload, b.payload, a.scale_inv, b.scale_inv, out, added, bias)
+    how = (16, not choice.kernel.promote, None if bias is None else bias.dtype, added is not None, False)
+    problem = plans.problem_of(a.payload, b.payload, out, *how)
+    pointers = plans.pointers_of(a.scale_inv, b.scale_inv, bias)
+    at = [tensor.data_ptr() for tensor in (a.payload, b.payload, out if added is None else added, out)]
+    stream = torch.cuda.current_stream().cuda_stream
+    CUTLASS.launch(choice, problem, out.get_device(), pointers).run(*at, stream)
     return out
 
 
@@ -183,7 +190,8 @@ def test_it_runs_on_the_stream_it_is_called_on_and_reads_scales_on_the_device():
     """In a CUDA graph, which also shows that nothing waits; a replay sees a new scale and new operands."""
     m, n, k = 256, 512, 384
     a, b = scaled(m, k, E4M3.dtype), scaled(n, k, E4M3.dtype)
-    kernel = CUTLASS.choice(Problem(m, n, k, E4M3.dtype, E4M3.dtype, BF16, True)).kernel
+    types = (E4M3.dtype, E4M3.dtype, BF16)
+    kernel = next(one for one in CUTLASS.kernels if (one.a, one.b, one.out) == types and not one.promote)
     out = torch.zeros(m, n, dtype=BF16, device="cuda")
     run(Choice(kernel), a, b, out)
     graph = torch.cuda.CUDAGraph()
@@ -216,7 +224,7 @@ def both_layouts(m, k, fmt):
 def test_a_linears_three_products(serving_cutlass, monkeypatch):
     launched = []
     launch = CUTLASS.launch
-    monkeypatch.setattr(CUTLASS, "launch", lambda *args: (launched.append(args[0].kernel), launch(*args)))
+    monkeypatch.setattr(CUTLASS, "launch", lambda *args: (launched.append(args[0].kernel), launch(*args))[1])
     x, w, dy = both_layouts(176, 240, E4M3), both_layouts(272, 240, E4M3), both_layouts(176, 272, E5M2)
     check(gemm(x, w, fast_accum=True), *exact(x, w))
     check(gemm(dy, w.T), *exact(dy, w.T))
@@ -251,8 +259,7 @@ def test_what_follows_the_kernels_part(serving_cutlass):
     assert torch.equal(q.payload.view(torch.uint8), ops.quantize(y, E4M3, scale).view(torch.uint8))
 
 
-def test_what_it_does_not_take_is_done_by_another(serving_cutlass, monkeypatch):
-    monkeypatch.setattr(CUTLASS, "launch", lambda *args: pytest.fail("launched"))
+def test_what_it_does_not_take_is_done_before_or_after_it(serving_cutlass):
     x, w = both_layouts(176, 240, E4M3), both_layouts(272, 240, E4M3)
     product, magnitude = exact(x, w)
     bias, residual = torch.randn(272, device="cuda"), torch.randn(176, 272, device="cuda")
@@ -264,3 +271,45 @@ def test_what_it_does_not_take_is_done_by_another(serving_cutlass, monkeypatch):
     memory = torch.empty(176 * 272 + 1, dtype=BF16, device="cuda")
     unaligned = memory[1:].view(176, 272)
     check(gemm(x, w, Epilogue(bias=bias.to(BF16), into=unaligned)), product + bias.to(BF16).double(), magnitude + 4)
+    assert {plan.maker for plan in plans.plans()} == {"cutlass"}
+    half = gemm(x, w, Epilogue(torch.float16))
+    assert plans.plans()[-1].maker == "cublaslt" and (half.double() - product).norm() < 1e-3 * product.norm()
+
+
+def test_a_search_chooses_between_both_and_its_file_serves_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
+    x, w, dy = both_layouts(2048, 4096, E4M3), both_layouts(1024, 4096, E4M3), both_layouts(2048, 1024, E5M2)
+    both = (CUBLASLT, CUTLASS)
+    grad = torch.zeros(1024, 4096, device="cuda")
+
+    def step():
+        y, dx = gemm(x, w, fast_accum=True), gemm(dy, w.T)
+        gemm(dy.T, x.T, Epilogue(into=grad.zero_(), accumulate=True))
+        return y, dx, grad.clone()
+
+    try:
+        assert gemm_search.read(both) == 0
+        step()
+        lines = gemm_search.tune()
+        print("\n".join([*lines, gemm_search.summary()]))
+        assert len(lines) == 3 and all("TFLOP/s" in line and "BF16" in line for line in lines)
+        found = [step(), [plan.name for plan in plans.plans()]]
+        (file,) = (tmp_path / "gemm").iterdir()
+        assert all({one.maker for one in held} == {"cublaslt", "cutlass"} for held in gemm_search.load(file).values())
+        for got, operands in zip(found[0], ((x, w), (dy, w.T), (dy.T, x.T)), strict=True):
+            check(got, *exact(*operands))
+        gemm_search.forget()
+        assert gemm_search.read(both) == 3
+        again = step()
+        assert [plan.name for plan in plans.plans()] == found[1] and gemm_search.tune() == []
+        assert all(torch.equal(*pair) for pair in zip(again, found[0], strict=True))
+        gemm_search.read((CUTLASS,))  # now without cuBLASLt's
+        for got, one in zip(step(), found[0], strict=True):
+            assert (got.double() - one.double()).norm() < 5e-3 * one.double().norm()
+        assert {plan.maker for plan in plans.plans()} == {"cutlass"}
+    finally:
+        gemm_search.forget()
+
+
+def test_no_two_kernels_of_one_type_have_one_name():
+    assert len({(one.a, one.b, one.out, str(one)) for one in CUTLASS.kernels}) == len(CUTLASS.kernels)
