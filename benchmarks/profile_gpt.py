@@ -11,6 +11,7 @@ TRACE=FILE.json.gz the trace itself is kept.
 TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).
 """
 
+import importlib.util
 import json
 import os
 import runpy
@@ -103,6 +104,9 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 def prepare_te(state: str) -> None:
     """Transformer Engine "repaired", "unrepaired" as Megatron has it, or "none" at all; before Megatron is imported.
 
+    Where apex is not installed, ours stands in for its weight gradients in FP32 (ops/wgrad.py), so that stock's LM head
+    adds in its GEMM as it does with apex.
+
     megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it,
     Megatron swallows the ImportError, and QKV is split by torch and its gradient concatenated, which costs TE 8 ms of
     a step of 479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was
@@ -117,6 +121,10 @@ def prepare_te(state: str) -> None:
     vars(attention).pop("_SplitAlongDim", None)
     if state == "repaired":
         attention._SplitAlongDim = SplitAlongDim
+    from megatron_fp8.ops import wgrad
+
+    if wgrad.NAME not in sys.modules and importlib.util.find_spec(wgrad.NAME) is None:
+        sys.modules[wgrad.NAME] = wgrad.MODULE
 
 
 def check_te(state: str) -> None:

@@ -267,6 +267,7 @@ def test_te_is_as_the_system_is_named(monkeypatch, state, on_disk):
         ".pytorch.utils": pytorch.utils,
     }.items():
         monkeypatch.setitem(sys.modules, "transformer_engine" + name, module)
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", SimpleNamespace())  # apex's
     profile_gpt.prepare_te(state)
     assert vars(attention) == ({"_SplitAlongDim": split} if state == "repaired" else {})
 
