@@ -1,6 +1,6 @@
 """QKV's split with rotary embedding, and the join of its gradients, on one GPU, beside what stock Megatron runs.
 
-    python benchmarks/fused_qkv.py                  under a minute on an H200, compilation included
+    python benchmarks/fused_qkv.py                  sized for a minute on an H200, compilation included
 
 Microseconds are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random. GB/s
 counts what must move: each element that is read or written once, tables not counted. Stock's forward is torch.split and

@@ -20,7 +20,7 @@ def test_they_find_their_own_package(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     found = dict(line.split() for line in run.stdout.splitlines())
     assert found.keys() == set(BENCHMARKS)
-    for name in ("fused_activation", "fused_norm", "fused_qkv", "gemm", "lab", "optimizer_step"):
+    for name in ("fused_activation", "fused_norm", "fused_qkv", "gemm", "grad_storage", "lab", "ops", "optimizer_step"):
         assert found[name] == str(ROOT / "megatron_fp8/__init__.py")
     assert set(found.values()) <= {str(ROOT / "megatron_fp8/__init__.py"), "none"}
 

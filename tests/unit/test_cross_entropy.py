@@ -85,7 +85,8 @@ def test_has_the_bits_of_both_of_stocks(dtype, group):
     ours = of(lambda *given: cross_entropy(*given, group))
     unfused = of(lambda *given: vocab_parallel_cross_entropy(*given, tp_group=group))
     assert torch.equal(ours[0], unfused[0]) and torch.equal(ours[1], unfused[1])
-    fused = of(lambda *given: fused_vocab_parallel_cross_entropy(*given, group))
+    with torch.compiler.set_stance("force_eager"):  # else compiled or not by what was imported first
+        fused = of(lambda *given: fused_vocab_parallel_cross_entropy(*given, group))
     assert torch.equal(ours[0], fused[0]) and torch.equal(ours[1].bfloat16(), fused[1].bfloat16())
 
 
