@@ -75,7 +75,7 @@ class Case:
         self.bias, self.residual, self.add = bias, residual, add
         x, w = (t.payload if isinstance(t, ScaledTensor) else t for t in (a, b))
         self._scales = [t.scale_inv if isinstance(t, ScaledTensor) else None for t in (a, b)]
-        how = (16, fast, None if bias is None else bias.dtype, add or residual is not None, False)
+        how = (16, fast, None if bias is None else bias.dtype, add or residual is not None)
         self.problem = plans.problem_of(x, w, out, *how)
         self._pointers = plans.pointers_of(*self._scales, bias)
         self._at = [t.data_ptr() for t in (x, w, out if residual is None else residual, out)]

@@ -6,11 +6,10 @@ torch's call knows no beta, so that a weight gradient is a product and then a pa
 algorithm of the library's heuristic, where gemm_search.py measures. What Hopper's cuBLASLt has:
 
     A, B             scales    D                       layouts
-    E4M3, E4M3       yes       BF16, FP16, FP32, E4M3  both along k ("TN"), m, n, k and rows in multiples of 16 bytes
-    E4M3, E5M2       yes       and E5M2                the same; E5M2 by E5M2 does not exist
+    E4M3, E4M3       yes       BF16, FP16, FP32        both along k ("TN"), m, n, k and rows in multiples of 16 bytes
+    E4M3, E5M2       yes       the same                the same; E5M2 by E5M2 does not exist
     BF16, BF16       no        BF16, FP32              any; FP16 likewise
-    bias (n,)                  of D's type; BF16 where D is FP32 or FP8 and the operands are FP8
-    E4M3, E5M2 as D            written as D * out_scale, saturating; amax is overwritten by max|D| before the scale
+    bias (n,)                  of D's type; BF16 where D is FP32 and the operands are FP8
 
 A problem's descriptors and its algorithm are made once (plans.py), and then a call is one ctypes call.
 cuBLAS counts in columns: a matrix by rows is its transpose there, so D^T = B A^T is what is asked for.
@@ -73,14 +72,13 @@ class Descriptors:
         self.first = self._layout(p.b, *((p.k, p.n) if p.b_rows else (p.n, p.k)), p.b_ld)
         self.second = self._layout(p.a, *((p.k, p.m) if p.a_rows else (p.m, p.k)), p.a_ld)
         self.result = self._layout(p.d, p.n, p.m, p.d_ld)
-        self.added = self._layout(torch.bfloat16, p.n, p.m, p.d_ld) if p.d in FP8 else self.result
         for name, pointer in zip(POINTERS, pointers, strict=True):
             if pointer:
                 self.set(name, pointer)
 
     @property
     def layouts(self) -> tuple[int, int, int, int]:
-        return self.first, self.second, self.added, self.result
+        return self.first, self.second, self.result, self.result
 
     def set(self, name: str, value: int) -> None:
         number, kind = DESC[name]
@@ -168,7 +166,7 @@ class Algorithm:
         room = _workspace(self._device, stream, size) if size else None
         status = self._matmul(
             *(self._handle, made.operation, _ONE, b, made.first, a, made.second, self._beta),
-            *(c, made.added, d, made.result, self._at, None if room is None else room.data_ptr(), size, stream),
+            *(c, made.result, d, made.result, self._at, None if room is None else room.data_ptr(), size, stream),
         )
         if status:
             check(status, self.problem)

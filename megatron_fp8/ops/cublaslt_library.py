@@ -31,12 +31,10 @@ DESC = {  # cublasLtMatmulDescAttributes_t: (number, type)
     "BIAS_POINTER": (8, c_void_p),
     "A_SCALE_POINTER": (17, c_void_p),
     "B_SCALE_POINTER": (18, c_void_p),
-    "D_SCALE_POINTER": (20, c_void_p),
-    "AMAX_D_POINTER": (21, c_void_p),
     "FAST_ACCUM": (25, ctypes.c_int8),
     "BIAS_DATA_TYPE": (26, c_int32),
 }
-POINTERS = ("A_SCALE_POINTER", "B_SCALE_POINTER", "BIAS_POINTER", "D_SCALE_POINTER", "AMAX_D_POINTER")  # of each call
+POINTERS = ("A_SCALE_POINTER", "B_SCALE_POINTER", "BIAS_POINTER")  # of each call
 PREF = {  # cublasLtMatmulPreferenceAttributes_t
     "MAX_WORKSPACE_BYTES": (1, c_uint64),
     "REDUCTION_SCHEME_MASK": (3, c_uint32),

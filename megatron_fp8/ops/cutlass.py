@@ -81,7 +81,7 @@ class Launch:
 
     def point(self, pointers: tuple[int, ...]) -> None:
         self.pointers, args = pointers, self._args
-        args.scale_b, args.scale_a, args.bias = pointers[:3]
+        args.scale_b, args.scale_a, args.bias = pointers
 
     def run(self, a: int, b: int, c: int, d: int, stream: int) -> None:
         args = self._args
@@ -143,7 +143,7 @@ class Cutlass:
         """Of a problem; where it may be fast and none is, the promoted ones."""
         p = problem
         whole = p.packed and p.a_rows and p.b_rows and p.align == ALIGNMENT and min(p.m, p.n, p.k) > 0
-        if not whole or p.amax or p.n % 16 or p.k % 16 or p.bias not in (None, torch.bfloat16):
+        if not whole or p.n % 16 or p.k % 16 or p.bias not in (None, torch.bfloat16):
             return []
         same = [kernel for kernel in self.kernels if (kernel.a, kernel.b, kernel.out) == (p.a, p.b, p.d)]
         fast = [kernel for kernel in same if not kernel.promote] if p.fast_accum else []

@@ -295,11 +295,10 @@ class _Operands:
         self._b = random(p.n, p.k, p.b_ld, p.b_rows, p.b)
         self._out = torch.zeros(p.m, p.d_ld, device=_DEVICE, dtype=p.d)
         self._bias = torch.randn(p.n, device=_DEVICE).to(p.bias or torch.bfloat16)
-        self._one, self._amax = torch.ones((), device=_DEVICE), torch.zeros((), device=_DEVICE)
+        self._one = torch.ones((), device=_DEVICE)
         self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=_DEVICE)
         scale = self._one if p.a in FP8 else None
-        bias, amax = self._bias if p.bias is not None else None, self._amax if p.amax else None
-        self.pointers = plans.pointers_of(scale, scale, bias, None, amax)
+        self.pointers = plans.pointers_of(scale, scale, self._bias if p.bias is not None else None)
 
     def result_of(self, plan: Plan) -> torch.Tensor:
         self._out.zero_()

@@ -7,7 +7,7 @@ kernels (cutlass.py). What a search chose comes first (gemm_search.py), then `ma
 nothing, and can be captured in a CUDA graph.
 
 Memory that a GEMM does not read or write as it lies, FP8 operands or their result at an address that is no multiple of
-16 bytes, goes by way of memory that it does: the same bits, for a copy.
+16 bytes, goes by way of memory that it does: the same bits, for a copy. A result in FP8 is refused: no maker has it.
 """
 
 import threading
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
     a_rows, b_rows: whether the operand is contiguous along k; *_ld: elements from one row, or column, to the next.
     align: bytes, up to 16, of which all addresses are multiples.
-    bias: its type.  add: C is read.  amax: it is asked for.
+    bias: its type.  add: C is read.
     """
 
     m: int
@@ -50,7 +50,6 @@ class Problem(NamedTuple):
     fast_accum: bool
     bias: torch.dtype | None
     add: bool
-    amax: bool
 
     def __str__(self) -> str:
         """As "8192 x 12288 x 4096 E4M3 x E4M3 -> BF16, fast, bias": one for each problem of usual strides."""
@@ -58,7 +57,6 @@ class Problem(NamedTuple):
             "fast": self.fast_accum,
             f"bias {NAMES.get(self.bias)}": self.bias is not None,  # type: ignore[arg-type]
             "added": self.add,
-            "amax": self.amax,
             "A by columns": not self.a_rows,
             "B by columns": not self.b_rows,
             f"rows of {self.a_ld}, {self.b_ld}, {self.d_ld}": not self.packed,
@@ -164,41 +162,37 @@ def product(
     residual: torch.Tensor | None = None,
     add: bool = False,
     fast_accum: bool = False,
-    out_scale: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out (m, n) = a_scale b_scale A B^T + bias + residual, or added to what `out` holds with `add`.
 
     Args:
         a, b: (m, k), (n, k); each contiguous along one of its dimensions, FP8 along k.
-        out: contiguous along n.
+        out: contiguous along n, not FP8.
         a_scale, b_scale: 0-d float32 on the device, of FP8 operands.
         bias: (n,), contiguous.
         residual: as `out` in type, shape and strides; not with `add`.
-        out_scale, amax: 0-d float32, of an FP8 `out`: what the result is multiplied by, and where max|result| goes.
 
     Raises:
-        ValueError: strides that no GEMM reads.  RuntimeError: what no maker does, with the shape.
+        ValueError: strides that no GEMM reads; an FP8 `out`.  RuntimeError: what no maker does, with the shape.
     """
     device = out.get_device()
     if device != _current_device():
         with torch.cuda.device(device):
-            scales: Any = {"a_scale": a_scale, "b_scale": b_scale, "out_scale": out_scale}
-            rest: Any = {"bias": bias, "residual": residual, "add": add, "fast_accum": fast_accum, "amax": amax}
+            scales: Any = {"a_scale": a_scale, "b_scale": b_scale}
+            rest: Any = {"bias": bias, "residual": residual, "add": add, "fast_accum": fast_accum}
             return product(a, b, out, **scales, **rest)
     a_at, b_at, out_at = a.data_ptr(), b.data_ptr(), out.data_ptr()
     c_at = out_at if residual is None else residual.data_ptr()
-    pointers = pointers_of(a_scale, b_scale, bias, out_scale, amax)
+    pointers = pointers_of(a_scale, b_scale, bias)
     together = a_at | b_at | c_at | out_at | pointers[2] | ALIGNMENT
     key = (
         *(a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, out.shape, out.stride(), out.dtype, device),
-        *(together & -together, fast_accum, None if bias is None else bias.dtype),
-        *(add or residual is not None, amax is not None),
+        *(together & -together, fast_accum, None if bias is None else bias.dtype, add or residual is not None),
     )
     with _lock:
         plan = _plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = _plans[key] = _plan(problem_of(a, b, out, *key[-5:]), device, pointers)
+            plan = _plans[key] = _plan(problem_of(a, b, out, *key[-4:]), device, pointers)
         if plan is not None:
             if plan.pointers != pointers:
                 plan.point(pointers)
@@ -207,28 +201,23 @@ def product(
     room = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     if add:
         room.copy_(out)
-    how: Any = {"a_scale": a_scale, "b_scale": b_scale, "out_scale": out_scale, "amax": amax, "fast_accum": fast_accum}
-    how |= {"bias": _aligned(bias), "residual": None if residual is None else room.copy_(residual), "add": add}
-    return out.copy_(product(_aligned(a), _aligned(b), room, **how))
+    # A residual stays apart: where C is D, cuBLASLt may run a kernel that rounds otherwise.
+    apart = None if residual is None else _aligned(residual.contiguous())
+    how: Any = {"a_scale": a_scale, "b_scale": b_scale, "bias": _aligned(bias), "residual": apart, "add": add}
+    return out.copy_(product(_aligned(a), _aligned(b), room, fast_accum=fast_accum, **how))
 
 
 _UNKNOWN: Any = object()
 
 
 def pointers_of(
-    a_scale: torch.Tensor | None,
-    b_scale: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
+    a_scale: torch.Tensor | None, b_scale: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> tuple[int, ...]:
     """The addresses that a plan holds from one call to the next; 0: none. cuBLAS's first operand is our second."""
     return (
         0 if b_scale is None else b_scale.data_ptr(),
         0 if a_scale is None else a_scale.data_ptr(),
         0 if bias is None else bias.data_ptr(),
-        0 if out_scale is None else out_scale.data_ptr(),
-        0 if amax is None else amax.data_ptr(),
     )
 
 
@@ -238,6 +227,8 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *how: Any) -
     (a_rows, a_ld), (b_rows, b_ld), (d_rows, d_ld) = map(_layout, (a, b, out))
     if not d_rows or b.shape[1] != k or out.shape != (m, n):
         raise ValueError(f"product of {tuple(a.shape)} and {tuple(b.shape)} into {tuple(out.shape)}, {out.stride()}")
+    if out.dtype in FP8:
+        raise ValueError(f"a product into {NAMES[out.dtype]}: no GEMM here writes FP8; quantize its result")
     return Problem(m, n, k, a.dtype, b.dtype, out.dtype, a_rows, b_rows, a_ld, b_ld, d_ld, *how)
 
 

@@ -170,20 +170,6 @@ def test_unaligned_memory_gives_the_same_bits(unaligned):
     assert error(results[0], exact(a, b) + given["bias"].double() + given["residual"].double()) < 5e-3
 
 
-def test_an_fp8_result():
-    for pair in PAIRS:
-        for fmt in (E4M3, E5M2) if E5M2 in pair else (E4M3,):
-            a, b, amax = scaled(256, 512, pair[0]), scaled(128, 512, pair[1]), torch.tensor(-1.0, device=DEVICE)
-            expected = exact(a, b)
-            scale = (fmt.max / expected.abs().max() / 2).float()
-            out = torch.empty(256, 128, dtype=fmt.dtype, device=DEVICE)
-            product(a, b, out, out_scale=scale, amax=amax)
-            assert error(out.float() / scale, expected) < 2.0 ** -(fmt.mantissa_bits + 1)
-            assert abs(amax - expected.abs().max()) < 1e-2 * amax
-            product(a, b, out, out_scale=4 * scale)  # clips
-            assert out.float().isfinite().all() and out.float().abs().max() == fmt.max
-
-
 def test_what_is_not_finite_is_seen():
     a, b = scaled(64, 64), scaled(64, 64)
     a.payload.view(torch.uint8)[3, 5] = 0x7F

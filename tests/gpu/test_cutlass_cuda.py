@@ -86,7 +86,7 @@ def guarded(m, n, dtype):
 
 
 def run(choice, a, b, out, added=None, bias=None):
-    how = (16, not choice.kernel.promote, None if bias is None else bias.dtype, added is not None, False)
+    how = (16, not choice.kernel.promote, None if bias is None else bias.dtype, added is not None)
     problem = plans.problem_of(a.payload, b.payload, out, *how)
     pointers = plans.pointers_of(a.scale_inv, b.scale_inv, bias)
     at = [tensor.data_ptr() for tensor in (a.payload, b.payload, out if added is None else added, out)]

@@ -50,7 +50,7 @@ class CublasLibrary:
     """The real library, but for what needs a GPU."""
 
     def __init__(self, real):
-        self._real, self.calls = real, []
+        self._real, self.calls, self.in_place = real, [], []
         self.favourites = [b"\1" * 64, b"\2" * 64]  # of the heuristic
         self.works_with = None
 
@@ -97,6 +97,7 @@ class CublasLibrary:
         value = self.operation(desc)
         alpha, beta = (ctypes.c_float.from_address(scalar).value for scalar in (alpha, beta))
         self.calls.append((value, beta, ctypes.string_at(algo, 64), (room, size, stream)))
+        self.in_place.append(c == d)
         Event.clock.ran(ctypes.string_at(algo, 64))
         if DTYPES[self.attribute(a_of, 0, ctypes.c_uint32)] in plans.FP8:
             assert not (a | b | c | d | (value["BIAS_POINTER"] or 0)) % 16  # what Hopper's kernels need
@@ -111,10 +112,6 @@ class CublasLibrary:
             kind = DTYPES[value["BIAS_DATA_TYPE"]]
             raw = (ctypes.c_uint8 * (len(y) * kind.itemsize)).from_address(value["BIAS_POINTER"])
             y = y + torch.frombuffer(raw, dtype=kind).double()[:, None]
-        if value["AMAX_D_POINTER"]:
-            ctypes.c_float.from_address(value["AMAX_D_POINTER"]).value = float(y.abs().max())
-        if value["D_SCALE_POINTER"]:
-            y = y * ctypes.c_float.from_address(value["D_SCALE_POINTER"]).value
         out.copy_(y)
         return SUCCESS
 

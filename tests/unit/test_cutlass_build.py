@@ -173,7 +173,7 @@ def kernel(m, n, cluster=(1, 1)):
 
 
 def problem_of(m, n, k, fast=False):
-    return Problem(m, n, k, E4M3, E4M3, BF16, True, True, k, k, n, 16, fast, None, False, False)
+    return Problem(m, n, k, E4M3, E4M3, BF16, True, True, k, k, n, 16, fast, None, False)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_it_takes_and_by_which_kernels():
     assert not maker.takes(problem)  # no library
     maker.kernels, maker._library = (kernel(128, 256), kernel(128, 128)), ctypes.CDLL(None)
     maker._library.mfp8_gemm = lambda index, args: 0
-    pointers = (1 << 20, 2 << 20, 3 << 20, 0, 0)
+    pointers = (1 << 20, 2 << 20, 3 << 20)
     everything = maker.candidates(problem, 0, pointers)
     assert everything[0].choice == Choice(kernel(128, 128)) == maker.candidates(problem, 0, pointers, 1)[0].choice
     assert len({plan.name for plan in everything}) == 2 * len(ORDERS) == len(everything)
@@ -209,7 +209,7 @@ def test_what_it_takes_and_by_which_kernels():
     assert maker.named(problem, 0, pointers, "64x64 1x1 fast 8/0") is None
     for other in (
         {"n": 40, "d_ld": 40}, {"k": 24, "a_ld": 24, "b_ld": 24}, {"m": 0}, {"d": FP32}, {"b": E5M2},
-        {"align": 8}, {"a_ld": 48}, {"d_ld": 64}, {"bias": FP32}, {"amax": True}, {"a_rows": False, "a_ld": 64},
+        {"align": 8}, {"a_ld": 48}, {"d_ld": 64}, {"bias": FP32}, {"a_rows": False, "a_ld": 64},
     ):  # fmt: skip
         assert not maker.takes(problem._replace(**other)), other
     assert maker.takes(problem._replace(bias=BF16, add=True, m=37))

@@ -196,7 +196,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.cuda.get_device_name = lambda: f"GPU {rank}"
 torch.cuda.current_device, torch.cuda.empty_cache = lambda: 0, lambda: None
-bf16, how = torch.bfloat16, (True, True, 32, 32, 16, 16, False, None, False, False)
+bf16, how = torch.bfloat16, (True, True, 32, 32, 16, 16, False, None, False)
 problems = [Problem(m, 16, 32, bf16, bf16, bf16, *how) for m in (16, 32, 48)]
 met = [problems[:2], problems[1:]][rank]
 plans.plans = lambda: [type("Plan", (), {"problem": problem}) for problem in met]
