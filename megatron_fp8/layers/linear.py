@@ -23,6 +23,16 @@ from .norm import Norm, norm_cast
 from .products import Call, Fp8Activation, plan, product, takes_fp8
 
 
+def hooked(module: torch.nn.Module) -> bool:
+    """Whether somebody's hooks read or change what comes in or goes out: then all of it is in BF16, and in memory.
+
+    Megatron's own, which wait for weights, do not look.
+    """
+    before = module._forward_pre_hooks.values()
+    theirs = any(not getattr(hook, "__module__", "").startswith("megatron.core.") for hook in before)
+    return theirs or bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 class _OwnedLinear:
     """What our two linears add to stock's: the weight is `owned`, and the product ours."""
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLP
 
 from .. import ops
 from ..ops.source import Payloads
-from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
 from .products import Call, give, hand_over, maker_of, post, takes_fp8
 
 
@@ -92,7 +92,7 @@ class Fp8Mlp(MLP):
 
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
         kind = activation_kind(self.config)
-        if kind is None or per_token_scale is not None:
+        if kind is None or per_token_scale is not None or hooked(self.linear_fc1) or hooked(self.linear_fc2):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         call = self.linear_fc2.plan()
         if not takes_fp8(call):

@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
-from .linear import Fp8NormColumnParallelLinear
+from .linear import Fp8NormColumnParallelLinear, hooked
 from .mlp import Fp8Mlp
 from .self_attention import FusedSelfAttention
 
@@ -34,7 +34,7 @@ class Fork(IdentityOp):
 
     def forward(self, x, *args, **kwargs):
         linear = getattr(self._reader[0], self._name)
-        if torch.is_grad_enabled() and isinstance(linear, Fp8NormColumnParallelLinear):
+        if torch.is_grad_enabled() and isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear):
             return linear.begin(x)
         return x
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.attention import SelfAttention
 from .. import ops
 from ..flags.config import Fp8Config
 from ..ops.source import Payloads
+from .linear import hooked
 from .products import Call, maker_of, post
 
 
@@ -142,9 +143,12 @@ class FusedSelfAttention(SelfAttention):
         if output_gate or not split_qkv or not self._splits:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         mixed, _ = self.linear_qkv(hidden_states)
+        maker = maker_of(mixed)
+        if hooked(self.linear_qkv):
+            mixed, maker = mixed.clone(), None  # it is used up, and who has hooked the linear may have kept it
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
-        q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, maker_of(mixed))
+        q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, maker)
         q = q if self.q_layernorm is None else self.q_layernorm(q)
         k = k if self.k_layernorm is None else self.k_layernorm(k)
         return q, k, v

@@ -19,13 +19,15 @@ install()
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_fp8.engine.chain import Fp8ChainedOptimizer
-from megatron_fp8.layers.linear import Fp8NormColumnParallelLinear, _OwnedLinear
+from megatron_fp8.engine.owned import INPUT, OwnedWeight
+from megatron_fp8.layers.linear import _OwnedLinear
 from megatron_fp8.monitor.write import current_iteration
+from megatron_fp8.ops import source
 
 AT = {int(word) for word in os.environ["SPIKE_AT"].split(",")}
 IN, BY = os.environ.get("SPIKE_IN", "loss"), float(os.environ["SPIKE_BY"])
 loss, step = GPTModel.compute_language_model_loss, Fp8ChainedOptimizer.step
-product, normed = _OwnedLinear._forward_impl, Fp8NormColumnParallelLinear.forward
+product, cast = _OwnedLinear._forward_impl, OwnedWeight.cast
 
 
 def spiking_loss(self, labels, logits):
@@ -33,24 +35,20 @@ def spiking_loss(self, labels, logits):
     return found * BY if IN == "loss" and current_iteration() in AT else found
 
 
-def spikes(linear) -> bool:
-    return linear.owned.name == IN and current_iteration() in AT
+def spikes(weight) -> bool:
+    return weight.name == IN and current_iteration() in AT
 
 
 def spiking_product(self, input, *args, **kwargs):
-    if spikes(self) and self._given is None:  # what its norm hands over is a spike already
+    if not self.owned.fp8 and spikes(self.owned):
         input = input * BY
     return product(self, input, *args, **kwargs)
 
 
-def spiking_norm(self, *args, **kwargs):
-    stock = self._norm
-    if spikes(self):
-        self._norm = lambda *inputs: stock(*inputs) * BY
-    try:
-        return normed(self, *args, **kwargs)
-    finally:
-        self._norm = stock
+def spiking_cast(self, x, role, *args, **kwargs):
+    if role == INPUT and spikes(self):
+        x = source.values(x) * BY
+    return cast(self, x, role, *args, **kwargs)
 
 
 def state(chain) -> list[torch.Tensor]:
@@ -78,6 +76,6 @@ def told_step(self):
 
 
 GPTModel.compute_language_model_loss = spiking_loss
-_OwnedLinear._forward_impl, Fp8NormColumnParallelLinear.forward = spiking_product, spiking_norm
+_OwnedLinear._forward_impl, OwnedWeight.cast = spiking_product, spiking_cast
 Fp8ChainedOptimizer.step = told_step
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

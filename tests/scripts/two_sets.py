@@ -34,11 +34,11 @@ build = EngineOptimizer.__init__
 def watched(self, *args):
     build(self, *args)
     self.events.subscribe(Counting())
-    print("sets", [(owned.of.name, len(owned.weights)) for owned in self.sets], flush=True)
+    print(f"sets {[(owned.of.name, len(owned.weights)) for owned in self.sets]}\n", end="", flush=True)
 
 
 EngineOptimizer.__init__ = watched
 # A second set, under its own name in noise and checkpoints.
 sets.register(lambda linears: dataclasses.replace(linears, name="fc2.", has=lambda w: w.path.endswith("linear_fc2")))
-atexit.register(lambda: print("seen", dict(sorted(seen.items())), flush=True))
+atexit.register(lambda: print(f"seen {dict(sorted(seen.items()))}\n", end="", flush=True))
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -157,3 +157,25 @@ def test_a_norm_made_before_is_what_the_linear_must_be_given():
     layer.pre_mlp_layernorm(torch.randn(32, 2, 64, requires_grad=True))
     with pytest.raises(RuntimeError, match="norm was made before"):
         layer.mlp.linear_fc1(torch.randn(32, 2, 64))
+
+
+@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_the_linears_see_values_in_memory(hook):
+    """What somebody's hooks get is never a ticket; and what is computed is the same, but for where it was rounded."""
+    seen = []
+
+    def look(module, *groups):
+        for tensor in (t for group in groups for t in (group if isinstance(group, tuple) else (group,))):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
+                assert any(tensor.stride()) and tensor.isfinite().all()
+                seen.append(tensor)
+
+    model = build("--swiglu --normalization RMSNorm --disable-bias-linear")
+    plain = architecture.run(model)
+    for name, module in model.named_modules():
+        if name.endswith(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")):
+            getattr(module, f"register_{hook}_hook")(look)
+    with_hooks = architecture.run(model)
+    assert len(seen) >= 8 and with_hooks.keys() == plain.keys()
+    for name, value in plain.items():
+        assert (with_hooks[name] - value).norm() <= 0.1 * value.norm(), name
