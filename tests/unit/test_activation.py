@@ -58,14 +58,15 @@ def test_the_cast_is_one_rounding_of_float32(kind, with_bias):
     one, scale = torch.tensor(0.0), torch.tensor(3.0)
     payload, payload_t = ops.activate_quantize(h, kind, E4M3, scale, bias=bias, columns=True, amax_out=one)
     torch.testing.assert_close(one.double(), y.abs().max(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(payload.double() / 3, y, rtol=2**-4 + 1e-6, atol=2**-10 / 3 + 1e-6)
+    # Half an ulp; of subnormal numbers a whole one, since float32's own error may tip a tie of them.
+    torch.testing.assert_close(payload.double() / 3, y, rtol=2**-4 + 1e-5, atol=2**-9 / 3 + 1e-6)
     assert torch.equal(payload.t().float(), payload_t.float()) and payload_t.is_contiguous()
     two = torch.tensor(0.0)
     got, got_t, dbias = ops.activate_backward_quantize(
         dy, h, kind, E5M2, scale, bias=bias, columns=True, amax_out=two, bias_grad=True
     )
     torch.testing.assert_close(two.double(), dh.abs().max(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(got.double() / 3, dh, rtol=2**-3 + 1e-6, atol=2**-17 / 3 + 1e-6)
+    torch.testing.assert_close(got.double() / 3, dh, rtol=2**-3 + 1e-5, atol=2**-16 / 3 + 1e-6)
     assert torch.equal(got.t().float(), got_t.float()) and got_t.is_contiguous()
     assert dbias.dtype == h.dtype and dbias.shape == h.shape[1:]
     torch.testing.assert_close(dbias.double(), dh.sum(0), rtol=2**-8, atol=1e-5)

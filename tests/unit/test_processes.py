@@ -13,7 +13,8 @@ from megatron_fp8.processes import TorchRun, identity, last_words, living
 def test_torchrun_starts_every_process_and_its_failure_is_told(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"
-        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)\n"
+        "said = f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
+        "os.write(1, said.encode())\n"  # in one piece, whatever the other rank writes
         "if os.environ['RANK'] == '0':\n"
         "    open(sys.argv[2], 'w').close()\n"
         "    time.sleep(600)\n"
