@@ -45,6 +45,8 @@ What is hooked, and why not something more official:
     tensor_parallel.layers.fused_weight_gradient_mlp_cuda and _grad_accum_fusion_available, and the module itself
                                                 where apex's is not installed, on CUDA: the LM head's weight gradient is
                                                 added to main_grad in its GEMM (ops/wgrad.py).
+    tensor_parallel.layers.F                    torch.nn.functional, whose embedding adds its gradient to main_grad
+                                                where the linears do (layers/embedding.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
                                                 torch's Adam cannot (engine/chain.py), the LM head's forward with
                                                 --fp8-emulate-lm-head (layers/emulated_head.py) or its product with

@@ -52,8 +52,8 @@ class Functional:
 def add_to_main_grad(model) -> None:
     """Have a GPTModel's token embedding add its gradient to main_grad, where stock's linears do so with theirs.
 
-    Of a tied table stock lets the head's gradient in autograd be zeros, to be added to the embedding's, and both to
-    main_grad; that is not needed any more.
+    Of a table that is tied, or that multi-token prediction reads too, stock adds what comes in autograd to main_grad
+    all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's.
     """
     if not (model.pre_process and model.config.gradient_accumulation_fusion):
         return
@@ -62,5 +62,5 @@ def add_to_main_grad(model) -> None:
         if not model.output_layer.gradient_accumulation_fusion:
             return  # the head's gradient comes in autograd: both must
         setattr(weight, _TIED, True)
-        weight.zero_out_wgrad = False
+    weight.zero_out_wgrad = False
     setattr(weight, _MARK, True)

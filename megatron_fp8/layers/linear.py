@@ -19,8 +19,8 @@ from ..engine.owned import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK
-from .norm import Norm, norm_cast
-from .products import Call, Fp8Activation, plan, product, takes_fp8
+from .norm import Norm, NormCast
+from .products import Call, Fp8Activation, hand_over, plan, product, takes_fp8
 
 
 def hooked(module: torch.nn.Module) -> bool:
@@ -137,7 +137,7 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
         call, given = self.plan(), None
         parameters = self.layer_norm_weight, self.layer_norm_bias, self._norm
         if takes_fp8(call):
-            given, x = norm_cast(call, x, *parameters)
+            given, x = hand_over(NormCast, call, x, *parameters)
             normed = given.ticket
         else:
             normed = self._norm(x, *parameters[:2])

@@ -62,7 +62,7 @@ class ActivationGradient:
 
     def values(self) -> torch.Tensor:
         dh = ops.activate_backward(self._dy, self._h, self._kind, self._bias)
-        if self._bias is not None:
+        if self._bias is not None and self.dbias is None:  # who only looks on, after the cast, changes nothing
             self.dbias = dh.sum(0, dtype=torch.float32).to(self._bias.dtype)
         return dh
 
@@ -74,10 +74,10 @@ class ActivationCast(torch.autograd.Function):
     def forward(ctx, call: Call, made: list, h, bias, kind: str, maker: Call | None):
         ctx.kind, ctx.maker = kind, maker
         ctx.save_for_backward(h, bias)
-        return give(call, made, Activated(h.reshape(-1, h.shape[-1]), bias, kind), h)
+        return give(call, made, Activated(h.reshape(-1, h.shape[-1]), bias, kind), h), None
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy, _):
         h, bias = ctx.saved_tensors
         gradient = ActivationGradient(dy.reshape(-1, dy.shape[-1]), h.reshape(-1, h.shape[-1]), bias, ctx.kind)
         dh = gradient.values().view(h.shape) if ctx.maker is None else post(ctx.maker, gradient, h.shape, h)
@@ -99,7 +99,7 @@ class Fp8Mlp(MLP):
             with self.linear_fc2.planned(call, None):
                 return super().forward(hidden_states, **kwargs)
         h, bias = self.linear_fc1(hidden_states)
-        given = hand_over(ActivationCast, call, h, bias, kind, maker_of(h))
+        given, _ = hand_over(ActivationCast, call, h, bias, kind, maker_of(h))
         del h
         with self.linear_fc2.planned(call, given):
             return self.linear_fc2(given.ticket)

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 
 from .. import ops
 from ..errors import UserError
-from ..numerics.scaled import ScaledTensor
 from ..ops.source import Payloads
-from .products import Call, Fp8Activation, give
+from .products import Call, give
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,9 @@ class Normed:
         return y
 
 
-def norm_cast(
-    call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind
-) -> tuple[Fp8Activation, torch.Tensor]:
-    """A norm of x (..., K), made in FP8 for the linear that follows, and x for its other reader (residual.py)."""
-    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None]] = []
-    ticket, same = NormCast.apply(call, made, x, weight, bias, kind)
-    return Fp8Activation(ticket, *made[0]), same
-
-
 class NormCast(torch.autograd.Function):
-    """x -> the ticket of its norm, and x itself, whose gradient is added to the norm's in one kernel."""
+    """A norm of x (..., K), made in FP8 for the linear that follows; and x, for its other reader (residual.py), whose
+    gradient is added to the norm's in one kernel."""
 
     @staticmethod
     def forward(ctx, call: Call, made: list, x, weight, bias, kind: NormKind):

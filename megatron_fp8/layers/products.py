@@ -20,16 +20,18 @@ all ranks cast with one scale, delayed scaling's, which they agree on anyway, or
 The weight is frozen to stock Megatron, so autograd must be told to visit us even when x needs no gradient (the first
 layer after a frozen embedding): every call takes an empty `anchor` tensor that requires one.
 
-x may also come in FP8 (`Fp8Activation`), cast by the module before, as this linear would (`Cast`), in the kernel that
-makes it.  What autograd sees of it is a ticket: a tensor of x's shape and type without memory, which carries the edge
-of the graph, and whose gradient is that of x.  In the same way dy may come in FP8 from the module after, which made it
-(`post`): the cast lies in the call's mailbox, and autograd carries a ticket from one backward pass to the other.
+x may also come in FP8 (`Fp8Activation`), cast by the module before as this linear would (`cast_input`), in the kernel
+that makes it.  What autograd sees of it is a ticket: a tensor of x's shape and type without memory, which carries the
+edge of the graph, and whose gradient is that of x.  In the same way dy may come in FP8 from the module after, which
+made it (`post`): the cast lies in the call's mailbox, and autograd carries a ticket from one backward pass to the
+other.
 
 Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
 LinearWithGradAccumulationAndAsyncCommunication.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +40,6 @@ from ..comm import tensor
 from ..engine.owned import GRAD, INPUT, OwnedWeight
 from ..flags.emulate import OPERANDS
 from ..numerics.emulation import EmulatedFormat
-from ..numerics.formats import Format
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
@@ -113,33 +114,15 @@ def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
     return rounding
 
 
-@dataclass(frozen=True, eq=False)
-class Cast:
-    """How a linear casts its input, for whoever has it before the linear does.
+def cast_input(call: Call, x: Castable) -> tuple[ScaledTensor, torch.Tensor]:
+    """x (M, K) -> (q(x), its scale), as an FP8 call casts its input.
 
-    Attributes:
-        columns: whether q(x^T) is wanted too.
-        group: the ranks that must use one scale, or None.
+    Under sequence parallelism the backward pass gathers it again, and transposes then.
     """
-
-    weight: OwnedWeight
-    fmt: Format
-    columns: bool
-    training: bool
-    group: torch.distributed.ProcessGroup | None
-
-    def __call__(self, x: Castable) -> tuple[ScaledTensor, torch.Tensor]:
-        """x (M, K) -> (q(x), its scale)."""
-        return self.weight.cast(
-            x, INPUT, self.fmt, columns=self.columns, training=self.training, group=self.group
-        )
-
-
-def input_cast(call: Call) -> Cast:
-    """How an FP8 call casts x: under sequence parallelism the backward pass gathers it again and transposes then."""
     columns = call.keep and call.wgrad_fp8 and call.gather is None
     group = call.group if call.gather == "fp8" else None
-    return Cast(call.weight, call.weight.config.forward_format, columns, call.training, group)
+    fmt = call.weight.config.forward_format
+    return call.weight.cast(x, INPUT, fmt, columns=columns, training=call.training, group=group)
 
 
 def takes_fp8(call: Call) -> bool:
@@ -160,17 +143,20 @@ class Fp8Activation:
     exact: torch.Tensor | None
 
 
-def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> Fp8Activation:
-    """What a maker makes of its inputs, for `call`. Its forward pass gets (ctx, call, made, *inputs) and ends with
-    `give`; its backward pass returns None for the first two."""
+def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> tuple[Fp8Activation, Any]:
+    """What a maker makes of its inputs for `call`, and what else it returns.
+
+    Its forward pass gets (ctx, call, made, *inputs) and returns what `give` does, and something else or None; its
+    backward pass returns None for the first two.
+    """
     made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None]] = []
-    ticket = maker.apply(call, made, *inputs)
-    return Fp8Activation(ticket, *made[0])
+    ticket, other = maker.apply(call, made, *inputs)
+    return Fp8Activation(ticket, *made[0]), other
 
 
 def give(call: Call, made: list, x: Castable, like: torch.Tensor) -> torch.Tensor:
     """Cast x (M, K) for `call` into `made`; returns the ticket, of the type and the leading shape of `like`."""
-    q, scale = input_cast(call)(x)
+    q, scale = cast_input(call, x)
     exact = source.values(x) if call.seen else None
     shape = *like.shape[:-1], call.weight.param.shape[1]
     made.append((q, scale, None if exact is None else exact.view(shape)))
@@ -239,7 +225,8 @@ class BiasedGradient:
         return payload, payload_t
 
     def values(self) -> torch.Tensor:
-        self.dbias = self._dy.sum(0)
+        if self.dbias is None:  # who only looks on, after the cast, changes nothing
+            self.dbias = self._dy.sum(0)
         return self._dy
 
 
@@ -253,7 +240,7 @@ class Fp8Product(torch.autograd.Function):
             q, scale = given.q, given.scale
         else:
             here = call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1])
-            q, scale = input_cast(call)(here)
+            q, scale = cast_input(call, here)
         read = q
         if call.gather == "fp8":
             rows = tensor.gather(q.payload.view(x.shape), call.group)

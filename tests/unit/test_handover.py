@@ -11,7 +11,7 @@ from engine_parts import OneWeight
 from megatron_fp8 import ops
 from megatron_fp8.engine.events import Observer
 from megatron_fp8.layers.mlp import ActivationCast
-from megatron_fp8.layers.norm import NormKind, norm_cast
+from megatron_fp8.layers.norm import NormCast, NormKind
 from megatron_fp8.layers.products import hand_over, maker_of, plan, product
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
@@ -90,9 +90,9 @@ class Mlp:
         x, weight, norm_bias, bias = leaves
         one, two = self._calls()
         if handed_over:
-            given, _ = norm_cast(one, x, weight, norm_bias, self.norm)
+            given, _ = hand_over(NormCast, one, x, weight, norm_bias, self.norm)
             h = product(given.ticket, self.anchor, one, given)
-            given = hand_over(ActivationCast, two, h, bias, self.kind, maker_of(h))
+            given, _ = hand_over(ActivationCast, two, h, bias, self.kind, maker_of(h))
             y = product(given.ticket, self.anchor, two, given)
         else:
             h = product(Norm.apply(x, weight, norm_bias, self.norm), self.anchor, one, None)
@@ -152,11 +152,26 @@ def test_observers_see_the_same_and_change_nothing(group):
     assert sorted(map(key, later)) == sorted(map(key, handed))  # the order in which they are cast differs
 
 
+def test_looking_on_changes_no_bit_of_a_biass_gradient(group):
+    """In BF16, where the sum of what a looker sees is not the sum of what was cast."""
+
+    class Looking(Observer):
+        def cast(self, weight, role, x, q):
+            pass
+
+    mlp = Mlp(group, "gelu", NormKind(False, 1e-5, False), bias=True)
+    mlp.leaves, mlp.dy = [leaf.bfloat16() for leaf in mlp.leaves], mlp.dy.bfloat16()
+    bare = mlp.run(True)
+    for one in (mlp.fc1, mlp.fc2):
+        one.events.subscribe(Looking())
+    assert all(torch.equal(a, b) for a, b in zip(bare, mlp.run(True), strict=True))
+
+
 def test_a_second_reader_is_noticed(group):
     mlp = Mlp(group, "gelu", NormKind(True, 1e-5, False), False)
     one, two = mlp._calls()
     h = product(mlp.leaves[0].clone().requires_grad_(), mlp.anchor, one, None)
-    given = hand_over(ActivationCast, two, h, None, "gelu", maker_of(h))
+    given, _ = hand_over(ActivationCast, two, h, None, "gelu", maker_of(h))
     y = product(given.ticket, mlp.anchor, two, given)
     with pytest.raises(RuntimeError, match="second reader"):
         (y.sum() + h.sum()).backward()
