@@ -13,6 +13,9 @@ What is hooked, and why not something more official:
     language_module.fused_vocab_parallel_cross_entropy and tensor_parallel.vocab_parallel_cross_entropy
                                                 are ours (layers/cross_entropy.py): with --cross-entropy-loss-fusion
                                                 and without, the same loss.  Transformer Engine's stays its own.
+    RerunStateMachine.validate_result and should_run_forward_backward
+                                                look at the losses of a step's micro-batches when all is launched
+                                                (monitor/late_checks.py).
     CheckpointWithoutOutput.__init__            says that stock's FP8 is off: it takes silence for FP8, and fails where
                                                 Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
@@ -211,9 +214,11 @@ def _hook_model(fp8: Fp8Config) -> None:
     import megatron.core.tensor_parallel.layers as tensor_parallel_layers
     import megatron.training.training as training
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.rerun_state_machine import RerunStateMachine
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
     from .layers.embedding import Functional
+    from .monitor.late_checks import LateChecks
 
     _replace(tensor_parallel_layers, "F", Functional())
     _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
@@ -221,6 +226,10 @@ def _hook_model(fp8: Fp8Config) -> None:
     _rebind(language_module, "fused_vocab_parallel_cross_entropy", _fused_cross_entropy, f"{logits} tp_group")
     _rebind(tensor_parallel, "vocab_parallel_cross_entropy", _cross_entropy, f"{logits} label_smoothing tp_group")
     _rebind(CheckpointWithoutOutput, "__init__", lambda stock: lambda self, fp8=None: stock(self, None), "self fp8")
+    checks = LateChecks()
+    _rebind(RerunStateMachine, "validate_result", checks.validate_result, "self result rejection_func message")
+    loop = "should_run_forward_backward"
+    _rebind(RerunStateMachine, loop, checks.should_run_forward_backward, "self data_iterator")
     parameters = "prefix forward_step_func data_iterator model iteration"
     _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
 
