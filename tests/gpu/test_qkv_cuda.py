@@ -32,8 +32,9 @@ SHAPES = [
     (2, 2, 1, 1, 16, 2),
     (1, 1, 1, 1, 8, 8),
     (1, 1, 2, 2, 24, 6),
-    (35, 2, 2, 1, 64, 0),  # nothing rotated
-    (7, 3, 3, 4, 40, 0),
+    (34, 2, 2, 1, 64, 0),  # nothing rotated: by cast.py's tiles, in words
+    (7, 3, 3, 4, 48, 0),  # in bytes
+    (3, 1, 2, 2, 40, 0),  # too narrow for them
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

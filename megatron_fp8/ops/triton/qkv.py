@@ -8,6 +8,8 @@ A program takes ROWS tokens and HEADS heads, one after the other, with cos and s
 every head, they would move more bytes than the heads. Of a head it takes pairs, both halves at once, ROWS x d/2, and by
 itself what is not rotated. Blocks are powers of two with masks, so a head may have any size.
 
+Where nothing is rotated, a join in FP8 with columns is a cast of tiles whose rows lie in heads: cast.py's, and as fast.
+
 In place no thread may read what another has written: a pair is read and written by one thread, since a tile has more
 pairs than the program threads.
 
@@ -22,10 +24,22 @@ import triton
 import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.triton.cast import fp8_code, magnitude_bits
+from megatron_fp8.ops.triton.cast import (
+    TILE_K,
+    TILE_M,
+    TILE_WARPS,
+    bits,
+    columns_view,
+    fp8_code,
+    fp8_pair,
+    magnitude_bits,
+    store_codes,
+    tile_place,
+)
 
 PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs of numbers in a tile, heads at most and warps a program
 COLUMN_ROWS, COLUMN_WARPS = 32, 8  # where a transposed payload is written: its runs are of ROWS bytes
+NARROWEST = 16  # tile of a head that cast.py's way is worth
 
 
 @triton.jit
@@ -161,6 +175,44 @@ def _qkv_join_kernel(
             tl.atomic_max(amax_ptr, tl.max(tail_largest), sem="relaxed")
 
 
+@triton.jit
+def _load_head(head, s_stride, b_stride, batch, rows, within, M):
+    """float32 (rows, within) of a head, whose tokens s * batch + b are the rows; 0 beyond M."""
+    places = (rows // batch).to(tl.int64) * s_stride + (rows % batch).to(tl.int64) * b_stride
+    return tl.load(head + places[:, None] + within[None, :], mask=(rows < M)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _qkv_cast_kernel(
+    q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, batch, M, groups,
+    scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
+    R: tl.constexpr, HN: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """_qkv_join_kernel in FP8 where nothing is rotated, by cast.py's tiles: each is of one head."""
+    width = groups * ((R + 2) * HN)
+    _, quads, cols = tile_place(width, TILE_M, TILE_K)
+    t = tl.program_id(0) % (width // TILE_K) * TILE_K // HN
+    group, slot = t // (R + 2), t % (R + 2)
+    is_q, is_k = slot < R, slot == R
+    kv = tl.where(is_k, k_ptr + group.to(tl.int64) * k_h, v_ptr + group.to(tl.int64) * v_h)
+    head = tl.where(is_q, q_ptr + (group * R + slot).to(tl.int64) * q_h, kv)
+    s_stride, b_stride = tl.where(is_q, q_s, tl.where(is_k, k_s, v_s)), tl.where(is_q, q_b, tl.where(is_k, k_b, v_b))
+    within = tl.multiple_of(cols - t * HN, TILE_K)
+    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    for i in tl.static_range(2):
+        rows = 4 * quads + 2 * i
+        x_0 = _load_head(head, s_stride, b_stride, batch, rows, within, M)
+        x_1 = _load_head(head, s_stride, b_stride, batch, rows + 1, within, M)
+        if amax_ptr is not None:
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+        word |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
+    store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, width, width, WORDS)
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+
+
 def _cut(heads: int, d: int, rest: int, transposed: bool = False) -> dict[str, int]:
     """How `heads` heads of d rotated numbers and `rest` others become programs and tiles: constants, num_warps."""
     block, tail = triton.next_power_of_2(max(d // 2, 1)), triton.next_power_of_2(max(rest, 1))
@@ -204,6 +256,12 @@ def split_qkv(
     return q, k, v
 
 
+def _strided(x: torch.Tensor) -> tuple:
+    """A tensor (s, b, heads, hn) and its strides, hn's being 1."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, *x.stride()[:3]
+
+
 def join_qkv(
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -225,14 +283,21 @@ def join_qkv(
     M, width = s * b, groups * (r + 2) * hn
     out = dq.new_empty(M, width, dtype=dq.dtype if fmt is None else fmt.dtype) if rows else None
     out_t = dq.new_empty(width, M, dtype=fmt.dtype) if columns else None
-    outputs = (out, None) if fmt is None else (None if x is None else x.view(torch.uint8) for x in (out, out_t))
-    given = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+    given = [part for x in (dq, dk, dv) for part in _strided(x)]
     d = 0 if cos is None else cos.shape[-1]
+    tile_k = min(hn & -hn, TILE_K)  # the largest power of two in a head
+    if columns and d == 0 and tile_k >= NARROWEST:
+        out_t_view, words = columns_view(out_t, M)
+        _qkv_cast_kernel[(triton.cdiv(M, TILE_M) * (width // tile_k),)](
+            *given, b, M, groups, scale, None if out is None else out.view(torch.uint8), out_t_view, bits(amax_out), 0,
+            R=r, HN=hn, E4M3=fmt == E4M3, WORDS=words, TILE_M=TILE_M, TILE_K=tile_k, num_warps=TILE_WARPS,
+        )  # fmt: skip
+        return out, out_t
+    outputs = (out, None) if fmt is None else (None if x is None else x.view(torch.uint8) for x in (out, out_t))
     cut = _cut(groups * (r + 2), d, hn - d, columns)
     grid = (triton.cdiv(M, cut["ROWS"]) * groups * (r + 2) // cut["HEADS"],)
     _qkv_join_kernel[grid](
-        *(part for x in given for part in (x, *x.stride()[:3])), cos, sin, b, M, groups,
-        scale, *outputs, None if amax_out is None else amax_out.view(torch.int32), 0,
+        *given, cos, sin, b, M, groups, scale, *outputs, bits(amax_out), 0,
         R=r, HN=hn, INTERLEAVED=interleaved, E4M3=fmt == E4M3, **cut, enable_fp_fusion=False,
     )  # fmt: skip
     return out if fmt is None else (out, out_t)
