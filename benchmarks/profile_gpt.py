@@ -11,6 +11,7 @@ TRACE=FILE.json.gz the trace itself is kept.
 TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -148,6 +149,7 @@ def install(step: int) -> None:
 
     stock, calls = training.train_step, Counter()
 
+    @functools.wraps(stock)  # its parameters, which the hooks of some flags look at
     def train_step(*args, **kwargs):
         calls["n"] += 1
         if calls["n"] != step or int(os.environ.get("RANK", "0")) != 0:
