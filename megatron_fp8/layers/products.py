@@ -26,10 +26,15 @@ edge of the graph, and whose gradient is that of x.  In the same way dy may come
 made it (`post`): the cast lies in the call's mailbox, and autograd carries a ticket from one backward pass to the
 other.
 
+With --fp8-activations (`Call.recasts`) q(x^T) does not wait for the backward pass where it can be made again, of what
+waits in any case: what a norm or an activation function keeps of its own input, in FP8, or an attention's output, of
+which it gives the same bits. A `Recipe` says how.
+
 Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
 LinearWithGradAccumulationAndAsyncCommunication.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +66,7 @@ class Call:
         fp8: whether the GEMMs are FP8's; wgrad_fp8: whether the weight gradient's is.
         rounding: of a BF16 call, how operands are rounded that are emulated.
         seen: whether someone looks at the GEMMs, so that x waits in BF16 too.
+        recasts: whether the backward pass casts x again, where there is a recipe.
         mailbox: holds q(dy) between the backward pass that made it and this call's own.
     """
 
@@ -74,6 +80,7 @@ class Call:
     wgrad_fp8: bool
     rounding: dict[str, Rounding]
     seen: bool
+    recasts: bool
     mailbox: "list[Posted]"
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +101,8 @@ def plan(weight: OwnedWeight, group, sequence_parallel: bool, sum_dx: bool, trai
     gather = (config.tp_gather if fp8 else "bf16") if sequence_parallel else None
     rounding = {} if fp8 else _rounding(weight, keep)
     seen = keep and bool(weight.events.forward or weight.events.backward)
-    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen, [])
+    recasts = keep and fp8 and config.wgrad and config.activations
+    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen, recasts, [])
 
 
 def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
@@ -114,12 +122,20 @@ def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
     return rounding
 
 
-def cast_input(call: Call, x: Castable) -> tuple[ScaledTensor, torch.Tensor]:
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How q(x) is made again in the backward pass: make(format, scale, *kept, rows=, columns=) gives the payloads."""
+
+    make: Callable[..., Payloads]
+    kept: tuple[torch.Tensor | None, ...]
+
+
+def cast_input(call: Call, x: Castable, recipe: Recipe | None = None) -> tuple[ScaledTensor, torch.Tensor]:
     """x (M, K) -> (q(x), its scale), as an FP8 call casts its input.
 
     Under sequence parallelism the backward pass gathers it again, and transposes then.
     """
-    columns = call.keep and call.wgrad_fp8 and call.gather is None
+    columns = call.keep and call.wgrad_fp8 and call.gather is None and recipe is None
     group = call.group if call.gather == "fp8" else None
     fmt = call.weight.config.forward_format
     return call.weight.cast(x, INPUT, fmt, columns=columns, training=call.training, group=group)
@@ -134,13 +150,14 @@ def takes_fp8(call: Call) -> bool:
 class Fp8Activation:
     """An activation in FP8 on its way from one module to a linear: the ticket for autograd, q(x), and its scale.
 
-    exact: x itself where someone looks at the GEMMs, else None.
+    exact: x itself where someone looks at the GEMMs, else None; recipe: None where q(x) waits for the backward pass.
     """
 
     ticket: torch.Tensor
     q: ScaledTensor
     scale: torch.Tensor
     exact: torch.Tensor | None
+    recipe: Recipe | None
 
 
 def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> tuple[Fp8Activation, Any]:
@@ -149,17 +166,19 @@ def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> tupl
     Its forward pass gets (ctx, call, made, *inputs) and returns what `give` does, and something else or None; its
     backward pass returns None for the first two.
     """
-    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None]] = []
+    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None, Recipe | None]] = []
     ticket, other = maker.apply(call, made, *inputs)
     return Fp8Activation(ticket, *made[0]), other
 
 
-def give(call: Call, made: list, x: Castable, like: torch.Tensor) -> torch.Tensor:
+def give(
+    call: Call, made: list, x: Castable, like: torch.Tensor, recipe: Recipe | None = None
+) -> torch.Tensor:
     """Cast x (M, K) for `call` into `made`; returns the ticket, of the type and the leading shape of `like`."""
-    q, scale = cast_input(call, x)
+    q, scale = cast_input(call, x, recipe)
     exact = source.values(x) if call.seen else None
     shape = *like.shape[:-1], call.weight.param.shape[1]
-    made.append((q, scale, None if exact is None else exact.view(shape)))
+    made.append((q, scale, None if exact is None else exact.view(shape), recipe))
     return ticket(shape, like)
 
 
@@ -230,6 +249,15 @@ class BiasedGradient:
         return self._dy
 
 
+def hold(x: torch.Tensor) -> None:
+    """Say that somebody keeps x in memory until the backward pass of whom x is given to."""
+    x._fp8_held = True
+
+
+def _again(fmt, scale: torch.Tensor, x: torch.Tensor, *, rows: bool, columns: bool) -> Payloads:
+    return source.cast(x.reshape(-1, x.shape[-1]), fmt, scale, rows=rows, columns=columns, amax_out=None)
+
+
 class Fp8Product(torch.autograd.Function):
     """y = x W^T + bias in FP8; x in BF16, or the ticket of `given`."""
 
@@ -237,20 +265,24 @@ class Fp8Product(torch.autograd.Function):
     def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None, bias: torch.Tensor | None):
         w = call.weight.quantized()
         if given is not None:
-            q, scale = given.q, given.scale
+            q, scale, recipe = given.q, given.scale, given.recipe
         else:
             here = call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1])
-            q, scale = cast_input(call, here)
+            held = call.recasts and call.gather is None and getattr(x, "_fp8_held", False)
+            recipe = Recipe(_again, (x,)) if held else None
+            q, scale = cast_input(call, here, recipe)
         read = q
         if call.gather == "fp8":
             rows = tensor.gather(q.payload.view(x.shape), call.group)
             read = ScaledTensor(rows.view(-1, rows.shape[-1]), q.scale_inv)
         y = ops.gemm(read, w, ops.Epilogue(dtype=x.dtype, bias=bias), fast_accum=True)
-        kept = x
-        if call.keep and call.wgrad_fp8 and call.gather != "bf16":
-            kept = q.columns if call.gather is None else q.payload.view(x.shape)
-        ctx.call, ctx.w, ctx.exact = call, w, None
-        ctx.save_for_backward(kept, scale, q.scale_inv)
+        kept: tuple[torch.Tensor | None, ...] = (x,)
+        if recipe is not None:
+            kept = recipe.kept
+        elif call.keep and call.wgrad_fp8 and call.gather != "bf16":
+            kept = (q.columns if call.gather is None else q.payload.view(x.shape),)
+        ctx.call, ctx.w, ctx.exact, ctx.make, ctx.shape = call, w, None, recipe and recipe.make, x.shape
+        ctx.save_for_backward(scale, q.scale_inv, *kept)
         if call.seen:
             ctx.exact = x if given is None else given.exact
             _show_forward(call, ctx.exact, read, w)
@@ -267,7 +299,7 @@ def _fp8_gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, ops.Product]:
     """dx (M, K), dbias (N,), and dW not computed yet: what only dx needs is freed before it is."""
     weight, config, w = call.weight, call.weight.config, ctx.w
-    kept, x_scale, x_scale_inv = ctx.saved_tensors
+    x_scale, x_scale_inv, *kept = ctx.saved_tensors
     needs_dx, dbias = ctx.needs_input_grad[0], None
     if call.mailbox:
         posted = call.mailbox.pop()
@@ -285,24 +317,29 @@ def _fp8_gradients(
     dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype)) if needs_dx else None
     if not call.wgrad_fp8:
         assert flat is not None  # of such a call nobody posts
-        product = ops.Product(flat.t(), call.whole(kept).t())
+        product = ops.Product(flat.t(), call.whole(kept[0]).t())
     else:
-        x_t = ScaledTensor(_columns(call, kept, x_scale), x_scale_inv)
+        x_t = ScaledTensor(_columns(ctx, call, kept, x_scale), x_scale_inv)
         product = ops.Product(ScaledTensor(q.columns, q.scale_inv), x_t)
     if call.seen:
         _show_backward(call, call.whole(ctx.exact), flat, (q, w if needs_dx else None), product)
     return dx, dbias, product
 
 
-def _columns(call: Call, kept: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _columns(ctx, call: Call, kept: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
     """q(x^T) of what the forward pass kept of x."""
+    fmt, x = call.weight.config.forward_format, kept[0]
+    if ctx.make is not None:
+        columns = call.gather is None
+        payload, payload_t = ctx.make(fmt, scale, *kept, rows=not columns, columns=columns)
+        x = payload_t if columns else payload.view(ctx.shape)
     if call.gather is None:
-        return kept
+        return x
     if call.gather == "fp8":
-        rows = tensor.gather(kept, call.group)
+        rows = tensor.gather(x, call.group)
         return ops.transpose(rows.view(-1, rows.shape[-1]))
     # Gather again, and quantise with the scale that the forward captured.
-    return ops.quantize(call.whole(kept), call.weight.config.forward_format, scale, transpose=True, rows=False)[1]
+    return ops.quantize(call.whole(x), fmt, scale, transpose=True, rows=False)[1]
 
 
 class Bf16Product(torch.autograd.Function):

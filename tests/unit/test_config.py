@@ -51,6 +51,7 @@ def test_o1(parse):
         "bf16_layers_end": 0,
         "bf16_layers": (),
         "lm_head": False,
+        "activations": False,
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
         "grad_scaling": dataclasses.asdict(ScalingRule()),
