@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import UserError
-from .products import hold
+from .again import hold
 
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,

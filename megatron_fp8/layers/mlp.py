@@ -20,8 +20,9 @@ from megatron.core.transformer.mlp import MLP
 from .. import ops
 from ..numerics.blocks import RowBlocks
 from ..ops.source import Payloads
+from .again import Recipe
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
-from .products import Call, Recipe, give, hand_over, maker_of, post, takes_fp8
+from .products import Call, finish, give, hand_over, maker_of, post, takes_fp8
 
 
 def activation_kind(config) -> str | None:
@@ -60,11 +61,18 @@ def _again(kind: str, fmt, scale: torch.Tensor, *kept, rows: bool, columns: bool
 class ActivationGradient:
     """dy * act'(h + bias) as a Source, of dy (M, F); dbias, of h's width: its sum over M, once it was made in FP8.
 
-    h may be blocks, which have the bias in them.
+    h may be blocks, which have the bias in them. again: a scale and room for act(h + bias)^T in FP8; None once made.
     """
 
-    def __init__(self, dy: torch.Tensor, h: torch.Tensor | RowBlocks, bias: torch.Tensor | None, kind: str):
-        self._dy, self._h, self._kind = dy, h, kind
+    def __init__(
+        self,
+        dy: torch.Tensor,
+        h: torch.Tensor | RowBlocks,
+        bias: torch.Tensor | None,
+        kind: str,
+        again: tuple[torch.Tensor, torch.Tensor] | None,
+    ):
+        self._dy, self._h, self._kind, self.again = dy, h, kind, again
         self._bias = None if isinstance(h, RowBlocks) else bias
         self._bias_type = None if bias is None else bias.dtype
         self.dbias: torch.Tensor | None = None
@@ -72,8 +80,9 @@ class ActivationGradient:
     def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
         how = {"rows": rows, "columns": columns, "amax_out": amax_out, "bias_grad": self._bias_type is not None}
         *payloads, self.dbias = ops.activate_backward_quantize(
-            self._dy, self._h, self._kind, fmt, scale, bias=self._bias, **how
+            self._dy, self._h, self._kind, fmt, scale, bias=self._bias, again=self.again, **how
         )
+        self.again = None
         return payloads[0], payloads[1]
 
     def values(self) -> torch.Tensor:
@@ -90,21 +99,30 @@ class ActivationCast(torch.autograd.Function):
     def forward(ctx, call: Call, made: list, h, bias, kind: str, maker: Call | None):
         flat = h.reshape(-1, h.shape[-1])
         kept = ops.blocks_for(flat, kind) if call.recasts else None
-        ctx.kind, ctx.maker, ctx.shape = kind, maker, h.shape
+        ctx.kind, ctx.maker, ctx.shape, ctx.call = kind, maker, h.shape, call
         if kept is None:
             ctx.save_for_backward(bias, h)
             return give(call, made, Activated(flat, bias, kind, None), h), None
         tensors = kept.payload, kept.exponents
         ctx.save_for_backward(bias, *tensors)
-        recipe = Recipe(functools.partial(_again, kind), tensors)
+        recipe = Recipe(functools.partial(_again, kind), tensors, late=True)
         return give(call, made, Activated(flat, bias, kind, kept), h, recipe), None
 
     @staticmethod
     def backward(ctx, dy, _):
         bias, *h = ctx.saved_tensors
         flat = h[0].reshape(-1, h[0].shape[-1]) if len(h) == 1 else RowBlocks(*h)
-        gradient = ActivationGradient(dy.reshape(-1, dy.shape[-1]), flat, bias, ctx.kind)
+        dy, call = dy.reshape(-1, dy.shape[-1]), ctx.call
+        late = call.late.pop() if call.late else None
+        fmt, columns = call.weight.config.forward_format, None
+        if late is not None:
+            columns = dy.new_empty(dy.shape[::-1], dtype=fmt.dtype)
+        gradient = ActivationGradient(dy, flat, bias, ctx.kind, late and (late.scale, columns))
         dh = gradient.values().view(ctx.shape) if ctx.maker is None else post(ctx.maker, gradient, ctx.shape, dy)
+        if late is not None:
+            if gradient.again is not None:  # dh was made in memory, so that a scale could be found
+                _, columns = _again(ctx.kind, fmt, late.scale, *h, rows=False, columns=True)
+            finish(call, late, columns)
         return None, None, dh, gradient.dbias, None, None
 
 

@@ -19,7 +19,8 @@ from .. import ops
 from ..errors import UserError
 from ..numerics.formats import E4M3
 from ..ops.source import Payloads
-from .products import Call, Recipe, give
+from .again import Recipe
+from .products import Call, give
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,12 @@ edge of the graph, and whose gradient is that of x.  In the same way dy may come
 made it (`post`): the cast lies in the call's mailbox, and autograd carries a ticket from one backward pass to the
 other.
 
-With --fp8-activations (`Call.recasts`) q(x^T) does not wait for the backward pass where it can be made again, of what
-waits in any case: what a norm or an activation function keeps of its own input, in FP8, or an attention's output, of
-which it gives the same bits. A `Recipe` says how.
+With --fp8-activations (`Call.recasts`) q(x^T) does not wait for the backward pass where it can be made then (again.py).
 
 Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
 LinearWithGradAccumulationAndAsyncCommunication.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +46,7 @@ from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Castable, Payloads
+from .again import Late, Recipe, of_held
 
 type Rounding = tuple[EmulatedFormat, tuple[int, int] | None]  # with a seed where it is stochastic
 
@@ -68,6 +66,7 @@ class Call:
         seen: whether someone looks at the GEMMs, so that x waits in BF16 too.
         recasts: whether the backward pass casts x again, where there is a recipe.
         mailbox: holds q(dy) between the backward pass that made it and this call's own.
+        late: holds a weight gradient between this call's backward pass and that of x's maker.
     """
 
     weight: OwnedWeight
@@ -82,6 +81,7 @@ class Call:
     seen: bool
     recasts: bool
     mailbox: "list[Posted]"
+    late: "list[Late]"
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """x (s, ..., K), or a rank's part of it, as (M, K)."""
@@ -102,7 +102,7 @@ def plan(weight: OwnedWeight, group, sequence_parallel: bool, sum_dx: bool, trai
     rounding = {} if fp8 else _rounding(weight, keep)
     seen = keep and bool(weight.events.forward or weight.events.backward)
     recasts = keep and fp8 and config.wgrad and config.activations
-    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen, recasts, [])
+    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen, recasts, [], [])
 
 
 def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
@@ -120,14 +120,6 @@ def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
             noisy = how.rounding == "stochastic"
             rounding[operand] = how, noise_seed(*weight.identity, rank, weight.step, i, at) if noisy else None
     return rounding
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """How q(x) is made again in the backward pass: make(format, scale, *kept, rows=, columns=) gives the payloads."""
-
-    make: Callable[..., Payloads]
-    kept: tuple[torch.Tensor | None, ...]
 
 
 def cast_input(call: Call, x: Castable, recipe: Recipe | None = None) -> tuple[ScaledTensor, torch.Tensor]:
@@ -171,9 +163,7 @@ def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> tupl
     return Fp8Activation(ticket, *made[0]), other
 
 
-def give(
-    call: Call, made: list, x: Castable, like: torch.Tensor, recipe: Recipe | None = None
-) -> torch.Tensor:
+def give(call: Call, made: list, x: Castable, like: torch.Tensor, recipe: Recipe | None = None) -> torch.Tensor:
     """Cast x (M, K) for `call` into `made`; returns the ticket, of the type and the leading shape of `like`."""
     q, scale = cast_input(call, x, recipe)
     exact = source.values(x) if call.seen else None
@@ -214,6 +204,11 @@ def post(call: Call, dy: Castable, shape: tuple[int, ...], like: torch.Tensor) -
     return sent
 
 
+def finish(call: Call, late: Late, columns: torch.Tensor) -> None:
+    """Hand the weight of a call its gradient, with q(x^T)."""
+    call.weight.take_gradient(ops.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
+
+
 def product(
     x: torch.Tensor,
     anchor: torch.Tensor,
@@ -249,15 +244,6 @@ class BiasedGradient:
         return self._dy
 
 
-def hold(x: torch.Tensor) -> None:
-    """Say that somebody keeps x in memory until the backward pass of whom x is given to."""
-    x._fp8_held = True
-
-
-def _again(fmt, scale: torch.Tensor, x: torch.Tensor, *, rows: bool, columns: bool) -> Payloads:
-    return source.cast(x.reshape(-1, x.shape[-1]), fmt, scale, rows=rows, columns=columns, amax_out=None)
-
-
 class Fp8Product(torch.autograd.Function):
     """y = x W^T + bias in FP8; x in BF16, or the ticket of `given`."""
 
@@ -268,8 +254,7 @@ class Fp8Product(torch.autograd.Function):
             q, scale, recipe = given.q, given.scale, given.recipe
         else:
             here = call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1])
-            held = call.recasts and call.gather is None and getattr(x, "_fp8_held", False)
-            recipe = Recipe(_again, (x,)) if held else None
+            recipe = of_held(x) if call.recasts and call.gather is None else None
             q, scale = cast_input(call, here, recipe)
         read = q
         if call.gather == "fp8":
@@ -281,7 +266,8 @@ class Fp8Product(torch.autograd.Function):
             kept = recipe.kept
         elif call.keep and call.wgrad_fp8 and call.gather != "bf16":
             kept = (q.columns if call.gather is None else q.payload.view(x.shape),)
-        ctx.call, ctx.w, ctx.exact, ctx.make, ctx.shape = call, w, None, recipe and recipe.make, x.shape
+        ctx.call, ctx.w, ctx.exact, ctx.shape = call, w, None, x.shape
+        ctx.make, ctx.late = (None, False) if recipe is None else (recipe.make, recipe.late)
         ctx.save_for_backward(scale, q.scale_inv, *kept)
         if call.seen:
             ctx.exact = x if given is None else given.exact
@@ -296,8 +282,8 @@ class Fp8Product(torch.autograd.Function):
 
 def _fp8_gradients(
     ctx, call: Call, dy: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, ops.Product]:
-    """dx (M, K), dbias (N,), and dW not computed yet: what only dx needs is freed before it is."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, ops.Product | None]:
+    """dx (M, K), dbias (N,), and dW not computed yet: what only dx needs is freed before it is. None: it comes late."""
     weight, config, w = call.weight, call.weight.config, ctx.w
     x_scale, x_scale_inv, *kept = ctx.saved_tensors
     needs_dx, dbias = ctx.needs_input_grad[0], None
@@ -318,6 +304,9 @@ def _fp8_gradients(
     if not call.wgrad_fp8:
         assert flat is not None  # of such a call nobody posts
         product = ops.Product(flat.t(), call.whole(kept[0]).t())
+    elif ctx.late and needs_dx and not call.seen:
+        call.late.append(Late(ScaledTensor(q.columns, q.scale_inv), x_scale, x_scale_inv))
+        return dx, dbias, None
     else:
         x_t = ScaledTensor(_columns(ctx, call, kept, x_scale), x_scale_inv)
         product = ops.Product(ScaledTensor(q.columns, q.scale_inv), x_t)
@@ -381,8 +370,10 @@ def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[torch.Tensor 
     return dx, product
 
 
-def _finish(call: Call, dx: torch.Tensor | None, shape: torch.Size, product: ops.Product) -> torch.Tensor | None:
-    """Hand the weight its gradient, which hides the sum of dx (M, K) over tensor parallelism; dx (..., K)."""
+def _finish(
+    call: Call, dx: torch.Tensor | None, shape: torch.Size, product: ops.Product | None
+) -> torch.Tensor | None:
+    """Hand the weight its gradient, unless it is late, which hides the sum of dx (M, K) over the ranks; dx (..., K)."""
     handle, summed = None, None
     if dx is not None:
         summed = dx = dx.view(*shape[:-1], dx.shape[-1])
@@ -390,7 +381,8 @@ def _finish(call: Call, dx: torch.Tensor | None, shape: torch.Size, product: ops
             summed, handle = tensor.start_all_reduce(dx, call.group)
         elif call.gather:
             summed, handle = tensor.start_reduce_scatter(dx, call.group)
-    call.weight.take_gradient(product)
+    if product is not None:
+        call.weight.take_gradient(product)
     if handle is not None:
         handle.wait()  # until here dx is kept
     return summed

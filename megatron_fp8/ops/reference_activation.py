@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 
 from megatron_fp8.numerics.blocks import BLOCK, RowBlocks
-from megatron_fp8.numerics.formats import Format
+from megatron_fp8.numerics.formats import Format, by_dtype
 from megatron_fp8.ops import reference
 
 GATED = ("swiglu", "geglu")
@@ -165,11 +165,17 @@ def activate_backward_quantize(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
     bias_grad: bool = False,
+    again: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dh of activate_backward, cast from float32: (payload of its shape, payload_t, dbias); else as activate_quantize.
 
-    dbias (dh's width, dy's type), where bias_grad asks for it: the sum of dh's float32 values over rows.
+    dbias (dh's width, dy's type), where bias_grad asks for it: the sum of dh's float32 values over rows. again: a scale
+    and FP8 columns (F, M), which become those that activate_quantize would make of h.
     """
     dh = _backward(dy, h, kind, bias)
+    if again is not None:
+        scale_again, out = again
+        y = _forward(h, kind, bias, None)
+        out.copy_(_quantize(y, by_dtype(out.dtype), scale_again, False, True, None)[1])
     payloads = _quantize(dh, fmt, scale, rows, columns, amax_out)
     return *payloads, (dh.sum(0).to(dy.dtype) if bias_grad else None)

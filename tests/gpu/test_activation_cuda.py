@@ -254,9 +254,11 @@ def test_what_is_kept_in_blocks(kind, with_bias, shape):
     scale = put(torch.tensor(30.0))
     none, columns = activation.activate_quantize(kept, kind, E4M3, scale, rows=False, columns=True)
     assert none is None and cast_of_nearly(columns.t(), y, error, E4M3, 30.0)
+    again = columns.new_empty(columns.shape)
     payload, payload_t, dbias = activation.activate_backward_quantize(
-        put(dy), kept, kind, E5M2, scale, columns=True, bias_grad=True
+        put(dy), kept, kind, E5M2, scale, columns=True, bias_grad=True, again=(scale, again)
     )
+    assert cast_of_nearly(again.t(), y, error, E4M3, 30.0)
     assert cast_of_nearly(payload, dh, error_back, E5M2, 30.0) and same(payload_t.t(), payload)
     assert close(dbias, dh.sum(0), error_back.sum(0) + 1e-6 * dh.abs().sum(0), 2**-8) and dbias.dtype == dy.dtype
     if kind in OPTIONS:

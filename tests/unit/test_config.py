@@ -119,6 +119,7 @@ OURS = {
     **{"--fp8-emulate-from-step": "2", "--fp8-emulate-until-step": "9"},
     "--fp8-bf16-layers": "*.linear_fc2",
     "--fp8-lm-head": None,
+    "--fp8-activations": None,
     "--fp8-ckpt-compact": None,
     "--fp8-attention": "torch",
     **{"--fp8-gemm-backend": "torch", "--fp8-gemm-search": None, "--fp8-log-gemm": None},

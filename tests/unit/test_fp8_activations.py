@@ -89,7 +89,8 @@ LATENT = (
     "--qk-layernorm --position-embedding-type rope"
 )
 CASES = [
-    *("", SWIGLU, "--apply-layernorm-1p --squared-relu --no-bias-gelu-fusion", "--no-bias-gelu-fusion", "--hidden-dropout 0.3", LATENT),
+    *("", SWIGLU, "--apply-layernorm-1p --squared-relu --no-bias-gelu-fusion", "--no-bias-gelu-fusion"),
+    *("--hidden-dropout 0.3", LATENT),
     *(f"--mtp-num-layers 1 {SWIGLU}", "--num-experts 2 --moe-layer-freq [0,1] --disable-bias-linear"),
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--recompute-granularity selective --recompute-modules layernorm core_attn",

@@ -3,8 +3,8 @@
     activate_quantize             reads 2 bytes an element of h; writes 1 a row, 1 a column payload of act(h + bias)
     activate_backward_quantize    reads 2 of dy and 2 of h; writes 1 and 1 an element of dh; adds dh up over rows
 
-Where h is kept in RowBlocks for the backward pass, the first writes 1 more but no columns, which another call makes of
-the blocks (1 + 1); and the second reads 1 of h. A tile is one block wide.
+Where h is kept in RowBlocks for the backward pass, the first writes 1 more, but no columns, and the second reads 1 of h
+and writes those columns (`again`). A tile is one block wide.
 
 Bound by memory only if an element costs few instructions: an H200 issues about 30 a byte of its bandwidth, so 30 an
 element in the time of 4 bytes. Hence
@@ -163,15 +163,18 @@ def _act(
 def _act_back(
     dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
-    """dh, float32, of columns cols and of F + cols, which means nothing where kind is not gated. Below the last row,
-    where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it already."""
+    """dh, float32, of columns cols and of F + cols, which means nothing where kind is not gated; and act(h + bias).
+    Below the last row, where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it
+    already."""
     there = (rows < M)[:, None] & (cols < F)[None, :]
     dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * F + cols[None, :], mask=there, other=0.0).to(tl.float32)
     value, slope = _value_and_slope(_load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED), KIND)
-    dh = dy * slope
+    dh, y = dy * slope, value
     if GATED:
-        dh *= _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 1, GATED)
-    return dh, dy * value
+        gated = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 1, GATED)
+        dh *= gated
+        y *= gated
+    return dh, dy * value, y
 
 
 @triton.jit(do_not_specialize=["zero"])
@@ -212,28 +215,33 @@ def _activate_kernel(
 
 @triton.jit(do_not_specialize=["zero"])
 def _activate_backward_kernel(
-    dy_ptr, h_ptr, bias_ptr, exponents_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
+    dy_ptr, h_ptr, bias_ptr, exponents_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr,
+    again_scale_ptr, again_ptr, zero,
     KIND: tl.constexpr, GATED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    AGAIN_E4M3: tl.constexpr, AGAIN_WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """dh of a tile, as _activate_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t."""
+    """dh of a tile, as _activate_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t; and the
+    columns of act(h + bias) go to again, if it is there."""
     tile, quads, cols = tile_place(F, TILE_M, TILE_K)
     width = 2 * F if GATED else F
     if exponents_ptr is not None:
         exponents_ptr += tl.program_id(0) % tl.cdiv(F, TILE_K)
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     word_2 = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    word_again = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     total = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
     total_2 = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
     for i in tl.static_range(2):
         rows = 4 * quads + 2 * i
-        a_0, b_0 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND, GATED)
-        a_1, b_1 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows + 1, cols, M, F, KIND, GATED)
+        a_0, b_0, y_0 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND, GATED)
+        a_1, b_1, y_1 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows + 1, cols, M, F, KIND, GATED)
         if amax_ptr is not None:
             largest = tl.maximum(largest, tl.maximum(magnitude_bits(a_0), magnitude_bits(a_1)))
             if GATED:
                 largest = tl.maximum(largest, tl.maximum(magnitude_bits(b_0), magnitude_bits(b_1)))
+        if again_ptr is not None:
+            word_again |= fp8_pair(y_0, y_1, tl.load(again_scale_ptr), zero, AGAIN_E4M3) << (16 * i)
         if sums_ptr is not None:
             total += a_0 + a_1
             total_2 += b_0 + b_1
@@ -252,6 +260,8 @@ def _activate_backward_kernel(
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, width, WORDS)
         if GATED:
             store_codes(word_2, out_ptr, out_t_ptr, quads, cols, F, M, F, width, WORDS)
+    if again_ptr is not None:
+        store_codes(word_again, None, again_ptr, quads, cols, 0, M, F, F, AGAIN_WORDS)
     if sums_ptr is not None:
         sums = sums_ptr + tile.to(tl.int64) * width + cols
         tl.store(sums, tl.sum(total, axis=0), mask=cols < F)
@@ -293,16 +303,21 @@ def _forward(h, kind, bias, kept, out, out_t=None, scale=None, fmt=None, amax_ou
     )  # fmt: skip
 
 
-def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None, bias_grad=False):
+def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None, bias_grad=False, again=None):
     """The sum of dh's rows, where bias_grad asks for it."""
     M, F = shape_of(h, kind)
     tile_m, tile_k, warps = GATED_BACKWARD if kind in GATED else BACKWARD
     columns, words = columns_view(out_t, M)
+    again_scale, again_t = again or (None, None)
+    again_columns, again_words = columns_view(again_t, M)
     tiles = triton.cdiv(M, tile_m)
     sums = dy.new_empty(tiles, _gradient_shape(h, kind)[1], dtype=torch.float32) if bias_grad else None
     _activate_backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
-        dy.contiguous(), *_operand(h, bias, tile_k), M, F, scale, out, columns, bits(amax_out), sums, 0,
-        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+        dy.contiguous(), *_operand(h, bias, tile_k), M, F, scale, out, columns, bits(amax_out), sums,
+        again_scale, again_columns, 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words,
+        AGAIN_E4M3=again_t is not None and again_t.dtype == E4M3.dtype, AGAIN_WORDS=again_words,
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
     return None if sums is None else sums.sum(0).to(dy.dtype)
 
@@ -357,10 +372,11 @@ def activate_backward_quantize(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
     bias_grad: bool = False,
+    again: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """reference_activation.activate_backward_quantize in one pass, and one over the tiles' sums of dbias."""
     shape = _gradient_shape(h, kind)
     payload = dy.new_empty(shape, dtype=fmt.dtype) if rows else None
     payload_t = dy.new_empty(shape[::-1], dtype=fmt.dtype) if columns else None
-    dbias = _backward(dy, h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out, bias_grad)
+    dbias = _backward(dy, h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out, bias_grad, again)
     return payload, payload_t, dbias
