@@ -338,6 +338,34 @@ def test_mistakes(flags, start, parse):
     assert error_of(config_from_args, parse(*MODEL, *flags.split())).startswith(start)
 
 
+def test_activations_in_fp8(parse):
+    flag = "--fp8-activations"
+    assert not config_from_args(parse(*O1)).activations and config_from_args(parse(*O1, flag)).activations
+    for flags, start in (
+        ("--fp8-gemm bf16", f"{flag}: the GEMMs of this run are BF16's"),
+        ("--fp8-emulate E8M3", f"{flag}: the GEMMs of this run are BF16's"),
+        ("--no-fp8-wgrad", f"{flag} with --no-fp8-wgrad: "),
+    ):
+        assert error_of(config_from_args, parse(*O1, flag, *flags.split())).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "flags, stays",
+    [
+        ("", ""),
+        ("--tensor-model-parallel-size 2", ""),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "norms, whose output is gathered in BF16"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --fp8-tp-gather fp8", ""),
+        ("--num-experts 2 --disable-bias-linear", "experts"),
+        ("--recompute-granularity full --recompute-method uniform", "little to save"),
+    ],
+)
+def test_the_log_says_which_activations_stay_in_bf16(flags, stays, parse):
+    args = parse(*O1, "--fp8-activations", *flags.split())
+    lines = [line for line in adapt_stock_args(args, config_from_args(args)) if line.startswith("--fp8-activations: ")]
+    assert len(lines) == bool(stays) and all(stays in line for line in lines)
+
+
 def test_first_and_last_layers(parse):
     counts = ["--num-layers-at-start-in-bf16", "3", "--num-layers-at-end-in-bf16", "0"]
     config = config_from_args(parse(*O1, "--first-last-layers-bf16", *counts))
