@@ -10,7 +10,7 @@ Part of no level. What it does not reach stays in BF16, and a line of the log sa
 from argparse import Namespace
 
 from ..errors import UserError
-from .flag import Flag
+from .flag import Flag, value_of
 
 ACTIVATIONS = Flag(
     "--fp8-activations",
@@ -42,8 +42,8 @@ def activations_line(args: Namespace, given: bool, tp_gather: str) -> list[str]:
         stays.append("experts, and the norms before them")
     if args.multi_latent_attention:
         stays.append("the norms before latent attention")
-    if args.quick_geglu:
-        stays.append("activation functions (--quick-geglu)")
+    unknown = ("--quick-geglu", "--glu-linear-offset", "--activation-func-clamp-value")
+    stays += [f"activation functions ({flag})" for flag in unknown if value_of(args, flag)]
     lines = [f"{ACTIVATIONS.name}: in BF16 stay {'; '.join(stays)}"] if stays else []
     if args.recompute_granularity == "full":
         lines.append(f"{ACTIVATIONS.name}: little to save, as --recompute-granularity full keeps layers' inputs alone")
