@@ -19,6 +19,7 @@ from megatron.core.transformer.mlp import MLP
 
 from .. import ops
 from ..numerics.blocks import RowBlocks
+from ..numerics.formats import Format
 from ..ops.source import Payloads
 from .again import Recipe
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
@@ -61,7 +62,8 @@ def _again(kind: str, fmt, scale: torch.Tensor, *kept, rows: bool, columns: bool
 class ActivationGradient:
     """dy * act'(h + bias) as a Source, of dy (M, F); dbias, of h's width: its sum over M, once it was made in FP8.
 
-    h may be blocks, which have the bias in them. again: a scale and room for act(h + bias)^T in FP8; None once made.
+    h may be blocks, which have the bias in them. again: the format and scale of act(h + bias)^T, where that is to be
+    made along with it; columns: that, once it is.
     """
 
     def __init__(
@@ -70,19 +72,24 @@ class ActivationGradient:
         h: torch.Tensor | RowBlocks,
         bias: torch.Tensor | None,
         kind: str,
-        again: tuple[torch.Tensor, torch.Tensor] | None,
+        again: tuple[Format, torch.Tensor] | None,
     ):
-        self._dy, self._h, self._kind, self.again = dy, h, kind, again
+        self._dy, self._h, self._kind, self._again = dy, h, kind, again
+        self.columns: torch.Tensor | None = None
         self._bias = None if isinstance(h, RowBlocks) else bias
         self._bias_type = None if bias is None else bias.dtype
         self.dbias: torch.Tensor | None = None
 
     def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
         how = {"rows": rows, "columns": columns, "amax_out": amax_out, "bias_grad": self._bias_type is not None}
+        again = None
+        if self._again is not None and self.columns is None:
+            fmt_again, scale_again = self._again
+            self.columns = self._dy.new_empty(self._dy.shape[::-1], dtype=fmt_again.dtype)
+            again = scale_again, self.columns
         *payloads, self.dbias = ops.activate_backward_quantize(
-            self._dy, self._h, self._kind, fmt, scale, bias=self._bias, again=self.again, **how
+            self._dy, self._h, self._kind, fmt, scale, bias=self._bias, again=again, **how
         )
-        self.again = None
         return payloads[0], payloads[1]
 
     def values(self) -> torch.Tensor:
@@ -113,15 +120,14 @@ class ActivationCast(torch.autograd.Function):
         bias, *h = ctx.saved_tensors
         flat = h[0].reshape(-1, h[0].shape[-1]) if len(h) == 1 else RowBlocks(*h)
         dy, call = dy.reshape(-1, dy.shape[-1]), ctx.call
-        late = call.late.pop() if call.late else None
-        fmt, columns = call.weight.config.forward_format, None
-        if late is not None:
-            columns = dy.new_empty(dy.shape[::-1], dtype=fmt.dtype)
-        gradient = ActivationGradient(dy, flat, bias, ctx.kind, late and (late.scale, columns))
+        late, fmt = call.late.pop() if call.late else None, call.weight.config.forward_format
+        gradient = ActivationGradient(dy, flat, bias, ctx.kind, late and (fmt, late.scale))
         dh = gradient.values().view(ctx.shape) if ctx.maker is None else post(ctx.maker, gradient, ctx.shape, dy)
         if late is not None:
-            if gradient.again is not None:  # dh was made in memory, so that a scale could be found
+            columns = gradient.columns
+            if columns is None:  # dh was made in memory, so that a scale could be found
                 _, columns = _again(ctx.kind, fmt, late.scale, *h, rows=False, columns=True)
+            assert columns is not None
             finish(call, late, columns)
         return None, None, dh, gradient.dbias, None, None
 
