@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..numerics.formats import E4M3
 from ..ops.source import Payloads
 from .again import Recipe
+from .main_grad import added, adds
 from .products import Call, give
 
 
@@ -86,7 +87,7 @@ class NormCast(torch.autograd.Function):
         normed = Normed(flat, weight, bias, kind, kept)
         recipe = None if kept is None else Recipe(functools.partial(_again, kind), (kept, weight, bias))
         ticket = give(call, made, normed, x, recipe)
-        ctx.kind, ctx.shape = kind, x.shape
+        ctx.kind, ctx.shape, ctx.parameters = kind, x.shape, (weight, bias)
         if kept is None:
             ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
         else:
@@ -99,11 +100,15 @@ class NormCast(torch.autograd.Function):
         if dy is None:  # what was made of the norm does not reach the loss
             return None, None, residual, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
-        kind, k = ctx.kind, x.shape[-1]
+        kind, k, parameters = ctx.kind, x.shape[-1], [p for p in ctx.parameters if p is not None]
+        alone = all(map(adds, parameters)) and all(ctx.needs_input_grad[3 : 3 + len(parameters)])
         dx, dweight, dbias = ops.norm_backward(
             dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered,
             residual=None if residual is None else residual.reshape(-1, k),
+            into=tuple(None if p is None else p.main_grad for p in ctx.parameters) if alone else None,
         )  # fmt: skip
+        if alone:
+            dweight, dbias = (None if p is None else added(p) for p in ctx.parameters)
         return None, None, dx.view(ctx.shape), dweight, dbias, None
 
 

@@ -133,9 +133,13 @@ def norm_backward(
     rms: bool,
     zero_centered: bool,
     residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """dy (M, K), x, mean and rstd of `norm`, residual (M, K) -> dx (M, K) in dy's type, dweight (K,) in weight's, and
-    dbias (K,) in weight's, or None for RMSNorm. In place of x what `norm` kept will do; mean is not read then."""
+    dbias (K,) in weight's, or None for RMSNorm. In place of x what `norm` kept will do; mean is not read then.
+
+    into: of one type, what float32's dweight and dbias are added to; then neither is returned.
+    """
     gradient = dy.float()
     normalized = _normalized(x, mean, rstd)
     g = gradient * _gain(weight, zero_centered)
@@ -145,5 +149,10 @@ def norm_backward(
     dx *= rstd[:, None]
     if residual is not None:
         dx = dx.to(dy.dtype).float() + residual
-    dweight = (gradient * normalized).sum(0).to(weight.dtype)
-    return dx.to(dy.dtype), dweight, None if rms else gradient.sum(0).to(weight.dtype)
+    dweight, dbias = (gradient * normalized).sum(0), None if rms else gradient.sum(0)
+    if into is None:
+        return dx.to(dy.dtype), dweight.to(weight.dtype), None if dbias is None else dbias.to(weight.dtype)
+    for total, part in zip(into, (dweight, dbias), strict=True):
+        if total is not None:
+            total.copy_(total.float() + part)
+    return dx.to(dy.dtype), None, None

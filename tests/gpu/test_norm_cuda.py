@@ -129,6 +129,15 @@ def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> No
         put(dy, layout), put(x, layout), *on_device(weight, mean, rstd), **options,
         residual=None if residual is None else put(residual, layout),
     )  # fmt: skip
+    into = torch.ones_like(weight, dtype=torch.float32), None if rms else torch.ones_like(weight, dtype=torch.float32)
+    into = on_device(*into)
+    more = norm_backward(
+        put(dy, layout), put(x, layout), *on_device(weight, mean, rstd), **options,
+        residual=None if residual is None else put(residual, layout), into=into,
+    )  # fmt: skip
+    assert same(more[0], got[0]) and more[1:] == (None, None)
+    for total, part in zip(into, got[1:], strict=True):
+        assert part is None or torch.allclose(total - 1, part.float(), rtol=1e-2, atol=1e-5 * shape[0] + 1e-2)
     normalized = (x.float() - (0 if rms else mean[:, None])) * rstd[:, None]
     g = dy.float() * (weight.float() + zero_centered)
     noise = rstd[:, None] * largest(g) * (1 + largest(normalized))

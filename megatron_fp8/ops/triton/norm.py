@@ -231,8 +231,11 @@ def _norm_backward_kernel(
 
 
 @triton.jit
-def _norm_sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out (n, K) = the sum over P of partial (n, P, K) float32."""
+def _norm_sum_kernel(
+    partial_ptr, P, w_ptr, b_ptr, K: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """The sums over P of partial (n, P, K) float32, the first to w (K,), the second, if there is one, to b, or with ADD
+    added to them."""
     which = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
@@ -240,7 +243,13 @@ def _norm_sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexp
         rows = start + tl.arange(0, ROWS)
         mask = (rows < P)[:, None] & (cols < K)[None, :]
         total += tl.load(partial_ptr + (which * P + rows)[:, None] * K + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + which * K + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < K)
+    out = w_ptr + cols
+    if b_ptr is not None:
+        out = tl.where(which == 0, w_ptr, b_ptr) + cols
+    found = tl.sum(total, 0)
+    if ADD:
+        found += tl.load(out, mask=cols < K, other=0.0).to(tl.float32)
+    tl.store(out, found.to(w_ptr.dtype.element_ty), mask=cols < K)
 
 
 def _chosen(table, K: int):
@@ -364,7 +373,8 @@ def norm_backward(
     rms: bool,
     zero_centered: bool,
     residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """reference_norm.norm_backward: one pass, and a small one over the programs' sums."""
     x, dy = x.contiguous(), dy.contiguous()
     M, K = x.shape
@@ -376,7 +386,7 @@ def norm_backward(
     dx, sums = torch.empty_like(dy), 1 if rms else 2
     partial = x.new_empty((sums, programs, K), dtype=torch.float32)
     kept, residual = x.dtype == E4M3.dtype, None if residual is None else residual.contiguous()
-    out = torch.empty((sums, K), dtype=weight.dtype, device=x.device)
+    dweight, dbias = into or (torch.empty_like(weight), None if rms else torch.empty_like(weight))
     _norm_backward_kernel[(programs,)](
         dy, x, weight, None if kept else mean, rstd, residual, M, per_program,
         dx, partial[0], None if rms else partial[1],
@@ -385,5 +395,7 @@ def norm_backward(
         STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip
     grid = (triton.cdiv(K, SUM_COLUMNS), sums)
-    _norm_sum_kernel[grid](partial, programs, out, K=K, ROWS=SUM_ROWS, COLS=SUM_COLUMNS)
-    return dx, out[0], None if rms else out[1]
+    _norm_sum_kernel[grid](
+        partial, programs, dweight, dbias, K=K, ADD=into is not None, ROWS=SUM_ROWS, COLS=SUM_COLUMNS
+    )
+    return (dx, dweight, dbias) if into is None else (dx, None, None)
