@@ -10,6 +10,7 @@ import sys
 from .flags.usage import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
 
 VERBS = {
+    "args": "megatron_fp8.launch.args",
     "build": "megatron_fp8.ops.cutlass_build",
     "convert": "megatron_fp8.checkpoint.convert",
     "lab": "megatron_fp8.lab.main",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
-from . import emulate, gemm, gradients, level, log, probe, sharpness, watch
+from . import args_file, emulate, gemm, gradients, level, log, probe, sharpness, watch
 from .emulate import EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
@@ -55,6 +55,7 @@ ALL = (
     *sharpness.FLAGS,
     *watch.FLAGS,
     *probe.FLAGS,
+    *args_file.FLAGS,
 )
 
 
