@@ -7,7 +7,7 @@
       --swiglu: true                           a switch; with false or null (~) the flag is left out
       --rampup-batch-size: [32 32 1000000]     several words: also [32, 32, 1000000], or a list over lines
       --moe-layer-freq: ([0]*1+[1]*11)         one word, as is all that is neither a list nor in [ ]
-      --save: ${OUT}/checkpoints               with the environment's variables
+      --save: ${OUT}/checkpoints               with the environment's variables; "[${DATA}]" then is several words
 
 A later file wins over an earlier one, and the command line over all: a flag that is typed is taken out of the files.
 What the command line cannot unsay, a switch, a later file leaves out (`--swiglu: false`).  FILE is a path, or the name
@@ -52,9 +52,9 @@ _SHIPPED = [Path(__file__).parents[n] / "configs" for n in (1, 2)]  # of an inst
 
 
 class Given(NamedTuple):
-    """A flag's or variable's words, and the file that gives them."""
+    """A flag's or variable's value, a text or its words, and the file that gives it."""
 
-    words: list[str]
+    value: str | list[str]
     file: str
 
 
@@ -63,8 +63,8 @@ class Files:
     """What some files say together.
 
     Attributes:
-        flags: {flag: its words}, in the order in which they go onto a command line.
-        variables: {name: one word}.
+        flags: in the order in which they go onto a command line; without those that are left out.
+        variables: the same.
         passed_over: (file, key) of what is for Megatron's test runner.
     """
 
@@ -101,7 +101,7 @@ def expand(words: Sequence[str], environment: Mapping[str, str]) -> Expanded:
     files = read(paths)
     typed = {word.partition("=")[0] for word in rest if word.startswith("-")}
     variables = {
-        name: _fill(given.words[0], environment, f"{given.file}: {name}")
+        name: _fill(str(given.value), environment, f"{given.file}: {name}")
         for name, given in files.variables.items()
         if name not in environment
     }
@@ -109,8 +109,10 @@ def expand(words: Sequence[str], environment: Mapping[str, str]) -> Expanded:
     front: list[str] = []
     origins = {flag: given.file for flag, given in files.flags.items() if flag not in typed}
     for flag in origins:
-        given = files.flags[flag]
-        front += _words(flag, [_fill(word, known, f"{given.file}: {flag}") for word in given.words])
+        value, place = files.flags[flag].value, f"{files.flags[flag].file}: {flag}"
+        many = isinstance(value, list)
+        filled = [_fill(word, known, place) for word in value] if many else _fill(str(value), known, place)
+        front += _words(flag, value_words(filled, place) or [])
     lines = [f"{file}: {key}: passed over, it is for Megatron's test runner" for file, key in files.passed_over]
     lines.insert(0, f"{ARGS_FILE.name} {' '.join(paths)}: {len(origins)} flags, {len(variables)} variables")
     if named := sorted(name for name in files.variables if name in environment):
@@ -137,14 +139,14 @@ def read(paths: Iterable[str]) -> Files:
                 if not name.fullmatch(label):
                     shape = "--a-flag" if key == MODEL_ARGS else "A_NAME"
                     raise UserError(f"{path}: {key}: {label}: not the name of a {_kind(key)}; write {shape}: VALUE")
-                words = _value(value, f"{path}: {label}")
-                if key == VARIABLES and words is not None:
+                left_out = value_words(value, f"{path}: {label}") is None
+                if key == VARIABLES:
                     if isinstance(value, list):
                         raise UserError(f"{path}: {label}: a list; a variable takes one value")
-                    words = [str(value)]
+                    left_out = value is None
                 into.pop(label, None)  # at its new place, since several flags may set one value
-                if words is not None:
-                    into[label] = Given(words, path)
+                if not left_out:
+                    into[label] = Given(value, path)
     return together
 
 
@@ -243,8 +245,8 @@ def _fill(text: str, environment: Mapping[str, str], place: str) -> str:
     return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
 
 
-def _value(value: Any, place: str) -> list[str] | None:
-    """The words of a value: none for a switch; None where the flag is left out."""
+def value_words(value: Any, place: str) -> list[str] | None:
+    """The words of a flag's value: none for a switch; None where the flag is left out."""
     if isinstance(value, list):
         for word in value:
             if not isinstance(word, str):

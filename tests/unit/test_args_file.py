@@ -96,6 +96,12 @@ def test_the_command_line_wins_and_a_later_file_over_an_earlier(write):
     assert expand(typed[:-1], {}).origins == {"--bf16": one, "--lr": two}
 
 
+def test_a_variable_of_several_words(write):
+    path = write(model('--data-path: "[$BLEND]"', "--one: $BLEND"))
+    words = expand(["--args-file", path], {"BLEND": "0.3 a 0.7 b"}).words
+    assert words == ["--data-path", *"0.3 a 0.7 b".split(), "--one", "0.3 a 0.7 b"]
+
+
 def test_variables_are_filled_in_where_a_flag_is_used(write):
     path = write("ENV_VARS:\n  OUT: /here\n  DEEP: ${TOP}/x\n" + model("--save: ${OUT}/$NAME", "--load: $NONE"))
     flags = ["--args-file", path, "--load", "there"]
