@@ -14,6 +14,7 @@ VERBS = {
     "build": "megatron_fp8.ops.cutlass_build",
     "convert": "megatron_fp8.checkpoint.convert",
     "lab": "megatron_fp8.lab.main",
+    "launch": "megatron_fp8.launch.main",
     "memory": "megatron_fp8.perf.memory",
     "rehearse": "megatron_fp8.rehearsal.main",
 }

@@ -1,4 +1,4 @@
-"""Every shipped combination of a model, its layout and its recipe: Megatron's own parser and checks take it, at its size.
+"""Every shipped combination of a model, a layout and a recipe: Megatron's own parser and checks take it, at its size.
 
 Rehearsed, nightly, in tests/cpu/test_config_rehearsals.py.
 """
@@ -46,8 +46,8 @@ def test_megatron_takes_it(layout, parser):
     assert tokens / 1e9 == pytest.approx(40 if model == "gpt-175b" else 100, rel=0.001)
     assert job.args.lr_warmup_samples / job.args.global_batch_size == 1000 < steps
     assert job.args.min_lr == pytest.approx(job.args.lr / 10)
-    stock = examine(take_apart(command(layout, "--fp8-level", "O0", "--transformer-impl", "local",
-                                       "--no-gradient-accumulation-fusion", "--no-persist-layer-norm")), gpus)  # fmt: skip
+    without = "--fp8-level O0 --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm"
+    stock = examine(take_apart(command(layout, *without.split())), gpus)
     assert (stock.error, stock.level) == ("", "O0")
 
 
