@@ -28,6 +28,7 @@ from .script import Settings, shipped, steps_of, write_script
 
 _FIRST = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "--pretrained-checkpoint")
 _OWN = ("--exit-signal", "--exit-signal-handler", "--exit-duration-in-mins")
+_SCRIPT = "pretrain_gpt_fp8.py"
 _LEVELS = ("O0", "O1", "O2", "O3")
 
 
@@ -46,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--cluster", metavar="NAME", help="variables of a site: a file, or a shipped one's name: infiniband")
     add("--container", metavar="IMAGE", help="run in it, by pyxis and enroot")
     add("--mounts", metavar="FROM:TO,...", help="of the container, beside this folder and FOLDER")
-    add("--script", metavar="FILE", help="the training script (pretrain_gpt_fp8.py)")
+    add("--script", metavar="FILE", help=f"the training script ({_SCRIPT})")
     add("--python", metavar="PROGRAM", help="that runs it (this one; in a container python)")
     add("--sbatch", default="", metavar="OPTIONS", help='more of Slurm\'s: --sbatch="--partition=gpu --account=me"')
     add("--steps", type=int, metavar="N", help="of the whole training, where the flags do not say")
@@ -64,6 +65,8 @@ def run(args: Namespace) -> int:
     name = args.name or Path(args.files[0]).stem
     if not re.fullmatch(r"[\w.-]+", name):
         raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-'")
+    if re.match(r"[^-]", args.sbatch):
+        raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash")
     words, variables = _read(args)
     given = _given(words)
     for flag in _OWN:
@@ -91,7 +94,7 @@ def run(args: Namespace) -> int:
         python=args.python or ("python" if args.container else sys.executable),
         container=args.container or "",
         mounts=args.mounts or "",
-        sbatch=shlex.split(args.sbatch),
+        sbatch=args.sbatch,
         max_restarts=args.max_restarts,
     )
     checked = _check(settings, words, variables)
@@ -153,7 +156,7 @@ def _given(words: list[str]) -> dict[str, list[str]]:
 
 
 def _script(given: str | None) -> Path:
-    path = Path(given) if given else shipped("pretrain_gpt_fp8.py")
+    path = Path(given) if given else shipped(_SCRIPT)
     if not path.is_file():
         raise UserError(f"--script {path}: no such script; give its path")
     return path.absolute()
@@ -171,7 +174,8 @@ def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -
 
     gpus = settings.nodes * settings.tasks_per_node
     flags = list(flags_of([*words, "--save", str(settings.save)]))
-    job = examine(Launch([str(settings.script)], flags, gpus, dict(variables)), gpus)
+    launch = Launch([str(settings.script)], flags, gpus, dict(variables))
+    job = examine(launch, gpus, unknown=settings.script.name != _SCRIPT)  # another script may have flags of its own
     if job.error:
         raise UserError(f"on {gpus} ranks: {job.error}")
     if job.missing:

@@ -31,7 +31,7 @@ class Settings:
     python: str
     container: str
     mounts: str
-    sbatch: list[str]
+    sbatch: str
     max_restarts: int
 
 
@@ -64,15 +64,11 @@ def _header(job: Settings) -> str:
         f"--time={job.time}",
         f"--signal=B:USR1@{warning}",
         *("--requeue", "--open-mode=append"),
-        f"--output={job.folder}/log-%j.txt",
-        f"--chdir={Path.cwd()}",
-        *job.sbatch,
+        f'--output="{job.folder}/log-%j.txt"',
+        f'--chdir="{Path.cwd()}"',
+        *([job.sbatch] if job.sbatch else []),  # the last one of an option counts
     ]
-    return "".join(["#!/bin/bash\n", *(f"#SBATCH {_quoted(option)}\n" for option in options)])
-
-
-def _quoted(option: str) -> str:
-    return f'"{option}"' if re.search(r"\s", option) else option
+    return "".join(["#!/bin/bash\n", *(f"#SBATCH {option}\n" for option in options)])
 
 
 def _settings(job: Settings) -> str:
