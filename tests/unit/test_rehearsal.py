@@ -316,7 +316,7 @@ def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, 
 
 def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     """The folder is not made and, held by a run, no hindrance; unknown flags are refused where they cannot be meant."""
-    command = f"{SCRIPT} {GPT} {JOBS['175b'][1]} --save {tmp_path}/new --save-interval 5"
+    command = f"{SCRIPT} {GPT} {JOBS['175b'][1]} --save {tmp_path}/new --save-interval 5 --eval-interval 1000"
     assert examine(take_apart(command.split()), 128).error == "" and not list(tmp_path.iterdir())
     launch = take_apart(f"{command} --num-layer 3".split())
     assert examine(launch, 128).error == ""
