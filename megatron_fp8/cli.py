@@ -12,8 +12,10 @@ from .flags.usage import add_verb, hide_missing_package_warnings, one_line_error
 VERBS = {
     "build": "megatron_fp8.ops.cutlass_build",
     "convert": "megatron_fp8.checkpoint.convert",
+    "estimate": "megatron_fp8.perf.estimate",
     "lab": "megatron_fp8.lab.main",
     "memory": "megatron_fp8.perf.memory",
+    "plan": "megatron_fp8.perf.plan",
     "rehearse": "megatron_fp8.rehearsal.main",
 }
 
