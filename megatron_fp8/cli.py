@@ -17,6 +17,7 @@ VERBS = {
     "memory": "megatron_fp8.perf.memory",
     "plan": "megatron_fp8.perf.plan",
     "rehearse": "megatron_fp8.rehearsal.main",
+    "table": "megatron_fp8.perf.table",
 }
 
 

@@ -77,7 +77,7 @@ def peak(w: Workload, stage: int) -> dict[str, float]:
         if w.system.level:  # the head's weight gradient in BF16, as logits turn into their gradient
             beside += 2 * w.vocabulary * w.job.hidden_size / w.tensor + hidden
         if w.fp8_head:
-            beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # gradients both ways, and the weight
+            beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # gradients both ways; the weight
         if logits + beside > backward:
             found = {"activations": waiting, "logits": logits, "beside the logits": beside}
     return found

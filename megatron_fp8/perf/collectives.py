@@ -93,7 +93,7 @@ def _ring(
 
 
 def weight_volume(w: Workload) -> float:
-    """Bytes that a rank sends of gradients and weights in a step, as FP8-LM's Table 5 counts them: no padding, no scales,
+    """Bytes that a rank sends of gradients and weights in a step, as FP8-LM's Table 5 counts: no padding, no scales,
     and both tables on one rank."""
     job, ranks = w.job, w.job.data_parallel_size
     a_weight = 2 if w.system.gradient_wire < 2 else 6
@@ -103,8 +103,8 @@ def weight_volume(w: Workload) -> float:
 
 
 def activation_volume(w: Workload) -> float:
-    """Bytes that a rank receives of activations in a micro-batch, as Table 7: gathers of the column-parallel inputs and
-    the reduce-scatters of their gradients."""
+    """Bytes that a rank receives of activations in a micro-batch, as in Table 7: gathers of column-parallel inputs
+    and the reduce-scatters of their gradients."""
     a_gather = w.system.gather_bytes
     size = w.tokens * w.job.hidden_size * (w.tensor - 1) / w.tensor
     return 2 * (2 * a_gather + 2) * size * w.layers

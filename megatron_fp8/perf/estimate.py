@@ -94,8 +94,8 @@ def record(e: Estimate, cap_gb: float | None, tokens: float | None) -> dict[str,
     w, largest = e.workload, largest_micro_batch(e.workload, e.hardware, cap_gb)
     found: dict[str, Any] = {
         "system": w.system.name, "hardware": e.hardware.name, "gpus": w.gpus, "tensor": w.tensor,
-        "pipeline": w.pipeline, "virtual": w.virtual, "context": w.context, "data": w.data, "micro_batch": w.micro_batch,
-        "global_batch": w.global_batch, "sequence": w.sequence, "recompute": w.recompute,
+        "pipeline": w.pipeline, "virtual": w.virtual, "context": w.context, "data": w.data,
+        "micro_batch": w.micro_batch, "global_batch": w.global_batch, "sequence": w.sequence, "recompute": w.recompute,
         "step_ms": e.ms, "gpu_ms": e.gpu_ms, "host_ms": e.host_ms, "samples_per_s": e.samples_a_second,
         "tokens_per_s_per_gpu": e.tokens_a_second, "tflops_per_gpu": e.tflops,
         "mfu_of_bf16_peak": e.mfu(e.hardware.peak_bf16_tflops), "mfu_of_fp8_peak": e.mfu(e.hardware.peak_fp8_tflops),

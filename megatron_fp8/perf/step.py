@@ -8,6 +8,7 @@
 Memory is what torch's allocator holds: the peak is that of its counters. `fits` adds what it does not see.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import activations, collectives, flops, gemm_time, passes
@@ -83,10 +84,10 @@ class Estimate:
 def estimate(w: Workload, hardware: Hardware) -> Estimate:
     """The Estimate of a workload.  Raises UserError for what is not modelled."""
     held, peak, stage, memory = _memory(w)
-    stages = [_stage(w, hardware, stage) for stage in range(w.pipeline)]
-    slowest = max(range(w.pipeline), key=lambda i: sum(stages[i].values()))
-    m, times = w.micro_batches, [sum(parts.values()) for parts in stages]
-    parts = {kind: m * ms for kind, ms in stages[slowest].items()}
+    passing = [_stage(w, hardware, stage) for stage in range(w.pipeline)]
+    m, times = w.micro_batches, [sum(parts.values()) for parts in passing]
+    slowest = max(range(w.pipeline), key=times.__getitem__)
+    parts = {kind: m * ms for kind, ms in passing[slowest].items()}
     parts["pipeline bubble"] = (sum(times) - times[slowest]) / w.virtual
     linears, others = sum(w.job.linears()), sum(w.job.others(slowest))
     parts |= passes.step(w, hardware, linears, others)
@@ -140,10 +141,16 @@ def _recomputed(w: Workload, linear: float, attention: float, of_passes: float) 
 
 def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
     """(GB held, GB at the peak, its stage, {kind: GB} there), of the fullest ranks."""
-    cells, system = w.cells(), w.system
-    best: tuple[float, float, int, dict[str, float]] | None = None
-    most_held = 0.0
-    for stage, rank in enumerate(ranks_bytes(w.job, cells, ranks=[0])):
+    found = [(sum(held.values()), held | beside) for held, beside in stages(w)]
+    stage, (_, kinds) = max(enumerate(found), key=lambda item: sum(item[1][1].values()))
+    in_gb = {kind: size / 1e9 for kind, size in kinds.items() if size}
+    return max(held for held, _ in found) / 1e9, sum(in_gb.values()), stage, in_gb
+
+
+def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """For each pipeline stage: {kind: bytes} held between two steps, and beside it at the peak."""
+    system, table = w.system, w.vocabulary * w.job.hidden_size / w.tensor
+    for stage, rank in enumerate(ranks_bytes(w.job, w.cells(), ranks=[0])):
         kinds: dict[str, float] = {}
         for part in (rank.linears, rank.others):
             for kind, size in part.items():
@@ -153,13 +160,5 @@ def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
         kinds["buffers"] = _WORKSPACE
         if system.keeps_wgrads:
             kinds["buffers"] += 2 * sum(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
-            if stage == w.pipeline - 1:
-                kinds["buffers"] += 2 * w.vocabulary * w.job.hidden_size / w.tensor
-        held = sum(kinds.values()) / 1e9
-        kinds |= activations.peak(w, stage)
-        peak = sum(kinds.values()) / 1e9
-        most_held = max(most_held, held)
-        if best is None or peak > best[1]:
-            best = held, peak, stage, {kind: size / 1e9 for kind, size in kinds.items() if size}
-    assert best is not None
-    return most_held, *best[1:]
+            kinds["buffers"] += 2 * table * (stage == w.pipeline - 1)
+        yield kinds, activations.peak(w, stage)
