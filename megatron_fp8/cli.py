@@ -11,6 +11,7 @@ from .flags.usage import add_verb, hide_missing_package_warnings, one_line_error
 
 VERBS = {
     "build": "megatron_fp8.ops.cutlass_build",
+    "compare": "megatron_fp8.perf.compare",
     "convert": "megatron_fp8.checkpoint.convert",
     "estimate": "megatron_fp8.perf.estimate",
     "lab": "megatron_fp8.lab.main",

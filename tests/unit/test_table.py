@@ -78,7 +78,7 @@ def test_a_figure(tmp_path, capsys):
     file = tmp_path / "table.svg"
     printed(capsys, "8", "--figure", str(file))
     assert file.read_text().startswith("<?xml")
-    with pytest.raises(UserError, match="--figure .*: "):
+    with pytest.raises(UserError, match=r"--figure .*: "):
         table.run(parsed("8", "--figure", str(tmp_path / "no" / "table.svg")))
 
 
