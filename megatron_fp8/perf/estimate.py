@@ -59,7 +59,9 @@ def run(args: Namespace) -> int:
         write_csv(rows)
     else:
         print("\n".join(table(found, args.cap_gb, args.tokens)))
-        print(f"\n{measured.line()}")
+        weights, activations = read.megatrons_memory(flags, found[0].workload)
+        print(f"\nMegatron's own theory of stock BF16: {weights:.1f} GB of weights and optimizer, {activations:.1f} of "
+              f"activations.\n{measured.line()}")  # fmt: skip
     return 0 if any(e.room(args.cap_gb) >= 0 for e in found) else 1
 
 

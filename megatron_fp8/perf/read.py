@@ -124,6 +124,23 @@ def uncounted(args: Namespace) -> list[str]:
     ) if is_so]  # fmt: skip
 
 
+def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
+    """GB (10^9 bytes) of weights and optimizer, and of activations, by Megatron's own theory of stock BF16."""
+    import megatron.training.theoretical_memory_usage as theory
+
+    job = w.job
+    args = Namespace(**{
+        **vars(flags.args), "kv_channels": w.channels, "ffn_hidden_size": w.ffn, "padded_vocab_size": w.vocabulary,
+        "data_parallel_size": w.data, "world_size": w.gpus, "micro_batch_size": w.micro_batch,
+        "num_query_groups": job.num_query_groups or job.num_attention_heads, "sequence_parallel": w.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": w.virtual if w.virtual > 1 else None, "moe_ffn_hidden_size": w.ffn,
+    })  # fmt: skip
+    selective = w.sequence_parallel and w.recompute == "selective"
+    of_activations = theory.compute_activation_memory if selective else theory.compute_activation_memory_without_sp
+    weights = theory.compute_weight_and_optimizer_memory(args)
+    return weights / 1e9, of_activations(args, num_microbatches=w.micro_batches) / 1e9
+
+
 def _refuse(args: Namespace, data: int) -> None:
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")

@@ -67,7 +67,8 @@ def test_a_plain_fake_process_group_trains_too(tmp_path):
     import os
 
     flags = " ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2]
-    flags = flags.replace("--data-path /no/such/data", "--mock-data").replace("GPT2BPETokenizer", "NullTokenizer").replace("--train-iters 20", "--train-iters 2")
+    flags = flags.replace("--data-path /no/such/data", "--mock-data").replace("GPT2BPETokenizer", "NullTokenizer")
+    flags = flags.replace("--train-iters 20", "--train-iters 2")
     flags = flags.replace("--save /no/such/folder --save-interval 10", "--fake-process-group --fp8-level O3")
     flags += " --log-interval 1 --num-workers 0"
     for rank in ("0", "8"):

@@ -38,7 +38,18 @@ def test_a_column_a_system_with_the_error_below(capsys):
                 "ms: optimizer", "gradients: linears", "largest micro-batch"):  # fmt: skip
         assert row in text
     assert re.search(r"Error on \d+ runs it was not fitted to .*: step \d\.\d% in the median", text)
+    assert re.search(r"Megatron's own theory of stock BF16: \d\d\.\d GB of weights and optimizer, \d+\.\d of", text)
     assert "NO," in text  # Transformer Engine's does not fit 70 GB
+
+
+def test_megatrons_theory_holds_as_much_as_ours():
+    """Its weights and optimizer states; its activations are those of layers with dropout."""
+    flags = read.parse(MODEL.split())
+    w = read.workload(flags, 8, "bf16")
+    found = estimate.estimate(w, estimate.hardware.load("h200"))
+    weights, activations = read.megatrons_memory(flags, w)
+    assert weights == pytest.approx(found.held, rel=0.03)
+    assert activations == pytest.approx(found.memory["activations"], rel=0.15)
 
 
 def test_json_and_csv_carry_the_same(capsys):
