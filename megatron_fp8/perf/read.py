@@ -133,7 +133,8 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
         **vars(flags.args), "kv_channels": w.channels, "ffn_hidden_size": w.ffn, "padded_vocab_size": w.vocabulary,
         "data_parallel_size": w.data, "world_size": w.gpus, "micro_batch_size": w.micro_batch,
         "num_query_groups": job.num_query_groups or job.num_attention_heads, "sequence_parallel": w.sequence_parallel,
-        "virtual_pipeline_model_parallel_size": w.virtual if w.virtual > 1 else None, "moe_ffn_hidden_size": w.ffn,
+        "virtual_pipeline_model_parallel_size": w.virtual if w.virtual > 1 else None,
+        "expert_tensor_parallel_size": w.tensor,
     })  # fmt: skip
     selective = w.sequence_parallel and w.recompute == "selective"
     of_activations = theory.compute_activation_memory if selective else theory.compute_activation_memory_without_sp
