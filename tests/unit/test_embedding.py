@@ -116,9 +116,9 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.shape == self.shape and out.dtype == torch.bfloat16:
-            if "empty" in str(func) or "zeros" in str(func):
-                self.log.append("allocated")
+        made = isinstance(out, torch.Tensor) and out.shape == self.shape and out.dtype == torch.bfloat16
+        if made and ("empty" in str(func) or "zeros" in str(func)):
+            self.log.append("allocated")
         return out
 
 
