@@ -53,8 +53,9 @@ What is hooked, and why not something more official:
                                                 where the linears do (layers/embedding.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
                                                 torch's Adam cannot (engine/chain.py), the LM head's forward with
-                                                --fp8-emulate-lm-head (layers/emulated_head.py) or its product with
-                                                --fp8-lm-head (layers/fp8_head.py), and a model's
+                                                --fp8-emulate-lm-head (layers/emulated_head.py) or its product, with
+                                                --fp8-lm-head (layers/fp8_head.py) and where it adds to main_grad
+                                                (layers/embedding.py), and a model's
                                                 compute_language_model_loss on the steps whose sharpness is measured
                                                 (monitor/sharpness_probe.py); with --fp8-log-update-norm, officially,
                                                 step hooks on the optimizers of stock's parts (monitor/update_norm.py).

@@ -61,9 +61,9 @@ def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
 
 
 def levels() -> str:
-    head = ("cell", "flag", "what", *LEVELS, "available", "planned")
+    head = ("cell", "flag", "what", *LEVELS, "available")
     body = (
-        (c.name, f"`{c.flag}`", c.meaning, "stock", *c.levels, ", ".join(c.available), ", ".join(c.planned))
+        (c.name, f"`{c.flag}`", c.meaning, "stock", *c.levels, ", ".join(c.available))
         for c in CELLS
     )
     return table(head, body)

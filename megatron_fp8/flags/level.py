@@ -14,8 +14,8 @@ flag named after the cell overrides one of them. O0 is not in the table: it inst
     tp_reduce_scatter    tensor/sequence-parallel reduce-scatter, or all-reduce
     partition            how the optimizer's work is cut over data parallelism
 
-This file is the whole story of what exists: a value becomes usable when it moves from `planned` to
-`available` in its row. No other code decides by a level's name: it asks `is_stock`, or reads the cells.
+This file is the whole story of what exists. No other code decides by a level's name: it asks `is_stock`, or reads the
+cells.
 """
 
 from collections.abc import Mapping
@@ -41,14 +41,13 @@ class Cell:
         name: of the cell, and of the field of Fp8Config.
         meaning: one line for --help and docs/flags.md.
         levels: the value at O1, O2 and O3.
-        available, planned: the values that work in this version, and those that later versions will have.
+        available: the values that there are.
     """
 
     name: str
     meaning: str
     levels: tuple[str, str, str]
     available: tuple[str, ...]
-    planned: tuple[str, ...] = ()
 
     @property
     def dest(self) -> str:
@@ -152,7 +151,7 @@ def resolve(level: str, overrides: Mapping[str, str | None]) -> dict[str, str]:
         {cell name: value}, every value available.
 
     Raises:
-        UserError: an unknown level, or a value that is unknown or not available in this version.
+        UserError: an unknown level, or an unknown value.
     """
     if level not in LEVELS[1:]:
         raise UserError(f"--fp8-level {level}: there is no such level; use one of {', '.join(LEVELS)}")
@@ -160,6 +159,5 @@ def resolve(level: str, overrides: Mapping[str, str | None]) -> dict[str, str]:
     for cell in CELLS:
         value = values[cell.name]
         if value not in cell.available:
-            state = "not available in this version" if value in cell.planned else "no such value"
-            raise UserError(f"{cell.flag} {value}: {state} (available: {', '.join(cell.available)})")
+            raise UserError(f"{cell.flag} {value}: no such value (available: {', '.join(cell.available)})")
     return values

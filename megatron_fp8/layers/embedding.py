@@ -1,4 +1,5 @@
-"""Embeddings whose gradient goes straight to main_grad, as the linears' do: of tokens, and of learned positions.
+"""Embeddings whose gradient goes straight to main_grad, as the linears' do: of tokens, and of learned positions; and
+what autograd is given in place of a head's.
 
     y = W[tokens]            dW[t] = sum of dy over the places of token t
 
@@ -8,9 +9,16 @@ two more. Here the rows that a micro-batch has are read and written, in FP32, ro
 
 It serves where main_grad.py says.
 
+A head of stock's does the same, and gives autograd an empty gradient, as large as the table in BF16.  Of a tied table
+that would wait for the embedding's until the backward pass ends: 620 MB of a rank of 175B at TP 2, on top of all
+activations.  So the head reads a view of W without that mark, whose backward pass gives the stand-in: none where the
+embedding gives one, else when the logits are gone.
+
 Megatron turns y (b, s, h) into (s, b, h) by a copy, and dy comes back turned. So y is made in that order where no other
 rank must add to it, and dy's rows are read as they lie.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +44,26 @@ class _Embedding(torch.autograd.Function):
         if tokens.dim() == 2 and not dy.is_contiguous():
             tokens, dy = tokens.t(), dy.transpose(0, 1)
         ops.add_rows(weight.main_grad, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
-        given = added(weight)
-        return None, None if getattr(weight, _TIED, False) else given  # the tied head, in the same graph, has given one
+        return None, added(weight)
+
+
+class _HeadWeight(torch.autograd.Function):
+    """W (N, K) for a head that adds to main_grad by itself."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, nothing):
+        assert nothing is None
+        weight = ctx.weight
+        weight.grad_added_to_main_grad = True
+        if getattr(weight, _TIED, False):
+            return None  # the embedding, in the same graph, gives one
+        return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
 
 
 class Functional:
@@ -60,12 +86,27 @@ def _embed(tokens: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
     return F.embedding(tokens, weight)
 
 
+def _head_product(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A head's product, `stock`, whose weight's gradient waits for nobody."""
+
+    def product(*, weight: torch.Tensor, **how):
+        if torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
+            main_grad, weight = weight.main_grad, _HeadWeight.apply(weight)
+            weight.main_grad = main_grad
+        return stock(weight=weight, **how)
+
+    return product
+
+
 def add_to_main_grad(model) -> None:
-    """Have a GPTModel's embeddings add their gradient to main_grad, where stock's linears do so with theirs.
+    """Have a GPTModel's embeddings add their gradient to main_grad, where stock's linears do so with theirs, and its
+    head, which does, leave nothing behind.
 
     Of a table that is tied, or that multi-token prediction reads too, stock adds what comes in autograd to main_grad
     all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's.
     """
+    if model.post_process and model.output_layer.gradient_accumulation_fusion:
+        model.output_layer._forward_impl = _head_product(model.output_layer._forward_impl)
     if not (model.pre_process and model.config.gradient_accumulation_fusion):
         return
     alone = model.embedding.tp_group.size() == 1

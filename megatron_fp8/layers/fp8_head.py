@@ -83,16 +83,8 @@ class _HeadProduct(torch.autograd.Function):
             summed = Flight(landed(dx) if group is None else tensor.add(dx, group, scatter=gathers, fp8=False))
         if needs_dw:
             product = ops.Product(q.T, ScaledTensor(x_columns, x_scale_inv))
-            dw = _accumulated(product, weight) if accumulates else product.compute(dtype=weight.dtype)
+            if accumulates:  # what autograd gets for it: embedding.py
+                product.compute(into=weight.main_grad, accumulate=True)
+            else:
+                dw = product.compute(dtype=weight.dtype)
         return summed and summed.land(), dw, None, None, None, None
-
-
-def _accumulated(product: ops.Product, weight: torch.Tensor) -> torch.Tensor | None:
-    """Add dW to the weight's main_grad, as stock's fused linear does; what stands for the gradient in autograd."""
-    product.compute(into=weight.main_grad, accumulate=True)
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    # Autograd must see a gradient for the hooks of data parallelism to run; nobody reads it.
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.main_grad.shape, dtype=weight.dtype, device=weight.device)

@@ -350,6 +350,8 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
         q = ScaledTensor(dy_rows.land(), q.scale_inv)
     if call.gather_dy == "fp8":
         q = ScaledTensor(q.payload, q.scale_inv, ops.transpose(q.payload))
+    if not call.seen:  # its rows have served: they need not wait for x^T
+        q, dy_rows = ScaledTensor(None, q.scale_inv, q.columns), None
     x = x if x_rows is None else x_rows.land()
     if not call.wgrad_fp8:
         assert exact is not None  # of such a call nobody posts, and what is gathered is BF16

@@ -269,7 +269,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--fp8-level", nargs="+", choices=LEVELS, default=LEVELS, help="a column each; all four where not given"
     )
     for cell in _CELLS:
-        parser.add_argument(cell.flag, choices=cell.available + cell.planned, help=cell.meaning)
+        parser.add_argument(cell.flag, choices=cell.available, help=cell.meaning)
 
 
 def run(args: Namespace) -> int:

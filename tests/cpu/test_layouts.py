@@ -5,7 +5,8 @@ stage, and read the same samples. Two comparisons of ten losses and gradient nor
 
     FP8 off   the engine with BF16 GEMMs and FP32 gradients, against stock in the same layout: what is left is the order
               of sums. As close to one process as stock's own layout is.
-    a level   against one process of the same level. Pipelines alone change nothing but the order in which the gradient
+    a level   against one process of the same level; a flag of the sums over tensor parallelism (SUMS) is the layout's
+              alone, for one process sends nothing. Pipelines alone change nothing but the order in which the gradient
               norm is summed; data parallelism changes how micro-batches share FP8 gradients, tensor parallelism which
               elements share a weight's scale (O1, O2) and where partial sums are rounded to BF16. So the first step is
               the same, or nearly; what follows drifts as any two runs of FP8 do.
@@ -121,7 +122,7 @@ def compare(what: str, run: Run, other: Run, first: tuple[float, float], all_: t
     assert max(losses) <= all_[0] and max(norms) <= all_[1]
 
 
-def check(train, model: Model, layout: Layout, level: str) -> None:
+def check(train, model: Model, layout: Layout, level: str, sums: str = "") -> None:
     batch, one, flags = layout.micro_batches * layout.dp, Layout(), f"--fp8-level {level}"
     first = (2e-6, 2e-3)  # Megatron prints six digits of a loss, three of a norm
     if layout.dp > 1:
@@ -129,7 +130,8 @@ def check(train, model: Model, layout: Layout, level: str) -> None:
     if layout.tp > 1:
         first = (1e-3, 1e-2)
     print(model, layout)
-    compare(level, train(model, layout, flags, batch), train(model, one, flags, batch), first, (1e-2, 0.1))
+    run, alone = train(model, layout, f"{flags} {sums}".strip(), batch), train(model, one, flags, batch)
+    compare(f"{level} {sums}", run, alone, first, (1e-2, 0.1))
     off = train(model, layout, FP8_OFF, batch)
     # Stock's local layers, without Transformer Engine or apex, refuse sequence parallelism, and experts need it.
     if not (model.experts and layout.tp > 1):
@@ -140,23 +142,25 @@ def check(train, model: Model, layout: Layout, level: str) -> None:
 
 
 SHARDED = "--use-distributed-optimizer"
+SUMS = "--fp8-tp-reduce-scatter fp8"
 QUICK = [
     # What crashed: on the second tensor-parallel rank of a stage without biases, stock's parameters are all duplicates.
-    pytest.param(Model(3), Layout(tp=2, pp=3, more=SHARDED), "O3", id="duplicates"),
+    # And all traffic of tensor parallelism in FP8, under 1F1B.
+    pytest.param(Model(3), Layout(tp=2, pp=3, sequence=True, more=SHARDED), "O3", SUMS, id="duplicates"),
     pytest.param(
-        Model(4, tied=True, biases=True), Layout(pp=2, dp=2, virtual=True, more=SHARDED), "O1", id="interleaved"
+        Model(4, tied=True, biases=True), Layout(pp=2, dp=2, virtual=True, more=SHARDED), "O1", "", id="interleaved"
     ),
     # A stage of the embedding alone, one of the loss alone.
-    pytest.param(Model(4), Layout(pp=4, more="--pipeline-model-parallel-layout E|tt|tt|L"), "O2", id="no-layer"),
-    pytest.param(Model(2, experts=4), Layout(dp=2, ep=2, more=SHARDED), "O3", id="experts", marks=nightly),
-    pytest.param(Model(2, experts=4), Layout(dp=2, ep=2), "O1", id="experts-whole", marks=nightly),
-    pytest.param(Model(4, experts=4), Layout(2, 2, 2, ep=2, sequence=True), "O2", id="experts-all", marks=nightly),
+    pytest.param(Model(4), Layout(pp=4, more="--pipeline-model-parallel-layout E|tt|tt|L"), "O2", "", id="no-layer"),
+    pytest.param(Model(2, experts=4), Layout(dp=2, ep=2, more=SHARDED), "O3", "", id="experts", marks=nightly),
+    pytest.param(Model(2, experts=4), Layout(dp=2, ep=2), "O1", "", id="experts-whole", marks=nightly),
+    pytest.param(Model(4, experts=4), Layout(2, 2, 2, ep=2, sequence=True), "O2", "", id="experts-all", marks=nightly),
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "level"), QUICK)
-def test_a_layout_trains_as_one_process(train, model, layout, level):
-    check(train, model, layout, level)
+@pytest.mark.parametrize(("model", "layout", "level", "sums"), QUICK)
+def test_a_layout_trains_as_one_process(train, model, layout, level, sums):
+    check(train, model, layout, level, sums)
 
 
 def grid():
@@ -189,6 +193,32 @@ def grid():
 @pytest.mark.parametrize(("model", "layout", "level"), [*grid()])
 def test_the_grid(train, model, layout, level):
     check(train, model, layout, level)
+
+
+RECOMPUTED = {
+    "": "",
+    "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+def tensor_parallel_grid():
+    """Every combination of TP, sequence parallelism, PP and recomputation; sums in BF16 and in FP8 in turns, the
+    schedule interleaved now and then."""
+    sizes = itertools.product(((1, False), (2, False), (2, True), (4, False), (4, True)), (1, 2), RECOMPUTED)
+    for number, ((tp, sequence), pp, again) in enumerate(sizes):
+        if tp * pp == 1 and not again:
+            continue
+        sums = SUMS if tp > 1 and number % 2 else ""
+        layout = Layout(tp, pp, virtual=pp == 2 and number % 4 == 0, sequence=sequence, more=RECOMPUTED[again])
+        name = f"tp{tp}" + "-sp" * sequence + f"-pp{pp}" + "-virtual" * layout.virtual + f"-{again}" * bool(again)
+        name += "-fp8-sums" * bool(sums)
+        yield pytest.param(Model(4, tied=bool(number % 3)), layout, sums, id=name, marks=nightly)
+
+
+@pytest.mark.parametrize(("model", "layout", "sums"), [*tensor_parallel_grid()])
+def test_tensor_parallelism(train, model, layout, sums):
+    check(train, model, layout, "O3", sums)
 
 
 RESUMED = {  # the paper's own, and the least in which a rank's own parameters are all duplicates

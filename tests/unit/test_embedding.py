@@ -7,8 +7,15 @@ import sys
 import pytest
 import torch
 from launch import ROOT
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_fp8 import ops
 from megatron_fp8.layers.embedding import Functional, add_to_main_grad
+from megatron_fp8.layers.fp8_head import head_in_fp8
+from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.ops import wgrad
 from megatron_fp8.ops.reference_embedding import add_rows
 
 RUN = """
@@ -64,7 +71,7 @@ class Model:
         self.positions.weight.main_grad = torch.zeros(3, 4)
         parts = {"word_embeddings": self, "position_embeddings": self.positions, "tp_group": group}
         self.embedding = type("Embedding", (), parts)
-        self.output_layer = type("Head", (), {"gradient_accumulation_fusion": head_fusion})
+        self.output_layer = type("Head", (), {"gradient_accumulation_fusion": head_fusion, "_forward_impl": None})
         add_to_main_grad(self)
 
 
@@ -97,7 +104,59 @@ def test_main_grad_gets_it_and_autograd_a_stand_in(tied):
     expected = torch.zeros(7, 4)
     expected[1], expected[6] = 4, 2
     assert torch.equal(model.weight.main_grad, expected) and model.weight.grad_added_to_main_grad
-    assert (model.weight.grad is None) == tied and not model.weight.zero_out_wgrad
+    assert model.weight.grad is not None and not model.weight.zero_out_wgrad
+
+
+class Allocations(TorchDispatchMode):
+    """Logs what allocates a BF16 tensor of a table's shape without a value of its own."""
+
+    def __init__(self, shape, log):
+        super().__init__()
+        self.shape, self.log = shape, log
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = isinstance(out, torch.Tensor) and out.shape == self.shape and out.dtype == torch.bfloat16
+        if made and ("empty" in str(func) or "zeros" in str(func)):
+            self.log.append("allocated")
+        return out
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_nothing_of_a_heads_gradient_waits_in_autograd(tied, fp8, monkeypatch):
+    """What autograd gets for W is made when the head's backward pass is over; of a tied one, by the embedding."""
+    model = Model(tied)
+    n, k, log = 32, 16, []
+    weight = model.weight
+    weight.data, weight.main_grad = torch.randn(n, k).bfloat16(), torch.zeros(n, k)
+    head = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    torch.nn.Module.__init__(head)
+    head.gradient_accumulation_fusion = True
+    if fp8:
+        head_in_fp8(head, E4M3)
+    model.output_layer = head
+    add_to_main_grad(model)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", wgrad.MODULE, raising=False)
+
+    def add(main_grad, rows, values):
+        log.append("embedding")
+        add_rows(main_grad, rows, values)
+
+    monkeypatch.setattr(ops, "add_rows", add)
+    tokens = torch.randint(0, n, (1, 5))
+    x = Functional().embedding(tokens, weight).transpose(0, 1)
+    how = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+    y = head._forward_impl(input=x, weight=weight, gradient_accumulation_fusion=True, **how)
+    dy = torch.randn(y.shape).bfloat16()
+    with Allocations(weight.shape, log):
+        y.backward(dy)
+    assert weight.grad is not None and weight.grad_added_to_main_grad
+    assert log == [*([] if tied else ["allocated"]), "embedding", "allocated"]
+    values, table = weight.detach().float(), torch.zeros(n, k)
+    table.index_add_(0, tokens[0], dy[:, 0].float() @ values)
+    expected = table + dy[:, 0].float().T @ values[tokens[0]]
+    assert (weight.main_grad - expected).norm() / expected.norm() < (0.08 if fp8 else 0.01)
 
 
 @pytest.mark.parametrize("how", [{"tied": False, "fusion": False}, {"tied": True, "head_fusion": False}])
