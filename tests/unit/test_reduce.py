@@ -96,6 +96,10 @@ def tensors_of_a_step(ranks: int, rank: int, step: int) -> torch.Tensor:
 # --- the processes
 
 
+def added_up(payload: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    return ops.reference.sum_blocks(payload, exponents, torch.empty(payload.shape[1]))
+
+
 class Recorder:
     """Carries a rank's reductions out; `found[name]` is what came of each, `sent[name]` the bytes it sent."""
 
@@ -110,9 +114,7 @@ class Recorder:
         part = 128 * max(1, values.numel() // 128 // 4)  # four or five of them
         parts = [reduced.gradient(at, min(at + part, values.numel())) for at in range(0, values.numel(), part)]
         # as Adam takes them: dense, or payload and exponents
-        parts = [
-            p if isinstance(p, torch.Tensor) else ops.reference.sum_blocks(*p, torch.empty(p[0].shape[1])) for p in parts
-        ]
+        parts = [p if isinstance(p, torch.Tensor) else added_up(*p) for p in parts]
         self.found[name] = SimpleNamespace(
             values=values, square_sum=reduced.square_sum(), in_parts=torch.cat(parts).float()
         )
@@ -258,7 +260,8 @@ def run(request, tmp_path_factory):
     """.ranks, .found[rank][name] and .sent[rank][name] of every reduction."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
     # One clean process imports everything once, and the ranks are its children.
-    multiprocessing.set_forkserver_preload(["pytest", "torch", "megatron_fp8.comm.shared", "megatron_fp8.engine.weights"])
+    modules = ["pytest", "torch", "megatron_fp8.comm.shared", "megatron_fp8.engine.weights"]
+    multiprocessing.set_forkserver_preload(modules)
     context = torch.multiprocessing.start_processes(
         work, (ranks, str(folder)), nprocs=ranks, join=False, start_method="forkserver"
     )
