@@ -24,9 +24,9 @@ STEPS = 6
 FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
 COMMON = f"""{KEPT_ORDER}
 --seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
---train-iters {STEPS} --lr-decay-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01
---clip-grad 1.0 --adam-beta2 0.95 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0
---make-vocab-size-divisible-by 16
+--train-iters {STEPS} --lr-decay-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
+--weight-decay 0.01 --clip-grad 1.0 --adam-beta2 0.95 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255
+--num-workers 0 --make-vocab-size-divisible-by 16
 --split 1,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --position-embedding-type rope
 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
 --attention-backend unfused"""
