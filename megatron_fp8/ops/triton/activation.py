@@ -25,6 +25,7 @@ import triton.language as tl
 from megatron_fp8.numerics.formats import E4M3, Format
 from megatron_fp8.ops.reference_activation import GATED, KINDS
 from megatron_fp8.ops.triton.cast import bits, columns_view, fp8_pair, magnitude_bits, store_codes, tile_place
+from megatron_fp8.ops.triton.launch import launched
 
 # rows and columns of a program's tile, and its warps
 FORWARD, BACKWARD = (64, 128, 8), (64, 128, 8)
@@ -132,6 +133,7 @@ def _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constex
     return dh, dy * value
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _activate_kernel(
     h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero, KIND: tl.constexpr, GATED: tl.constexpr,
@@ -159,6 +161,7 @@ def _activate_kernel(
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _activate_backward_kernel(
     dy_ptr, h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,

@@ -46,6 +46,7 @@ from megatron_fp8.numerics.blocks import BLOCK
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops.states import AdamHyper, Gradient, State, is_remainder
 from megatron_fp8.ops.triton.blocks import _rows
+from megatron_fp8.ops.triton.launch import launched
 
 _BLOCK = tl.constexpr(BLOCK)
 ADAM_BLOCKS, ADAM_WARPS = 16, 4  # blocks of 128 and warps a program; half the blocks where a state is float32
@@ -151,6 +152,7 @@ def _e4m3_remainder(y, code):
     return tl.where(rounded == rounded, whole, 0).to(tl.int16)
 
 
+@launched
 @triton.jit(do_not_specialize=["grad_exponents_pitch", "blocks", "zero"], do_not_specialize_on_alignment=_ANYWHERE)
 def _adam_kernel(
     grad_ptr, grad_exponents_ptr, grad_pitch, grad_exponents_pitch, grad_scale_ptr,

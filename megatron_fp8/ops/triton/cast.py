@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
+from megatron_fp8.ops.triton.launch import launched
 
 BLOCK, FLAT_WARPS = 8192, 8
 TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # of a transpose's tile
@@ -123,6 +124,7 @@ def magnitude_bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _flat_kernel(x_ptr, n, scale_ptr, out_ptr, amax_ptr, zero, E4M3: tl.constexpr, BLOCK: tl.constexpr):
     """Cast, if there is an out_ptr, and amax, if there is an amax_ptr, of n contiguous elements."""
@@ -177,6 +179,7 @@ def _load_rows(ptr, rows, cols, M, K):
     return tl.load(ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _tile_kernel(
     x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,

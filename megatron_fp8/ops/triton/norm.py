@@ -34,6 +34,7 @@ from megatron_fp8.ops.triton.cast import (
     store_codes,
     tile_place,
 )
+from megatron_fp8.ops.triton.launch import launched
 
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -74,6 +75,7 @@ def _affine(normalized, w_ptr, b_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.c
     return y
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _norm_rows_kernel(
     x_ptr, w_ptr, b_ptr, M, eps, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
@@ -114,6 +116,7 @@ def _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K: tl.conste
     return tl.where(mask, _affine(x, w_ptr, b_ptr, cols, K, ZERO_CENTERED), 0.0)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _norm_cast_kernel(
     x_ptr, w_ptr, b_ptr, M, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
@@ -150,6 +153,7 @@ def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & (cols < K)[None, :])
 
 
+@launched
 @triton.jit
 def _norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, dw_ptr, db_ptr,
@@ -214,6 +218,7 @@ def _norm_backward_kernel(
             tl.store(db_ptr + program * K + cols_b, db_b, mask=cols_b < K)
 
 
+@launched
 @triton.jit
 def _norm_sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """out (n, K) = the sum over P of partial (n, P, K) float32."""

@@ -36,6 +36,7 @@ from megatron_fp8.ops.triton.cast import (
     store_codes,
     tile_place,
 )
+from megatron_fp8.ops.triton.launch import launched
 
 PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs of numbers in a tile, heads at most and warps a program
 COLUMN_ROWS, COLUMN_WARPS = 32, 8  # where a transposed payload is written: its runs are of ROWS bytes
@@ -64,6 +65,7 @@ def _tables(cos_ptr, sin_ptr, places, inside, D: tl.constexpr, BLOCK: tl.constex
     return cos1, sin1, cos2, sin2, mask
 
 
+@launched
 @triton.jit
 def _qkv_split_kernel(
     x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, batch, M, groups,
@@ -118,6 +120,7 @@ def _write(
         tl.store(out_t_ptr + (cols.to(tl.int64) * M)[:, None] + rows[None, :], tl.trans(tile), mask=mask_t)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _qkv_join_kernel(
     q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, cos_ptr, sin_ptr, batch, M, groups,
@@ -182,6 +185,7 @@ def _load_head(head, s_stride, b_stride, batch, rows, within, M):
     return tl.load(head + places[:, None] + within[None, :], mask=(rows < M)[:, None], other=0.0).to(tl.float32)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _qkv_cast_kernel(
     q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, batch, M, groups,
