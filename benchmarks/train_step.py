@@ -77,12 +77,15 @@ SYSTEMS = {
     "bf16": System("unrepaired", ""),  # stock, as it is installed
     "bf16-repaired": System("repaired", ""),
     "te-delayed": System("repaired", TE_FP8 + " --fp8-recipe delayed"),
+    "te-delayed-overlap": System("repaired", TE_FP8 + " --fp8-recipe delayed --tp-comm-overlap"),
     "te-delayed-unrepaired": System("unrepaired", TE_FP8 + " --fp8-recipe delayed"),
     "te-tensorwise": System("repaired", TE_FP8 + " --fp8-recipe tensorwise"),
     "bf16-local": System("none", LOCAL + " --no-gradient-accumulation-fusion"),
     "O1": System("none", "--fp8-level O1"),
     "O2": System("none", "--fp8-level O2"),
     "O3": System("none", "--fp8-level O3"),
+    "O3-tp-fp8": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter fp8"),
+    "O3-tp-fp8-backward": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter backward"),
     "O3-with-te": System("repaired", "--fp8-level O3"),  # TE's fused rotary embedding and optimizer for what is stock's
     "O1-tensorwise": System("none", "--fp8-level O1 --fp8-recipe tensorwise"),
     "O1-transpose-cache": System("none", "--fp8-level O1 --keep-fp8-transpose-cache"),

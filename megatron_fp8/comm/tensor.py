@@ -1,26 +1,118 @@
-"""Tensor-parallel traffic of a linear, FP8 or BF16: its input gathered, the gradient of it summed.
+"""Tensor-parallel traffic of a linear, FP8 or BF16: rows gathered, partial sums added.
 
-Activations are (s, ...) with the sequence first; under sequence parallelism each of T ranks has (s/T, ...) of them.
+Activations are (s, ...) with the sequence first; under sequence parallelism each of T ranks has (s/T, ...) of them, its
+part.  Each function here is a generator of stages (wire.py): a `Flight` of it has started, and brings the result when
+it lands, so that GEMMs run in between.
+
+A sum in FP8 is an all-to-all and one addition: a rank casts the other ranks' parts of what it has to `BlockScaled`, and
+adds what it gets to its own part, which is not rounded, in FP32.  So T - 1 of T contributions are rounded, once, and
+the result once, to BF16; without sequence parallelism the FP32 sums are cast and gathered in the same format.  On the
+wire an element costs 1 + 1/128 bytes where BF16 costs 2.  What is not finite stays so, as NaN.
+
+A sum may start before the own part is there (`add_early`): it is read when the others' have arrived.
 """
+
+from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+
+from .. import ops
+from ..numerics.blocks import SHARD_UNIT, PackedBlocks
+from . import wire
+
+GATHERS, SUMS = "tp_gather", "tp_sum"
 
 
-def gather(x: torch.Tensor, group) -> torch.Tensor:
+def gather(x: torch.Tensor, group) -> wire.Stages:
     """(s/T, ...) on each rank -> (s, ...), of any type."""
+    yield from ()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     # As bytes: gloo has no FP8 types.
-    dist.all_gather_into_tensor(out.view(torch.uint8), x.contiguous().view(torch.uint8), group=group)
-    return out
+    sent = x.contiguous().view(torch.uint8)
+    handle = dist.all_gather_into_tensor(out.view(torch.uint8), sent, group=group, async_op=True)
+    wire.count(GATHERS, out.nbytes, group)
+    return out, [handle]
 
 
-def start_all_reduce(x: torch.Tensor, group):
-    """(s, ...), a part of the sum on each rank -> (the sum, in place; handle)."""
-    return x, dist.all_reduce(x, group=group, async_op=True)
+def add(x: torch.Tensor, group, scatter: bool, fp8: bool) -> wire.Stages:
+    """(s, ...), a part of the sum on each rank -> this rank's (s/T, ...) of the sum, or with `scatter` False all of it.
+
+    In BF16 the whole sum is made in place.
+    """
+    ranks, rank = group.size(), group.rank()
+    if not scatter:
+        if fp8:
+            return (yield from _add_everywhere(x, group))
+        wire.count(SUMS, 2 * x.nbytes, group)
+        return x, [dist.all_reduce(x, group=group, async_op=True)]
+    parts = x.view(ranks, -1, *x.shape[1:])
+    if fp8:
+        return (yield from _add_own((parts[:rank], parts[rank + 1 :]), parts[rank], group))
+    out = torch.empty_like(parts[rank])
+    wire.count(SUMS, x.nbytes, group)
+    return out, [dist.reduce_scatter_tensor(out, x, group=group, async_op=True)]
 
 
-def start_reduce_scatter(x: torch.Tensor, group):
-    """(s, ...), a part of the sum on each rank -> ((s/T, ...) of the sum; handle)."""
-    shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    return shard, dist.reduce_scatter_tensor(shard, x, group=group, async_op=True)
+def add_early(others: torch.Tensor, room: torch.Tensor, group, fp8: bool) -> wire.Stages:
+    """The other ranks' parts (T-1, s/T, ...), in their order -> this rank's part (s/T, ...) of the sum.
+
+    room: (1, s/T, ...), or of a BF16 sum (T, s/T, ...); the own part comes last in it, and may be written until the
+    landing.
+    """
+    if fp8:
+        rank = group.rank()
+        return (yield from _add_own((others[:rank], others[rank:]), room[-1], group))
+    _, handle = wire.exchange(others, group, SUMS, room[:-1])
+    yield [handle]
+    return torch.add(*room) if len(room) == 2 else room.sum(0), []  # in FP32, rounded once
+
+
+def _add_own(others: tuple[torch.Tensor, torch.Tensor], own: torch.Tensor, group) -> wire.Stages:
+    """This rank's part of a sum in FP8; others: the parts of the ranks before it, and after it."""
+    before, after = (parts.reshape(len(parts), own.numel()) for parts in others)
+    total = yield from _add_blocks(before, after, own.view(-1), group, own.dtype)
+    return total[: own.numel()].view(own.shape), []
+
+
+def _add_everywhere(x: torch.Tensor, group) -> wire.Stages:
+    """The whole of a sum in FP8."""
+    ranks, rank = group.size(), group.rank()
+    m = _whole_blocks(-(-x.numel() // ranks))
+    parts = _padded(x.reshape(-1), ranks * m).view(ranks, m)
+    total = yield from _add_blocks(parts[:rank], parts[rank + 1 :], parts[rank], group, torch.float32)
+    packed = PackedBlocks.empty(ranks, m, x.device)
+    mine = PackedBlocks(packed.data[rank][None])
+    ops.quantize_blocks(total, out=mine)
+    handle = dist.all_gather_into_tensor(packed.data.view(-1), mine.data.view(-1), group=group, async_op=True)
+    wire.count(SUMS, packed.data.nbytes, group)
+    yield [handle]
+    whole = torch.empty_like(parts)
+    for i, out in enumerate(whole):  # exactly: E4M3 times a power of two is a BF16
+        ops.sum_blocks(packed.payload[i : i + 1], packed.exponents[i : i + 1], out)
+    return whole.view(-1)[: x.numel()].view(x.shape), []
+
+
+def _add_blocks(
+    before: torch.Tensor, after: torch.Tensor, own: torch.Tensor, group, dtype: torch.dtype
+) -> Generator[wire.Handles, None, torch.Tensor]:
+    """The sum of this rank's part `own` (n,), padded to whole blocks (m,); before, after: the others', rows (n,)."""
+    m = _whole_blocks(own.numel())
+    sent = PackedBlocks.empty(group.size() - 1, m, own.device)
+    for first, parts in ((0, before), (len(before), after)):
+        if len(parts):
+            ops.quantize_blocks(_padded(parts, m).view(-1), out=sent, first=first * m)
+    data, handle = wire.exchange(sent.data, group, SUMS)
+    yield [handle]
+    received, start = PackedBlocks(data), _padded(own, m)  # not before: the own part may have been written since
+    return ops.sum_blocks(received.payload, received.exponents, own.new_empty(m, dtype=dtype), start=start)
+
+
+def _whole_blocks(count: int) -> int:
+    return -(-count // SHARD_UNIT) * SHARD_UNIT
+
+
+def _padded(x: torch.Tensor, m: int) -> torch.Tensor:
+    """x (..., n) as (..., m), zeros behind."""
+    return x if x.shape[-1] == m else F.pad(x, (0, m - x.shape[-1]))

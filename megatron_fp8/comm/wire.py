@@ -1,4 +1,4 @@
-"""The collectives that gradients and weights travel by: each started, not waited for, and counted.
+"""The collectives that gradients, weights and activations travel by: each started, not waited for, and counted.
 
 FP8 travels as bytes: gloo has no FP8 types, and an all-to-all or a gather does not look inside.  `sent_bytes` counts
 what left this rank in this step, by kind; a collective over R ranks keeps 1/R of its bytes at home.
@@ -40,6 +40,17 @@ def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind:
     return out, handle
 
 
+def exchange(data: torch.Tensor, group, kind: str, out: torch.Tensor | None = None):
+    """Row j of `data` (R - 1, ...) goes to the j-th of the other ranks -> (row i from the i-th of them; handle)."""
+    out = torch.empty_like(data) if out is None else out
+    rows = [1] * group.size()
+    rows[group.rank()] = 0
+    send, receive = (t.flatten(1).view(torch.uint8) for t in (data, out))
+    handle = dist.all_to_all_single(receive, send, rows, rows, group=group, async_op=True)
+    sent_bytes[kind] += data.nbytes
+    return out, handle
+
+
 def all_gather(row: torch.Tensor, group):
     """(n,) uint8 of every rank -> ((R, n), handle)."""
     gathered = row.new_empty(group.size(), row.numel())
@@ -57,6 +68,12 @@ def all_gather_weights(buffer: torch.Tensor, group):
 
 Handles = list[Any]
 Stages = Generator[Handles, None, tuple[Any, Any]]  # -> (result, the handles that it waits for)
+
+
+def landed(result: Any) -> Stages:
+    """Nothing to wait for."""
+    yield from ()
+    return result, []
 
 
 class Flight:

@@ -4,7 +4,7 @@ Sizes are read off the tensors that exist, stock Megatron's and ours alike, on t
 number of parameters on this rank.  Shards count as what they are here: at a data-parallel size of R, a sharded
 FP32 moment costs 4/R bytes.  The wire: our collectives count themselves (comm/wire.py); stock's are two a
 step over buffers of known size, a gradient reduce-scatter and a weight all-gather (an all-reduce without the
-distributed optimizer).  Tensor- and pipeline-parallel traffic is not counted.
+distributed optimizer).  Of tensor-parallel traffic our linears' is counted; pipeline-parallel traffic is not.
 
 With the environment variable MEGATRON_FP8_REPORT=FILE rank 0 writes both as JSON when it exits.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from ..comm.tensor import GATHERS, SUMS
 from ..comm.wire import sent_bytes
 from .optimizer import EngineOptimizer
 
@@ -68,12 +69,18 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
 def summary(report: dict[str, dict[str, float]]) -> list[str]:
     """The report as two lines for the log."""
     held, wire = report["bytes_per_param"], report["wire_bytes_per_step"]
+    linears = {kind: size for kind, size in wire.items() if kind in (GATHERS, SUMS)}
+    wire = {kind: size for kind, size in wire.items() if kind not in linears}
     parts = ", ".join(f"{kind} {size:.2f}" for kind, size in held.items())
     sent = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in wire.items())
-    return [
+    lines = [
         f"bytes a parameter on this rank: {sum(held.values()):.2f} ({parts})",
         f"MB sent a step by this rank over data parallelism: {sum(wire.values()) / 1e6:.1f} ({sent})",
     ]
+    if linears:
+        sent = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in linears.items())
+        lines.append(f"MB sent a step by this rank's linears over tensor parallelism: {sent}")
+    return lines
 
 
 def _engine(chain) -> list[EngineOptimizer]:

@@ -255,7 +255,14 @@ def _cells(args: Namespace, emulated: EmulationPlan | None) -> dict[str, str]:
             raise UserError("--fp8-gemm fp8 with --fp8-emulate: emulated operands go into BF16 GEMMs; remove one")
         exact = {"gemm": "bf16"} if level else {"gemm": "bf16", "grad_accum": "fp32", "grad_reduce": "fp32"}
         overrides = exact | overrides
-    return resolve(LOWEST if level is None else level, overrides)
+    cells = resolve(LOWEST if level is None else level, overrides)
+    sums = overrides.get("tp_reduce_scatter") or "bf16"
+    if cells["gemm"] == "bf16" and sums != "bf16":
+        raise UserError(
+            f"--fp8-tp-reduce-scatter {sums}: the GEMMs of this run are BF16's (--fp8-gemm bf16, --fp8-emulate); "
+            "remove one"
+        )
+    return cells
 
 
 def _lm_head(args: Namespace, gemm: str) -> bool:

@@ -10,8 +10,8 @@ flag named after the cell overrides one of them. O0 is not in the table: it inst
     exp_avg, exp_avg_sq  Adam's moments                                     4 fp32, 2 fp16 or bf16, 1 fp8
     master               the weight that Adam updates                       4 fp32, 2 remainder, ...
     weight               the weight in the model and on its way there       2 bf16, 1 fp8
-    tp_gather            tensor/sequence-parallel all-gather of activations
-    tp_reduce_scatter    tensor/sequence-parallel reduce-scatter
+    tp_gather            tensor/sequence-parallel all-gather of activations and their gradients
+    tp_reduce_scatter    tensor/sequence-parallel reduce-scatter, or all-reduce
     partition            how the optimizer's work is cut over data parallelism
 
 This file is the whole story of what exists: a value becomes usable when it moves from `planned` to
@@ -106,16 +106,15 @@ CELLS = (
     ),
     Cell(
         "tp_gather",
-        "tensor/sequence-parallel all-gather of activations",
+        "sequence-parallel all-gather of activations, and of their gradients",
         ("bf16", "bf16", "fp8"),
         available=("bf16", "fp8"),
     ),
     Cell(
         "tp_reduce_scatter",
-        "tensor/sequence-parallel reduce-scatter of activations",
+        "tensor/sequence-parallel sums of partial products: FP8 blocks and one FP32 sum, or in one pass only",
         ("bf16", "bf16", "bf16"),
-        available=("bf16",),
-        planned=("fp8",),
+        available=("bf16", "fp8", "forward", "backward"),
     ),
     Cell(
         "partition",

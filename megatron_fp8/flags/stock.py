@@ -195,6 +195,7 @@ WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or (
 ABSENT = "switched off: needs apex or Transformer Engine, not installed here (same result)"
 OWN_ROTATION = "the level's own kernel rotates in FP32; where stock rotates, it is unfused without Transformer Engine"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
+OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
 TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
 NO_GRAPHS = "switched off: a level runs without CUDA graphs (same result)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
@@ -392,7 +393,8 @@ TABLE: list[Row] = [
     *_adapt("--moe-permute-fusion --moe-router-fusion --te-rng-tracker", False, ABSENT, missing=TE),
     *_adapt("--cross-entropy-fusion-impl", "native", "native instead, as stock has it", one_of("te")),
     *_honour("--wgrad-deferral-limit", "of the LM head"),
-    *_adapt("--tp-comm-overlap --delay-wgrad-compute --overlap-moe-expert-parallel-comm", False, TE_LAYERS),
+    *_adapt("--tp-comm-overlap", False, OWN_OVERLAP),
+    *_adapt("--delay-wgrad-compute --overlap-moe-expert-parallel-comm", False, TE_LAYERS),
     *_adapt("--ep-overlap-early-attn-memory-release", False, TE_LAYERS),
     *_adapt("--overlap-dispatch-backward-with-experts-wgrad --moe-grouped-gemm", False, TE_LAYERS),
     *_adapt("--use-grouped-gemm-for-dense-mlp --use-transformer-engine-op-fuser", False, TE_LAYERS),

@@ -1,4 +1,4 @@
-"""Token embeddings whose gradient goes straight to main_grad, as the linears' do.
+"""Embeddings whose gradient goes straight to main_grad, as the linears' do: of tokens, and of learned positions.
 
     y = W[tokens]            dW[t] = sum of dy over the places of token t
 
@@ -9,6 +9,9 @@ two more. Here the rows that a micro-batch has are read and written, in FP32, ro
 It serves where stock's linears accumulate in their GEMM (--gradient-accumulation-fusion) and in the same way: the
 parameter is marked `grad_added_to_main_grad`, and autograd gets a gradient that nobody reads, since the hooks of data
 parallelism wait for one.
+
+Megatron turns y (b, s, h) into (s, b, h) by a copy, and dy comes back turned. So y is made in that order where no other
+rank must add to it, and dy's rows are read as they lie.
 """
 
 import torch
@@ -16,7 +19,8 @@ import torch.nn.functional as F
 
 from .. import ops
 
-_MARK, _TIED = "fp8_adds_rows", "fp8_is_head_too"  # of a table that is done so; that the same stage's head uses
+# Of a table that is done so; that the same stage's head uses; whose result is turned
+_MARK, _TIED, _TURNED = "fp8_adds_rows", "fp8_is_head_too", "fp8_turned"
 
 
 class _Embedding(torch.autograd.Function):
@@ -24,11 +28,15 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx, tokens, weight):
         ctx.weight = weight
         ctx.save_for_backward(tokens)
+        if getattr(weight, _TURNED, False) and tokens.dim() == 2:
+            return F.embedding(tokens.t(), weight).transpose(0, 1)
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx, dy):
         (tokens,), weight = ctx.saved_tensors, ctx.weight
+        if tokens.dim() == 2 and not dy.is_contiguous():
+            tokens, dy = tokens.t(), dy.transpose(0, 1)
         ops.add_rows(weight.main_grad, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
         weight.grad_added_to_main_grad = True
         if getattr(weight, _TIED, False):
@@ -44,19 +52,32 @@ class Functional:
 
     @staticmethod
     def embedding(tokens, weight, *args, **kwargs):
-        if args or kwargs or not (getattr(weight, _MARK, False) and hasattr(weight, "main_grad")):
+        if args or kwargs:
             return F.embedding(tokens, weight, *args, **kwargs)
+        return _embed(tokens, weight)
+
+
+def _embed(tokens: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
+    """weight[tokens]; its gradient as above where the weight takes it so."""
+    if getattr(weight, _MARK, False) and hasattr(weight, "main_grad"):
         return _Embedding.apply(tokens, weight)
+    return F.embedding(tokens, weight)
 
 
 def add_to_main_grad(model) -> None:
-    """Have a GPTModel's token embedding add its gradient to main_grad, where stock's linears do so with theirs.
+    """Have a GPTModel's embeddings add their gradient to main_grad, where stock's linears do so with theirs.
 
     Of a table that is tied, or that multi-token prediction reads too, stock adds what comes in autograd to main_grad
     all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's.
     """
     if not (model.pre_process and model.config.gradient_accumulation_fusion):
         return
+    alone = model.embedding.tp_group.size() == 1
+    positions = getattr(model.embedding, "position_embeddings", None)
+    if isinstance(positions, torch.nn.Embedding):
+        setattr(positions.weight, _MARK, True)
+        setattr(positions.weight, _TURNED, alone)
+        positions.forward = lambda ids: _embed(ids, positions.weight)
     weight = model.embedding.word_embeddings.weight
     if model.post_process and model.share_embeddings_and_output_weights:
         if not model.output_layer.gradient_accumulation_fusion:
@@ -64,3 +85,4 @@ def add_to_main_grad(model) -> None:
         setattr(weight, _TIED, True)
     weight.zero_out_wgrad = False
     setattr(weight, _MARK, True)
+    setattr(weight, _TURNED, alone)

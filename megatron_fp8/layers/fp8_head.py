@@ -17,6 +17,7 @@ import torch
 
 from .. import ops
 from ..comm import tensor
+from ..comm.wire import Flight, landed
 from ..errors import UserError
 from ..numerics.formats import E4M3, Format
 from ..numerics.scaled import ScaledTensor
@@ -60,7 +61,7 @@ class _HeadProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, accumulates: bool, group, gathers: bool, grad_format: Format):
-        whole = tensor.gather(x, group) if gathers else x
+        whole = Flight(tensor.gather(x, group)).land() if gathers else x
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         q = _quantized(whole.reshape(-1, whole.shape[-1]), E4M3, columns=needs_dw)
         w = _quantized(weight.detach(), E4M3, columns=needs_dx)
@@ -75,20 +76,15 @@ class _HeadProduct(torch.autograd.Function):
         accumulates, group, gathers, grad_format = ctx.how
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         q = _quantized(dy.reshape(-1, dy.shape[-1]), grad_format, columns=needs_dw)
-        dx, dw, handle, summed = None, None, None, None
+        dx, dw, summed = None, None, None
         if needs_dx:
             dx = ops.gemm(q, ScaledTensor(w_columns, w_scale_inv), ops.Epilogue(dtype=dy.dtype))
-            summed = dx = dx.view(*dy.shape[:-1], -1)
-            if gathers:
-                summed, handle = tensor.start_reduce_scatter(dx, group)
-            elif group is not None:
-                summed, handle = tensor.start_all_reduce(dx, group)
+            dx = dx.view(*dy.shape[:-1], -1)
+            summed = Flight(landed(dx) if group is None else tensor.add(dx, group, scatter=gathers, fp8=False))
         if needs_dw:
             product = ops.Product(q.T, ScaledTensor(x_columns, x_scale_inv))
             dw = _accumulated(product, weight) if accumulates else product.compute(dtype=weight.dtype)
-        if handle is not None:
-            handle.wait()
-        return summed, dw, None, None, None, None
+        return summed and summed.land(), dw, None, None, None, None
 
 
 def _accumulated(product: ops.Product, weight: torch.Tensor) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ import contextlib
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
 from ..engine.owned import OwnedWeight
 from ..errors import UserError
@@ -38,6 +39,8 @@ class _OwnedLinear:
 
     weight: torch.nn.Parameter
     tp_group: torch.distributed.ProcessGroup
+    sequence_parallel: bool
+    explicit_expert_comm: bool
     training: bool
     owned: OwnedWeight
     _given: tuple[Call, Fp8Activation | None] | None = None  # of the forward pass under way
@@ -67,10 +70,14 @@ class _OwnedLinear:
 
     def plan(self) -> Call:
         """Decide how the next forward pass is computed; `planned` carries it out."""
-        gathered = sum_dx = False
+        alone = self.explicit_expert_comm or self.tp_group.size() == 1  # somebody else gathers and sums, or nobody
+        sequence_parallel = self.sequence_parallel and not alone
+        sum_dx = sum_y = False
         if isinstance(self, ColumnParallelLinear):
-            gathered, sum_dx = self.sequence_parallel, self.allreduce_dgrad
-        return plan(self.owned, self.tp_group, gathered, sum_dx, self.training)
+            sum_dx = self.allreduce_dgrad and not alone
+        else:
+            sum_y = not alone
+        return plan(self.owned, self.tp_group, sequence_parallel, sum_dx, self.training, sum_y)
 
     @contextlib.contextmanager
     def planned(self, call: Call, given: Fp8Activation | None):
@@ -88,7 +95,8 @@ class _OwnedLinear:
             call, given = self._given
         else:
             call, given = self.plan(), None
-        assert (call.sum_dx, call.gather is not None) == (allreduce_dgrad, sequence_parallel)
+        stock_has = allreduce_dgrad, sequence_parallel
+        assert (bool(call.sum_dx) and not call.scatter, call.gather is not None) == stock_has
         return product(input, self._anchor, call, given, bias)
 
 
@@ -101,7 +109,7 @@ class Fp8ColumnParallelLinear(_OwnedLinear, ColumnParallelLinear):
 
 
 class Fp8RowParallelLinear(_OwnedLinear, RowParallelLinear):
-    """Stock RowParallelLinear with FP8 GEMMs; W (N, K/tp).
+    """Stock RowParallelLinear with FP8 GEMMs; W (N, K/tp).  The product sums over the ranks, which stock does after it.
 
     The bias that it returns to be added later is a view, not the parameter itself.  Megatron recomputes an MLP
     (--recompute-modules mlp) in an autograd function, which returns that bias too: of a parameter, a leaf, it would
@@ -113,8 +121,12 @@ class Fp8RowParallelLinear(_OwnedLinear, RowParallelLinear):
         self._take_over(fp8_config)
 
     def forward(self, input_):
-        output, bias = super().forward(input_)
-        return output, None if bias is None else bias.view_as(bias)
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        output, bias = self._forward_impl(input_, self.weight), self.bias  # summed over the ranks
+        if bias is None or self.skip_bias_add:
+            return output, None if bias is None else bias.view_as(bias)
+        return output + bias, None
 
 
 class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):

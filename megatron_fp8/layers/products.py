@@ -12,10 +12,15 @@ x and dy are read once: one kernel writes q(t) and its transpose.  What waits fo
 later micro-batch, or the next step's scale, cannot change what this one captured.  In the same way how
 the backward pass computes is decided in the forward, in a frozen `Call`: no flag that may have changed since is read.
 
-Under sequence parallelism each tensor-parallel rank has a part of x's rows, which is gathered for the forward and again
-for wgrad.  With `--fp8-tp-gather fp8` (O3) the cast comes first and the payload is gathered, half the bytes; what waits
-for the backward is then the rank's own rows of q(x).  The values are those of casting after the gather, bit for bit:
-all ranks cast with one scale, delayed scaling's, which they agree on anyway, or else one that they agree on here.
+Under sequence parallelism each tensor-parallel rank has a part of the rows of a column-parallel linear's x, which is
+gathered for the forward and again for wgrad, and of a row-parallel linear's dy.  With `--fp8-tp-gather fp8` (O3) the
+cast comes first and the payload is gathered, half the bytes; what waits for the backward is then the rank's own rows of
+q(x).  The values are those of casting after the gather, bit for bit: all ranks cast with one scale, delayed scaling's,
+which they agree on anyway, or else one that they agree on here.  What is summed over the ranks (a row-parallel y, a
+column-parallel dx) may travel in FP8 too, `--fp8-tp-reduce-scatter`.  None of it is waited for while there is work:
+
+    forward    gather x | GEMM own rows | GEMM the others'        GEMM the others' rows | y on its way | GEMM own rows
+    backward   gather x | cast dy, dgrad | dx on its way | wgrad   cast, gather dy | transpose W, GEMM own rows | ...
 
 The weight is frozen to stock Megatron, so autograd must be told to visit us even when x needs no gradient (the first
 layer after a frozen embedding): every call takes an empty `anchor` tensor that requires one.
@@ -37,6 +42,7 @@ import torch
 
 from .. import ops
 from ..comm import tensor
+from ..comm.wire import Flight, landed
 from ..engine.owned import GRAD, INPUT, OwnedWeight
 from ..flags.emulate import OPERANDS
 from ..numerics.emulation import EmulatedFormat
@@ -44,6 +50,7 @@ from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Castable, Payloads
+from .parallel import gathered_product, summed_product
 
 type Rounding = tuple[EmulatedFormat, tuple[int, int] | None]  # with a seed where it is stochastic
 
@@ -54,8 +61,9 @@ class Call:
 
     Attributes:
         group: the tensor-parallel ranks.
-        gather: how x comes from them under sequence parallelism: "bf16" or "fp8"; None: it is whole.
-        sum_dx: whether dx is summed over them without sequence parallelism.
+        gather, gather_dy: how x, or dy, comes from them: "bf16" or "fp8"; None: it is whole.
+        sum_y, sum_dx: how y, or dx, is summed over them: "bf16" or "fp8"; None: it is not.
+        scatter: whether each has its rows of such a sum (sequence parallelism), or all of it.
         training: whether what is cast counts for the scales.
         keep: whether a backward pass will come.
         fp8: whether the GEMMs are FP8's; wgrad_fp8: whether the weight gradient's is.
@@ -67,7 +75,10 @@ class Call:
     weight: OwnedWeight
     group: torch.distributed.ProcessGroup
     gather: str | None
-    sum_dx: bool
+    gather_dy: str | None
+    sum_y: str | None
+    sum_dx: str | None
+    scatter: bool
     training: bool
     keep: bool
     fp8: bool
@@ -78,8 +89,18 @@ class Call:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """x (s, ..., K), or a rank's part of it, as (M, K)."""
-        x = tensor.gather(x, self.group) if self.gather else x
-        return x.reshape(-1, x.shape[-1])
+        x = x.reshape(-1, x.shape[-1])
+        return self.start_gather(x).land() if self.gather else x
+
+    def start_gather(self, rows: torch.Tensor) -> Flight:
+        """All ranks' rows (M, ...) of this rank's."""
+        return Flight(tensor.gather(rows, self.group))
+
+    def start_sum(self, dx: torch.Tensor) -> Flight:
+        """What becomes of dx (M, K): the sum over the ranks, or itself."""
+        if self.sum_dx:
+            return Flight(tensor.add(dx, self.group, self.scatter, self.sum_dx == "fp8"))
+        return Flight(landed(dx))
 
     def rounded(self, operand: str, x: torch.Tensor) -> torch.Tensor:
         """x as a BF16 GEMM reads it: rounded where it is emulated."""
@@ -87,14 +108,36 @@ class Call:
         return x if how is None else ops.emulate(x.detach(), *how)
 
 
-def plan(weight: OwnedWeight, group, sequence_parallel: bool, sum_dx: bool, training: bool) -> Call:
-    """Decide how a linear's next call is computed, and count it."""
+def plan(
+    weight: OwnedWeight, group, sequence_parallel: bool, sum_dx: bool, training: bool, sum_y: bool = False
+) -> Call:
+    """Decide how a linear's next call is computed, and count it.
+
+    sum_y: of a row-parallel linear; else x is gathered, and dx summed, under sequence parallelism, or without it as
+    sum_dx says.
+    """
     keep, fp8, config = torch.is_grad_enabled(), weight.fp8, weight.config
     weight.pending += keep
-    gather = (config.tp_gather if fp8 else "bf16") if sequence_parallel else None
-    rounding = {} if fp8 else _rounding(weight, keep)
-    seen = keep and bool(weight.events.forward or weight.events.backward)
-    return Call(weight, group, gather, sum_dx, training, keep, fp8, config.wgrad, rounding, seen, [])
+    gather, of_y, of_dx = "bf16", "bf16", "bf16"
+    if fp8:
+        gather = config.tp_gather
+        of_y, of_dx = ("fp8" if config.tp_reduce_scatter in ("fp8", way) else "bf16" for way in ("forward", "backward"))
+    return Call(
+        weight,
+        group,
+        gather=gather if sequence_parallel and not sum_y else None,
+        gather_dy=(gather if config.wgrad else "bf16") if sequence_parallel and sum_y else None,
+        sum_y=of_y if sum_y else None,
+        sum_dx=of_dx if sum_dx or (sequence_parallel and not sum_y) else None,
+        scatter=sequence_parallel,
+        training=training,
+        keep=keep,
+        fp8=fp8,
+        wgrad_fp8=config.wgrad,
+        rounding={} if fp8 else _rounding(weight, keep),
+        seen=keep and bool(weight.events.forward or weight.events.backward),
+        mailbox=[],
+    )
 
 
 def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
@@ -207,7 +250,8 @@ def product(
         y = Bf16Product.apply(x, anchor, call)
         return y if bias is None else y + bias
     y = Fp8Product.apply(x, anchor, call, given, bias)
-    if call.keep and call.wgrad_fp8 and bias is None:  # whose gradient is summed from dy as it is
+    # A bias's gradient is summed from dy as it is; that of a sum over the ranks is every rank's.
+    if call.keep and call.wgrad_fp8 and bias is None and not call.sum_y:
         y._fp8_call = call
     return y
 
@@ -235,20 +279,22 @@ class Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None, bias: torch.Tensor | None):
-        w = call.weight.quantized()
         if given is not None:
             q, scale = given.q, given.scale
         else:
-            here = call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1])
-            q, scale = cast_input(call, here)
-        read = q
-        if call.gather == "fp8":
-            rows = tensor.gather(q.payload.view(x.shape), call.group)
-            read = ScaledTensor(rows.view(-1, rows.shape[-1]), q.scale_inv)
-        y = ops.gemm(read, w, ops.Epilogue(dtype=x.dtype, bias=bias), fast_accum=True)
+            q, scale = cast_input(call, call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1]))
+        arriving = call.start_gather(q.payload) if call.gather == "fp8" else None
+        w, read, epilogue = call.weight.quantized(), q, ops.Epilogue(dtype=x.dtype, bias=bias)
+        if arriving is not None:
+            y, read = gathered_product(q, arriving, call.group, w, epilogue, fast_accum=True)
+        elif call.sum_y:
+            assert bias is None  # which is added to the sum
+            y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8", fast_accum=True)
+        else:
+            y = ops.gemm(q, w, epilogue, fast_accum=True)
         kept = x
         if call.keep and call.wgrad_fp8 and call.gather != "bf16":
-            kept = q.columns if call.gather is None else q.payload.view(x.shape)
+            kept = q.columns if call.gather is None else q.payload
         ctx.call, ctx.w, ctx.exact = call, w, None
         ctx.save_for_backward(kept, scale, q.scale_inv)
         if call.seen:
@@ -262,47 +308,59 @@ class Fp8Product(torch.autograd.Function):
         return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias
 
 
-def _fp8_gradients(
-    ctx, call: Call, dy: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, ops.Product]:
-    """dx (M, K), dbias (N,), and dW not computed yet: what only dx needs is freed before it is."""
-    weight, config, w = call.weight, call.weight.config, ctx.w
+def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product]:
+    """dx (M, K) under way, dbias (N,), and dW not computed yet: what only dx needs is freed before it is."""
+    weight, w, needs_dx = call.weight, ctx.w, ctx.needs_input_grad[0]
     kept, x_scale, x_scale_inv = ctx.saved_tensors
-    needs_dx, dbias = ctx.needs_input_grad[0], None
+    x_rows = call.start_gather(kept.reshape(-1, kept.shape[-1])) if call.gather else None
+    q, exact, dbias, dy_rows = _cast_gradient(ctx, call, dy)
+    dx = None
+    if needs_dx:
+        w_t, epilogue = weight.transposed(w), ops.Epilogue(dtype=dy.dtype)
+        if dy_rows is None:
+            dx = ops.gemm(q, w_t, epilogue)
+        else:
+            dx, q = gathered_product(q, dy_rows, call.group, w_t, epilogue)
+        dx = call.start_sum(dx)
+    elif dy_rows is not None:
+        q = ScaledTensor(dy_rows.land(), q.scale_inv)
+    if call.gather_dy == "fp8":
+        q = ScaledTensor(q.payload, q.scale_inv, ops.transpose(q.payload))
+    x = kept if x_rows is None else x_rows.land()
+    if not call.wgrad_fp8:
+        assert exact is not None  # of such a call nobody posts, and what is gathered is BF16
+        product = ops.Product(exact.t(), x.reshape(-1, x.shape[-1]).t())
+    else:
+        if call.gather == "fp8":
+            x = ops.transpose(x)
+        elif call.gather == "bf16":  # with the scale that the forward captured
+            x = ops.quantize(x, weight.config.forward_format, x_scale, transpose=True, rows=False)[1]
+        product = ops.Product(ScaledTensor(q.columns, q.scale_inv), ScaledTensor(x, x_scale_inv))
+    if call.seen:
+        _show_backward(call, call.whole(ctx.exact), exact, (q, w if needs_dx else None), product)
+    return dx, dbias, product
+
+
+def _cast_gradient(
+    ctx, call: Call, dy: torch.Tensor
+) -> tuple[ScaledTensor, torch.Tensor | None, torch.Tensor | None, Flight | None]:
+    """q(dy); dy (M, N), or None; dbias (N,), or None; and the rows of all ranks, under way, where q has but its own."""
     if call.mailbox:
         posted = call.mailbox.pop()
         if dy.data_ptr() != posted.ticket.data_ptr() or any(dy.stride()):
             raise RuntimeError("the gradient of an FP8 linear was added to on its way: its result had a second reader")
-        q, flat = posted.q, posted.exact
-    else:
-        flat = dy.reshape(-1, dy.shape[-1])
-        rows = needs_dx or not call.wgrad_fp8 or call.seen
-        gradient = BiasedGradient(flat) if ctx.needs_input_grad[4] else flat
-        q, _ = weight.cast(
-            gradient, GRAD, config.grad_format, rows=rows, columns=call.wgrad_fp8, training=call.training
-        )
-        dbias = gradient.dbias if isinstance(gradient, BiasedGradient) else None
-    dx = ops.gemm(q, weight.transposed(w), ops.Epilogue(dtype=dy.dtype)) if needs_dx else None
-    if not call.wgrad_fp8:
-        assert flat is not None  # of such a call nobody posts
-        product = ops.Product(flat.t(), call.whole(kept).t())
-    else:
-        x_t = ScaledTensor(_columns(call, kept, x_scale), x_scale_inv)
-        product = ops.Product(ScaledTensor(q.columns, q.scale_inv), x_t)
-    if call.seen:
-        _show_backward(call, call.whole(ctx.exact), flat, (q, w if needs_dx else None), product)
-    return dx, dbias, product
-
-
-def _columns(call: Call, kept: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """q(x^T) of what the forward pass kept of x."""
-    if call.gather is None:
-        return kept
-    if call.gather == "fp8":
-        rows = tensor.gather(kept, call.group)
-        return ops.transpose(rows.view(-1, rows.shape[-1]))
-    # Gather again, and quantise with the scale that the forward captured.
-    return ops.quantize(call.whole(kept), call.weight.config.forward_format, scale, transpose=True, rows=False)[1]
+        return posted.q, posted.exact, None, None
+    flat, fmt = dy.reshape(-1, dy.shape[-1]), call.weight.config.grad_format
+    if call.gather_dy == "fp8":
+        q, _ = call.weight.cast(flat, GRAD, fmt, columns=False, training=call.training, group=call.group)
+        dy_rows = call.start_gather(q.payload)
+        return q, call.start_gather(flat).land() if call.seen else None, None, dy_rows
+    if call.gather_dy:
+        flat = call.start_gather(flat).land()
+    gradient = BiasedGradient(flat) if ctx.needs_input_grad[4] else flat
+    rows = ctx.needs_input_grad[0] or not call.wgrad_fp8 or call.seen
+    q, _ = call.weight.cast(gradient, GRAD, fmt, rows=rows, columns=call.wgrad_fp8, training=call.training)
+    return q, flat, gradient.dbias if isinstance(gradient, BiasedGradient) else None, None
 
 
 class Bf16Product(torch.autograd.Function):
@@ -316,6 +374,8 @@ class Bf16Product(torch.autograd.Function):
         flat = call.rounded("activation", flat)
         w = call.rounded("weight", call.weight.dense())
         y = ops.gemm(flat, w, ops.Epilogue(dtype=x.dtype))
+        if call.sum_y:
+            y = Flight(tensor.add(y, call.group, call.scatter, fp8=False)).land()
         ctx.call, ctx.exact = call, x if call.seen else None
         ctx.save_for_backward(x if call.gather else flat)
         if call.seen:
@@ -324,39 +384,36 @@ class Bf16Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dx, product = _bf16_gradients(ctx, ctx.call, dy.reshape(-1, dy.shape[-1]))
+        flat = dy.reshape(-1, dy.shape[-1])
+        whole = ctx.call.start_gather(flat).land() if ctx.call.gather_dy else flat
+        dx, product = _bf16_gradients(ctx, ctx.call, whole)
         return _finish(ctx.call, dx, dy.shape, product), None, None
 
 
-def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[torch.Tensor | None, ops.Product]:
+def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None, ops.Product]:
     """As _fp8_gradients."""
+    (x,) = ctx.saved_tensors
+    x_rows = call.start_gather(x.reshape(-1, x.shape[-1])) if call.gather else None
     if call.training:
         call.weight.casts.follow(GRAD, exact)
     dy = call.rounded("gradient", exact)
     w = call.rounded("weight", call.weight.dense()) if ctx.needs_input_grad[0] else None
-    dx = None if w is None else ops.gemm(dy, w.t(), ops.Epilogue(dtype=dy.dtype))
-    x = call.whole(ctx.saved_tensors[0])
-    if call.gather:
-        x = call.rounded("activation", x)
+    dx = None if w is None else call.start_sum(ops.gemm(dy, w.t(), ops.Epilogue(dtype=dy.dtype)))
+    if x_rows is not None:
+        x = call.rounded("activation", x_rows.land())
     product = ops.Product(dy.t(), x.t())
     if call.seen:
         _show_backward(call, call.whole(ctx.exact), exact, (dy, w), product)
     return dx, product
 
 
-def _finish(call: Call, dx: torch.Tensor | None, shape: torch.Size, product: ops.Product) -> torch.Tensor | None:
-    """Hand the weight its gradient, which hides the sum of dx (M, K) over tensor parallelism; dx (..., K)."""
-    handle, summed = None, None
-    if dx is not None:
-        summed = dx = dx.view(*shape[:-1], dx.shape[-1])
-        if call.sum_dx:
-            summed, handle = tensor.start_all_reduce(dx, call.group)
-        elif call.gather:
-            summed, handle = tensor.start_reduce_scatter(dx, call.group)
+def _finish(call: Call, dx: Flight | None, shape: torch.Size, product: ops.Product) -> torch.Tensor | None:
+    """Hand the weight its gradient, which hides what is under way of dx (M, K); dx (..., K)."""
     call.weight.take_gradient(product)
-    if handle is not None:
-        handle.wait()  # until here dx is kept
-    return summed
+    if dx is None:
+        return None
+    landed = dx.land()
+    return landed.view(-1, *shape[1:-1], landed.shape[-1])
 
 
 def _show_forward(call: Call, x: torch.Tensor, read_x: ops.Operand, read_w: ops.Operand) -> None:

@@ -11,7 +11,8 @@ cheapest: a wave of tiles takes as long as a tile is large, so a tile is good th
 the last wave, and large ones read less memory a product.
 
 Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
-added in FP32 (csrc/promoted.cuh). `promote` is 128, as DeepGEMM and CUTLASS have it; longer ones are for measuring.
+added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256, where there is a kernel, is up to 5 % faster and
+adds 0.3 % to the error; 512 is for measuring (docs/performance.md).
 
 Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
 """
@@ -95,12 +96,12 @@ class Launch:
 
 
 class Cutlass:
-    """The maker (plans.py) of such plans. Attributes: `promote`; `kernels`, once it is prepared."""
+    """The maker (plans.py) of such plans. Attributes: `promote`, the longest; `kernels`, once it is prepared."""
 
     name = "cutlass"
 
     def __init__(self) -> None:
-        self.promote = 128
+        self.promote = 256
         self.kernels: tuple[Kernel, ...] = ()
         self._library: ctypes.CDLL | None = None
         self._version = ""
@@ -124,7 +125,7 @@ class Cutlass:
         return bool(self._kernels(problem))
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
-        kernels = sorted(self._kernels(problem), key=lambda kernel: _estimate(kernel, problem))
+        kernels = sorted(self._kernels(problem), key=lambda kernel: (_estimate(kernel, problem), -kernel.promote))
         # each in the usual order, the cheapest first, then in others
         choices = [Choice(kernel, *order) for order in ORDERS for kernel in kernels]
         return [self.launch(choice, problem, device, pointers) for choice in choices[:count]]
@@ -147,7 +148,7 @@ class Cutlass:
             return []
         same = [kernel for kernel in self.kernels if (kernel.a, kernel.b, kernel.out) == (p.a, p.b, p.d)]
         fast = [kernel for kernel in same if not kernel.promote] if p.fast_accum else []
-        return fast or [kernel for kernel in same if kernel.promote == self.promote]
+        return fast or [kernel for kernel in same if 0 < kernel.promote <= self.promote]
 
 
 def _describe(library: ctypes.CDLL, index: int) -> Kernel:

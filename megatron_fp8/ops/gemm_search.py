@@ -31,8 +31,9 @@ from megatron_fp8.ops.cutlass import CUTLASS
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
 
-SCREENED, REPETITIONS = 4, 12  # runs of every candidate, and of those that are near the best then: even
-NEAR = 1.1
+SCREENED = 4  # runs of every candidate, one by one: even
+KEPT = 3  # of each maker, the fastest of these, which then run under load
+LOAD_MS, TURNS = 150.0, 2  # of each, at a stretch; even
 WORTH = 0.99  # of the first choice's time: what is closer is noise, and the first stays
 _FLUSH = 256 << 20  # bytes: several times the L2 cache
 _DEVICE = "cuda"  # the current one
@@ -238,9 +239,11 @@ def summary() -> str:
 def search(problem: Problem, device: int) -> list[Choice]:
     """Time what each maker has on random data; the best of each, the fastest first.
 
-    Medians; the candidates take turns, as a GPU that is hot is slower, and each run finds an empty L2 cache. All have a
-    few runs, those within NEAR of the best then REPETITIONS. The first choice stays where nothing is 1 % better. What
-    gives another result than the first choice is left out. Waits for the device.
+    A GPU that computes without a pause is bound by its power: it clocks down, and by more the more power a kernel
+    takes. So what is fastest in a burst need not be so in training (docs/performance.md). All candidates have a few
+    runs, one by one; the fastest of each maker, and the first choice, then run alone for a while, in turns. The first
+    choice stays where nothing is 1 % better. What gives another result than the first choice is left out. Waits for
+    the device, some two seconds for a problem.
     """
     makers = _makers(problem)
     with torch.cuda.device(device):
@@ -261,12 +264,13 @@ def search(problem: Problem, device: int) -> list[Choice]:
         if not ran:
             raise RuntimeError(f"none of {len(candidates)} candidates ran: {problem}")
         del result, expected
-        first, times = ran[0], operands.medians(ran, SCREENED)
-        best = [min((p for p in ran if p.maker == name), key=times.__getitem__) for name in {p.maker for p in ran}]
-        near = NEAR * min(times.values())
-        kept = [plan for plan in ran if plan in (first, *best) or times[plan] <= near]
-        in_bf16 = [operands.in_bf16] if problem.a in FP8 else []
-        times = operands.medians([*kept, *in_bf16], REPETITIONS)
+        first, in_bf16 = ran[0], [operands.in_bf16] if problem.a in FP8 else []
+        times = operands.medians([*ran, *in_bf16], SCREENED)
+        kept = [first]
+        for name in {plan.maker for plan in ran}:
+            mine = sorted((plan for plan in ran if plan.maker == name), key=times.__getitem__)
+            kept += [plan for plan in mine[:KEPT] if plan is not first]
+        times = operands.under_load({one: times[one] for one in (*kept, *in_bf16)})
     bf16_ms = sum(times[run] for run in in_bf16)
     choices = []
     for maker in makers:
@@ -326,6 +330,24 @@ class _Operands:
             for one, start, end in events:
                 times[one].append(start.elapsed_time(end))
         return {one: statistics.median(measured) for one, measured in times.items()}
+
+    def under_load(self, bursts: dict) -> dict:
+        """Milliseconds of each plan, or callable, running alone for LOAD_MS; {it: milliseconds of one run before}.
+
+        They take turns, to and fro, as above.
+        """
+        times = dict.fromkeys(bursts, 0.0)
+        for turn in range(TURNS):
+            for one in list(bursts)[:: -1 if turn % 2 else 1]:
+                count = math.ceil(LOAD_MS / bursts[one])
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for _ in range(count):
+                    self._run(one)
+                end.record()
+                torch.cuda.synchronize()
+                times[one] += start.elapsed_time(end) / count / TURNS
+        return times
 
     def _run(self, one) -> None:
         if callable(one):

@@ -7,7 +7,7 @@
     gemm               C = a_scale_inv * b_scale_inv * A B^T             A (M, K), B (N, K), FP32 sum
     quantize_blocks    payload and E8M0 exponents                        one power of two for 128 elements
     add_blocks         blocks <- stochastic round(blocks + x)            one FP32 addition, noise from a hash
-    sum_blocks         sum over ranks of what they dequantise to         FP32, in rank order
+    sum_blocks         sum over ranks of what they dequantise to         FP32, in rank order, rounded once
     square_sum_blocks  sum over elements of that sum's square            FP32
     ring_sum           sum over ranks of one-scale payloads              each hop rounded to E4M3
 
@@ -155,18 +155,22 @@ def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: tuple[int, int], fir
 
 
 def sum_blocks(
-    payload: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None
+    payload: torch.Tensor,
+    exponents: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out (n,) float32 = sum over r of payload (R, n) E4M3 * 2^(exponents (R, n/128) - 127), r = 0, 1, ...
-    R-1; times `scale` (0-d float32), if given.
+    """out (n,) = start + sum over r of payload (R, n) E4M3 * 2^(exponents (R, n/128) - 127), r = 0, 1, ... R-1.
 
-    Both may be strided in the first dimension, as a PackedBlocks' are. The products are exact, so the float32
-    additions, and one multiplication of the finished sum, are the only roundings, and their order is fixed.
+    start: (n,), or None for zeros; scale: 0-d float32 that the sum is multiplied by, or None. Payload and exponents
+    may be strided in the first dimension, as a PackedBlocks' are. The products are exact, so the float32 additions,
+    one multiplication of the finished sum, and the cast to out's type are the only roundings, in a fixed order.
     """
-    out.zero_()
+    total = torch.zeros_like(out, dtype=torch.float32) if start is None else start.float()
     for shard in map(BlockScaled, payload, exponents):
-        out.add_(shard.dequantize())
-    return out if scale is None else out.mul_(scale)
+        total = total + shard.dequantize()
+    return out.copy_(total if scale is None else total * scale)
 
 
 def square_sum_blocks(payload: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -409,6 +409,18 @@ def test_sum_blocks(ranks, blocks):
     assert memory[:3].isnan().all() and memory[-4:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=smoke), torch.float32], ids=str)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_sum_blocks_from_a_start_on(ranks, dtype):
+    blocks = 67
+    payload = random_codes(ranks, blocks * BLOCK)
+    exponents = torch.randint(110, 140, (ranks, blocks)).to(torch.uint8)
+    start = (torch.randn(blocks * BLOCK) * 100).to(dtype)
+    expected = reference.sum_blocks(payload, exponents, torch.empty_like(start), start=start)
+    got = ops.sum_blocks(put(payload), put(exponents), torch.empty_like(start, device=DEVICE), start=put(start))
+    assert same(got, expected)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("layout", ["packed", "transposed"])
 def test_sums_of_shards_where_they_lie(ranks, layout):

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from megatron_runs import Run, run_megatron
+from launch import ROOT
+from megatron_runs import Run, run_megatron, script_path
 from test_training import FLAGS
 
 pytestmark = [
@@ -13,20 +14,23 @@ pytestmark = [
 ]
 TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2"
+SP = f"{TP} --sequence-parallel --use-distributed-optimizer"
 SAME_VOCABULARY = "--make-vocab-size-divisible-by 64"
+PATH = {"PYTHONPATH": script_path()}
+SPLIT = str(ROOT / "tests/scripts/split_products.py")
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """train(gpus, flags): sixteen steps from one checkpoint; of the same flags once."""
+    """train(gpus, flags, script, again): sixteen steps from one checkpoint; of the same command once."""
     folder = tmp_path_factory.mktemp("initial")
     once = f"{SAME_VOCABULARY} --train-iters 1 --lr-warmup-iters 0 --save {folder} --save-interval 1"
     run_megatron(1, [*FLAGS, *once.split()], gpu=True)
 
     @functools.cache
-    def train(gpus: int, flags: str) -> Run:
+    def train(gpus: int, flags: str, script: str = "pretrain_gpt_fp8.py", again: bool = False) -> Run:
         begin = f"{SAME_VOCABULARY} --load {folder} --finetune {flags}"
-        run = run_megatron(gpus, [*FLAGS, *begin.split()], gpu=True, timeout=240)
+        run = run_megatron(gpus, [*FLAGS, *begin.split()], script=script, gpu=True, timeout=240, env=PATH)
         assert len(run.losses) == 16 and not any(step.skipped for step in run.steps)
         return run
 
@@ -34,20 +38,33 @@ def train(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("level", "layout"),
+    ("level", "layout", "split"),
     [
-        ("O1", f"{TP} --sequence-parallel"),
-        ("O1", f"{PP}"),
-        ("O3", f"{TP}"),
-        ("O3", f"{TP} --sequence-parallel --use-distributed-optimizer"),
-        ("O3", f"{PP} --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer"),
+        ("O1", f"{TP} --sequence-parallel", False),
+        ("O1", f"{PP}", False),
+        ("O3", f"{TP}", False),
+        ("O3", SP, False),
+        ("O3", SP, True),
+        ("O3", f"{SP} --fp8-tp-reduce-scatter fp8", False),
+        ("O3", f"{SP} --fp8-tp-reduce-scatter fp8 --tp-comm-overlap", True),
+        ("O3", f"{SP} --fp8-tp-reduce-scatter backward --recompute-granularity selective", True),
+        ("O3", f"{TP} --fp8-tp-reduce-scatter fp8", False),
+        ("O3", f"{PP} --num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer", False),
     ],
 )
-def test_two_gpus_train_as_one(train, level, layout):
-    two, one = train(2, f"--fp8-level {level} {layout}"), train(1, f"--fp8-level {level}")
+def test_two_gpus_train_as_one(train, level, layout, split):
+    two, one = train(2, f"--fp8-level {level} {layout}", *[SPLIT] * split), train(1, f"--fp8-level {level}")
     losses = [abs(a - b) for a, b in zip(two.losses, one.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(two.grad_norms, one.grad_norms, strict=True)]
     print(f"{level} {layout}: loss {losses[0]:.6f} .. {max(losses):.6f}, norm {norms[0]:.4f} .. {max(norms):.4f}")
     # At O1 the scale of a weight's E4M3 copy is the rank's own: cut in two, all of it is rounded otherwise.
     assert losses[0] <= (1e-2 if level == "O1" else 2e-3) and norms[0] <= 0.02
     assert max(losses) <= 5e-2
+
+
+@pytest.mark.parametrize("sums", ["bf16", "fp8"])
+def test_what_travels_beside_gemms_arrives_before_it_is_read(train, sums):
+    """The same command gives the same digits: a buffer that is read too early or freed too soon would not."""
+    flags = f"--fp8-level O3 {SP} --fp8-tp-reduce-scatter {sums}"
+    one, other = train(2, flags, SPLIT), train(2, flags, SPLIT, again=True)
+    assert one.losses == other.losses and one.grad_norms == other.grad_norms

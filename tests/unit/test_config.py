@@ -316,7 +316,11 @@ def test_stocks_silent_bf16_is_refused(fmt, level, parse):
         ("--fp8-level O9", "--fp8-level O9: there is no such level; use one of O0, O1, O2, O3"),
         ("--fp8-level=", "--fp8-level : there is no such level; use one of O0, O1, O2, O3"),
         ("--fp8-level= --fp8-emulate E8M3", "--fp8-level : there is no such level; use one of O0, O1, O2, O3"),
-        ("--fp8-level O3 --fp8-tp-reduce-scatter fp8", "--fp8-tp-reduce-scatter fp8: not available in this version"),
+        ("--fp8-level O3 --fp8-tp-reduce-scatter int8", "--fp8-tp-reduce-scatter int8: no such value"),
+        (
+            "--fp8-level O3 --fp8-tp-reduce-scatter forward --fp8-gemm bf16",
+            "--fp8-tp-reduce-scatter forward: the GEMMs of this run are BF16's",
+        ),
         ("--fp8-level O3 --adam-beta1 0.95 --adam-beta2 0.9", "--adam-beta1 0.95 with --adam-beta2 0.9: E4M3 weights"),
         ("--fp8-level O3 --log-params-norm", "--log-params-norm: stock cannot read E4M3 weights"),
         ("--fp8-level O2 --fp8-partition greedy --overlap-grad-reduce", "--overlap-grad-reduce with --fp8-partition"),

@@ -59,7 +59,11 @@ class Model:
         self.weight, self.pre_process, self.post_process = weight, True, True
         self.share_embeddings_and_output_weights = tied
         self.config = type("Config", (), {"gradient_accumulation_fusion": fusion})
-        self.embedding = type("Embedding", (), {"word_embeddings": self})
+        group = type("Group", (), {"size": lambda self: 1})()
+        self.positions = torch.nn.Embedding(3, 4).bfloat16()
+        self.positions.weight.main_grad = torch.zeros(3, 4)
+        parts = {"word_embeddings": self, "position_embeddings": self.positions, "tp_group": group}
+        self.embedding = type("Embedding", (), parts)
         self.output_layer = type("Head", (), {"gradient_accumulation_fusion": head_fusion})
         add_to_main_grad(self)
 
@@ -67,6 +71,22 @@ class Model:
 def backward(model) -> None:
     tokens = torch.tensor([[1, 1, 6]])
     Functional().embedding(tokens, model.weight).float().sum().backward()
+
+
+def test_tokens_and_positions_as_megatron_turns_them():
+    """(b, s, h) turned into (s, b, h): the same values and gradients as torch's, and no copy in between."""
+    model = Model(False)
+    tokens, places = torch.randint(0, 7, (2, 3)), torch.arange(3).expand(2, 3)
+    tables = [table.detach().float().requires_grad_() for table in (model.weight, model.positions.weight)]
+    expected = (torch.nn.functional.embedding(tokens, tables[0]) + tables[1][places]).transpose(0, 1)
+    y = (Functional().embedding(tokens, model.weight) + model.positions(places)).transpose(0, 1)
+    assert y.is_contiguous() and torch.allclose(y.float(), expected, atol=2e-2)
+    dy = torch.randn(y.shape).bfloat16()
+    y.backward(dy)
+    expected.backward(dy.float())
+    for weight, table in zip((model.weight, model.positions.weight), tables, strict=True):
+        assert weight.grad_added_to_main_grad
+        torch.testing.assert_close(weight.main_grad, table.grad, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -4,19 +4,15 @@ One group of processes a size makes every reduction once (`work`) and saves what
 """
 
 import functools
-import multiprocessing
-import os
-import time
 from collections import Counter
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from engine_parts import Known, one_set
 from exact import magnitudes, same
+from gloo_ranks import run_ranks
 
 from megatron_fp8 import ops
 from megatron_fp8.comm import wire
@@ -108,21 +104,14 @@ class Recorder:
         return reduced
 
 
-def work(rank: int, ranks: int, folder: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
+def work(rank: int, ranks: int):
     record = Recorder()
-    try:
-        for part in (reduce_in_blocks, reduce_poisoned, reduce_with_shared_scales, refuse_nodes):
-            part(rank, ranks, record)
-        if ranks == 4:
-            agree_over_tensor_parallelism(rank, record)
-            reduce_a_padded_bucket(rank, ranks, record)
-        torch.save((record.found, record.sent), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    for part in (reduce_in_blocks, reduce_poisoned, reduce_with_shared_scales, refuse_nodes):
+        part(rank, ranks, record)
+    if ranks == 4:
+        agree_over_tensor_parallelism(rank, record)
+        reduce_a_padded_bucket(rank, ranks, record)
+    return record.found, record.sent
 
 
 def pack(x: torch.Tensor) -> PackedBlocks:
@@ -247,19 +236,7 @@ def reduce_a_padded_bucket(rank, ranks, record):
 def run(request, tmp_path_factory):
     """.ranks, .found[rank][name] and .sent[rank][name] of every reduction."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
-    # One clean process imports everything once, and the ranks are its children.
-    multiprocessing.set_forkserver_preload(["torch", "megatron_fp8.comm.shared", "megatron_fp8.engine.weights"])
-    context = torch.multiprocessing.start_processes(
-        work, (ranks, str(folder)), nprocs=ranks, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + 600
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "the ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()
-    saved = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    saved = run_ranks(work, ranks, folder, ["megatron_fp8.comm.shared", "megatron_fp8.engine.weights"])
     found, sent = zip(*saved, strict=True)
     return SimpleNamespace(ranks=ranks, found=found, sent=sent)
 

@@ -270,6 +270,16 @@ def test_sums_of_packed_shards_where_they_lie(ranks):
     assert torch.equal(square_sum_blocks(*where_they_lie), square_sum_blocks(*alone))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sum_blocks_from_a_start_on_is_rounded_once(dtype):
+    x, start = torch.randn(3, BLOCK, generator=generator()), torch.randn(BLOCK, generator=generator()).to(dtype)
+    expected = start.float().numpy()
+    for row in x:
+        expected = expected + quantize_blocks(row).dequantize().numpy()
+    out = sum_blocks(*stacked(list(x)), torch.empty(BLOCK, dtype=dtype), start=start)
+    assert torch.equal(out, torch.from_numpy(expected).to(dtype))
+
+
 def test_sum_blocks_order_is_the_ranks():
     big, small = torch.full((BLOCK,), 2.0**24), torch.full((BLOCK,), 1.0)
     for order, expected in (([big, small, -big], 0.0), ([big, -big, small], 1.0)):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from megatron_fp8.comm import wire
+from megatron_fp8.comm import tensor, wire
 from megatron_fp8.comm.reduce import reduce_blocks, reduce_fp32
 from megatron_fp8.comm.shared import SharedScale
 from megatron_fp8.numerics.auto_scaling import ScalingRule
@@ -25,6 +25,8 @@ GIB, VOCABULARY = 2**30, 50_304
 
 @dataclass(frozen=True)
 class Model:
+    """tp_bf16, tp_fp8: GiB of activations of a micro-batch of `mbs`, Table 7."""
+
     hidden: int
     layers: int
     tp: int
@@ -32,6 +34,9 @@ class Model:
     dp: int
     bf16: float  # GiB, Table 5
     fp8: float
+    mbs: int = 0
+    tp_bf16: float = 0.0
+    tp_fp8: float = 0.0
 
     @property
     def weights(self) -> int:
@@ -56,8 +61,8 @@ class Model:
 
 MODELS = {
     "7B": Model(4096, 32, 1, 1, 32, 37.2, 13.9),
-    "13B": Model(5120, 40, 2, 1, 16, 34.3, 12.4),
-    "175B": Model(12288, 96, 8, 4, 4, 23.4, 8.2),
+    "13B": Model(5120, 40, 2, 1, 16, 34.3, 12.4, 2, 4.6875, 3.125),
+    "175B": Model(12288, 96, 8, 4, 4, 23.4, 8.2, 1, 5.90625, 3.9375),
 }
 
 
@@ -130,3 +135,42 @@ def test_o1_gathers_weights_in_bf16(model):
     o1 = (gradients + weights + model.embeddings) / GIB
     assert model.fp8 < o1 < 0.6 * model.bf16
     print(f"O1 sends {o1:.1f} GiB, the paper's FP8 {model.fp8}, BF16 {model.bf16}")
+
+
+# --- tensor and sequence parallelism: 2 column-parallel and 2 row-parallel linears a layer
+
+SEQUENCE = 2048
+
+
+def activations(model, gathers_fp8: bool, forward_fp8: bool, backward_fp8: bool) -> tuple[float, float]:
+    """GiB that a rank's column-parallel linears send for a micro-batch, and its row-parallel ones."""
+    group = FakeProcessGroup._create_internal(0, model.tp)
+    rows, layers = SEQUENCE * model.mbs, model.layers // model.pp
+    own = torch.empty(
+        rows // model.tp, model.hidden, dtype=torch.uint8 if gathers_fp8 else torch.bfloat16, device="meta"
+    )
+    whole = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device="meta")
+    column = tensor.gather(own, group), tensor.gather(own, group), tensor.add(whole, group, True, backward_fp8)
+    row = tensor.add(whole, group, True, forward_fp8), tensor.gather(own, group)
+    sent = []
+    for collectives in (column, row):
+        for stages in collectives:
+            wire.Flight(stages).land()
+        sent.append(2 * layers * (wire.sent_bytes.pop("tp_gather") + wire.sent_bytes.pop("tp_sum")) / GIB)
+    assert not wire.sent_bytes
+    return tuple(sent)
+
+
+@pytest.mark.parametrize("name", ["13B", "175B"])
+def test_activations_are_the_formulas(name):
+    """The paper counts the column-parallel linears' three collectives; the row-parallel ones' two are on top."""
+    wire.sent_bytes.clear()
+    model = MODELS[name]
+    once = 2 * model.layers // model.pp * (model.tp - 1) * SEQUENCE * model.mbs * model.hidden / model.tp / GIB
+    bf16, row = activations(model, False, False, False)
+    assert bf16 == 3 * 2 * once == model.tp_bf16 and row == 2 * 2 * once
+    assert activations(model, True, False, False) == (model.tp_fp8, 3 * once)  # O3: gathers in FP8
+    assert activations(model, True, False, True) == ((3 + 1 / 128) * once, 3 * once)
+    column, row = activations(model, True, True, True)
+    assert (column, row) == ((3 + 1 / 128) * once, (2 + 1 / 128) * once)
+    assert column + row == (bf16 * 5 / 3) * (1 / 2 + 1 / 640)  # half, and a 128th of the two sums in ten

@@ -12,7 +12,7 @@ additions.
 
     quantize_blocks     reads 4 (or 2) bytes an element, writes 1 + 1/128; with noise it reads 4 more
     add_blocks          reads 1 + 1/128 and 2 (or 4) bytes an element, writes 1 + 1/128; its noise is computed
-    sum_blocks          reads R * (1 + 1/128) bytes an element, writes 4
+    sum_blocks          reads R * (1 + 1/128) bytes an element, writes 4 (or 2); with a start it reads 2 (or 4) more
     square_sum_blocks   reads R * (1 + 1/128) bytes an element, writes 4 a program
 
 Where block b of a PackedBlocks lies: with per_row = m/128 blocks a row and pitch = m + m/128 bytes a row,
@@ -143,16 +143,18 @@ def _add_kernel(
 @launched
 @triton.jit
 def _sum_kernel(
-    payload_ptr, exponents_ptr, out_ptr, scale_ptr, squares_ptr, blocks, payload_pitch, exponents_pitch,
+    payload_ptr, exponents_ptr, start_ptr, out_ptr, scale_ptr, squares_ptr, blocks, payload_pitch, exponents_pitch,
     RANKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The ranks' sum: into out, if there is an out_ptr, times scale, if there is one; squared, summed over the
-    program, into squares[program], if there is a squares_ptr. A rank's payload and exponents lie a pitch apart from
-    the next's."""
+    """The ranks' sum, from start on, if there is a start_ptr: into out, if there is an out_ptr, times scale, if there
+    is one; squared, summed over the program, into squares[program], if there is a squares_ptr. A rank's payload and
+    exponents lie a pitch apart from the next's."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = rows < blocks
     total = tl.zeros((ROWS, _BLOCK), tl.float32)
+    if start_ptr is not None:
+        total = tl.load(start_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
     for rank in tl.range(0, RANKS, loop_unroll_factor=4):
         payload = payload_ptr + rank * tl.cast(payload_pitch, tl.int64)
         exponents = exponents_ptr + rank * tl.cast(exponents_pitch, tl.int64)
@@ -212,20 +214,24 @@ def _rows(shards: torch.Tensor) -> torch.Tensor:
     return shards if shards.stride(1) == 1 else shards.contiguous()
 
 
-def _launch_sum(payload, exponents, out=None, scale=None, squares=None):
+def _launch_sum(payload, exponents, start=None, out=None, scale=None, squares=None):
     payload, exponents = _rows(payload), _rows(exponents)
     ranks, blocks = exponents.shape
     _sum_kernel[(triton.cdiv(blocks, SUM_BLOCKS),)](
-        payload, exponents, out, scale, squares, blocks, payload.stride(0), exponents.stride(0),
+        payload, exponents, start, out, scale, squares, blocks, payload.stride(0), exponents.stride(0),
         RANKS=ranks, ROWS=SUM_BLOCKS, num_warps=SUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def sum_blocks(
-    payload: torch.Tensor, exponents: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None = None
+    payload: torch.Tensor,
+    exponents: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """reference.sum_blocks in one pass. `out` must be contiguous."""
-    _launch_sum(payload, exponents, out=out, scale=scale)
+    """reference.sum_blocks in one pass. `out` and `start` must be contiguous."""
+    _launch_sum(payload, exponents, start, out, scale)
     return out
 
 

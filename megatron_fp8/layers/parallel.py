@@ -1,0 +1,77 @@
+"""Products whose rows come from the other tensor-parallel ranks, or go to them: the own rows hide what travels.
+
+    gathered   rows of T ranks -> y      gather    [ ........ ]
+                                         GEMM      [ own rows ] [ the others' rows ]
+    summed     y -> the sum over T       GEMM      [ the others' rows ] [ own rows ]
+                                         exchange                       [ ........ ] [ + ]
+
+Neither needs anything but the order of two GEMMs, since a rank has its own rows before the others', and needs its own
+last.  A GEMM of a T-th of the rows takes several times longer than to gather the others over NVLink; where it would be
+short (SPLIT_FROM) the rows stay in one piece.
+
+torch's fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter do the same with T pieces over symmetric
+memory; they know torch's _scaled_mm alone, without the algorithms that are chosen here, biases, or FP8 sums.
+"""
+
+import torch
+
+from .. import ops
+from ..comm import tensor
+from ..comm.wire import Flight
+from ..numerics.scaled import ScaledTensor
+
+SPLIT_FROM = 1 << 35  # multiplications of a T-th of the product: 50 us of an H200
+
+
+def gathered_product(
+    q: ScaledTensor, arriving: Flight, group, w: ScaledTensor, epilogue: ops.Epilogue, fast_accum: bool = False
+) -> tuple[torch.Tensor, ScaledTensor]:
+    """y (T M, N) = x w^T of x's rows on all ranks, and those rows (T M, K) of q(x).
+
+    q: this rank's rows (M, K), which are under way as `arriving`; w (N, K); epilogue: what each row of y gets.
+    """
+    (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
+    if not _splits(m, n, k):
+        rows = ScaledTensor(arriving.land(), q.scale_inv)
+        return ops.gemm(rows, w, epilogue, fast_accum=fast_accum), rows
+    y = q.payload.new_empty(ranks, m, n, dtype=epilogue.dtype)
+
+    def multiply(part: torch.Tensor, out: torch.Tensor) -> None:
+        if len(out):
+            into = ops.Epilogue(epilogue.dtype, bias=epilogue.bias, into=out.view(-1, n))
+            ops.gemm(ScaledTensor(part, q.scale_inv), w, into, fast_accum=fast_accum)
+
+    multiply(q.payload, y[rank])
+    rows = arriving.land()
+    multiply(rows[: rank * m], y[:rank])
+    multiply(rows[(rank + 1) * m :], y[rank + 1 :])
+    return y.view(-1, n), ScaledTensor(rows, q.scale_inv)
+
+
+def summed_product(
+    q: ScaledTensor, w: ScaledTensor, group, dtype: torch.dtype, scatter: bool, fp8: bool, fast_accum: bool = False
+) -> torch.Tensor:
+    """The sum over the ranks of q w^T (M, N), or with `scatter` this rank's rows (M/T, N) of it."""
+    (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
+    m //= ranks
+    if not (scatter and _splits(m, n, k)):
+        y = ops.gemm(q, w, ops.Epilogue(dtype), fast_accum=fast_accum)
+        return Flight(tensor.add(y, group, scatter, fp8)).land()
+
+    def multiply(first: int, out: torch.Tensor) -> None:
+        if len(out):
+            part = ScaledTensor(q.payload[first * m : (first + len(out)) * m], q.scale_inv)
+            ops.gemm(part, w, ops.Epilogue(dtype, into=out.view(-1, n)), fast_accum=fast_accum)
+
+    others = q.payload.new_empty(ranks - 1, m, n, dtype=dtype)
+    room = others.new_empty(1 if fp8 else ranks, m, n)
+    multiply(0, others[:rank])
+    multiply(rank + 1, others[rank:])
+    arriving = Flight(tensor.add_early(others, room, group, fp8))
+    multiply(rank, room[-1:])
+    return arriving.land()
+
+
+def _splits(m: int, n: int, k: int) -> bool:
+    """Whether products of m rows are worth a GEMM of their own."""
+    return m % 16 == 0 and m * n * k >= SPLIT_FROM
