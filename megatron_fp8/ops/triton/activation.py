@@ -24,7 +24,15 @@ import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
 from megatron_fp8.ops.reference_activation import GATED, KINDS
-from megatron_fp8.ops.triton.cast import bits, columns_view, fp8_pair, magnitude_bits, store_codes, tile_place
+from megatron_fp8.ops.triton.cast import (
+    by_words,
+    empty_payload,
+    fp8_pair,
+    magnitude_bits,
+    raise_amax,
+    store_codes,
+    tile_place,
+)
 from megatron_fp8.ops.triton.launch import launched
 
 # rows and columns of a program's tile, and its warps
@@ -158,7 +166,7 @@ def _activate_kernel(
     if scale_ptr is not None:
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, F, WORDS)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        raise_amax(amax_ptr, largest)
 
 
 @launched
@@ -208,7 +216,7 @@ def _activate_backward_kernel(
         if GATED:
             tl.store(sums + F, tl.sum(total_2, axis=0), mask=cols < F)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        raise_amax(amax_ptr, largest)
 
 
 def _checked(h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> int:
@@ -220,17 +228,13 @@ def _checked(h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> int:
     return h.shape[1] // 2 if kind in GATED else h.shape[1]
 
 
-def _codes(out: torch.Tensor | None) -> torch.Tensor | None:
-    return None if out is None else out.view(torch.uint8)
-
-
 def _forward(h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None):
     M, F = h.shape[0], _checked(h, kind, bias)
     tile_m, tile_k, warps = GATED_FORWARD if kind in GATED else FORWARD
-    columns, words = columns_view(out_t, M)
     _activate_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(F, tile_k),)](
-        h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), 0,
-        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+        h.contiguous(), bias, M, F, scale, out, out_t, amax_out, 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=by_words(out_t, M),
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
 
 
@@ -238,12 +242,12 @@ def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out
     """The sum of dh's rows, where bias_grad asks for it."""
     M, F = h.shape[0], _checked(h, kind, bias)
     tile_m, tile_k, warps = GATED_BACKWARD if kind in GATED else BACKWARD
-    columns, words = columns_view(out_t, M)
     tiles = triton.cdiv(M, tile_m)
-    sums = h.new_empty(tiles, h.shape[1], dtype=torch.float32) if bias_grad else None
+    sums = torch.empty(tiles, h.shape[1], dtype=torch.float32, device=h.device) if bias_grad else None
     _activate_backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
-        dy.contiguous(), h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), sums, 0,
-        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+        dy.contiguous(), h.contiguous(), bias, M, F, scale, out, out_t, amax_out, sums, 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=by_words(out_t, M),
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
     return None if sums is None else sums.sum(0).to(h.dtype)
 
@@ -277,9 +281,9 @@ def activate_quantize(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """reference_activation.activate_quantize in one pass. amax_out must not hold a negative number."""
     M, F = h.shape[0], _checked(h, kind, bias)
-    payload = h.new_empty(M, F, dtype=fmt.dtype) if rows else None
-    payload_t = h.new_empty(F, M, dtype=fmt.dtype) if columns else None
-    _forward(h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out)
+    payload = empty_payload(h, (M, F), fmt) if rows else None
+    payload_t = empty_payload(h, (F, M), fmt) if columns else None
+    _forward(h, kind, bias, payload, payload_t, scale, fmt, amax_out)
     return payload, payload_t
 
 
@@ -297,7 +301,7 @@ def activate_backward_quantize(
     bias_grad: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """reference_activation.activate_backward_quantize in one pass, and one over the tiles' sums of dbias."""
-    payload = h.new_empty(h.shape, dtype=fmt.dtype) if rows else None
-    payload_t = h.new_empty(h.shape[::-1], dtype=fmt.dtype) if columns else None
-    dbias = _backward(dy, h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out, bias_grad)
+    payload = empty_payload(h, h.shape, fmt) if rows else None
+    payload_t = empty_payload(h, h.shape[::-1], fmt) if columns else None
+    dbias = _backward(dy, h, kind, bias, payload, payload_t, scale, fmt, amax_out, bias_grad)
     return payload, payload_t, dbias

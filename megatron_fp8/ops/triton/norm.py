@@ -27,10 +27,13 @@ from megatron_fp8.ops.triton.cast import (
     TILE_K,
     TILE_M,
     TILE_WARPS,
-    columns_view,
+    as_type,
+    by_words,
+    empty_payload,
     fp8_code,
     fp8_pair,
     magnitude_bits,
+    raise_amax,
     store_codes,
     tile_place,
 )
@@ -100,9 +103,9 @@ def _norm_rows_kernel(
         if scale_ptr is None:
             tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         else:
-            tl.store(y_ptr + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
+            tl.store(as_type(y_ptr, tl.uint8) + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
         if amax_ptr is not None:
-            tl.atomic_max(amax_ptr, tl.max(magnitude_bits(y)), sem="relaxed")
+            raise_amax(amax_ptr, magnitude_bits(y))
 
 
 @triton.jit
@@ -136,7 +139,7 @@ def _norm_cast_kernel(
         word |= fp8_pair(y_0, y_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
     store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, WORDS)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        raise_amax(amax_ptr, largest)
 
 
 @triton.jit
@@ -156,13 +159,16 @@ def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
 @launched
 @triton.jit
 def _norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, dw_ptr, db_ptr,
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, sums_ptr,
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """per_program rows (a multiple of ROWS), ROWS at a time; a row's columns are [0, A) and, unless B is 0, [A, A + B),
-    both whole in registers. dw and db (programs, K) float32: this program's sums. Without mean_ptr it is RMSNorm."""
+    both whole in registers. sums (2, programs, K) float32: this program's of dw and db. Without mean_ptr it is RMSNorm,
+    which has no db."""
     program = tl.program_id(0).to(tl.int64)
+    dw_ptr = sums_ptr + program * K
+    db_ptr = dw_ptr + tl.num_programs(0).to(tl.int64) * K
     cols_a = tl.arange(0, A)
     gain_a = _gain(w_ptr, cols_a, K, ZERO_CENTERED)
     dw_a = tl.zeros((A,), tl.float32)
@@ -209,13 +215,13 @@ def _norm_backward_kernel(
         _store_dx(dx_ptr, residual_ptr, (g_a - n_a * along) * rstd, rows, cols_a, inside, K)
         if B:
             _store_dx(dx_ptr, residual_ptr, (g_b - n_b * along) * rstd, rows, cols_b, inside, K)
-    tl.store(dw_ptr + program * K + cols_a, dw_a, mask=cols_a < K)
-    if db_ptr is not None:
-        tl.store(db_ptr + program * K + cols_a, db_a, mask=cols_a < K)
+    tl.store(dw_ptr + cols_a, dw_a, mask=cols_a < K)
+    if mean_ptr is not None:
+        tl.store(db_ptr + cols_a, db_a, mask=cols_a < K)
     if B:
-        tl.store(dw_ptr + program * K + cols_b, dw_b, mask=cols_b < K)
-        if db_ptr is not None:
-            tl.store(db_ptr + program * K + cols_b, db_b, mask=cols_b < K)
+        tl.store(dw_ptr + cols_b, dw_b, mask=cols_b < K)
+        if mean_ptr is not None:
+            tl.store(db_ptr + cols_b, db_b, mask=cols_b < K)
 
 
 @launched
@@ -242,7 +248,7 @@ def _registers(config: Backward) -> int:
 
 
 def _statistics(x: torch.Tensor, rms: bool):
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     return (None if rms else torch.empty_like(rstd)), rstd
 
 
@@ -285,19 +291,16 @@ def norm_quantize(
     x = x.contiguous()
     M, K = x.shape
     mean, rstd = _statistics(x, rms)
-    amax = None if amax_out is None else amax_out.view(torch.int32)
-    payload = torch.empty_like(x, dtype=fmt.dtype) if rows or not columns else None
-    codes = None if payload is None else payload.view(torch.uint8)
+    payload = empty_payload(x, x.shape, fmt) if rows or not columns else None
     if not columns:
-        _launch_rows(x, weight, bias, eps, codes, mean, rstd, zero_centered, scale, amax, fmt)
+        _launch_rows(x, weight, bias, eps, payload, mean, rstd, zero_centered, scale, amax_out, fmt)
         return payload, None, mean, rstd
-    payload_t = x.new_empty((K, M), dtype=fmt.dtype)
+    payload_t = empty_payload(x, (K, M), fmt)
     _launch_rows(x, weight, bias, eps, None, mean, rstd, zero_centered)
-    out_t, words = columns_view(payload_t, M)
     grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
     _norm_cast_kernel[grid](
-        x, weight, bias, M, codes, out_t, mean, rstd, scale, amax, 0,
-        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, WORDS=words,
+        x, weight, bias, M, payload, payload_t, mean, rstd, scale, amax_out, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, WORDS=by_words(payload_t, M),
         TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
     )  # fmt: skip
     return payload, payload_t, mean, rstd
@@ -327,15 +330,16 @@ def norm_backward(
     per_program = triton.cdiv(triton.cdiv(M, most), config.rows) * config.rows
     programs = triton.cdiv(M, per_program) if M else 0
     a = 1 << (K.bit_length() - 1)
-    dx, sums = torch.empty_like(x), 1 if rms else 2
-    partial = x.new_empty((sums, programs, K), dtype=torch.float32)
-    out = torch.empty((sums, K), dtype=weight.dtype, device=x.device)
+    sums, device = 1 if rms else 2, x.device
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    partial = torch.empty(sums, programs, K, dtype=torch.float32, device=device)
+    out = torch.empty(K if rms else (sums, K), dtype=weight.dtype, device=device)
     _norm_backward_kernel[(programs,)](
         dy, x, weight, mean, rstd, None if residual is None else residual.contiguous(), M, per_program,
-        dx, partial[0], None if rms else partial[1],
+        dx, partial,
         K=K, ZERO_CENTERED=zero_centered, ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
         STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip
     grid = (triton.cdiv(K, SUM_COLUMNS), sums)
     _norm_sum_kernel[grid](partial, programs, out, K=K, ROWS=SUM_ROWS, COLS=SUM_COLUMNS)
-    return dx, out[0], None if rms else out[1]
+    return (dx, out, None) if rms else (dx, out[0], out[1])
