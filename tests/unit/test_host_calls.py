@@ -1,4 +1,4 @@
-"""What the host does for a linear on a GPU, counted on the CPU: calls of ATen, by torch's profiler, and Triton launches.
+"""What the host does for a linear on a GPU, counted on the CPU: calls of ATen, by torch's profiler, and launches.
 
 A small model waits for the host, a microsecond or more for each call. So that a GPU's path runs here, tensors say that
 they are on one, kernels are not launched, and cuBLASLt's stand-in (gemm_libraries.py) computes nothing: results are
