@@ -10,9 +10,12 @@ import sys
 from .flags.usage import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
 
 VERBS = {
+    "args": "megatron_fp8.launch.args",
     "build": "megatron_fp8.ops.cutlass_build",
     "convert": "megatron_fp8.checkpoint.convert",
+    "doctor": "megatron_fp8.doctor.main",
     "lab": "megatron_fp8.lab.main",
+    "launch": "megatron_fp8.launch.main",
     "memory": "megatron_fp8.perf.memory",
     "rehearse": "megatron_fp8.rehearsal.main",
 }

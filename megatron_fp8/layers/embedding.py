@@ -6,9 +6,7 @@ Of a vocabulary of 50 thousand a micro-batch has a few thousand. Torch makes a g
 all, which is added to the FP32 main_grad, in four passes over the table; with tied embeddings the head's stand-in adds
 two more. Here the rows that a micro-batch has are read and written, in FP32, rounded nowhere.
 
-It serves where stock's linears accumulate in their GEMM (--gradient-accumulation-fusion) and in the same way: the
-parameter is marked `grad_added_to_main_grad`, and autograd gets a gradient that nobody reads, since the hooks of data
-parallelism wait for one.
+It serves where main_grad.py says.
 
 Megatron turns y (b, s, h) into (s, b, h) by a copy, and dy comes back turned. So y is made in that order where no other
 rank must add to it, and dy's rows are read as they lie.
@@ -18,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
+from .main_grad import added, adds, let_add
 
-# Of a table that is done so; that the same stage's head uses; whose result is turned
-_MARK, _TIED, _TURNED = "fp8_adds_rows", "fp8_is_head_too", "fp8_turned"
+_TIED, _TURNED = "fp8_is_head_too", "fp8_turned"  # of a table that the same stage's head uses; whose result is turned
 
 
 class _Embedding(torch.autograd.Function):
@@ -38,10 +36,8 @@ class _Embedding(torch.autograd.Function):
         if tokens.dim() == 2 and not dy.is_contiguous():
             tokens, dy = tokens.t(), dy.transpose(0, 1)
         ops.add_rows(weight.main_grad, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
-        weight.grad_added_to_main_grad = True
-        if getattr(weight, _TIED, False):
-            return None, None  # the tied head, in the same graph, has given one
-        return None, torch.empty_like(weight)
+        given = added(weight)
+        return None, None if getattr(weight, _TIED, False) else given  # the tied head, in the same graph, has given one
 
 
 class Functional:
@@ -59,7 +55,7 @@ class Functional:
 
 def _embed(tokens: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
     """weight[tokens]; its gradient as above where the weight takes it so."""
-    if getattr(weight, _MARK, False) and hasattr(weight, "main_grad"):
+    if adds(weight):
         return _Embedding.apply(tokens, weight)
     return F.embedding(tokens, weight)
 
@@ -75,7 +71,7 @@ def add_to_main_grad(model) -> None:
     alone = model.embedding.tp_group.size() == 1
     positions = getattr(model.embedding, "position_embeddings", None)
     if isinstance(positions, torch.nn.Embedding):
-        setattr(positions.weight, _MARK, True)
+        let_add(positions.weight)
         setattr(positions.weight, _TURNED, alone)
         positions.forward = lambda ids: _embed(ids, positions.weight)
     weight = model.embedding.word_embeddings.weight
@@ -84,5 +80,5 @@ def add_to_main_grad(model) -> None:
             return  # the head's gradient comes in autograd: both must
         setattr(weight, _TIED, True)
     weight.zero_out_wgrad = False
-    setattr(weight, _MARK, True)
+    let_add(weight)
     setattr(weight, _TURNED, alone)
