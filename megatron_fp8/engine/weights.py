@@ -177,13 +177,16 @@ class Bucket:
         self._changed()
 
     @functools.cached_property
-    def _steps(self) -> list[tuple[int, int, int, list[State], torch.Tensor]]:
+    def _steps(self) -> list[tuple[int, int, int, tuple[State, State, State], torch.Tensor]]:
         """What a step takes together, with views that are made once: (index of a weight, start, stop, the averages and
         the master, the weight); each weight's piece, or without scales the whole shard at once."""
         whole = [(0, 0, self.shard.stop - self.shard.start)]
-        names = "exp_avg", "exp_avg_sq", "master"
+
+        def parts(lo: int, hi: int) -> tuple[State, State, State]:
+            return self.part("exp_avg", lo, hi), self.part("exp_avg_sq", lo, hi), self.part("master", lo, hi)
+
         return [
-            (i, lo, hi, [self.part(name, lo, hi) for name in names], self.weight[self.shard][lo:hi])
+            (i, lo, hi, parts(lo, hi), self.weight[self.shard][lo:hi])
             for i, lo, hi in (whole if self.scaling is None else self.pieces())
         ]
 
