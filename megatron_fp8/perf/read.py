@@ -89,7 +89,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
         context=context,
         virtual=virtual(args),
-        recompute=args.recompute_granularity or "none",
+        recompute=args.recompute_granularity or ("selective" if args.recompute_activations else "none"),
         modules=modules,
         recomputed_layers=args.recompute_num_layers if args.recompute_method == "block" else None,
         overlap_reduce=bool(args.overlap_grad_reduce),

@@ -79,6 +79,8 @@ def test_flags_change_the_estimate():
     assert (w.tensor, w.data, w.split, w.recompute) == (2, 4, 2, "full")
     assert w.overlap_reduce and not w.overlap_gather
     assert read.workload(flags, 8, micro_batch_size=16).cells()["grad_accum"] == "fp8"
+    head = read.parse(f"{MODEL} --fp8-level O1 --fp8-lm-head --recompute-activations".split())
+    assert read.workload(head, 8).fp8_head and read.workload(head, 8).recompute == "selective"
     stock = read.workload(flags, 8, "bf16")
     assert stock.cells() is None and stock.job == w.job
 
