@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..checkpoint import saves
 from ..errors import UserError
 from ..flags.level import CELLS, LEVEL, is_stock
+from ..metrics import VARIABLE as METRICS
 from ..plugin import install, uninstall
 from .memory import Job
 from .systems import System, chosen
@@ -39,8 +41,11 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
     words = list(words[1:] if words[:1] == ["--"] else words)
-    before, variables = sys.argv, dict(os.environ)
+    before, variables, claim = sys.argv, dict(os.environ), saves.claim
     try:
+        # A run would make these as it begins.
+        saves.claim = lambda save: None  # type: ignore[assignment]
+        os.environ.pop(METRICS, None)
         install()
         import megatron.training.arguments as arguments
 
@@ -48,7 +53,7 @@ def parse(words: Sequence[str]) -> Flags:
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
     finally:
-        sys.argv = before
+        sys.argv, saves.claim = before, claim
         uninstall()
         os.environ.clear()
         os.environ.update(variables)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import UserError
+from ..metrics import VARIABLE as METRICS
 from .command import Flags, Launch, flags_of, words_of
 
 _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
@@ -115,12 +116,16 @@ def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
     os.environ |= {**launch.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.argv = [launch.script[-1], *words_of(flags)]
+    from ..checkpoint import saves
     from ..flags.config import config_from_args
     from ..flags.level import CELLS, STOCK
     from ..flags.stock_errors import stock_mistake
     from ..plugin import install
 
     install()
+    # This process only looks: nothing of the job's is made here.
+    saves.claim = lambda save: None  # type: ignore[assignment]
+    os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments
 
     job = Job(flags)

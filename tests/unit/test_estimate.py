@@ -85,6 +85,13 @@ def test_flags_change_the_estimate():
     assert stock.cells() is None and stock.job == w.job
 
 
+def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
+    """Neither the folder that it saves to, nor the file of its metrics."""
+    monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
+    read.parse(f"{MODEL} --fp8-level O3 --save {tmp_path / 'saved'} --save-interval 10".split())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_ranks_layouts_and_says_why(capsys):
     code, text = call(plan, capsys, "--gpus 16 --hardware h100-80gb-sxm --most 4", MODEL + " --fp8-level O3")
     assert code == 0
