@@ -83,6 +83,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         )
     data = gpus // (tensor * pipeline)
     _refuse(args, data)
+    again = getattr(args, "recompute_activations", False)  # which validation turns into the other flag
     modules = tuple(args.recompute_modules or ("core_attn",))
     overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
     return Workload(
@@ -94,7 +95,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
         context=context,
         virtual=virtual(args),
-        recompute=args.recompute_granularity or ("selective" if args.recompute_activations else "none"),
+        recompute=args.recompute_granularity or ("selective" if again else "none"),
         modules=modules,
         recomputed_layers=args.recompute_num_layers if args.recompute_method == "block" else None,
         overlap_reduce=bool(args.overlap_grad_reduce),
