@@ -5,7 +5,8 @@ time and one offset of memory (`Fit`), which all rows get; the FP8 rows are then
 same fit: what it would do there. Times are the GPU's: those rows show that the paper's hosts took less than our host's
 7.7 ms a layer and micro-batch, and not how much less.
 
-Its GB are taken for 2^30 bytes, as those of its communication volumes are (test_cost_model.py).
+Its GB of memory are taken for 10^9 bytes, as they are written; those of its communication volumes are 2^30
+(test_cost_model.py). Read as 2^30 the offset would be 11 GiB, and one row less within 10 %.
 """
 
 import csv
@@ -48,7 +49,7 @@ class Published(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """time: factor on the model's; memory: GiB to be added to it."""
+    """time: factor on the model's; memory: GB to be added to it."""
 
     time: float
     memory: float
@@ -75,12 +76,12 @@ class Row:
 
     @property
     def memory_gb(self) -> float:
-        return self.estimate.peak * 1e9 / _GIB + self.fit.memory
+        return self.estimate.peak + self.fit.memory
 
     @property
     def least_and_most_gb(self) -> tuple[float, float]:
         """Over pipeline stages; data-parallel ranks are alike."""
-        peaks = [(sum(held.values()) + sum(beside.values())) / _GIB for held, beside in stages(self.workload)]
+        peaks = [(sum(held.values()) + sum(beside.values())) / 1e9 for held, beside in stages(self.workload)]
         return min(peaks) + self.fit.memory, max(peaks) + self.fit.memory
 
     @property
@@ -136,7 +137,7 @@ def rows(on: Hardware) -> list[Row]:
 
 def _fit(bf16: Sequence[tuple[Published, Estimate]]) -> Fit:
     times = [_samples(e) / row.samples for row, e in bf16]
-    memory = [row.memory_gb - e.peak * 1e9 / _GIB for row, e in bf16]
+    memory = [row.memory_gb - e.peak for row, e in bf16]
     return Fit(statistics.geometric_mean(times), statistics.mean(memory))
 
 

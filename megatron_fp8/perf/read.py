@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..checkpoint import saves
 from ..errors import UserError
 from ..flags.level import CELLS, LEVEL, is_stock
+from ..metrics import VARIABLE as METRICS
 from ..plugin import install, uninstall
 from .memory import Job
 from .systems import System, chosen
@@ -39,8 +41,11 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
     words = list(words[1:] if words[:1] == ["--"] else words)
-    before, variables = sys.argv, dict(os.environ)
+    before, variables, claim = sys.argv, dict(os.environ), saves.claim
     try:
+        # A run would make these as it begins.
+        saves.claim = lambda save: None  # type: ignore[assignment]
+        os.environ.pop(METRICS, None)
         install()
         import megatron.training.arguments as arguments
 
@@ -48,7 +53,7 @@ def parse(words: Sequence[str]) -> Flags:
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
     finally:
-        sys.argv = before
+        sys.argv, saves.claim = before, claim
         uninstall()
         os.environ.clear()
         os.environ.update(variables)
@@ -78,6 +83,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         )
     data = gpus // (tensor * pipeline)
     _refuse(args, data)
+    again = getattr(args, "recompute_activations", False)  # which validation turns into the other flag
     modules = tuple(args.recompute_modules or ("core_attn",))
     overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
     return Workload(
@@ -89,7 +95,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
         context=context,
         virtual=virtual(args),
-        recompute=args.recompute_granularity or "none",
+        recompute=args.recompute_granularity or ("selective" if again else "none"),
         modules=modules,
         recomputed_layers=args.recompute_num_layers if args.recompute_method == "block" else None,
         overlap_reduce=bool(args.overlap_grad_reduce),

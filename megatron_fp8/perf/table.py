@@ -116,7 +116,7 @@ def _deviations(found: list[Row]) -> str:
         return f"{inside} of {len(fp8)} within {bound:.0%} (worst {most:+.1%}: {worst_of})"
 
     return (
-        f"From the BF16 rows: time x {fit.time:.2f}, memory {fit.memory:+.1f} GiB. FP8 rows, predicted: samples/s "
+        f"From the BF16 rows: time x {fit.time:.2f}, memory {fit.memory:+.1f} GB. FP8 rows, predicted: samples/s "
         f"{said('samples', 0.15)}; memory {said('memory_gb', 0.10)}."
     )
 

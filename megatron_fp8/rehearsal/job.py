@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import UserError
+from ..metrics import VARIABLE as METRICS
 from .command import Flags, Launch, flags_of, words_of
 
 _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
@@ -124,7 +125,9 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     from ..plugin import install
 
     install()
-    saves.claim = lambda save: None  # the job's folder is the job's: it may not be here, and a run may hold it
+    # This process only looks: the job's folder is the job's, may not be here, and a run may hold it.
+    saves.claim = lambda save: None  # type: ignore[assignment]
+    os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments
 
     job = Job(flags)

@@ -1,6 +1,7 @@
 """`megatron-fp8 rehearse --full`: one rank of a larger job trains alone, in stock's fake process group."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def trains(tmp_path, *argv: str, flags: str, job: str = JOB) -> str:
     assert len(steps) == full.STEPS
     for step in steps:
         assert re.search(r"grad norm: [\d.]+ \| number of skipped iterations:   0 \|", step), step
+    assert not os.path.exists("/no/such")  # folders of the job are left alone
     return run.stdout
 
 
@@ -64,8 +66,6 @@ def test_other_ranks(tmp_path, flags):
 @pytest.mark.slow
 def test_a_plain_fake_process_group_trains_too(tmp_path):
     """Stock's own, with garbage in what is received: steps may be skipped, and nothing fails, on any rank."""
-    import os
-
     flags = " ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2]
     flags = flags.replace("--data-path /no/such/data", "--mock-data").replace("GPT2BPETokenizer", "NullTokenizer")
     flags = flags.replace("--train-iters 20", "--train-iters 2")

@@ -79,8 +79,17 @@ def test_flags_change_the_estimate():
     assert (w.tensor, w.data, w.split, w.recompute) == (2, 4, 2, "full")
     assert w.overlap_reduce and not w.overlap_gather
     assert read.workload(flags, 8, micro_batch_size=16).cells()["grad_accum"] == "fp8"
+    head = read.parse(f"{MODEL} --fp8-level O1 --fp8-lm-head --recompute-activations".split())
+    assert read.workload(head, 8).fp8_head and read.workload(head, 8).recompute == "selective"
     stock = read.workload(flags, 8, "bf16")
     assert stock.cells() is None and stock.job == w.job
+
+
+def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
+    """Neither the folder that it saves to, nor the file of its metrics."""
+    monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
+    read.parse(f"{MODEL} --fp8-level O3 --save {tmp_path / 'saved'} --save-interval 10".split())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_ranks_layouts_and_says_why(capsys):

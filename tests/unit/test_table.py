@@ -52,11 +52,11 @@ def test_the_fit_comes_from_the_bf16_rows_alone(monkeypatch):
 
 
 def test_fp8_rows_are_predicted_within_what_docs_say():
-    """docs/estimate.md: in throughput 8 of 9 within 15 %, in memory 6 of 9 within 10 %; all within 21 %."""
+    """docs/estimate.md: in throughput 8 of 9 within 15 %, in memory 7 of 9 within 10 %; all within 21 %."""
     fp8 = [row for row in paper.rows(H100) if row.published and row.published.system != "BF16"]
     assert len(fp8) == 9
     assert sum(abs(row.deviation("samples")) < 0.15 for row in fp8) >= 8
-    assert sum(abs(row.deviation("memory_gb")) < 0.10 for row in fp8) >= 6
+    assert sum(abs(row.deviation("memory_gb")) < 0.10 for row in fp8) >= 7
     for row in fp8:
         assert abs(row.deviation("samples")) < 0.21 and abs(row.deviation("memory_gb")) < 0.21
         assert row.deviation("volume") == pytest.approx(0, abs=0.01)
