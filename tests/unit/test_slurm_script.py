@@ -40,6 +40,8 @@ if env.get("FAKE_WAIT"):
     open(env["FAKE"] + "/pid", "w").write(str(os.getpid()))
     while not told:
         time.sleep(0.05)
+if env["FAKE_CODE"] == "2":  # as flags/usage.py
+    open(env["TORCHELASTIC_ERROR_FILE"], "w").close()
 folder = sys.argv[sys.argv.index("--save") + 1] + "/iter_%07d" % int(env["FAKE_STEP"])
 os.makedirs(folder, exist_ok=True)
 open(folder + "/" + env["FAKE_SEAL"], "w").close()
@@ -154,6 +156,7 @@ def test_a_crash_after_a_save_is_requeued_and_a_mistake_is_not(job):
     assert job(code=1)[1][-1] == "requeued, to go on from step 5"
     ended, notes = job(code=2, restarts=1)
     assert ended == 2 and notes[-1] == "a mistake in the command, see above: not requeued"
+    assert job(code=1, step=6, restarts=2)[1][-1] == "requeued, to go on from step 6"
 
 
 def test_restarts_have_a_cap(job):
