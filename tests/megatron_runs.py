@@ -2,11 +2,14 @@
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch import ROOT, Step, forked, parse_step, parse_validation, torchrun
+
+from megatron_fp8 import processes
 
 # Where Megatron keeps the order of its generated samples, once for all runs of this process: it costs each rank 0.2 s.
 _order = tempfile.TemporaryDirectory(prefix="samples")
@@ -31,6 +34,14 @@ SIX_STEPS = "--train-iters 6 --lr-decay-iters 10".split()
 def script_path() -> str:
     """PYTHONPATH for a script of tests/scripts: beside what there is, this checkout and its tools."""
     return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
+
+
+def start_without_torchrun(monkeypatch) -> None:
+    """Have the lab start its runs of one process by themselves: torchrun's own imports take as long as a rank's."""
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)  # port 0: any that is free
 
 
 @dataclass(frozen=True)
