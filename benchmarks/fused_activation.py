@@ -95,16 +95,31 @@ def bench_activation(table: Table) -> None:
                 dy, h, kind, E5M2, scale, bias=bias, columns=True, amax_out=largest, bias_grad=bias is not None
             )
 
+        # --fp8-activations: h is kept in blocks, and the forward pass's columns are written in the backward pass.
+        kept, columns = ops.blocks_for(h, kind), torch.empty(F, M, dtype=E4M3.dtype, device="cuda")
+
+        def forward_keeping(h=h, bias=bias, kind=kind, kept=kept):
+            return ops.activate_quantize(h, kind, E4M3, scale, bias=bias, amax_out=largest, kept=kept)
+
+        def backward_again(dy=dy, bias=bias, kind=kind, kept=kept, again=(scale, columns)):
+            options = {"columns": True, "amax_out": largest, "bias_grad": bias is not None, "again": again}
+            return ops.activate_backward_quantize(dy, kept, kind, E5M2, scale, **options)
+
         bytes_forward, bytes_backward = M * (2 * wide + 2 * F), M * (2 * F + 2 * wide + 2 * wide)
         table.add(f"{kind} forward: torch", (M, F), old_forward, bytes_forward, "torch")
         table.add(f"{kind} backward: torch", (M, F), old_backward, bytes_backward, "torch")
         plain = lambda h=h, kind=kind, bias=bias: ops.activate(h, kind, bias)  # noqa: E731
         table.add(f"{kind} forward, not cast", (M, F), plain, bytes_forward)
+        forward_tile, backward_tile = ("GATED_FORWARD", "GATED_BACKWARD") if gated else ("FORWARD", "BACKWARD")
         for name, constant, function, numbytes in [
-            ("forward", "GATED_FORWARD" if gated else "FORWARD", new_forward, bytes_forward),
-            ("backward", "GATED_BACKWARD" if gated else "BACKWARD", new_backward, bytes_backward),
+            ("forward", forward_tile, new_forward, bytes_forward),
+            ("forward, kept", forward_tile, forward_keeping, M * (3 * wide + F)),
+            ("backward", backward_tile, new_backward, bytes_backward),
+            ("backward, kept, and columns", backward_tile, backward_again, M * (3 * F + 3 * wide)),
         ]:
             tiles = TILES if kind != "gelu_tanh" else []
+            if "kept" in name:  # a tile is a block wide
+                tiles = [tile for tile in tiles if tile[1] == BLOCK]
             sweep(table, f"{kind} {name}", (M, F), activation, constant, tiles, function, numbytes)
 
 

@@ -106,6 +106,13 @@ def bench(table: Table, shape: tuple[int, int], rms: bool) -> None:
     table.add(f"{kind} norm_quantize rows", shape, fused, 3 * n)
     table.add(f"{kind} torch + quantize both", shape, lambda: separate(transpose=True), 4 * n)
     table.add(f"{kind} norm_quantize both", shape, lambda: fused(columns=True), 4 * n)
+    # --fp8-activations: in place of both, rows and what is kept, and the columns later.
+    kept, zero_centered = torch.empty_like(x, dtype=E4M3.dtype), options["zero_centered"]
+    again = {"zero_centered": zero_centered, "rows": False, "columns": True}
+    table.add(f"{kind} norm_quantize rows, kept", shape, lambda: fused(kept=kept), 4 * n)
+    table.add(
+        f"{kind} norm_requantize", shape, lambda: ops.norm_requantize(kept, weight, bias, E4M3, scale, **again), 2 * n
+    )
 
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
     y = torch_norm(*leaves, *[None] * rms)
@@ -114,12 +121,13 @@ def bench(table: Table, shape: tuple[int, int], rms: bool) -> None:
     def torch_backward():
         return torch.autograd.grad(y, leaves, dy, retain_graph=True)[0] + residual
 
-    def backward(residual=None):
+    def backward(residual=None, x=x):
         return ops.norm_backward(dy, x, weight, mean, rstd, residual=residual, **options)
 
     table.add(f"{kind} norm_backward", shape, backward, 6 * n)
     table.add(f"{kind} torch backward + residual", shape, torch_backward, 8 * n)
     table.add(f"{kind} norm_backward + residual", shape, lambda: backward(residual), 8 * n)
+    table.add(f"{kind} the same, kept", shape, lambda: backward(residual, kept), 7 * n)
     if rms:
         return
     add = "  norm_backward + residual"

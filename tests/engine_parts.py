@@ -37,12 +37,13 @@ class OneWeight:
     Gradients are stored in FP32; storage is "bf16" or "fp8", emulate a value of --fp8-emulate or None.
     """
 
-    def __init__(self, values: torch.Tensor, group, emulate=None, storage="bf16", wgrad=True):
+    def __init__(self, values: torch.Tensor, group, emulate=None, storage="bf16", wgrad=True, activations=False):
         config = SimpleNamespace(
             gemm="bf16" if emulate else "fp8", forward_format=E4M3, grad_format=E5M2, margin=0, grad_accum="fp32",
             partition="even", weight=storage, exp_avg="fp32", exp_avg_sq="fp32", wgrad=wgrad, tp_gather="bf16",
             tp_reduce_scatter="bf16", master="remainder" if storage == "fp8" else "fp32", seed=1,
-            keep_transpose_cache=False, emulate=emulation_from_args(SimpleNamespace(fp8_emulate=emulate)),
+            keep_transpose_cache=False, activations=activations,
+            emulate=emulation_from_args(SimpleNamespace(fp8_emulate=emulate)),
         )  # fmt: skip
         self.weight = OwnedWeight(torch.nn.Parameter(values.clone()), config)
         self.weight.path, self.weight.layer_number = "decoder.layers.mlp.linear_fc1", 3

@@ -17,6 +17,7 @@ from ..errors import UserError
 from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
 from . import emulate, gemm, gradients, level, log, probe, sharpness, watch
+from .activations import ACTIVATIONS, activations, activations_line
 from .emulate import EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
@@ -49,7 +50,7 @@ ALL = (
     *level.FLAGS,
     *gradients.FLAGS,
     *emulate.FLAGS,
-    *(BF16_LAYERS, LM_HEAD, COMPACT, ATTENTION),
+    *(BF16_LAYERS, LM_HEAD, ACTIVATIONS, COMPACT, ATTENTION),
     *gemm.FLAGS,
     *log.FLAGS,
     *sharpness.FLAGS,
@@ -71,6 +72,7 @@ class Fp8Config:
         bf16_layers_start, bf16_layers_end: how many first and last layers of the model stay in BF16.
         bf16_layers: patterns of the linears that do.
         lm_head: whether the LM head's GEMMs are FP8's too.
+        activations: whether what norms and activation functions keep for the backward pass is FP8.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
         grad_scaling: of grad_reduce "shared".
@@ -111,6 +113,7 @@ class Fp8Config:
     bf16_layers_end: int
     bf16_layers: tuple[str, ...]
     lm_head: bool
+    activations: bool
     keep_transpose_cache: bool
     grad_reduce_hierarchy: str
     grad_scaling: ScalingRule
@@ -184,6 +187,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         bf16_layers_end=end,
         bf16_layers=() if patterns is None else read_patterns(BF16_FLAG, patterns),
         lm_head=_lm_head(args, cells["gemm"]),
+        activations=activations(args, cells["gemm"]),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),
         grad_scaling=gradients.scaling_rule(args, cells["grad_reduce"]),
@@ -225,6 +229,7 @@ def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
             row.adapt(args)
     return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()] + [
         *gradients.storage_line(args, config.grad_accum),
+        *activations_line(args, config.activations, config.tp_gather),
         *([] if config.emulate is None else [f"--fp8-emulate: {config.emulate}"]),
     ]
 

@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import UserError
+from .again import hold
 
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -111,7 +112,11 @@ class TorchAttention(MegatronModule):
         else:
             out = self._attend(q, k, v, seen, dropout)
         sq, b = query.shape[:2]
-        return out.permute(2, 0, 1, 3).reshape(sq, b, -1)
+        y = out.permute(2, 0, 1, 3).reshape(sq, b, -1)
+        # The kernels' backward pass reads their output, and so keeps it; the one in plain torch does not.
+        if hasattr(type(out.grad_fn), "_saved_output") and y.data_ptr() == out.data_ptr():
+            hold(y)
+        return y
 
     def _attend(self, q, k, v, seen, dropout):
         grouped = k.shape[1] != q.shape[1]

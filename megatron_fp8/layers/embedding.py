@@ -7,9 +7,7 @@ Of a vocabulary of 50 thousand a micro-batch has a few thousand. Torch makes a g
 all, which is added to the FP32 main_grad, in four passes over the table; with tied embeddings the head's stand-in adds
 two more. Here the rows that a micro-batch has are read and written, in FP32, rounded nowhere.
 
-It serves where stock's linears accumulate in their GEMM (--gradient-accumulation-fusion) and in the same way: the
-parameter is marked `grad_added_to_main_grad`, and autograd gets a gradient that nobody reads, since the hooks of data
-parallelism wait for one.
+It serves where main_grad.py says.
 
 A head of stock's does the same, and gives autograd an empty gradient, as large as the table in BF16.  Of a tied table
 that would wait for the embedding's until the backward pass ends: 620 MB of a rank of 175B at TP 2, on top of all
@@ -26,9 +24,9 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
+from .main_grad import added, adds, let_add
 
-# Of a table that is done so; that the same stage's head uses; whose result is turned
-_MARK, _TIED, _TURNED = "fp8_adds_rows", "fp8_is_head_too", "fp8_turned"
+_TIED, _TURNED = "fp8_is_head_too", "fp8_turned"  # of a table that the same stage's head uses; whose result is turned
 
 
 class _Embedding(torch.autograd.Function):
@@ -46,8 +44,7 @@ class _Embedding(torch.autograd.Function):
         if tokens.dim() == 2 and not dy.is_contiguous():
             tokens, dy = tokens.t(), dy.transpose(0, 1)
         ops.add_rows(weight.main_grad, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
-        weight.grad_added_to_main_grad = True
-        return None, torch.empty_like(weight)
+        return None, added(weight)
 
 
 class _HeadWeight(torch.autograd.Function):
@@ -63,10 +60,10 @@ class _HeadWeight(torch.autograd.Function):
     def backward(ctx, nothing):
         assert nothing is None
         weight = ctx.weight
-        weight.grad_added_to_main_grad = True
         if getattr(weight, _TIED, False):
             return None  # the embedding, in the same graph, gives one
-        return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+        given = added(weight)
+        return given.zero_() if getattr(weight, "zero_out_wgrad", False) else given
 
 
 class Functional:
@@ -84,7 +81,7 @@ class Functional:
 
 def _embed(tokens: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
     """weight[tokens]; its gradient as above where the weight takes it so."""
-    if getattr(weight, _MARK, False) and hasattr(weight, "main_grad"):
+    if adds(weight):
         return _Embedding.apply(tokens, weight)
     return F.embedding(tokens, weight)
 
@@ -115,7 +112,7 @@ def add_to_main_grad(model) -> None:
     alone = model.embedding.tp_group.size() == 1
     positions = getattr(model.embedding, "position_embeddings", None)
     if isinstance(positions, torch.nn.Embedding):
-        setattr(positions.weight, _MARK, True)
+        let_add(positions.weight)
         setattr(positions.weight, _TURNED, alone)
         positions.forward = lambda ids: _embed(ids, positions.weight)
     weight = model.embedding.word_embeddings.weight
@@ -124,5 +121,5 @@ def add_to_main_grad(model) -> None:
             return  # the head's gradient comes in autograd: both must
         setattr(weight, _TIED, True)
     weight.zero_out_wgrad = False
-    setattr(weight, _MARK, True)
+    let_add(weight)
     setattr(weight, _TURNED, alone)

@@ -20,6 +20,7 @@ from ..engine.owned import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK
+from .main_grad import let_add
 from .norm import Norm, NormCast
 from .products import Call, Fp8Activation, hand_over, plan, product, takes_fp8
 
@@ -143,6 +144,9 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
         norm = Norm(config, input_size, config.layernorm_epsilon)
         self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
         self._norm = norm.kind
+        if config.gradient_accumulation_fusion:
+            for parameter in norm.parameters():
+                let_add(parameter)
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the norm of x (..., K) ahead of the forward pass: (what that is to be given, x for its other reader)."""

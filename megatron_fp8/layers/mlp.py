@@ -4,9 +4,13 @@
     backward   dh = d act(h + b) * act'(h + b) is made in FP8, for fc1's two products alone
 
 Both in one kernel that reads h (and the gradient) once (ops/triton/activation.py). What is kept for the backward pass
-is h, as with any MLP. The parameters are stock's, and so is what is not an activation function known here, or not
-between two FP8 linears: experts' tokens with weights, a clamp, another function.
+is h, as with any MLP, and q(act)^T; with --fp8-activations h + b in FP8 alone, of which q(act)^T is made again.
+
+The parameters are stock's, and so is what is not an activation function known here, or not between two FP8 linears:
+experts' tokens with weights, a clamp, another function.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +18,12 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP
 
 from .. import ops
+from ..numerics.blocks import RowBlocks
+from ..numerics.formats import Format
 from ..ops.source import Payloads
+from .again import Recipe
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
-from .products import Call, give, hand_over, maker_of, post, takes_fp8
+from .products import Call, finish, give, hand_over, maker_of, post, takes_fp8
 
 
 def activation_kind(config) -> str | None:
@@ -33,37 +40,62 @@ def activation_kind(config) -> str | None:
 
 
 class Activated:
-    """act(h + bias) as a Source, of h (M, F) or, gated, (M, 2F)."""
+    """act(h + bias) as a Source, of h (M, F) or, gated, (M, 2F). kept, if it is given, becomes h + bias, once something
+    was made."""
 
-    def __init__(self, h: torch.Tensor, bias: torch.Tensor | None, kind: str):
-        self._h, self._bias, self._kind = h, bias, kind
+    def __init__(self, h: torch.Tensor, bias: torch.Tensor | None, kind: str, kept: RowBlocks | None):
+        self._h, self._bias, self._kind, self._kept = h, bias, kind, kept
 
     def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
-        how = {"rows": rows, "columns": columns, "amax_out": amax_out}
+        how = {"rows": rows, "columns": columns, "amax_out": amax_out, "kept": self._kept}
         return ops.activate_quantize(self._h, self._kind, fmt, scale, bias=self._bias, **how)
 
     def values(self) -> torch.Tensor:
-        return ops.activate(self._h, self._kind, self._bias)
+        return ops.activate(self._h, self._kind, self._bias, self._kept)
+
+
+def _again(kind: str, fmt, scale: torch.Tensor, *kept, rows: bool, columns: bool) -> Payloads:
+    """act(h + bias) in FP8 once more; kept: the payload and the exponents of h + bias."""
+    return ops.activate_quantize(RowBlocks(*kept), kind, fmt, scale, rows=rows, columns=columns)
 
 
 class ActivationGradient:
-    """dy * act'(h + bias) as a Source, of dy (M, F); dbias, of h's width: its sum over M, once it was made in FP8."""
+    """dy * act'(h + bias) as a Source, of dy (M, F); dbias, of h's width: its sum over M, once it was made in FP8.
 
-    def __init__(self, dy: torch.Tensor, h: torch.Tensor, bias: torch.Tensor | None, kind: str):
-        self._dy, self._h, self._bias, self._kind = dy, h, bias, kind
+    h may be blocks, which have the bias in them. again: the format and scale of act(h + bias)^T, where that is to be
+    made along with it; columns: that, once it is.
+    """
+
+    def __init__(
+        self,
+        dy: torch.Tensor,
+        h: torch.Tensor | RowBlocks,
+        bias: torch.Tensor | None,
+        kind: str,
+        again: tuple[Format, torch.Tensor] | None,
+    ):
+        self._dy, self._h, self._kind, self._again = dy, h, kind, again
+        self.columns: torch.Tensor | None = None
+        self._bias = None if isinstance(h, RowBlocks) else bias
+        self._bias_type = None if bias is None else bias.dtype
         self.dbias: torch.Tensor | None = None
 
     def cast(self, fmt, scale, *, rows, columns, amax_out) -> Payloads:
-        how = {"rows": rows, "columns": columns, "amax_out": amax_out, "bias_grad": self._bias is not None}
+        how = {"rows": rows, "columns": columns, "amax_out": amax_out, "bias_grad": self._bias_type is not None}
+        again = None
+        if self._again is not None and self.columns is None:
+            fmt_again, scale_again = self._again
+            self.columns = self._dy.new_empty(self._dy.shape[::-1], dtype=fmt_again.dtype)
+            again = scale_again, self.columns
         *payloads, self.dbias = ops.activate_backward_quantize(
-            self._dy, self._h, self._kind, fmt, scale, bias=self._bias, **how
+            self._dy, self._h, self._kind, fmt, scale, bias=self._bias, again=again, **how
         )
         return payloads[0], payloads[1]
 
     def values(self) -> torch.Tensor:
         dh = ops.activate_backward(self._dy, self._h, self._kind, self._bias)
-        if self._bias is not None and self.dbias is None:  # who only looks on, after the cast, changes nothing
-            self.dbias = dh.sum(0, dtype=torch.float32).to(self._bias.dtype)
+        if self._bias_type is not None and self.dbias is None:  # who only looks on, after the cast, changes nothing
+            self.dbias = dh.sum(0, dtype=torch.float32).to(self._bias_type)
         return dh
 
 
@@ -72,15 +104,31 @@ class ActivationCast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, made: list, h, bias, kind: str, maker: Call | None):
-        ctx.kind, ctx.maker = kind, maker
-        ctx.save_for_backward(h, bias)
-        return give(call, made, Activated(h.reshape(-1, h.shape[-1]), bias, kind), h), None
+        flat = h.reshape(-1, h.shape[-1])
+        kept = ops.blocks_for(flat, kind) if call.recasts else None
+        ctx.kind, ctx.maker, ctx.shape, ctx.call = kind, maker, h.shape, call
+        if kept is None:
+            ctx.save_for_backward(bias, h)
+            return give(call, made, Activated(flat, bias, kind, None), h), None
+        tensors = kept.payload, kept.exponents
+        ctx.save_for_backward(bias, *tensors)
+        recipe = Recipe(functools.partial(_again, kind), tensors, late=True)
+        return give(call, made, Activated(flat, bias, kind, kept), h, recipe), None
 
     @staticmethod
     def backward(ctx, dy, _):
-        h, bias = ctx.saved_tensors
-        gradient = ActivationGradient(dy.reshape(-1, dy.shape[-1]), h.reshape(-1, h.shape[-1]), bias, ctx.kind)
-        dh = gradient.values().view(h.shape) if ctx.maker is None else post(ctx.maker, gradient, h.shape, h)
+        bias, *h = ctx.saved_tensors
+        flat = h[0].reshape(-1, h[0].shape[-1]) if len(h) == 1 else RowBlocks(*h)
+        dy, call = dy.reshape(-1, dy.shape[-1]), ctx.call
+        late, fmt = call.late.pop() if call.late else None, call.weight.config.forward_format
+        gradient = ActivationGradient(dy, flat, bias, ctx.kind, late and (fmt, late.scale))
+        dh = gradient.values().view(ctx.shape) if ctx.maker is None else post(ctx.maker, gradient, ctx.shape, dy)
+        if late is not None:
+            columns = gradient.columns
+            if columns is None:  # dh was made in memory, so that a scale could be found
+                _, columns = _again(ctx.kind, fmt, late.scale, *h, rows=False, columns=True)
+            assert columns is not None
+            finish(call, late, columns)
         return None, None, dh, gradient.dbias, None, None
 
 

@@ -9,6 +9,7 @@ is marked `sequence_parallel`; that mark is all that stock's torch norm lacks (i
 `--apply-layernorm-1p` stores g - 1 (closer to zero, so weight decay pulls towards the identity).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,10 @@ import torch.nn.functional as F
 
 from .. import ops
 from ..errors import UserError
+from ..numerics.formats import E4M3
 from ..ops.source import Payloads
+from .again import Recipe
+from .main_grad import added, adds
 from .products import Call, give
 
 
@@ -39,10 +43,11 @@ class NormKind:
 
 
 class Normed:
-    """A norm's output as a Source; x (M, K). mean, rstd (M,): of its rows, once something was made."""
+    """A norm's output as a Source; x (M, K). mean, rstd (M,): of its rows, once something was made; and so kept, if it
+    is given, what ops.norm keeps."""
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind):
-        self._x, self._weight, self._bias, self._kind = x, weight, bias, kind
+    def __init__(self, x, weight, bias: torch.Tensor | None, kind: NormKind, kept: torch.Tensor | None):
+        self._x, self._weight, self._bias, self._kind, self._kept = x, weight, bias, kind, kept
         self.mean: torch.Tensor | None = None
         self.rstd: torch.Tensor | None = None
 
@@ -50,28 +55,43 @@ class Normed:
         kind = self._kind
         payload, payload_t, self.mean, self.rstd = ops.norm_quantize(
             self._x, self._weight, self._bias, kind.eps, fmt, scale, rms=kind.rms, zero_centered=kind.zero_centered,
-            rows=rows, columns=columns, amax_out=amax_out,
+            rows=rows, columns=columns, amax_out=amax_out, kept=self._kept,
         )  # fmt: skip
         return payload, payload_t
 
     def values(self) -> torch.Tensor:
         kind = self._kind
         y, self.mean, self.rstd = ops.norm(
-            self._x, self._weight, self._bias, kind.eps, rms=kind.rms, zero_centered=kind.zero_centered
-        )
+            self._x, self._weight, self._bias, kind.eps, rms=kind.rms, zero_centered=kind.zero_centered,
+            kept=self._kept,
+        )  # fmt: skip
         return y
+
+
+def _again(kind: NormKind, fmt, scale: torch.Tensor, *kept, rows: bool, columns: bool) -> Payloads:
+    """A norm's output in FP8 once more; kept: n, weight, bias."""
+    n, weight, bias = kept
+    how = {"zero_centered": kind.zero_centered, "rows": rows, "columns": columns}
+    return ops.norm_requantize(n, weight, bias, fmt, scale, **how)
 
 
 class NormCast(torch.autograd.Function):
     """A norm of x (..., K), made in FP8 for the linear that follows; and x, for its other reader (residual.py), whose
-    gradient is added to the norm's in one kernel."""
+    gradient is added to the norm's in one kernel. With --fp8-activations it keeps the normalised x in FP8, of which the
+    linear makes its columns too."""
 
     @staticmethod
     def forward(ctx, call: Call, made: list, x, weight, bias, kind: NormKind):
-        normed = Normed(x.reshape(-1, x.shape[-1]), weight, bias, kind)
-        ticket = give(call, made, normed, x)
-        ctx.kind = kind
-        ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
+        flat = x.reshape(-1, x.shape[-1])
+        kept = torch.empty_like(flat, dtype=E4M3.dtype) if call.recasts else None
+        normed = Normed(flat, weight, bias, kind, kept)
+        recipe = None if kept is None else Recipe(functools.partial(_again, kind), (kept, weight, bias))
+        ticket = give(call, made, normed, x, recipe)
+        ctx.kind, ctx.shape, ctx.parameters = kind, x.shape, (weight, bias)
+        if kept is None:
+            ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
+        else:
+            ctx.save_for_backward(kept, weight, None, normed.rstd)
         ctx.set_materialize_grads(False)
         return ticket, x
 
@@ -80,12 +100,16 @@ class NormCast(torch.autograd.Function):
         if dy is None:  # what was made of the norm does not reach the loss
             return None, None, residual, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
-        kind, k = ctx.kind, x.shape[-1]
+        kind, k, parameters = ctx.kind, x.shape[-1], [p for p in ctx.parameters if p is not None]
+        alone = all(map(adds, parameters)) and all(ctx.needs_input_grad[3 : 3 + len(parameters)])
         dx, dweight, dbias = ops.norm_backward(
             dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered,
             residual=None if residual is None else residual.reshape(-1, k),
+            into=tuple(None if p is None else p.main_grad for p in ctx.parameters) if alone else None,
         )  # fmt: skip
-        return None, None, dx.view(x.shape), dweight, dbias, None
+        if alone:
+            dweight, dbias = (None if p is None else added(p) for p in ctx.parameters)
+        return None, None, dx.view(ctx.shape), dweight, dbias, None
 
 
 class Norm(torch.nn.Module):

@@ -31,6 +31,8 @@ edge of the graph, and whose gradient is that of x.  In the same way dy may come
 made it (`post`): the cast lies in the call's mailbox, and autograd carries a ticket from one backward pass to the
 other.
 
+With --fp8-activations (`Call.recasts`) q(x^T) does not wait for the backward pass where it can be made then (again.py).
+
 Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
 LinearWithGradAccumulationAndAsyncCommunication.
 """
@@ -50,6 +52,7 @@ from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Castable, Payloads
+from .again import Late, Recipe, of_held
 from .parallel import gathered_product, summed_product
 
 type Rounding = tuple[EmulatedFormat, tuple[int, int] | None]  # with a seed where it is stochastic
@@ -69,7 +72,9 @@ class Call:
         fp8: whether the GEMMs are FP8's; wgrad_fp8: whether the weight gradient's is.
         rounding: of a BF16 call, how operands are rounded that are emulated.
         seen: whether someone looks at the GEMMs, so that x waits in BF16 too.
+        recasts: whether the backward pass casts x again, where there is a recipe.
         mailbox: holds q(dy) between the backward pass that made it and this call's own.
+        late: holds a weight gradient between this call's backward pass and that of x's maker.
     """
 
     weight: OwnedWeight
@@ -85,7 +90,9 @@ class Call:
     wgrad_fp8: bool
     rounding: dict[str, Rounding]
     seen: bool
+    recasts: bool
     mailbox: "list[Posted]"
+    late: "list[Late]"
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """x (s, ..., K), or a rank's part of it, as (M, K)."""
@@ -136,7 +143,9 @@ def plan(
         wgrad_fp8=config.wgrad,
         rounding={} if fp8 else _rounding(weight, keep),
         seen=keep and bool(weight.events.forward or weight.events.backward),
+        recasts=keep and fp8 and config.wgrad and config.activations,
         mailbox=[],
+        late=[],
     )
 
 
@@ -157,12 +166,12 @@ def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
     return rounding
 
 
-def cast_input(call: Call, x: Castable) -> tuple[ScaledTensor, torch.Tensor]:
+def cast_input(call: Call, x: Castable, recipe: Recipe | None = None) -> tuple[ScaledTensor, torch.Tensor]:
     """x (M, K) -> (q(x), its scale), as an FP8 call casts its input.
 
     Under sequence parallelism the backward pass gathers it again, and transposes then.
     """
-    columns = call.keep and call.wgrad_fp8 and call.gather is None
+    columns = call.keep and call.wgrad_fp8 and call.gather is None and recipe is None
     group = call.group if call.gather == "fp8" else None
     fmt = call.weight.config.forward_format
     return call.weight.cast(x, INPUT, fmt, columns=columns, training=call.training, group=group)
@@ -177,13 +186,14 @@ def takes_fp8(call: Call) -> bool:
 class Fp8Activation:
     """An activation in FP8 on its way from one module to a linear: the ticket for autograd, q(x), and its scale.
 
-    exact: x itself where someone looks at the GEMMs, else None.
+    exact: x itself where someone looks at the GEMMs, else None; recipe: None where q(x) waits for the backward pass.
     """
 
     ticket: torch.Tensor
     q: ScaledTensor
     scale: torch.Tensor
     exact: torch.Tensor | None
+    recipe: Recipe | None
 
 
 def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> tuple[Fp8Activation, Any]:
@@ -192,17 +202,17 @@ def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> tupl
     Its forward pass gets (ctx, call, made, *inputs) and returns what `give` does, and something else or None; its
     backward pass returns None for the first two.
     """
-    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None]] = []
+    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None, Recipe | None]] = []
     ticket, other = maker.apply(call, made, *inputs)
     return Fp8Activation(ticket, *made[0]), other
 
 
-def give(call: Call, made: list, x: Castable, like: torch.Tensor) -> torch.Tensor:
+def give(call: Call, made: list, x: Castable, like: torch.Tensor, recipe: Recipe | None = None) -> torch.Tensor:
     """Cast x (M, K) for `call` into `made`; returns the ticket, of the type and the leading shape of `like`."""
-    q, scale = cast_input(call, x)
+    q, scale = cast_input(call, x, recipe)
     exact = source.values(x) if call.seen else None
     shape = *like.shape[:-1], call.weight.param.shape[1]
-    made.append((q, scale, None if exact is None else exact.view(shape)))
+    made.append((q, scale, None if exact is None else exact.view(shape), recipe))
     return ticket(shape, like)
 
 
@@ -236,6 +246,11 @@ def post(call: Call, dy: Castable, shape: tuple[int, ...], like: torch.Tensor) -
     sent = ticket(shape, like)
     call.mailbox.append(Posted(q, sent, source.values(dy) if call.seen else None))
     return sent
+
+
+def finish(call: Call, late: Late, columns: torch.Tensor) -> None:
+    """Hand the weight of a call its gradient, with q(x^T)."""
+    call.weight.take_gradient(ops.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
 
 
 def product(
@@ -280,9 +295,11 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None, bias: torch.Tensor | None):
         if given is not None:
-            q, scale = given.q, given.scale
+            q, scale, recipe = given.q, given.scale, given.recipe
         else:
-            q, scale = cast_input(call, call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1]))
+            recipe = of_held(x) if call.recasts and call.gather is None else None
+            here = call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1])
+            q, scale = cast_input(call, here, recipe)
         arriving = call.start_gather(q.payload) if call.gather == "fp8" else None
         w, read, epilogue = call.weight.quantized(), q, ops.Epilogue(dtype=x.dtype, bias=bias)
         if arriving is not None:
@@ -292,11 +309,14 @@ class Fp8Product(torch.autograd.Function):
             y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8", fast_accum=True)
         else:
             y = ops.gemm(q, w, epilogue, fast_accum=True)
-        kept = x
-        if call.keep and call.wgrad_fp8 and call.gather != "bf16":
-            kept = q.columns if call.gather is None else q.payload
+        kept: tuple[torch.Tensor | None, ...] = (x,)
+        if recipe is not None:
+            kept = recipe.kept
+        elif call.keep and call.wgrad_fp8 and call.gather != "bf16":
+            kept = (q.columns if call.gather is None else q.payload,)
         ctx.call, ctx.w, ctx.exact = call, w, None
-        ctx.save_for_backward(kept, scale, q.scale_inv)
+        ctx.make, ctx.late = (None, False) if recipe is None else (recipe.make, recipe.late)
+        ctx.save_for_backward(scale, q.scale_inv, *kept)
         if call.seen:
             ctx.exact = x if given is None else given.exact
             _show_forward(call, ctx.exact, read, w)
@@ -308,11 +328,15 @@ class Fp8Product(torch.autograd.Function):
         return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias
 
 
-def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product]:
-    """dx (M, K) under way, dbias (N,), and dW not computed yet: what only dx needs is freed before it is."""
+def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product | None]:
+    """dx (M, K) under way, dbias (N,), and dW not computed yet, or None, where it comes late: what only dx needs is
+    freed before it is."""
     weight, w, needs_dx = call.weight, ctx.w, ctx.needs_input_grad[0]
-    kept, x_scale, x_scale_inv = ctx.saved_tensors
-    x_rows = call.start_gather(kept.reshape(-1, kept.shape[-1])) if call.gather else None
+    x_scale, x_scale_inv, *kept = ctx.saved_tensors
+    x, fmt = kept[0], weight.config.forward_format
+    if ctx.make is not None and call.gather:
+        x, _ = ctx.make(fmt, x_scale, *kept, rows=True, columns=False)
+    x_rows = call.start_gather(x.reshape(-1, x.shape[-1])) if call.gather else None
     q, exact, dbias, dy_rows = _cast_gradient(ctx, call, dy)
     dx = None
     if needs_dx:
@@ -328,15 +352,20 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
         q = ScaledTensor(q.payload, q.scale_inv, ops.transpose(q.payload))
     if not call.seen:  # its rows have served: they need not wait for x^T
         q, dy_rows = ScaledTensor(None, q.scale_inv, q.columns), None
-    x = kept if x_rows is None else x_rows.land()
+    x = x if x_rows is None else x_rows.land()
     if not call.wgrad_fp8:
         assert exact is not None  # of such a call nobody posts, and what is gathered is BF16
         product = ops.Product(exact.t(), x.reshape(-1, x.shape[-1]).t())
+    elif ctx.late and needs_dx and not call.seen:
+        call.late.append(Late(ScaledTensor(q.columns, q.scale_inv), x_scale, x_scale_inv))
+        return dx, dbias, None
     else:
         if call.gather == "fp8":
             x = ops.transpose(x)
         elif call.gather == "bf16":  # with the scale that the forward captured
-            x = ops.quantize(x, weight.config.forward_format, x_scale, transpose=True, rows=False)[1]
+            x = ops.quantize(x, fmt, x_scale, transpose=True, rows=False)[1]
+        elif ctx.make is not None:
+            _, x = ctx.make(fmt, x_scale, *kept, rows=False, columns=True)
         product = ops.Product(ScaledTensor(q.columns, q.scale_inv), ScaledTensor(x, x_scale_inv))
     if call.seen:
         _show_backward(call, call.whole(ctx.exact), exact, (q, w if needs_dx else None), product)
@@ -409,9 +438,10 @@ def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None
     return dx, product
 
 
-def _finish(call: Call, dx: Flight | None, shape: torch.Size, product: ops.Product) -> torch.Tensor | None:
-    """Hand the weight its gradient, which hides what is under way of dx (M, K); dx (..., K)."""
-    call.weight.take_gradient(product)
+def _finish(call: Call, dx: Flight | None, shape: torch.Size, product: ops.Product | None) -> torch.Tensor | None:
+    """Hand the weight its gradient, unless it is late, which hides what is under way of dx (M, K); dx (..., K)."""
+    if product is not None:
+        call.weight.take_gradient(product)
     if dx is None:
         return None
     landed = dx.land()

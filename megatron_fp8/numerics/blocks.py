@@ -26,6 +26,8 @@ sends payload and exponents together:
 m is a multiple of 2048: then m/128 is one of 16, every row starts at a multiple of 16 bytes from the first, and
 kernels read and write whole 16-byte vectors in each.
 
+RowBlocks: a matrix in the same form, a block within a row: the last of a row may be shorter than 128.
+
 Source: the block format follows OCP Microscaling (MX) v1.0, with 128 in place of 32 elements.
 """
 
@@ -61,6 +63,33 @@ class BlockScaled:
         """Views of `count` elements from element `first` on, both multiples of 128."""
         stop = first + count
         return BlockScaled(self.payload[first:stop], self.exponents[first // BLOCK : stop // BLOCK])
+
+
+@dataclass(frozen=True, eq=False)
+class RowBlocks:
+    """payload (M, K) float8_e4m3fn and exponents (M, ceil(K / 128)) uint8, biased by 127."""
+
+    payload: torch.Tensor
+    exponents: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device | str) -> "RowBlocks":
+        """Unwritten."""
+        payload = torch.empty(rows, columns, dtype=E4M3.dtype, device=device)
+        return cls(payload, payload.new_empty(rows, -(-columns // BLOCK), dtype=torch.uint8))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.payload.shape
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.payload.is_cuda
+
+    def dequantize(self) -> torch.Tensor:
+        """The values (M, K) in float32, exactly payload * 2^(e - 127)."""
+        scales = block_scales(self.exponents).repeat_interleave(BLOCK, 1)[:, : self.shape[1]]
+        return decode(self.payload) * scales
 
 
 @dataclass

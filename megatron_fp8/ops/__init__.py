@@ -17,6 +17,7 @@ from megatron_fp8.ops.by_device import (
     norm,
     norm_backward,
     norm_quantize,
+    norm_requantize,
     quantize,
     quantize_bias_grad,
     quantize_blocks,
@@ -27,6 +28,7 @@ from megatron_fp8.ops.by_device import (
 )
 from megatron_fp8.ops.gemm import Epilogue, Operand, Product, gemm
 from megatron_fp8.ops.reference import ring_sum
+from megatron_fp8.ops.reference_activation import blocks_for
 
 __all__ = [
     "Epilogue",
@@ -39,6 +41,7 @@ __all__ = [
     "add_blocks",
     "add_rows",
     "amax",
+    "blocks_for",
     "count_cast",
     "cross_entropy_gradient",
     "cross_entropy_loss",
@@ -49,6 +52,7 @@ __all__ = [
     "norm",
     "norm_backward",
     "norm_quantize",
+    "norm_requantize",
     "quantize",
     "quantize_bias_grad",
     "quantize_blocks",

@@ -10,6 +10,10 @@
 Everything is float32 from the 16-bit inputs on; the one rounding is that of the result, to FP8 or to h's type. So FP8
 here differs from quantize(activation in BF16), which rounds twice. An infinity of x becomes what the formula makes of
 it, which may be a NaN, but never a number.
+
+What the backward pass needs of h may be kept in a byte an element: x in RowBlocks, E4M3 with a power of two for each
+128 of a row; of gated kinds each half is a row, (2M, F). Wherever h is an argument such blocks will do, without a bias,
+which is in them.
 """
 
 import math
@@ -17,7 +21,8 @@ import math
 import torch
 from torch.nn import functional
 
-from megatron_fp8.numerics.formats import Format
+from megatron_fp8.numerics.blocks import BLOCK, RowBlocks
+from megatron_fp8.numerics.formats import Format, by_dtype
 from megatron_fp8.ops import reference
 
 GATED = ("swiglu", "geglu")
@@ -57,21 +62,48 @@ def _value(x: torch.Tensor, kind: str) -> torch.Tensor:
     return functional.relu(x).square()
 
 
-def _input(h: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+def shape_of(h: torch.Tensor | RowBlocks, kind: str) -> tuple[int, int]:
+    """(M, F) of act(h). ValueError for an unknown kind."""
     if kind not in KINDS:
         raise ValueError(f"activation {kind!r}: use one of {', '.join(KINDS)}")
+    rows, columns = h.shape
+    if kind not in GATED:
+        return rows, columns
+    return (rows // 2, columns) if isinstance(h, RowBlocks) else (rows, columns // 2)
+
+
+def blocks_for(h: torch.Tensor, kind: str) -> RowBlocks:
+    """Unwritten blocks in which h (M, F or 2F) can be kept."""
+    rows, columns = shape_of(h, kind)
+    return RowBlocks.empty(rows * (2 if kind in GATED else 1), columns, h.device)
+
+
+def _keep(x: torch.Tensor, kind: str, kept: RowBlocks) -> None:
+    x = x.view(kept.shape)
+    whole = functional.pad(x, (0, -x.shape[1] % BLOCK))
+    blocks = reference.quantize_blocks(whole.view(-1))
+    kept.payload.copy_(blocks.payload.view(whole.shape)[:, : x.shape[1]])
+    kept.exponents.copy_(blocks.exponents.view(kept.exponents.shape))
+
+
+def _input(h: torch.Tensor | RowBlocks, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+    rows, _ = shape_of(h, kind)
+    if isinstance(h, RowBlocks):
+        return h.dequantize().view(rows, -1)
     return h.float() if bias is None else h.float() + bias.float()
 
 
-def _forward(h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> torch.Tensor:
+def _forward(h, kind: str, bias: torch.Tensor | None, kept: RowBlocks | None) -> torch.Tensor:
     x = _input(h, bias, kind)
+    if kept is not None:
+        _keep(x, kind, kept)
     if kind not in GATED:
         return _value(x, kind)
     one, two = x.chunk(2, -1)
     return _value(one, kind) * two
 
 
-def _backward(dy: torch.Tensor, h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> torch.Tensor:
+def _backward(dy: torch.Tensor, h, kind: str, bias: torch.Tensor | None) -> torch.Tensor:
     x, dy = _input(h, bias, kind), dy.float()
     if kind not in GATED:
         return dy * _slope(x, kind)
@@ -86,20 +118,23 @@ def _quantize(
     return payload, (payload_t if columns else None)
 
 
-def activate(h: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """act(h + bias): h (M, F), of gated kinds (M, 2F), and bias of h's width -> (M, F) in h's type."""
-    return _forward(h, kind, bias).to(h.dtype)
+def activate(
+    h: torch.Tensor, kind: str, bias: torch.Tensor | None = None, kept: RowBlocks | None = None
+) -> torch.Tensor:
+    """act(h + bias): h (M, F), of gated kinds (M, 2F), and bias of h's width -> (M, F) in h's type. kept, of
+    `blocks_for`, becomes h + bias."""
+    return _forward(h, kind, bias, kept).to(h.dtype)
 
 
 def activate_backward(
-    dy: torch.Tensor, h: torch.Tensor, kind: str, bias: torch.Tensor | None = None
+    dy: torch.Tensor, h: torch.Tensor | RowBlocks, kind: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """dh = dy act'(h + bias): dy (M, F), h (M, F), of gated kinds (M, 2F) -> h's shape and type."""
-    return _backward(dy, h, kind, bias).to(h.dtype)
+    """dh = dy act'(h + bias): dy (M, F), h (M, F), of gated kinds (M, 2F) -> (M, F or 2F) in dy's type."""
+    return _backward(dy, h, kind, bias).to(dy.dtype)
 
 
 def activate_quantize(
-    h: torch.Tensor,
+    h: torch.Tensor | RowBlocks,
     kind: str,
     fmt: Format,
     scale: torch.Tensor,
@@ -108,18 +143,19 @@ def activate_quantize(
     rows: bool = True,
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
+    kept: RowBlocks | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """act(h + bias) of activate, cast from float32 as ops.quantize casts: (payload (M, F), payload_t (F, M)).
 
     scale: 0-d float32. rows, columns: which of the two are wanted; the other is None. amax_out (0-d float32) becomes
-    max(amax_out, max|act|) of the float32 values, NaN and infinity included.
+    max(amax_out, max|act|) of the float32 values, NaN and infinity included. kept as in activate.
     """
-    return _quantize(_forward(h, kind, bias), fmt, scale, rows, columns, amax_out)
+    return _quantize(_forward(h, kind, bias, kept), fmt, scale, rows, columns, amax_out)
 
 
 def activate_backward_quantize(
     dy: torch.Tensor,
-    h: torch.Tensor,
+    h: torch.Tensor | RowBlocks,
     kind: str,
     fmt: Format,
     scale: torch.Tensor,
@@ -129,11 +165,17 @@ def activate_backward_quantize(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
     bias_grad: bool = False,
+    again: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dh of activate_backward, cast from float32: (payload of h's shape, payload_t, dbias); else as activate_quantize.
+    """dh of activate_backward, cast from float32: (payload of its shape, payload_t, dbias); else as activate_quantize.
 
-    dbias (h's width, h's type), where bias_grad asks for it: the sum of dh's float32 values over rows.
+    dbias (dh's width, dy's type), where bias_grad asks for it: the sum of dh's float32 values over rows. again: a scale
+    and FP8 columns (F, M), which become those that activate_quantize would make of h.
     """
     dh = _backward(dy, h, kind, bias)
+    if again is not None:
+        scale_again, out = again
+        y = _forward(h, kind, bias, None)
+        out.copy_(_quantize(y, by_dtype(out.dtype), scale_again, False, True, None)[1])
     payloads = _quantize(dh, fmt, scale, rows, columns, amax_out)
-    return *payloads, (dh.sum(0).to(h.dtype) if bias_grad else None)
+    return *payloads, (dh.sum(0).to(dy.dtype) if bias_grad else None)

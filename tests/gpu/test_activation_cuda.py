@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 from megatron_fp8.numerics import E4M3, E5M2
-from megatron_fp8.ops import reference
-from megatron_fp8.ops.reference_activation import GATED, KINDS
+from megatron_fp8.numerics.blocks import RowBlocks
+from megatron_fp8.ops import reference, reference_activation
+from megatron_fp8.ops.reference_activation import GATED, KINDS, blocks_for
 from megatron_fp8.ops.triton import activation, cast
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -217,9 +218,61 @@ def test_the_non_finite_stays_visible(kind, fmt):
 
 
 def reference_of(name, *args):
-    from megatron_fp8.ops import reference_activation
-
     return getattr(reference_activation, name)(*args)
+
+
+def same_blocks(a: RowBlocks, b: RowBlocks) -> bool:
+    return same(a.payload, b.payload) and torch.equal(a.exponents.cpu(), b.exponents.cpu())
+
+
+def kept_of(h, kind, bias) -> tuple[RowBlocks, RowBlocks]:
+    """What the cast keeps of h + bias, as the uncast form does too, and what the reference keeps."""
+    expected = blocks_for(h, kind)
+    reference_activation.activate(h, kind, bias, expected)
+    kept, again = blocks_for(put(h), kind), blocks_for(put(h), kind)
+    activation.activate(put(h), kind, put(bias), again)
+    activation.activate_quantize(put(h), kind, E4M3, put(torch.tensor(1.0)), bias=put(bias), kept=kept)
+    assert same_blocks(again, kept)
+    return kept, expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_bias", "shape"),
+    [
+        ("gelu", True, (66, 130)),
+        pytest.param("swiglu", True, (66, 130), marks=pytest.mark.smoke),
+        *([] if INTERPRETED else [(kind, False, shape) for kind in KINDS for shape in SHAPES]),
+    ],
+    ids=str,
+)
+def test_what_is_kept_in_blocks(kind, with_bias, shape):
+    """The blocks have the reference's bytes; what is made of them again is that of the values in them."""
+    dy, h, bias = data(kind, with_bias, *shape)
+    kept, expected = kept_of(h, kind, bias)
+    assert same_blocks(kept, expected)
+    y, dh, error, error_back = exact(dy, expected.dequantize().view(h.shape), kind, None)
+    scale = put(torch.tensor(30.0))
+    none, columns = activation.activate_quantize(kept, kind, E4M3, scale, rows=False, columns=True)
+    assert none is None and cast_of_nearly(columns.t(), y, error, E4M3, 30.0)
+    again = columns.new_empty(columns.shape)
+    payload, payload_t, dbias = activation.activate_backward_quantize(
+        put(dy), kept, kind, E5M2, scale, columns=True, bias_grad=True, again=(scale, again)
+    )
+    assert cast_of_nearly(again.t(), y, error, E4M3, 30.0)
+    assert cast_of_nearly(payload, dh, error_back, E5M2, 30.0) and same(payload_t.t(), payload)
+    assert close(dbias, dh.sum(0), error_back.sum(0) + 1e-6 * dh.abs().sum(0), 2**-8) and dbias.dtype == dy.dtype
+    if kind in OPTIONS:
+        got = activation.activate_backward(put(dy), kept, kind)
+        assert close(got, dh, error_back, 2**-8) and got.dtype == dy.dtype
+
+
+def test_what_is_kept_of_edge_values():
+    _, h, _ = data("swiglu", False, 9, 200, torch.float32)
+    h[0], h[1, :128], h[2], h[3, 7], h[4, 150], h[5, 9], h[6] = 0.0, 1e-42, 7.0, NAN, -INF, 3e38, 1e-30
+    kept, expected = kept_of(h, "swiglu", None)
+    assert same_blocks(kept, expected)
+    dh = activation.activate_backward(put(torch.ones(9, 200)), kept, "swiglu").cpu()
+    assert dh[3].isnan().any() and not dh[4].isfinite().all() and dh[[0, 1, 2, 6, 7, 8]].isfinite().all()
 
 
 @pytest.mark.parametrize(

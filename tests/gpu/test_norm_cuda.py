@@ -17,9 +17,10 @@ from megatron_fp8.ops import reference_norm
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if INTERPRETED:
-    from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
+    from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize, norm_requantize
 else:
     norm, norm_backward, norm_quantize = ops.norm, ops.norm_backward, ops.norm_quantize
+    norm_requantize = ops.norm_requantize
 
 INF, NAN, EPS = math.inf, math.nan, 1e-5
 UNITS = 4e-6  # of float32, whose unit is 1.2e-7: sums, and two fused or separate roundings
@@ -128,6 +129,15 @@ def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> No
         put(dy, layout), put(x, layout), *on_device(weight, mean, rstd), **options,
         residual=None if residual is None else put(residual, layout),
     )  # fmt: skip
+    into = torch.ones_like(weight, dtype=torch.float32), None if rms else torch.ones_like(weight, dtype=torch.float32)
+    into = on_device(*into)
+    more = norm_backward(
+        put(dy, layout), put(x, layout), *on_device(weight, mean, rstd), **options,
+        residual=None if residual is None else put(residual, layout), into=into,
+    )  # fmt: skip
+    assert same(more[0], got[0]) and more[1:] == (None, None)
+    for total, part in zip(into, got[1:], strict=True):
+        assert part is None or torch.allclose(total - 1, part.float(), rtol=1e-2, atol=1e-5 * shape[0] + 1e-2)
     normalized = (x.float() - (0 if rms else mean[:, None])) * rstd[:, None]
     g = dy.float() * (weight.float() + zero_centered)
     noise = rstd[:, None] * largest(g) * (1 + largest(normalized))
@@ -214,6 +224,67 @@ def test_backward_of_all_shapes(rms, shape):
 @types
 def test_backward_of_all_types(rms, zero_centered, dtype):
     check_backward((35, 300), dtype, rms, zero_centered, past=True)
+
+
+def check_kept(x, weight, bias, rms: bool, zero_centered: bool) -> None:
+    """What is kept of the normalised rows, and what is made of it again."""
+    options = {"rms": rms, "zero_centered": zero_centered}
+    ones = torch.ones(x.shape[1])
+    normalized, mean, rstd = reference_norm.norm(
+        x.float(), ones, None if rms else 0 * ones, EPS, rms=rms, zero_centered=False
+    )
+    noise, factor = noise_of_y(x, ones, None, mean, rstd, False), torch.tensor(reference_norm.kept_scale(x.shape[1]))
+    arguments, scale = [put(x), *on_device(weight, bias), EPS], torch.tensor(20.0)
+    kept, again, third = (torch.empty(x.shape, dtype=E4M3.dtype, device=DEVICE) for _ in range(3))
+    norm(*arguments, **options, kept=kept)
+    norm_quantize(*arguments, E4M3, put(scale), **options, kept=again)
+    norm_quantize(*arguments, E4M3, put(scale), rows=False, columns=True, **options, kept=third)
+    assert same(kept, again) and same(kept, third)
+    assert between(kept, normalized, noise, lambda n: ops.quantize(n, E4M3, factor))
+    n = kept.cpu()
+    y = n.float() / factor * (weight.float() + zero_centered) + (0 if rms else bias.float())
+    noise = UNITS * largest(y)
+    for rows, columns in ((True, False), (False, True), (True, True)):
+        payload, payload_t = norm_requantize(
+            kept, *on_device(weight, bias), E4M3, put(scale), zero_centered=zero_centered, rows=rows, columns=columns
+        )
+        assert (payload is not None) == rows and (payload_t is not None) == columns
+        for got in (payload, None if payload_t is None else payload_t.t()):
+            assert got is None or between(got, y, noise, lambda value: ops.quantize(value, E4M3, scale))
+    dy, residual = torch.randn(x.shape).to(x.dtype), torch.randn(x.shape).to(x.dtype)
+    dx, dweight, dbias = reference_norm.norm_backward(dy.float(), n, weight.float(), None, rstd, **options)
+    got = norm_backward(*on_device(dy, kept, weight, None, rstd), **options, residual=put(residual))
+    g, n = dy.float() * (weight.float() + zero_centered), n.float() / factor
+    noise = rstd[:, None] * largest(g) * (1 + largest(n))
+    assert got[0].dtype == x.dtype
+    assert between(got[0], dx, UNITS * noise, lambda dx: dx.to(x.dtype) + residual)
+    assert between(got[1], dweight, UNITS * (dy.float().abs() * n.abs()).sum(0))
+    assert (got[2] is None) if rms else between(got[2], dbias, UNITS * dy.float().abs().sum(0))
+
+
+KEPT = [(False, (33, 300)), (True, (65, 130)), (False, (2, 9001))]
+
+
+@pytest.mark.parametrize(
+    ("rms", "shape"),
+    [pytest.param(*KEPT[0], marks=pytest.mark.smoke), *KEPT[1:], *([] if INTERPRETED else [(True, (2048, 4096))])],
+    ids=str,
+)
+def test_what_is_kept_in_fp8(rms, shape):
+    check_kept(*inputs(shape, torch.bfloat16, rms, rms), rms, zero_centered=rms)
+
+
+def test_what_is_kept_of_edge_values():
+    """A mean far from zero, one huge value and rows of a constant lose nothing but E4M3's; a NaN stays in its row."""
+    x, weight, bias = inputs((7, 300), torch.float32, False, False)
+    x[0] += 1000
+    x[1, 5], x[2], x[3] = 1e18, 0.0, 7.0
+    check_kept(x[:5], weight, bias, False, False)
+    x[5, 3] = NAN
+    kept = torch.empty(x.shape, dtype=E4M3.dtype, device=DEVICE)
+    norm(*on_device(x, weight, bias), EPS, rms=False, zero_centered=False, kept=kept)
+    bad = kept.cpu().float().isnan()
+    assert bad[5].all() and not bad[:5].any() and not bad[6].any()
 
 
 @kinds

@@ -51,6 +51,7 @@ def test_o1(parse):
         "bf16_layers_end": 0,
         "bf16_layers": (),
         "lm_head": False,
+        "activations": False,
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
         "grad_scaling": dataclasses.asdict(ScalingRule()),
@@ -118,6 +119,7 @@ OURS = {
     **{"--fp8-emulate-from-step": "2", "--fp8-emulate-until-step": "9"},
     "--fp8-bf16-layers": "*.linear_fc2",
     "--fp8-lm-head": None,
+    "--fp8-activations": None,
     "--fp8-ckpt-compact": None,
     "--fp8-attention": "torch",
     **{"--fp8-gemm-backend": "torch", "--fp8-gemm-search": None, "--fp8-log-gemm": None},
@@ -338,6 +340,34 @@ def test_stocks_silent_bf16_is_refused(fmt, level, parse):
 )
 def test_mistakes(flags, start, parse):
     assert error_of(config_from_args, parse(*MODEL, *flags.split())).startswith(start)
+
+
+def test_activations_in_fp8(parse):
+    flag = "--fp8-activations"
+    assert not config_from_args(parse(*O1)).activations and config_from_args(parse(*O1, flag)).activations
+    for flags, start in (
+        ("--fp8-gemm bf16", f"{flag}: the GEMMs of this run are BF16's"),
+        ("--fp8-emulate E8M3", f"{flag}: the GEMMs of this run are BF16's"),
+        ("--no-fp8-wgrad", f"{flag} with --no-fp8-wgrad: "),
+    ):
+        assert error_of(config_from_args, parse(*O1, flag, *flags.split())).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "flags, stays",
+    [
+        ("", ""),
+        ("--tensor-model-parallel-size 2", ""),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "norms, whose output is gathered in BF16"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --fp8-tp-gather fp8", ""),
+        ("--num-experts 2 --disable-bias-linear", "experts"),
+        ("--recompute-granularity full --recompute-method uniform", "little to save"),
+    ],
+)
+def test_the_log_says_which_activations_stay_in_bf16(flags, stays, parse):
+    args = parse(*O1, "--fp8-activations", *flags.split())
+    lines = [line for line in adapt_stock_args(args, config_from_args(args)) if line.startswith("--fp8-activations: ")]
+    assert len(lines) == bool(stays) and all(stays in line for line in lines)
 
 
 def test_first_and_last_layers(parse):

@@ -62,12 +62,12 @@ class Activation(torch.autograd.Function):
 class Mlp:
     """Norm, fc1, activation, fc2, with the delayed scales of a step that is not the first."""
 
-    def __init__(self, group, kind: str, norm: NormKind, bias: bool, warm: bool = True):
+    def __init__(self, group, kind: str, norm: NormKind, bias: bool, warm: bool = True, activations: bool = False):
         torch.manual_seed(0)
         width = 2 * F if kind in ("swiglu", "geglu") else F
         self.kind, self.norm, self.anchor = kind, norm, torch.zeros(0, requires_grad=True)
-        self.fc1 = OneWeight(torch.randn(width, K).bfloat16(), group)
-        self.fc2 = OneWeight(torch.randn(K, F).bfloat16(), group)
+        self.fc1 = OneWeight(torch.randn(width, K).bfloat16(), group, activations=activations)
+        self.fc2 = OneWeight(torch.randn(K, F).bfloat16(), group, activations=activations)
         self.scaling = DelayedScaling(4, [E4M3, E5M2] * 2, 4, "max", 0, "cpu")
         self.scaling.scale = torch.tensor([90.0, 3e4, 20.0, 5e4])
         self.scaling.scale_inv = self.scaling.scale.reciprocal()
@@ -98,7 +98,7 @@ class Mlp:
             h = product(Norm.apply(x, weight, norm_bias, self.norm), self.anchor, one, None)
             y = product(Activation.apply(h, bias, self.kind), self.anchor, two, None)
         y.backward(self.dy)
-        assert not one.mailbox and not two.mailbox
+        assert not one.mailbox and not two.mailbox and not two.late
         gradients = [leaf.grad for leaf in leaves if leaf is not None]
         for bucket in (self.fc1.bucket, self.fc2.bucket):
             gradients.append(bucket.grads.dense().clone())
@@ -150,6 +150,27 @@ def test_observers_see_the_same_and_change_nothing(group):
         return tuple(t.shape), t.float().sum().item()
 
     assert sorted(map(key, later)) == sorted(map(key, handed))  # the order in which they are cast differs
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["delayed", "first step"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("kind", "rms"), [("gelu", False), ("swiglu", True)])
+def test_what_is_kept_in_fp8(group, kind, rms, bias, warm):
+    """The forward pass has the same bits; the gradients are those of what was kept, whether fc2's comes late, from the
+    activation's backward pass, or, where someone looks at the GEMMs, at once."""
+
+    class Looking(Observer):
+        def forward(self, weight, x, read_x, read_w):
+            pass
+
+    plain, mlp = (Mlp(group, kind, NormKind(rms, 1e-5, bias), bias, warm, activations) for activations in (False, True))
+    exact, late = plain.run(True), mlp.run(True)
+    assert torch.equal(late[0], exact[0])
+    for got, value in zip(late[1:-1], exact[1:-1], strict=True):
+        assert 0 < (got - value).norm() < 0.1 * value.norm()
+    for one in (mlp.fc1, mlp.fc2):
+        one.events.subscribe(Looking())
+    assert all(torch.equal(a, b) for a, b in zip(late, mlp.run(True), strict=True))
 
 
 def test_looking_on_changes_no_bit_of_a_biass_gradient(group):

@@ -87,6 +87,11 @@ def test_norm_backward_is_autograds(rms, zero_centered, dtype, past):
     else:
         assert close(got[0], exact[0], dtype)
     assert (got[2] is None) if rms else close(got[2], exact[2], dtype)
+    into = torch.ones_like(weight, dtype=torch.float32), None if rms else torch.ones_like(weight, dtype=torch.float32)
+    more = norm_backward(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered, residual=residual, into=into)
+    assert torch.equal(more[0], got[0]) and more[1:] == (None, None)
+    for total, part in zip(into[: 2 - rms], got[1:], strict=False):
+        assert close(total - 1, part.float(), dtype)
 
 
 @kinds

@@ -15,7 +15,7 @@ from megatron_fp8.ops.triton.cross_entropy import (
 )
 from megatron_fp8.ops.triton.embedding import add_rows
 from megatron_fp8.ops.triton.emulate import emulate
-from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize
+from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize, norm_requantize
 from megatron_fp8.ops.triton.qkv import join_qkv, split_qkv
 from megatron_fp8.ops.triton.statistics import count_cast
 
@@ -36,6 +36,7 @@ __all__ = [
     "norm",
     "norm_backward",
     "norm_quantize",
+    "norm_requantize",
     "quantize",
     "quantize_bias_grad",
     "quantize_blocks",

@@ -3,6 +3,9 @@
     activate_quantize             reads 2 bytes an element of h; writes 1 a row, 1 a column payload of act(h + bias)
     activate_backward_quantize    reads 2 of dy and 2 of h; writes 1 and 1 an element of dh; adds dh up over rows
 
+Where h is kept in RowBlocks for the backward pass, the first writes 1 more, but no columns, and the second reads 1 of h
+and writes those columns (`again`). A tile is one block wide.
+
 Bound by memory only if an element costs few instructions: an H200 issues about 30 a byte of its bandwidth, so 30 an
 element in the time of 4 bytes. Hence
 
@@ -22,10 +25,21 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_fp8.numerics.blocks import BLOCK, RowBlocks
 from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.reference_activation import GATED, KINDS
-from megatron_fp8.ops.triton.cast import bits, columns_view, fp8_pair, magnitude_bits, store_codes, tile_place
+from megatron_fp8.ops.reference_activation import GATED, shape_of
+from megatron_fp8.ops.triton.blocks import block_scale, scaled_to_blocks
+from megatron_fp8.ops.triton.cast import (
+    bits,
+    columns_view,
+    fp8_pair,
+    fp8_quad,
+    magnitude_bits,
+    store_codes,
+    tile_place,
+)
 
+_BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a program's tile, and its warps
 FORWARD, BACKWARD = (64, 128, 8), (64, 128, 8)
 GATED_FORWARD, GATED_BACKWARD = (64, 128, 8), (32, 128, 4)
@@ -93,15 +107,32 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, rows, cols, M, F, first, width, bias_ptr):
-    """float32 of columns first + cols of a matrix (M, width), with its bias: rows (R,), cols (C,) of F. Below the
-    last row it is the last row's, which adds nothing to a maximum; beyond the last column zeros."""
+def _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, half: tl.constexpr, GATED: tl.constexpr):
+    """float32 of h, or of its blocks, with its bias: rows (R,), cols (C,) of a half of width F (0 where there is no
+    gate). Below the last row it is the last row's, which adds nothing to a maximum; beyond the last column zeros.
+    exponents_ptr: of the tile's block of the first row."""
     inside = cols < F
-    offsets = tl.minimum(rows, M - 1).to(tl.int64)[:, None] * width + (cols + first)[None, :]
-    x = tl.load(ptr + offsets, mask=inside[None, :], other=0.0).to(tl.float32)
+    own = tl.minimum(rows, M - 1).to(tl.int64)
+    if GATED:
+        own = 2 * own + half
+    x = tl.load(h_ptr + own[:, None] * F + cols[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + first + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x += tl.load(bias_ptr + half * F + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if exponents_ptr is not None:
+        x *= block_scale(tl.load(exponents_ptr + own * tl.cdiv(F, _BLOCK)).to(tl.int32))[:, None]
     return x
+
+
+@triton.jit
+def _keep(x, kept_ptr, exponents_ptr, rows, cols, M, F, half: tl.constexpr, GATED: tl.constexpr, zero):
+    """Store float32 x (R, 128) as blocks, where _load finds them."""
+    own = rows.to(tl.int64)
+    if GATED:
+        own = 2 * own + half
+    y, byte = scaled_to_blocks(x)
+    mask = (rows < M)[:, None] & (cols < F)[None, :]
+    tl.store(kept_ptr + own[:, None] * F + cols[None, :], fp8_quad(x, y, zero), mask=mask)
+    tl.store(exponents_ptr + own * tl.cdiv(F, _BLOCK), byte.to(tl.uint8), mask=rows < M)
 
 
 @triton.jit
@@ -111,41 +142,64 @@ def _store(x, ptr, rows, cols, M, F, first, width):
 
 
 @triton.jit
-def _act(h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl.constexpr):
-    """act(h + bias), float32."""
-    x = _value(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
+def _act(
+    h_ptr, bias_ptr, exponents_ptr, kept_ptr, kept_exponents_ptr, rows, cols, M, F, zero,
+    KIND: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """act(h + bias), float32; h + bias goes to kept, if it is there."""
+    x = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED)
+    if kept_ptr is not None:
+        _keep(x, kept_ptr, kept_exponents_ptr, rows, cols, M, F, 0, GATED, zero)
+    x = _value(x, KIND)
     if GATED:
-        x *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
+        gated = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 1, GATED)
+        if kept_ptr is not None:
+            _keep(gated, kept_ptr, kept_exponents_ptr, rows, cols, M, F, 1, GATED, zero)
+        x *= gated
     return x
 
 
 @triton.jit
-def _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND: tl.constexpr, GATED: tl.constexpr):
-    """dh, float32, of columns cols and of F + cols, which means nothing where kind is not gated. Below the last row,
-    where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it already."""
+def _act_back(
+    dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """dh, float32, of columns cols and of F + cols, which means nothing where kind is not gated; and act(h + bias).
+    Below the last row, where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it
+    already."""
     there = (rows < M)[:, None] & (cols < F)[None, :]
     dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * F + cols[None, :], mask=there, other=0.0).to(tl.float32)
-    value, slope = _value_and_slope(_load(h_ptr, rows, cols, M, F, 0, width, bias_ptr), KIND)
-    dh = dy * slope
+    value, slope = _value_and_slope(_load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED), KIND)
+    dh, y = dy * slope, value
     if GATED:
-        dh *= _load(h_ptr, rows, cols, M, F, F, width, bias_ptr)
-    return dh, dy * value
+        gated = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 1, GATED)
+        dh *= gated
+        y *= gated
+    return dh, dy * value, y
 
 
 @triton.jit(do_not_specialize=["zero"])
 def _activate_kernel(
-    h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero, KIND: tl.constexpr, GATED: tl.constexpr,
-    E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    h_ptr, bias_ptr, exponents_ptr, M, F, kept_ptr, kept_exponents_ptr, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
+    KIND: tl.constexpr, GATED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """act(h + bias) of a tile: with a scale_ptr cast into out and out_t, where they are there; else into out."""
+    """act(h + bias) of a tile: with a scale_ptr cast into out and out_t, where they are there; else into out. With
+    exponents_ptr h are blocks, and h + bias becomes kept's, if there is a kept_ptr: a tile is a block wide then."""
     _, quads, cols = tile_place(F, TILE_M, TILE_K)
-    width = 2 * F if GATED else F
+    if exponents_ptr is not None:
+        exponents_ptr += tl.program_id(0) % tl.cdiv(F, TILE_K)
+    if kept_ptr is not None:
+        kept_exponents_ptr += tl.program_id(0) % tl.cdiv(F, TILE_K)
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     for i in tl.static_range(2):
         rows = 4 * quads + 2 * i
-        x_0 = _act(h_ptr, rows, cols, M, F, width, bias_ptr, KIND, GATED)
-        x_1 = _act(h_ptr, rows + 1, cols, M, F, width, bias_ptr, KIND, GATED)
+        x_0 = _act(
+            h_ptr, bias_ptr, exponents_ptr, kept_ptr, kept_exponents_ptr, rows, cols, M, F, zero, KIND, GATED
+        )  # fmt: skip
+        x_1 = _act(
+            h_ptr, bias_ptr, exponents_ptr, kept_ptr, kept_exponents_ptr, rows + 1, cols, M, F, zero, KIND, GATED
+        )  # fmt: skip
         if amax_ptr is not None:
             largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
         if scale_ptr is not None:
@@ -161,26 +215,33 @@ def _activate_kernel(
 
 @triton.jit(do_not_specialize=["zero"])
 def _activate_backward_kernel(
-    dy_ptr, h_ptr, bias_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
+    dy_ptr, h_ptr, bias_ptr, exponents_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr,
+    again_scale_ptr, again_ptr, zero,
     KIND: tl.constexpr, GATED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    AGAIN_E4M3: tl.constexpr, AGAIN_WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """dh of a tile, as _activate_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t."""
+    """dh of a tile, as _activate_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t; and the
+    columns of act(h + bias) go to again, if it is there."""
     tile, quads, cols = tile_place(F, TILE_M, TILE_K)
     width = 2 * F if GATED else F
+    if exponents_ptr is not None:
+        exponents_ptr += tl.program_id(0) % tl.cdiv(F, TILE_K)
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     word_2 = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    word_again = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     total = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
     total_2 = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
     for i in tl.static_range(2):
         rows = 4 * quads + 2 * i
-        a_0, b_0 = _act_back(dy_ptr, h_ptr, rows, cols, M, F, width, bias_ptr, KIND, GATED)
-        a_1, b_1 = _act_back(dy_ptr, h_ptr, rows + 1, cols, M, F, width, bias_ptr, KIND, GATED)
+        a_0, b_0, y_0 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND, GATED)
+        a_1, b_1, y_1 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows + 1, cols, M, F, KIND, GATED)
         if amax_ptr is not None:
             largest = tl.maximum(largest, tl.maximum(magnitude_bits(a_0), magnitude_bits(a_1)))
             if GATED:
                 largest = tl.maximum(largest, tl.maximum(magnitude_bits(b_0), magnitude_bits(b_1)))
+        if again_ptr is not None:
+            word_again |= fp8_pair(y_0, y_1, tl.load(again_scale_ptr), zero, AGAIN_E4M3) << (16 * i)
         if sums_ptr is not None:
             total += a_0 + a_1
             total_2 += b_0 + b_1
@@ -199,6 +260,8 @@ def _activate_backward_kernel(
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, width, WORDS)
         if GATED:
             store_codes(word_2, out_ptr, out_t_ptr, quads, cols, F, M, F, width, WORDS)
+    if again_ptr is not None:
+        store_codes(word_again, None, again_ptr, quads, cols, 0, M, F, F, AGAIN_WORDS)
     if sums_ptr is not None:
         sums = sums_ptr + tile.to(tl.int64) * width + cols
         tl.store(sums, tl.sum(total, axis=0), mask=cols < F)
@@ -208,61 +271,77 @@ def _activate_backward_kernel(
         tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
 
 
-def _checked(h: torch.Tensor, kind: str, bias: torch.Tensor | None) -> int:
-    """F, the width of act(h)."""
-    if kind not in KINDS:
-        raise ValueError(f"activation {kind!r}: use one of {', '.join(KINDS)}")
+def _operand(h: torch.Tensor | RowBlocks, bias: torch.Tensor | None, tile_k: int):
+    """h, its bias and its exponents, as the kernels take them."""
+    if isinstance(h, RowBlocks):
+        if bias is not None or tile_k != BLOCK:
+            raise ValueError(f"blocks of {BLOCK} have the bias in them, and are read by tiles as wide, not {tile_k}")
+        return h.payload, None, h.exponents
     if bias is not None and bias.shape != h.shape[1:]:
         raise ValueError(f"bias {tuple(bias.shape)} is not of h's width {h.shape[1]}")
-    return h.shape[1] // 2 if kind in GATED else h.shape[1]
+    return h.contiguous(), bias, None
+
+
+def _gradient_shape(h: torch.Tensor | RowBlocks, kind: str) -> tuple[int, int]:
+    M, F = shape_of(h, kind)
+    return M, 2 * F if kind in GATED else F
 
 
 def _codes(out: torch.Tensor | None) -> torch.Tensor | None:
     return None if out is None else out.view(torch.uint8)
 
 
-def _forward(h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None):
-    M, F = h.shape[0], _checked(h, kind, bias)
+def _forward(h, kind, bias, kept, out, out_t=None, scale=None, fmt=None, amax_out=None):
+    M, F = shape_of(h, kind)
     tile_m, tile_k, warps = GATED_FORWARD if kind in GATED else FORWARD
     columns, words = columns_view(out_t, M)
+    assert kept is None or tile_k == BLOCK
+    keeping = (None, None) if kept is None else (_codes(kept.payload), kept.exponents)
     _activate_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(F, tile_k),)](
-        h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), 0,
+        *_operand(h, bias, tile_k), M, F, *keeping, scale, out, columns, bits(amax_out), 0,
         KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
 
 
-def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None, bias_grad=False):
+def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None, bias_grad=False, again=None):
     """The sum of dh's rows, where bias_grad asks for it."""
-    M, F = h.shape[0], _checked(h, kind, bias)
+    M, F = shape_of(h, kind)
     tile_m, tile_k, warps = GATED_BACKWARD if kind in GATED else BACKWARD
     columns, words = columns_view(out_t, M)
+    again_scale, again_t = again or (None, None)
+    again_columns, again_words = columns_view(again_t, M)
     tiles = triton.cdiv(M, tile_m)
-    sums = h.new_empty(tiles, h.shape[1], dtype=torch.float32) if bias_grad else None
+    sums = dy.new_empty(tiles, _gradient_shape(h, kind)[1], dtype=torch.float32) if bias_grad else None
     _activate_backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
-        dy.contiguous(), h.contiguous(), bias, M, F, scale, out, columns, bits(amax_out), sums, 0,
-        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+        dy.contiguous(), *_operand(h, bias, tile_k), M, F, scale, out, columns, bits(amax_out), sums,
+        again_scale, again_columns, 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words,
+        AGAIN_E4M3=again_t is not None and again_t.dtype == E4M3.dtype, AGAIN_WORDS=again_words,
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
-    return None if sums is None else sums.sum(0).to(h.dtype)
+    return None if sums is None else sums.sum(0).to(dy.dtype)
 
 
-def activate(h: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+def activate(
+    h: torch.Tensor, kind: str, bias: torch.Tensor | None = None, kept: RowBlocks | None = None
+) -> torch.Tensor:
     """reference_activation.activate in one pass."""
-    out = h.new_empty(h.shape[0], _checked(h, kind, bias))
-    _forward(h, kind, bias, out)
+    out = h.new_empty(shape_of(h, kind))
+    _forward(h, kind, bias, kept, out)
     return out
 
 
 def activate_backward(
-    dy: torch.Tensor, h: torch.Tensor, kind: str, bias: torch.Tensor | None = None
+    dy: torch.Tensor, h: torch.Tensor | RowBlocks, kind: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """reference_activation.activate_backward in one pass."""
-    out = torch.empty_like(h, memory_format=torch.contiguous_format)
+    out = dy.new_empty(_gradient_shape(h, kind))
     _backward(dy, h, kind, bias, out)
     return out
 
 
 def activate_quantize(
-    h: torch.Tensor,
+    h: torch.Tensor | RowBlocks,
     kind: str,
     fmt: Format,
     scale: torch.Tensor,
@@ -271,18 +350,19 @@ def activate_quantize(
     rows: bool = True,
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
+    kept: RowBlocks | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """reference_activation.activate_quantize in one pass. amax_out must not hold a negative number."""
-    M, F = h.shape[0], _checked(h, kind, bias)
-    payload = h.new_empty(M, F, dtype=fmt.dtype) if rows else None
-    payload_t = h.new_empty(F, M, dtype=fmt.dtype) if columns else None
-    _forward(h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out)
+    M, F = shape_of(h, kind)
+    payload = scale.new_empty(M, F, dtype=fmt.dtype) if rows else None
+    payload_t = scale.new_empty(F, M, dtype=fmt.dtype) if columns else None
+    _forward(h, kind, bias, kept, _codes(payload), payload_t, scale, fmt, amax_out)
     return payload, payload_t
 
 
 def activate_backward_quantize(
     dy: torch.Tensor,
-    h: torch.Tensor,
+    h: torch.Tensor | RowBlocks,
     kind: str,
     fmt: Format,
     scale: torch.Tensor,
@@ -292,9 +372,11 @@ def activate_backward_quantize(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
     bias_grad: bool = False,
+    again: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """reference_activation.activate_backward_quantize in one pass, and one over the tiles' sums of dbias."""
-    payload = h.new_empty(h.shape, dtype=fmt.dtype) if rows else None
-    payload_t = h.new_empty(h.shape[::-1], dtype=fmt.dtype) if columns else None
-    dbias = _backward(dy, h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out, bias_grad)
+    shape = _gradient_shape(h, kind)
+    payload = dy.new_empty(shape, dtype=fmt.dtype) if rows else None
+    payload_t = dy.new_empty(shape[::-1], dtype=fmt.dtype) if columns else None
+    dbias = _backward(dy, h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out, bias_grad, again)
     return payload, payload_t, dbias

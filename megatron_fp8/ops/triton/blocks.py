@@ -85,18 +85,30 @@ def _load_blocks(payload_ptr, exponents_ptr, values, scales, inside):
     inside (ROWS,)."""
     payload = tl.load(payload_ptr + values, mask=inside[:, None], other=0.0).to(tl.float32)
     byte = tl.load(exponents_ptr + scales, mask=inside, other=0).to(tl.int32)
+    return payload * block_scale(byte)[:, None]
+
+
+@triton.jit
+def scaled_to_blocks(x):
+    """float32 x (ROWS, 128), a block a row -> x * 2^-e, and the exponents' bytes (ROWS,), int32."""
+    # What is not finite counts as infinity: the exponent then is 120.
+    largest = tl.minimum(tl.max(magnitude_bits(x), axis=1), 0x7F800000)
+    byte = tl.maximum(((largest + 0x001FFFFF) >> 23) - 8, 0)
+    return x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None], byte
+
+
+@triton.jit
+def block_scale(byte):
+    """2^e of an exponent's byte, int32."""
     # 2^-127, byte 0, is a denormal: its bits are not byte << 23.
-    return payload * tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)[:, None]
+    return tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, zero):
     """Quantise float32 x (ROWS, 128), stochastically if there is noise (ROWS, 128), and store it as _load_blocks
     reads it."""
-    # What is not finite counts as infinity: the exponent then is 120.
-    largest = tl.minimum(tl.max(magnitude_bits(x), axis=1), 0x7F800000)
-    byte = tl.maximum(((largest + 0x001FFFFF) >> 23) - 8, 0)
-    y = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None]
+    y, byte = scaled_to_blocks(x)
     if noise is not None:
         y = _stochastic(y, noise)
     tl.store(payload_ptr + values, fp8_quad(x, y, zero), mask=inside[:, None])

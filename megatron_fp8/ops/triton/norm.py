@@ -5,6 +5,9 @@
                     second casts tiles as cast.py does: 2, and 2 + 1 + 1, some of it from the L2
     norm_backward   2 + 2 + 2, and 2 more with a residual; a program goes through a run of rows, each held in registers
 
+What is kept in FP8 for the backward pass costs the row kernel 1 more, and spares norm_backward 1 of x's 2. The columns
+that wgrad reads are made of it then (norm_requantize, 1 + 1), and not in the forward pass: rows alone, 2 + 1 + 1.
+
 A first version with columns went over a program's rows twice in one kernel, for the L2's sake: 124 us where two
 kernels' floor is 51 (8192 x 4096, H200). It had too few programs to hide the first pass, whole rows being as wide.
 
@@ -23,6 +26,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
+from megatron_fp8.ops.reference_norm import kept_scale
 from megatron_fp8.ops.triton.cast import (
     TILE_K,
     TILE_M,
@@ -30,6 +34,7 @@ from megatron_fp8.ops.triton.cast import (
     columns_view,
     fp8_code,
     fp8_pair,
+    fp8_quad,
     magnitude_bits,
     store_codes,
     tile_place,
@@ -76,11 +81,12 @@ def _affine(normalized, w_ptr, b_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.c
 
 @triton.jit(do_not_specialize=["zero"])
 def _norm_rows_kernel(
-    x_ptr, w_ptr, b_ptr, M, eps, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
-    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, M, eps, y_ptr, kept_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, KEPT_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, COLS >= K: their statistics, and if there is a y_ptr y in y's type or, with a scale_ptr, its FP8
-    codes. Without mean_ptr it is RMSNorm."""
+    """ROWS whole rows, COLS >= K: their statistics; if there is a kept_ptr the codes of n; if there is a y_ptr y in its
+    type or, with a scale_ptr, its FP8 codes. Without mean_ptr it is RMSNorm."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(own, M - 1)  # beyond M the last row once more: the same maximum
     cols = tl.arange(0, COLS)
@@ -92,9 +98,12 @@ def _norm_rows_kernel(
         x = tl.where((cols < K)[None, :], x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / K + eps)
     tl.store(rstd_ptr + own, rstd, mask=own < M)
+    mask = (own < M)[:, None] & (cols < K)[None, :]
+    n = x * rstd[:, None]
+    if kept_ptr is not None:
+        tl.store(kept_ptr + offsets, fp8_quad(n, n * KEPT_SCALE, zero), mask=mask)
     if y_ptr is not None:
-        y = _affine(x * rstd[:, None], w_ptr, b_ptr, cols, K, ZERO_CENTERED)
-        mask = (own < M)[:, None] & (cols < K)[None, :]
+        y = _affine(n, w_ptr, b_ptr, cols, K, ZERO_CENTERED)
         if scale_ptr is None:
             tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         else:
@@ -104,30 +113,36 @@ def _norm_rows_kernel(
 
 
 @triton.jit
-def _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """y (rows, columns) of rows whose statistics are there; 0 beyond M and K."""
+def _normed(
+    x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    KEPT_SCALE: tl.constexpr,
+):  # fmt: skip
+    """y (rows, columns) of rows whose statistics are there or, without rstd_ptr, of n as it was kept; 0 beyond M, K."""
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if mean_ptr is not None:
         x -= tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
-    x *= tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    if rstd_ptr is not None:
+        x *= tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    else:
+        x *= 1.0 / KEPT_SCALE
     return tl.where(mask, _affine(x, w_ptr, b_ptr, cols, K, ZERO_CENTERED), 0.0)
 
 
 @triton.jit(do_not_specialize=["zero"])
 def _norm_cast_kernel(
     x_ptr, w_ptr, b_ptr, M, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
-    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, KEPT_SCALE: tl.constexpr, WORDS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y, whose rows' statistics are there, cast into out, if it is there, and out_t, as cast.py's tiles."""
+    """A tile of y, as _normed has it, cast into out and out_t, where they are there, as cast.py's tiles."""
     _, quads, cols = tile_place(K, TILE_M, TILE_K)
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     for i in tl.static_range(2):
         rows = 4 * quads + 2 * i
-        y_0 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K, ZERO_CENTERED)
-        y_1 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows + 1, cols, M, K, ZERO_CENTERED)
+        y_0 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K, ZERO_CENTERED, KEPT_SCALE)
+        y_1 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows + 1, cols, M, K, ZERO_CENTERED, KEPT_SCALE)
         if amax_ptr is not None:
             largest = tl.maximum(largest, tl.maximum(magnitude_bits(y_0), magnitude_bits(y_1)))
         word |= fp8_pair(y_0, y_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
@@ -153,11 +168,12 @@ def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
 @triton.jit
 def _norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, dw_ptr, db_ptr,
-    K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEPT: tl.constexpr, KEPT_SCALE: tl.constexpr,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """per_program rows (a multiple of ROWS), ROWS at a time; a row's columns are [0, A) and, unless B is 0, [A, A + B),
-    both whole in registers. dw and db (programs, K) float32: this program's sums. Without mean_ptr it is RMSNorm."""
+    both whole in registers. dw and db (programs, K) float32: this program's sums. Without db_ptr it is RMSNorm. KEPT: x
+    is n as it was kept."""
     program = tl.program_id(0).to(tl.int64)
     cols_a = tl.arange(0, A)
     gain_a = _gain(w_ptr, cols_a, K, ZERO_CENTERED)
@@ -182,17 +198,17 @@ def _norm_backward_kernel(
             n_a -= mean
             if B:
                 n_b -= mean
-        n_a *= rstd
+        n_a *= 1.0 / KEPT_SCALE if KEPT else rstd
         dw_a += tl.sum(dy_a * n_a, 0)
         g_a = dy_a * gain_a[None, :]
         along = tl.sum(g_a * n_a, 1)
         if B:
-            n_b *= rstd
+            n_b *= 1.0 / KEPT_SCALE if KEPT else rstd
             dw_b += tl.sum(dy_b * n_b, 0)
             g_b = dy_b * gain_b[None, :]
             along += tl.sum(g_b * n_b, 1)
         along = (along / K)[:, None]
-        if mean_ptr is not None:
+        if db_ptr is not None:
             db_a += tl.sum(dy_a, 0)
             level = tl.sum(g_a, 1)
             if B:
@@ -215,8 +231,11 @@ def _norm_backward_kernel(
 
 
 @triton.jit
-def _norm_sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out (n, K) = the sum over P of partial (n, P, K) float32."""
+def _norm_sum_kernel(
+    partial_ptr, P, w_ptr, b_ptr, K: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """The sums over P of partial (n, P, K) float32, the first to w (K,), the second, if there is one, to b, or with ADD
+    added to them."""
     which = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
@@ -224,7 +243,13 @@ def _norm_sum_kernel(partial_ptr, P, out_ptr, K: tl.constexpr, ROWS: tl.constexp
         rows = start + tl.arange(0, ROWS)
         mask = (rows < P)[:, None] & (cols < K)[None, :]
         total += tl.load(partial_ptr + (which * P + rows)[:, None] * K + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + which * K + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < K)
+    out = w_ptr + cols
+    if b_ptr is not None:
+        out = tl.where(which == 0, w_ptr, b_ptr) + cols
+    found = tl.sum(total, 0)
+    if ADD:
+        found += tl.load(out, mask=cols < K, other=0.0).to(tl.float32)
+    tl.store(out, found.to(w_ptr.dtype.element_ty), mask=cols < K)
 
 
 def _chosen(table, K: int):
@@ -241,24 +266,47 @@ def _statistics(x: torch.Tensor, rms: bool):
     return (None if rms else torch.empty_like(rstd)), rstd
 
 
-def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, scale=None, amax=None, fmt=None):
+def _codes(payload: torch.Tensor | None) -> torch.Tensor | None:
+    return None if payload is None else payload.view(torch.uint8)
+
+
+def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept, scale=None, amax=None, fmt=None):
     M, K = x.shape
     cols = triton.next_power_of_2(K)
     rows = max(1, 2048 // cols)
     warps = min(max(rows * cols // 1024, 1), 16)
     _norm_rows_kernel[(triton.cdiv(M, rows),)](
-        x, weight, bias, M, eps, y, mean, rstd, scale, amax, 0,
-        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, ROWS=rows, COLS=cols, num_warps=warps,
+        x, weight, bias, M, eps, y, _codes(kept), mean, rstd, scale, amax, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), ROWS=rows, COLS=cols,
+        num_warps=warps,
+    )  # fmt: skip
+
+
+def _launch_tiles(x, weight, bias, mean, rstd, zero_centered, fmt, scale, payload, payload_t, amax=None):
+    M, K = x.shape
+    out_t, words = columns_view(payload_t, M)
+    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
+    _norm_cast_kernel[grid](
+        x, weight, bias, M, _codes(payload), out_t, mean, rstd, scale, amax, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), WORDS=words,
+        TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
     )  # fmt: skip
 
 
 def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, rms: bool, zero_centered: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    rms: bool,
+    zero_centered: bool,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """reference_norm.norm in one pass."""
     x = x.contiguous()
     y, (mean, rstd) = torch.empty_like(x), _statistics(x, rms)
-    _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered)
+    _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept)
     return y, mean, rstd
 
 
@@ -275,6 +323,7 @@ def norm_quantize(
     rows: bool = True,
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """reference_norm.norm_quantize, in one kernel or, with columns, two. amax_out must not hold a negative number."""
     x = x.contiguous()
@@ -282,20 +331,31 @@ def norm_quantize(
     mean, rstd = _statistics(x, rms)
     amax = None if amax_out is None else amax_out.view(torch.int32)
     payload = torch.empty_like(x, dtype=fmt.dtype) if rows or not columns else None
-    codes = None if payload is None else payload.view(torch.uint8)
     if not columns:
-        _launch_rows(x, weight, bias, eps, codes, mean, rstd, zero_centered, scale, amax, fmt)
+        _launch_rows(x, weight, bias, eps, _codes(payload), mean, rstd, zero_centered, kept, scale, amax, fmt)
         return payload, None, mean, rstd
     payload_t = x.new_empty((K, M), dtype=fmt.dtype)
-    _launch_rows(x, weight, bias, eps, None, mean, rstd, zero_centered)
-    out_t, words = columns_view(payload_t, M)
-    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
-    _norm_cast_kernel[grid](
-        x, weight, bias, M, codes, out_t, mean, rstd, scale, amax, 0,
-        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, WORDS=words,
-        TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
-    )  # fmt: skip
+    _launch_rows(x, weight, bias, eps, None, mean, rstd, zero_centered, kept)
+    _launch_tiles(x, weight, bias, mean, rstd, zero_centered, fmt, scale, payload, payload_t, amax)
     return payload, payload_t, mean, rstd
+
+
+def norm_requantize(
+    kept: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    zero_centered: bool,
+    rows: bool = True,
+    columns: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """reference_norm.norm_requantize in one pass."""
+    payload = torch.empty_like(kept, dtype=fmt.dtype) if rows or not columns else None
+    payload_t = kept.new_empty(kept.shape[::-1], dtype=fmt.dtype) if columns else None
+    _launch_tiles(kept, weight, bias, None, None, zero_centered, fmt, scale, payload, payload_t)
+    return payload, payload_t
 
 
 @functools.cache
@@ -313,7 +373,8 @@ def norm_backward(
     rms: bool,
     zero_centered: bool,
     residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """reference_norm.norm_backward: one pass, and a small one over the programs' sums."""
     x, dy = x.contiguous(), dy.contiguous()
     M, K = x.shape
@@ -322,15 +383,19 @@ def norm_backward(
     per_program = triton.cdiv(triton.cdiv(M, most), config.rows) * config.rows
     programs = triton.cdiv(M, per_program) if M else 0
     a = 1 << (K.bit_length() - 1)
-    dx, sums = torch.empty_like(x), 1 if rms else 2
+    dx, sums = torch.empty_like(dy), 1 if rms else 2
     partial = x.new_empty((sums, programs, K), dtype=torch.float32)
-    out = torch.empty((sums, K), dtype=weight.dtype, device=x.device)
+    kept, residual = x.dtype == E4M3.dtype, None if residual is None else residual.contiguous()
+    dweight, dbias = into or (torch.empty_like(weight), None if rms else torch.empty_like(weight))
     _norm_backward_kernel[(programs,)](
-        dy, x, weight, mean, rstd, None if residual is None else residual.contiguous(), M, per_program,
+        dy, x, weight, None if kept else mean, rstd, residual, M, per_program,
         dx, partial[0], None if rms else partial[1],
-        K=K, ZERO_CENTERED=zero_centered, ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
+        K=K, ZERO_CENTERED=zero_centered, KEPT=kept, KEPT_SCALE=kept_scale(K),
+        ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
         STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip
     grid = (triton.cdiv(K, SUM_COLUMNS), sums)
-    _norm_sum_kernel[grid](partial, programs, out, K=K, ROWS=SUM_ROWS, COLS=SUM_COLUMNS)
-    return dx, out[0], None if rms else out[1]
+    _norm_sum_kernel[grid](
+        partial, programs, dweight, dbias, K=K, ADD=into is not None, ROWS=SUM_ROWS, COLS=SUM_COLUMNS
+    )
+    return (dx, dweight, dbias) if into is None else (dx, None, None)

@@ -1,0 +1,41 @@
+"""--fp8-activations in a training run on a GPU: the first loss to the last digit, those after it nearly, and the memory
+that docs/memory.md's table of a layer says."""
+
+import re
+
+import pytest
+from megatron_runs import TINY_GPT, run_megatron
+
+pytestmark = pytest.mark.gpu
+LAYERS, WIDTH, TOKENS = 8, 1024, 4 * 2048
+SIZES = {
+    "--num-layers": f"{LAYERS}",
+    "--hidden-size": f"{WIDTH}",
+    "--num-attention-heads": "8",
+    "--ffn-hidden-size": f"{4 * WIDTH}",
+    "--seq-length": "2048",
+    "--max-position-embeddings": "2048",
+    "--micro-batch-size": "4",
+    "--attention-backend": "auto",
+}
+FLAGS = [SIZES.get(before, flag) for before, flag in zip(["", *TINY_GPT], TINY_GPT, strict=False)]
+SAVED = {  # of a layer, in bytes a token over the width: two norms 2 + 2, q(output) 1, h and q(act)
+    "": 5 + 8 + 4,  # SwiGLU: h is twice as wide
+    "gelu": 5 + 4 + 4,
+}
+
+
+def peak(run) -> float:
+    """Bytes."""
+    found = [float(m[1]) for line in run.lines if (m := re.search(r"max allocated: ([\d.]+)", line))]
+    return found[-1] * 2**20
+
+
+@pytest.mark.parametrize("kind", SAVED, ids=["swiglu", "gelu"])
+def test_memory_and_losses(kind):
+    flags = [flag for flag in FLAGS if flag != "--swiglu"] + ["--no-bias-gelu-fusion"] if kind else FLAGS
+    runs = [run_megatron(1, [*flags, "--fp8-level", "O3", *more], gpu=True) for more in ([], ["--fp8-activations"])]
+    plain, given = (run.losses for run in runs)
+    assert given[0] == plain[0] and given == pytest.approx(plain, abs=2e-2) and given != plain
+    saved = SAVED[kind] * LAYERS * WIDTH * TOKENS
+    assert peak(runs[0]) - peak(runs[1]) == pytest.approx(saved, rel=0.15)
