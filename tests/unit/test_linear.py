@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_fp8 import ops
 from megatron_fp8.comm import tensor
 from megatron_fp8.engine.owned import GRAD, in_forward_order
-from megatron_fp8.layers.products import plan, product
+from megatron_fp8.layers.call import plan
+from megatron_fp8.layers.products import product
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import DelayedScaling, compute_scale
