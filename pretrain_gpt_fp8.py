@@ -10,10 +10,13 @@ import time
 
 STARTED = time.time()  # before the heavy imports: Megatron reports the start-up time
 
+from megatron_fp8.flags import args_file
 from megatron_fp8.flags.usage import hide_missing_package_warnings, one_line_errors, refuse_flags
-from megatron_fp8.plugin import install
 
 with one_line_errors():
+    args_file.apply()  # before torch is imported: it sets variables
+    from megatron_fp8.plugin import install
+
     hide_missing_package_warnings()
     install()  # before Megatron is imported
 

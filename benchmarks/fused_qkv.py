@@ -8,6 +8,8 @@ its unfused rotary embedding under autograd; its backward is autograd's of that,
 the BF16 gradient into both layouts.
 """
 
+import argparse
+
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from stamp import commit
@@ -77,6 +79,7 @@ def measure(name: str, shape: tuple[int, ...]) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {commit()}")
     print("where we cast, so does stock, both layouts")
     for name, shape in SHAPES.items():

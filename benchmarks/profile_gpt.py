@@ -8,7 +8,8 @@ for each kind of collective, how long it ran and for how much of that nothing el
 step's critical path.  The profiler slows the host: compare host times with each other, not with a step's.  With
 TRACE=FILE.json.gz the trace itself is kept.
 
-TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).
+TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).  CAP_GB=80
+holds torch's allocator to so many GB, of 10^9 bytes, on each GPU.
 """
 
 import functools
@@ -137,6 +138,16 @@ def check_te(state: str) -> None:
         raise RuntimeError(f"Transformer Engine is {found} for Megatron's attention, and was to be {state}")
 
 
+def cap_memory(gb: float) -> None:
+    """Let torch's allocator have no more than so many GB of this rank's GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        device = int(os.environ.get("LOCAL_RANK", "0"))
+        share = gb * 1e9 / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
+
 def install(step: int) -> None:
     """Profile the step-th call of Megatron's train_step."""
     import megatron.training.training as training
@@ -179,5 +190,7 @@ if __name__ == "__main__":
     install_plugin()
     if te:
         check_te(te)
+    if os.environ.get("CAP_GB"):
+        cap_memory(float(os.environ["CAP_GB"]))
     install(int(os.environ.get("PROFILE_STEP", "8")))
     runpy.run_path(str(root / "pretrain_gpt_fp8.py"), run_name="__main__")

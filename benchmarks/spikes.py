@@ -21,6 +21,7 @@ The same sigma means something else to each, so compare them where their false a
 Runs that diverge within 64 + 2 AHEAD steps, while the learning rate warms up, have no history to judge from; left out.
 """
 
+import argparse
 import copy
 import csv
 import lzma
@@ -82,29 +83,26 @@ def spikes(curve: np.ndarray, window: int) -> list[int]:
     return [i for i, value in enumerate(curve.tolist()) if series.spike(value)]
 
 
-def made() -> None:
+def made() -> Iterator[list]:
+    """The rows of spikes.csv, its head first."""
     rng = np.random.default_rng(1)
-    with (OUT / "spikes.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["curve", "window", "false per 10,000", "early", *(f"found of {h} sigma, %" for h in HEIGHTS)])
-        for name, (level, make) in KINDS.items():
-            for window in WINDOWS:
-                curves = [make(rng) for _ in range(CURVES)]
-                alarms = [i for curve in curves for i in spikes(curve, window)]
-                early = sum(i < EARLY for i in alarms) / (CURVES * (EARLY - 16))
-                found = []
-                for height in HEIGHTS:
-                    hits = 0
-                    for _ in range(CURVES // 2):
-                        curve, at = make(rng), int(rng.integers(64, STEPS))
-                        noise = np.std([make(rng)[at] for _ in range(20)])
-                        curve[at] = level[at] + height * noise
-                        hits += at in spikes(curve[: at + 1], window)
-                    found.append(round(100 * hits / (CURVES // 2)))
-                rate = 1e4 * len(alarms) / (CURVES * (STEPS - 16))
-                row = [name, window, f"{rate:.2f}", f"{1e4 * early:.1f}", *found]
-                table.writerow(row)
-                print(*row, sep=" | ", flush=True)
+    yield ["curve", "window", "false per 10,000", "early", *(f"found of {h} sigma, %" for h in HEIGHTS)]
+    for name, (level, make) in KINDS.items():
+        for window in WINDOWS:
+            curves = [make(rng) for _ in range(CURVES)]
+            alarms = [i for curve in curves for i in spikes(curve, window)]
+            early = sum(i < EARLY for i in alarms) / (CURVES * (EARLY - 16))
+            found = []
+            for height in HEIGHTS:
+                hits = 0
+                for _ in range(CURVES // 2):
+                    curve, at = make(rng), int(rng.integers(64, STEPS))
+                    noise = np.std([make(rng)[at] for _ in range(20)])
+                    curve[at] = level[at] + height * noise
+                    hits += at in spikes(curve[: at + 1], window)
+                found.append(round(100 * hits / (CURVES // 2)))
+            rate = 1e4 * len(alarms) / (CURVES * (STEPS - 16))
+            yield [name, window, f"{rate:.2f}", f"{1e4 * early:.1f}", *found]
 
 
 class Median(Series):
@@ -166,37 +164,52 @@ def judge_run(run: Result, calm: int, plant: list[int], detector: str, sigma: fl
     return sum(i < calm for i in alarms), any(i >= calm for i in alarms), found
 
 
-def real() -> None:
+def real() -> Iterator[list]:
+    """The rows of spikes_real.csv, its head first."""
     rng = np.random.default_rng(2)
     every = []
     for run in runs():
         if run.onset > 64 + 2 * AHEAD:
             calm = int(min(run.onset - AHEAD - 1, len(run.losses[0])))
             every.append((run, calm, rng.choice(np.arange(64, calm), 2, replace=False).tolist()))
-    with (OUT / "spikes_real.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        head = ["learning rate", "detector", "sigma", "runs", "steps", "false per 10,000"]
-        head += [f"found of x {times}, %" for times in TIMES]
-        table.writerow([*head, "divergences", "told", "false before, per 10,000"])
-        for rates, (low, high) in RATES.items():
-            for name, (signal, _, _, sigmas) in DETECTORS.items():
-                of = [e for e in every if low < e[0].row.learning_rate <= high and signal in e[0].series]
-                if not of:
-                    continue
-                steps = np.array([calm - LEAST_WINDOW for _, calm, _ in of])
-                diverge = np.array([run.divergence is not None for run, _, _ in of])
-                for sigma in sigmas:
-                    false, told, found = map(np.array, zip(*(judge_run(*run, name, sigma) for run in of), strict=True))
-                    rate = 1e4 * false.sum() / steps.sum()
-                    row = [rates, name, sigma, len(of), steps.sum(), f"{rate:.1f}"]
-                    # no loss is so many times its level
-                    row += [f"{share:.0f}" if signal == "grad_norm" else "" for share in 50 * found.mean(0)]
-                    row += [diverge.sum(), told.sum()]
-                    row += [f"{1e4 * false[diverge].sum() / steps[diverge].sum():.1f}" if diverge.any() else ""]
-                    table.writerow(row)
-                    print(*row, sep=" | ", flush=True)
+    head = ["learning rate", "detector", "sigma", "runs", "steps", "false per 10,000"]
+    head += [f"found of x {times}, %" for times in TIMES]
+    yield [*head, "divergences", "told", "false before, per 10,000"]
+    for rates, (low, high) in RATES.items():
+        for name, (signal, _, _, sigmas) in DETECTORS.items():
+            of = [e for e in every if low < e[0].row.learning_rate <= high and signal in e[0].series]
+            if not of:
+                continue
+            steps = np.array([calm - LEAST_WINDOW for _, calm, _ in of])
+            diverge = np.array([run.divergence is not None for run, _, _ in of])
+            for sigma in sigmas:
+                false, told, found = map(np.array, zip(*(judge_run(*run, name, sigma) for run in of), strict=True))
+                rate = 1e4 * false.sum() / steps.sum()
+                row = [rates, name, sigma, len(of), steps.sum(), f"{rate:.1f}"]
+                # no loss is so many times its level
+                row += [f"{share:.0f}" if signal == "grad_norm" else "" for share in 50 * found.mean(0)]
+                row += [diverge.sum(), told.sum()]
+                row += [f"{1e4 * false[diverge].sum() / steps[diverge].sum():.1f}" if diverge.any() else ""]
+                yield row
+
+
+def write(rows: Iterator[list], path: Path) -> None:
+    """Print them as they come; the file changes when all are there."""
+    kept = []
+    for row in rows:
+        kept.append(row)
+        print(*row, sep=" | ", flush=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(kept)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=OUT, help="for both tables (default: results)")
+    folder = parser.parse_args().folder
+    write(made(), folder / "spikes.csv")
+    write(real(), folder / "spikes_real.csv")
 
 
 if __name__ == "__main__":
-    made()
-    real()
+    main()

@@ -158,8 +158,8 @@ def stamp() -> dict:
     return {"gpu": gpu, "torch": torch.__version__, "commit": commit(), "date": date}
 
 
-def arguments(description: str, systems: list[str], add=lambda parser: None) -> argparse.Namespace:
-    """The command line: `args.mbs` holds every system's micro-batch, `args.extra` flags for Megatron."""
+def arguments(description: str, systems: list[str], add=lambda parser: None, argv=None) -> argparse.Namespace:
+    """The command line, or argv: `args.mbs` holds every system's micro-batch, `args.extra` flags for Megatron."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
@@ -173,7 +173,7 @@ def arguments(description: str, systems: list[str], add=lambda parser: None) -> 
     parser.add_argument("--csv", help="append the figures to this file")
     parser.add_argument("--logs", help="keep each run's log in this folder")
     add(parser)
-    args, args.extra = parser.parse_known_args()
+    args, args.extra = parser.parse_known_args(argv)
     if args.warmup + 2 >= args.iterations:
         parser.error(f"--iterations {args.iterations}: no step between the warm-up and the profiled one")
     for flag in ("--micro-batch-size", "--global-batch-size"):

@@ -10,6 +10,7 @@ import runpy
 import sys
 
 from .errors import UserError
+from .flags import args_file
 from .flags.usage import hide_missing_package_warnings, one_line_errors
 
 USAGE = "usage: python -m megatron_fp8 SCRIPT [the script's flags] [--fp8-level LEVEL]"
@@ -28,6 +29,7 @@ def run_script(argv: list[str]) -> None:
     # What Python does for `python SCRIPT`. Before the plugin imports Megatron: a checkout's own must win.
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+    args_file.apply()  # before torch is imported: it sets variables
     hide_missing_package_warnings()
     from .plugin import install
 

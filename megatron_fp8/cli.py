@@ -10,11 +10,18 @@ import sys
 from .flags.usage import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
 
 VERBS = {
+    "args": "megatron_fp8.launch.args",
     "build": "megatron_fp8.ops.cutlass_build",
+    "compare": "megatron_fp8.perf.compare",
     "convert": "megatron_fp8.checkpoint.convert",
+    "doctor": "megatron_fp8.doctor.main",
+    "estimate": "megatron_fp8.perf.estimate",
     "lab": "megatron_fp8.lab.main",
+    "launch": "megatron_fp8.launch.main",
     "memory": "megatron_fp8.perf.memory",
+    "plan": "megatron_fp8.perf.plan",
     "rehearse": "megatron_fp8.rehearsal.main",
+    "table": "megatron_fp8.perf.table",
 }
 
 

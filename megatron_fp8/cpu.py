@@ -124,6 +124,9 @@ class _CudaIsCpu(TorchFunctionMode):
     """Redirects CUDA devices in the arguments of torch functions to the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        # Of some ten thousand calls a step, those of attributes too, nearly all end here.
+        if not kwargs and func not in _LOOKED_AT:
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
@@ -141,6 +144,9 @@ class _CudaIsCpu(TorchFunctionMode):
         elif _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         return func(*args, **kwargs)
+
+
+_LOOKED_AT = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})  # without a word of a device's
 
 
 def _nothing(*args, **kwargs) -> None:

@@ -4,14 +4,22 @@ Where files of unknown make are read, almost any exception may say that they are
 There the place does: what fails in a statement of this package is a bug (`is_bug`).
 """
 
+import difflib
 import os
 import traceback
+from collections.abc import Iterable
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class UserError(ValueError):
     """A flag, a file or a model that a run cannot take: one line that names flag, value and remedy."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """", did you mean ...?" for a word that is none of the known ones and close to one; else nothing."""
+    found = difflib.get_close_matches(word, list(known), 1)
+    return f", did you mean {found[0]}?" if found else ""
 
 
 def is_bug(error: BaseException, frames: traceback.StackSummary | None = None) -> bool:

@@ -6,7 +6,8 @@
 What is hooked, and why not something more official:
 
     megatron.training.arguments.parse_args      our flags and, before stock validates them, the stock flags that a
-                                                level changes.  `extra_args_provider` cannot do the second.
+                                                level changes.  `extra_args_provider` cannot do the second.  Before
+                                                that, --args-file is replaced in sys.argv by what the files say.
     GPTModel.__init__                           exchanges the layer spec, and what stands for the norms in the layers
                                                 that come out (layers/residual.py).  GPTModelConfig.builder is official,
                                                 but scripts with a model_provider never look at it; both end here.
@@ -77,7 +78,7 @@ import torch
 
 from . import cpu
 from .errors import UserError
-from .flags import log
+from .flags import args_file, log
 from .flags.checks import (
     check_data_files,
     check_device,
@@ -171,9 +172,12 @@ def _parse_args(stock: Callable) -> Callable:
             parser = add_fp8_arguments(parser)
             escape_bad_help(parser)
             one_line_usage_errors(parser)
+            args_file.check(parser, ignore_unknown_args)
             return parser
 
+        args_file.apply()  # where the script was not started by us
         args = stock(provider, ignore_unknown_args)
+        _log(args_file.lines())
         config = config_from_args(args)
         check_data_files(args)
         _log(cpu.adapt_args(args))

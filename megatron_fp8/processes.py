@@ -21,6 +21,7 @@ LAUNCHER = (
 _PATIENCE = 10  # seconds for a run to end by itself when asked to
 _WAIT = 0.5  # seconds to wait for output, and for a signal to be noticed
 _TAIL = 25
+_MOST = 1 << 20  # bytes read at once; more than a pipe holds, so that of a run that has ended nothing is left
 
 
 def identity(pid: int) -> str:
@@ -110,12 +111,16 @@ class TorchRun:
         return self._process.stdout.fileno()
 
     def lines(self) -> list[str]:
-        """What has been printed since the last call: whole lines, but for the last of all."""
+        """What has been printed since the last call: whole lines, but for the last of all.
+
+        Of a run that prints without end a part, or whoever reads it would never look up, not at a Ctrl-C either.
+        """
         text = b""
         with contextlib.suppress(BlockingIOError):
-            while part := os.read(self.fileno(), 1 << 16):
+            while not self.silent and len(text) < _MOST:
+                part = os.read(self.fileno(), 1 << 16)
                 text += part
-            self.silent = True
+                self.silent = not part
         self._log.write(text)
         self._log.flush()
         *whole, self._rest = (self._rest + text).split(b"\n")

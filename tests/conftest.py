@@ -8,9 +8,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that take 20 to 90 seconds of a core, the longest first: a worker of xdist takes a file as a whole, and nobody
 # should begin a long one when the others have nothing left.
-LONG = """test_layouts test_levels test_gradient_runs test_triton_interpreter test_emulation test_architecture
-test_reduce test_probe_runs test_stock_equality test_safety test_watch_runs test_checkpoints test_adam
-test_overlap_runs""".split()
+LONG = """test_triton_interpreter test_layouts test_levels test_architecture test_lab_sweep test_probe_runs
+test_gradient_runs test_reduce test_stock_equality test_safety test_watch_runs test_checkpoints test_fp8_head
+test_lab_report test_overlap_runs""".split()
 
 
 def _why_no_fp8_gpu() -> str | None:

@@ -99,8 +99,9 @@ def sealed_files(folder: Path) -> set[str]:
 
 
 def on_rank_0[T](act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, or its Broken or OSError, on all ranks; without a group what it does here."""
-    if not dist.is_initialized():
+    """What `act` returns on rank 0, or its Broken or OSError, on all ranks; without a group, and in one that is fake
+    (--fake-process-group), what it does here."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
         return act()
     said: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -44,8 +44,9 @@ class DenseStore:
 
     def add(self, product: ops.Product, sink: "GradSink") -> None:
         """Add a gradient in the GEMM, or overwrite what is there with the first of a step."""
-        view = self._values[sink.start : sink.start + sink.shape.numel()].view(sink.shape)
-        product.compute(into=view, accumulate=sink.adds > 0)
+        if sink.place is None:
+            sink.place = self._values[sink.start : sink.start + sink.shape.numel()].view(sink.shape)
+        product.compute(into=sink.place, accumulate=sink.adds > 0)
 
     def clear(self, start: int, numel: int) -> None:
         """Zero some elements: of padding, or a weight that no micro-batch of this step had a gradient for."""
@@ -135,10 +136,12 @@ class GradSink:
     """Where one weight's gradients go: its elements of a store, counting the step's micro-batches in `adds`.
 
     identity: (run seed, data-parallel rank, and what tells the weight from all others), for the noise.
+    place: a view of these elements, of a store in FP32 or BF16, made once.
     """
 
     def __init__(self, store: GradStore, start: int, shape: torch.Size, identity: tuple[int, ...]):
         self.store, self.start, self.shape, self.identity = store, start, shape, identity
+        self.place: torch.Tensor | None = None
         self.step = self.adds = 0
         self.closed = False
 

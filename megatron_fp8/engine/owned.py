@@ -41,12 +41,18 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
+        self._views: dict[tuple, torch.Tensor] = {}  # of the memory there is
 
     def like(self, payload: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Room for `shape`, of the payload's one-byte type, on its device."""
-        if self._memory is None or self._memory.numel() < payload.numel():
-            self._memory = torch.empty(payload.numel(), dtype=torch.uint8, device=payload.device)
-        return self._memory[: payload.numel()].view(payload.dtype).view(shape)
+        view = self._views.get((payload.dtype, shape))
+        if view is None:
+            if self._memory is None or self._memory.numel() < payload.numel():
+                self._memory = torch.empty(payload.numel(), dtype=torch.uint8, device=payload.device)
+                self._views.clear()
+            view = self._memory[: payload.numel()].view(payload.dtype).view(shape)
+            self._views[payload.dtype, shape] = view
+        return view
 
 
 class Casts:
@@ -70,8 +76,8 @@ class Casts:
         """
         scaling, slot, amax_out = self.scaling, self.slots[role], None
         if scaling is not None and scaling.warm:
-            scale, scale_inv = scaling.slot_scale(slot), scaling.scale_inv[slot]
-            amax_out = scaling.amax[slot] if training else None
+            scale, scale_inv = scaling.slot_scale(slot), scaling.slot_scale_inv(slot)
+            amax_out = scaling.slot_amax(slot) if training else None
         else:
             x = source.values(x)
             amax = ops.amax(x)

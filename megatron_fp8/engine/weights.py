@@ -35,7 +35,7 @@ from ..numerics.noise import noise_seed, uniform_noise
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import WeightScaling
 from ..ops.adam import AdamHyper, adam_step
-from ..ops.states import read_master, write_master, write_state
+from ..ops.states import State, read_master, write_master, write_state
 from . import states
 from .events import Events
 from .gradients import GradSink, grad_store
@@ -164,16 +164,31 @@ class Bucket:
     @torch.no_grad()
     def step(self, hyper: AdamHyper, grad_scale: torch.Tensor) -> None:
         """One step of Adam on the shard; `grad_scale` (0-d FP32): from the reduced sum to the clipped gradient."""
-        whole = [(0, 0, self.shard.stop - self.shard.start)]
-        for i, lo, hi in whole if self.scaling is None else self.pieces():
-            m, v, master = (self.part(name, lo, hi) for name in ("exp_avg", "exp_avg_sq", "master"))
-            gradient, weight = self.reduced.gradient(lo, hi), self._stored(i, lo, hi)
+        for i, lo, hi, averages_and_master, weight in self._steps:
             scale = amax = None
             if self.scaling is not None:
-                scale, amax = self.scaling.scale[self._first + i], self.scaling.amax[self._first + i]
-            adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
+                stored = self.weights[i].stored
+                assert stored is not None
+                weight = ScaledTensor(weight, stored.scale_inv)
+                scale, amax = self.scaling.weight_scale(self._first + i), self.scaling.weight_amax(self._first + i)
+            gradient = self.reduced.gradient(lo, hi)
+            adam_step(gradient, *averages_and_master, weight, hyper, grad_scale, scale, amax)
         self._reduced = None
         self._changed()
+
+    @functools.cached_property
+    def _steps(self) -> list[tuple[int, int, int, tuple[State, State, State], torch.Tensor]]:
+        """What a step takes together, with views that are made once: (index of a weight, start, stop, the averages and
+        the master, the weight); each weight's piece, or without scales the whole shard at once."""
+        whole = [(0, 0, self.shard.stop - self.shard.start)]
+
+        def parts(lo: int, hi: int) -> tuple[State, State, State]:
+            return self.part("exp_avg", lo, hi), self.part("exp_avg_sq", lo, hi), self.part("master", lo, hi)
+
+        return [
+            (i, lo, hi, parts(lo, hi), self.weight[self.shard][lo:hi])
+            for i, lo, hi in (whole if self.scaling is None else self.pieces())
+        ]
 
     def gather(self) -> None:
         """Start to gather the other ranks' rows of the weights."""
@@ -192,7 +207,7 @@ class Bucket:
         """The weights are others now, or their scales."""
         for i, weight in enumerate(self.weights):
             if self.scaling is not None:
-                weight.stored = ScaledTensor(weight.param.data, self.scaling.scale_inv[self._first + i])
+                weight.stored = ScaledTensor(weight.param.data, self.scaling.weight_scale_inv(self._first + i))
             weight.invalidate()
 
     @torch.no_grad()

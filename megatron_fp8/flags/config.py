@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
-from . import emulate, gemm, gradients, level, log, probe, sharpness, watch
+from . import args_file, emulate, gemm, gradients, level, log, probe, sharpness, watch
 from .activations import ACTIVATIONS, activations, activations_line
 from .emulate import EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
@@ -56,6 +56,7 @@ ALL = (
     *sharpness.FLAGS,
     *watch.FLAGS,
     *probe.FLAGS,
+    *args_file.FLAGS,
 )
 
 

@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from .stock_errors import remember_flags, stock_mistake, through_callback
 
 PATIENCE = 10  # seconds
@@ -74,7 +74,9 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
     stock = parser._get_value
 
     def error(message: str):
-        raise UserError(f"{message} (--help lists every flag)")
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        close = did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
+        raise UserError(f"{message}{close} (--help lists every flag)")
 
     def get_value(action: argparse.Action, text: str):
         try:

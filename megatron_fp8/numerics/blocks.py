@@ -31,6 +31,7 @@ RowBlocks: a matrix in the same form, a block within a row: the last of a row ma
 Source: the block format follows OCP Microscaling (MX) v1.0, with 128 in place of 32 elements.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -116,12 +117,12 @@ class PackedBlocks:
         packed.data.zero_()
         return packed
 
-    @property
+    @functools.cached_property
     def payload(self) -> torch.Tensor:
         """(R, m) float8_e4m3fn, a view with the stride of `data`."""
         return self.data[:, : self._m].view(E4M3.dtype)
 
-    @property
+    @functools.cached_property
     def exponents(self) -> torch.Tensor:
         """(R, m/128) uint8, a view with the stride of `data`."""
         return self.data[:, self._m :]

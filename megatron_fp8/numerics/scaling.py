@@ -64,6 +64,20 @@ def _aligned(values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(values[:, None], (0, 3))[:, 0]
 
 
+class Elements:
+    """The elements of a vector (n,) as 0-d views, made once for a vector: a view at each use costs the host more."""
+
+    def __init__(self) -> None:
+        self._vector: torch.Tensor | None = None
+        self._views: tuple[torch.Tensor, ...] = ()
+
+    def get(self, vector: torch.Tensor, i: int) -> torch.Tensor:
+        """vector[i]; `vector` is the one of before, or takes its place."""
+        if vector is not self._vector:
+            self._vector, self._views = vector, vector.unbind()
+        return self._views[i]
+
+
 class DelayedScaling:
     """The amax history and the scales of `num_slots` tensors, one column each, on one device.
 
@@ -94,16 +108,26 @@ class DelayedScaling:
         self.amax = torch.zeros(num_slots, device=device)
         self.scale = torch.ones(num_slots, device=device)
         self.scale_inv = _aligned(self.scale)
+        self._amaxes, self._scales, self._inverses = Elements(), Elements(), Elements()
         self._largest = torch.tensor([fmt.max for fmt in formats], device=device)
         self._target = self._largest * 2.0**-margin
 
     def slot_scale(self, i: int) -> torch.Tensor:
         """Slot i's scale now, 0-d; it keeps its value when `update` sets the next."""
-        return self.scale[i]
+        return self._scales.get(self.scale, i)
+
+    def slot_scale_inv(self, i: int) -> torch.Tensor:
+        """The inverse of `slot_scale`, as a GEMM takes it."""
+        return self._inverses.get(self.scale_inv, i)
+
+    def slot_amax(self, i: int) -> torch.Tensor:
+        """Slot i's maximum of the step, 0-d, for kernels to write."""
+        return self._amaxes.get(self.amax, i)
 
     def record(self, i: int, amax: torch.Tensor) -> None:
         """Take `amax` (0-d float32) into slot i's maximum of the step; NaN and infinity stay until update."""
-        torch.maximum(self.amax[i], amax, out=self.amax[i])
+        mine = self.slot_amax(i)
+        torch.maximum(mine, amax, out=mine)
 
     def clipped(self, factor: float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Which tensors of the step have a value beyond `factor` times what their scale can hold, or not finite.
@@ -190,10 +214,23 @@ class WeightScaling:
         self.fmt, self.margin, self.group = fmt, margin, group
         self.amax = torch.zeros(weights, device=device)
         self._handle: Any = None
+        self._amaxes, self._scales, self._inverses = Elements(), Elements(), Elements()
         self._set(torch.ones(weights, device=device))
 
     def _set(self, scale: torch.Tensor) -> None:
         self.scale, self.scale_inv = scale, _aligned(scale.reciprocal())
+
+    def weight_scale(self, i: int) -> torch.Tensor:
+        """Weight i's scale now, 0-d; it keeps its value when another is chosen."""
+        return self._scales.get(self.scale, i)
+
+    def weight_scale_inv(self, i: int) -> torch.Tensor:
+        """The inverse of `weight_scale`, as a GEMM takes it."""
+        return self._inverses.get(self.scale_inv, i)
+
+    def weight_amax(self, i: int) -> torch.Tensor:
+        """Weight i's amax, 0-d, for kernels to write."""
+        return self._amaxes.get(self.amax, i)
 
     def begin_step(self, growth: float) -> None:
         """Choose the scales of a step that may add `growth` to any |w|; `amax` then collects the step's."""

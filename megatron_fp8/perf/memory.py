@@ -20,7 +20,7 @@ moves padding only.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -91,7 +91,7 @@ class Job:
         if groups is not None and groups % tensor and tensor % groups:
             remedy = f"neither multiple nor divisor of --tensor-model-parallel-size {tensor}; change one"
             raise UserError(f"--num-query-groups {groups}: {remedy}")
-        for rows, columns, across in self._whole:
+        for rows, columns, across in self.linear_sizes:
             if across % (tensor * GEMM_MULTIPLE) or rows * columns // across % GEMM_MULTIPLE:
                 raise UserError(
                     f"--tensor-model-parallel-size {tensor}: cuts a linear of {rows} x {columns} elements into parts "
@@ -104,7 +104,7 @@ class Job:
             raise UserError(f"{_flag(divisor)} {by}: does not divide {_flag(number)} {value}; change one")
 
     @property
-    def _whole(self) -> list[tuple[int, int, int]]:
+    def linear_sizes(self) -> list[tuple[int, int, int]]:
         """Rows and columns of qkv, proj, fc1 and fc2, and which of the two tensor parallelism cuts."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         channels = self.kv_channels or hidden // heads
@@ -119,14 +119,14 @@ class Job:
 
     def linears(self) -> list[int]:
         """Sizes of the linears' weights of a stage on a tensor-parallel rank, in the order of the backward pass."""
-        layer = [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in self._whole]
+        layer = [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in self.linear_sizes]
         return layer[::-1] * (self.num_layers // self.pipeline_model_parallel_size)
 
     def others(self, stage: int) -> list[int]:
         """Sizes of all other parameters of pipeline stage `stage` on a tensor-parallel rank."""
         hidden, tensor, stages = self.hidden_size, self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         norm = [hidden] * (1 if self.normalization == "RMSNorm" else 2)
-        (qkv, *_), _, (fc1, *_), _ = self._whole
+        (qkv, *_), _, (fc1, *_), _ = self.linear_sizes
         bias = [] if self.disable_bias_linear else [qkv // tensor, hidden, fc1 // tensor, hidden]
         unit = self.make_vocab_size_divisible_by * tensor
         words = -(-self.vocab_size // unit) * unit // tensor * hidden
@@ -233,17 +233,19 @@ class Rank(NamedTuple):
     used: int
 
 
-def ranks_bytes(job: Job, cells: Mapping[str, str] | None) -> Iterator[Rank]:
-    """What every rank of a job holds, by pipeline stage and then by data-parallel rank.
+def ranks_bytes(
+    job: Job, cells: Mapping[str, str] | None, stages: Iterable[int] | None = None, ranks: Iterable[int] | None = None
+) -> Iterator[Rank]:
+    """What every rank of a job holds, by pipeline stage and then by data-parallel rank; or some of them.
 
-    cells: {cell: value}, or None for stock Megatron (O0).
+    cells: {cell: value}, or None for stock Megatron (O0). Data-parallel rank 0 holds as much as any other.
     """
-    ranks, sizes = job.data_parallel_size, job.linears()
-    linears = stock_buckets(sizes, ranks) if cells is None else engine_buckets(sizes, ranks, cells["partition"])
+    sizes, data = job.linears(), job.data_parallel_size
+    linears = stock_buckets(sizes, data) if cells is None else engine_buckets(sizes, data, cells["partition"])
     states = sum(BYTES["fp32" if cells is None else cells[state]] for state in STATES)
-    for stage in range(job.pipeline_model_parallel_size):
-        others = stock_buckets(job.others(stage), ranks)
-        for rank in range(ranks):
+    for stage in range(job.pipeline_model_parallel_size) if stages is None else stages:
+        others = stock_buckets(job.others(stage), data)
+        for rank in range(data) if ranks is None else ranks:
             ours = stock_bytes(linears, rank) if cells is None else engine_bytes(linears, cells)
             yield Rank(ours, stock_bytes(others, rank), int(owned(linears, rank) * states))
 

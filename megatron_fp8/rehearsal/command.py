@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import UserError
+from ..flags.args_file import expand
 
 Flags = list[tuple[str, list[str]]]
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py")
@@ -26,9 +27,9 @@ class Launch:
 
     Attributes:
         script: what Python is given: a script, or -m, a module and a script.
-        flags: each flag of the script with its values, in order.
+        flags: each flag of the script with its values, in order; those of --args-file among them.
         gpus: on how many; None where the command does not say.
-        variables: of the environment, that the command sets in front.
+        variables: of the environment, that the command sets in front, or its files.
     """
 
     script: list[str]
@@ -45,8 +46,10 @@ def take_apart(words: Sequence[str]) -> Launch:
     first = place - 2 if words[max(place - 2, 0) : place] == ["-m", "megatron_fp8"] else place
     if not os.path.isfile(words[place]):
         raise UserError(f"{words[place]}: no such script here; go to the folder that the job starts in")
-    script, flags = list(words[first : place + 1]), list(flags_of(words[place + 1 :]))
-    return Launch(script, flags, _gpus(words[:first]), _variables(words[:first]))
+    variables = _variables(words[:first])
+    found = expand(words[place + 1 :], {**os.environ, **variables})
+    script, flags = list(words[first : place + 1]), list(flags_of(found.words))
+    return Launch(script, flags, _gpus(words[:first]), found.variables | variables)
 
 
 def words_of(flags: Flags) -> list[str]:

@@ -55,8 +55,10 @@ class Job:
     unseen: tuple[str, ...] = ()
 
 
-def examine(launch: Launch, gpus: int) -> Job:
+def examine(launch: Launch, gpus: int, unknown: bool = True) -> Job:
     """The job of a command on so many GPUs; data that is not here, and Transformer Engine's attention, are passed over.
+
+    unknown: whether flags that are neither Megatron's nor ours may be the script's own.
 
     Raises UserError where the job's sizes are not in its flags.
     """
@@ -68,7 +70,7 @@ def examine(launch: Launch, gpus: int) -> Job:
                 if flag in _ATTENTION or (flag, values) == ("--fp8-attention", ["te"])]  # fmt: skip
     unseen = tuple(" ".join([flag, *values]) for flag, values in left_out)
     flags = [given_flag for given_flag in launch.flags if given_flag not in left_out]
-    job = _in_a_fork(launch, flags, gpus // context)
+    job = _in_a_fork(launch, flags, gpus // context, unknown)
     if job.error.startswith(_DATA_ERRORS):
         missing, guessed = job.error, ""
         flags_without = [(flag, values) for flag, values in flags if flag not in _DATA_ERRORS]
@@ -77,7 +79,7 @@ def examine(launch: Launch, gpus: int) -> Job:
             mock += ["--vocab-size", str(_GPT2)]
             if given.get("--tokenizer-type", ["GPT2BPETokenizer"]) != ["GPT2BPETokenizer"]:
                 guessed = f"a vocabulary of {_GPT2} tokens, GPT-2's, since the job's is not known here (--vocab-size)"
-        job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus // context)
+        job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus // context, unknown)
         job.missing, job.guessed = missing, guessed
     job.flags, job.context, job.unseen = flags, context, unseen
     return job
@@ -89,7 +91,7 @@ def size_of(given: Mapping[str, list[str]], flag: str) -> int:
     return int(value[0]) if value and value[0].isdecimal() and int(value[0]) else 1
 
 
-def _in_a_fork(launch: Launch, flags: Flags, gpus: int) -> Job:
+def _in_a_fork(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     reading, writing = os.pipe()
     sys.stdout.flush()
     process = os.fork()
@@ -97,7 +99,7 @@ def _in_a_fork(launch: Launch, flags: Flags, gpus: int) -> Job:
         os.close(reading)
         try:
             with open(writing, "wb") as result:
-                pickle.dump(_examine(launch, flags, gpus), result)
+                pickle.dump(_examine(launch, flags, gpus, unknown), result)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -111,23 +113,25 @@ def _in_a_fork(launch: Launch, flags: Flags, gpus: int) -> Job:
     return pickle.loads(text)
 
 
-def _examine(launch: Launch, flags: Flags, gpus: int) -> Job:
+def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     os.environ |= {**launch.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.argv = [launch.script[-1], *words_of(flags)]
+    from ..checkpoint import saves
     from ..flags.config import config_from_args
     from ..flags.level import CELLS, STOCK
     from ..flags.stock_errors import stock_mistake
     from ..plugin import install
 
     install()
+    saves.claim = lambda save: None  # the job's folder is the job's: it may not be here, and a run may hold it
     import megatron.training.arguments as arguments
 
     job = Job(flags)
     printed, complaints = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
-            args = arguments.parse_args(ignore_unknown_args=True)
+            args = arguments.parse_args(ignore_unknown_args=unknown)
             fp8 = config_from_args(args)  # its cells, which adaption leaves alone
             job.level = STOCK if fp8 is None else fp8.level
             args.tokenizer_type = args.tokenizer_type or "GPT2BPETokenizer"

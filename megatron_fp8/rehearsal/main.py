@@ -7,6 +7,8 @@ vocabulary, sequence and layers: four steps, a checkpoint of the third, from whi
 and an evaluation, with every rank a process, over gloo. A page says what ran, what was shrunk, what each rank holds at
 full size, and what would fail at scale. Exit code 0: all went well; 1: something failed; 2: a mistake in the command.
 
+    megatron-fp8 rehearse --full --rank 0 -- COMMAND       one true rank at full size, on this machine's GPU (full.py)
+
 Not rehearsed: NCCL, memory and speed at full size, GPU kernels, context parallelism.
 """
 
@@ -35,6 +37,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="of the job, where its command does not say")
     parser.add_argument("--ranks", type=int, metavar="N", help="as many replicas as so many ranks hold, at most two")
     parser.add_argument("--all-layers", action="store_true", help="keep every layer: slower, to the last pattern alike")
+    parser.add_argument("--full", action="store_true", help="one rank at full size instead, on a GPU: its memory")
+    parser.add_argument("--rank", type=int, metavar="R", help="of --full (0)")
     parser.add_argument("--folder", metavar="DIR", help="keep logs and page there (a temporary folder)")
     parser.add_argument("--timeout", type=int, default=1800, metavar="S", help="seconds for each start (1800)")
     parser.add_argument("command", nargs=REMAINDER, help="-- and the whole launch command")
@@ -45,6 +49,9 @@ def run(args: Namespace) -> int:
     began = time.monotonic()
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     launch = take_apart(words)
+    if args.rank is not None and not args.full:
+        raise UserError(f"--rank {args.rank}: of what? add --full")
+    environment = dict(os.environ)  # before the GPU is hidden
     ranks.warm_up(os.path.dirname(os.path.abspath(launch.script[-1])))
     from . import page  # these import Megatron, which must find the machine without a GPU
     from .job import examine
@@ -52,6 +59,11 @@ def run(args: Namespace) -> int:
 
     gpus = args.gpus or launch.gpus or _gpus_of_one_replica(launch.flags)
     job = examine(launch, gpus)
+    if args.full:
+        from .full import rehearse
+
+        args.rank = args.rank or 0
+        return rehearse(launch, job, gpus, args, environment)
     if is_stock(job.level):
         raise UserError("rehearse: the command has no --fp8-level above O0; add one")
     outcome = page.Outcome()

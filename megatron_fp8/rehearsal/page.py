@@ -1,13 +1,13 @@
 """The page that a rehearsal ends with: what ran, what was shrunk, what a rank holds at full size, what would fail."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..metrics import LOSS, VALIDATION_LOSS
 from ..perf import memory
+from ..perf.read import job as counted_job
+from ..perf.read import uncounted as not_counted
 from .job import Job
 from .shrink import SAVED, STEPS, Rehearsal
 
@@ -159,22 +159,12 @@ def _counted(job: Job) -> memory.Job | str:
     """What the memory report counts a job as, or what of it the report does not count."""
     args = job.args
     assert args is not None
-    uncounted = [name for name, is_so in (
-        ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
-        ("uneven stages", args.pipeline_model_parallel_layout or args.decoder_first_pipeline_num_layers is not None
-         or args.decoder_last_pipeline_num_layers is not None or args.account_for_embedding_in_pipeline_split
-         or args.account_for_loss_in_pipeline_split),
-        ("an unknown vocabulary", not (args.padded_vocab_size or args.vocab_size)),
-    ) if is_so]  # fmt: skip
+    uncounted = not_counted(args)
+    if not (args.padded_vocab_size or args.vocab_size):
+        uncounted.append("an unknown vocabulary")
     if uncounted:
         return " and ".join(uncounted)
-    given: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(memory.Job)}
-    given["vocab_size"] = args.padded_vocab_size or args.vocab_size
-    if not args.group_query_attention:
-        given["num_query_groups"] = None
-    given["swiglu"], given["disable_bias_linear"] = bool(args.swiglu), not args.add_bias_linear
-    given["data_parallel_size"] = args.data_parallel_size * job.context
-    return memory.Job(**given)
+    return counted_job(args, args.data_parallel_size * job.context)
 
 
 def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:

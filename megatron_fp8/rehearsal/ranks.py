@@ -208,7 +208,8 @@ def _be_rank(command: list[str], output: int, env: dict[str, str], cwd: str | No
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            # A line in one piece, also with PYTHONUNBUFFERED: other ranks write to the same output.
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
         os.environ.clear()
         os.environ.update(env)
         if cwd is not None:

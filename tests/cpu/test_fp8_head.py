@@ -2,16 +2,17 @@
 
 import pytest
 from launch import RunFailed
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
 
-TIED = [flag for flag in TINY_GPT if flag != "--untie-embeddings-and-output-weights"]
+UNTIED = [*TINY_GPT, *SIX_STEPS]
+TIED = [flag for flag in UNTIED if flag != "--untie-embeddings-and-output-weights"]
 
 
-def losses(nproc: int, *flags: str, base=TINY_GPT) -> list[float]:
+def losses(nproc: int, *flags: str, base=UNTIED) -> list[float]:
     return run_megatron(nproc, [*base, "--fp8-level", "O3", *flags]).losses
 
 
-@pytest.mark.parametrize("base", [TINY_GPT, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("base", [UNTIED, TIED], ids=["untied", "tied"])
 def test_it_learns_as_without(base):
     without, with_it = losses(1, base=base), losses(1, "--fp8-lm-head", base=base)
     assert with_it != without

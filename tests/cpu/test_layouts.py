@@ -1,7 +1,7 @@
 """Every layout trains as one process does: tensor, pipeline, virtual, data, sequence and expert parallelism together.
 
 All runs of a model begin with the weights of one checkpoint, since Megatron draws them differently on each pipeline
-stage, and read the same samples. Two comparisons of ten losses and gradient norms:
+stage, and read the same samples. Two comparisons of six losses and gradient norms:
 
     FP8 off   the engine with BF16 GEMMs and FP32 gradients, against stock in the same layout: what is left is the order
               of sums. As close to one process as stock's own layout is.
@@ -21,13 +21,13 @@ import pytest
 from megatron_runs import KEPT_ORDER, Run, run_megatron
 
 nightly = pytest.mark.slow
-STEPS = 10
+STEPS = 6
 FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
 COMMON = f"""{KEPT_ORDER}
 --seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
---train-iters {STEPS} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01
---clip-grad 1.0 --adam-beta2 0.95 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0
---make-vocab-size-divisible-by 16
+--train-iters {STEPS} --lr-decay-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
+--weight-decay 0.01 --clip-grad 1.0 --adam-beta2 0.95 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255
+--num-workers 0 --make-vocab-size-divisible-by 16
 --split 1,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --position-embedding-type rope
 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
 --attention-backend unfused"""
@@ -100,7 +100,7 @@ def initial(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(initial):
-    """train(model, layout, level, batch=None): a run of ten steps; of the same command once."""
+    """train(model, layout, level, batch=None): a run of six steps; of the same command once."""
 
     @functools.cache
     def train(model: Model, layout: Layout, level: str, batch: int) -> Run:
@@ -114,7 +114,7 @@ def train(initial):
 
 
 def compare(what: str, run: Run, other: Run, first: tuple[float, float], all_: tuple[float, float]) -> None:
-    """Bounds: of the difference of the losses, and of the gradient norms' share; of the first step, and of all ten."""
+    """Bounds: of the difference of the losses, and of the gradient norms' share; of the first step, and of all."""
     losses = [abs(a - b) for a, b in zip(run.losses, other.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(run.grad_norms, other.grad_norms, strict=True)]
     print(f"{what}: loss {losses[0]:.6f} .. {max(losses):.6f}, gradient norm {norms[0]:.4f} .. {max(norms):.4f}")

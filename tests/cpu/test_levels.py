@@ -2,14 +2,15 @@
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron, script_path
+from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron, script_path
 
+FEW = [*TINY_GPT, *SIX_STEPS]
 O1 = ["--fp8-level", "O1"]
 
 
 @pytest.fixture(scope="module")
 def stock():
-    return run_megatron(1, TINY_GPT)
+    return run_megatron(1, FEW)
 
 
 def close_to(run, stock, loss=4e-3, norm=2e-2):
@@ -42,20 +43,20 @@ VARIANTS = [
 @pytest.mark.parametrize(("nproc", "flags"), VARIANTS)
 def test_o1_trains_like_stock(nproc, flags, stock):
     if "--num-layers" in flags:
-        stock = run_megatron(1, [*TINY_GPT, "--num-layers", "3"])
-    close_to(run_megatron(nproc, [*TINY_GPT, *flags.split(), *O1]), stock)
+        stock = run_megatron(1, [*FEW, "--num-layers", "3"])
+    close_to(run_megatron(nproc, [*FEW, *flags.split(), *O1]), stock)
 
 
 def test_tensor_and_sequence_parallel():
     """Stock's torch norm refuses sequence parallelism; the reference is tensor parallelism without it."""
-    tp = [*TINY_GPT, "--tensor-model-parallel-size", "2"]
+    tp = [*FEW, "--tensor-model-parallel-size", "2"]
     stock = run_megatron(2, tp)
     close_to(run_megatron(2, [*tp, *O1]), stock)
     close_to(run_megatron(2, [*tp, "--sequence-parallel", *O1]), stock)
 
 
 def test_pipeline_parallel():
-    pp = [*TINY_GPT, "--pipeline-model-parallel-size", "2"]
+    pp = [*FEW, "--pipeline-model-parallel-size", "2"]
     close_to(run_megatron(2, [*pp, *O1]), run_megatron(2, pp))
 
 
@@ -67,15 +68,15 @@ def test_pipeline_parallel():
     ],
 )
 def test_what_trades_memory_for_time_changes_no_digit(flags):
-    plain = run_megatron(1, [*TINY_GPT, *O1])
-    traded = run_megatron(1, [*TINY_GPT, *O1, *flags.split()])
+    plain = run_megatron(1, [*FEW, *O1])
+    traded = run_megatron(1, [*FEW, *O1, *flags.split()])
     assert traded.losses == plain.losses and traded.grad_norms == plain.grad_norms
 
 
 def test_evaluation_in_the_middle_changes_no_step():
     data = "--split 80,20,0 --eval-iters 2".split()
-    plain = run_megatron(2, [*TINY_GPT, *O1, *data, "--use-distributed-optimizer"])
-    evaluated = run_megatron(2, [*TINY_GPT, *O1, *data, "--use-distributed-optimizer", "--eval-interval", "3"])
+    plain = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer"])
+    evaluated = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer", "--eval-interval", "3"])
     assert evaluated.losses == plain.losses
     assert len(evaluated.validation_losses) > 2
     assert evaluated.validation_losses[2] < evaluated.validation_losses[0]
@@ -83,18 +84,18 @@ def test_evaluation_in_the_middle_changes_no_step():
 
 def test_ranks_and_accumulation_change_only_the_wire(stock):
     """The same global batch on 1 and 2 ranks: the gradients differ by one FP8 rounding on the wire."""
-    one = run_megatron(1, [*TINY_GPT, *O1, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
-    two = run_megatron(2, [*TINY_GPT, *O1, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
+    one = run_megatron(1, [*FEW, *O1, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
+    two = run_megatron(2, [*FEW, *O1, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
     # The order of a sum, until it tips an FP8 rounding: what is cast is not on BF16's grid, which hid differences.
     assert two.losses[:5] == pytest.approx(one.losses[:5], abs=1e-5)
     assert two.losses == pytest.approx(one.losses, abs=2e-4)
-    wire = run_megatron(2, [*TINY_GPT, *O1])
+    wire = run_megatron(2, [*FEW, *O1])
     assert wire.losses != two.losses and wire.losses == pytest.approx(two.losses, abs=1e-3)
 
 
 def test_a_command_for_transformer_engine_and_apex_runs_unchanged(stock):
     """None of the flags that stock needs where neither is installed."""
-    te_only = [f for f in TINY_GPT if not f.startswith("--no-") and f not in ("--transformer-impl", "local")]
+    te_only = [f for f in FEW if not f.startswith("--no-") and f not in ("--transformer-impl", "local")]
     run = run_megatron(1, [*te_only, *O1])
     close_to(run, stock)
     assert sum("[fp8] " in line and "rope-fusion" in line for line in run.lines) == 1
@@ -104,12 +105,12 @@ def test_gpt2_style_model():
     dropped = ("--disable-bias-linear", "--swiglu", "--untie-embeddings-and-output-weights")
     flags = "--normalization LayerNorm --position-embedding-type learned_absolute --num-query-groups 2 "
     flags += "--group-query-attention --apply-layernorm-1p --qk-layernorm"
-    run = run_megatron(2, [*(f for f in TINY_GPT if f not in dropped), *flags.split(), *O1])
+    run = run_megatron(2, [*(f for f in FEW if f not in dropped), *flags.split(), *O1])
     assert run.losses[-1] < run.losses[0] - 0.2
 
 
 def test_experts_stay_in_bf16():
-    run = run_megatron(1, [*TINY_GPT, *"--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1]".split(), *O1])
+    run = run_megatron(1, [*FEW, *"--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1]".split(), *O1])
     assert run.losses[-1] < run.losses[0] - 0.2
     assert sum("[fp8] " in line and "experts" in line for line in run.lines) == 1
 
@@ -117,13 +118,13 @@ def test_experts_stay_in_bf16():
 def test_model_provider_scripts_work(stock):
     script = str(ROOT / "tests/scripts/legacy_gpt.py")
     tools = {"PYTHONPATH": script_path()}
-    flags = TINY_GPT
+    flags = FEW
     old = run_megatron(1, flags, script=["-m", "megatron_fp8", script], env=tools)
     new = run_megatron(1, [*flags, *O1], script=["-m", "megatron_fp8", script], env=tools)
     close_to(new, old)
 
 
 def test_the_log_says_what_is_held_and_sent():
-    run = run_megatron(2, [*TINY_GPT, *O1, "--use-distributed-optimizer", "--train-iters", "4"])
+    run = run_megatron(2, [*FEW, *O1, "--use-distributed-optimizer", "--train-iters", "4"])
     lines = [line for line in run.lines if "bytes a parameter on this rank" in line or "MB sent a step" in line]
     assert len(lines) == 2 and "weight fp8 copy" in lines[0] and "grad_reduce" in lines[1]

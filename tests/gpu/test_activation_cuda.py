@@ -1,6 +1,6 @@
 """The fused activations and quantize_bias_grad on CUDA: against float64, and casts against the oracle's cast.
 
-tests/unit/test_activation.py runs this file without a GPU too, through Triton's interpreter.
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
 import math

@@ -1,7 +1,7 @@
 """ops.adam.adam_step on CUDA against reference_adam.py on the CPU, for every combination of formats: averages bit for
 bit, the update within its bound of float64, and what is stored of the stepped master bit for bit again.
 
-tests/unit/test_adam.py runs this file without a GPU too, through Triton's interpreter.
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
 import copy

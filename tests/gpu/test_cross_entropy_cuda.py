@@ -1,6 +1,6 @@
 """The cross-entropy kernels on CUDA against reference_cross_entropy.py on the CPU, and the loss of a layer with them.
 
-tests/unit/test_cross_entropy.py runs this file without a GPU too, through Triton's interpreter.
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """ops.emulate on CUDA against emulation.emulate on the CPU, bit for bit, for formats, roundings and scalings.
 
-tests/unit/test_emulation.py runs this file without a GPU too, through Triton's interpreter.
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """ops.split_qkv and ops.join_qkv on CUDA against reference_qkv.py on the CPU.
 
-tests/unit/test_qkv.py runs this file without a GPU too, through Triton's interpreter.
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
 import math

@@ -1,7 +1,7 @@
 """ops.count_cast on CUDA against reference_statistics.py on the CPU; and that nothing in it, or in the monitor until
 the step is made, has the host wait.
 
-tests/unit/test_statistics.py runs this file without a GPU too, through Triton's interpreter.
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
 import math

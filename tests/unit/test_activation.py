@@ -1,9 +1,4 @@
-"""The oracle of the fused activations against autograd in float64, and their kernels through Triton's interpreter."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The oracle of the fused activations against autograd in float64."""
 
 import pytest
 import torch
@@ -92,14 +87,3 @@ def test_the_bias_gradient_of_a_cast():
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match=r"'relu6'.*gelu"):
         ops.activate(torch.ones(2, 2), "relu6")
-
-
-def test_kernels_through_the_interpreter():
-    """tests/gpu/test_activation_cuda.py in a process of its own, as test_triton_interpreter.py explains."""
-    pytest.importorskip("triton")
-    tests = Path(__file__).parents[1]
-    command = [sys.executable, tests / "unit/test_triton_interpreter.py", tests / "gpu/test_activation_cuda.py"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(tests.parent)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout

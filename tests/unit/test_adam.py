@@ -1,13 +1,8 @@
-"""adam_step against torch's Adam and AdamW, float64 arithmetic, and problems whose end is known; the kernel, in a
-process of its own through Triton's interpreter, against the reference."""
+"""adam_step against torch's Adam and AdamW, float64 arithmetic, and problems whose end is known."""
 
 import copy
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +12,6 @@ from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize
 from megatron_fp8.ops.adam import AdamHyper, adam_step
 from megatron_fp8.ops.reference import quantize_blocks
 
-GPU_TESTS = Path(__file__).parents[1] / "gpu" / "test_adam_cuda.py"
 ONE = torch.tensor(1.0)
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
@@ -28,14 +22,6 @@ def fresh_random_data():
     seed = torch.seed() % 2**32
     print(f"torch.manual_seed({seed})")  # shown when the test fails
     torch.manual_seed(seed)
-
-
-def test_the_kernel_agrees_with_the_reference():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
 
 
 def stored(x: torch.Tensor, kind):
@@ -313,39 +299,3 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             adam_step(**(good | wrong))
-
-
-def main() -> int:
-    """tests/gpu's file through the interpreter, which lacks the kernel's inline assembly, and is slow to reduce."""
-    global tl  # the interpreter looks for it among a kernel's globals
-    import numpy
-    import test_triton_interpreter
-    import triton
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    from megatron_fp8.ops.triton import adam
-
-    @triton.jit
-    def codes(y, zero):
-        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-
-    @triton.jit
-    def reciprocal(x):
-        return 1.0 / x
-
-    adam._codes, adam._reciprocal = codes, reciprocal
-    one_by_one = interpreter.ReduceOps.apply_impl
-
-    def reduce(self, values):
-        if self.combine_fn is adam._larger:
-            return self.min_max(values[0], val_reduce_op=numpy.max)
-        return one_by_one(self, values)
-
-    interpreter.ReduceOps.apply_impl = reduce
-    test_triton_interpreter.GPU_TESTS = GPU_TESTS
-    return test_triton_interpreter.main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -101,7 +101,7 @@ while run := store.claim(""):
     store.write(run, [(1, "loss", 1.0)])
     store.finish(run, DONE, 0)
     print(run.id)
-    time.sleep(0.01)
+    time.sleep(0.05)
 """
 
 

@@ -163,15 +163,18 @@ def test_ends_of_runs(tmp_path):
 
 
 def test_a_run_that_hangs_is_killed_and_has_failed(tmp_path):
-    write(tmp_path, "{command: train.py --lr 0.1 --hang-at 5, steps: 30, seeds: 1, timeout: 5, arms: {a: ''}}")
+    write(tmp_path, "{command: train.py --lr 0.1 --hang-at 5, steps: 30, seeds: 1, timeout: 3, arms: {a: ''}}")
     assert "1 failed" in done(tmp_path, *SWEEP, code=1)
     (row,) = states(tmp_path)
-    assert row.state == FAILED and row.error.startswith("killed after 5 s, at step 4 of 30") and row.exit_code is None
+    assert row.state == FAILED and row.exit_code is None
+    assert re.match("killed after 3 s, at step [0-4] of 30", row.error)  # a busy machine comes less far
 
 
 def test_two_sweeps_share_a_store(tmp_path):
-    write(tmp_path, SLOW)
+    write(tmp_path, SLOW.replace("--begun", "--gate gate --begun"))
     both = [lab(tmp_path, *SWEEP, "--jobs", "1") for _ in range(2)]
+    wait_for(lambda: waiting(tmp_path) == 2)  # however late one of them began
+    (tmp_path / "gate").touch()
     outputs = [process.communicate(timeout=250)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert [output.count(": done") > 0 for output in outputs] == [True, True]

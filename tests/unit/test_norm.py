@@ -1,12 +1,6 @@
-"""The norms' oracle against torch's own norms and autograd in float64; the kernels, in a process of their own through
-Triton's interpreter, against the oracle."""
+"""The norms' oracle against torch's own norms and autograd in float64."""
 
-import importlib
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +9,6 @@ import torch.nn.functional as F
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.ops import norm, norm_backward, norm_quantize, reference
 
-GPU_TESTS = Path(__file__).parents[1] / "gpu" / "test_norm_cuda.py"
 EPS = 1e-5
 kinds = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
 gains = pytest.mark.parametrize("zero_centered", [False, True], ids=["gain", "gain-1"])
@@ -27,14 +20,6 @@ def fresh_random_data():
     seed = torch.seed() % 2**32
     print(f"torch.manual_seed({seed})")  # shown when the test fails
     torch.manual_seed(seed)
-
-
-def test_the_kernels_agree_with_the_reference():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
 
 
 def inputs(rms: bool, zero_centered: bool, dtype=torch.float32, shape=(37, 150)):
@@ -90,8 +75,8 @@ def test_norm_backward_is_autograds(rms, zero_centered, dtype, past):
     into = torch.ones_like(weight, dtype=torch.float32), None if rms else torch.ones_like(weight, dtype=torch.float32)
     more = norm_backward(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered, residual=residual, into=into)
     assert torch.equal(more[0], got[0]) and more[1:] == (None, None)
-    for total, part in zip(into[: 2 - rms], got[1:], strict=False):
-        assert close(total - 1, part.float(), dtype)
+    for total, part in zip(into[: 2 - rms], exact[1:], strict=True):
+        torch.testing.assert_close(total.double(), 1 + part, rtol=1e-5, atol=1e-5 * float(part.abs().max()))
 
 
 @kinds
@@ -138,25 +123,3 @@ def test_constant_rows(rms):
     y, _, rstd = norm(x, weight, bias, EPS, rms=rms, zero_centered=False)
     expected = torch.tensor([0.0, 2.0, -2.0])[:, None].expand(3, 96) if rms else bias.expand(3, 96)
     assert torch.allclose(y, expected, atol=1e-5) and rstd.isfinite().all()
-
-
-def main() -> int:
-    """tests/gpu's file through the interpreter, whose loops to a bound known at the launch fail on a new numpy."""
-    import test_triton_interpreter
-    from triton.runtime import interpreter
-
-    kernels = importlib.import_module("megatron_fp8.ops.triton.norm")  # in its package the name is the function's
-    kernels.SUM_COLUMNS = 1024  # fewer programs, each of which is slow
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_index(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_and_index
-    test_triton_interpreter.GPU_TESTS = GPU_TESTS  # its kernels' conversions, our tests
-    return test_triton_interpreter.main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -89,6 +89,23 @@ def test_lines_are_whole_but_for_the_last_of_all(tmp_path, monkeypatch):
     assert read == ["three"] and run.end() == "one\ntwo\n\nthree"
 
 
+def test_who_reads_a_run_that_prints_without_end_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
+    run, reads = TorchRun(("train.py",), 1, tmp_path / "log.txt", {}, tmp_path), 0
+
+    def read(descriptor, count):
+        nonlocal reads
+        reads += 1
+        assert reads < 1000
+        return b"more\n" * (count // 5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.os, "read", read)
+        assert set(run.lines()) == {"more"} and set(run.lines()) == {"more"} and not run.silent
+    run.close()
+
+
 def test_last_words_are_the_runs_own():
     lines = [*map(str, range(40)), "E0101 torch/distributed/elastic/multiprocessing/api.py:874] failed", "Error: ..."]
     assert last_words(lines).split("\n") == [*map(str, range(15, 40))]

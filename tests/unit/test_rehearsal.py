@@ -56,7 +56,7 @@ def test_variables_in_front_are_the_jobs(front, expected):
 
 
 # Flags that name files and are kept: what is read, what belongs to other scripts, what only says how.
-READ_OR_OF_ANOTHER = """--block-data-path --disable-flight-recorder-dump-on-timeout
+READ_OR_OF_ANOTHER = """--args-file --block-data-path --disable-flight-recorder-dump-on-timeout
 --disable-flight-recorder-extra-dump-on-exec --disable-mamba-mem-eff-path --embedding-path --evidence-data-path
 --heterogeneous-layers-config-path --logits-load-dir --moe-routing-trace-dump-weights
 --no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec --rl-profile-dir
@@ -312,6 +312,15 @@ def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, 
         monkeypatch.setattr(plugin, "check_evaluation", planted)
         assert examine(launch, 128).error == said
         assert ("Traceback" in capfd.readouterr().err) == (planted is not plants.MISTAKE)
+
+
+def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
+    """The folder is not made and, held by a run, no hindrance; unknown flags are refused where they cannot be meant."""
+    command = f"{SCRIPT} {GPT} {JOBS['175b'][1]} --save {tmp_path}/new --save-interval 5 --eval-interval 1000"
+    assert examine(take_apart(command.split()), 128).error == "" and not list(tmp_path.iterdir())
+    launch = take_apart(f"{command} --num-layer 3".split())
+    assert examine(launch, 128).error == ""
+    assert "--num-layer 3, did you mean --num-layers?" in examine(launch, 128, unknown=False).error
 
 
 def test_gpus_of_one_replica():

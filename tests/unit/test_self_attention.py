@@ -86,7 +86,8 @@ def test_all_bits_are_stocks(case, built, monkeypatch):
     monkeypatch.setattr(
         ops, "split_qkv", lambda *args, **kwargs: (turned.append(args[3] is not None), split(*args, **kwargs))[1]
     )
-    expected, got = computed(stock, angles), computed(ours, angles)
+    with torch.compiler.set_stance("force_eager"):  # stock's gate would be compiled, for seconds
+        expected, got = computed(stock, angles), computed(ours, angles)
     assert turned == ([] if case == "output gate" else [fused])
     assert len(expected) >= 6 and expected.keys() == got.keys()
     for name in expected:

@@ -114,10 +114,8 @@ def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
 
 def read_plan(path: str | Path) -> SweepPlan:
     """The plan in a YAML file. Raises UserError of one line: file, key, value, remedy."""
-    try:
-        import yaml
-    except ImportError:
-        raise UserError("a plan file needs pyyaml: pip install 'megatron-fp8[lab]'") from None
+    import yaml
+
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -30,14 +30,17 @@ from megatron_fp8.numerics.formats import E4M3, Format
 from megatron_fp8.ops.reference_activation import GATED, shape_of
 from megatron_fp8.ops.triton.blocks import block_scale, scaled_to_blocks
 from megatron_fp8.ops.triton.cast import (
-    bits,
-    columns_view,
+    as_type,
+    by_words,
+    empty_payload,
     fp8_pair,
     fp8_quad,
     magnitude_bits,
+    raise_amax,
     store_codes,
     tile_place,
 )
+from megatron_fp8.ops.triton.launch import launched
 
 _BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a program's tile, and its warps
@@ -131,7 +134,7 @@ def _keep(x, kept_ptr, exponents_ptr, rows, cols, M, F, half: tl.constexpr, GATE
         own = 2 * own + half
     y, byte = scaled_to_blocks(x)
     mask = (rows < M)[:, None] & (cols < F)[None, :]
-    tl.store(kept_ptr + own[:, None] * F + cols[None, :], fp8_quad(x, y, zero), mask=mask)
+    tl.store(as_type(kept_ptr, tl.uint8) + own[:, None] * F + cols[None, :], fp8_quad(x, y, zero), mask=mask)
     tl.store(exponents_ptr + own * tl.cdiv(F, _BLOCK), byte.to(tl.uint8), mask=rows < M)
 
 
@@ -177,6 +180,7 @@ def _act_back(
     return dh, dy * value, y
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _activate_kernel(
     h_ptr, bias_ptr, exponents_ptr, M, F, kept_ptr, kept_exponents_ptr, scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
@@ -210,9 +214,10 @@ def _activate_kernel(
     if scale_ptr is not None:
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, F, WORDS)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        raise_amax(amax_ptr, largest)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _activate_backward_kernel(
     dy_ptr, h_ptr, bias_ptr, exponents_ptr, M, F, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr,
@@ -268,7 +273,7 @@ def _activate_backward_kernel(
         if GATED:
             tl.store(sums + F, tl.sum(total_2, axis=0), mask=cols < F)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        raise_amax(amax_ptr, largest)
 
 
 def _operand(h: torch.Tensor | RowBlocks, bias: torch.Tensor | None, tile_k: int):
@@ -287,19 +292,15 @@ def _gradient_shape(h: torch.Tensor | RowBlocks, kind: str) -> tuple[int, int]:
     return M, 2 * F if kind in GATED else F
 
 
-def _codes(out: torch.Tensor | None) -> torch.Tensor | None:
-    return None if out is None else out.view(torch.uint8)
-
-
 def _forward(h, kind, bias, kept, out, out_t=None, scale=None, fmt=None, amax_out=None):
     M, F = shape_of(h, kind)
     tile_m, tile_k, warps = GATED_FORWARD if kind in GATED else FORWARD
-    columns, words = columns_view(out_t, M)
     assert kept is None or tile_k == BLOCK
-    keeping = (None, None) if kept is None else (_codes(kept.payload), kept.exponents)
+    keeping = (None, None) if kept is None else (kept.payload, kept.exponents)
     _activate_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(F, tile_k),)](
-        *_operand(h, bias, tile_k), M, F, *keeping, scale, out, columns, bits(amax_out), 0,
-        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words, TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+        *_operand(h, bias, tile_k), M, F, *keeping, scale, out, out_t, amax_out, 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=by_words(out_t, M),
+        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
 
 
@@ -307,16 +308,15 @@ def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out
     """The sum of dh's rows, where bias_grad asks for it."""
     M, F = shape_of(h, kind)
     tile_m, tile_k, warps = GATED_BACKWARD if kind in GATED else BACKWARD
-    columns, words = columns_view(out_t, M)
     again_scale, again_t = again or (None, None)
-    again_columns, again_words = columns_view(again_t, M)
     tiles = triton.cdiv(M, tile_m)
-    sums = dy.new_empty(tiles, _gradient_shape(h, kind)[1], dtype=torch.float32) if bias_grad else None
+    width = _gradient_shape(h, kind)[1]
+    sums = torch.empty(tiles, width, dtype=torch.float32, device=dy.device) if bias_grad else None
     _activate_backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
-        dy.contiguous(), *_operand(h, bias, tile_k), M, F, scale, out, columns, bits(amax_out), sums,
-        again_scale, again_columns, 0,
-        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=words,
-        AGAIN_E4M3=again_t is not None and again_t.dtype == E4M3.dtype, AGAIN_WORDS=again_words,
+        dy.contiguous(), *_operand(h, bias, tile_k), M, F, scale, out, out_t, amax_out, sums,
+        again_scale, again_t, 0,
+        KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=by_words(out_t, M),
+        AGAIN_E4M3=again_t is not None and again_t.dtype == E4M3.dtype, AGAIN_WORDS=by_words(again_t, M),
         TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
     )  # fmt: skip
     return None if sums is None else sums.sum(0).to(dy.dtype)
@@ -354,9 +354,9 @@ def activate_quantize(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """reference_activation.activate_quantize in one pass. amax_out must not hold a negative number."""
     M, F = shape_of(h, kind)
-    payload = scale.new_empty(M, F, dtype=fmt.dtype) if rows else None
-    payload_t = scale.new_empty(F, M, dtype=fmt.dtype) if columns else None
-    _forward(h, kind, bias, kept, _codes(payload), payload_t, scale, fmt, amax_out)
+    payload = empty_payload(scale, (M, F), fmt) if rows else None
+    payload_t = empty_payload(scale, (F, M), fmt) if columns else None
+    _forward(h, kind, bias, kept, payload, payload_t, scale, fmt, amax_out)
     return payload, payload_t
 
 
@@ -376,7 +376,7 @@ def activate_backward_quantize(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """reference_activation.activate_backward_quantize in one pass, and one over the tiles' sums of dbias."""
     shape = _gradient_shape(h, kind)
-    payload = dy.new_empty(shape, dtype=fmt.dtype) if rows else None
-    payload_t = dy.new_empty(shape[::-1], dtype=fmt.dtype) if columns else None
-    dbias = _backward(dy, h, kind, bias, _codes(payload), payload_t, scale, fmt, amax_out, bias_grad, again)
+    payload = empty_payload(dy, shape, fmt) if rows else None
+    payload_t = empty_payload(dy, shape[::-1], fmt) if columns else None
+    dbias = _backward(dy, h, kind, bias, payload, payload_t, scale, fmt, amax_out, bias_grad, again)
     return payload, payload_t, dbias

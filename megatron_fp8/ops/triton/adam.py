@@ -7,7 +7,7 @@ that do not fill the last program.
 
     (exponents)   float8 BlockScaled, float16 Block16
     (none)        float32, bfloat16; int16 for the remainder
-    weight        uint8 for E4M3; bfloat16, or its bits as int16 beside a remainder
+    weight        float8 for E4M3; bfloat16
 
 A program owns whole blocks and reads them before it writes: in place needs no copy. Offsets are 64-bit.
 
@@ -44,8 +44,10 @@ import triton.language as tl
 
 from megatron_fp8.numerics.blocks import BLOCK
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.states import AdamHyper, Gradient, State, is_remainder
+from megatron_fp8.ops.states import AdamHyper, Gradient, State
 from megatron_fp8.ops.triton.blocks import _rows
+from megatron_fp8.ops.triton.cast import as_type
+from megatron_fp8.ops.triton.launch import launched
 
 _BLOCK = tl.constexpr(BLOCK)
 ADAM_BLOCKS, ADAM_WARPS = 16, 4  # blocks of 128 and warps a program; half the blocks where a state is float32
@@ -151,6 +153,7 @@ def _e4m3_remainder(y, code):
     return tl.where(rounded == rounded, whole, 0).to(tl.int16)
 
 
+@launched
 @triton.jit(do_not_specialize=["grad_exponents_pitch", "blocks", "zero"], do_not_specialize_on_alignment=_ANYWHERE)
 def _adam_kernel(
     grad_ptr, grad_exponents_ptr, grad_pitch, grad_exponents_pitch, grad_scale_ptr,
@@ -160,9 +163,13 @@ def _adam_kernel(
     RANKS: tl.constexpr, DECOUPLED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """weight_decay is the factor 1 - lr * weight_decay where DECOUPLED. EVEN: ROWS divides blocks."""
-    SCALED_WEIGHT: tl.constexpr = weight_ptr.dtype.element_ty == tl.uint8
+    SCALED_WEIGHT: tl.constexpr = weight_ptr.dtype.element_ty == tl.float8e4nv
     REMAINDER: tl.constexpr = master_ptr.dtype.element_ty == tl.int16
     V_IS_ROOT: tl.constexpr = v_ptr.dtype.element_ty == tl.float8e4nv
+    if SCALED_WEIGHT:
+        weight_ptr = as_type(weight_ptr, tl.uint8)
+    elif REMAINDER:
+        weight_ptr = as_type(weight_ptr, tl.int16)
     first = tl.program_id(0) * ROWS
     inside = tl.full((ROWS,), True, tl.int1) if EVEN else first + tl.arange(0, ROWS) < blocks
     mask = inside[:, None]
@@ -229,7 +236,7 @@ def _adam_kernel(
         _store(w, master_ptr, master_exponents_ptr, first, inside, zero)
     if amax_ptr is not None:
         largest = tl.reduce(tl.where(mask, tl.abs(w), 0.0), None, _larger)
-        tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(as_type(amax_ptr, tl.int32), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 def _pointers(state: State) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -258,9 +265,9 @@ def adam_step(
         ranks = len(payload)
     states = (*_pointers(exp_avg), *_pointers(exp_avg_sq), *_pointers(master))
     if isinstance(weight, ScaledTensor):
-        weights = (weight.payload.view(torch.uint8), weight.scale_inv, weight_scale)
+        weights = (weight.payload, weight.scale_inv, weight_scale)
     else:
-        weights = (weight.view(torch.int16) if is_remainder(master) else weight, None, None)
+        weights = (weight, None, None)
     decay = 1 - hyper.lr * hyper.weight_decay if hyper.decoupled else hyper.weight_decay
     rates = (
         hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.eps,
@@ -270,7 +277,7 @@ def adam_step(
     # 16 bytes a thread: eight elements, of float32 four.
     rows = ADAM_BLOCKS // 2 if any(state.dtype == torch.float32 for state in states[::2]) else ADAM_BLOCKS
     _adam_kernel[(triton.cdiv(blocks, rows),)](
-        *gradients, grad_scale, *states, *weights, None if amax_out is None else amax_out.view(torch.int32), blocks,
+        *gradients, grad_scale, *states, *weights, amax_out, blocks,
         *map(float, rates), 0,
         RANKS=ranks, DECOUPLED=hyper.decoupled, ROWS=rows, EVEN=blocks % rows == 0, num_warps=ADAM_WARPS,
         enable_fp_fusion=False,

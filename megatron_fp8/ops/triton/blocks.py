@@ -41,6 +41,7 @@ import triton.language as tl
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.ops.triton.cast import fp8_quad, magnitude_bits
+from megatron_fp8.ops.triton.launch import launched
 
 _BLOCK = tl.constexpr(BLOCK)
 QUANTIZE_BLOCKS, QUANTIZE_WARPS = 32, 4  # blocks of 128 and warps a program
@@ -115,6 +116,7 @@ def _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, 
     tl.store(exponents_ptr + scales, byte.to(tl.uint8), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["first", "zero"])
 def _quantize_kernel(
     x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, first, per_row, pitch, zero, ROWS: tl.constexpr
@@ -131,6 +133,7 @@ def _quantize_kernel(
     _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, zero)
 
 
+@launched
 @triton.jit(do_not_specialize=["first", "s0", "s1", "zero"])
 def _add_kernel(
     x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, first, per_row, pitch, s0: tl.uint32, s1: tl.uint32, zero,
@@ -149,6 +152,7 @@ def _add_kernel(
     _store_blocks(total, noise, codes_ptr, exponents_ptr, values, scales, inside, zero)
 
 
+@launched
 @triton.jit
 def _sum_kernel(
     payload_ptr, exponents_ptr, start_ptr, out_ptr, scale_ptr, squares_ptr, blocks, payload_pitch, exponents_pitch,

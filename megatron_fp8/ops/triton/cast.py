@@ -24,6 +24,9 @@ the columns are written byte by byte.
 Amax. The bits of |x| as an int32 order as |x| does, with infinity above all numbers and NaN above infinity.
 An integer maximum, and one atomic a tile, therefore lose nothing and do not depend on the order.
 
+Views. FP8 and amax are given as they are, and are bytes, words and bits to the kernels alone (`as_type`): a view that
+torch makes costs the host a microsecond, at each of some twenty launches a layer.
+
 The scale is read from device memory: nothing here waits for the GPU. Offsets are 64-bit.
 Agreement with reference.py: bit for bit, but for the sign and payload of NaN.
 Source: PTX ISA, cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32.
@@ -34,6 +37,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
+from megatron_fp8.ops.triton.launch import launched
 
 BLOCK, FLAT_WARPS = 8192, 8
 TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # of a transpose's tile
@@ -123,6 +127,19 @@ def magnitude_bits(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+@triton.jit
+def as_type(ptr, DTYPE: tl.constexpr):
+    """The same memory as numbers of another type."""
+    return ptr.to(tl.pointer_type(DTYPE), bitcast=True)
+
+
+@triton.jit
+def raise_amax(amax_ptr, bits):
+    """amax, float32, becomes max(amax, the largest of `bits`), magnitude_bits of some numbers."""
+    tl.atomic_max(as_type(amax_ptr, tl.int32), tl.max(bits), sem="relaxed")
+
+
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _flat_kernel(x_ptr, n, scale_ptr, out_ptr, amax_ptr, zero, E4M3: tl.constexpr, BLOCK: tl.constexpr):
     """Cast, if there is an out_ptr, and amax, if there is an amax_ptr, of n contiguous elements."""
@@ -130,9 +147,9 @@ def _flat_kernel(x_ptr, n, scale_ptr, out_ptr, amax_ptr, zero, E4M3: tl.constexp
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if out_ptr is not None:
-        tl.store(out_ptr + offsets, fp8_code(x, x * tl.load(scale_ptr), zero, E4M3), mask=mask)
+        tl.store(as_type(out_ptr, tl.uint8) + offsets, fp8_code(x, x * tl.load(scale_ptr), zero, E4M3), mask=mask)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(magnitude_bits(x)), sem="relaxed")
+        raise_amax(amax_ptr, magnitude_bits(x))
 
 
 @triton.jit
@@ -140,10 +157,11 @@ def store_codes(word, out_ptr, out_t_ptr, quads, cols, first, M, K, width, WORDS
     """Store word (Q, C) int32, the codes of rows 4 q + 0 .. 3 of M, q in quads (Q,), in columns cols (C,) of K.
 
     They go to out (M, width) and to out_t (width, M), each if it is there, from column `first` on; rows 4 q + i is
-    byte i. WORDS: out_t_ptr is one of int32, M a multiple of 4; else of bytes.
+    byte i. WORDS: out_t is written by words, at a multiple of 4 bytes, M a multiple of 4; else by bytes.
     """
     place = cols + first
     if out_ptr is not None:
+        out_ptr = as_type(out_ptr, tl.uint8)
         for i in tl.static_range(4):
             rows = 4 * quads + i
             mask = (rows < M)[:, None] & (cols < K)[None, :]
@@ -151,10 +169,12 @@ def store_codes(word, out_ptr, out_t_ptr, quads, cols, first, M, K, width, WORDS
             tl.store(out_ptr + offsets, (word >> (8 * i)).to(tl.uint8), mask=mask)
     if out_t_ptr is not None:
         if WORDS:
+            out_t_ptr = as_type(out_t_ptr, tl.int32)
             mask = (cols < K)[:, None] & (quads < M // 4)[None, :]  # so written, Triton stores 16-byte vectors
             offsets = place.to(tl.int64)[:, None] * (M // 4) + quads[None, :]
             tl.store(out_t_ptr + offsets, tl.trans(word), mask=mask)
         else:
+            out_t_ptr = as_type(out_t_ptr, tl.uint8)
             for i in tl.static_range(4):
                 rows = 4 * quads + i
                 mask = (cols < K)[:, None] & (rows < M)[None, :]
@@ -177,13 +197,16 @@ def _load_rows(ptr, rows, cols, M, K):
     return tl.load(ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _tile_kernel(
     x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
     E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """out_t = x^T of a matrix of bytes; with a scale_ptr x is cast first, into out and out_t where they are there, amax
+    """out_t = x^T of a matrix of FP8; with a scale_ptr x is cast first, into out and out_t where they are there, amax
     as above, and row t of sums (tiles, K) becomes the sum of the rows of tile t."""
+    if scale_ptr is None:
+        x_ptr = as_type(x_ptr, tl.uint8)
     tile, quads, cols = tile_place(K, TILE_M, TILE_K)
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
@@ -205,41 +228,31 @@ def _tile_kernel(
     if sums_ptr is not None:
         tl.store(sums_ptr + tile.to(tl.int64) * K + cols, tl.sum(total, axis=0), mask=cols < K)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
-
-
-def bits(amax_out: torch.Tensor | None) -> torch.Tensor | None:
-    return None if amax_out is None else amax_out.view(torch.int32)
+        raise_amax(amax_ptr, largest)
 
 
 def _launch_flat(x, scale=None, out=None, amax_out=None, fmt=None):
     grid = (triton.cdiv(x.numel(), BLOCK),)
-    codes = None if out is None else out.view(torch.uint8)
-    _flat_kernel[grid](
-        x, x.numel(), scale, codes, bits(amax_out), 0, E4M3=fmt == E4M3, BLOCK=BLOCK, num_warps=FLAT_WARPS
-    )
+    _flat_kernel[grid](x, x.numel(), scale, out, amax_out, 0, E4M3=fmt == E4M3, BLOCK=BLOCK, num_warps=FLAT_WARPS)
 
 
-def columns_view(out_t: torch.Tensor | None, M: int) -> tuple[torch.Tensor | None, bool]:
-    """out_t (K, M) of FP8 codes as store_codes takes it, and whether that is by words."""
-    words = out_t is not None and out_t.numel() > 0 and M % 4 == 0 and out_t.data_ptr() % 4 == 0
-    return (None if out_t is None else out_t.view(torch.int32 if words else torch.uint8)), words
+def by_words(out_t: torch.Tensor | None, M: int) -> bool:
+    """Whether store_codes may write out_t (K, M) by words."""
+    return out_t is not None and M % 4 == 0 and out_t.data_ptr() % 4 == 0
 
 
 def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, sums=None, fmt=None):
     M, K = x.shape
     grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
-    codes = None if out is None else out.view(torch.uint8)
-    columns, words = columns_view(out_t, M)
     _tile_kernel[grid](
-        x, M, K, scale, codes, columns, bits(amax_out), sums, 0,
-        E4M3=fmt == E4M3, WORDS=words, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
+        x, M, K, scale, out, out_t, amax_out, sums, 0,
+        E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
     )  # fmt: skip
 
 
-def empty_columns(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """An empty payload (K, M) for x (M, K)."""
-    return x.new_empty(x.shape[::-1], dtype=fmt.dtype)
+def empty_payload(x: torch.Tensor, shape: tuple[int, ...], fmt: Format) -> torch.Tensor:
+    """An empty payload where x is."""
+    return torch.empty(shape, dtype=fmt.dtype, device=x.device)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -260,12 +273,12 @@ def quantize(
 ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
     """reference.quantize in one pass. amax_out must not hold a negative number."""
     x = x.contiguous()
-    payload = torch.empty_like(x, dtype=fmt.dtype) if rows else None
+    payload = empty_payload(x, x.shape, fmt) if rows else None
     if not transpose:
         _launch_flat(x, scale, payload, amax_out, fmt)
         return payload
-    x = x.view(-1, x.shape[-1])
-    payload_t = empty_columns(x, fmt)
+    x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    payload_t = empty_payload(x, x.shape[::-1], fmt)
     _launch_tiles(x, payload_t, scale, payload, amax_out, fmt=fmt)
     return payload, payload_t
 
@@ -273,8 +286,8 @@ def quantize(
 def transpose(payload: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """reference.transpose; `out` must be contiguous."""
     if out is None:
-        out = payload.new_empty(payload.shape[::-1])
-    _launch_tiles(payload.contiguous().view(torch.uint8), out)
+        out = torch.empty(payload.shape[::-1], dtype=payload.dtype, device=payload.device)
+    _launch_tiles(payload.contiguous(), out)
     return out
 
 
@@ -289,8 +302,8 @@ def quantize_bias_grad(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """reference.quantize_bias_grad in one pass, and one over the tiles' sums, in a fixed order."""
     dy = dy.contiguous()
-    payload = torch.empty_like(dy, dtype=fmt.dtype) if rows else None
-    payload_t = empty_columns(dy, fmt) if columns else None
-    sums = dy.new_empty(triton.cdiv(dy.shape[0], TILE_M), dy.shape[1], dtype=torch.float32)
+    payload = empty_payload(dy, dy.shape, fmt) if rows else None
+    payload_t = empty_payload(dy, dy.shape[::-1], fmt) if columns else None
+    sums = torch.empty(triton.cdiv(dy.shape[0], TILE_M), dy.shape[1], dtype=torch.float32, device=dy.device)
     _launch_tiles(dy, payload_t, scale, payload, amax_out, sums, fmt)
     return payload, payload_t, sums.sum(0).to(dy.dtype)

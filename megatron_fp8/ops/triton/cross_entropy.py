@@ -18,11 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_fp8.ops.triton.launch import launched
+
 LANES, GROUPS, STATISTICS_WARPS = 1024, 4, 4  # a lane and its neighbours load 16 bytes a thread
 BLOCK, GRADIENT_WARPS = 2048, 4
 LOSS_BLOCK = 256
 
 
+@launched
 @triton.jit
 def _cross_entropy_statistics_kernel(
     logits_ptr, target_ptr, out_ptr, rows, first, COLUMNS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr
@@ -49,6 +52,7 @@ def _cross_entropy_statistics_kernel(
     tl.store(out_ptr + 2 * rows + row, predicted.to(tl.float32))
 
 
+@launched
 @triton.jit
 def _cross_entropy_loss_kernel(
     statistics_ptr, target_ptr, loss_ptr, normalizer_ptr, rows, vocabulary, RANKS: tl.constexpr, BLOCK: tl.constexpr
@@ -73,6 +77,7 @@ def _cross_entropy_loss_kernel(
     tl.store(normalizer_ptr + rows + row, total, mask=inside)
 
 
+@launched
 @triton.jit
 def _cross_entropy_gradient_kernel(
     logits_ptr, target_ptr, normalizer_ptr, dloss_ptr, out_ptr, rows, first,

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_fp8.ops.triton.launch import launched
+
 CHUNK, BLOCK, WARPS = 32, 512, 4
 
 
@@ -27,6 +29,7 @@ def _add(at, total, mask):
     tl.store(at, now.to(at.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def _embedding_runs_kernel(
     into_ptr, rows_ptr, order_ptr, values_ptr, parts_ptr, n, V, K,
@@ -61,6 +64,7 @@ def _embedding_runs_kernel(
     tl.store(parts_ptr + (chunk * 2 + part) * K + columns, total, mask=mask & open_)
 
 
+@launched
 @triton.jit
 def _embedding_joins_kernel(
     into_ptr, rows_ptr, parts_ptr, n, V, K, chunks,

@@ -27,6 +27,7 @@ from megatron_fp8.numerics.emulation import SMALLEST_NOISE, EmulatedFormat, larg
 from megatron_fp8.ops.triton import cast
 from megatron_fp8.ops.triton.blocks import _noise
 from megatron_fp8.ops.triton.cast import magnitude_bits
+from megatron_fp8.ops.triton.launch import launched
 
 _SMALLEST_NOISE = tl.constexpr(SMALLEST_NOISE)
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
@@ -71,6 +72,7 @@ def _round(
     return (rounded | (x.to(tl.int32, bitcast=True) ^ bits)).to(tl.float32, bitcast=True)
 
 
+@launched
 @triton.jit(do_not_specialize=["s0", "s1"])
 def _flat_kernel(
     x_ptr, out_ptr, n, largest_ptr, s0: tl.uint32, s1: tl.uint32,
@@ -91,6 +93,7 @@ def _flat_kernel(
     tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit(do_not_specialize=["s0", "s1"])
 def _block_kernel(
     x_ptr, out_ptr, blocks, per_row, K, N, s0: tl.uint32, s1: tl.uint32,

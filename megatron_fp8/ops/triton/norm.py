@@ -31,14 +31,18 @@ from megatron_fp8.ops.triton.cast import (
     TILE_K,
     TILE_M,
     TILE_WARPS,
-    columns_view,
+    as_type,
+    by_words,
+    empty_payload,
     fp8_code,
     fp8_pair,
     fp8_quad,
     magnitude_bits,
+    raise_amax,
     store_codes,
     tile_place,
 )
+from megatron_fp8.ops.triton.launch import launched
 
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -79,6 +83,7 @@ def _affine(normalized, w_ptr, b_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.c
     return y
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _norm_rows_kernel(
     x_ptr, w_ptr, b_ptr, M, eps, y_ptr, kept_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
@@ -101,15 +106,15 @@ def _norm_rows_kernel(
     mask = (own < M)[:, None] & (cols < K)[None, :]
     n = x * rstd[:, None]
     if kept_ptr is not None:
-        tl.store(kept_ptr + offsets, fp8_quad(n, n * KEPT_SCALE, zero), mask=mask)
+        tl.store(as_type(kept_ptr, tl.uint8) + offsets, fp8_quad(n, n * KEPT_SCALE, zero), mask=mask)
     if y_ptr is not None:
         y = _affine(n, w_ptr, b_ptr, cols, K, ZERO_CENTERED)
         if scale_ptr is None:
             tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         else:
-            tl.store(y_ptr + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
+            tl.store(as_type(y_ptr, tl.uint8) + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
         if amax_ptr is not None:
-            tl.atomic_max(amax_ptr, tl.max(magnitude_bits(y)), sem="relaxed")
+            raise_amax(amax_ptr, magnitude_bits(y))
 
 
 @triton.jit
@@ -129,6 +134,7 @@ def _normed(
     return tl.where(mask, _affine(x, w_ptr, b_ptr, cols, K, ZERO_CENTERED), 0.0)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _norm_cast_kernel(
     x_ptr, w_ptr, b_ptr, M, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
@@ -148,7 +154,7 @@ def _norm_cast_kernel(
         word |= fp8_pair(y_0, y_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
     store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, WORDS)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        raise_amax(amax_ptr, largest)
 
 
 @triton.jit
@@ -165,16 +171,19 @@ def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & (cols < K)[None, :])
 
 
+@launched
 @triton.jit
 def _norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, dw_ptr, db_ptr,
-    K: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEPT: tl.constexpr, KEPT_SCALE: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, residual_ptr, M, per_program, dx_ptr, sums_ptr,
+    K: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEPT: tl.constexpr, KEPT_SCALE: tl.constexpr,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """per_program rows (a multiple of ROWS), ROWS at a time; a row's columns are [0, A) and, unless B is 0, [A, A + B),
-    both whole in registers. dw and db (programs, K) float32: this program's sums. Without db_ptr it is RMSNorm. KEPT: x
+    both whole in registers. sums (2, programs, K) float32: this program's of dw and db, which RMSNorm has not. KEPT: x
     is n as it was kept."""
     program = tl.program_id(0).to(tl.int64)
+    dw_ptr = sums_ptr + program * K
+    db_ptr = dw_ptr + tl.num_programs(0).to(tl.int64) * K
     cols_a = tl.arange(0, A)
     gain_a = _gain(w_ptr, cols_a, K, ZERO_CENTERED)
     dw_a = tl.zeros((A,), tl.float32)
@@ -208,7 +217,7 @@ def _norm_backward_kernel(
             g_b = dy_b * gain_b[None, :]
             along += tl.sum(g_b * n_b, 1)
         along = (along / K)[:, None]
-        if db_ptr is not None:
+        if not RMS:
             db_a += tl.sum(dy_a, 0)
             level = tl.sum(g_a, 1)
             if B:
@@ -221,15 +230,16 @@ def _norm_backward_kernel(
         _store_dx(dx_ptr, residual_ptr, (g_a - n_a * along) * rstd, rows, cols_a, inside, K)
         if B:
             _store_dx(dx_ptr, residual_ptr, (g_b - n_b * along) * rstd, rows, cols_b, inside, K)
-    tl.store(dw_ptr + program * K + cols_a, dw_a, mask=cols_a < K)
-    if db_ptr is not None:
-        tl.store(db_ptr + program * K + cols_a, db_a, mask=cols_a < K)
+    tl.store(dw_ptr + cols_a, dw_a, mask=cols_a < K)
+    if not RMS:
+        tl.store(db_ptr + cols_a, db_a, mask=cols_a < K)
     if B:
-        tl.store(dw_ptr + program * K + cols_b, dw_b, mask=cols_b < K)
-        if db_ptr is not None:
-            tl.store(db_ptr + program * K + cols_b, db_b, mask=cols_b < K)
+        tl.store(dw_ptr + cols_b, dw_b, mask=cols_b < K)
+        if not RMS:
+            tl.store(db_ptr + cols_b, db_b, mask=cols_b < K)
 
 
+@launched
 @triton.jit
 def _norm_sum_kernel(
     partial_ptr, P, w_ptr, b_ptr, K: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
@@ -262,12 +272,8 @@ def _registers(config: Backward) -> int:
 
 
 def _statistics(x: torch.Tensor, rms: bool):
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     return (None if rms else torch.empty_like(rstd)), rstd
-
-
-def _codes(payload: torch.Tensor | None) -> torch.Tensor | None:
-    return None if payload is None else payload.view(torch.uint8)
 
 
 def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept, scale=None, amax=None, fmt=None):
@@ -276,7 +282,7 @@ def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept, scale
     rows = max(1, 2048 // cols)
     warps = min(max(rows * cols // 1024, 1), 16)
     _norm_rows_kernel[(triton.cdiv(M, rows),)](
-        x, weight, bias, M, eps, y, _codes(kept), mean, rstd, scale, amax, 0,
+        x, weight, bias, M, eps, y, kept, mean, rstd, scale, amax, 0,
         K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), ROWS=rows, COLS=cols,
         num_warps=warps,
     )  # fmt: skip
@@ -284,11 +290,11 @@ def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept, scale
 
 def _launch_tiles(x, weight, bias, mean, rstd, zero_centered, fmt, scale, payload, payload_t, amax=None):
     M, K = x.shape
-    out_t, words = columns_view(payload_t, M)
     grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
     _norm_cast_kernel[grid](
-        x, weight, bias, M, _codes(payload), out_t, mean, rstd, scale, amax, 0,
-        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), WORDS=words,
+        x, weight, bias, M, payload, payload_t, mean, rstd, scale, amax, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K),
+        WORDS=by_words(payload_t, M),
         TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
     )  # fmt: skip
 
@@ -329,14 +335,13 @@ def norm_quantize(
     x = x.contiguous()
     M, K = x.shape
     mean, rstd = _statistics(x, rms)
-    amax = None if amax_out is None else amax_out.view(torch.int32)
-    payload = torch.empty_like(x, dtype=fmt.dtype) if rows or not columns else None
+    payload = empty_payload(x, x.shape, fmt) if rows or not columns else None
     if not columns:
-        _launch_rows(x, weight, bias, eps, _codes(payload), mean, rstd, zero_centered, kept, scale, amax, fmt)
+        _launch_rows(x, weight, bias, eps, payload, mean, rstd, zero_centered, kept, scale, amax_out, fmt)
         return payload, None, mean, rstd
-    payload_t = x.new_empty((K, M), dtype=fmt.dtype)
+    payload_t = empty_payload(x, (K, M), fmt)
     _launch_rows(x, weight, bias, eps, None, mean, rstd, zero_centered, kept)
-    _launch_tiles(x, weight, bias, mean, rstd, zero_centered, fmt, scale, payload, payload_t, amax)
+    _launch_tiles(x, weight, bias, mean, rstd, zero_centered, fmt, scale, payload, payload_t, amax_out)
     return payload, payload_t, mean, rstd
 
 
@@ -352,8 +357,8 @@ def norm_requantize(
     columns: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """reference_norm.norm_requantize in one pass."""
-    payload = torch.empty_like(kept, dtype=fmt.dtype) if rows or not columns else None
-    payload_t = kept.new_empty(kept.shape[::-1], dtype=fmt.dtype) if columns else None
+    payload = empty_payload(kept, kept.shape, fmt) if rows or not columns else None
+    payload_t = empty_payload(kept, kept.shape[::-1], fmt) if columns else None
     _launch_tiles(kept, weight, bias, None, None, zero_centered, fmt, scale, payload, payload_t)
     return payload, payload_t
 
@@ -383,14 +388,14 @@ def norm_backward(
     per_program = triton.cdiv(triton.cdiv(M, most), config.rows) * config.rows
     programs = triton.cdiv(M, per_program) if M else 0
     a = 1 << (K.bit_length() - 1)
-    dx, sums = torch.empty_like(dy), 1 if rms else 2
-    partial = x.new_empty((sums, programs, K), dtype=torch.float32)
+    dx, sums = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device), 1 if rms else 2
+    partial = torch.empty(sums, programs, K, dtype=torch.float32, device=x.device)
     kept, residual = x.dtype == E4M3.dtype, None if residual is None else residual.contiguous()
     dweight, dbias = into or (torch.empty_like(weight), None if rms else torch.empty_like(weight))
     _norm_backward_kernel[(programs,)](
         dy, x, weight, None if kept else mean, rstd, residual, M, per_program,
-        dx, partial[0], None if rms else partial[1],
-        K=K, ZERO_CENTERED=zero_centered, KEPT=kept, KEPT_SCALE=kept_scale(K),
+        dx, partial,
+        K=K, RMS=rms, ZERO_CENTERED=zero_centered, KEPT=kept, KEPT_SCALE=kept_scale(K),
         ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
         STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip

@@ -28,14 +28,16 @@ from megatron_fp8.ops.triton.cast import (
     TILE_K,
     TILE_M,
     TILE_WARPS,
-    bits,
-    columns_view,
+    as_type,
+    by_words,
     fp8_code,
     fp8_pair,
     magnitude_bits,
+    raise_amax,
     store_codes,
     tile_place,
 )
+from megatron_fp8.ops.triton.launch import launched
 
 PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs of numbers in a tile, heads at most and warps a program
 COLUMN_ROWS, COLUMN_WARPS = 32, 8  # where a transposed payload is written: its runs are of ROWS bytes
@@ -64,6 +66,7 @@ def _tables(cos_ptr, sin_ptr, places, inside, D: tl.constexpr, BLOCK: tl.constex
     return cos1, sin1, cos2, sin2, mask
 
 
+@launched
 @triton.jit
 def _qkv_split_kernel(
     x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, batch, M, groups,
@@ -109,7 +112,14 @@ def _write(
     y, rows, inside, cols, cols_inside, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3: tl.constexpr
 ):  # fmt: skip
     """float32 y (ROWS, BLOCK) to rows and columns of out (M, width), cast to its type or to FP8, and of out_t."""
-    tile = y.to(out_ptr.dtype.element_ty) if scale_ptr is None else fp8_code(y, y * tl.load(scale_ptr), zero, E4M3)
+    if scale_ptr is None:
+        tile = y.to(out_ptr.dtype.element_ty)
+    else:
+        tile = fp8_code(y, y * tl.load(scale_ptr), zero, E4M3)
+        if out_ptr is not None:
+            out_ptr = as_type(out_ptr, tl.uint8)
+        if out_t_ptr is not None:
+            out_t_ptr = as_type(out_t_ptr, tl.uint8)
     if out_ptr is not None:
         mask = inside[:, None] & cols_inside[None, :]
         tl.store(out_ptr + (rows * width)[:, None] + cols[None, :], tile, mask=mask)
@@ -118,6 +128,7 @@ def _write(
         tl.store(out_t_ptr + (cols.to(tl.int64) * M)[:, None] + rows[None, :], tl.trans(tile), mask=mask_t)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _qkv_join_kernel(
     q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, cos_ptr, sin_ptr, batch, M, groups,
@@ -170,9 +181,9 @@ def _qkv_join_kernel(
                 tail_largest = tl.maximum(tail_largest, magnitude_bits(x))
     if amax_ptr is not None:
         if D > 0:
-            tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+            raise_amax(amax_ptr, largest)
         if D < HN:
-            tl.atomic_max(amax_ptr, tl.max(tail_largest), sem="relaxed")
+            raise_amax(amax_ptr, tail_largest)
 
 
 @triton.jit
@@ -182,6 +193,7 @@ def _load_head(head, s_stride, b_stride, batch, rows, within, M):
     return tl.load(head + places[:, None] + within[None, :], mask=(rows < M)[:, None], other=0.0).to(tl.float32)
 
 
+@launched
 @triton.jit(do_not_specialize=["zero"])
 def _qkv_cast_kernel(
     q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, batch, M, groups,
@@ -210,7 +222,7 @@ def _qkv_cast_kernel(
         word |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
     store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, width, width, WORDS)
     if amax_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(largest), sem="relaxed")
+        raise_amax(amax_ptr, largest)
 
 
 def _cut(heads: int, d: int, rest: int, transposed: bool = False) -> dict[str, int]:
@@ -238,8 +250,11 @@ def split_qkv(
     hn, d = width // (groups * (r + 2)), 0 if cos is None else cos.shape[-1]
     in_place = 1 in (groups, r)
     if in_place:
-        q, k, v = mixed.view(s, b, groups, r + 2, hn).split([r, 1, 1], dim=3)
-        q, k, v = q.view(s, b, groups * r, hn), k.squeeze(3), v.squeeze(3)
+        # As mixed.view(s, b, groups, r + 2, hn).split([r, 1, 1], dim=3) cuts it, in three calls of ATen for ten.
+        first, (*rows, unit) = mixed.storage_offset(), mixed.stride()
+        head, group = hn * unit, (r + 2) * hn * unit
+        q = mixed.as_strided((s, b, groups * r, hn), (*rows, group if r == 1 else head, unit), first)
+        k, v = (mixed.as_strided((s, b, groups, hn), (*rows, group, unit), first + at * head) for at in (r, r + 1))
         outputs, taken, rest = (None, None, None), groups * (r + 1), 0
     else:
         q, k, v = (mixed.new_empty(s, b, n, hn) for n in (groups * r, groups, groups))
@@ -281,23 +296,22 @@ def join_qkv(
     groups = dk.shape[2]
     r = heads // groups
     M, width = s * b, groups * (r + 2) * hn
-    out = dq.new_empty(M, width, dtype=dq.dtype if fmt is None else fmt.dtype) if rows else None
-    out_t = dq.new_empty(width, M, dtype=fmt.dtype) if columns else None
+    dtype, device = dq.dtype if fmt is None else fmt.dtype, dq.device
+    out = torch.empty(M, width, dtype=dtype, device=device) if rows else None
+    out_t = torch.empty(width, M, dtype=dtype, device=device) if columns else None
     given = [part for x in (dq, dk, dv) for part in _strided(x)]
     d = 0 if cos is None else cos.shape[-1]
     tile_k = min(hn & -hn, TILE_K)  # the largest power of two in a head
     if columns and d == 0 and tile_k >= NARROWEST:
-        out_t_view, words = columns_view(out_t, M)
         _qkv_cast_kernel[(triton.cdiv(M, TILE_M) * (width // tile_k),)](
-            *given, b, M, groups, scale, None if out is None else out.view(torch.uint8), out_t_view, bits(amax_out), 0,
-            R=r, HN=hn, E4M3=fmt == E4M3, WORDS=words, TILE_M=TILE_M, TILE_K=tile_k, num_warps=TILE_WARPS,
+            *given, b, M, groups, scale, out, out_t, amax_out, 0,
+            R=r, HN=hn, E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=tile_k, num_warps=TILE_WARPS,
         )  # fmt: skip
         return out, out_t
-    outputs = (out, None) if fmt is None else (None if x is None else x.view(torch.uint8) for x in (out, out_t))
     cut = _cut(groups * (r + 2), d, hn - d, columns)
     grid = (triton.cdiv(M, cut["ROWS"]) * groups * (r + 2) // cut["HEADS"],)
     _qkv_join_kernel[grid](
-        *given, cos, sin, b, M, groups, scale, *outputs, bits(amax_out), 0,
+        *given, cos, sin, b, M, groups, scale, out, out_t, amax_out, 0,
         R=r, HN=hn, INTERLEAVED=interleaved, E4M3=fmt == E4M3, **cut, enable_fp_fusion=False,
     )  # fmt: skip
     return out if fmt is None else (out, out_t)

@@ -24,6 +24,7 @@ import triton.language as tl
 from megatron_fp8.numerics.blocks import BLOCK
 from megatron_fp8.ops.reference_statistics import check_cast, largest_kept
 from megatron_fp8.ops.triton.cast import magnitude_bits
+from megatron_fp8.ops.triton.launch import launched
 
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -33,6 +34,7 @@ BLOCKS, WARPS = 64, 8  # of 128 elements, and warps, a program
 
 
 # Rows of counts and scales lie anywhere: one compiled kernel for all of them.
+@launched
 @triton.jit(do_not_specialize=["scale_inv_ptr", "counts_ptr", "extremes_ptr"])
 def _count_cast_kernel(
     x_ptr, codes_ptr, n, scale_inv_ptr, largest, counts_ptr, extremes_ptr, SCALES: tl.constexpr, BLOCKS: tl.constexpr

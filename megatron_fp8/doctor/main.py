@@ -1,0 +1,63 @@
+"""Look at this machine before a run: versions, GPUs, links, limits, Slurm, the FP8 GEMMs and a linear's arithmetic.
+
+    megatron-fp8 doctor                      here
+    srun -N 16 --ntasks-per-node 1 -l megatron-fp8 doctor --bad      on every node of a job, what is not good
+    megatron-fp8 doctor --json
+
+Each line is good; or degraded: a run works, more slowly or with less safety; or blocking.  Exit code 0: nothing blocks;
+1: something does.  Seconds; with two GPUs or more, NCCL's look takes ten more.  Bandwidth and speed are not measured.
+"""
+
+import json
+import socket
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+from . import machine, scheduler, software
+from .finding import BLOCKING, DEGRADED, GOOD, Finding, degraded
+
+_LOOKS: tuple[Callable[[], Iterable[Finding]], ...] = (
+    software.versions, software.transformer_engine, machine.gpus, machine.power, machine.links, machine.infiniband,
+    machine.nccl, machine.shared_memory, machine.limits, machine.numa, machine.triton_cache, scheduler.slurm,
+    software.gemms, software.linear,
+)  # fmt: skip
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 doctor`."""
+    parser.add_argument("--json", action="store_true", help="for programs: host, verdict, and each line's parts")
+    parser.add_argument("--bad", action="store_true", help="only what is not good")
+
+
+def run(args: Namespace) -> int:
+    """Look at everything; returns the exit code."""
+    findings = []
+    for look in _LOOKS:
+        for finding in _seen(look):
+            findings.append(finding)
+            if not args.json and not (args.bad and finding.verdict == GOOD):
+                print(_line(finding), flush=True)
+    verdicts = [finding.verdict for finding in findings]
+    worst = next((verdict for verdict in (BLOCKING, DEGRADED) if verdict in verdicts), GOOD)
+    if args.json:
+        said = {"host": socket.gethostname(), "verdict": worst, "lines": list(map(asdict, findings))}
+        print(json.dumps(said, indent=1))
+    else:
+        counts = [f"{verdicts.count(kind)} {kind}" for kind in (GOOD, DEGRADED, BLOCKING) if kind in verdicts]
+        print(f"{worst}: {', '.join(counts)}")
+    return 1 if worst == BLOCKING else 0
+
+
+def _seen(look: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
+    """What a look finds; that it could not look, where it fails: the others go on."""
+    try:
+        yield from look()
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        yield degraded(look.__name__, f"could not be looked at: {said}", "please report it")
+
+
+def _line(finding: Finding) -> str:
+    remedy = f"; {finding.remedy}" if finding.remedy else ""
+    return f"{finding.verdict:8}  {finding.what:18}  {finding.found}{remedy}"

@@ -1,0 +1,326 @@
+"""`--args-file FILE ...`: flags and variables from YAML files, read before Megatron reads its command line.
+
+    ENV_VARS:
+      CUDA_DEVICE_MAX_CONNECTIONS: 1           where the environment has none
+    MODEL_ARGS:
+      --num-layers: 32                         a flag and its value, letter for letter
+      --swiglu: true                           a switch; with false or null (~) the flag is left out
+      --rampup-batch-size: [32 32 1000000]     several words: also [32, 32, 1000000], or a list over lines
+      --moe-layer-freq: ([0]*1+[1]*11)         one word, as is all that is neither a list nor in [ ]
+      --save: ${OUT}/checkpoints               with the environment's variables; "[${DATA}]" then is several words
+
+A later file wins over an earlier one, and the command line over all: a flag that is typed is taken out of the files.
+What the command line cannot unsay, a switch, a later file leaves out (`--swiglu: false`).  FILE is a path, or the name
+of a shipped one, `model/gpt-7b`.
+
+The form is that of Megatron-LM's functional tests (tests/functional_tests of its repository), and a value becomes words
+as their runner makes them; what else those files hold is for that runner, and is passed over with a line in the log.
+Imports nothing heavy: the variables must be set before torch is imported.
+"""
+
+import functools
+import os
+import re
+import shlex
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from ..errors import UserError, did_you_mean
+from .flag import Flag, Values
+
+ARGS_FILE = Flag(
+    "--args-file",
+    "Flags and environment variables from YAML files with ENV_VARS and MODEL_ARGS, as in Megatron's functional tests; "
+    "the command line wins, and a later file over an earlier one (docs/launch.md).",
+    Values("FILE ..."),
+    needs_level=False,
+)
+FLAGS = (ARGS_FILE,)
+VARIABLES, MODEL_ARGS = "ENV_VARS", "MODEL_ARGS"
+# Keys of Megatron's test runner, of which a run of one's own makes no use.
+_RUNNERS = re.compile(
+    r"TEST_TYPE|MODE|METRICS|LAUNCHER|BEFORE_SCRIPT|AFTER_SCRIPT|MODEL_ENV_VARS|BASE_MODEL_ARGS|MODEL_ARGS_\d+"
+    r"|(TRAINING_)?SCRIPT_PATH|THROUGHPUT_TEST_PARAMS"
+)
+_AT_START = ("LD_", "PYTHON", "GLIBC_", "MALLOC_")  # read as a process starts
+_BY_TORCH = ("OMP_", "MKL_", "KMP_", "PYTORCH_", "TORCH_")  # some as torch is imported
+_SHIPPED = [Path(__file__).parents[n] / "configs" for n in (1, 2)]  # of an installed package; of a checkout
+
+
+class Given(NamedTuple):
+    """A flag's or variable's value, a text or its words, and the file that gives it."""
+
+    value: str | list[str]
+    file: str
+
+
+@dataclass
+class Files:
+    """What some files say together.
+
+    Attributes:
+        flags: in the order in which they go onto a command line; without those that are left out.
+        variables: the same.
+        passed_over: (file, key) of what is for Megatron's test runner.
+    """
+
+    flags: dict[str, Given] = field(default_factory=dict)
+    variables: dict[str, Given] = field(default_factory=dict)
+    passed_over: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Expanded:
+    """A command line whose files were read.
+
+    Attributes:
+        words: the command line, without --args-file: the files' flags first.
+        variables: {name: value} to set, where the environment has none.
+        files: their paths.
+        origins: {flag: file} of the files' flags that are among the words.
+        lines: for the log.
+    """
+
+    words: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def expand(words: Sequence[str], environment: Mapping[str, str]) -> Expanded:
+    """Read the files that a script's words name. Raises UserError of one line: file, flag or key, value, remedy."""
+    names, rest = _take_out(list(words))
+    if not names:
+        return Expanded(rest)
+    paths = [str(find(name)) for name in names]
+    files = read(paths)
+    typed = {word.partition("=")[0] for word in rest if word.startswith("-")}
+    variables = {
+        name: _fill(str(given.value), environment, f"{given.file}: {name}")
+        for name, given in files.variables.items()
+        if name not in environment
+    }
+    known = {**variables, **environment}
+    front: list[str] = []
+    origins = {flag: given.file for flag, given in files.flags.items() if flag not in typed}
+    for flag in origins:
+        value, place = files.flags[flag].value, f"{files.flags[flag].file}: {flag}"
+        many = isinstance(value, list)
+        filled = [_fill(word, known, place) for word in value] if many else _fill(str(value), known, place)
+        front += _words(flag, value_words(filled, place) or [])
+    lines = [f"{file}: {key}: passed over, it is for Megatron's test runner" for file, key in files.passed_over]
+    lines.insert(0, f"{ARGS_FILE.name} {' '.join(paths)}: {len(origins)} flags, {len(variables)} variables")
+    if named := sorted(name for name in files.variables if name in environment):
+        lines.append(f"the environment has its own {', '.join(named)}, which wins over the files")
+    return Expanded([*front, *rest], variables, paths, origins, lines)
+
+
+def read(paths: Iterable[str]) -> Files:
+    """What the files say together, variables in values not yet filled in. Raises UserError of one line."""
+    together = Files()
+    for path in paths:
+        content = _content(path)
+        for key in content:
+            if _RUNNERS.fullmatch(key):
+                together.passed_over.append((path, key))
+            elif key not in (VARIABLES, MODEL_ARGS):
+                close = did_you_mean(key, (VARIABLES, MODEL_ARGS))
+                raise UserError(f"{path}: {key}: no such key{close}; use {VARIABLES} and {MODEL_ARGS}")
+        for key, into, name in (
+            (VARIABLES, together.variables, re.compile(r"[A-Za-z_]\w*")),
+            (MODEL_ARGS, together.flags, re.compile(r"--?[A-Za-z]\S*")),
+        ):
+            for label, value in _mapping(path, key, content.get(key)):
+                if not name.fullmatch(label):
+                    shape = "--a-flag" if key == MODEL_ARGS else "A_NAME"
+                    raise UserError(f"{path}: {key}: {label}: not the name of a {_kind(key)}; write {shape}: VALUE")
+                left_out = value_words(value, f"{path}: {label}") is None
+                if key == VARIABLES:
+                    if isinstance(value, list):
+                        raise UserError(f"{path}: {label}: a list; a variable takes one value")
+                    left_out = value is None
+                into.pop(label, None)  # at its new place, since several flags may set one value
+                if not left_out:
+                    into[label] = Given(value, path)
+    return together
+
+
+def find(name: str) -> Path:
+    """The file of a path, or of a shipped one's name. Raises UserError of one line."""
+    tried = [Path(name), *(folder / file for folder in _SHIPPED for file in (name, f"{name}.yaml"))]
+    for path in tried:
+        if path.is_file():
+            return path
+    known = [str(path.relative_to(folder).with_suffix("")) for folder in _SHIPPED for path in folder.rglob("*.yaml")]
+    close = did_you_mean(name.removesuffix(".yaml"), known)
+    raise UserError(f"{ARGS_FILE.name} {name}: no such file, nor is one of that name shipped{close}; give its path")
+
+
+# --- in a run
+
+
+_read = Expanded([])  # by this process
+
+
+def apply() -> None:
+    """Put the files of this process's command line in its place, and set their variables where there are none."""
+    global _read
+    found = expand(sys.argv[1:], os.environ)
+    if not found.files:
+        return
+    sys.argv[1:] = found.words
+    os.environ.update(found.variables)
+    late = _AT_START + (_BY_TORCH if "torch" in sys.modules else ())
+    if names := [name for name in found.variables if name.startswith(late)]:
+        found.lines.append(f"{', '.join(names)}: read before this process could set it; set it in the shell instead")
+    _read = found
+
+
+def lines() -> list[str]:
+    """What the log should say of the files that this process has read."""
+    return _read.lines
+
+
+def check(parser: ArgumentParser, unknown: bool) -> None:
+    """Make the parser name the file of a mistake. Raises UserError for a flag of a file that it does not know, unless
+    `unknown` ones are another parser's."""
+    options = parser._option_string_actions
+    for flag, file in _read.origins.items():
+        if flag not in options and not unknown:
+            raise UserError(f"{file}: {flag}: no such flag{did_you_mean(flag, options)}; --help lists every flag")
+    without_file = parser.error
+
+    def error(message: str):
+        wrong = re.match(r"argument ([^:]+): ", message)
+        files = {_read.origins[flag] for flag in (wrong[1].split("/") if wrong else ()) if flag in _read.origins}
+        return without_file(f"{files.pop()}: {message}" if files else message)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+# --- reading
+
+
+def _take_out(words: list[str]) -> tuple[list[str], list[str]]:
+    """The files that a command line names, in order, and its other words."""
+    names: list[str] = []
+    rest: list[str] = []
+    taking = False
+    for number, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag == ARGS_FILE.name:
+            names += [value] if value else []
+            taking = not value
+            if taking and (number + 1 == len(words) or words[number + 1].startswith("-")):
+                raise UserError(f"{ARGS_FILE.name}: names no file; give one or more")
+        elif taking and not word.startswith("-"):
+            names.append(word)
+        else:
+            taking = False
+            rest.append(word)
+    return names, rest
+
+
+def _words(flag: str, values: list[str]) -> list[str]:
+    """As a command line has them; a value that looks like a flag needs the equals sign."""
+    if len(values) == 1 and re.match(r"-[^\d.]", values[0]):
+        return [f"{flag}={values[0]}"]
+    return [flag, *values]
+
+
+def _fill(text: str, environment: Mapping[str, str], place: str) -> str:
+    def value(found: re.Match) -> str:
+        name = found[1] or found[2]
+        if name not in environment:
+            flag = place.rpartition(": ")[2]
+            other = f", or give {flag} on the command line" if flag.startswith("-") else ""
+            raise UserError(f"{place} {text}: the variable {name} is not set; set it{other}")
+        return environment[name]
+
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+
+
+def value_words(value: Any, place: str) -> list[str] | None:
+    """The words of a flag's value: none for a switch; None where the flag is left out."""
+    if isinstance(value, list):
+        for word in value:
+            if not isinstance(word, str):
+                raise UserError(f"{place}: a list takes words; write [a b] or [a, b]")
+        return value
+    if isinstance(value, dict):
+        raise UserError(f"{place}: a mapping; give a word, a list, true, false or null")
+    text = "" if value is None else str(value).strip()
+    if text.lower() in ("", "false"):
+        return None
+    if text.lower() == "true":
+        return []
+    if several := re.fullmatch(r"\[([^]]+)\]", text):
+        try:
+            return shlex.split(several[1])
+        except ValueError as error:
+            raise UserError(f"{place} {text}: {error}; close it") from None
+    return [text]
+
+
+def _mapping(path: str, key: str, content: Any) -> Iterable[tuple[str, Any]]:
+    if content is None:
+        return ()
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: {key}: no mapping; write a line for each {_kind(key)}")
+    return [(str(label), value) for label, value in content.items()]
+
+
+def _kind(key: str) -> str:
+    return "flag" if key == MODEL_ARGS else "variable"
+
+
+def _content(path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
+    except OSError as error:
+        raise UserError(f"{ARGS_FILE.name} {path}: {error.strerror}; give a YAML file") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except Exception as error:  # a YAMLError; or a tag on what is none, or not text
+        raise UserError(f"{path}: not YAML: {' '.join(str(error).split()) or type(error).__name__}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: no mapping; write {VARIABLES}: and {MODEL_ARGS}:, and flags below")
+    return {str(key): value for key, value in content.items()}
+
+
+@functools.cache
+def _loader() -> type:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Scalars stay as they are written: YAML would read 1:30 as 90, 010 as 8, 1_000 as 1000 and off as false."""
+
+        yaml_implicit_resolvers: ClassVar[dict[str, list]] = {}
+
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise UserError(f"{key}: is given twice; give it once")
+            return super().construct_mapping(node, deep)
+
+        def words(self, node):
+            """In [ ] blanks part words too."""
+            found = []
+            for item in node.value:
+                value = self.construct_object(item, deep=True)
+                plain = node.flow_style and isinstance(item, yaml.ScalarNode) and item.style is None
+                found += str(value).split() if plain else [value]
+            return found
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+    Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+    Loader.add_constructor("tag:yaml.org,2002:seq", Loader.words)
+    return Loader

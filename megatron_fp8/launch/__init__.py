@@ -1,0 +1,1 @@
+"""From files to a job on a cluster: the command line that they make, and the Slurm script around it."""

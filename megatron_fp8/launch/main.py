@@ -1,0 +1,194 @@
+"""Write a Slurm job from files of flags, and submit it.
+
+    megatron-fp8 launch model/gpt-7b layout/gpt-7b-32gpus recipe/pretrain recipe/gpt-7b recipe/data --nodes 4 --submit
+    megatron-fp8 launch mine.yaml --nodes 2 --level O3 --flags="--lr 1e-4" --sbatch="--partition=gpu --account=me"
+
+The flags are those that --args-file would make of the files (`megatron-fp8 args`), with --level and --flags on top.
+They are checked as the job's rank 0 would check them, where torch and Megatron are installed here, and written into the
+job's script as they are now: a job that Slurm starts again runs the same command, whatever became of the files.
+
+In FOLDER: NAME.sbatch, the log of each job, checkpoints/ unless --save says otherwise, and for each job what it was:
+command, commit and changes, packages, environment without what looks like a secret. `touch FOLDER/exit` makes the job
+save, end and not come back. How it comes back otherwise: the top of scripts/slurm/train.sbatch.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import UserError, did_you_mean
+from ..flags.args_file import ARGS_FILE, expand, find, read
+from .script import Settings, shipped, steps_of, write_script
+
+_FIRST = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "--pretrained-checkpoint")
+_OWN = ("--exit-signal", "--exit-signal-handler", "--exit-duration-in-mins")
+_SCRIPT = "pretrain_gpt_fp8.py"
+_LEVELS = ("O0", "O1", "O2", "O3")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 launch`."""
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="YAML files, or shipped ones' names: model/gpt-7b")
+    add("--nodes", type=int, required=True, metavar="N")
+    add("--level", choices=_LEVELS, help="--fp8-level, whatever the files say")
+    add("--flags", default="", metavar="FLAGS", help='Megatron\'s and ours, over the files: --flags="--lr 1e-4"')
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="and as many tasks (8); 0: none")
+    add("--tasks-per-node", type=int, metavar="N", help="where a node has no GPU")
+    add("--time", default="24:00:00", metavar="TIME", help="as sbatch takes it (24:00:00)")
+    add("--name", metavar="NAME", help="of the job (the first file's)")
+    add("--folder", metavar="FOLDER", help="on storage that all nodes share (runs/NAME)")
+    add("--cluster", metavar="NAME", help="variables of a site: a file, or a shipped one's name: infiniband")
+    add("--container", metavar="IMAGE", help="run in it, by pyxis and enroot")
+    add("--mounts", metavar="FROM:TO,...", help="of the container, beside this folder and FOLDER")
+    add("--script", metavar="FILE", help=f"the training script ({_SCRIPT})")
+    add("--python", metavar="PROGRAM", help="that runs it (this one; in a container python)")
+    add("--sbatch", default="", metavar="OPTIONS", help='more of Slurm\'s: --sbatch="--partition=gpu --account=me"')
+    add("--steps", type=int, metavar="N", help="of the whole training, where the flags do not say")
+    add("--max-restarts", type=int, default=100, metavar="N", help="after which the job ends as failed (100)")
+    add("--submit", action="store_true", help="submit it too")
+
+
+def run(args: Namespace) -> int:
+    """Write the script, and submit it; returns the exit code."""
+    tasks = args.gpus_per_node or args.tasks_per_node or 0
+    for flag, number in (("--nodes", args.nodes), ("--tasks-per-node", tasks), ("--max-restarts", args.max_restarts),
+                         ("--steps", 1 if args.steps is None else args.steps)):  # fmt: skip
+        if number < 1:
+            raise UserError(f"{flag} {number}: use 1 or more")
+    name = args.name or Path(args.files[0]).stem
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-'")
+    if re.match(r"[^-]", args.sbatch):
+        raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash")
+    words, variables = _read(args)
+    given = _given(words)
+    for flag in _OWN:
+        if flag in given:
+            raise UserError(f"{flag}: the job's script sets it, from its own time limit; remove it")
+    if "--save-interval" not in given:
+        raise UserError("--save-interval: missing; a job that is killed goes back to its last save: add it")
+    folder = Path(args.folder or f"runs/{name}").absolute()
+    first = [word for flag in _FIRST if flag in given for word in (flag, *given[flag])]
+    save = given.get("--save") or [str(folder / "checkpoints")]
+    words = [word for flag, values in _flags_of(words) if flag not in (*_FIRST, "--save") for word in (flag, *values)]
+    settings = Settings(
+        name=name,
+        nodes=args.nodes,
+        tasks_per_node=tasks,
+        gpus_per_node=args.gpus_per_node,
+        time=args.time,
+        folder=folder,
+        save=Path(save[0]).absolute(),
+        steps=args.steps or steps_of(given),
+        words=words,
+        first=first,
+        variables=variables,
+        script=_script(args.script),
+        python=args.python or ("python" if args.container else sys.executable),
+        container=args.container or "",
+        mounts=args.mounts or "",
+        sbatch=args.sbatch,
+        max_restarts=args.max_restarts,
+    )
+    checked = _check(settings, words, variables)
+    path = write_script(settings)
+    print(f"{path}: {settings.steps} steps on {args.nodes} x {tasks} {'GPUs' if args.gpus_per_node else 'CPU tasks'}")
+    said = "its flags passed Megatron's and the level's checks"
+    print(said if checked else "its flags were not checked: torch and Megatron are not here")
+    if not args.submit:
+        print(f"submit it: sbatch {path}")
+        return 0
+    print(f"job {_submit(path)}; its log: {folder}/log-JOB.txt; to stop it for good: touch {folder / 'exit'}")
+    return 0
+
+
+def _read(args: Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command line's words; the variables of the files and of the cluster, which the shell's own come before."""
+    words = [ARGS_FILE.name, *args.files, *shlex.split(args.flags)]
+    if args.level:
+        words += ["--fp8-level", args.level]
+    own = read(str(find(name)) for name in args.files).variables
+    variables = expand(words, {name: value for name, value in os.environ.items() if name not in own}).variables
+    if args.cluster:
+        variables |= _cluster(args.cluster)
+    return expand(words, os.environ).words, variables
+
+
+def _cluster(name: str) -> dict[str, str]:
+    """The variables of a site's file: lines NAME=VALUE."""
+    path = Path(name)
+    if not path.is_file():
+        folder = shipped("configs/cluster")
+        path = folder / f"{name.removesuffix('.env')}.env"
+        if not path.is_file():
+            close = did_you_mean(name, [file.stem for file in folder.glob("*.env")])
+            raise UserError(f"--cluster {name}: no such file, nor is one of that name shipped{close}; give its path")
+    variables = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.strip().removeprefix("export ")
+        if not text or text.startswith("#"):
+            continue
+        variable, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", variable):
+            raise UserError(f"{path}:{number}: {text}: write NAME=VALUE")
+        try:
+            variables[variable] = " ".join(shlex.split(value, comments=True))
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {text}: {error}; close it") from None
+    return variables
+
+
+def _flags_of(words: list[str]):
+    from ..rehearsal.command import flags_of
+
+    return flags_of(words)
+
+
+def _given(words: list[str]) -> dict[str, list[str]]:
+    return dict(_flags_of(words))
+
+
+def _script(given: str | None) -> Path:
+    path = Path(given) if given else shipped(_SCRIPT)
+    if not path.is_file():
+        raise UserError(f"--script {path}: no such script; give its path")
+    return path.absolute()
+
+
+def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -> bool:
+    """Whether the flags could be checked here.  Raises UserError of one line for what the job would stop at."""
+    if not all(map(importlib.util.find_spec, ("torch", "megatron"))):
+        return False
+    from ..rehearsal import ranks
+    from ..rehearsal.command import Launch, flags_of
+
+    ranks.warm_up(str(settings.script.parent))
+    from ..rehearsal.job import examine
+
+    gpus = settings.nodes * settings.tasks_per_node
+    flags = list(flags_of([*words, "--save", str(settings.save)]))
+    launch = Launch([str(settings.script)], flags, gpus, dict(variables))
+    job = examine(launch, gpus, unknown=settings.script.name != _SCRIPT)  # another script may have flags of its own
+    if job.error:
+        raise UserError(f"on {gpus} ranks: {job.error}")
+    if job.missing:
+        print(f"not on this machine: {job.missing}")
+    return True
+
+
+def _submit(path: Path) -> str:
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(f"--submit: no sbatch here; on a node that has it: sbatch {path}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise UserError(f"--submit: sbatch: {said[-1] if said else f'exit code {done.returncode}'}; see {path}")
+    return done.stdout.strip().split(";")[0]

@@ -1,0 +1,125 @@
+"""A job's Slurm script: scripts/slurm/train.sbatch with other options of Slurm's and other settings."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+
+_WARNING = 600  # seconds before the time limit: one step, one save
+_TEMPLATE = "scripts/slurm/train.sbatch"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a job; `steps` of the whole training, `words` of its command line, `first` those of its first start alone."""
+
+    name: str
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    time: str
+    folder: Path
+    save: Path
+    steps: int
+    words: list[str]
+    first: list[str]
+    variables: Mapping[str, str]
+    script: Path
+    python: str
+    container: str
+    mounts: str
+    sbatch: str
+    max_restarts: int
+
+
+def shipped(name: str) -> Path:
+    """A file or folder that comes with the package: inside an installed one, beside it in a checkout."""
+    inside, beside = (Path(__file__).resolve().parents[n] / name for n in (1, 2))
+    return inside if inside.exists() else beside
+
+
+def write_script(settings: Settings) -> Path:
+    """Make the job's folder and write its script there."""
+    text = shipped(_TEMPLATE).read_text()
+    body = re.sub(r"\A#!.*\n(#SBATCH.*\n)+", lambda _: _header(settings), text)
+    body = re.sub(r"(?<=^# >>> settings).*?(?=^# <<< settings)", lambda _: _settings(settings), body, flags=re.M | re.S)
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    path = settings.folder / f"{settings.name}.sbatch"
+    path.write_text(body)
+    path.chmod(0o755)
+    return path
+
+
+def _header(job: Settings) -> str:
+    warning = min(_WARNING, seconds(job.time) // 5)
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.tasks_per_node}",
+        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
+        *("--exclusive", "--mem=0", "--wait-all-nodes=1"),
+        f"--time={job.time}",
+        f"--signal=B:USR1@{warning}",
+        *("--requeue", "--open-mode=append"),
+        f'--output="{job.folder}/log-%j.txt"',
+        f'--chdir="{Path.cwd()}"',
+        *([job.sbatch] if job.sbatch else []),  # the last one of an option counts
+    ]
+    return "".join(["#!/bin/bash\n", *(f"#SBATCH {option}\n" for option in options)])
+
+
+def _settings(job: Settings) -> str:
+    values = {
+        "ITERATIONS": str(job.steps),
+        "FOLDER": str(job.folder),
+        "SAVE": str(job.save),
+        "PYTHON": job.python,
+        "SCRIPT": str(job.script),
+        "CONTAINER": job.container,
+        "MOUNTS": job.mounts,
+        "MAX_RESTARTS": str(job.max_restarts),
+        "MAX_STALLS": "2",
+    }
+    lines = ["", *(f"{name}={shlex.quote(value)}" for name, value in values.items())]
+    # The shell that submits comes before the files; ${A-'x'} is x where A is not set.
+    lines += [f"export {name}=${{{name}-{shlex.quote(value)}}}" for name, value in job.variables.items()]
+    lines.append(f"FIRST=({shlex.join(job.first)})")
+    flags: list[list[str]] = []
+    for word in job.words:
+        if word.startswith("--") or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    lines += ["set -- \\", " \\\n".join(f"    {shlex.join(flag)}" for flag in flags), ""]
+    return "\n".join(lines)
+
+
+def seconds(time: str) -> int:
+    """Of a time limit as sbatch takes it.  Raises UserError of one line."""
+    found = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))", time)
+    if not found:
+        raise UserError(f"--time {time}: use minutes, HH:MM:SS or D-HH:MM:SS")
+    days, day_hours, day_minutes, day_seconds, hours, minutes, rest, alone = (int(part or 0) for part in found.groups())
+    hours, minutes, rest = hours + day_hours, minutes + day_minutes + alone, rest + day_seconds
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    if total < 60:
+        raise UserError(f"--time {time}: use a minute or more")
+    return total
+
+
+def steps_of(given: Mapping[str, list[str]]) -> int:
+    """How many steps a command line trains.  Raises UserError of one line where it does not say."""
+    if "--train-iters" in given:
+        return _number(given, "--train-iters")
+    if "--train-samples" in given and "--global-batch-size" in given:  # a ramp-up changes nothing of it
+        return _number(given, "--train-samples") // _number(given, "--global-batch-size")
+    raise UserError("--train-iters: missing; give it, or --train-samples and --global-batch-size, or launch --steps N")
+
+
+def _number(given: Mapping[str, list[str]], flag: str) -> int:
+    values = given[flag]
+    if len(values) != 1 or not values[0].isdecimal():
+        raise UserError(f"{flag} {' '.join(values)}: use a whole number")
+    return int(values[0])

@@ -1,0 +1,110 @@
+"""Collectives of a step on one rank: bytes by kind, inside a node and between nodes, their time, and what stays bare.
+
+Ranks are numbered as Megatron does: tensor-parallel ones side by side, then context, data, pipeline. A ring of n ranks
+sends (n - 1) / n of the payload a rank; where it leaves the node, all its ranks in a node share their ports.
+
+    data        reduction of gradients: 4 bytes a parameter of stock's (FP32 reduce-scatter), 1 + 1/128 of our linears
+                (an all-to-all of blocks); gather of weights: 2 (BF16) or 1 (E4M3). Embeddings, head, norms: stock's 6
+    tensor      with sequence parallelism, a layer and micro-batch: forward a gather and a reduce-scatter for each of
+                attention and MLP, backward the same and the gather of the linear's input once more
+    pipeline    an activation forward and a gradient backward, a micro-batch and boundary
+    context     keys and values round the ring, forward, and with their gradients backward. Its bare share is assumed
+
+How much overlap hides was read off profiled steps (systems.py: bare_*). A collective that nothing is to hide is bare.
+"""
+
+from typing import NamedTuple
+
+from .hardware import Hardware
+from .workload import Workload
+
+_BARE_CONTEXT = 0.3
+
+
+class Traffic(NamedTuple):
+    """Of one rank and a step: bytes sent inside its node and to other nodes, milliseconds, and of these the bare."""
+
+    inside: float
+    between: float
+    ms: float
+    bare: float
+
+
+def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, Traffic]:
+    """{kind: Traffic}; linears, others: parameters that the rank holds."""
+    found = {}
+    ranks, stride = w.job.data_parallel_size, w.tensor
+    s = w.system
+    if ranks > 1:
+        bare = s.bare_gradients if w.overlap_reduce else 1.0
+        found["gradients: linears"] = _ring(w, hardware, ranks, stride, s.gradient_wire * linears, bare)
+        # Ours alone are launched bucket by bucket; what is stock's beside them comes at the end.
+        of_stock = 1.0 if s.level else bare
+        found["gradients: all else"] = _ring(w, hardware, ranks, stride, 4 * others, of_stock)
+        bare = s.bare_weights if w.overlap_gather else 1.0
+        found["weights: linears"] = _ring(w, hardware, ranks, stride, s.weight_wire * linears, bare)
+        found["weights: all else"] = _ring(w, hardware, ranks, stride, 2 * others, bare)
+    if w.tensor > 1:
+        found |= _tensor(w, hardware)
+    if w.pipeline > 1:
+        size = 2 * w.tokens * w.job.hidden_size / w.split
+        times = 2 * w.micro_batches * w.virtual
+        crosses = w.gpus > hardware.gpus_per_node
+        rate = hardware.network_gb_s if crosses else hardware.nvlink_gb_s
+        ms = times * (size / rate / 1e6 + hardware.collective_ms)
+        found["pipeline"] = Traffic(0 if crosses else times * size, times * size if crosses else 0, ms, ms)
+    if w.context > 1:
+        size = 3 * 2 * 2 * w.groups / w.tensor * w.tokens * w.context  # K and V; backward again, and their gradients
+        rounds = w.micro_batches * w.layers
+        found["context"] = _ring(w, hardware, w.context, w.tensor, size, _BARE_CONTEXT, rounds)
+    return found
+
+
+def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
+    times = w.micro_batches * w.layers
+    size = 2.0 * w.tokens * w.job.hidden_size
+    bare = w.system.bare_tensor
+    if not w.sequence_parallel:  # an all-reduce each, forward and backward, of attention and of the MLP
+        return {"tensor: sums": _ring(w, hardware, w.tensor, 1, 4 * 2 * size, 1.0, times)}
+    gathers = (2 + 2) * w.system.gather_bytes / 2 + 2  # x, as the level sends it, both ways; dy in BF16
+    return {
+        "tensor: gathers": _ring(w, hardware, w.tensor, 1, gathers * size, bare, times, 6),
+        "tensor: reduce-scatters": _ring(w, hardware, w.tensor, 1, 4 * size, bare, times, 4),
+    }
+
+
+def _ring(
+    w: Workload,
+    hardware: Hardware,
+    ranks: int,
+    stride: int,
+    payload: float,
+    bare: float,
+    times: int = 1,
+    calls: int = 1,
+) -> Traffic:
+    """`times` times collectives of `payload` bytes, over ranks that lie `stride` GPUs apart."""
+    a_node = min(ranks, max(1, hardware.gpus_per_node // stride))  # of them in one node
+    sent = times * payload * (ranks - 1) / ranks
+    between = sent / a_node if ranks > a_node else 0.0
+    rate = min(hardware.nvlink_gb_s, a_node * hardware.network_gb_s) if between else hardware.nvlink_gb_s
+    ms = sent / rate / 1e6 + times * calls * hardware.collective_ms
+    return Traffic(sent - between, between, ms, ms * bare)
+
+
+def weight_volume(w: Workload) -> float:
+    """Bytes that a rank sends of gradients and weights in a step, as FP8-LM's Table 5 counts: no padding, no scales,
+    and both tables on one rank."""
+    job, ranks = w.job, w.job.data_parallel_size
+    a_weight = 2 if w.system.gradient_wire < 2 else 6
+    linears = sum(rows * columns for rows, columns, _ in job.linear_sizes) * job.num_layers / (w.tensor * w.pipeline)
+    tables = 2 * job.vocab_size * job.hidden_size / w.tensor
+    return (linears * a_weight + tables * 6) * (ranks - 1) / ranks
+
+
+def activation_volume(w: Workload) -> float:
+    """Bytes that a rank receives of activations in a micro-batch, as in Table 7: gathers of column-parallel inputs
+    and the reduce-scatters of their gradients."""
+    a_gather = w.system.gather_bytes
+    size = w.tokens * w.job.hidden_size * (w.tensor - 1) / w.tensor
+    return 2 * (2 * a_gather + 2) * size * w.layers

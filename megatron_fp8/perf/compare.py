@@ -1,0 +1,178 @@
+"""Runs side by side: losses, gradient norms, step times, memory; and whether two are the same.
+
+    megatron-fp8 compare before.jsonl after.jsonl                        the first is what others are compared with
+    megatron-fp8 compare O0=bf16.log O3=o3.log --steps 1:200 --figure loss.svg
+    megatron-fp8 compare run.jsonl --export-result expected.jsonl        keep losses and norms, as torchtitan does
+    megatron-fp8 compare run.jsonl --import-result expected.jsonl --assert-equal
+
+A run is [NAME=]PATH: a file that MEGATRON_FP8_METRICS names (every digit), Megatron's log (seven), or TensorBoard's
+folder (FP32). Runs of two forms are compared to the digits of the coarser; Megatron logs as its second loss the mean of
+the first two, which metrics do not. Exit code 0; 1 where --assert-equal finds a difference, --tolerance is exceeded, or
+no step is common; 2: a mistake.
+"""
+
+import json
+import math
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import UserError
+from ..metrics import LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
+from .runs import GRAD_NORM, Run, read, same
+from .text import FORMATS, render, save
+
+_WARM_UP = 3  # steps whose time does not count
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 compare`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="[NAME=]PATH of a metrics file, a log or a folder")
+    parser.add_argument("--steps", metavar="A:B", help="only these, either end may be missing")
+    parser.add_argument("--assert-equal", action="store_true", help="all losses and gradient norms, at the same steps")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="the largest difference of losses, relative")
+    parser.add_argument("--export-result", metavar="FILE", help="write the first run's losses and norms there")
+    parser.add_argument("--import-result", metavar="FILE", help="compare with what was exported")
+    parser.add_argument("--figure", metavar="FILE", help="curves of losses and of their differences")
+    parser.add_argument("--format", choices=FORMATS, default="text")
+
+
+def run(args: Namespace) -> int:
+    """Print the comparison; returns the exit code."""
+    runs = [read(args.import_result)] if args.import_result else []
+    runs += [read(word) for word in args.runs]
+    if args.tolerance is not None and not args.tolerance >= 0:
+        raise UserError(f"--tolerance {args.tolerance}: use 0 or more")
+    if len(runs) < 2 and (args.assert_equal or args.tolerance is not None):
+        raise UserError("--assert-equal, --tolerance: there is one run; give another, or --import-result FILE")
+    _keep(runs, args.steps)
+    if args.export_result:
+        _export(runs[-1 if args.import_result else 0], args.export_result)
+    first, others = runs[0], runs[1:]
+    print(render([row(run, first) for run in runs], args.format))
+    found = [line for other in others for line in differences(first, other)] if args.assert_equal else []
+    found += [f"{other.name}: no step in common with {first.name}"
+              for other in others if not _common(first, other, LOSS)]  # fmt: skip
+    if args.tolerance is not None:
+        found += [f"{other.name}: losses differ by {largest:.3e}, more than --tolerance {args.tolerance:g}"
+                  for other in others if not (largest := _largest(first, other, LOSS)) <= args.tolerance]  # fmt: skip
+    verdict = found or ["equal"] * args.assert_equal
+    if verdict:
+        print("\n" + "\n".join(verdict))
+    if args.figure:
+        _draw(runs, args.figure)
+    return int(bool(found))
+
+
+def row(run: Run, first: Run) -> dict[str, str]:
+    """What is said of a run, the differences from the first one."""
+    losses, norms = run.series(LOSS), run.series(GRAD_NORM)
+    times = [ms for step, ms in run.series(STEP_MS).items() if step > min(run.steps) + _WARM_UP - 1]
+    validation = run.series(VALIDATION_LOSS)
+    tail = list(losses.values())[-max(1, len(losses) // 10) :]
+    cells = {
+        "run": run.name, "form": run.form, "steps": f"{min(losses)}..{max(losses)} ({len(losses)})",
+        "last loss": f"{tail[-1]:.6f}", "of the last tenth": f"{statistics.fmean(tail):.6f}",
+        "last norm": f"{list(norms.values())[-1]:.4f}" if norms else "",
+        "ms a step": f"{statistics.median(times):.1f}" if times else "",
+        "GB held / peak": f"{run.memory[0]:.1f} / {run.memory[1]:.1f}" if run.memory else "",
+        "skipped": f"{sum(run.series(SKIPPED).values()):.0f}" if run.series(SKIPPED) else "",
+        "validation": f"{list(validation.values())[-1]:.6f}" if validation else "",
+    }  # fmt: skip
+    if run is first:
+        return cells | {"loss: largest, mean difference": "", "norm: largest": "", "x faster": ""}
+    before = [ms for step, ms in first.series(STEP_MS).items() if step > min(first.steps) + _WARM_UP - 1]
+    common = _common(first, run, LOSS)
+    signed = [run.steps[step][LOSS] - first.steps[step][LOSS] for step in common]
+    return cells | {
+        "loss: largest, mean difference": f"{_largest(first, run, LOSS):.2e} relative, "
+        f"{statistics.fmean(signed):+.2e}" if signed else "no step in common",
+        "norm: largest": f"{_largest(first, run, GRAD_NORM):.2e}" if _common(first, run, GRAD_NORM) else "",
+        "x faster": f"{statistics.median(before) / statistics.median(times):.3f}" if before and times else "",
+    }  # fmt: skip
+
+
+def differences(first: Run, other: Run) -> list[str]:
+    """A line for each way in which the runs are not the same."""
+    found = []
+    for name in (LOSS, GRAD_NORM):
+        mine, theirs = first.series(name), other.series(name)
+        if name == GRAD_NORM and not (mine and theirs):
+            continue
+        if only := sorted(mine.keys() ^ theirs.keys()):
+            found.append(f"{other.name}: {name} at steps {_listed(only)} in one of the two only")
+        unequal = [
+            step for step in sorted(mine.keys() & theirs.keys())
+            if not same(*(first.rounded(name, other.rounded(name, value)) for value in (mine[step], theirs[step])))
+        ]  # fmt: skip
+        if unequal:
+            step = unequal[0]
+            pair = f"{mine[step]!r} and {theirs[step]!r}"
+            found.append(f"{other.name}: {name} differs at {len(unequal)} steps, first at step {step}: {pair}")
+    return found
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+
+
+def _common(first: Run, other: Run, name: str) -> list[int]:
+    return sorted(first.series(name).keys() & other.series(name).keys())
+
+
+def _largest(first: Run, other: Run, name: str) -> float:
+    """The largest relative difference; infinite where one of two is not a number; NaN without a common step."""
+    found = [math.nan] if not _common(first, other, name) else []
+    for step in _common(first, other, name):
+        a, b = first.steps[step][name], other.steps[step][name]
+        if same(a, b):
+            found.append(0.0)
+        elif math.isfinite(a) and math.isfinite(b):
+            found.append(abs(b - a) / max(abs(a), 1e-30))
+        else:
+            return math.inf
+    return max(found)
+
+
+def _keep(runs: list[Run], steps: str | None) -> None:
+    """Leave only the steps A:B."""
+    if steps is None:
+        return
+    ends = steps.split(":")
+    if len(ends) != 2 or not all(end == "" or end.isdecimal() for end in ends):
+        raise UserError(f"--steps {steps}: use A:B, such as 10:200, :200 or 10:")
+    low, high = (int(end) if end else default for end, default in zip(ends, (0, math.inf), strict=True))
+    for run in runs:
+        run.steps = {step: values for step, values in run.steps.items() if low <= step <= high}
+        if not run.series(LOSS):
+            raise UserError(f"--steps {steps}: {run.name} has no loss there; it has others")
+
+
+def _export(run: Run, path: str) -> None:
+    lines = [json.dumps({STEP: step, **{name: values[name] for name in (LOSS, GRAD_NORM) if name in values}})
+             for step, values in sorted(run.steps.items()) if LOSS in values]  # fmt: skip
+    try:
+        Path(path).write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise UserError(f"--export-result {path}: {error.strerror}; name a file in a folder that is there") from None
+
+
+def _draw(runs: list[Run], path: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--figure {path}: needs matplotlib; pip install 'megatron-fp8[viz]'") from None
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    losses, gaps = figure.subplots(2, sharex=True)
+    for run in runs:
+        losses.plot(*zip(*run.series(LOSS).items(), strict=True), label=run.name, linewidth=1)
+    for run in runs[1:]:
+        common = _common(runs[0], run, LOSS)
+        gaps.plot(common, [run.steps[step][LOSS] - runs[0].steps[step][LOSS] for step in common], label=run.name,
+                  linewidth=1)  # fmt: skip
+    losses.set_ylabel("loss")
+    gaps.set_ylabel(f"less that of {runs[0].name}")
+    gaps.set_xlabel("step")
+    losses.legend(fontsize=8)
+    save(figure, path)

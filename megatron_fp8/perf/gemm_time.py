@@ -1,0 +1,45 @@
+"""Milliseconds of the matrix products and of attention: of a layer and of the head, for a micro-batch on one rank.
+
+A product takes 2 M N (K + fixed_k) FLOPs at the rate of a long one: what every tile of the result costs beside its sum
+(prologue, epilogue) is as much as fixed_k more terms. hardware.py's files say where rates were measured.
+"""
+
+from .hardware import Hardware
+from .workload import Workload
+
+_FORWARD_OF_ATTENTION = 0.26  # 2 FLOPs of 7 at 440, 5 at 390 TFLOP/s: cuDNN's kernels on an H200
+
+
+def _product(m: float, n: float, k: float, tflops: float, fixed_k: float) -> float:
+    return 2 * m * n * (k + fixed_k) / tflops / 1e9
+
+
+def linears(w: Workload, hardware: Hardware) -> tuple[float, float]:
+    """(Forward, backward) of the four linears of a layer."""
+    tokens, tensor = w.tokens, w.tensor
+    fp8 = w.system.fp8 and (w.overrides or {}).get("gemm", "fp8") == "fp8"
+    h = hardware
+    one = (h.fp8_forward_tflops, h.fp8_forward_fixed_k) if fp8 else (h.bf16_tflops, h.bf16_fixed_k)
+    other = (h.fp8_backward_tflops, h.fp8_backward_fixed_k) if fp8 else one
+    forward = backward = 0.0
+    for rows, columns, across in w.job.linear_sizes:
+        n, k = (rows // tensor, columns) if across == rows else (rows, columns // tensor)
+        forward += _product(tokens, n, k, *one)
+        backward += _product(tokens, k, n, *other) + _product(n, k, tokens, *other)
+    return forward, backward
+
+
+def head(w: Workload, hardware: Hardware) -> tuple[float, float]:
+    """(Forward, backward) of the LM head."""
+    flops = 2 * w.tokens * w.job.hidden_size * w.vocabulary / w.tensor / 1e9
+    if w.fp8_head:
+        return flops / hardware.fp8_forward_tflops, 2 * flops / hardware.fp8_backward_tflops
+    return flops / hardware.head_tflops, 2 * flops / hardware.head_tflops
+
+
+def attention(w: Workload, hardware: Hardware) -> tuple[float, float]:
+    """(Forward, backward) of a layer's core attention; every context-parallel rank has an even share of the square."""
+    flops = 7 * w.tokens * w.sequence * w.heads / w.tensor
+    slower = (1 + hardware.attention_length / w.sequence) * (1 + hardware.attention_head / w.channels)
+    both = flops * slower / hardware.attention_tflops / 1e9
+    return both * _FORWARD_OF_ATTENTION, both * (1 - _FORWARD_OF_ATTENTION)

@@ -1,0 +1,80 @@
+"""A GPU and its network, as the cost model knows them: a file of configs/hardware, or the user's own in its form.
+
+Every value stands in the file with its source. Rates are those of a step, not of a kernel alone: a GPU that works
+without a pause is bound by power (docs/performance.md).
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..errors import UserError
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
+_INSTALLED = Path(__file__).resolve().parents[1] / "configs" / "hardware"  # where a wheel carries them
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """See configs/hardware/h200.yaml for what each number means; GB are 10^9 bytes."""
+
+    name: str
+    memory_gb: float
+    beside_allocator_gb: float
+    peak_bf16_tflops: float
+    peak_fp8_tflops: float
+    fp8_forward_tflops: float
+    fp8_forward_fixed_k: float
+    fp8_backward_tflops: float
+    fp8_backward_fixed_k: float
+    bf16_tflops: float
+    bf16_fixed_k: float
+    head_tflops: float
+    attention_tflops: float
+    attention_length: float
+    attention_head: float
+    copy_gb_s: float
+    border_ms: float
+    layer_gap_ms: float
+    host_ms: float
+    host_layer_ms: float
+    gpus_per_node: int
+    nvlink_gb_s: float
+    network_gb_s: float
+    collective_ms: float
+
+    def pass_ms(self, moved: float) -> float:
+        """Milliseconds to move so many bytes of the GPU's memory."""
+        return moved / self.copy_gb_s / 1e6
+
+
+def shipped() -> dict[str, Path]:
+    """{name: file} of the hardware that comes with the package."""
+    folder = FOLDER if FOLDER.is_dir() else _INSTALLED
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def load(name: str) -> Hardware:
+    """The hardware of a shipped name or a file's path.  Raises UserError of one line for what is not complete."""
+    path = shipped().get(name, Path(name))
+    if not path.is_file():
+        raise UserError(f"--hardware {name}: no such file; give one, or one of {', '.join(shipped())}")
+    try:
+        import yaml
+    except ImportError:
+        raise UserError("--hardware: its file needs pyyaml: pip install pyyaml") from None
+    try:
+        given = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"--hardware {name}: {' '.join(str(error).split())}; correct the file") from None
+    if not isinstance(given, dict):
+        raise UserError(f"--hardware {name}: no names with values; see configs/hardware/h200.yaml")
+    for field in fields(Hardware):
+        value = given.get(field.name)
+        if field.name == "name" and isinstance(value, str):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise UserError(f"--hardware {name}: {field.name} is {value}; give a number, as in h200.yaml")
+    known = {field.name for field in fields(Hardware)}
+    if unknown := sorted(given.keys() - known):
+        raise UserError(f"--hardware {name}: {unknown[0]} is no name the model knows; remove it")
+    return Hardware(**given)

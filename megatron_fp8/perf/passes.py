@@ -1,0 +1,53 @@
+"""Milliseconds of what is bound by memory: systems.py has the bytes, here are the elements they are of."""
+
+from .hardware import Hardware
+from .systems import FP8_HEAD, STOCK_STATE, UNREPAIRED_SPLIT
+from .workload import Workload
+
+
+def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
+    """{kind: ms} of a layer, for a micro-batch on one rank, forward and backward."""
+    system, job, tensor = w.system, w.job, w.tensor
+    hidden = job.hidden_size / w.split
+    heads, qkv, fc1, ffn = (size / tensor for size in (w.heads, w.heads + 2 * w.groups, w.fc1, w.ffn))
+    if system.level and system.transpose:  # norms, activations and the join of QKV's gradients cast what they make
+        cast = heads + 2 * hidden
+    else:
+        cast = (2 * hidden + heads + ffn) + (qkv + fc1 + 2 * hidden)
+    split = system.qkv
+    if system.level is None and not w.repaired:
+        split = UNREPAIRED_SPLIT
+    rope = job.position_embedding_type == "rope"
+    moved = {
+        "norm": system.norm * 2 * hidden,
+        "cast": system.cast * cast,
+        "activation": system.activation * (0.6 * fc1 + 0.4 * ffn),
+        "rotary, QKV": split * qkv + system.rope * (w.heads + w.groups) / tensor * rope,
+        "residual adds": system.residual * 2 * hidden,
+    }
+    weights = sum(rows * columns for rows, columns, _ in job.linear_sizes) / tensor
+    transposes = {"cast": system.transpose * weights}
+    return {kind: hardware.pass_ms(w.tokens * size + transposes.get(kind, 0)) for kind, size in moved.items()}
+
+
+def loss(w: Workload, hardware: Hardware) -> dict[str, float]:
+    """{kind: ms} of what the last stage does beside its layers, for a micro-batch."""
+    size = w.system.loss + (2 * FP8_HEAD if w.fp8_head else 0)
+    return {
+        "cross-entropy": hardware.pass_ms(size * w.tokens * w.vocabulary / w.tensor),
+        "norm": hardware.pass_ms(w.system.norm * w.tokens * w.job.hidden_size / w.split),
+    }
+
+
+def table(w: Workload, hardware: Hardware) -> float:
+    """Ms of the gradient of an embedding or a head, for a micro-batch."""
+    return hardware.pass_ms(w.system.table * w.vocabulary * w.job.hidden_size / w.tensor)
+
+
+def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, float]:
+    """{kind: ms} of a step: linears, others are how many parameters the rank holds."""
+    of_owners = (w.system.state * linears + STOCK_STATE * others) / w.job.data_parallel_size
+    return {
+        "optimizer": hardware.pass_ms(of_owners),
+        "copies": hardware.pass_ms(w.system.other * (linears + others)),
+    }

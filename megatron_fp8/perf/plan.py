@@ -1,0 +1,190 @@
+"""Which layout for so many GPUs: every one that Megatron takes, ranked by tokens a second, and why the others lose.
+
+    megatron-fp8 plan --gpus 128 --hardware h100-80gb-sxm -- FLAGS --fp8-level O3
+
+Searched: tensor parallelism inside a node (with sequence parallelism), pipeline stages and their virtual chunks, data
+parallelism with what is left, micro-batches, and no, selective or full recomputation. Of FLAGS the model, the global
+batch, context parallelism and the level count; their own layout is marked, where it is one. A layout's micro-batch and
+recomputation are the fastest that fit. The ranking is arithmetic beyond what perf/measured.csv holds.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UserError
+from . import hardware, measured, read
+from .estimate import add_model_arguments, check, divisors, record, write_csv
+from .hardware import Hardware
+from .read import Flags
+from .step import Estimate, estimate
+
+_MOST_CHUNKS, _LARGEST_MICRO_BATCH = 8, 16
+RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    tensor: int
+    pipeline: int
+    virtual: int
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor}, PP {self.pipeline}" + (f" x {self.virtual}" if self.virtual > 1 else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout's best estimate that fits, or why there is none."""
+
+    layout: Layout
+    best: Estimate | None
+    lost: str = ""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 plan`."""
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="of the job")
+    parser.add_argument("--system", metavar="SYSTEM", help="bf16, te, O1, O2, O3 (the flags' level, or O3)")
+    parser.add_argument("--most", type=int, default=8, metavar="N", help="layouts to print (8)")
+    add_model_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Print the plan; returns 0, or 1 where no layout fits."""
+    check(args)
+    flags, on = read.parse(args.flags), hardware.load(args.hardware)
+    system = args.system or flags.level or "O3"
+    found = search(flags, args.gpus, system, on, args.cap_gb)
+    ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]
+    lost = [c for c in found if not c.best]
+    rows = [record(c.best, args.cap_gb, args.tokens) for c in ranked[: args.most] if c.best]
+    if args.json:
+        print(json.dumps({"layouts": rows, "lost": {str(c.layout): c.lost for c in lost},
+                          "error": measured.summary()}, indent=2))  # fmt: skip
+    elif args.csv:
+        write_csv(rows)
+    else:
+        own = flags.args
+        mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, read.virtual(own))
+        print("\n".join(_table(ranked, lost, args, on, mine)))
+        print(f"\n{measured.line()}")
+    return 0 if ranked else 1
+
+
+def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None) -> list[Candidate]:
+    """Every layout of so many GPUs, with the best of its micro-batches and recomputations."""
+    context = flags.args.context_parallel_size
+    if flags.args.global_batch_size is None:
+        raise UserError("--global-batch-size is missing: a plan needs the batch that is to be trained with")
+    layouts = list(_layouts(flags.args, gpus, context, on.gpus_per_node))
+    return [_best(flags, gpus, system, on, cap_gb, layout) for layout in layouts]
+
+
+def _layouts(args: Namespace, gpus: int, context: int, gpus_per_node: int) -> Iterator[Layout]:
+    for tensor in divisors(min(gpus, gpus_per_node)):
+        for pipeline in divisors(args.num_layers or 1):
+            if gpus % (tensor * pipeline * context):
+                continue
+            chunks = divisors(args.num_layers // pipeline) if pipeline > 1 else [1]
+            yield from (Layout(tensor, pipeline, virtual) for virtual in chunks if virtual <= _MOST_CHUNKS)
+
+
+def _best(
+    flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None, layout: Layout
+) -> Candidate:
+    best, nearest, mistake = None, None, ""
+    data = gpus // (layout.tensor * layout.pipeline * flags.args.context_parallel_size)
+    if flags.args.global_batch_size % data:
+        return Candidate(layout, None, f"not divisible: DP {data} does not divide the global batch")
+    for size in divisors(flags.args.global_batch_size // data):
+        if size > _LARGEST_MICRO_BATCH:
+            break
+        for recompute in RECOMPUTE:
+            try:
+                found = estimate(_workload(flags, gpus, system, layout, size, recompute), on)
+            except UserError as error:
+                mistake = str(error)
+                continue
+            room = found.room(cap_gb)
+            if nearest is None or room > nearest:
+                nearest = room
+            if room >= 0 and (best is None or found.tokens_a_second > best.tokens_a_second):
+                best = found
+    if best is None and nearest is not None:
+        return Candidate(layout, None, f"does not fit: {-nearest:.1f} GB too much at the least")
+    return Candidate(layout, best, "" if best else f"not divisible: {mistake}")
+
+
+def _workload(flags: Flags, gpus: int, system: str, layout: Layout, size: int, recompute: str | None):
+    return read.workload(
+        flags,
+        gpus,
+        system,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=layout.virtual,
+        sequence_parallel=layout.tensor > 1,
+        micro_batch_size=size,
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_modules=["core_attn"],
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+
+
+def why(e: Estimate, winner: Estimate) -> str:
+    """What a slower layout loses by, in shares of its step; "" for the winner."""
+    if e is winner:
+        return "the fastest"
+    recomputed = e.parts.get("recomputation", 0.0) / e.gpu_ms
+    shares = {"bubble": e.bubble, "bare communication": e.bare, "recomputation": recomputed}
+    before = {
+        "bubble": winner.bubble, "bare communication": winner.bare,
+        "recomputation": winner.parts.get("recomputation", 0.0) / winner.gpu_ms,
+    }  # fmt: skip
+    more = {name: share for name, share in shares.items() if share - before[name] > 0.005}
+    said = [f"{name} {share:.1%}" for name, share in sorted(more.items(), key=lambda item: -item[1])]
+    if e.host_ms > e.gpu_ms:
+        said.insert(0, "bound by the host")
+    return ", ".join(said) or "smaller products and passes"
+
+
+def _table(
+    ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout
+) -> Iterator[str]:
+    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit, {len(lost)} do not"
+    yield ""
+    if ranked:
+        days = f" days for {args.tokens:.3g} tokens |" if args.tokens else ""
+        yield f"| layout | DP | MBS | recompute | tokens/s/GPU | TFLOP/s/GPU | ms | peak GB |{days} why |"
+        yield "|---" * (9 + bool(args.tokens)) + "|"
+        winner = ranked[0].best
+        assert winner is not None
+        shown = ranked[: args.most]
+        shown += [c for c in ranked[args.most :] if c.layout == mine]
+        for c in shown:
+            e = c.best
+            assert e is not None
+            w = e.workload
+            own = " (as given)" if c.layout == mine else ""
+            cells: list[Any] = [
+                f"{c.layout}{own}", w.data, w.micro_batch, w.recompute, f"{e.tokens_a_second:,.0f}", f"{e.tflops:.0f}",
+                f"{e.ms:,.0f}", f"{e.peak:.1f}",
+            ]  # fmt: skip
+            cells += [f"{e.days(args.tokens):.1f}"] if args.tokens else []
+            yield "| " + " | ".join(map(str, [*cells, why(e, winner)])) + " |"
+        yield ""
+    reasons = Counter(c.lost.partition(":")[0] for c in lost)
+    for reason, count in reasons.most_common():
+        yield f"{count} {reason}:"
+        of = [c for c in lost if c.lost.startswith(reason)]
+        for c in of[: args.most]:
+            yield f"  {c.layout}: {c.lost.partition(': ')[2]}"
+        if len(of) > args.most:
+            yield f"  and {len(of) - args.most} more"

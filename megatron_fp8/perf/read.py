@@ -1,0 +1,165 @@
+"""A job's flags, read by Megatron's own parser and the plugin's, as the cost model's Workload.
+
+Nothing is built and nothing trained. Flags that the model cannot honour are refused in a line; flags that change
+neither bytes nor time (learning rate, data, logs) pass.
+"""
+
+import contextlib
+import io
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import UserError
+from ..flags.level import CELLS, LEVEL, is_stock
+from ..plugin import install, uninstall
+from .memory import Job
+from .systems import System, chosen
+from .workload import Workload
+
+_NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A command line's model, layout and batch; the system is still open.
+
+    Attributes:
+        args: as Megatron's parser returns them, with the level's flags; not validated.
+        level: --fp8-level, None where it is not given or O0.
+    """
+
+    args: Namespace
+    level: str | None
+
+
+def parse(words: Sequence[str]) -> Flags:
+    """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    before, variables = sys.argv, dict(os.environ)
+    try:
+        install()
+        import megatron.training.arguments as arguments
+
+        sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *words]
+        with contextlib.redirect_stdout(io.StringIO()):
+            args = arguments.parse_args()
+    finally:
+        sys.argv = before
+        uninstall()
+        os.environ.clear()
+        os.environ.update(variables)
+    level = LEVEL.given(args)
+    return Flags(args, None if level is None or is_stock(level) else level)
+
+
+def workload(flags: Flags, gpus: int, system: System | str | None = None, **changes: Any) -> Workload:
+    """The Workload of flags on so many GPUs.
+
+    system: one of systems.py; None: the flags' own level, Transformer Engine's FP8 or stock.  changes: of Megatron's
+    arguments, by their names.
+    """
+    args = Namespace(**{**vars(flags.args), **changes})
+    if isinstance(system, str) or system is None:
+        system = chosen(system or flags.level or ("te" if args.fp8 else "bf16"))
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
+        if getattr(args, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is missing: give it behind --")
+    tensor, pipeline, context = (
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    )  # fmt: skip
+    if gpus % (tensor * pipeline * context):
+        raise UserError(
+            f"--gpus {gpus}: no multiple of --tensor-model-parallel-size {tensor} times "
+            f"--pipeline-model-parallel-size {pipeline} times --context-parallel-size {context}; change one"
+        )
+    data = gpus // (tensor * pipeline)
+    _refuse(args, data)
+    modules = tuple(args.recompute_modules or ("core_attn",))
+    overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
+    return Workload(
+        job(args, data),
+        system,
+        sequence=args.seq_length,
+        micro_batch=args.micro_batch_size,
+        global_batch=args.global_batch_size or args.micro_batch_size * data // context,
+        sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
+        context=context,
+        virtual=virtual(args),
+        recompute=args.recompute_granularity or "none",
+        modules=modules,
+        recomputed_layers=args.recompute_num_layers if args.recompute_method == "block" else None,
+        overlap_reduce=bool(args.overlap_grad_reduce),
+        overlap_gather=bool(args.overlap_param_gather),
+        fp8_head=bool(getattr(args, "fp8_lm_head", False)) and system.level is not None,
+        dropout=args.hidden_dropout > 0,
+        overrides=overrides if system.level else None,
+    )
+
+
+def job(args: Namespace, data: int) -> Job:
+    """The memory report's Job of Megatron's arguments, on `data` data-parallel ranks (context-parallel ones too)."""
+    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
+    if not vocabulary:
+        raise UserError("--vocab-size is missing: the tokenizer is not read here; give its size")
+    given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Job)}
+    given |= {"vocab_size": vocabulary, "data_parallel_size": data}
+    given |= {"swiglu": bool(args.swiglu), "disable_bias_linear": not args.add_bias_linear}
+    if not args.group_query_attention:
+        given["num_query_groups"] = None
+    return Job(**given)
+
+
+def uncounted(args: Namespace) -> list[str]:
+    """What of a job neither the memory report nor the cost model counts."""
+    uneven = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
+              "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers",
+              "decoder_last_pipeline_num_layers")  # fmt: skip
+    return [name for name, is_so in (
+        ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
+        ("uneven stages", any(getattr(args, name, None) for name in uneven)),
+    ) if is_so]  # fmt: skip
+
+
+def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
+    """GB (10^9 bytes) of weights and optimizer, and of activations, by Megatron's own theory of stock BF16."""
+    import megatron.training.theoretical_memory_usage as theory
+
+    job = w.job
+    args = Namespace(**{
+        **vars(flags.args), "kv_channels": w.channels, "ffn_hidden_size": w.ffn, "padded_vocab_size": w.vocabulary,
+        "data_parallel_size": w.data, "world_size": w.gpus, "micro_batch_size": w.micro_batch,
+        "num_query_groups": job.num_query_groups or job.num_attention_heads, "sequence_parallel": w.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": w.virtual if w.virtual > 1 else None,
+        "expert_tensor_parallel_size": w.tensor,
+    })  # fmt: skip
+    selective = w.sequence_parallel and w.recompute == "selective"
+    of_activations = theory.compute_activation_memory if selective else theory.compute_activation_memory_without_sp
+    weights = theory.compute_weight_and_optimizer_memory(args)
+    return weights / 1e9, of_activations(args, num_microbatches=w.micro_batches) / 1e9
+
+
+def _refuse(args: Namespace, data: int) -> None:
+    if found := uncounted(args):
+        raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
+    for name, wanted in (("use_megatron_fsdp", False), ("use_torch_fsdp2", False), ("cpu_offloading", False),
+                         ("optimizer_cpu_offload", False), ("distribute_saved_activations", False)):  # fmt: skip
+        if bool(getattr(args, name, wanted)) is not wanted:
+            raise UserError(f"--{name.replace('_', '-')}: not modelled; remove it")
+    if not args.use_distributed_optimizer and data > 1:
+        raise UserError("estimate: only the distributed optimizer is modelled; add --use-distributed-optimizer")
+
+
+def virtual(args: Namespace) -> int:
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return args.num_virtual_stages_per_pipeline_rank
+    if (layers := args.num_layers_per_virtual_pipeline_stage) is None:
+        return 1
+    stage = args.num_layers // args.pipeline_model_parallel_size
+    if layers < 1 or stage % layers:
+        flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
+        raise UserError(f"{flag}: does not divide the {stage} layers of a stage; change it")
+    return stage // layers

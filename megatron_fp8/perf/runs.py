@@ -1,0 +1,160 @@
+"""Runs read for comparison: this package's metrics, Megatron's log, TensorBoard's files.
+
+    form         loss is                         of a path
+    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), also what --export-result wrote
+    log          as printed, seven digits        any other file with Megatron's iteration lines
+    tensorboard  FP32                            a folder with events.out.tfevents.* files, or such a file
+
+TensorBoard's files are records of protocol buffers, few fields of which are read here: its package is not needed.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..metrics import LOSS, STEP, STEP_MS, VALIDATION_LOSS
+
+GRAD_NORM = "grad_norm"
+_MIB = 2**20 / 1e9
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
+_PRINTED = {LOSS: "lm loss", GRAD_NORM: "grad norm", STEP_MS: "elapsed time per iteration (ms)"}
+_TAGS = {"lm loss": LOSS, "grad-norm": GRAD_NORM, "iteration-time": STEP_MS, "lm loss validation": VALIDATION_LOSS}
+
+
+@dataclass
+class Run:
+    """Attributes:
+    steps: {step: {name: value}}, by metrics.py's names.
+    rounded: (name, value) -> value as this form of file would have it.
+    memory: (GB held, GB at the peak) of 10^9 bytes, where the file says.
+    """
+
+    name: str
+    form: str
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    rounded: Callable[[str, float], float] = lambda name, value: value
+    memory: tuple[float, float] | None = None
+
+    def series(self, name: str) -> dict[int, float]:
+        """{step: value} of those that have one."""
+        return {step: values[name] for step, values in sorted(self.steps.items()) if name in values}
+
+
+def read(word: str) -> Run:
+    """A run of [NAME=]PATH.  Raises UserError for what is no run's."""
+    name, sign, path = word.partition("=")
+    if not sign or Path(word).exists():
+        name, path = Path(word).name or word, word
+    place = Path(path)
+    if not place.exists():
+        raise UserError(f"{path}: no such run; give a metrics file, Megatron's log, or TensorBoard's folder")
+    if place.is_dir() or place.name.startswith("events.out.tfevents"):
+        run = _tensorboard(name, place)
+    elif place.suffix == ".jsonl":
+        run = _metrics(name, place)
+    else:
+        run = _log(name, place)
+    if not run.series(LOSS):
+        raise UserError(f"{path}: no step with a loss in it; give the output of the last rank, or another file")
+    return run
+
+
+def _metrics(name: str, path: Path) -> Run:
+    run = Run(name, "metrics")
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            values = json.loads(line)
+            step = values.pop(STEP, None)
+        except (ValueError, AttributeError):
+            raise UserError(f"{path}: line {number} is no JSON object; give a metrics file") from None
+        if step is not None:
+            run.steps.setdefault(int(step), {}).update(
+                {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+            )
+    return run
+
+
+def _log(name: str, path: Path) -> Run:
+    digits = {LOSS: ".6E", GRAD_NORM: ".3f", STEP_MS: ".1f"}
+    run = Run(name, "log", rounded=lambda key, value: float(format(value, digits.get(key, ".6E"))))
+    for line in path.read_text(errors="replace").splitlines():
+        if found := _ITERATION.search(line):
+            values = run.steps.setdefault(int(found[1]), {})
+            for key, title in _PRINTED.items():
+                if value := re.search(rf"\| {re.escape(title)}: ([-+.\dEenaif]+)", line):
+                    values[key] = float(value[1])
+        elif found := re.search(r"memory \(MB\) \| allocated: ([\d.]+) \| max allocated: ([\d.]+)", line):
+            memory = float(found[1]) * _MIB, float(found[2]) * _MIB
+            run.memory = max(run.memory or memory, memory, key=lambda pair: pair[1])
+        elif found := re.search(r"validation loss at iteration (\d+) .*?lm loss value: ([\d.E+-]+)", line):
+            run.steps.setdefault(int(found[1]), {})[VALIDATION_LOSS] = float(found[2])
+    return run
+
+
+def _tensorboard(name: str, path: Path) -> Run:
+    files = sorted(path.glob("**/events.out.tfevents*")) if path.is_dir() else [path]
+    run = Run(name, "tensorboard", rounded=lambda key, value: struct.unpack("f", struct.pack("f", value))[0])
+    for file in files:
+        for record in _records(file.read_bytes()):
+            event = dict(_fields(record))
+            for number, summary in _fields(event.get(5, b"")):
+                value = dict(_fields(summary)) if number == 1 else {}
+                tag = value.get(1, b"").decode(errors="replace")
+                if tag in _TAGS and isinstance(value.get(2), float):
+                    scale = 1000 if tag == "iteration-time" else 1  # seconds
+                    run.steps.setdefault(event.get(2, 0), {})[_TAGS[tag]] = value[2] * scale
+    return run
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """Of a TFRecord file; a last one that is not whole is left out."""
+    place = 0
+    while place + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, place)
+        data = content[place + 12 : place + 12 + length]
+        if len(data) < length:
+            return
+        yield data
+        place += length + 16
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """(Number, value) of a protocol buffer's fields: int, float, or bytes."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            place += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while place < len(message):
+        key = varint()
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            yield number, varint()
+        elif wire in (1, 5):
+            size, form = (8, "<d") if wire == 1 else (4, "<f")
+            yield number, struct.unpack_from(form, message, place)[0]
+            place += size
+        elif wire == 2:
+            size = varint()
+            yield number, message[place : place + size]
+            place += size
+        else:
+            return
+
+
+def same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))

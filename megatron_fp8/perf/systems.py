@@ -1,0 +1,97 @@
+"""The systems that the cost model compares, and in one table all that it takes them to do differently.
+
+Bytes of the memory-bound passes are *effective*: what a pass took in a profiled step times the bandwidth of a copy,
+over the elements it worked on (benchmarks/results/train_step_fused.csv, profile_ms: `te-delayed` and O3 of shapes 7b
+and llama, `bf16` of 7b). What overlap leaves bare: profile_collectives of train_step_dp4.csv and _tp4.csv, of TE's runs
+and ours. Arithmetic alone is in benchmarks/kernels.py.
+
+    norm        an element of a norm's input, forward and backward, with the casts in it
+    cast        an element of the linears' inputs and output gradients that a pass of its own casts
+    transpose   an element of a weight, every micro-batch (W^T of an E4M3 weight)
+    activation  an element of fc1's output (twice that of its reader's where it is not gated)
+    qkv, rope   an element of q, k, v, split and joined; of q and k, rotated
+    loss        a logit
+    residual    an element of the residual stream, an addition
+    table       an element of an embedding or head, every micro-batch: its gradient
+    state       an element of a linear's weight in the optimizer's step, on the rank that owns it
+    other       a parameter of the rank, a step: zeroed gradients, copies
+"""
+
+from dataclasses import dataclass, replace
+
+from ..errors import UserError
+
+STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer: also of our levels' embeddings and norms
+
+
+@dataclass(frozen=True)
+class System:
+    """Attributes:
+    level: --fp8-level, None for stock's and Transformer Engine's.
+    fp8: whether the linears' GEMMs are.
+    weight_copies: bytes a weight beside the optimizer's table (E4M3 and its transpose, both kept).
+    input_bytes: of an element of a linear's input that waits for the backward pass.
+    logits: bytes a logit at the loss's peak.
+    keeps_wgrads: whether a spare gradient of each shape is kept for Megatron (Transformer Engine's dummies, BF16).
+    gather_bytes, bare_*: of an activation on the wire to its tensor-parallel ranks; and the share of a collective's
+        time that overlap leaves bare: of tensor parallelism's, of gradients', of weights'.
+    gradient_wire, weight_wire: bytes a linear's weight of the data-parallel reduction and gather.
+    """
+
+    name: str
+    title: str
+    level: str | None
+    fp8: bool
+    weight_copies: float
+    input_bytes: int
+    logits: int
+    keeps_wgrads: bool
+    gather_bytes: int
+    bare_tensor: float
+    bare_gradients: float
+    bare_weights: float
+    gradient_wire: float
+    weight_wire: float
+    norm: float
+    cast: float
+    transpose: float
+    activation: float
+    qkv: float
+    rope: float
+    loss: float
+    residual: float
+    table: float
+    state: float
+    other: float
+
+
+_BLOCKS = 1 + 1 / 128
+_BF16 = System(
+    "bf16", "stock BF16", None, False, 0, 2, 10, True, 2, 0.68, 0.5, 0.25, 4, 2,
+    norm=17, cast=0, transpose=0, activation=15.3, qkv=0, rope=25, loss=49.5, residual=13, table=34,
+    state=STOCK_STATE, other=21,
+)  # fmt: skip
+_TE = replace(_BF16, name="te", title="TE FP8", fp8=True, weight_copies=2, input_bytes=1, cast=4.85)
+_O1 = System(
+    "O1", "O1", "O1", True, 0, 1, 2, False, 2, 0.68, 0.05, 0.4, _BLOCKS, 2,
+    norm=19.5, cast=4.6, transpose=2.3, activation=12.6, qkv=6.4, rope=6.5, loss=6.8, residual=5.9, table=10,
+    state=26.8, other=11.5,
+)  # fmt: skip
+_O2 = replace(_O1, name="O2", title="O2", level="O2", state=15)
+_O3 = replace(_O2, name="O3", title="O3", level="O3", state=13.3, gather_bytes=1, bare_tensor=0.9, weight_wire=1)
+# The paper's own implementation: TE's layers of 2023, its states, E4M3 weights with their transpose, E4M3 on the wire.
+_PAPER = replace(
+    _TE, name="fp8-lm", title="FP8-LM", level="O3", weight_copies=1, gradient_wire=1, weight_wire=1, gather_bytes=1,
+    keeps_wgrads=False, state=15,
+)  # fmt: skip
+
+SYSTEMS = {system.name: system for system in (_BF16, _TE, _O1, _O2, _O3)}
+PAPERS = {"BF16": _BF16, "TE FP8": _TE, "FP8-LM": _PAPER}
+UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` where Megatron's stale import makes TE concatenate (benchmarks/README.md)
+FP8_HEAD = 2  # bytes a logit of --fp8-lm-head: their gradient in FP8, both ways round
+
+
+def chosen(name: str) -> System:
+    if name not in SYSTEMS:
+        raise UserError(f"--systems {name}: no such system; use {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]

@@ -1,0 +1,154 @@
+"""FP8-LM's tables beside the cost model's and what was measured here.
+
+    megatron-fp8 table 5                              throughput and memory: published, modelled, deviation
+    megatron-fp8 table 5 --format markdown --figure table5.svg
+    megatron-fp8 table 5 --run --te-path DIR          measure the paper's 7B and 13B on the GPUs of this machine first
+    megatron-fp8 table 7 | 8                          communication of activations; memory over GPUs
+
+The model's rows are for the paper's GPUs, H100 80 GB: a factor on time and an offset of memory come from its BF16 rows
+alone, the rest is predicted (perf/paper.py). Under --run every system trains in a process of its own, one after the
+other, at one micro-batch and at the largest that fits, without a cap and under --cap-gb; what was measured before
+stands in --results, in the columns of Megatron Bridge's performance tables. docs/estimate.md has an example.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from ..errors import UserError
+from . import hardware, measure
+from .paper import Row, rows
+from .text import FORMATS, bars, render
+
+_TITLES = {
+    "5": "FP8-LM, Table 5: 32 GPUs for 7B and 13B, 128 for 175B",
+    "7": "FP8-LM, Table 7: communication of activations, GiB a micro-batch",
+    "8": "FP8-LM, Table 8: peak memory of the emptiest and the fullest GPU, GB",
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 table`."""
+    parser.add_argument("table", choices=_TITLES)
+    parser.add_argument("--hardware", default="h100-80gb-sxm", metavar="NAME", help="of the model (h100-80gb-sxm)")
+    parser.add_argument("--format", choices=FORMATS, default="text")
+    parser.add_argument("--figure", metavar="FILE", help="also bars of published and modelled, .svg, .png or .pdf")
+    measure.add_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Measure where asked to, and print; returns 1 where a run was to be measured and failed."""
+    measure.check(args)
+    if (args.run or args.results) and args.table != "5":
+        raise UserError(f"table {args.table}: measured are those of table 5; remove --run and --results")
+    found = rows(hardware.load(args.hardware))
+    code = measure.run(args) if args.run else 0
+    comment = "# " if args.format == "csv" else ""
+    print(f"{comment}{_TITLES[args.table]}; model: {args.hardware}\n")
+    lines = {"5": _table_5, "7": _table_7, "8": _table_8}[args.table](found)
+    print(render(lines, args.format))
+    if args.table == "5":
+        print(f"\n{comment}{_deviations(found)}")
+        _print_measured(args, comment)
+    if args.figure:
+        _draw(args.table, args.figure, found)
+    return code
+
+
+def _print_measured(args: Namespace, comment: str) -> None:
+    results = measure.results(args)
+    print(f"\n{comment}Measured on hardware at hand" + (":\n" if results else ": nothing yet (--run)"))
+    if results:
+        print(render(results, args.format))
+
+
+def _names(row: Row) -> dict[str, str]:
+    w, p = row.workload, row.published
+    return {
+        "model": p.model if p else "",
+        "system": p.system if p else f"{w.system.title} (ours)",
+        "TP/PP/DP": f"{w.tensor}/{w.pipeline}/{w.data}",
+        "MBS": str(w.micro_batch),
+    }
+
+
+def _pair(row: Row, name: str, form: str, title: str) -> dict[str, str]:
+    """Published, modelled and the deviation."""
+    theirs, deviation = getattr(row.published, name, None), row.deviation(name)
+    return {
+        title: format(theirs, form) if theirs else "",
+        f"{title}: model": format(getattr(row, name), form),
+        "+-": f"{deviation:+.1%}" if deviation is not None else "",
+    }
+
+
+def _table_5(found: list[Row]) -> list[dict[str, str]]:
+    listed = []
+    for row in found:
+        cells = _names(row)
+        for name, form, title in (
+            ("samples", ".1f", "samples/s"), ("tflops", ".0f", "TFLOP/s"), ("memory_gb", ".1f", "memory GB"),
+            ("volume", ".1f", "weights sent GiB"),
+        ):  # fmt: skip
+            pair = _pair(row, name, form, title)
+            deviation = pair.pop("+-")
+            cells |= pair
+            if name in ("samples", "memory_gb"):
+                cells[f"{title}: +-"] = deviation
+        peak = row.estimate.hardware.peak_fp8_tflops if row.workload.system.fp8 else 989.5
+        cells["MFU %"] = f"{row.published.mfu:.1f}" if row.published else ""
+        cells["MFU %: model"] = f"{100 * row.tflops / peak:.1f} of {peak:g}"
+        cells["comm %"] = f"{row.published.comm:.1f}" if row.published else ""
+        cells["bare comm %: model"] = f"{100 * row.estimate.bare:.1f}"
+        listed.append(cells)
+    return listed
+
+
+def _deviations(found: list[Row]) -> str:
+    fp8 = [row for row in found if row.published and row.published.system != "BF16"]
+    fit = found[0].fit
+
+    def said(name: str, bound: float) -> str:
+        inside = sum(abs(row.deviation(name) or 0) <= bound for row in fp8)
+        worst = max(fp8, key=lambda row: abs(row.deviation(name) or 0))
+        p, most = worst.published, worst.deviation(name)
+        assert p is not None and most is not None
+        worst_of = f"{p.model} {p.system}, MBS {p.micro_batch}"
+        return f"{inside} of {len(fp8)} within {bound:.0%} (worst {most:+.1%}: {worst_of})"
+
+    return (
+        f"From the BF16 rows: time x {fit.time:.2f}, memory {fit.memory:+.1f} GiB. FP8 rows, predicted: samples/s "
+        f"{said('samples', 0.15)}; memory {said('memory_gb', 0.10)}."
+    )
+
+
+def _table_7(found: list[Row]) -> list[dict[str, str]]:
+    of = [row for row in found if row.published and row.published.activation_gb]
+    return [_names(row) | _pair(row, "activation_gb", ".4f", "GiB")
+            | {"rate %": f"{row.published.activation_comm:.1f}" if row.published else ""} for row in of]  # fmt: skip
+
+
+def _table_8(found: list[Row]) -> list[dict[str, str]]:
+    listed = []
+    for row in found:
+        if row.published is None or row.published.least_gb is None or row.published.most_gb is None:
+            continue
+        least, most = row.least_and_most_gb
+        listed.append(_names(row) | {
+            "least GB": f"{row.published.least_gb:.2f}", "most GB": f"{row.published.most_gb:.2f}",
+            "least: model": f"{least:.2f}", "most: model": f"{most:.2f}",
+            "most: +-": f"{most / row.published.most_gb - 1:+.1%}",
+        })  # fmt: skip
+    return listed
+
+
+def _draw(table: str, path: str, found: list[Row]) -> None:
+    name, label = {"5": ("samples", "samples/s"), "7": ("activation_gb", "GiB"), "8": ("memory_gb", "GB")}[table]
+    needed = {"5": "samples", "7": "activation_gb", "8": "most_gb"}[table]
+    of = [row for row in found if table == "5" or getattr(row.published, needed, None)]
+    names = [" ".join(filter(None, (_names(row)["model"], _names(row)["system"], f"MBS {row.workload.micro_batch}")))
+             for row in of]  # fmt: skip
+    series: dict[str, Sequence[float | None]] = {
+        "published": [getattr(row.published, name, None) for row in of],
+        "model": [getattr(row, name) for row in of],
+    }
+    bars(path, _TITLES[table], names, series, label)

@@ -1,0 +1,57 @@
+"""A table as text, Markdown or CSV, from one list of rows; and as bars."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import UserError
+
+FORMATS = ("text", "markdown", "csv")
+type Rows = Sequence[dict[str, str]]
+
+
+def render(rows: Rows, form: str) -> str:
+    """Rows of {column: cell} as one of FORMATS; the first row's columns count."""
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    cells = [columns, *([row.get(column, "") for column in columns] for row in rows)]
+    if form == "csv":
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows(cells)
+        return file.getvalue().rstrip("\n")
+    if form == "markdown":
+        lines = ["| " + " | ".join(line) + " |" for line in cells]
+        return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+                     for line in cells)  # fmt: skip
+
+
+def bars(path: str, title: str, names: Sequence[str], series: dict[str, Sequence[float | None]], label: str) -> None:
+    """Save grouped horizontal bars, a group a name.  Raises UserError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--figure {path}: needs matplotlib; pip install 'megatron-fp8[viz]'") from None
+    figure = Figure(figsize=(7, 0.5 + 0.42 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    thick = 0.8 / len(series)
+    for i, (name, values) in enumerate(series.items()):
+        places = [row + i * thick for row in range(len(names))]
+        axes.barh(places, [value or 0 for value in values], height=thick, label=name)
+    axes.set_yticks([row + 0.4 - thick / 2 for row in range(len(names))], names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8)
+    save(figure, path)
+
+
+def save(figure, path: str) -> None:
+    """Write a figure in the form of its file's name.  Raises UserError where that cannot be."""
+    try:
+        figure.savefig(Path(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--figure {path}: {error}; name a .svg, .png or .pdf in a folder that is there") from None

@@ -1,0 +1,80 @@
+"""The process of `rehearse --full`: one true rank of a job at full size, in stock's fake process group; its memory.
+
+    python -m megatron_fp8.rehearsal.full_rank SCRIPT FLAGS --fake-process-group     RANK and WORLD_SIZE are the job's
+
+Stock's group lets every collective end at once and leaves what was to be received as it lay in memory: a step of it is
+mostly not a number, is skipped, and never gets to what the optimizer needs. So here a rank receives zeros, or, where
+it gives as much as it gets, its own: numbers without a meaning, but numbers. Memory, kernels and shapes are the job's.
+"""
+
+import functools
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+MARK = "FULL RANK"
+
+
+def receive_zeros() -> None:
+    """Let collectives of torch.distributed give numbers; before Megatron is imported, which keeps their names."""
+
+    def clearing(stock: Callable, name: str) -> Callable:
+        @functools.wraps(stock)
+        def collective(*args, **kwargs):
+            received = args[0] if args else kwargs[name]
+            for tensor in received if isinstance(received, list | tuple) else [received]:
+                tensor.detach().zero_()
+            return stock(*args, **kwargs)
+
+        return collective
+
+    for function, name in (
+        ("all_gather_into_tensor", "output_tensor"), ("_all_gather_base", "output_tensor"),
+        ("reduce_scatter_tensor", "output"), ("_reduce_scatter_base", "output"), ("all_to_all_single", "output"),
+        ("all_gather", "tensor_list"), ("reduce_scatter", "output"), ("recv", "tensor"), ("irecv", "tensor"),
+    ):  # fmt: skip
+        wrapped = clearing(getattr(dist, function), name)
+        for module in (dist, dist.distributed_c10d):  # P2POp asks the second one what a receive is
+            setattr(module, function, wrapped)
+    dist.broadcast_object_list = lambda objects, *args, **kwargs: None
+
+    def all_gather_object(objects, one, *args, **kwargs):
+        objects[:] = [one] * len(objects)
+
+    dist.all_gather_object = all_gather_object
+
+
+def main(argv: list[str]) -> None:
+    """Run the script argv[0]; then say what torch's allocator and the GPU had, in bytes, on one line."""
+    on_gpu = torch.cuda.is_available()  # before the plugin says that the CPU is one
+    receive_zeros()
+    sys.argv = argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+    from ..flags.usage import hide_missing_package_warnings
+    from ..plugin import install
+
+    hide_missing_package_warnings()
+    install()
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        found: dict[str, float] = {}
+        if on_gpu:
+            free, there = torch.cuda.mem_get_info()
+            found = {
+                "held": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(), "device": there - free, "there": there,
+            }  # fmt: skip
+        print(f"{MARK} {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    from ..flags.usage import one_line_errors
+
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,38 @@
+"""A run whose flags are in files is the run whose flags are typed, bit for bit, at a level and at stock's own."""
+
+import pytest
+from launch import RunFailed
+from megatron_runs import TINY_GPT, run_megatron
+
+from megatron_fp8.rehearsal.command import flags_of
+
+
+@pytest.fixture
+def files(tmp_path):
+    """TINY_GPT in two files, with what the second one and the command line must set right."""
+    lines = [f"  {flag}: {' '.join(values) or 'true'}" for flag, values in flags_of(TINY_GPT)]
+    one, two = tmp_path / "model.yaml", tmp_path / "recipe.yaml"
+    one.write_text("\n".join(["ENV_VARS: {OMP_NUM_THREADS: 7}", "MODEL_ARGS:", *lines, "  --qk-layernorm: true"]))
+    two.write_text("MODEL_ARGS:\n  --qk-layernorm: false\n  --hidden-size: 128\n  --fp8-level: O1\n")
+    return ["--args-file", str(one), str(two)]
+
+
+def test_files_are_the_command_line(files):
+    flags = ["--hidden-size", "64"]
+    for level in ("O3", "O0"):
+        by_files = run_megatron(1, [*files, *flags, "--fp8-level", level])
+        typed = run_megatron(1, [*TINY_GPT, "--fp8-level", level])
+        assert by_files.losses == typed.losses and by_files.grad_norms == typed.grad_norms
+    said = [line for line in by_files.lines if line.startswith("[fp8]")]
+    assert any(f": {len(list(flags_of(TINY_GPT))) - 1} flags, 0 v" in line for line in said), said
+    assert "[fp8] the environment has its own OMP_NUM_THREADS, which wins over the files" in said
+
+
+def test_a_mistake_in_a_file_is_one_line(files, tmp_path):
+    """Of stock's script too, as its own command does it."""
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("MODEL_ARGS:\n  --num-layers: two\n")
+    with pytest.raises(RunFailed) as failure:
+        run_megatron(1, [*files, str(wrong)], script=["-m", "megatron_fp8", "pretrain_gpt_fp8.py"])
+    line = f"megatron_fp8: {wrong}: argument --num-layers: invalid int value: 'two' (--help lists every flag)"
+    assert failure.value.code == 2 and line in str(failure.value)

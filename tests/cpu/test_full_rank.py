@@ -1,0 +1,102 @@
+"""`megatron-fp8 rehearse --full`: one rank of a larger job trains alone, in stock's fake process group."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT
+
+from megatron_fp8.rehearsal import full
+
+JOB = """torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_fp8.py --bf16 --num-layers 4 --hidden-size 64
+--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 64
+--train-iters 20 --lr 1e-3 --data-path /no/such/data --tokenizer-type GPT2BPETokenizer --vocab-size 256
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer
+--overlap-grad-reduce --overlap-param-gather --eval-iters 0 --eval-interval 1000 --save /no/such/folder
+--save-interval 10"""
+
+
+def rehearse(*argv: str, flags: str = "--fp8-level O3", job: str = JOB):
+    verb = [sys.executable, "-m", "megatron_fp8.cli", "rehearse", "--full", *argv]
+    command = [*verb, "--", *job.split(), *flags.split()]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+
+
+def iterations(log: str) -> list[str]:
+    return [line for line in log.splitlines() if re.search(r"iteration +\d+/", line)]
+
+
+def trains(tmp_path, *argv: str, flags: str, job: str = JOB) -> str:
+    """The page of a rank that took its steps, none skipped."""
+    run = rehearse(*argv, "--folder", str(tmp_path), flags=flags, job=job)
+    assert run.returncode == 0, run.stdout + run.stderr
+    steps = iterations((tmp_path / "full.log").read_text())
+    assert len(steps) == full.STEPS
+    for step in steps:
+        assert re.search(r"grad norm: [\d.]+ \| number of skipped iterations:   0 \|", step), step
+    return run.stdout
+
+
+def test_the_first_rank_of_the_last_stage(tmp_path):
+    """Its collectives return at once, and what it receives is finite: no step is skipped."""
+    page = trains(tmp_path, "--rank", "9", flags="--fp8-level O3")
+    assert "# Rank 8 of 16 at full size: passed" in page and "Asked for was rank 9" in page
+    assert "O3: TP 2, PP 2 (stage 1), DP 4; 3 steps of 3 micro-batches of 2" in page
+    estimate = re.search(r"the estimate: ([\d.]+) GB held, ([\d.]+) at the peak", page)
+    assert 0 < float(estimate[1]) <= float(estimate[2]) < 1
+    log = (tmp_path / "full.log").read_text()
+    assert "--fake-process-group" in log and "/no/such" not in log and "lm loss: 5.5" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--fp8-level O1", "--fp8-level O3 --num-layers-per-virtual-pipeline-stage 1", ""])
+def test_other_ranks(tmp_path, flags):
+    """Level O1, virtual stages, and stock: with its own local layers, which need no Transformer Engine."""
+    local = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    local += "--no-gradient-accumulation-fusion"
+    job = JOB if flags else JOB.replace("--sequence-parallel", "")  # which those layers do not have
+    page = trains(tmp_path, "--rank", "0", flags=flags or local, job=job)
+    assert "(stage 0)" in page and "the estimate:" in page
+
+
+@pytest.mark.slow
+def test_a_plain_fake_process_group_trains_too(tmp_path):
+    """Stock's own, with garbage in what is received: steps may be skipped, and nothing fails, on any rank."""
+    import os
+
+    flags = " ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2]
+    flags = flags.replace("--data-path /no/such/data", "--mock-data").replace("GPT2BPETokenizer", "NullTokenizer")
+    flags = flags.replace("--train-iters 20", "--train-iters 2")
+    flags = flags.replace("--save /no/such/folder --save-interval 10", "--fake-process-group --fp8-level O3")
+    flags += " --log-interval 1 --num-workers 0"
+    for rank in ("0", "8"):
+        env = dict(os.environ, RANK=rank, LOCAL_RANK="0", WORLD_SIZE="16", MASTER_ADDR="127.0.0.1", MASTER_PORT="29499",
+                   CUDA_DEVICE_MAX_CONNECTIONS="1")  # fmt: skip
+        command = [sys.executable, "pretrain_gpt_fp8.py", *flags.split()]
+        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert len(iterations(run.stdout)) == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_job_does_not_have_and_one_without_full():
+    run = rehearse("--rank", "16")
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith("--rank 16: the job has ranks 0 to 15; give one of them")
+
+
+def test_measured_and_estimated_stand_side_by_side(monkeypatch):
+    """As a GPU would have it: the figures that the rank's last line has."""
+    from megatron_fp8.perf import read
+    from megatron_fp8.rehearsal.job import Job
+
+    words = [*" ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2].split(), "--fp8-level", "O3"]
+    args = read.parse(words).args
+    args.virtual_pipeline_model_parallel_size = None
+    job = Job([], args=args, cells={"grad_accum": "bf16"}, level="O3")
+    found = json.loads('{"held": 90e6, "peak": 91e6, "reserved": 200e6, "device": 900e6, "there": 150e9}')
+    text = "\n".join(full._figures(job, 16, 1, 24, found))
+    assert re.search(r"\| held \| 0\.09 \| 0\.09 \| [+-]\d\.\d% \|", text)
+    assert "| in use on the GPU, of 150.0 | 0.90 | | |" in text

@@ -1,0 +1,170 @@
+"""`megatron-fp8 launch` on a real Slurm: a job that is told to stop, requeued, or stuck; its losses and its end."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import one_node_slurm
+import pytest
+from launch import ROOT, parse_step
+from megatron_runs import TINY_GPT, script_path
+
+from megatron_fp8.rehearsal.command import flags_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(3600)]
+STEPS, INTERVAL = 160, 45
+PATIENCE = 1200  # seconds; two cores may be shared with much else
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment for Slurm's commands."""
+    try:
+        with one_node_slurm.running(tmp_path_factory.mktemp("slurm")) as environment:
+            yield {**environment, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    except one_node_slurm.Unavailable as reason:
+        pytest.skip(f"needs a Slurm: {reason}")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The CPU's GPT, in a file."""
+    lines = [f"  {flag}: {' '.join(values) or 'true'}" for flag, values in flags_of(TINY_GPT)]
+    lines += [f"  --train-iters: {STEPS}", f"  --save-interval: {INTERVAL}", "  --use-distributed-optimizer: true"]
+    path = tmp_path_factory.mktemp("files") / "tiny.yaml"
+    keep = [line for line in lines if not line.startswith("  --train-iters: 10")]
+    path.write_text("\n".join(["MODEL_ARGS:", *keep, "  --fp8-log-exact: true"]))
+    return [str(path)]
+
+
+class Job:
+    """A job that was submitted."""
+
+    def __init__(self, slurm, folder: Path, files, *options: str):
+        self.slurm, self.folder = slurm, folder
+        command = [sys.executable, "-m", "megatron_fp8.cli", "launch", *files, "--nodes", "1", "--gpus-per-node", "0",
+                   "--tasks-per-node", "2", "--time", "30", "--level", "O3", "--folder", str(folder),
+                   "--name", "tiny", "--submit", *options]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.number = re.search(r"^job (\d+)", done.stdout, re.M)[1]
+
+    def ask(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.slurm, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (command, done.stderr)
+        return done.stdout
+
+    @property
+    def log(self) -> str:
+        path = self.folder / f"log-{self.number}.txt"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def steps(self):
+        return [step for step in map(parse_step, self.log.splitlines()) if step]
+
+    @property
+    def notes(self) -> list[str]:
+        return [line.split(" ", 2)[2] for line in self.log.splitlines() if line.startswith("[job] ")]
+
+    @property
+    def last(self) -> str:
+        """Loss and gradient norm of the last step, with all their digits."""
+        return [line.partition(": ")[2] for line in self.log.splitlines() if "exact lm loss" in line][-1]
+
+    def until(self, there) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not there():
+            assert time.monotonic() < deadline and self.state() not in ("COMPLETED", "FAILED"), self.log[-5000:]
+            time.sleep(0.1)
+
+    def state(self) -> str:
+        return re.search(r"JobState=(\w+)", self.ask("scontrol", "show", "job", self.number))[1]
+
+    def end(self) -> tuple[str, int]:
+        """Its state once it has ended, and how often Slurm has started it again."""
+        deadline = time.monotonic() + PATIENCE
+        while (state := self.state()) not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+            assert time.monotonic() < deadline, self.log[-5000:]
+            time.sleep(0.5)
+        return state, int(re.search(r"Restarts=(\d+)", self.ask("scontrol", "show", "job", self.number))[1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, files, tmp_path_factory):
+    job = Job(slurm, tmp_path_factory.mktemp("undisturbed"), files)
+    assert job.end() == ("COMPLETED", 0), job.log[-5000:]
+    assert job.notes[-1] == "done"
+    return job
+
+
+def test_a_job_that_is_told_to_stop_comes_back_and_ends_as_if_it_had_not(slurm, files, undisturbed, tmp_path):
+    job = Job(slurm, tmp_path, files)
+    job.until(lambda: len(job.steps) > INTERVAL // 2)
+    job.ask("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1 sends before the time limit
+    assert job.end() == ("COMPLETED", 1), job.log[-5000:]
+    stopped = next(int(note.split()[5]) for note in job.notes if note.startswith("ended with code 0; step"))
+    assert 0 < stopped < STEPS and stopped % INTERVAL
+    assert [note.split(",")[0] for note in job.notes if note.startswith(("told", "requeued", "start", "done"))] == [
+        f"start 0 on {job.notes[0].split()[3].rstrip(',')}",
+        "told to stop: the tasks save and end",
+        "requeued",
+        f"start 1 on {job.notes[0].split()[3].rstrip(',')}",
+        "done",
+    ]
+    assert f"from step {stopped} of {STEPS}" in job.log
+    assert job.last == undisturbed.last
+    of_one = {step.iteration: (step.loss, step.grad_norm) for step in undisturbed.steps}
+    resumed = [step for step in job.steps if step.iteration > stopped + 2]  # stock logs a mean of the first two
+    assert len(resumed) == STEPS - stopped - 2
+    assert all((step.loss, step.grad_norm) == of_one[step.iteration] for step in resumed)
+
+
+def test_a_bare_requeue_goes_back_to_the_last_save(slurm, files, undisturbed, tmp_path):
+    job = Job(slurm, tmp_path, files)
+    job.until(lambda: (tmp_path / f"checkpoints/iter_{INTERVAL:07d}/integrity.json").exists())
+    job.until(lambda: job.steps[-1].iteration > INTERVAL + 5)
+    job.ask("scontrol", "requeue", job.number)
+    assert job.end() == ("COMPLETED", 1), job.log[-5000:]
+    back = int(re.search(r"start 1 on \S+ from step (\d+)", job.log)[1])
+    assert back >= INTERVAL and back % INTERVAL == 0
+    assert job.last == undisturbed.last
+
+
+def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):
+    """Though it leaves a folder that looks like a checkpoint, twice."""
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import os, sys\n"
+        "save = sys.argv[sys.argv.index('--save') + 1]\n"
+        "os.makedirs(f'{save}/iter_0000007', exist_ok=True)\n"
+        "open(f'{save}/iter_0000007/metadata.json', 'w').close()\n"
+        "open(f'{save}/iter_0000007/unsealed', 'w').close()\n"
+        "sys.exit(3)\n"
+    )
+    job = Job(slurm, tmp_path / "job", files, "--script", str(script))
+    assert job.end() == ("FAILED", 1), job.log[-5000:]
+    assert job.notes[-1] == "started 2 times from step 0, and saved nothing: failed"
+    assert sum(note.startswith("ended with code 3; step 0 of") for note in job.notes) == 2
+
+
+def test_an_exit_file_ends_a_job_for_good(slurm, files, tmp_path):
+    job = Job(slurm, tmp_path, files)
+    job.until(lambda: len(job.steps) > 5)
+    (tmp_path / "exit").touch()
+    assert job.end() == ("COMPLETED", 0), job.log[-5000:]
+    assert job.notes[-1] == f"{tmp_path}/exit is there: not requeued"
+    assert any((tmp_path / "checkpoints").glob("iter_*/integrity.json"))
+
+
+def test_a_job_keeps_what_it_was(undisturbed):
+    records = undisturbed.folder / f"job-{undisturbed.number}"
+    assert "--fp8-level O3" in (records / "command.txt").read_text()
+    assert "torch==" in (records / "packages.txt").read_text()
+    assert "SLURM_JOB_ID=" in (records / "environment.txt").read_text()
+    assert (records / "script.sbatch").read_text() == (undisturbed.folder / "tiny.sbatch").read_text()
+    assert re.match(r"[0-9a-f]{40}\n", (records / "commit.txt").read_text())
+    assert not os.path.exists(undisturbed.folder / "exit")

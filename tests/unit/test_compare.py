@@ -1,0 +1,149 @@
+"""`megatron-fp8 compare`: three forms of runs, equality, exit codes."""
+
+import argparse
+import json
+import re
+import struct
+
+import pytest
+
+from megatron_fp8.errors import UserError
+from megatron_fp8.perf import compare
+from megatron_fp8.perf.runs import read
+
+LOSSES = {1: 11.658123456, 2: 10.51234567, 3: 9.9574444, 4: 9.105}
+
+
+def metrics(path, losses=LOSSES, norm=1.5, ms=100.0):
+    lines = [json.dumps({"step": step, "loss": loss, "grad_norm": norm * step, "elapsed_time_per_iteration_ms": ms,
+                         "number_of_skipped_iterations": 0}) for step, loss in losses.items()]  # fmt: skip
+    path.write_text("\n".join([json.dumps({"linears_in_bf16": []}), *lines]) + "\n")
+    return str(path)
+
+
+def log(path, losses=LOSSES, norm=1.5):
+    """As megatron-core 0.19.2 prints it."""
+    lines = [
+        f" [2026-11-22 10:00:00.0] iteration {step:8d}/{4:8d} | consumed samples: {16 * step:12d} | elapsed time per "
+        f"iteration (ms): 200.0 | throughput per GPU (TFLOP/s/GPU): 800.1 | learning rate: 1.000000E-04 | global batch "
+        f"size:    16 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {norm * step:.3f} | number of skipped "
+        f"iterations:   0 | number of nan iterations:   0 |"
+        for step, loss in losses.items()
+    ]
+    memory = "memory (MB) | allocated: 1000.00 | max allocated: 2000.00 | reserved: 1"
+    lines.insert(1, f"[Rank 0] (after 1 iterations) {memory}")
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + varint(value >> 7)
+
+
+def part(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def tensorboard(folder, losses=LOSSES):
+    """Events as SummaryWriter.add_scalar writes them: TFRecords of Event(2: step, 5: (1: (1: tag, 2: value)))."""
+    folder.mkdir()
+    content = b""
+    for step, loss in losses.items():
+        value = part(1, b"lm loss") + b"\x15" + struct.pack("<f", loss)
+        other = part(1, b"lm loss vs samples") + b"\x15" + struct.pack("<f", 0.0)
+        event = b"\x09" + struct.pack("<d", 1.7e9) + b"\x10" + varint(step) + part(5, part(1, value) + part(1, other))
+        content += struct.pack("<Q", len(event)) + b"crc1" + event + b"crc2"
+    (folder / "events.out.tfevents.1.host").write_bytes(content + b"\x20\0\0")  # and a record that was cut off
+    return str(folder)
+
+
+def call(capsys, *argv: str) -> tuple[int, str]:
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    code = compare.run(parser.parse_args(argv))
+    return code, capsys.readouterr().out
+
+
+def test_three_forms_say_the_same(tmp_path, capsys):
+    runs = [metrics(tmp_path / "a.jsonl"), log(tmp_path / "b.log"), tensorboard(tmp_path / "c")]
+    assert [read(run).form for run in runs] == ["metrics", "log", "tensorboard"]
+    for run in runs:
+        assert list(read(run).series("loss")) == [1, 2, 3, 4]
+    assert read(runs[0]).series("loss") == LOSSES
+    assert call(capsys, *runs, "--assert-equal")[0] == 0
+    code, text = call(capsys, *runs, "--format", "csv")
+    assert code == 0 and "1.0 / 2.1" in text and ",200.0," in text and ",0.500" in text
+
+
+def test_the_last_digit_counts(tmp_path, capsys):
+    one = metrics(tmp_path / "a.jsonl")
+    other = metrics(tmp_path / "b.jsonl", {**LOSSES, 3: LOSSES[3] + 1e-14, 4: 9.1051})
+    assert call(capsys, one, one, "--assert-equal")[0] == 0
+    code, text = call(capsys, one, other, "--assert-equal")
+    assert code == 1
+    assert f"b.jsonl: loss differs at 2 steps, first at step 3: 9.9574444 and {LOSSES[3] + 1e-14!r}" in text
+    assert call(capsys, one, other, "--assert-equal", "--steps", ":2")[0] == 0
+    rough = log(tmp_path / "b.log", {**LOSSES, 3: LOSSES[3] + 1e-14})
+    assert call(capsys, one, rough, "--assert-equal")[0] == 0  # a log does not have that digit
+    assert call(capsys, one, log(tmp_path / "c.log", {**LOSSES, 4: 9.10501}), "--assert-equal")[0] == 1
+
+
+def test_norms_and_missing_steps_count_too(tmp_path, capsys):
+    one = metrics(tmp_path / "a.jsonl")
+    code, text = call(capsys, one, metrics(tmp_path / "b.jsonl", norm=1.6), "--assert-equal")
+    assert code == 1 and "grad_norm differs at 4 steps" in text
+    short = metrics(tmp_path / "c.jsonl", {step: LOSSES[step] for step in (1, 2)})
+    code, text = call(capsys, one, short, "--assert-equal")
+    assert code == 1 and "loss at steps 3, 4 in one of the two only" in text
+    apart = metrics(tmp_path / "d.jsonl", {7: 1.0})
+    code, text = call(capsys, one, apart)
+    assert code == 1 and "d.jsonl: no step in common with a.jsonl" in text
+
+
+def test_tolerance(tmp_path, capsys):
+    one, other = metrics(tmp_path / "a.jsonl"), metrics(tmp_path / "b.jsonl", {**LOSSES, 4: 9.105 * 1.001})
+    assert call(capsys, one, other, "--tolerance", "2e-3")[0] == 0
+    code, text = call(capsys, one, other, "--tolerance", "5e-4")
+    assert code == 1 and "losses differ by 1.000e-03, more than --tolerance 0.0005" in text
+    bad = metrics(tmp_path / "c.jsonl", {**LOSSES, 4: float("nan")})
+    assert call(capsys, one, bad, "--tolerance", "1")[0] == 1
+    assert call(capsys, bad, bad, "--assert-equal")[0] == 0
+
+
+def test_a_result_is_exported_and_compared_with_later(tmp_path, capsys):
+    one, file = metrics(tmp_path / "a.jsonl"), str(tmp_path / "expected.jsonl")
+    assert call(capsys, one, "--export-result", file)[0] == 0
+    assert call(capsys, one, "--import-result", file, "--assert-equal") [0] == 0
+    other = metrics(tmp_path / "b.jsonl", {**LOSSES, 2: 1.0})
+    assert call(capsys, other, "--import-result", file, "--assert-equal")[0] == 1
+
+
+def test_names_and_a_figure(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    one, file = metrics(tmp_path / "a.jsonl"), tmp_path / "loss.svg"
+    _, text = call(capsys, f"O0={one}", f"O3={one}", "--figure", str(file))
+    assert re.search(r"^O0 .*\nO3 ", text, re.M) and "1.000" in text
+    assert file.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("no.jsonl",), "no.jsonl: no such run"),
+        (("EMPTY",), "no step with a loss"),
+        (("BROKEN",), "line 1 is no JSON object"),
+        (("ONE", "--assert-equal"), "there is one run; give another"),
+        (("ONE", "ONE", "--steps", "1-2"), "--steps 1-2: use A:B"),
+        (("ONE", "ONE", "--steps", "9:"), "--steps 9:: a.jsonl has no loss there"),
+        (("ONE", "ONE", "--tolerance", "-1"), "--tolerance -1.0: use 0 or more"),
+        (("ONE", "--export-result", "/no/such/file"), "--export-result /no/such/file: No such file"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(tmp_path, capsys, argv, message):
+    (tmp_path / "empty.log").write_text("nothing here\n")
+    (tmp_path / "broken.jsonl").write_text("nothing here\n")
+    files = {"ONE": metrics(tmp_path / "a.jsonl"), "EMPTY": str(tmp_path / "empty.log"),
+             "BROKEN": str(tmp_path / "broken.jsonl")}  # fmt: skip
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        call(capsys, *(files.get(word, word) for word in argv))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,186 @@
+"""`megatron-fp8 doctor`: each line from what the machine says, by its own words; the verdicts, the exit code, JSON."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8.cli import main
+from megatron_fp8.doctor import machine, scheduler, software
+from megatron_fp8.doctor import main as doctor
+from megatron_fp8.doctor.finding import BLOCKING, DEGRADED, GOOD, blocking, good, output_of
+
+TOPOLOGY = """\
+\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV18\t{}\tSYS\t0-47\t0
+GPU1\tNV18\t X \tNV18\tSYS\t0-47\t0
+GPU2\t{}\tNV18\t X \tPIX\t48-95\t1
+NIC0\tSYS\tSYS\tPIX\t X
+
+Legend:
+  X    = Self
+"""
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+server:/home /home nfs4 rw 0 0
+tmpfs /home/me/fast\\040disk tmpfs rw 0 0
+lustre@tcp:/x /scratch lustre rw 0 0
+"""
+
+
+def verdicts(findings):
+    return [finding.verdict for finding in findings]
+
+
+def test_here_nothing_blocks_and_a_linear_is_right(capsys):
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    lines = {line["what"]: line for line in said["lines"]}
+    assert said["host"] and said["verdict"] in (GOOD, DEGRADED)
+    assert lines["torch"]["verdict"] == lines["megatron-core"]["verdict"] == lines["a linear"]["verdict"] == GOOD
+    assert any(what.startswith("GEMM ") and line["verdict"] == GOOD for what, line in lines.items())
+    assert not any("could not be looked at" in line["found"] for line in said["lines"])
+    assert all(line["remedy"] for line in said["lines"] if line["verdict"] != GOOD)
+
+
+def test_what_blocks_is_an_exit_code(monkeypatch, capsys):
+    def breaks():
+        raise OSError("no such thing")
+
+    looks = [lambda: [good("one", "fine")], breaks, lambda: [blocking("two", "wrong", "mend it")]]
+    monkeypatch.setattr(doctor, "_LOOKS", looks)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "good      one                 fine",
+        "degraded  breaks              could not be looked at: OSError: no such thing; please report it",
+        "blocking  two                 wrong; mend it",
+        "blocking: 1 good, 1 degraded, 1 blocking",
+    ]
+    monkeypatch.setattr(doctor, "_LOOKS", looks[:2])
+    assert main(["doctor", "--bad"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_wrong_product_blocks(monkeypatch):
+    class Wrong:
+        name, devices, fuses = "wrong", ("cpu",), frozenset()
+
+        def product(self, a, b, epilogue, fast_accum):
+            y = a.payload.float() @ b.payload.float().T
+            y[3, 5] += y.abs().max() * 0.01
+            return y
+
+    assert software.product_is_off(Wrong(), "cpu") == pytest.approx(0.01, rel=1e-3)
+    monkeypatch.setattr(software, "product_is_off", lambda *_: 0.01)
+    assert BLOCKING in verdicts(software.gemms())
+    monkeypatch.setattr(software, "linear_errors", lambda device: {"forward": 0.03, "wgrad": 0.2})
+    assert verdicts(software.linear()) == [BLOCKING]
+
+
+def test_versions(monkeypatch):
+    found = {"torch": "2.10.0+cu126", "megatron-core": "0.18.1"}
+    monkeypatch.setattr(software.metadata, "version", found.__getitem__)
+    assert verdicts(software.versions()) == [DEGRADED, BLOCKING]
+    found |= {"torch": "2.11.1+cu130", "megatron-core": "0.19.9"}
+    assert verdicts(software.versions()) == [GOOD, GOOD]
+
+
+@pytest.mark.parametrize(("name", "verdict"), [("_SplitAlongDim", GOOD), ("SplitAlongDim", DEGRADED)])
+def test_transformer_engines_stale_import(monkeypatch, tmp_path, name, verdict):
+    import sys
+
+    folder = tmp_path / "transformer_engine/pytorch"
+    folder.mkdir(parents=True)
+    for path, text in ((folder.parent, ""), (folder, "")):
+        (path / "__init__.py").write_text(text)
+    (folder / "attention.py").write_text(f"{name} = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(software.metadata, "version", lambda package: "2.20.2")
+    for module in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.attention"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    (finding,) = software.transformer_engine()
+    assert finding.verdict == verdict and ("stale" in finding.found) == (verdict == DEGRADED)
+    for module in [module for module in sys.modules if module.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, module)
+
+
+def test_power():
+    lines = "0, 700.00, 700.00, 1980, 345, Not Active\n1, 500.00, 700.00, 1980, 1980, Not Active\n"
+    lines += "2, 700.00, 700.00, 1980, 900, Active\n3, [N/A], [N/A], 1980, 345, Not Active\n"
+    findings = list(machine.power(lines))
+    assert verdicts(findings) == [GOOD, DEGRADED, DEGRADED, GOOD]
+    assert findings[1].found == "power limit 500.00 W of 700.00, SM clock 1980 of 1980 MHz"
+    assert list(machine.power("")) == []
+
+
+def test_links():
+    (finding,) = machine.links(TOPOLOGY.format("NV18", "NV18"))
+    assert (finding.verdict, finding.found) == (GOOD, "between all 3 GPUs (NV18)")
+    (finding,) = machine.links(TOPOLOGY.format("PHB", "PHB"))
+    assert (finding.verdict, finding.found) == (DEGRADED, "1 of 3 pairs have none: 0-2 PHB")
+    assert list(machine.links("")) == []
+
+
+def test_infiniband(tmp_path, monkeypatch):
+    assert list(machine.infiniband(tmp_path)) == []
+    for number, state in enumerate(("4: ACTIVE", "4: ACTIVE", "1: DOWN")):
+        port = tmp_path / f"mlx5_{number}/ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (finding,) = machine.infiniband(tmp_path)
+    assert (finding.verdict, finding.found) == (DEGRADED, "2 of 3 ports are up (400 Gb/sec (4X NDR))")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert verdicts(machine.infiniband(tmp_path / "none")) == [DEGRADED]
+
+
+def test_what_carries_a_sum():
+    line = "host:1:1 [0] NCCL INFO Channel 0{}/0 : 0[0] -> 1[1] via {}\n"
+    finding = machine.transport("NCCL 2.28.9", line.format(0, "P2P/CUMEM") + line.format(1, "P2P/CUMEM"), True)
+    assert (finding.verdict, finding.found) == (GOOD, "two GPUs of this node by P2P")
+    assert machine.transport("NCCL", line.format(0, "SHM/direct/direct"), True).verdict == DEGRADED
+    assert machine.transport("NCCL", line.format(0, "NET/Socket/0"), True).found.endswith("NET/Socket")
+    assert machine.transport("NCCL", "ncclSystemError: Error", False).verdict == BLOCKING
+
+
+def test_shared_memory_and_limits(tmp_path, monkeypatch):
+    usage = machine.shutil.disk_usage("/")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage._replace(total=2**26, free=2**26))
+    assert verdicts(machine.shared_memory()) == [DEGRADED]
+    monkeypatch.undo()
+    assert verdicts(machine.shared_memory(str(tmp_path / "none"))) == [DEGRADED]
+    unlimited = {resource.RLIMIT_MEMLOCK: (-1, -1), resource.RLIMIT_NOFILE: (1024, 4096)}
+    monkeypatch.setattr(machine.resource, "getrlimit", unlimited.get)
+    assert verdicts(machine.limits()) == [GOOD, DEGRADED]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/tmp/x", "ext4"), ("/home/me/.triton", "nfs4"), ("/home/me/fast disk/x", "tmpfs"), ("/scratch/y", "lustre"),
+     ("/homes", "ext4")],
+)  # fmt: skip
+def test_a_paths_file_system(path, kind):
+    assert machine.file_system(Path(path), MOUNTS) == kind
+
+
+def test_tritons_cache(tmp_path):
+    shared = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {tmp_path} nfs rw 0 0\n"
+    (finding,) = machine.triton_cache(shared, str(tmp_path / "deep/cache"))
+    assert finding.verdict == DEGRADED and "is on nfs" in finding.found
+    assert verdicts(machine.triton_cache("/dev/sda1 / ext4 rw 0 0", str(tmp_path))) == [GOOD]
+
+
+def test_slurm():
+    config = "KillWait                = {} sec\nPreemptMode             = {}\nSlurmctldParameters     = {}\n"
+    config += "JobRequeue              = 1\nSLURM_VERSION           = 22.05.8\n"
+    assert list(scheduler.slurm("")) == []
+    findings = list(scheduler.slurm(config.format(30, "OFF", "(null)")))
+    assert verdicts(findings) == [GOOD] * 3 and findings[0].found == "22.05.8"
+    assert verdicts(scheduler.slurm(config.format(5, "REQUEUE", "(null)"))) == [GOOD, DEGRADED, DEGRADED]
+    assert verdicts(scheduler.slurm(config.format(60, "REQUEUE", "preempt_send_user_signal"))) == [GOOD] * 3
+
+
+def test_a_command_that_is_not_there_says_nothing():
+    assert output_of("no-such-command") is None and output_of("false") is None
+    assert output_of("sleep", "60", timeout=0.1) is None and output_of("echo", "yes") == "yes\n"

@@ -1,0 +1,134 @@
+"""`megatron-fp8 estimate` and `plan`: what they print, and mistakes in one line."""
+
+import csv
+import io
+import json
+import re
+
+import pytest
+
+from megatron_fp8.errors import UserError
+from megatron_fp8.flags.usage import one_line_usage_errors
+from megatron_fp8.perf import estimate, plan, read
+
+MODEL = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 "
+    "--position-embedding-type rope --disable-bias-linear --vocab-size 50304 --bf16 --use-distributed-optimizer "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 2 --global-batch-size 64"
+)
+
+
+def call(verb, capsys, before: str, flags: str = MODEL) -> tuple[int, str]:
+    """(Exit code, what `megatron-fp8 VERB BEFORE -- FLAGS` prints)."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    one_line_usage_errors(parser)
+    verb.add_arguments(parser)
+    code = verb.run(parser.parse_args([*before.split(), "--", *flags.split()]))
+    return code, capsys.readouterr().out
+
+
+def test_a_column_a_system_with_the_error_below(capsys):
+    code, text = call(estimate, capsys, "--gpus 8 --hardware h100-80gb-sxm --tokens 1e11 --cap-gb 70")
+    assert code == 0
+    assert "H100 80 GB SXM, 8 GPUs: TP 1, PP 1, DP 8; micro-batch 2, global batch 64, sequence 2048" in text
+    assert "| | stock BF16 | TE FP8 | O1 | O2 | O3 |" in text
+    for row in ("step, ms", "MFU of 1,979 (FP8)", "days for 1e+11 tokens", "peak memory", "GB: activations",
+                "ms: optimizer", "gradients: linears", "largest micro-batch"):  # fmt: skip
+        assert row in text
+    assert re.search(r"Error on \d+ runs it was not fitted to .*: step \d\.\d% in the median", text)
+    assert re.search(r"Megatron's own theory of stock BF16: \d\d\.\d GB of weights and optimizer, \d+\.\d of", text)
+    assert "NO," in text  # Transformer Engine's does not fit 70 GB
+
+
+def test_megatrons_theory_holds_as_much_as_ours():
+    """Its weights and optimizer states; its activations are those of layers with dropout."""
+    flags = read.parse(MODEL.split())
+    w = read.workload(flags, 8, "bf16")
+    found = estimate.estimate(w, estimate.hardware.load("h200"))
+    weights, activations = read.megatrons_memory(flags, w)
+    assert weights == pytest.approx(found.held, rel=0.03)
+    assert activations == pytest.approx(found.memory["activations"], rel=0.15)
+
+
+def test_json_and_csv_carry_the_same(capsys):
+    _, text = call(estimate, capsys, "--gpus 8 --json", MODEL + " --fp8-level O3")
+    found = json.loads(text)
+    assert [e["system"] for e in found["estimates"]] == ["bf16", "te", "O3"]
+    assert found["error"]["runs"] >= 8
+    _, text = call(estimate, capsys, "--gpus 8 --csv", MODEL + " --fp8-level O3")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [float(row["step_ms"]) for row in rows] == [e["step_ms"] for e in found["estimates"]]
+    o3 = found["estimates"][-1]
+    assert o3["tokens_per_s_per_gpu"] == pytest.approx(64 * 2048 / 8 / o3["step_ms"] * 1e3, rel=1e-4)
+
+
+def test_nothing_that_fits_is_exit_code_1(capsys):
+    assert call(estimate, capsys, "--gpus 1 --cap-gb 20 --systems bf16 O3")[0] == 1
+    code, text = call(plan, capsys, "--gpus 2 --cap-gb 20 --system bf16")
+    assert code == 1 and "does not fit:" in text and "GB too much" in text
+
+
+def test_flags_change_the_estimate():
+    flags = read.parse(f"{MODEL} --fp8-level O3 --fp8-master fp32 --recompute-granularity full "
+                       "--recompute-method uniform --recompute-num-layers 1 --overlap-grad-reduce "
+                       "--tensor-model-parallel-size 2 --sequence-parallel".split())  # fmt: skip
+    w = read.workload(flags, 8)
+    assert w.system.name == "O3" and w.cells()["master"] == "fp32" and w.cells()["grad_accum"] == "bf16"
+    assert (w.tensor, w.data, w.split, w.recompute) == (2, 4, 2, "full")
+    assert w.overlap_reduce and not w.overlap_gather
+    assert read.workload(flags, 8, micro_batch_size=16).cells()["grad_accum"] == "fp8"
+    stock = read.workload(flags, 8, "bf16")
+    assert stock.cells() is None and stock.job == w.job
+
+
+def test_a_plan_ranks_layouts_and_says_why(capsys):
+    code, text = call(plan, capsys, "--gpus 16 --hardware h100-80gb-sxm --most 4", MODEL + " --fp8-level O3")
+    assert code == 0
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| TP")]
+    assert len(rows) in (4, 5) and rows[0][-1] == "the fastest"
+    speeds = [float(row[4].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert any("(as given)" in row[0] for row in rows)
+    assert all(re.search(r"bubble|communication|recomputation|host|smaller", row[-1]) for row in rows[1:])
+    assert all(float(row[7]) < 82 for row in rows)
+
+
+def test_every_layout_is_tried_and_divides(capsys):
+    flags = read.parse(MODEL.split())
+    from megatron_fp8.perf import hardware
+
+    found = plan.search(flags, 16, "bf16", hardware.load("h200"), None)
+    assert len({c.layout for c in found}) == len(found) > 20
+    for c in found:
+        assert bool(c.best) != bool(c.lost)
+        if c.best:
+            w = c.best.workload
+            assert w.gpus == 16 and w.tensor <= 8 and w.global_batch == 64
+            assert c.best.room() >= 0
+    assert any(c.lost.startswith("not divisible") for c in plan.search(
+        read.parse(MODEL.replace("batch-size 64", "batch-size 6").split()), 16, "bf16", hardware.load("h200"), None
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "verb, before, flags, message",
+    [
+        (estimate, "", MODEL.replace("--vocab-size 50304", ""), "--vocab-size is missing"),
+        (estimate, "--gpus 3", MODEL + " --tensor-model-parallel-size 2", "--gpus 3: no multiple of"),
+        (estimate, "--gpus 0", MODEL, "--gpus 0: use more than 0"),
+        (estimate, "--json --csv", MODEL, "--json with --csv: take one"),
+        (estimate, "--systems O4", MODEL, "--systems O4: no such system; use bf16, te"),
+        (estimate, "", MODEL + " --num-experts 8", "experts: not modelled"),
+        (estimate, "", MODEL + " --no-such-flag", "unrecognized arguments: --no-such-flag"),
+        (estimate, "--gpus 12", MODEL, "--global-batch-size 64: no multiple of"),
+        (estimate, "", MODEL + " --recompute-granularity selective --recompute-modules moe", "moe: not modelled"),
+        (estimate, "--gpus 2", MODEL.replace("--use-distributed-optimizer", ""), "add --use-distributed-optimizer"),
+        (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(verb, before, flags, message, capsys):
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        call(verb, capsys, before, flags)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,236 @@
+"""What the host does for a linear on a GPU, counted on the CPU: calls of ATen, by torch's profiler, and launches.
+
+A small model waits for the host, a microsecond or more for each call. So that a GPU's path runs here, tensors say that
+they are on one, kernels are not launched, and cuBLASLt's stand-in (gemm_libraries.py) computes nothing: results are
+whatever the memory held. Bounds are what was counted when they were set; more needs a reason.
+"""
+
+import importlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_parts import Known, OneWeight
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_fp8.engine.gradients import DenseStore
+from megatron_fp8.layers.call import plan
+from megatron_fp8.layers.handover import hand_over, maker_of
+from megatron_fp8.layers.mlp import ActivationCast
+from megatron_fp8.layers.norm import NormCast, NormKind
+from megatron_fp8.layers.products import product
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.scaling import DelayedScaling
+from megatron_fp8.ops import cublaslt
+from megatron_fp8.ops.adam import AdamHyper
+
+triton = pytest.importorskip("triton")
+launch = importlib.import_module("megatron_fp8.ops.triton.launch")
+
+M, K, F = 32, 64, 128
+HYPER = AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def launches(served, monkeypatch):
+    """The names of kernels as they would be launched, GEMMs too, from now on, when tensors are "on a GPU"."""
+    if not cublaslt.bound():
+        pytest.skip(f"no cuBLASLt: {cublaslt.why_not()}")
+    names = []
+    monkeypatch.setattr(launch.Launched, "_launch", lambda self, grid, *_, **__: names.append(self.__name__))
+    monkeypatch.setattr(type(served), "cublasLtMatmul", lambda *_: names.append("gemm"))
+    norm = importlib.import_module("megatron_fp8.ops.triton.norm")
+    monkeypatch.setattr(norm, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    yield names
+
+
+def aten_calls(run) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run()
+    return sum(event.name.startswith("aten::") for event in seen.events())
+
+
+class Linears:
+    """Norm, fc1, SwiGLU, fc2, as a layer's MLP has them in a step that is not the first, their weights in E4M3."""
+
+    def __init__(self, group):
+        self.ones = [OneWeight(torch.randn(*shape).bfloat16(), group, storage="fp8") for shape in ((2 * F, K), (K, F))]
+        scaling = DelayedScaling(4, [E4M3, E5M2] * 2, 4, "max", 0, "cpu")
+        scaling.update()
+        for i, one in enumerate(self.ones):
+            one.weight.casts.scaling, one.weight.casts.slots = scaling, (2 * i, 2 * i + 1)
+        self.anchor = torch.zeros(0, requires_grad=True)
+        self.gain = torch.ones(K, dtype=torch.bfloat16, requires_grad=True)
+        self.x = torch.randn(4, M // 4, K).bfloat16().requires_grad_()
+
+    def plans(self):
+        return [plan(one.weight, None, False, False, training=True) for one in self.ones]
+
+    def mlp(self):
+        call, after = self.plans()
+        given, x = hand_over(NormCast, call, self.x, self.gain, None, NormKind(True, 1e-5, False))
+        h = product(given.ticket, self.anchor, call, given)
+        given, _ = hand_over(ActivationCast, after, h, None, "swiglu", maker_of(h))
+        y = product(given.ticket, self.anchor, after, given)
+        torch.autograd.grad((y, x), (self.x, self.gain), (torch.ones_like(y), torch.ones_like(x)))
+
+    def linear(self):
+        y = product(self.x, self.anchor, self.plans()[0])
+        torch.autograd.grad(y, self.x, torch.ones_like(y))
+
+
+def test_a_linears_calls(group, launches):
+    """x in, y out, and both gradients: q(x), y, q(dy), W^T, dx, dW."""
+    linears = Linears(group)
+    linears.linear()
+    launches.clear()
+    assert aten_calls(linears.linear) <= 16  # 4 of them make dy
+    assert launches == ["_tile_kernel", "gemm", "_tile_kernel", "_tile_kernel", "gemm", "gemm"]
+
+
+def test_an_mlps_calls(group, launches):
+    linears = Linears(group)
+    linears.mlp()
+    launches.clear()
+    assert aten_calls(linears.mlp) <= 53
+    assert launches.count("gemm") == 6
+
+
+def test_an_update_makes_no_views_of_what_stays(group, launches):
+    """Adam's step of a weight: its kernel, and a view of its gradient."""
+    one = OneWeight(torch.randn(F, K).bfloat16(), group, storage="fp8")
+    scale = torch.ones(())
+
+    def step():
+        one.bucket.step(HYPER, scale)
+
+    def prepare():
+        one.bucket.begin_step(1)
+        one.weight.take_gradient(Known(torch.zeros(F, K)))
+        one.bucket.launch()
+        one.bucket.land()
+
+    for _ in range(2):
+        prepare()
+        launches.clear()
+        found = aten_calls(step)
+    assert launches == ["_adam_kernel"] and found <= 2
+
+
+def test_gradients_are_added_where_they_lie_without_views(group, launches):
+    one = OneWeight(torch.randn(F, K).bfloat16(), group)
+    assert isinstance(one.bucket.grads, DenseStore)
+    given = Known(torch.ones(F, K))
+    one.weight.take_gradient(given)
+    assert aten_calls(lambda: one.weight.take_gradient(given)) == 2  # the stand-in's: to, add_
+    assert (one.bucket.grads.dense()[: F * K] == 2).all()
+
+
+class Driver:
+    """A GPU for Triton, whose launches are noted."""
+
+    def __init__(self):
+        self.launched = []
+        self.get_current_device, self.get_current_stream = lambda: 0, lambda device: 7
+        self.get_current_target = lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+
+class Run:
+    """In place of Triton's CudaLauncher."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+
+    def __init__(self, driver):
+        self._driver = driver
+
+    def launch(self, x, y, z, stream, function, cooperative, pdl, scratch, profile_scratch, metadata, *rest):
+        assert (cooperative, pdl, scratch, profile_scratch, rest[:3]) == (False, False, None, None, (None,) * 3)
+        self._driver.launched.append(((x, y, z), stream, function, metadata, rest[3:]))
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *args):
+        self._driver.launched.append(((x, y, z), stream, function, metadata, args))
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Triton compiles nothing: what it "compiles" is named by the key that it compiled for."""
+    driver = Driver()
+
+    def compiled(self, key, signature, device, constexprs, options, attrs, warmup):
+        made = SimpleNamespace(
+            run=Run(driver), function=key, packed_metadata=str(options), launch_metadata=lambda *_: None
+        )
+        self.device_caches[device][0][key] = made
+        return made
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", compiled)
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_stream", lambda device: 7)
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(driver)
+    yield driver
+    triton.runtime.driver._active = before
+
+
+def test_a_kernel_launched_again_is_the_one_that_triton_would_launch(driver):
+    """For every type, alignment, divisibility, constant and option, in any order; and with the same arguments."""
+    kernel = importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel
+    if not isinstance(kernel, launch.Launched):
+        pytest.skip(f"Triton {triton.__version__} launches itself")
+    memory, out = torch.zeros(65), torch.zeros(64, dtype=torch.uint8)
+    tensors = [memory[:64], memory[1:], memory[:64].bfloat16(), torch.zeros(64, dtype=torch.float16)]
+    cases = [
+        ((x, n, scale, out, None, 0), {"E4M3": e4m3, "BLOCK": 64, **options})
+        for x, n, scale, e4m3, options in itertools.product(
+            tensors, (1, 15, 16, 64), (None, memory[:1], 2.0, 1), (True, False), ({}, {"num_warps": 8})
+        )
+    ]
+    for _ in range(2):
+        for args, how in cases:
+            triton_s = kernel._kernel
+            triton_s[(3, 2)](*args, **how)
+            kernel[(3, 2)](*args, **how)
+            theirs, ours = driver.launched[-2:]
+            assert ours[:4] == theirs[:4]
+            assert len(ours[4]) == len(theirs[4])
+            assert all(mine is his or mine == his for mine, his in zip(ours[4], theirs[4], strict=True))
+    assert len(driver.launched) == 4 * len(cases)
+    assert len({launched[2] for launched in driver.launched}) == 4 * 3 * 4 * 2 * 2
+
+
+def test_hooks_see_every_launch(driver):
+    kernel = importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel
+    if not isinstance(kernel, launch.Launched):
+        pytest.skip(f"Triton {triton.__version__} launches itself")
+    x = torch.zeros(64)
+    run = triton.JITFunction.run
+    through_triton = []
+
+    def noted(self, *args, **how):
+        through_triton.append(self)
+        return run(self, *args, **how)
+
+    def again():
+        kernel[(1,)](x, 64, None, None, None, 0, E4M3=True, BLOCK=64)
+
+    again()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.JITFunction, "run", noted)
+        again()
+        assert not through_triton
+        hook = lambda metadata: None  # noqa: E731
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        again()
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+        assert through_triton

@@ -1,0 +1,325 @@
+"""`megatron-fp8 launch`: what it writes, and what the script does, with Slurm's commands played by others.
+
+On a real Slurm: tests/cpu/test_slurm.py.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import error_of
+from launch import ROOT
+
+from megatron_fp8.cli import main
+from megatron_fp8.launch import main as launch_main
+from megatron_fp8.launch.script import Settings, seconds, steps_of, write_script
+
+SCRIPTS = sorted((ROOT / "scripts/slurm").iterdir())
+# Slurm's commands: srun runs its command as the only task; a requeue ends the script, as Slurm would.
+COMMANDS = {
+    "srun": 'echo "$*" >"$FAKE/srun.log"; while [[ $1 != bash ]]; do shift; done; SLURM_PROCID=0 SLURM_LOCALID=0 "$@"',
+    "scontrol": 'echo "$*" >>"$FAKE/scontrol.log"; case $2 in hostnames) echo node1; echo node2;;'
+    " job) echo ' StartTime=x EndTime='$FAKE_END;; *) kill -TERM $PPID;; esac",
+    "scancel": 'echo "$*" >>"$FAKE/scancel.log"; kill -URG "$(cat "$FAKE/pid")"',
+}
+# A training that saves step FAKE_STEP as FAKE_SEAL says, and ends with FAKE_CODE; at URG, where it is to wait for that.
+TRAIN = """
+import json, os, signal, sys, time
+env = os.environ
+json.dump([sys.argv[1:], {n: env[n] for n in env if n in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR "
+           "MASTER_PORT NEW SHELLS TRITON_CACHE_DIR".split()}], open(env["FAKE"] + "/task.json", "w"))
+if env.get("FAKE_WAIT"):
+    told = []
+    signal.signal(signal.SIGURG, lambda *_: told.append(1))
+    open(env["FAKE"] + "/pid", "w").write(str(os.getpid()))
+    while not told:
+        time.sleep(0.05)
+folder = sys.argv[sys.argv.index("--save") + 1] + "/iter_%07d" % int(env["FAKE_STEP"])
+os.makedirs(folder, exist_ok=True)
+open(folder + "/" + env["FAKE_SEAL"], "w").close()
+sys.exit(int(env["FAKE_CODE"]))
+"""
+
+
+@pytest.fixture
+def settings(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+
+    def settings(**changes):
+        of_a_job = {
+            "name": "small", "nodes": 1, "tasks_per_node": 2, "gpus_per_node": 2, "time": "1:00:00",
+            "folder": tmp_path / "job", "save": tmp_path / "job/save", "steps": 9, "first": [],
+            "words": ["--lr", "1", "--bf16", "--data-path", "0.5", "a b"],
+            "variables": {"NEW": "it's {new}", "SHELLS": "1"},
+            "script": tmp_path / "train.py", "python": sys.executable, "container": "", "mounts": "", "sbatch": "",
+            "max_restarts": 3,
+        }  # fmt: skip
+        return Settings(**{**of_a_job, **changes})
+
+    return settings
+
+
+@pytest.fixture
+def job(settings, tmp_path):
+    """Starts a job's script: (exit code, what it noted)."""
+    fake = tmp_path / "fake"
+    fake.mkdir()
+    for name, text in COMMANDS.items():
+        (fake / name).write_text(f"#!/bin/bash\n{text}\n")
+        (fake / name).chmod(0o755)
+
+    def start(step=5, seal="integrity.json", code=0, restarts=0, wait="", more=None, **changes):
+        script = write_script(settings(**changes))
+        environment = {
+            **os.environ, "PATH": f"{fake}:{os.environ['PATH']}", "FAKE": str(fake), "FAKE_STEP": str(step),
+            "FAKE_SEAL": seal, "FAKE_CODE": str(code), "FAKE_WAIT": wait, "FAKE_END": "2099-01-01T00:00:00",
+            "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
+            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(tmp_path), "SHELLS": "shell",
+            "SLURM_JOB_END_TIME": str(int(time.time()) + 7230), "MY_API_KEY": "hidden",
+            "PROXY": "http://me:hidden@there", **(more or {}),
+        }  # fmt: skip
+        with (fake / "said").open("w") as said:  # a file: what sleeps when the script ends would hold a pipe open
+            process = subprocess.Popen(["bash", str(script)], cwd=tmp_path, env=environment, stdout=said, stderr=said,
+                                       start_new_session=True)  # fmt: skip
+            try:
+                code = process.wait(60)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        lines = (fake / "said").read_text().splitlines()
+        assert all(line.startswith("[job] ") for line in lines), lines
+        return code, [line.split(" ", 2)[2] for line in lines]
+
+    start.fake, start.records, start.save = fake, tmp_path / "job/job-7", tmp_path / "job/save"
+    return start
+
+
+def requeues(job) -> int:
+    return (job.fake / "scontrol.log").read_text().count("requeue 7")
+
+
+def task(job):
+    import json
+
+    return json.loads((job.fake / "task.json").read_text())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script, settings):
+    if not shutil.which("shellcheck"):
+        pytest.skip("needs shellcheck (Debian's package of that name)")
+    paths = [script] if script.suffix == ".sh" else [script, write_script(settings(first=["--load", "x"]))]
+    for path in paths:
+        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_job_that_has_saved_is_requeued_until_it_is_done(job):
+    assert job()[1][1:] == ["ended with code 0; step 5 of 9 is saved", "requeued, to go on from step 5"]
+    assert requeues(job) == 1
+    code, notes = job(step=9, restarts=1)
+    assert (code, notes[0]) == (0, "start 1 on node[1-2], from step 5 of 9, for 105 minutes")
+    assert notes[1:] == ["ended with code 0; step 9 of 9 is saved", "done"] and requeues(job) == 1
+    assert job(restarts=2) == (0, ["step 9 of 9 is saved: done"])
+
+
+@pytest.mark.parametrize(("code", "seal"), [(0, "metadata.json"), (1, "unsealed"), (137, "metadata.json")])
+def test_only_whole_checkpoints_are_progress(job, code, seal):
+    assert job(code=code, seal=seal)[1][-1] == "requeued, to go on from step 0"
+    failed = "started 2 times from step 0, and saved nothing: failed"
+    ended, notes = job(code=code, seal=seal, restarts=1)
+    assert ended == 1 and notes[1:] == [f"ended with code {code}; step 0 of 9 is saved", failed]
+    assert job(restarts=2) == (1, [failed]) and requeues(job) == 1  # however the second start ended
+
+
+def test_a_sealed_checkpoint_with_a_save_under_way_is_none(job):
+    job()
+    (job.save / "iter_0000005/unsealed").touch()
+    assert job(restarts=1, step=4, code=1)[1][0].startswith("start 1 on node[1-2], from step 0 of 9")
+
+
+def test_stocks_checkpoints_count_by_its_tracker(job):
+    job.save.mkdir(parents=True)
+    (job.save / "latest_checkpointed_iteration.txt").write_text("5")
+    assert job(seal="metadata.json")[1][-1] == "requeued, to go on from step 5"
+
+
+def test_a_crash_after_a_save_is_requeued_and_a_mistake_is_not(job):
+    assert job(code=1)[1][-1] == "requeued, to go on from step 5"
+    ended, notes = job(code=2, restarts=1)
+    assert ended == 2 and notes[-1] == "a mistake in the command, see above: not requeued"
+
+
+def test_restarts_have_a_cap(job):
+    assert job(restarts=3)[0] == 1 and requeues(job) == 0
+
+
+def test_an_exit_file(job):
+    (job.save.parent).mkdir()
+    (job.save.parent / "exit").touch()
+    there = f"{job.save.parent}/exit is there"
+    assert job() == (0, [f"{there}: not started; remove it to go on"])
+    (job.save.parent / "exit").unlink()
+    (job.save.parent / "exit").symlink_to(job.save / "iter_0000005")  # appears with the save
+    assert job()[1][-1] == f"{there}: not requeued" and requeues(job) == 0
+
+
+def test_a_warning_reaches_the_task(job, tmp_path):
+    """The exit file's: within ten seconds."""
+    warn = f'(until [[ -e "$FAKE/pid" ]]; do sleep 0.1; done; touch {job.save.parent}/exit) &\n'
+    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{warn}"))
+    code, notes = job(wait="yes")
+    told = ["told to stop: the tasks save and end", "ended with code 0; step 5 of 9 is saved"]
+    assert code == 0 and notes[1:3] == told
+    assert "--signal=URG 7.0" in (job.fake / "scancel.log").read_text()
+
+
+def test_what_a_task_is_given(job, tmp_path):
+    job(first=["--load", "there", "--finetune"])
+    words, variables = task(job)
+    own = ["--exit-signal-handler", "--exit-signal", "SIGURG", "--exit-duration-in-mins"]
+    flags = ["--lr", "1", "--bf16", "--data-path", "0.5", "a b", "--save", str(job.save)]
+    assert words[:-1] == [*flags, "--load", "there", "--finetune", *own] and words[-1] in ("104", "105")
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "node1", "MASTER_PORT": "20049", "NEW": "it's {new}", "SHELLS": "shell"}
+    cache = variables.pop("TRITON_CACHE_DIR")
+    assert variables == ranks | place and cache.startswith("/tmp/")
+    job(first=["--load", "there", "--finetune"], restarts=1, more={"SLURM_JOB_END_TIME": "", "FAKE_END": "Unknown"})
+    assert task(job)[0] == [*flags, "--load", str(job.save), *own[:-1]]
+    job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 605)})
+    assert task(job)[0][-1] == "8"  # of ten minutes four fifths
+
+
+def test_a_container(job):
+    job(container="image.sqsh", mounts="/data:/data", more={"SLURM_CPUS_PER_TASK": "12"})
+    given = (job.fake / "srun.log").read_text()
+    assert "--container-image=image.sqsh" in given and "--no-container-mount-home" in given
+    assert f",{job.save.parent}:{job.save.parent},{job.save}:{job.save},/data:/data " in given
+    assert given.count("--container-mounts=") == 1 and "--cpus-per-task=12" in given
+
+
+def test_the_network_between_nodes_is_named(job):
+    job.records.mkdir(parents=True)
+    (job.records / "nccl.txt").write_text("Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0\n")
+    notes = job(more={"SLURM_NNODES": "2"})[1]
+    assert "NCCL between nodes: via NET/Socket" in notes
+    assert "that is TCP, several times slower than InfiniBand: see megatron-fp8 doctor" in notes
+
+
+def test_what_a_job_was_is_kept_without_secrets(job):
+    job()
+    environment = (job.records / "environment.txt").read_text()
+    assert "SLURM_JOB_ID=7" in environment and "hidden" not in environment
+    assert "--data-path 0.5 a\\ b" in (job.records / "command.txt").read_text()
+    assert (job.records / "script.sbatch").read_text() == (job.save.parent / "small.sbatch").read_text()
+
+
+# --- what is written
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_main, "_check", lambda *_: True)
+    flags = "--train-iters: 20, --save-interval: 5, --load: there, --finetune: true, --swiglu: true, --fp8-level: O1"
+    (tmp_path / "one.yaml").write_text(f"ENV_VARS: {{NEW: 1, TOP: $WHERE}}\nMODEL_ARGS: {{{flags}}}")
+    monkeypatch.setenv("WHERE", "here")
+
+    def launch(*words):
+        code = 0
+        try:
+            code = main(["launch", "one.yaml", "--nodes", "2", *words])
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return launch
+
+
+def test_launch_writes_a_script(launch, tmp_path):
+    (tmp_path / "site.env").write_text("# a comment\nNCCL_X=a\nexport NCCL_Y='b c' # why\n")
+    code, said = launch("--level", "O3", "--flags=--lr 3", "--cluster", "site.env", "--sbatch=--account='a b' -p gpu")
+    assert code == 0 and said.splitlines()[-1] == f"submit it: sbatch {tmp_path}/runs/one/one.sbatch"
+    text = (tmp_path / "runs/one/one.sbatch").read_text()
+    head = text[: text.index("\n#\n")].splitlines()
+    assert head[0] == "#!/bin/bash" and all(line.startswith("#SBATCH ") for line in head[1:])
+    for option in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=B:USR1@600", "--requeue",
+                   "--open-mode=append", "--exclusive", "--mem=0", "--wait-all-nodes=1", "--account='a b' -p gpu",
+                   f'--output="{tmp_path}/runs/one/log-%j.txt"'):  # fmt: skip
+        assert f"#SBATCH {option}" in head, option
+    assert "ITERATIONS=20\n" in text and "FIRST=(--load there --finetune)\n" in text
+    flags = ("--train-iters 20", "--save-interval 5", "--swiglu", "--lr 3", "--fp8-level O3")
+    assert "\nset -- \\\n    " + " \\\n    ".join(flags) + "\n" in text
+    for line in ("NEW=${NEW-1}", "TOP=${TOP-here}", "NCCL_X=${NCCL_X-a}", "NCCL_Y=${NCCL_Y-'b c'}"):
+        assert f"\nexport {line}\n" in text
+    assert text.endswith((ROOT / "scripts/slurm/train.sbatch").read_text().partition("# <<< settings")[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--nodes 0", "--nodes 0: use 1 or more"),
+        ("--gpus-per-node 0", "--tasks-per-node 0: use 1 or more"),
+        ("--time 1x", "--time 1x: use minutes, HH:MM:SS or D-HH:MM:SS"),
+        ("--cluster nowhere", "--cluster nowhere: no such file, nor is one of that name shipped; give its path"),
+        ("--cluster infinibad", "did you mean infiniband?"),
+        ("--cluster wrong.env", "wrong.env:1: two words: write NAME=VALUE"),
+        ("--script nothing.py", "--script nothing.py: no such script; give its path"),
+        ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
+        ("--name a/b", "--name a/b: use letters"),
+        ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
+    ],
+)
+def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
+    (tmp_path / "wrong.env").write_text("two words\n")
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, said = launch(*words.split())
+    assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
+
+
+def test_submit(launch, tmp_path, monkeypatch):
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    for text, code, line in (
+        ('[[ $1 == --parsable ]] && echo "12;cluster"', 0, f"job 12; its log: {tmp_path}/runs/one/log-JOB.txt"),
+        ("echo 'no such partition' >&2; exit 1", 2, "megatron_fp8: --submit: sbatch: no such partition; see "),
+    ):
+        sbatch.write_text(f"#!/bin/bash\n{text}\n")
+        sbatch.chmod(0o755)
+        found, said = launch("--submit")
+        assert found == code and said.splitlines()[-1].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lr-warm-samples 1", "on 16 ranks: unrecognized arguments: --lr-warm-samples 1, did you mean --lr-warmup-"),
+        ("--global-batch-size 7", "on 16 ranks: "),
+    ],
+)
+def test_flags_that_megatron_would_refuse_are_refused_here(tmp_path, flags, line):
+    files = ["model/gpt-125m", "layout/gpt-125m-8gpus", "recipe/pretrain", "recipe/gpt-125m", "recipe/mock-data"]
+    command = [sys.executable, "-m", "megatron_fp8.cli", "launch", *files, "--nodes", "2", f"--flags={flags}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and said.startswith(f"megatron_fp8: {line}"), done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_time_and_steps():
+    times = {"90": 5400, "30:10": 1810, "2:00:00": 7200, "1-12": 129600, "1-12:30": 131400, "1-00:00:09": 86409}
+    assert {time: seconds(time) for time in times} == times
+    assert steps_of({"--train-iters": ["7"]}) == 7
+    assert steps_of({"--train-samples": ["100"], "--global-batch-size": ["32"]}) == 3
+    assert error_of(steps_of, {}).startswith("--train-iters: missing; give it, or --train-samples")
+    assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number"
+    assert re.match(r"--time 0:30: use a minute", error_of(seconds, "0:30"))

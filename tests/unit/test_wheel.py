@@ -1,0 +1,31 @@
+"""What is built of the package carries the shipped configurations and scripts, and finds them there."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_installed_package_launches_a_shipped_job(tmp_path):
+    source, built = tmp_path / "source", tmp_path / "built"
+    for name in ("megatron_fp8", "configs", "scripts"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "pretrain_gpt_fp8.py"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
+    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=500)
+    where = {**os.environ, "PYTHONPATH": str(built)}
+    code = "import megatron_fp8.flags.args_file as a, sys; print(a.find('model/gpt-7b'))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=where, capture_output=True, text=True)
+    assert found.stdout.strip() == str(built / "megatron_fp8/configs/model/gpt-7b.yaml"), found.stderr
+    files = ["model/gpt-125m", "layout/gpt-125m-8gpus", "recipe/pretrain", "recipe/gpt-125m", "recipe/mock-data"]
+    launch = [sys.executable, "-m", "megatron_fp8.cli", "launch", *files, "--nodes", "1", "--cluster", "infiniband"]
+    done = subprocess.run([*launch, "--script", str(source / "pretrain_gpt_fp8.py")], cwd=tmp_path, env=where,
+                          capture_output=True, text=True, timeout=500)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "export NCCL_DEBUG=" in (tmp_path / "runs/gpt-125m/gpt-125m.sbatch").read_text()
