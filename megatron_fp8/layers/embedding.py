@@ -60,10 +60,10 @@ class _HeadWeight(torch.autograd.Function):
     def backward(ctx, nothing):
         assert nothing is None
         weight = ctx.weight
-        weight.grad_added_to_main_grad = True
         if getattr(weight, _TIED, False):
             return None  # the embedding, in the same graph, gives one
-        return (torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like)(weight)
+        given = added(weight)
+        return given.zero_() if getattr(weight, "zero_out_wgrad", False) else given
 
 
 class Functional:

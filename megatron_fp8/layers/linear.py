@@ -20,9 +20,11 @@ from ..engine.owned import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK
+from .call import Call, plan, takes_fp8
+from .handover import Fp8Activation, hand_over
 from .main_grad import let_add
 from .norm import Norm, NormCast
-from .products import Call, Fp8Activation, hand_over, plan, product, takes_fp8
+from .products import product
 
 
 def hooked(module: torch.nn.Module) -> bool:

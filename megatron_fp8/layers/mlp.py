@@ -22,8 +22,9 @@ from ..numerics.blocks import RowBlocks
 from ..numerics.formats import Format
 from ..ops.source import Payloads
 from .again import Recipe
+from .call import Call, takes_fp8
+from .handover import finish, give, hand_over, maker_of, post
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
-from .products import Call, finish, give, hand_over, maker_of, post, takes_fp8
 
 
 def activation_kind(config) -> str | None:

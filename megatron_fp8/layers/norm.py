@@ -20,8 +20,9 @@ from ..errors import UserError
 from ..numerics.formats import E4M3
 from ..ops.source import Payloads
 from .again import Recipe
+from .call import Call
+from .handover import give
 from .main_grad import added, adds
-from .products import Call, give
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ scale for the tensor, so that t ~ q(t) * scale_inv(t).
 x and dy are read once: one kernel writes q(t) and its transpose.  What waits for the backward is q(x^T)
 (one byte an element, half of what BF16 saves) and the scale *tensor* that it was made with: a
 later micro-batch, or the next step's scale, cannot change what this one captured.  In the same way how
-the backward pass computes is decided in the forward, in a frozen `Call`: no flag that may have changed since is read.
+the backward pass computes is decided in the forward, in a frozen `Call` (call.py): no flag that may have changed since
+is read.
 
 Under sequence parallelism each tensor-parallel rank has a part of the rows of a column-parallel linear's x, which is
 gathered for the forward and again for wgrad, and of a row-parallel linear's dy.  With `--fp8-tp-gather fp8` (O3) the
@@ -25,232 +26,25 @@ column-parallel dx) may travel in FP8 too, `--fp8-tp-reduce-scatter`.  None of i
 The weight is frozen to stock Megatron, so autograd must be told to visit us even when x needs no gradient (the first
 layer after a frozen embedding): every call takes an empty `anchor` tensor that requires one.
 
-x may also come in FP8 (`Fp8Activation`), cast by the module before as this linear would (`cast_input`), in the kernel
-that makes it.  What autograd sees of it is a ticket: a tensor of x's shape and type without memory, which carries the
-edge of the graph, and whose gradient is that of x.  In the same way dy may come in FP8 from the module after, which
-made it (`post`): the cast lies in the call's mailbox, and autograd carries a ticket from one backward pass to the
-other.
-
-With --fp8-activations (`Call.recasts`) q(x^T) does not wait for the backward pass where it can be made then (again.py).
+x and dy may come in FP8 from the modules that make them (handover.py).  With --fp8-activations (`Call.recasts`) q(x^T)
+does not wait for the backward pass where it can be made then (again.py).
 
 Source: FP8-LM (arXiv 2310.18313) section 2 for the formats; the plain BF16 path follows Megatron's
 LinearWithGradAccumulationAndAsyncCommunication.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from .. import ops
 from ..comm import tensor
-from ..comm.wire import Flight, landed
-from ..engine.owned import GRAD, INPUT, OwnedWeight
-from ..flags.emulate import OPERANDS
-from ..numerics.emulation import EmulatedFormat
-from ..numerics.noise import noise_seed
+from ..comm.wire import Flight
+from ..engine.owned import GRAD, INPUT
 from ..numerics.scaled import ScaledTensor
-from ..ops import source
-from ..ops.source import Castable, Payloads
-from .again import Late, Recipe, of_held
+from ..ops.source import Payloads
+from .again import Late, of_held
+from .call import Call, cast_input
+from .handover import Fp8Activation
 from .parallel import gathered_product, summed_product
-
-type Rounding = tuple[EmulatedFormat, tuple[int, int] | None]  # with a seed where it is stochastic
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of a linear, as its forward and its backward pass go by it.
-
-    Attributes:
-        group: the tensor-parallel ranks.
-        gather, gather_dy: how x, or dy, comes from them: "bf16" or "fp8"; None: it is whole.
-        sum_y, sum_dx: how y, or dx, is summed over them: "bf16" or "fp8"; None: it is not.
-        scatter: whether each has its rows of such a sum (sequence parallelism), or all of it.
-        training: whether what is cast counts for the scales.
-        keep: whether a backward pass will come.
-        fp8: whether the GEMMs are FP8's; wgrad_fp8: whether the weight gradient's is.
-        rounding: of a BF16 call, how operands are rounded that are emulated.
-        seen: whether someone looks at the GEMMs, so that x waits in BF16 too.
-        recasts: whether the backward pass casts x again, where there is a recipe.
-        mailbox: holds q(dy) between the backward pass that made it and this call's own.
-        late: holds a weight gradient between this call's backward pass and that of x's maker.
-    """
-
-    weight: OwnedWeight
-    group: torch.distributed.ProcessGroup
-    gather: str | None
-    gather_dy: str | None
-    sum_y: str | None
-    sum_dx: str | None
-    scatter: bool
-    training: bool
-    keep: bool
-    fp8: bool
-    wgrad_fp8: bool
-    rounding: dict[str, Rounding]
-    seen: bool
-    recasts: bool
-    mailbox: "list[Posted]"
-    late: "list[Late]"
-
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """x (s, ..., K), or a rank's part of it, as (M, K)."""
-        x = x.reshape(-1, x.shape[-1])
-        return self.start_gather(x).land() if self.gather else x
-
-    def start_gather(self, rows: torch.Tensor) -> Flight:
-        """All ranks' rows (M, ...) of this rank's."""
-        return Flight(tensor.gather(rows, self.group))
-
-    def start_sum(self, dx: torch.Tensor) -> Flight:
-        """What becomes of dx (M, K): the sum over the ranks, or itself."""
-        if self.sum_dx:
-            return Flight(tensor.add(dx, self.group, self.scatter, self.sum_dx == "fp8"))
-        return Flight(landed(dx))
-
-    def rounded(self, operand: str, x: torch.Tensor) -> torch.Tensor:
-        """x as a BF16 GEMM reads it: rounded where it is emulated."""
-        how = self.rounding.get(operand)
-        return x if how is None else ops.emulate(x.detach(), *how)
-
-
-def plan(
-    weight: OwnedWeight, group, sequence_parallel: bool, sum_dx: bool, training: bool, sum_y: bool = False
-) -> Call:
-    """Decide how a linear's next call is computed, and count it.
-
-    sum_y: of a row-parallel linear; else x is gathered, and dx summed, under sequence parallelism, or without it as
-    sum_dx says.
-    """
-    keep, fp8, config = torch.is_grad_enabled(), weight.fp8, weight.config
-    weight.pending += keep
-    gather, of_y, of_dx = "bf16", "bf16", "bf16"
-    if fp8:
-        gather = config.tp_gather
-        of_y, of_dx = ("fp8" if config.tp_reduce_scatter in ("fp8", way) else "bf16" for way in ("forward", "backward"))
-    return Call(
-        weight,
-        group,
-        gather=gather if sequence_parallel and not sum_y else None,
-        gather_dy=(gather if config.wgrad else "bf16") if sequence_parallel and sum_y else None,
-        sum_y=of_y if sum_y else None,
-        sum_dx=of_dx if sum_dx or (sequence_parallel and not sum_y) else None,
-        scatter=sequence_parallel,
-        training=training,
-        keep=keep,
-        fp8=fp8,
-        wgrad_fp8=config.wgrad,
-        rounding={} if fp8 else _rounding(weight, keep),
-        seen=keep and bool(weight.events.forward or weight.events.backward),
-        recasts=keep and fp8 and config.wgrad and config.activations,
-        mailbox=[],
-        late=[],
-    )
-
-
-def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
-    # A forward pass that is computed again has the noise of the first: micro-batches come in one order.
-    count = weight.forwards[keep]
-    weight.forwards[keep] += 1
-    rounding: dict[str, Rounding] = {}
-    if weight.emulate is None:
-        return rounding
-    for i, operand in enumerate(OPERANDS):
-        how = weight.emulate.for_operand(weight.path, weight.layer_number, operand, weight.step)
-        if how:
-            # The weight is one, and rounded alike, on all ranks and in all micro-batches.
-            rank, at = (0, 0) if operand == "weight" else (weight.rank, count)
-            noisy = how.rounding == "stochastic"
-            rounding[operand] = how, noise_seed(*weight.identity, rank, weight.step, i, at) if noisy else None
-    return rounding
-
-
-def cast_input(call: Call, x: Castable, recipe: Recipe | None = None) -> tuple[ScaledTensor, torch.Tensor]:
-    """x (M, K) -> (q(x), its scale), as an FP8 call casts its input.
-
-    Under sequence parallelism the backward pass gathers it again, and transposes then.
-    """
-    columns = call.keep and call.wgrad_fp8 and call.gather is None and recipe is None
-    group = call.group if call.gather == "fp8" else None
-    fmt = call.weight.config.forward_format
-    return call.weight.cast(x, INPUT, fmt, columns=columns, training=call.training, group=group)
-
-
-def takes_fp8(call: Call) -> bool:
-    """Whether x may come in FP8: not where the call wants it in BF16 for a gather or for wgrad."""
-    return call.fp8 and call.gather != "bf16" and (call.wgrad_fp8 or not call.keep)
-
-
-@dataclass(frozen=True, eq=False)
-class Fp8Activation:
-    """An activation in FP8 on its way from one module to a linear: the ticket for autograd, q(x), and its scale.
-
-    exact: x itself where someone looks at the GEMMs, else None; recipe: None where q(x) waits for the backward pass.
-    """
-
-    ticket: torch.Tensor
-    q: ScaledTensor
-    scale: torch.Tensor
-    exact: torch.Tensor | None
-    recipe: Recipe | None
-
-
-def hand_over(maker: type[torch.autograd.Function], call: Call, *inputs) -> tuple[Fp8Activation, Any]:
-    """What a maker makes of its inputs for `call`, and what else it returns.
-
-    Its forward pass gets (ctx, call, made, *inputs) and returns what `give` does, and something else or None; its
-    backward pass returns None for the first two.
-    """
-    made: list[tuple[ScaledTensor, torch.Tensor, torch.Tensor | None, Recipe | None]] = []
-    ticket, other = maker.apply(call, made, *inputs)
-    return Fp8Activation(ticket, *made[0]), other
-
-
-def give(call: Call, made: list, x: Castable, like: torch.Tensor, recipe: Recipe | None = None) -> torch.Tensor:
-    """Cast x (M, K) for `call` into `made`; returns the ticket, of the type and the leading shape of `like`."""
-    q, scale = cast_input(call, x, recipe)
-    exact = source.values(x) if call.seen else None
-    shape = *like.shape[:-1], call.weight.param.shape[1]
-    made.append((q, scale, None if exact is None else exact.view(shape), recipe))
-    return ticket(shape, like)
-
-
-def ticket(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of that shape, of the type of `like`, without memory: what autograd sees of one that is in FP8."""
-    return torch.empty((), dtype=like.dtype, device=like.device).as_strided(shape, (0,) * len(shape))
-
-
-@dataclass(frozen=True, eq=False)
-class Posted:
-    """dy in FP8, both layouts; the ticket that autograd has of it; dy itself where someone looks at the GEMMs."""
-
-    q: ScaledTensor
-    ticket: torch.Tensor
-    exact: torch.Tensor | None
-
-
-def maker_of(y: torch.Tensor) -> Call | None:
-    """The call that gave y and takes its gradient in FP8, or None.
-
-    Only whoever alone reads y may ask, and `post` to it.
-    """
-    return getattr(y, "_fp8_call", None)
-
-
-def post(call: Call, dy: Castable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Cast the gradient dy (M, N) of a call's result; what autograd is to be given for it: of the result's shape, and
-    the type of `like`."""
-    weight = call.weight
-    q, _ = weight.cast(dy, GRAD, weight.config.grad_format, columns=True, training=call.training)
-    sent = ticket(shape, like)
-    call.mailbox.append(Posted(q, sent, source.values(dy) if call.seen else None))
-    return sent
-
-
-def finish(call: Call, late: Late, columns: torch.Tensor) -> None:
-    """Hand the weight of a call its gradient, with q(x^T)."""
-    call.weight.take_gradient(ops.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
 
 
 def product(

@@ -20,8 +20,9 @@ from megatron.core.transformer.attention import SelfAttention
 from .. import ops
 from ..flags.config import Fp8Config
 from ..ops.source import Payloads
+from .call import Call
+from .handover import maker_of, post
 from .linear import hooked
-from .products import Call, maker_of, post
 
 
 class Rotary(NamedTuple):

@@ -16,9 +16,11 @@ from engine_parts import Known, OneWeight
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fp8.engine.gradients import DenseStore
+from megatron_fp8.layers.call import plan
+from megatron_fp8.layers.handover import hand_over, maker_of
 from megatron_fp8.layers.mlp import ActivationCast
 from megatron_fp8.layers.norm import NormCast, NormKind
-from megatron_fp8.layers.products import hand_over, maker_of, plan, product
+from megatron_fp8.layers.products import product
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 from megatron_fp8.ops import cublaslt

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from engine_parts import OneWeight
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8 import ops
 from megatron_fp8.comm import tensor
 from megatron_fp8.engine.owned import GRAD, in_forward_order
-from megatron_fp8.layers.products import plan, product
+from megatron_fp8.layers.call import plan
+from megatron_fp8.layers.products import product
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import DelayedScaling, compute_scale
@@ -94,7 +96,9 @@ def test_a_scale_in_the_module_is_the_defect():
 @pytest.mark.parametrize("gather", [None, "bf16", "fp8"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_every_scale_belongs_to_its_micro_batch(group, kind, gather, wgrad, scaling):
-    def run(order):
+    """Also where the forward pass is computed again in the backward pass; amax counts once."""
+
+    def run(order, again=False):
         torch.manual_seed(1)
         one = OneWeight(torch.randn(N, K).bfloat16(), group, wgrad=wgrad)
         one.weight.config.tp_gather = gather
@@ -107,11 +111,13 @@ def test_every_scale_belongs_to_its_micro_batch(group, kind, gather, wgrad, scal
             call = plan(one.weight, group, gather is not None, False, training=True, sum_y=row)
             return product(x, torch.zeros(0, requires_grad=True), call)
 
-        dx = gradients(forward, order)
-        return [*dx, one.bucket.grads.dense()[: N * K].clone()]
+        dx = gradients((lambda x: checkpoint(forward, x, use_reentrant=False)) if again else forward, order)
+        amax = [] if scaling == "tensorwise" else [state.amax.clone()]
+        return [*dx, *amax, one.bucket.grads.dense()[: N * K].clone()]
 
-    alone, pipeline = run(ALONE), run(PIPELINE)
-    assert all(map(torch.equal, pipeline, alone))
+    alone = run(ALONE)
+    for other in (run(PIPELINE), run(PIPELINE, again=True)):
+        assert len(other) == len(alone) and all(map(torch.equal, other, alone))
     if scaling != "delayed":  # whose scale of one is no scale for these
         exact = sum(dy.float().T @ x.float() for x, dy in micro_batches())
         assert (alone[-1].view(N, K) - exact).norm() / exact.norm() < 0.1

@@ -13,7 +13,8 @@ from engine_parts import OneWeight
 
 from megatron_fp8.flags.log import logs_update_norm
 from megatron_fp8.flags.probe import ProbePlan, probe_from_args
-from megatron_fp8.layers.products import plan, product
+from megatron_fp8.layers.call import plan
+from megatron_fp8.layers.products import product
 from megatron_fp8.monitor import probe
 from megatron_fp8.monitor.probe import GEMMS, OPERANDS, Probe, compare, count_emulated, kurtosis, power_sums
 from megatron_fp8.numerics.emulation import EmulatedFormat, emulate

@@ -17,7 +17,8 @@ from test_reduce import in_blocks
 from megatron_fp8 import ops
 from megatron_fp8.comm import tensor, wire
 from megatron_fp8.layers import parallel
-from megatron_fp8.layers.products import plan, product
+from megatron_fp8.layers.call import plan
+from megatron_fp8.layers.products import product
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 
