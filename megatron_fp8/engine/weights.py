@@ -164,15 +164,16 @@ class Bucket:
     @torch.no_grad()
     def step(self, hyper: AdamHyper, grad_scale: torch.Tensor) -> None:
         """One step of Adam on the shard; `grad_scale` (0-d FP32): from the reduced sum to the clipped gradient."""
-        for i, lo, hi, averages_and_master, weight in self._steps:
+        for i, lo, hi, (m, v, master), flat in self._steps:
+            weight: torch.Tensor | ScaledTensor = flat
             scale = amax = None
             if self.scaling is not None:
                 stored = self.weights[i].stored
                 assert stored is not None
-                weight = ScaledTensor(weight, stored.scale_inv)
+                weight = ScaledTensor(flat, stored.scale_inv)
                 scale, amax = self.scaling.weight_scale(self._first + i), self.scaling.weight_amax(self._first + i)
             gradient = self.reduced.gradient(lo, hi)
-            adam_step(gradient, *averages_and_master, weight, hyper, grad_scale, scale, amax)
+            adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
         self._reduced = None
         self._changed()
 

@@ -16,6 +16,7 @@ from ..flags.emulate import OPERANDS
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
+from ..ops import source
 from ..ops.source import Castable
 from .again import Late, Recipe
 
@@ -69,7 +70,7 @@ class Call:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """x (s, ..., K), or a rank's part of it, as (M, K)."""
-        x = x.reshape(-1, x.shape[-1])
+        x = source.rows(x)
         return self.start_gather(x).land() if self.gather else x
 
     def start_gather(self, rows: torch.Tensor) -> Flight:

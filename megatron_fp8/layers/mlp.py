@@ -20,6 +20,7 @@ from megatron.core.transformer.mlp import MLP
 from .. import ops
 from ..numerics.blocks import RowBlocks
 from ..numerics.formats import Format
+from ..ops import source
 from ..ops.source import Payloads
 from .again import Recipe
 from .call import Call, takes_fp8
@@ -105,7 +106,7 @@ class ActivationCast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, made: list, h, bias, kind: str, maker: Call | None):
-        flat = h.reshape(-1, h.shape[-1])
+        flat = source.rows(h)
         kept = ops.blocks_for(flat, kind) if call.recasts else None
         ctx.kind, ctx.maker, ctx.shape, ctx.call = kind, maker, h.shape, call
         if kept is None:
@@ -119,8 +120,8 @@ class ActivationCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _):
         bias, *h = ctx.saved_tensors
-        flat = h[0].reshape(-1, h[0].shape[-1]) if len(h) == 1 else RowBlocks(*h)
-        dy, call = dy.reshape(-1, dy.shape[-1]), ctx.call
+        flat = source.rows(h[0]) if len(h) == 1 else RowBlocks(*h)
+        dy, call = source.rows(dy), ctx.call
         late, fmt = call.late.pop() if call.late else None, call.weight.config.forward_format
         gradient = ActivationGradient(dy, flat, bias, ctx.kind, late and (fmt, late.scale))
         dh = gradient.values().view(ctx.shape) if ctx.maker is None else post(ctx.maker, gradient, ctx.shape, dy)

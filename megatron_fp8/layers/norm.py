@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from .. import ops
 from ..errors import UserError
 from ..numerics.formats import E4M3
+from ..ops import source
 from ..ops.source import Payloads
 from .again import Recipe
 from .call import Call
@@ -83,7 +84,7 @@ class NormCast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, made: list, x, weight, bias, kind: NormKind):
-        flat = x.reshape(-1, x.shape[-1])
+        flat = source.rows(x)
         kept = torch.empty_like(flat, dtype=E4M3.dtype) if call.recasts else None
         normed = Normed(flat, weight, bias, kind, kept)
         recipe = None if kept is None else Recipe(functools.partial(_again, kind), (kept, weight, bias))
@@ -101,11 +102,11 @@ class NormCast(torch.autograd.Function):
         if dy is None:  # what was made of the norm does not reach the loss
             return None, None, residual, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
-        kind, k, parameters = ctx.kind, x.shape[-1], [p for p in ctx.parameters if p is not None]
+        kind, parameters = ctx.kind, [p for p in ctx.parameters if p is not None]
         alone = all(map(adds, parameters)) and all(ctx.needs_input_grad[3 : 3 + len(parameters)])
         dx, dweight, dbias = ops.norm_backward(
-            dy.reshape(-1, k), x.reshape(-1, k), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered,
-            residual=None if residual is None else residual.reshape(-1, k),
+            source.rows(dy), source.rows(x), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered,
+            residual=None if residual is None else source.rows(residual),
             into=tuple(None if p is None else p.main_grad for p in ctx.parameters) if alone else None,
         )  # fmt: skip
         if alone:

@@ -40,6 +40,7 @@ from ..comm import tensor
 from ..comm.wire import Flight
 from ..engine.owned import GRAD, INPUT
 from ..numerics.scaled import ScaledTensor
+from ..ops import source
 from ..ops.source import Payloads
 from .again import Late, of_held
 from .call import Call, cast_input
@@ -92,7 +93,7 @@ class Fp8Product(torch.autograd.Function):
             q, scale, recipe = given.q, given.scale, given.recipe
         else:
             recipe = of_held(x) if call.recasts and call.gather is None else None
-            here = call.whole(x) if call.gather == "bf16" else x.reshape(-1, x.shape[-1])
+            here = call.whole(x) if call.gather == "bf16" else source.rows(x)
             q, scale = cast_input(call, here, recipe)
         arriving = call.start_gather(q.payload) if call.gather == "fp8" else None
         w, read, epilogue = call.weight.quantized(), q, ops.Epilogue(dtype=x.dtype, bias=bias)
@@ -130,7 +131,7 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
     x, fmt = kept[0], weight.config.forward_format
     if ctx.make is not None and call.gather:
         x, _ = ctx.make(fmt, x_scale, *kept, rows=True, columns=False)
-    x_rows = call.start_gather(x.reshape(-1, x.shape[-1])) if call.gather else None
+    x_rows = call.start_gather(source.rows(x)) if call.gather else None
     q, exact, dbias, dy_rows = _cast_gradient(ctx, call, dy)
     dx = None
     if needs_dx:
@@ -149,7 +150,7 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
     x = x if x_rows is None else x_rows.land()
     if not call.wgrad_fp8:
         assert exact is not None  # of such a call nobody posts, and what is gathered is BF16
-        product = ops.Product(exact.t(), x.reshape(-1, x.shape[-1]).t())
+        product = ops.Product(exact.t(), source.rows(x).t())
     elif ctx.late and needs_dx and not call.seen:
         call.late.append(Late(ScaledTensor(q.columns, q.scale_inv), x_scale, x_scale_inv))
         return dx, dbias, None
@@ -175,7 +176,7 @@ def _cast_gradient(
         if dy.data_ptr() != posted.ticket.data_ptr() or any(dy.stride()):
             raise RuntimeError("the gradient of an FP8 linear was added to on its way: its result had a second reader")
         return posted.q, posted.exact, None, None
-    flat, fmt = dy.reshape(-1, dy.shape[-1]), call.weight.config.grad_format
+    flat, fmt = source.rows(dy), call.weight.config.grad_format
     if call.gather_dy == "fp8":
         q, _ = call.weight.cast(flat, GRAD, fmt, columns=False, training=call.training, group=call.group)
         dy_rows = call.start_gather(q.payload)
@@ -209,7 +210,7 @@ class Bf16Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        flat = dy.reshape(-1, dy.shape[-1])
+        flat = source.rows(dy)
         whole = ctx.call.start_gather(flat).land() if ctx.call.gather_dy else flat
         dx, product = _bf16_gradients(ctx, ctx.call, whole)
         return _finish(ctx.call, dx, dy.shape, product), None, None
@@ -218,7 +219,7 @@ class Bf16Product(torch.autograd.Function):
 def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None, ops.Product]:
     """As _fp8_gradients."""
     (x,) = ctx.saved_tensors
-    x_rows = call.start_gather(x.reshape(-1, x.shape[-1])) if call.gather else None
+    x_rows = call.start_gather(source.rows(x)) if call.gather else None
     if call.training:
         call.weight.casts.follow(GRAD, exact)
     dy = call.rounded("gradient", exact)

@@ -32,6 +32,11 @@ class Source(Protocol):
 type Castable = torch.Tensor | Source
 
 
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x (..., K) as (M, K): of what is contiguous, half of what reshape costs the host."""
+    return x.view(-1, x.shape[-1]) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+
+
 def values(x: Castable) -> torch.Tensor:
     """x (M, K) in memory."""
     return x if isinstance(x, torch.Tensor) else x.values()

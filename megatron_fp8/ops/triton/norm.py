@@ -391,7 +391,10 @@ def norm_backward(
     dx, sums = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device), 1 if rms else 2
     partial = torch.empty(sums, programs, K, dtype=torch.float32, device=x.device)
     kept, residual = x.dtype == E4M3.dtype, None if residual is None else residual.contiguous()
-    dweight, dbias = into or (torch.empty_like(weight), None if rms else torch.empty_like(weight))
+    if into is None:
+        dweight, dbias = (*(torch.empty(K, dtype=weight.dtype, device=x.device) for _ in range(sums)), None)[:2]
+    else:
+        dweight, dbias = into
     _norm_backward_kernel[(programs,)](
         dy, x, weight, None if kept else mean, rstd, residual, M, per_program,
         dx, partial,
