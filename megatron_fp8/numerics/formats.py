@@ -17,7 +17,6 @@ finite values, so its maximum is 2^8 * 1.75 and it has no infinity (torch calls 
 Source: Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -68,11 +67,6 @@ def decode(payload: torch.Tensor) -> torch.Tensor:
     """
     if payload.device.type != "cpu":
         return payload.float()
-    codes = payload.contiguous().view(torch.uint8).view(-1).int()
-    return _values(payload.dtype).index_select(0, codes).view(payload.shape)
-
-
-@functools.cache
-def _values(dtype: torch.dtype) -> torch.Tensor:
-    """(256,) of an FP8 type."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = torch.arange(256, dtype=torch.uint8).view(payload.dtype).float()
+    codes = payload.contiguous().view(torch.uint8).flatten().int()
+    return values.index_select(0, codes).view(payload.shape)
