@@ -7,8 +7,9 @@ the byte or two of a linear's input; each is divided by the tensor-parallel rank
     fc1's input i h         fc1's output 2U     fc2's input i F        softmax's sums 4 a head, norms' 16
 
 which for GPT is 32 h (BF16: the 34 of Korthikanti et al., arXiv 2205.05198, without dropout's masks) and 27 h with FP8
-inputs. Flash attention is taken for granted. The peak is either the loss (last stage), or the backward pass of a layer
-with as many micro-batches in flight as the schedule allows.
+inputs. With --fp8-activations norms' inputs and fc1's output are a byte, and no linear's input is kept: 14 h. Flash
+attention is taken for granted. The peak is either the loss (last stage), or the backward pass of a layer with as many
+micro-batches in flight as the schedule allows.
 """
 
 from ..errors import UserError
@@ -28,16 +29,17 @@ def _saved(w: Workload, modules: tuple[str, ...]) -> float:
             raise UserError(f"--recompute-modules {module}: not modelled; {', '.join(MODULES)} are")
     tensor, split, i = w.tensor, w.split, w.system.input_bytes
     hidden = w.job.hidden_size / split
-    saved = 2 * 2 * hidden + 16 / split  # norms' inputs and statistics
+    kept = w.fp8_activations  # then the linears' inputs are made again of what is kept in FP8
+    saved = 2 * (1 if kept else 2) * hidden + 16 / split  # norms' inputs and statistics
     if "layernorm" not in modules:
-        saved += 2 * i * hidden
+        saved += 2 * i * hidden * (not kept)
     saved += 2 * (w.heads + 2 * w.groups) / tensor
     if "core_attn" not in modules or i == 2:  # stock's projection reads the output itself, whoever recomputes it
         saved += 2 * w.heads / tensor
     saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
-    saved += (i == 1) * w.heads / tensor
+    saved += (i == 1 and not kept) * w.heads / tensor
     if "mlp" not in modules:
-        saved += (2 * w.fc1 + i * w.ffn) / tensor
+        saved += ((1 + 1 / 128) * w.fc1 if kept else 2 * w.fc1 + i * w.ffn) / tensor
     elif "layernorm" not in modules:
         saved += (2 - i) * hidden  # its input is the norm's output in BF16
     saved += 2 * hidden * w.dropout
@@ -74,8 +76,10 @@ def peak(w: Workload, stage: int) -> dict[str, float]:
         logits = w.tokens * w.vocabulary / w.tensor * w.system.logits
         hidden = 2 * w.tokens * w.job.hidden_size
         beside = 2 * hidden / w.split + hidden * (w.split > 1)
-        if w.system.level:  # the head's weight gradient in BF16, as logits turn into their gradient
-            beside += 2 * w.vocabulary * w.job.hidden_size / w.tensor + hidden
+        if w.system.level:
+            beside += hidden
+            if not w.system.ours:  # the head's weight gradient in BF16, as logits turn into their gradient
+                beside += 2 * w.vocabulary * w.job.hidden_size / w.tensor
         if w.fp8_head:
             beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # gradients both ways; the weight
         if logits + beside > backward:

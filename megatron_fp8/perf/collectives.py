@@ -11,10 +11,12 @@ sends (n - 1) / n of the payload a rank; where it leaves the node, all its ranks
     context     keys and values round the ring, forward, and with their gradients backward. Its bare share is assumed
 
 How much overlap hides was read off profiled steps (systems.py: bare_*). A collective that nothing is to hide is bare.
+Of our tensor parallelism it follows from what runs beside each collective (layers/parallel.py): `_beside_gemms`.
 """
 
 from typing import NamedTuple
 
+from .gemm_time import products
 from .hardware import Hardware
 from .workload import Workload
 
@@ -66,11 +68,40 @@ def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     bare = w.system.bare_tensor
     if not w.sequence_parallel:  # an all-reduce each, forward and backward, of attention and of the MLP
         return {"tensor: sums": _ring(w, hardware, w.tensor, 1, 4 * 2 * size, 1.0, times)}
-    gathers = (2 + 2) * w.system.gather_bytes / 2 + 2  # x, as the level sends it, both ways; dy in BF16
+    if w.system.ours:
+        return _beside_gemms(w, hardware)
+    gathers = (2 + 2) * w.system.gather_bytes / 2 + 2  # x, as the system sends it, both ways; dy in BF16
     return {
         "tensor: gathers": _ring(w, hardware, w.tensor, 1, gathers * size, bare, times, 6),
         "tensor: reduce-scatters": _ring(w, hardware, w.tensor, 1, 4 * size, bare, times, 4),
     }
+
+
+def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
+    """What ours send under sequence parallelism, and what its GEMMs leave of it.
+
+        forward    x gathered: beside the own rows' GEMM, in BF16 beside nothing; y summed: beside the own rows' GEMM
+        backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: as x in the forward pass
+    """
+    times, fp8 = w.micro_batches * w.layers, w.system.gather_bytes == 1
+    gathers: list[tuple[float, float]] = []  # (bytes, ms of what runs beside)
+    sums: list[tuple[float, float]] = []
+    for product in products(w, hardware):
+        x, y = w.tokens * product.k, w.tokens * product.n
+        own, back = product.forward / w.tensor, product.dgrad / w.tensor
+        if product.across:
+            gathers += [(x * w.system.gather_bytes, own * fp8), (x * w.system.gather_bytes, product.dgrad)]
+            sums.append((2.0 * x, product.wgrad))
+        else:
+            gathers.append((y * w.system.gather_bytes, back * fp8))
+            sums.append((2.0 * y, own))
+
+    def total(sent: list[tuple[float, float]]) -> Traffic:
+        each = [(_ring(w, hardware, w.tensor, 1, payload, 1.0, times), times * hidden) for payload, hidden in sent]
+        inside, between, ms = (sum(part) for part in zip(*(one[:3] for one, _ in each), strict=True))
+        return Traffic(inside, between, ms, sum(max(0.0, one.ms - hidden) for one, hidden in each))
+
+    return {"tensor: gathers": total(gathers), "tensor: reduce-scatters": total(sums)}
 
 
 def _ring(

@@ -4,6 +4,8 @@ A product takes 2 M N (K + fixed_k) FLOPs at the rate of a long one: what every 
 (prologue, epilogue) is as much as fixed_k more terms. hardware.py's files say where rates were measured.
 """
 
+from typing import NamedTuple
+
 from .hardware import Hardware
 from .workload import Workload
 
@@ -14,19 +16,37 @@ def _product(m: float, n: float, k: float, tflops: float, fixed_k: float) -> flo
     return 2 * m * n * (k + fixed_k) / tflops / 1e9
 
 
-def linears(w: Workload, hardware: Hardware) -> tuple[float, float]:
-    """(Forward, backward) of the four linears of a layer."""
+class Product(NamedTuple):
+    """A linear's products of a micro-batch, ms; across: whether it is column-parallel; K, N: of the whole weight."""
+
+    across: bool
+    k: int
+    n: int
+    forward: float
+    dgrad: float
+    wgrad: float
+
+
+def products(w: Workload, hardware: Hardware) -> list[Product]:
+    """Of the four linears of a layer."""
     tokens, tensor = w.tokens, w.tensor
     fp8 = w.system.fp8 and (w.overrides or {}).get("gemm", "fp8") == "fp8"
     h = hardware
     one = (h.fp8_forward_tflops, h.fp8_forward_fixed_k) if fp8 else (h.bf16_tflops, h.bf16_fixed_k)
     other = (h.fp8_backward_tflops, h.fp8_backward_fixed_k) if fp8 else one
-    forward = backward = 0.0
-    for rows, columns, across in w.job.linear_sizes:
-        n, k = (rows // tensor, columns) if across == rows else (rows, columns // tensor)
-        forward += _product(tokens, n, k, *one)
-        backward += _product(tokens, k, n, *other) + _product(n, k, tokens, *other)
-    return forward, backward
+    found = []
+    for rows, columns, cut in w.job.linear_sizes:
+        across = cut == rows
+        n, k = (rows // tensor, columns) if across else (rows, columns // tensor)
+        backward = _product(tokens, k, n, *other), _product(n, k, tokens, *other)
+        found.append(Product(across, columns, rows, _product(tokens, n, k, *one), *backward))
+    return found
+
+
+def linears(w: Workload, hardware: Hardware) -> tuple[float, float]:
+    """(Forward, backward) of the four linears of a layer."""
+    four = products(w, hardware)
+    return sum(one.forward for one in four), sum(one.dgrad + one.wgrad for one in four)
 
 
 def head(w: Workload, hardware: Hardware) -> tuple[float, float]:

@@ -101,6 +101,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         overlap_reduce=bool(args.overlap_grad_reduce),
         overlap_gather=bool(args.overlap_param_gather),
         fp8_head=bool(getattr(args, "fp8_lm_head", False)) and system.level is not None,
+        fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
         dropout=args.hidden_dropout > 0,
         overrides=overrides if system.level else None,
     )

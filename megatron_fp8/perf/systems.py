@@ -28,19 +28,21 @@ STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer: also of
 class System:
     """Attributes:
     level: --fp8-level, None for stock's and Transformer Engine's.
+    ours: whether it is this code's: tensor-parallel traffic beside GEMMs, and no gradient left by the LM head.
     fp8: whether the linears' GEMMs are.
     weight_copies: bytes a weight beside the optimizer's table (E4M3 and its transpose, both kept).
     input_bytes: of an element of a linear's input that waits for the backward pass.
     logits: bytes a logit at the loss's peak.
     keeps_wgrads: whether a spare gradient of each shape is kept for Megatron (Transformer Engine's dummies, BF16).
     gather_bytes, bare_*: of an activation on the wire to its tensor-parallel ranks; and the share of a collective's
-        time that overlap leaves bare: of tensor parallelism's, of gradients', of weights'.
+        time that overlap leaves bare: of tensor parallelism's (not of ours), of gradients', of weights'.
     gradient_wire, weight_wire: bytes a linear's weight of the data-parallel reduction and gather.
     """
 
     name: str
     title: str
     level: str | None
+    ours: bool
     fp8: bool
     weight_copies: float
     input_bytes: int
@@ -67,18 +69,18 @@ class System:
 
 _BLOCKS = 1 + 1 / 128
 _BF16 = System(
-    "bf16", "stock BF16", None, False, 0, 2, 10, True, 2, 0.68, 0.5, 0.25, 4, 2,
+    "bf16", "stock BF16", None, False, False, 0, 2, 10, True, 2, 0.68, 0.5, 0.25, 4, 2,
     norm=17, cast=0, transpose=0, activation=15.3, qkv=0, rope=25, loss=49.5, residual=13, table=34,
     state=STOCK_STATE, other=21,
 )  # fmt: skip
 _TE = replace(_BF16, name="te", title="TE FP8", fp8=True, weight_copies=2, input_bytes=1, cast=4.85)
 _O1 = System(
-    "O1", "O1", "O1", True, 0, 1, 2, False, 2, 0.68, 0.05, 0.4, _BLOCKS, 2,
+    "O1", "O1", "O1", True, True, 0, 1, 2, False, 2, 0.68, 0.05, 0.4, _BLOCKS, 2,
     norm=19.5, cast=4.6, transpose=2.3, activation=12.6, qkv=6.4, rope=6.5, loss=6.8, residual=5.9, table=10,
     state=26.8, other=11.5,
 )  # fmt: skip
 _O2 = replace(_O1, name="O2", title="O2", level="O2", state=15)
-_O3 = replace(_O2, name="O3", title="O3", level="O3", state=13.3, gather_bytes=1, bare_tensor=0.9, weight_wire=1)
+_O3 = replace(_O2, name="O3", title="O3", level="O3", state=13.3, gather_bytes=1, weight_wire=1)
 # The paper's own implementation: TE's layers of 2023, its states, E4M3 weights with their transpose, E4M3 on the wire.
 _PAPER = replace(
     _TE, name="fp8-lm", title="FP8-LM", level="O3", weight_copies=1, gradient_wire=1, weight_wire=1, gather_bytes=1,

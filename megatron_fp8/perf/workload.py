@@ -39,6 +39,7 @@ class Workload:
     overlap_reduce: bool = False
     overlap_gather: bool = False
     fp8_head: bool = False
+    fp8_activations: bool = False
     dropout: bool = False
     repaired: bool = True  # Transformer Engine's QKV split
     overrides: Mapping[str, str] | None = None

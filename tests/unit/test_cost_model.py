@@ -98,11 +98,12 @@ def test_held_out_runs_are_predicted():
     """The bounds that docs/estimate.md states: of 5 % and 2 %, at most two of its runs are beyond the first."""
     s = measured.summary()
     assert s["runs"] >= 8
-    assert s["ms"] < 0.04 and s["GB"] < 0.01
+    assert s["ms"] < 0.04 and s["GB"] < 0.01 and s["host's ms at worst"] < 0.55
     out = [run for run in measured.runs() if run.held_out]
     for run in out:
         assert abs(run.error_peak) < 0.02 and abs(run.error_held) < 0.03, run.row
-        assert abs(run.error_ms) < (0.12 if run.row["model"] == "125m" else 0.06), run.row
+        assert run.bound_by_host == (run.row["model"] == "125m")
+        assert run.bound_by_host or abs(run.error_ms) < 0.06, run.row
     assert len({(run.row["model"], run.row["system"], run.row["gpus"]) for run in out}) >= 8
 
 
