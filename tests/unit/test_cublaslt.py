@@ -176,7 +176,7 @@ def test_the_backend_does_what_it_fuses(served, bias, residual, dtype):
     epilogue = {"bias": None if bias is None else torch.randn(N).to(bias)}
     epilogue["residual"] = torch.randn(M, N) if residual else None
     expected = exact(a, b) + sum(part.double() for part in epilogue.values() if part is not None)
-    within = 1e-6 if dtype is FP32 else 2**-7
+    within = 1e-6 if dtype is FP32 else 2**-6  # what is not fused rounds again, up to four times
     assert close(gemm(a, b, Epilogue(dtype=dtype, **epilogue)), expected, within)
     assert served.calls[-1][1] == (residual and dtype is FP32)  # of the result's type: C
     before = torch.randn(M, N).to(dtype)
