@@ -103,11 +103,12 @@ def add_to_main_grad(model) -> None:
     head, which does, leave nothing behind.
 
     Of a table that is tied, or that multi-token prediction reads too, stock adds what comes in autograd to main_grad
-    all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's.
+    all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's. On the last stage
+    of a pipeline stock does not, and loses what multi-token prediction gives a tied table.
     """
     if model.post_process and model.output_layer.gradient_accumulation_fusion:
         model.output_layer._forward_impl = _head_product(model.output_layer._forward_impl)
-    if not (model.pre_process and model.config.gradient_accumulation_fusion):
+    if not (hasattr(model, "embedding") and model.config.gradient_accumulation_fusion):
         return
     alone = model.embedding.tp_group.size() == 1
     positions = getattr(model.embedding, "position_embeddings", None)
