@@ -15,7 +15,9 @@ SLOW = pytest.mark.slow
     [
         (TIED, 1, "--position-embedding-type learned_absolute"),
         (UNTIED, 1, "--mtp-num-layers 1"),
-        pytest.param(TIED, 2, "--mtp-num-layers 1 --mtp-loss-scaling-factor 100 --pipeline-model-parallel-size 2", marks=SLOW),
+        pytest.param(
+            TIED, 2, "--mtp-num-layers 1 --mtp-loss-scaling-factor 100 --pipeline-model-parallel-size 2", marks=SLOW
+        ),
         pytest.param(UNTIED, 1, "", marks=SLOW),
         pytest.param(TIED, 1, "--fp8-lm-head", marks=SLOW),
         pytest.param(TIED, 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=SLOW),
