@@ -19,6 +19,7 @@ rank must add to it, and dy's rows are read as they lie.
 """
 
 from collections.abc import Callable
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,10 @@ def _embed(tokens: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
     return F.embedding(tokens, weight)
 
 
+def _look_up(table: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+    return _embed(ids, table.weight)
+
+
 def _head_product(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A head's product, `stock`, whose weight's gradient waits for nobody."""
 
@@ -103,18 +108,19 @@ def add_to_main_grad(model) -> None:
     head, which does, leave nothing behind.
 
     Of a table that is tied, or that multi-token prediction reads too, stock adds what comes in autograd to main_grad
-    all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's.
+    all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's. On a pipeline's
+    last stage stock does not, and loses what multi-token prediction gives a tied table.
     """
     if model.post_process and model.output_layer.gradient_accumulation_fusion:
         model.output_layer._forward_impl = _head_product(model.output_layer._forward_impl)
-    if not (model.pre_process and model.config.gradient_accumulation_fusion):
+    if not (hasattr(model, "embedding") and model.config.gradient_accumulation_fusion):
         return
     alone = model.embedding.tp_group.size() == 1
     positions = getattr(model.embedding, "position_embeddings", None)
     if isinstance(positions, torch.nn.Embedding):
         let_add(positions.weight)
         setattr(positions.weight, _TURNED, alone)
-        positions.forward = lambda ids: _embed(ids, positions.weight)
+        positions.forward = MethodType(_look_up, positions)  # which a deep copy binds to itself
     weight = model.embedding.word_embeddings.weight
     if model.post_process and model.share_embeddings_and_output_weights:
         if not model.output_layer.gradient_accumulation_fusion:

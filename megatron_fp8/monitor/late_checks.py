@@ -10,8 +10,8 @@ micro-batch's backward pass is on the GPU then, so that this wait costs nothing 
 
 What becomes of a bad loss is stock's to do, in the same pass, with the same messages and in the same order: run again,
 end, or go on (RerunStateMachine.validate_result). The only difference is that it does so before the step, and not
-before the micro-batch's backward pass. Checks of other kinds, of what is on the CPU, in an evaluation or in a rerun are
-stock's own, at once.
+before the micro-batch's backward pass. Checks of other kinds, of what is on the CPU, in an evaluation, in a rerun or in
+a backward pass (of gradients, with --overlap-grad-reduce) are stock's own, at once, after all that wait.
 """
 
 import functools
@@ -44,6 +44,7 @@ class LateChecks:
         @functools.wraps(stock)
         def validate_result(machine, result, rejection_func, *args: Any, **kwargs: Any) -> None:
             if not _can_wait(machine, result, rejection_func):
+                self.look()  # of a NaN in the loss there is one in the gradients: the first is what is told
                 return stock(machine, result, rejection_func, *args, **kwargs)
             is_bad = rejection_func(result.detach()).to("cpu", non_blocking=True)  # pinned
             copied = torch.cuda.Event()

@@ -1,5 +1,7 @@
 """The gradient of a table: the oracle against FP64, and what autograd is given."""
 
+import copy
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
@@ -134,6 +136,13 @@ def test_where_it_stays_autograds(how):
     backward(model)
     assert model.weight.grad[1, 0] == 2 and not model.weight.main_grad.any()
     assert model.weight.zero_out_wgrad == how["tied"]
+
+
+def test_a_deep_copy_reads_its_own_positions():
+    copied = copy.deepcopy(Model(False).positions)
+    with torch.no_grad():
+        copied.weight.fill_(3)
+    assert (copied(torch.tensor([1])) == 3).all()
 
 
 def test_all_else_is_torchs():

@@ -233,4 +233,10 @@ def test_hooks_see_every_launch(driver):
         triton.knobs.runtime.launch_enter_hook.add(hook)
         again()
         triton.knobs.runtime.launch_enter_hook.remove(hook)
-        assert through_triton
+        assert len(through_triton) == 1
+        patch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)  # in place of the chain
+        again()
+        assert len(through_triton) == 2
+        patch.setattr(triton.knobs.runtime, "launch_exit_hook", None)
+        again()
+        assert len(through_triton) == 2

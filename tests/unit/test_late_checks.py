@@ -66,6 +66,18 @@ def test_stock_decides_the_same(mode, losses, late):
     assert run(mode, losses, late) == run(mode, losses)
 
 
+def test_a_check_at_once_comes_after_those_that_wait(late):
+    """As with --overlap-grad-reduce, which looks at the gradients in the backward pass: they are NaN as the loss is."""
+    asked = []
+    validate = late.validate_result(lambda *args, **kwargs: asked.append(kwargs["message"]))
+    it = machine(RerunMode.VALIDATE_RESULTS)
+    it.state = RerunState.INITIAL_RUN
+    one_pass(it, [1.0], validate)
+    with torch.no_grad():
+        validate(it, result=torch.tensor(1.0), rejection_func=torch.isnan, message="found NaN in gradients")
+    assert asked == ["found NaN", "found Inf", "found NaN in gradients"]
+
+
 def test_nothing_is_asked_before_the_pass_ends(late):
     asked = []
     validate = late.validate_result(lambda *args, **kwargs: asked.append(kwargs["message"]))

@@ -55,12 +55,17 @@ class Launched:
         ready = self._ready.get(key)
         if ready is None:
             self._ready[key] = _prepared(self._kernel[grid](*args, **how))
-        elif _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls:
+        elif _watched(_hooks.launch_enter_hook) or _watched(_hooks.launch_exit_hook):
             self._kernel[grid](*args, **how)
         else:
             launch, function, given = ready
             x, y, z = (*grid, 1, 1)[:3]
             launch(x, y, z, _stream(device), function, *given, *bound.values())
+
+
+def _watched(hook: Any) -> bool:
+    """Whether there is one: Triton has a chain of them, in whose place a function may be put, or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def _prepared(compiled: Any) -> tuple | None:
