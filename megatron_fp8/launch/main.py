@@ -111,7 +111,10 @@ def run(args: Namespace) -> int:
 
 def _read(args: Namespace) -> tuple[list[str], dict[str, str]]:
     """The command line's words; the variables of the files and of the cluster, which the shell's own come before."""
-    words = [ARGS_FILE.name, *args.files, *shlex.split(args.flags)]
+    try:
+        words = [ARGS_FILE.name, *args.files, *shlex.split(args.flags)]
+    except ValueError as error:
+        raise UserError(f"--flags {args.flags}: {error}; close it") from None
     if args.level:
         words += ["--fp8-level", args.level]
     own = read(str(find(name)) for name in args.files).variables

@@ -67,7 +67,7 @@ def test_json_and_csv_carry_the_same(capsys):
 def test_nothing_that_fits_is_exit_code_1(capsys):
     assert call(estimate, capsys, "--gpus 1 --cap-gb 20 --systems bf16 O3")[0] == 1
     code, text = call(plan, capsys, "--gpus 2 --cap-gb 20 --system bf16")
-    assert code == 1 and "does not fit:" in text and "GB too much" in text
+    assert code == 1 and "does not fit, " in text and "GB too much" in text
 
 
 def test_flags_change_the_estimate():
@@ -134,6 +134,7 @@ def test_every_layout_is_tried_and_divides(capsys):
         (estimate, "--gpus 12", MODEL, "--global-batch-size 64: no multiple of"),
         (estimate, "", MODEL + " --recompute-granularity selective --recompute-modules moe", "moe: not modelled"),
         (estimate, "--gpus 2", MODEL.replace("--use-distributed-optimizer", ""), "add --use-distributed-optimizer"),
+        (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],
 )
