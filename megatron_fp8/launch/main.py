@@ -141,6 +141,8 @@ def _cluster(name: str) -> dict[str, str]:
         variable, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", variable):
             raise UserError(f"{path}:{number}: {text}: write NAME=VALUE")
+        if "$" in value or value.startswith("~"):  # nobody would fill it in: the script has values as they are
+            raise UserError(f"{path}:{number}: {text}: taken letter for letter; write it out, or set it in the shell")
         try:
             variables[variable] = " ".join(shlex.split(value, comments=True))
         except ValueError as error:
