@@ -85,6 +85,17 @@ def test_flags_change_the_estimate():
     assert stock.cells() is None and stock.job == w.job
 
 
+def test_what_the_model_leaves_out_is_said(capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    estimate.add_arguments(parser)
+    flags = f"{MODEL} --fp8-level O3 --fp8-activations --fp8-tp-reduce-scatter fp8"
+    assert estimate.run(parser.parse_args(["--", *flags.split()])) == 0
+    said = capsys.readouterr().err
+    assert "--fp8-activations: not modelled" in said and "--fp8-tp-reduce-scatter: not modelled" in said
+
+
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
     """Neither the folder that it saves to, nor the file of its metrics."""
     monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
