@@ -149,7 +149,7 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
 
 
 def say_what_is_left_out(args: Namespace) -> None:
-    """A line on stderr for each flag of the level that the model does not know yet, and which way its figures are off."""
+    """A line on stderr for each of the level's flags that the model does not know yet, and how its figures are off."""
     if getattr(args, "fp8_activations", False):
         print("--fp8-activations: not modelled yet: O1 to O3 hold less than is said here", file=sys.stderr)
     if getattr(args, "fp8_tp_reduce_scatter", None) not in (None, "bf16"):
