@@ -139,6 +139,8 @@ def read(paths: Iterable[str]) -> Files:
                 if not name.fullmatch(label):
                     shape = "--a-flag" if key == MODEL_ARGS else "A_NAME"
                     raise UserError(f"{path}: {key}: {label}: not the name of a {_kind(key)}; write {shape}: VALUE")
+                if label == ARGS_FILE.name:
+                    raise UserError(f"{path}: {label}: a file names no others; name them on the command line")
                 left_out = value_words(value, f"{path}: {label}") is None
                 if key == VARIABLES:
                     if isinstance(value, list):

@@ -95,23 +95,26 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
 
 
 def add_verb(parser: argparse.ArgumentParser, verbs: Mapping[str, str]) -> None:
-    """Let `parser` take a verb of {verb: module} and leave the rest to it."""
-    parser.add_argument("verb", choices=verbs)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="the verb's own arguments")
+    """Let `parser` take a verb of {verb: module} and leave the rest to it.
+
+    One argument for both: behind a `verb` of its own argparse would drop the -- of `VERB -- FLAGS`.
+    """
+    parser.add_argument("verb", nargs=argparse.PARSER, choices=verbs, help="and its own arguments")
     one_line_usage_errors(parser)
 
 
 def run_verb(program: str, verbs: Mapping[str, str], chosen: argparse.Namespace) -> int:
     """Import the chosen verb's module, which offers `add_arguments(parser)` and `run(args)`; returns its exit code."""
-    module = importlib.import_module(verbs[chosen.verb])
+    verb, *rest = chosen.verb
+    module = importlib.import_module(verbs[verb])
     parser = argparse.ArgumentParser(
-        prog=f"{program} {chosen.verb}",
+        prog=f"{program} {verb}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     one_line_usage_errors(parser)
     module.add_arguments(parser)
-    return module.run(parser.parse_args(chosen.rest))
+    return module.run(parser.parse_args(rest))
 
 
 def refuse_flags(args: argparse.Namespace, flags: Mapping[str, str], remedy: str) -> None:

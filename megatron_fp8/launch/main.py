@@ -111,7 +111,10 @@ def run(args: Namespace) -> int:
 
 def _read(args: Namespace) -> tuple[list[str], dict[str, str]]:
     """The command line's words; the variables of the files and of the cluster, which the shell's own come before."""
-    words = [ARGS_FILE.name, *args.files, *shlex.split(args.flags)]
+    try:
+        words = [ARGS_FILE.name, *args.files, *shlex.split(args.flags)]
+    except ValueError as error:
+        raise UserError(f"--flags {args.flags}: {error}; close it") from None
     if args.level:
         words += ["--fp8-level", args.level]
     own = read(str(find(name)) for name in args.files).variables
@@ -138,6 +141,8 @@ def _cluster(name: str) -> dict[str, str]:
         variable, equals, value = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", variable):
             raise UserError(f"{path}:{number}: {text}: write NAME=VALUE")
+        if "$" in value or value.startswith("~"):  # nobody would fill it in: the script has values as they are
+            raise UserError(f"{path}:{number}: {text}: taken letter for letter; write it out, or set it in the shell")
         try:
             variables[variable] = " ".join(shlex.split(value, comments=True))
         except ValueError as error:

@@ -48,6 +48,7 @@ def run(args: Namespace) -> int:
     """Print the estimates; returns 0, or 1 where none fits."""
     check(args)
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
+    read.say_what_is_left_out(flags.args)
     a = flags.args
     gpus = args.gpus or a.tensor_model_parallel_size * a.pipeline_model_parallel_size * a.context_parallel_size
     names = args.systems or (["bf16", "te", flags.level] if flags.level else list(SYSTEMS))

@@ -56,7 +56,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan; returns 0, or 1 where no layout fits."""
     check(args)
+    if args.most < 1:
+        raise UserError(f"--most {args.most}: use 1 or more")
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
+    read.say_what_is_left_out(flags.args)
     system = args.system or flags.level or "O3"
     found = search(flags, args.gpus, system, on, args.cap_gb)
     ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]
@@ -182,7 +185,7 @@ def _table(
         yield ""
     reasons = Counter(c.lost.partition(":")[0] for c in lost)
     for reason, count in reasons.most_common():
-        yield f"{count} {reason}:"
+        yield f"{reason}, {count}:"
         of = [c for c in lost if c.lost.startswith(reason)]
         for c in of[: args.most]:
             yield f"  {c.layout}: {c.lost.partition(': ')[2]}"

@@ -67,14 +67,19 @@ def read(word: str) -> Run:
 
 def _metrics(name: str, path: Path) -> Run:
     run = Run(name, "metrics")
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    text = path.read_text(errors="replace")
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
             step = values.pop(STEP, None)
-        except (ValueError, AttributeError):
-            raise UserError(f"{path}: line {number} is no JSON object; give a metrics file") from None
+            step = None if step is None else int(step)
+        except (ValueError, TypeError, AttributeError):
+            if 1 < number == len(lines) and not text.endswith("\n"):
+                break  # of a run that was killed as it wrote
+            raise UserError(f"{path}: line {number} is no step's JSON object; give a metrics file") from None
         if step is not None:
-            run.steps.setdefault(int(step), {}).update(
+            run.steps.setdefault(step, {}).update(
                 {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
             )
     return run
@@ -101,15 +106,22 @@ def _tensorboard(name: str, path: Path) -> Run:
     files = sorted(path.glob("**/events.out.tfevents*")) if path.is_dir() else [path]
     run = Run(name, "tensorboard", rounded=lambda key, value: struct.unpack("f", struct.pack("f", value))[0])
     for file in files:
-        for record in _records(file.read_bytes()):
-            event = dict(_fields(record))
-            for number, summary in _fields(event.get(5, b"")):
-                value = dict(_fields(summary)) if number == 1 else {}
-                tag = value.get(1, b"").decode(errors="replace")
-                if tag in _TAGS and isinstance(value.get(2), float):
-                    scale = 1000 if tag == "iteration-time" else 1  # seconds
-                    run.steps.setdefault(event.get(2, 0), {})[_TAGS[tag]] = value[2] * scale
+        try:
+            _add_events(run, file)
+        except (IndexError, struct.error, TypeError, AttributeError):
+            raise UserError(f"{file}: no file of TensorBoard's, or a damaged one; give another") from None
     return run
+
+
+def _add_events(run: Run, file: Path) -> None:
+    for record in _records(file.read_bytes()):
+        event = dict(_fields(record))
+        for number, summary in _fields(event.get(5, b"")):
+            value = dict(_fields(summary)) if number == 1 else {}
+            tag = value.get(1, b"").decode(errors="replace")
+            if tag in _TAGS and isinstance(value.get(2), float):
+                scale = 1000 if tag == "iteration-time" else 1  # seconds
+                run.steps.setdefault(event.get(2, 0), {})[_TAGS[tag]] = value[2] * scale
 
 
 def _records(content: bytes) -> Iterator[bytes]:

@@ -8,11 +8,15 @@ from pathlib import Path
 from ..errors import UserError
 
 FORMATS = ("text", "markdown", "csv")
+_WIDE = 100  # columns of a terminal
 type Rows = Sequence[dict[str, str]]
 
 
 def render(rows: Rows, form: str) -> str:
-    """Rows of {column: cell} as one of FORMATS; the first row's columns count."""
+    """Rows of {column: cell} as one of FORMATS; the first row's columns count.
+
+    As text without columns in which nothing stands, and turned where only that fits a terminal.
+    """
     if not rows:
         return ""
     columns = list(rows[0])
@@ -24,9 +28,16 @@ def render(rows: Rows, form: str) -> str:
     if form == "markdown":
         lines = ["| " + " | ".join(line) + " |" for line in cells]
         return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-                     for line in cells)  # fmt: skip
+    kept = [i for i in range(len(columns)) if any(line[i] for line in cells[1:])]
+    cells = [[line[i] for i in kept] for line in cells]
+    lines, turned = _aligned(cells), _aligned(list(zip(*cells, strict=True)))
+    fits = max(map(len, turned)) <= _WIDE < max(map(len, lines))
+    return "\n".join(turned if fits else lines)
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
 def bars(path: str, title: str, names: Sequence[str], series: dict[str, Sequence[float | None]], label: str) -> None:

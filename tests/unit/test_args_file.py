@@ -123,6 +123,7 @@ def test_variables_are_filled_in_where_a_flag_is_used(write):
         ("ENV_VARS:\n  A-B: 1", ": ENV_VARS: A-B: not the name of a variable; write A_NAME: VALUE"),
         ("ENV_VARS:\n  A: [1, 2]", ": A: a list; a variable takes one value"),
         (model("--lr: 1", "--lr: 2"), ": --lr: is given twice; give it once"),
+        (model("--args-file: b.yaml"), ": --args-file: a file names no others; name them on the command line"),
         (model("--lr: {a: b}"), ": --lr: a mapping; give a word, a list, true, false or null"),
         (model("--lr: [[a], b]"), ": --lr: a list takes words; write [a b] or [a, b]"),
         (model("--lr: \"[a 'b]\""), ": --lr [a 'b]: No closing quotation; close it"),

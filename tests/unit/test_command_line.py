@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import sys
+import types
 
 import pytest
 
@@ -32,6 +34,19 @@ def test_wrong_flags_are_one_line(capsys):
             parser.parse_args(wrong)
         assert stop.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--", "--size", "3"], ["--own", "1", "--", "--size", "3"]])
+def test_what_stands_behind_two_dashes_is_not_the_verbs_own(monkeypatch, words):
+    verb = types.ModuleType("a_verb")
+    verb.add_arguments = lambda parser: (
+        parser.add_argument("--own"), parser.add_argument("flags", nargs=argparse.REMAINDER)
+    )  # fmt: skip
+    verb.run = lambda args: args.flags
+    monkeypatch.setitem(sys.modules, "a_verb", verb)
+    parser = argparse.ArgumentParser()
+    entry.add_verb(parser, {"look": "a_verb"})
+    assert entry.run_verb("tool", {"look": "a_verb"}, parser.parse_args(["look", *words]))[-2:] == ["--size", "3"]
 
 
 def test_a_mistake_is_one_line_and_reaches_torchrun(capsys, monkeypatch, tmp_path):

@@ -122,8 +122,19 @@ def test_names_and_a_figure(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     one, file = metrics(tmp_path / "a.jsonl"), tmp_path / "loss.svg"
     _, text = call(capsys, f"O0={one}", f"O3={one}", "--figure", str(file))
-    assert re.search(r"^O0 .*\nO3 ", text, re.M) and "1.000" in text
+    lines = text.splitlines()
+    assert lines[0].split() == ["run", "O0", "O3"] and "x faster" in lines[-1] and lines[-1].endswith("1.000")
+    assert max(map(len, lines)) <= 100  # turned, and without what no run has
+    assert not any(line.startswith("validation") for line in lines)
     assert file.stat().st_size > 1000
+
+
+def test_the_half_written_last_line_of_a_killed_run_is_left_out(tmp_path, capsys):
+    whole = tmp_path / "a.jsonl"
+    metrics(whole)
+    killed = tmp_path / "killed.jsonl"
+    killed.write_text(whole.read_text() + '{"step": 99, "lo')
+    assert call(capsys, str(whole), str(killed), "--assert-equal")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -131,7 +142,10 @@ def test_names_and_a_figure(tmp_path, capsys):
     [
         (("no.jsonl",), "no.jsonl: no such run"),
         (("EMPTY",), "no step with a loss"),
-        (("BROKEN",), "line 1 is no JSON object"),
+        (("BROKEN",), "line 1 is no step's JSON object"),
+        (("WORD",), "line 1 is no step's JSON object"),
+        (("BYTES",), "line 1 is no step's JSON object"),
+        (("EVENTS",), "no file of TensorBoard's, or a damaged one"),
         (("ONE", "--assert-equal"), "there is one run; give another"),
         (("ONE", "ONE", "--steps", "1-2"), "--steps 1-2: use A:B"),
         (("ONE", "ONE", "--steps", "9:"), "--steps 9:: a.jsonl has no loss there"),
@@ -142,8 +156,12 @@ def test_names_and_a_figure(tmp_path, capsys):
 def test_mistakes_are_said_in_one_line(tmp_path, capsys, argv, message):
     (tmp_path / "empty.log").write_text("nothing here\n")
     (tmp_path / "broken.jsonl").write_text("nothing here\n")
+    (tmp_path / "word.jsonl").write_text('{"step": "one", "loss": 3.0}\n')
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\n")
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"\x05".ljust(12, b"\0") + b"\xff" * 5 + bytes(4))
     files = {"ONE": metrics(tmp_path / "a.jsonl"), "EMPTY": str(tmp_path / "empty.log"),
-             "BROKEN": str(tmp_path / "broken.jsonl")}  # fmt: skip
+             "BROKEN": str(tmp_path / "broken.jsonl"), "WORD": str(tmp_path / "word.jsonl"),
+             "BYTES": str(tmp_path / "bytes.jsonl"), "EVENTS": str(tmp_path / "events.out.tfevents.1")}  # fmt: skip
     with pytest.raises(UserError, match=re.escape(message)) as error:
         call(capsys, *(files.get(word, word) for word in argv))
     assert "\n" not in str(error.value)

@@ -107,6 +107,18 @@ def test_held_out_runs_are_predicted():
     assert len({(run.row["model"], run.row["system"], run.row["gpus"]) for run in out}) >= 8
 
 
+def test_activations_in_fp8():
+    """Whole GPT-7B, --fp8-grad-accum fp8 --fp8-activations: train_step_hosts.csv, call 3."""
+    (row,) = (run.row for run in measured.runs() if run.row["commit"] == "5101927d" and run.row["system"] == "O3"
+              and run.row["model"] == "7b")  # fmt: skip
+    slice_ = measured.workload(row)
+    job = replace(slice_.job, num_layers=32)
+    found = estimate(replace(slice_, job=job, fp8_activations=True, overrides={"grad_accum": "fp8"}), H200)
+    assert found.ms == pytest.approx(1467.8, rel=0.05)
+    assert found.peak == pytest.approx(62_383 * 2**20 / 1e9, rel=0.01)
+    assert found.held == pytest.approx(47_002 * 2**20 / 1e9, rel=0.01)
+
+
 def test_calibration_is_no_better_than_it_must_be():
     assert measured.summary(held_out=False)["ms at worst"] < 0.05
 

@@ -67,7 +67,7 @@ def test_json_and_csv_carry_the_same(capsys):
 def test_nothing_that_fits_is_exit_code_1(capsys):
     assert call(estimate, capsys, "--gpus 1 --cap-gb 20 --systems bf16 O3")[0] == 1
     code, text = call(plan, capsys, "--gpus 2 --cap-gb 20 --system bf16")
-    assert code == 1 and "does not fit:" in text and "GB too much" in text
+    assert code == 1 and "does not fit, " in text and "GB too much" in text
 
 
 def test_flags_change_the_estimate():
@@ -83,6 +83,17 @@ def test_flags_change_the_estimate():
     assert read.workload(head, 8).fp8_head and read.workload(head, 8).recompute == "selective"
     stock = read.workload(flags, 8, "bf16")
     assert stock.cells() is None and stock.job == w.job
+
+
+def test_what_the_model_leaves_out_is_said(capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    estimate.add_arguments(parser)
+    flags = f"{MODEL} --fp8-level O3 --fp8-activations --fp8-tp-reduce-scatter fp8"
+    assert estimate.run(parser.parse_args(["--", *flags.split()])) == 0
+    said = capsys.readouterr().err
+    assert "--fp8-activations" not in said and "--fp8-tp-reduce-scatter: not modelled" in said
 
 
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
@@ -134,6 +145,7 @@ def test_every_layout_is_tried_and_divides(capsys):
         (estimate, "--gpus 12", MODEL, "--global-batch-size 64: no multiple of"),
         (estimate, "", MODEL + " --recompute-granularity selective --recompute-modules moe", "moe: not modelled"),
         (estimate, "--gpus 2", MODEL.replace("--use-distributed-optimizer", ""), "add --use-distributed-optimizer"),
+        (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],
 )

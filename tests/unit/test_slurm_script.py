@@ -84,6 +84,7 @@ def job(settings, tmp_path):
             "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
             "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(tmp_path), "SHELLS": "shell",
             "SLURM_JOB_END_TIME": str(int(time.time()) + 7230), "MY_API_KEY": "hidden",
+            "DB_PASS": "hidden", "SLURM_JWT": "hidden",
             "PROXY": "http://me:hidden@there", **(more or {}),
         }  # fmt: skip
         with (fake / "said").open("w") as said:  # a file: what sleeps when the script ends would hold a pipe open
@@ -282,14 +283,17 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--cluster nowhere", "--cluster nowhere: no such file, nor is one of that name shipped; give its path"),
         ("--cluster infinibad", "did you mean infiniband?"),
         ("--cluster wrong.env", "wrong.env:1: two words: write NAME=VALUE"),
+        ("--cluster shell.env", "shell.env:2: A=/x:$A: taken letter for letter; write it out, or set it in the shell"),
         ("--script nothing.py", "--script nothing.py: no such script; give its path"),
         ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
+        ("--flags='", "--flags ': No closing quotation; close it"),
         ("--name a/b", "--name a/b: use letters"),
         ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
     ],
 )
 def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
     (tmp_path / "wrong.env").write_text("two words\n")
+    (tmp_path / "shell.env").write_text("B=1\nA=/x:$A\n")
     monkeypatch.setenv("PATH", "/nowhere")
     code, said = launch(*words.split())
     assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
