@@ -81,6 +81,24 @@ def start() -> None:
     model_parallel_cuda_manual_seed(1)
 
 
+@contextlib.contextmanager
+def started():
+    """In here models can be built and run, on the CPU too, without compiling what stock compiles."""
+    from megatron.core import parallel_state
+
+    from megatron_fp8 import cpu
+
+    torch.compile(lambda: None)  # torch lists its functions now, before cpu.install puts one in the place of many
+    if cpu.needed():
+        cpu.install()
+    start()
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    cpu.uninstall()
+
+
 def build(argv: list[str], level: bool) -> torch.nn.Module:
     """The model of a command, in FP32.  ValueError where a level refuses it; stock's own errors as they come."""
     from megatron.core.models.gpt import GPTModel

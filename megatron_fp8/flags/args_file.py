@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import UserError, did_you_mean
+from ..shipped import shipped
 from .flag import Flag, Values
 
 ARGS_FILE = Flag(
@@ -48,7 +49,6 @@ _RUNNERS = re.compile(
 )
 _AT_START = ("LD_", "PYTHON", "GLIBC_", "MALLOC_")  # read as a process starts
 _BY_TORCH = ("OMP_", "MKL_", "KMP_", "PYTORCH_", "TORCH_")  # some as torch is imported
-_SHIPPED = [Path(__file__).parents[n] / "configs" for n in (1, 2)]  # of an installed package; of a checkout
 
 
 class Given(NamedTuple):
@@ -154,11 +154,12 @@ def read(paths: Iterable[str]) -> Files:
 
 def find(name: str) -> Path:
     """The file of a path, or of a shipped one's name. Raises UserError of one line."""
-    tried = [Path(name), *(folder / file for folder in _SHIPPED for file in (name, f"{name}.yaml"))]
+    folder = shipped("configs")
+    tried = [Path(name), folder / name, folder / f"{name}.yaml"]
     for path in tried:
         if path.is_file():
             return path
-    known = [str(path.relative_to(folder).with_suffix("")) for folder in _SHIPPED for path in folder.rglob("*.yaml")]
+    known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
     close = did_you_mean(name.removesuffix(".yaml"), known)
     raise UserError(f"{ARGS_FILE.name} {name}: no such file, nor is one of that name shipped{close}; give its path")
 

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from ..errors import UserError, did_you_mean
 from ..flags.args_file import ARGS_FILE, expand, find, read
-from .script import Settings, shipped, steps_of, write_script
+from ..shipped import shipped
+from .script import Settings, steps_of, write_script
 
 _FIRST = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "--pretrained-checkpoint")
 _OWN = ("--exit-signal", "--exit-signal-handler", "--exit-duration-in-mins")

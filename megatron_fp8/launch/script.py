@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
+from ..shipped import shipped
 
 _WARNING = 600  # seconds before the time limit: one step, one save
 _TEMPLATE = "scripts/slurm/train.sbatch"
@@ -33,12 +34,6 @@ class Settings:
     mounts: str
     sbatch: str
     max_restarts: int
-
-
-def shipped(name: str) -> Path:
-    """A file or folder that comes with the package: inside an installed one, beside it in a checkout."""
-    inside, beside = (Path(__file__).resolve().parents[n] / name for n in (1, 2))
-    return inside if inside.exists() else beside
 
 
 def write_script(settings: Settings) -> Path:

@@ -83,18 +83,21 @@ def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
         forward    x gathered: beside the own rows' GEMM, in BF16 beside nothing; y summed: beside the own rows' GEMM
         backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: as x in the forward pass
     """
-    times, fp8 = w.micro_batches * w.layers, w.system.gather_bytes == 1
+    times, how = w.micro_batches * w.layers, w.overrides or {}
+    fp8 = how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
+    a_row, summed = 1.0 if fp8 else 2.0, how.get("tp_reduce_scatter", "bf16")
+    of_y, of_dx = (1 + 1 / 128 if summed in ("fp8", way) else 2.0 for way in ("forward", "backward"))
     gathers: list[tuple[float, float]] = []  # (bytes, ms of what runs beside)
     sums: list[tuple[float, float]] = []
     for product in products(w, hardware):
         x, y = w.tokens * product.k, w.tokens * product.n
         own, back = product.forward / w.tensor, product.dgrad / w.tensor
         if product.across:
-            gathers += [(x * w.system.gather_bytes, own * fp8), (x * w.system.gather_bytes, product.dgrad)]
-            sums.append((2.0 * x, product.wgrad))
+            gathers += [(x * a_row, own * fp8), (x * a_row, product.dgrad)]
+            sums.append((of_dx * x, product.wgrad))
         else:
-            gathers.append((y * w.system.gather_bytes, back * fp8))
-            sums.append((2.0 * y, own))
+            gathers.append((y * a_row, back * fp8))
+            sums.append((of_y * y, own))
 
     def total(sent: list[tuple[float, float]]) -> Traffic:
         each = [(_ring(w, hardware, w.tensor, 1, payload, 1.0, times), times * hidden) for payload, hidden in sent]

@@ -28,7 +28,7 @@ from .workload import Workload
 def add_model_arguments(parser: ArgumentParser) -> None:
     """What `estimate` and `plan` share."""
     parser.add_argument("--hardware", default="h200", metavar="NAME",
-                        help=f"{', '.join(hardware.shipped())}, or a YAML file of your own (h200)")  # fmt: skip
+                        help=f"{', '.join(hardware.known())}, or a YAML file of your own (h200)")  # fmt: skip
     parser.add_argument("--cap-gb", type=float, metavar="GB",
                         help="of torch's allocator on a GPU, 10^9 bytes (what the hardware has for it)")  # fmt: skip
     parser.add_argument("--tokens", type=float, metavar="N", help="also the days that a training of so many takes")
@@ -48,7 +48,6 @@ def run(args: Namespace) -> int:
     """Print the estimates; returns 0, or 1 where none fits."""
     check(args)
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
-    read.say_what_is_left_out(flags.args)
     a = flags.args
     gpus = args.gpus or a.tensor_model_parallel_size * a.pipeline_model_parallel_size * a.context_parallel_size
     names = args.systems or (["bf16", "te", flags.level] if flags.level else list(SYSTEMS))

@@ -35,8 +35,7 @@ def products(w: Workload, hardware: Hardware) -> list[Product]:
     one = (h.fp8_forward_tflops, h.fp8_forward_fixed_k) if fp8 else (h.bf16_tflops, h.bf16_fixed_k)
     other = (h.fp8_backward_tflops, h.fp8_backward_fixed_k) if fp8 else one
     found = []
-    for rows, columns, cut in w.job.linear_sizes:
-        across = cut == rows
+    for rows, columns, across in w.job.linear_sizes:
         n, k = (rows // tensor, columns) if across else (rows, columns // tensor)
         backward = _product(tokens, k, n, *other), _product(n, k, tokens, *other)
         found.append(Product(across, columns, rows, _product(tokens, n, k, *one), *backward))

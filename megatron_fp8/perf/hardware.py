@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..errors import UserError
-
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
-_INSTALLED = Path(__file__).resolve().parents[1] / "configs" / "hardware"  # where a wheel carries them
+from ..shipped import shipped
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,16 @@ class Hardware:
         return moved / self.copy_gb_s / 1e6
 
 
-def shipped() -> dict[str, Path]:
+def known() -> dict[str, Path]:
     """{name: file} of the hardware that comes with the package."""
-    folder = FOLDER if FOLDER.is_dir() else _INSTALLED
-    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    return {file.stem: file for file in sorted(shipped("configs/hardware").glob("*.yaml"))}
 
 
 def load(name: str) -> Hardware:
     """The hardware of a shipped name or a file's path.  Raises UserError of one line for what is not complete."""
-    path = shipped().get(name, Path(name))
+    path = known().get(name, Path(name))
     if not path.is_file():
-        raise UserError(f"--hardware {name}: no such file; give one, or one of {', '.join(shipped())}")
+        raise UserError(f"--hardware {name}: no such file; give one, or one of {', '.join(known())}")
     try:
         import yaml
     except ImportError:
@@ -74,7 +71,6 @@ def load(name: str) -> Hardware:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise UserError(f"--hardware {name}: {field.name} is {value}; give a number, as in h200.yaml")
-    known = {field.name for field in fields(Hardware)}
-    if unknown := sorted(given.keys() - known):
+    if unknown := sorted(given.keys() - {field.name for field in fields(Hardware)}):
         raise UserError(f"--hardware {name}: {unknown[0]} is no name the model knows; remove it")
     return Hardware(**given)

@@ -27,6 +27,7 @@ from .estimate import divisors
 from .memory import MODELS
 from .step import Estimate, estimate
 from .systems import SYSTEMS
+from .text import MIB
 from .workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "table5.csv"
 _PAPERS = "--position-embedding-type rope --untie-embeddings-and-output-weights"
 SHAPES = {"7b": ("7b-whole", _PAPERS), "13b": ("13b-whole", _PAPERS), "tiny": ("tiny", "")}  # of train_step.py
 ESTIMATED = {"bf16": "bf16", "bf16-local": "bf16", "te-delayed": "te", "O1": "O1", "O2": "O2", "O3": "O3"}
-_MIB = 2**20 / 1e9
 _HOPELESS = 1.15  # of the memory there is: what an estimate says needs more is not tried
 COLUMNS = """System,Model,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens/sec/GPU,Model TFLOP/sec/GPU
 Cap GB,Outcome,ms,ms least,ms most,Peak GB,Held GB,GPU,Power W,Driver,torch,megatron-core,Transformer Engine
@@ -156,7 +156,7 @@ def _measure(args: Namespace, runner, model: str, w: Workload, cap: float | None
         "ms most": round(found["ms_max"], 2), "Model TFLOP/sec/GPU": round(found["tflops"], 1),
         "Tokens/sec/GPU": round(w.global_batch * w.sequence / w.gpus / found["ms"] * 1e3),
         # train_step.py has Megatron's MiB by the thousand
-        "Peak GB": round(found["gb_peak"] * 1e3 * _MIB, 2), "Held GB": round(found["gb"] * 1e3 * _MIB, 2),
+        "Peak GB": round(found["gb_peak"] * 1e3 * MIB, 2), "Held GB": round(found["gb"] * 1e3 * MIB, 2),
     }  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def results(args: Namespace) -> list[dict[str, str]]:
     shown = []
     for row in rows:
         cells = {name: row[name] for name in _SHOWN}
-        on = next((name for name in hardware.shipped() if name.split("-")[0].upper() in row["GPU"]), None)
+        on = next((name for name in hardware.known() if name.split("-")[0].upper() in row["GPU"]), None)
         if row["Outcome"] == "ok" and on:
             w = _workload(row["Model"], row["System"], int(row["#-GPUs"]), int(row["MBS"]), int(row["GBS"]))
             e = estimate(w, hardware.load(on))

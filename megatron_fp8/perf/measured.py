@@ -18,11 +18,11 @@ from . import hardware
 from .memory import Job
 from .step import Estimate, estimate
 from .systems import SYSTEMS
+from .text import MIB
 from .workload import Workload
 
 FILE = Path(__file__).with_name("measured.csv")
 HARDWARE = "h200"
-_MIB = 2**20 / 1e9
 _GPT = Job(
     8, 4096, 32, vocab_size=50_303, disable_bias_linear=True, max_position_embeddings=2048
 )  # benchmarks/train_step.py's shapes
@@ -101,7 +101,7 @@ def runs() -> tuple[Run, ...]:
 
 
 def _gb(mib: str) -> float | None:
-    return float(mib) * _MIB if mib else None
+    return float(mib) * MIB if mib else None
 
 
 def summary(held_out: bool = True) -> dict[str, float]:

@@ -92,7 +92,8 @@ class Job:
             remedy = f"neither multiple nor divisor of --tensor-model-parallel-size {tensor}; change one"
             raise UserError(f"--num-query-groups {groups}: {remedy}")
         for rows, columns, across in self.linear_sizes:
-            if across % (tensor * GEMM_MULTIPLE) or rows * columns // across % GEMM_MULTIPLE:
+            cut, whole = (rows, columns) if across else (columns, rows)
+            if cut % (tensor * GEMM_MULTIPLE) or whole % GEMM_MULTIPLE:
                 raise UserError(
                     f"--tensor-model-parallel-size {tensor}: cuts a linear of {rows} x {columns} elements into parts "
                     f"that are no multiples of {GEMM_MULTIPLE}; change it, --hidden-size or --ffn-hidden-size"
@@ -104,17 +105,18 @@ class Job:
             raise UserError(f"{_flag(divisor)} {by}: does not divide {_flag(number)} {value}; change one")
 
     @property
-    def linear_sizes(self) -> list[tuple[int, int, int]]:
-        """Rows and columns of qkv, proj, fc1 and fc2, and which of the two tensor parallelism cuts."""
+    def linear_sizes(self) -> list[tuple[int, int, bool]]:
+        """Rows and columns of qkv, proj, fc1 and fc2, and whether tensor parallelism cuts the rows (a column-parallel
+        linear, as Megatron names it), else the columns."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         channels = self.kv_channels or hidden // heads
         ffn = self.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if self.swiglu else 4 * hidden)
         qkv, fc1 = (heads + 2 * (self.num_query_groups or heads)) * channels, ffn * (1 + self.swiglu)
         return [
-            (qkv, hidden, qkv),
-            (hidden, heads * channels, heads * channels),
-            (fc1, hidden, fc1),
-            (hidden, ffn, ffn),
+            (qkv, hidden, True),
+            (hidden, heads * channels, False),
+            (fc1, hidden, True),
+            (hidden, ffn, False),
         ]
 
     def linears(self) -> list[int]:

@@ -59,7 +59,6 @@ def run(args: Namespace) -> int:
     if args.most < 1:
         raise UserError(f"--most {args.most}: use 1 or more")
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
-    read.say_what_is_left_out(flags.args)
     system = args.system or flags.level or "O3"
     found = search(flags, args.gpus, system, on, args.cap_gb)
     ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]

@@ -149,12 +149,6 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
     return weights / 1e9, of_activations(args, num_microbatches=w.micro_batches) / 1e9
 
 
-def say_what_is_left_out(args: Namespace) -> None:
-    """A line on stderr for each of the level's flags that the model does not know yet, and how its figures are off."""
-    if getattr(args, "fp8_tp_reduce_scatter", None) not in (None, "bf16"):
-        print("--fp8-tp-reduce-scatter: not modelled yet: sums are counted in BF16", file=sys.stderr)
-
-
 def _refuse(args: Namespace, data: int) -> None:
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")

@@ -19,9 +19,9 @@ from typing import Any
 
 from ..errors import UserError
 from ..metrics import LOSS, STEP, STEP_MS, VALIDATION_LOSS
+from .text import MIB
 
 GRAD_NORM = "grad_norm"
-_MIB = 2**20 / 1e9
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
 _PRINTED = {LOSS: "lm loss", GRAD_NORM: "grad norm", STEP_MS: "elapsed time per iteration (ms)"}
 _TAGS = {"lm loss": LOSS, "grad-norm": GRAD_NORM, "iteration-time": STEP_MS, "lm loss validation": VALIDATION_LOSS}
@@ -95,7 +95,7 @@ def _log(name: str, path: Path) -> Run:
                 if value := re.search(rf"\| {re.escape(title)}: ([-+.\dEenaif]+)", line):
                     values[key] = float(value[1])
         elif found := re.search(r"memory \(MB\) \| allocated: ([\d.]+) \| max allocated: ([\d.]+)", line):
-            memory = float(found[1]) * _MIB, float(found[2]) * _MIB
+            memory = float(found[1]) * MIB, float(found[2]) * MIB
             run.memory = max(run.memory or memory, memory, key=lambda pair: pair[1])
         elif found := re.search(r"validation loss at iteration (\d+) .*?lm loss value: ([\d.E+-]+)", line):
             run.steps.setdefault(int(found[1]), {})[VALIDATION_LOSS] = float(found[2])

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import UserError
 
 FORMATS = ("text", "markdown", "csv")
+MIB = 2**20 / 1e9  # GB, as all figures here have them, of 10^9 bytes; Megatron's log has MiB
 _WIDE = 100  # columns of a terminal
 type Rows = Sequence[dict[str, str]]
 

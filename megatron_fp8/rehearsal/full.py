@@ -20,7 +20,7 @@ from ..errors import UserError
 from .command import Launch, words_of
 from .full_rank import MARK
 from .job import Job
-from .shrink import _DATA, _FOLDERS, _LENGTH, LEFT_OUT
+from .shrink import DATA, FOLDERS, LEFT_OUT, LENGTH
 
 STEPS = 3
 _GB = 1e9
@@ -77,7 +77,7 @@ def _flags(job: Job) -> tuple[list[str], int]:
     count = a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
     enough = 2 * a.pipeline_model_parallel_size if chunks > 1 else a.pipeline_model_parallel_size + 1
     batch = min(count, max(2, enough)) * a.micro_batch_size * a.data_parallel_size
-    replaced = {*_LENGTH, *_FOLDERS, *_DATA, *LEFT_OUT, "--global-batch-size", "--fake-process-group"}
+    replaced = {*LENGTH, *FOLDERS, *DATA, *LEFT_OUT, "--global-batch-size", "--fake-process-group"}
     kept = [(flag, values) for flag, values in job.flags if flag not in replaced]
     vocabulary = a.vocab_size or a.padded_vocab_size
     ours = f"""--fake-process-group --global-batch-size {batch} --train-iters {STEPS} --lr-decay-iters 1000

@@ -26,13 +26,13 @@ _SIZES = """--hidden-size --ffn-hidden-size --num-attention-heads --num-query-gr
 --encoder-seq-length --decoder-seq-length --max-position-embeddings --window-size --moe-ffn-hidden-size
 --moe-shared-expert-intermediate-size --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
 --mup-base-hidden-size --global-batch-size""".split()
-_LENGTH = """--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-wsd-decay-iters
+LENGTH = """--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-wsd-decay-iters
 --lr-wsd-decay-samples --lr-warmup-iters --lr-warmup-samples --lr-warmup-fraction --rampup-batch-size
 --step-batch-size-schedule --exit-interval --exit-duration-in-mins --eval-iters --eval-interval
 --eval-global-batch-size --eval-micro-batch-size --start-eval-at-iter --full-validation --phase-transition-iterations
 --log-interval --num-workers --distributed-backend --distributed-timeout-minutes""".split()
-_FOLDERS = """--save --save-interval --persistent-save-interval --save-retain-interval --data-cache-path""".split()
-_DATA = """--mock-data --data-path --train-data-path --valid-data-path --test-data-path --data-args-path
+FOLDERS = """--save --save-interval --persistent-save-interval --save-retain-interval --data-cache-path""".split()
+DATA = """--mock-data --data-path --train-data-path --valid-data-path --test-data-path --data-args-path
 --per-split-data-args-path --per-dataset-sequences-path --tokenizer-type --tokenizer-model --vocab-file --merge-file
 --vocab-size --vocab-extra-ids --split --multiple-validation-sets --tiktoken-pattern --tiktoken-num-special-tokens
 --tokenizer-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens""".split()
@@ -108,7 +108,7 @@ def shrink(
     fewer = _fewer_micro_batches(job, micro_batches)
     batch = job.micro_batch_size * data * fewer
 
-    replaced = {*_SIZES, *_LENGTH, *_FOLDERS, *layers, *LEFT_OUT, *(_DATA if mock_data else [])}
+    replaced = {*_SIZES, *LENGTH, *FOLDERS, *layers, *LEFT_OUT, *(DATA if mock_data else [])}
     kept = [(flag, values) for flag, values in flags if flag not in replaced]
     kept += [(flag, [str(value)]) for flag, value in (sizes | layers).items()]
     kept += _fixed(job, batch, mock_data, storage, any(flag == "--fp8-grad-accum" for flag, _ in flags))

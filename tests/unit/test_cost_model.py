@@ -4,6 +4,7 @@ import csv
 from dataclasses import replace
 
 import pytest
+from launch import ROOT
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.perf import activations, collectives, flops, hardware, measured
@@ -14,7 +15,7 @@ from megatron_fp8.perf.workload import Workload
 
 GIB = 2**30
 H200 = hardware.load("h200")
-RESULTS = hardware.FOLDER.parents[1] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks/results"
 
 
 def paper(model: str, system: str, micro_batch: int = 1, global_batch: int = 2048) -> Workload:
@@ -213,7 +214,7 @@ def test_levels_hold_less_and_less():
 
 
 def test_shipped_hardware_loads():
-    assert set(hardware.shipped()) == {"h100-80gb-sxm", "h200", "h800"}
+    assert set(hardware.known()) == {"h100-80gb-sxm", "h200", "h800"}
     h100, h800 = hardware.load("h100-80gb-sxm"), hardware.load("h800")
     assert h100.copy_gb_s == pytest.approx(H200.copy_gb_s * 3.35 / 4.8, rel=0.01) and h100.memory_gb < 86
     assert h800.nvlink_gb_s == pytest.approx(h100.nvlink_gb_s * 400 / 900, rel=0.01)
@@ -230,7 +231,7 @@ def test_shipped_hardware_loads():
 )
 def test_a_hardware_file_that_is_not_whole_is_refused(tmp_path, change, message):
     file = tmp_path / "mine.yaml"
-    file.write_text(hardware.shipped()["h200"].read_text().replace(*change))
+    file.write_text(hardware.known()["h200"].read_text().replace(*change))
     with pytest.raises(UserError, match=message) as error:
         hardware.load(str(file))
     assert "\n" not in str(error.value)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.perf import estimate, plan, read
+from megatron_fp8.perf import estimate, hardware, plan, read, step
 
 MODEL = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 "
@@ -85,15 +85,19 @@ def test_flags_change_the_estimate():
     assert stock.cells() is None and stock.job == w.job
 
 
-def test_what_the_model_leaves_out_is_said(capsys):
-    import argparse
+def test_what_travels_in_fp8_is_counted_so():
+    """--fp8-tp-gather and --fp8-tp-reduce-scatter, one direction or both: E4M3, sums with an exponent for each 128."""
 
-    parser = argparse.ArgumentParser()
-    estimate.add_arguments(parser)
-    flags = f"{MODEL} --fp8-level O3 --fp8-activations --fp8-tp-reduce-scatter fp8"
-    assert estimate.run(parser.parse_args(["--", *flags.split()])) == 0
-    said = capsys.readouterr().err
-    assert "--fp8-activations" not in said and "--fp8-tp-reduce-scatter: not modelled" in said
+    def sent(flags):
+        flags = f"{MODEL} --tensor-model-parallel-size 8 --sequence-parallel {flags}"
+        found = step.estimate(read.workload(read.parse(flags.split()), 8), hardware.load("h200")).traffic
+        return found["tensor: gathers"].inside, found["tensor: reduce-scatters"].inside
+
+    gathers, sums = sent("--fp8-level O3")
+    assert sent("--fp8-level O2") == (pytest.approx(2 * gathers), sums)
+    assert sent("--fp8-level O2 --fp8-tp-gather fp8") == (gathers, sums)
+    one_way, both = (sent(f"--fp8-level O3 --fp8-tp-reduce-scatter {how}")[1] for how in ("forward", "fp8"))
+    assert both == pytest.approx(sums * (1 + 1 / 128) / 2) and one_way == pytest.approx((sums + both) / 2)
 
 
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):

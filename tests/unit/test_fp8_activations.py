@@ -4,9 +4,6 @@ last bit; and how far the gradients are from FP32's."""
 import architecture
 import pytest
 import torch
-from megatron.core import parallel_state
-
-from megatron_fp8 import cpu
 
 FLAG = ["--fp8-activations"]
 WIDTH, LENGTH, BATCH = 128, 128, 2
@@ -19,15 +16,8 @@ LLAMA = (
 
 @pytest.fixture(scope="module", autouse=True)
 def groups():
-    torch.compile(lambda: None)  # torch lists its functions now, before cpu.install puts one in the place of many
-    if cpu.needed():
-        cpu.install()
-    architecture.start()
-    with torch.compiler.set_stance("force_eager"):
+    with architecture.started():
         yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    cpu.uninstall()
 
 
 def build(flags: str, *, given: bool, dtype=torch.bfloat16) -> torch.nn.Module:

@@ -65,7 +65,7 @@ READ_OR_OF_ANOTHER = """--args-file --block-data-path --disable-flight-recorder-
 
 def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
     """No flag is listed that there is not, none by one of two names, and none is kept that writes to a file."""
-    groups = shrink._SIZES, shrink._LENGTH, shrink._FOLDERS, shrink._DATA, shrink.LEFT_OUT
+    groups = shrink._SIZES, shrink.LENGTH, shrink.FOLDERS, shrink.DATA, shrink.LEFT_OUT
     listed = {name for group in groups for name in group}
     names: dict[str, set[str]] = {}
     for action in parser._actions:

@@ -4,11 +4,10 @@ residual stream in FP32 and in BF16, and which additions the norm's backward pas
 import architecture
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_fp8 import cpu, ops
+from megatron_fp8 import ops
 from megatron_fp8.engine.owned import owned_weights
 from megatron_fp8.layers.residual import Fork
 
@@ -40,15 +39,8 @@ CASES = {  # additions that two layers' norms make, of four
 
 @pytest.fixture(scope="module", autouse=True)
 def groups():
-    torch.compile(lambda: None)  # torch lists its functions now, before cpu.install puts one in the place of many
-    if cpu.needed():
-        cpu.install()
-    architecture.start()
-    with torch.compiler.set_stance("force_eager"):
+    with architecture.started():
         yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    cpu.uninstall()
 
 
 @pytest.fixture

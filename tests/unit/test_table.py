@@ -10,7 +10,7 @@ import pytest
 from megatron_fp8.errors import UserError
 from megatron_fp8.perf import hardware, measure, paper, table
 from megatron_fp8.perf.memory import MODELS
-from megatron_fp8.perf.text import render
+from megatron_fp8.perf.text import MIB, render
 
 H100 = hardware.load("h100-80gb-sxm")
 
@@ -108,7 +108,7 @@ class Gpus:
         needed = measure._needs(w) * self.scale
         if needed > min(self.gb, cap):
             raise RuntimeError("O3 failed:\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
-        gb = needed / measure._MIB / 1e3
+        gb = needed / MIB / 1e3
         return {"ms": 1000 / micro_batch, "ms_min": 9.0, "ms_max": 11.0, "tflops": 800.0, "gb": 1.0, "gb_peak": gb}
 
 
