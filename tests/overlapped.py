@@ -8,6 +8,8 @@ from megatron_runs import run_megatron, script_path
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 # Without a clip: where stock cuts its own gradients otherwise, the norm's sum, and so the clip, differs in a last bit.
 COMMON = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --clip-grad 0"
+# With one queue to the GPU what a stream waits for holds up all streams: nothing can be read too early.
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def prepare(flags: list[str], folder: Path, gpu: bool = False) -> list[str]:
@@ -25,7 +27,7 @@ def digests(flags: list[str], trials: int, gpu: bool = False, **environment: str
         script=str(ROOT / "tests/scripts/overlapped_trials.py"),
         gpu=gpu,
         timeout=600,
-        env={"PYTHONPATH": script_path(), "TRIALS": str(trials), **environment},
+        env={"PYTHONPATH": script_path(), "TRIALS": str(trials), **QUEUES, **environment},
     )
     found: dict[int, list[str]] = {}
     for line in run.lines:

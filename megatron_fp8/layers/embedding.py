@@ -12,7 +12,7 @@ It serves where main_grad.py says.
 A head of stock's does the same, and gives autograd an empty gradient, as large as the table in BF16.  Of a tied table
 that would wait for the embedding's until the backward pass ends: 620 MB of a rank of 175B at TP 2, on top of all
 activations.  So the head reads a view of W without that mark, whose backward pass gives the stand-in: none where the
-embedding gives one, else when the logits are gone.
+embedding gives one, else one that takes no memory (main_grad.py).
 
 Megatron turns y (b, s, h) into (s, b, h) by a copy, and dy comes back turned. So y is made in that order where no other
 rank must add to it, and dy's rows are read as they lie.
@@ -63,8 +63,7 @@ class _HeadWeight(torch.autograd.Function):
         weight = ctx.weight
         if getattr(weight, _TIED, False):
             return None  # the embedding, in the same graph, gives one
-        given = added(weight)
-        return given.zero_() if getattr(weight, "zero_out_wgrad", False) else given
+        return added(weight)
 
 
 class Functional:

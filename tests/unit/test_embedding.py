@@ -88,6 +88,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         made = isinstance(out, torch.Tensor) and out.shape == self.shape and out.dtype == torch.bfloat16
+        made = made and out.layout == torch.strided
         if made and ("empty" in str(func) or "zeros" in str(func)):
             self.log.append("allocated")
         return out
@@ -96,7 +97,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_of_a_heads_gradient_waits_in_autograd(tied, fp8, monkeypatch):
-    """What autograd gets for W is made when the head's backward pass is over; of a tied one, by the embedding."""
+    """What autograd gets for W takes no memory."""
     model = Model(tied)
     n, k, log = 32, 16, []
     weight = model.weight
@@ -123,7 +124,7 @@ def test_nothing_of_a_heads_gradient_waits_in_autograd(tied, fp8, monkeypatch):
     with Allocations(weight.shape, log):
         y.backward(dy)
     assert weight.grad is not None and weight.grad_added_to_main_grad
-    assert log == [*([] if tied else ["allocated"]), "embedding", "allocated"]
+    assert log == ["embedding"]
     values, table = weight.detach().float(), torch.zeros(n, k)
     table.index_add_(0, tokens[0], dy[:, 0].float() @ values)
     expected = table + dy[:, 0].float().T @ values[tokens[0]]
