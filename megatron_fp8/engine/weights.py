@@ -43,6 +43,10 @@ from .owned import OwnedWeight, Scratch
 from .partition import place
 from .sets import WeightSet
 
+# Elements of which a master is made at a time: all of a layer of 175B at once took seven copies of it in FP32, more than
+# its training.
+_AT_ONCE = 1 << 24
+
 Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
 
 
@@ -266,11 +270,12 @@ class Bucket:
 
     def encode(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
         """Round `values` FP32 to both the master and the weight, of weight i in the shard's lo .. hi."""
-        weight, scale = self.weight[self.shard][lo:hi], None
-        if self.scaling is not None:
-            scale = self.scaling.scale[self._first + i]
-            weight = ScaledTensor(weight, scale.reciprocal())
-        write_master(self.part("master", lo, hi), weight, values, scale)
+        scale = None if self.scaling is None else self.scaling.scale[self._first + i]
+        for at in range(lo, hi, _AT_ONCE):
+            stop = min(at + _AT_ONCE, hi)
+            piece = self.weight[self.shard][at:stop]
+            weight = piece if scale is None else ScaledTensor(piece, scale.reciprocal())
+            write_master(self.part("master", at, stop), weight, values[at - lo : stop - lo], scale)
 
     def masters(self) -> torch.Tensor:
         """The shard's master weights in FP32, a new tensor; zeros in the padding."""
