@@ -5,9 +5,9 @@
     python benchmarks/train_step.py --shape tiny --systems bf16-local O1          # any machine, checks the script
 
 Every system trains the same slice of a GPT by the same command, pretrain_gpt_fp8.py with Megatron's flags and
-mock (random) data, in a process of its own, one after the other.  A step's time is the median over the
-steps after the warm-up, as Megatron prints it.  `--te-path DIR` is put on PYTHONPATH for the systems that need
-Transformer Engine; the others find none, even where it is installed.
+mock (random) data, in a process of its own, one after the other.  A step's time is the median over the lines of the log
+after the warm-up, each of them Megatron's mean of five steps.  `--te-path DIR` is put on PYTHONPATH for the systems
+that need Transformer Engine; the others find none, even where it is installed.
 
 The table and the CSV carry the GPU, versions and commit, and whether Transformer Engine is repaired: megatron-core
 0.19.2 misses TE's QKV split by a stale import, which profile_gpt.py puts right in its own process (`prepare_te`);
@@ -29,10 +29,11 @@ from typing import NamedTuple
 
 from stamp import ROOT, commit
 
-COMMON = """--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 50303
+EVERY = 5  # steps between two lines of the log: each line makes the host wait for the GPU, and no run logs every step
+COMMON = f"""--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 50303
 --make-vocab-size-divisible-by 128 --mock-data --bf16 --use-distributed-optimizer --disable-bias-linear
 --no-bias-gelu-fusion --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --clip-grad 1.0 --weight-decay 0.1
---adam-beta1 0.9 --adam-beta2 0.95 --cross-entropy-loss-fusion --log-interval 1 --log-throughput
+--adam-beta1 0.9 --adam-beta2 0.95 --cross-entropy-loss-fusion --log-interval {EVERY} --log-throughput
 --eval-iters 0 --eval-interval 100000 --split 1,0,0 --num-workers 1 --no-create-attention-mask-in-dataloader
 --init-method-std 0.02 --distributed-timeout-minutes 3"""
 LLAMA_LAYER = "--swiglu --normalization RMSNorm --position-embedding-type rope"
@@ -128,12 +129,14 @@ def run(system: str, args) -> dict:
 
 
 def read(log: str, warmup: int) -> dict:
-    """The figures of a run's log; empty if it took no step."""
-    steps = re.findall(r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([\d.]+)", log)
-    ms = [float(t) for i, n, t in steps if warmup < int(i) < int(n) - 1]  # the last but one is profiled
-    if not ms:
+    """The figures of a run's log, of whose lines each is the mean of EVERY steps; empty if there is none."""
+    line = r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([\d.]+)(?:.*?\(TFLOP/s/GPU\): ([\d.]+))?"
+    lines = [(int(i), int(n), float(t), float(tflops or 0)) for i, n, t, tflops in re.findall(line, log)]
+    # The last step but one is profiled. Megatron logs the first step too, which no line begins after.
+    kept = [figures for i, n, *figures in lines if warmup <= i - EVERY and i < n - 1]
+    if not kept:
         return {}
-    tflops = [float(t) for t in re.findall(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)", log)]
+    ms, tflops = zip(*kept, strict=True)
     loss = re.findall(r"lm loss: ([\d.E+-]+)", log)
     memory = re.findall(r"allocated: ([\d.]+) \| max allocated: ([\d.]+)", log)
     profile = re.search(r"PROFILE (\{.*\})", log)
@@ -141,7 +144,7 @@ def read(log: str, warmup: int) -> dict:
         "ms": statistics.median(ms),
         "ms_min": min(ms),
         "ms_max": max(ms),
-        "tflops": statistics.median(tflops[warmup:-2]) if tflops else 0.0,
+        "tflops": statistics.median(tflops),
         "gb": float(memory[-1][0]) / 1e3 if memory else 0.0,
         "gb_peak": float(memory[-1][1]) / 1e3 if memory else 0.0,
         "loss": float(loss[-1]) if loss else float("nan"),
@@ -166,16 +169,16 @@ def arguments(description: str, systems: list[str], add=lambda parser: None, arg
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--gbs", type=int, help="global batch (default: the shape's)")
     parser.add_argument("--mbs", nargs="+", default=[], metavar="SYSTEM=N", help="micro-batch, where not the shape's")
-    parser.add_argument("--iterations", type=int, default=16)
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=22)
+    parser.add_argument("--warmup", type=int, default=EVERY)
     parser.add_argument("--timeout", type=int, default=240, help="seconds for one system")
     parser.add_argument("--te-path", default="", help="folder with Transformer Engine")
     parser.add_argument("--csv", help="append the figures to this file")
     parser.add_argument("--logs", help="keep each run's log in this folder")
     add(parser)
     args, args.extra = parser.parse_known_args(argv)
-    if args.warmup + 2 >= args.iterations:
-        parser.error(f"--iterations {args.iterations}: no step between the warm-up and the profiled one")
+    if (least := -(-args.warmup // EVERY) * EVERY + EVERY + 2) > args.iterations:
+        parser.error(f"--iterations {args.iterations}: with --warmup {args.warmup} {least} are the least")
     for flag in ("--micro-batch-size", "--global-batch-size"):
         if any(word.split("=")[0] == flag for word in args.extra):
             parser.error(f"{flag}: said by --mbs SYSTEM=N and --gbs N here")

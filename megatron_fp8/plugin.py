@@ -14,9 +14,11 @@ What is hooked, and why not something more official:
     language_module.fused_vocab_parallel_cross_entropy and tensor_parallel.vocab_parallel_cross_entropy
                                                 are ours (layers/cross_entropy.py): with --cross-entropy-loss-fusion
                                                 and without, the same loss.  Transformer Engine's stays its own.
-    RerunStateMachine.validate_result and should_run_forward_backward
+    RerunStateMachine.validate_result, should_run_forward_backward and _reduce_any
                                                 look at the losses of a step's micro-batches when all is launched
                                                 (monitor/late_checks.py).
+    training.training.logical_and_across_model_parallel_group and reduce_max_stat_across_model_parallel_group
+                                                answer without the GPU what all ranks know (engine/agreed.py).
     CheckpointWithoutOutput.__init__            says that stock's FP8 is off: it takes silence for FP8, and fails where
                                                 Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
@@ -77,6 +79,7 @@ from typing import Any
 import torch
 
 from . import cpu
+from .engine.agreed import SameEverywhere
 from .errors import UserError
 from .flags import args_file, log
 from .flags.checks import (
@@ -235,6 +238,7 @@ def _hook_model(fp8: Fp8Config) -> None:
     _rebind(RerunStateMachine, "validate_result", checks.validate_result, "self result rejection_func message")
     loop = "should_run_forward_backward"
     _rebind(RerunStateMachine, loop, checks.should_run_forward_backward, "self data_iterator")
+    _rebind(RerunStateMachine, "_reduce_any", checks.reduce_any, "self value")
     parameters = "prefix forward_step_func data_iterator model iteration"
     _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
 
@@ -285,8 +289,11 @@ def _hook_gemms(fp8: Fp8Config) -> list[str]:
 def _hook_optimizer(fp8: Fp8Config | None) -> None:
     import megatron.training.training as training
 
-    parameters = "config model_chunks config_overrides"
-    _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8), parameters)
+    parameters, same = "config model_chunks config_overrides", SameEverywhere()
+    _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same), parameters)
+    if fp8 is not None:
+        _rebind(training, "logical_and_across_model_parallel_group", same.logical_and, "input group")
+        _rebind(training, "reduce_max_stat_across_model_parallel_group", same.largest, "stat group")
 
 
 def _hook_train_step(around: Callable) -> None:
@@ -449,7 +456,7 @@ def _cross_entropy(stock: Callable):
     return vocab_parallel_cross_entropy
 
 
-def _get_megatron_optimizer(fp8: Fp8Config | None):
+def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
     from megatron.training.global_vars import get_args
 
     from .checkpoint.archive import Archive
@@ -468,7 +475,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None):
                 check_model(fp8.level, model_chunks)
                 check_stage(get_args().save, model_chunks)
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
-                engine = chain.engine
+                engine, same.here = chain.engine, True
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
                 searches = _read_searched_gemms(fp8)

@@ -40,6 +40,11 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
                 part.config = dataclasses.replace(part.config, grad_norm_skip_threshold=math.inf)
         self._norm = 0.0
         self._zero = torch.zeros((), device=engine.device)
+        self._loss_scale = torch.ones(())
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """1, on the host: stock's is on the GPU, and waited for after every step."""
+        return self._loss_scale
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
         if not is_loading:

@@ -43,8 +43,7 @@ from .owned import OwnedWeight, Scratch
 from .partition import place
 from .sets import WeightSet
 
-# Elements of which a master is made at a time: all of a layer of 175B at once took seven copies of it in FP32, more than
-# its training.
+# Elements of which a master is made at a time: a whole linear of 175B took seven copies of it in FP32, more than a step.
 _AT_ONCE = 1 << 24
 
 Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard

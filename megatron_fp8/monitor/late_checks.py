@@ -8,6 +8,8 @@ launch the backward pass, to an empty queue. Nothing depends on the answer befor
 as the GPU gets there, and looked at when all forward and backward passes of the step have been launched. The last
 micro-batch's backward pass is on the GPU then, so that this wait costs nothing either.
 
+Whether any rank asks for a rerun is then reduced on the GPU, and waited for; a rank that is alone knows.
+
 What becomes of a bad loss is stock's to do, in the same pass, with the same messages and in the same order: run again,
 end, or go on (RerunStateMachine.validate_result). The only difference is that it does so before the step, and not
 before the micro-batch's backward pass. Checks of other kinds, of what is on the CPU, in an evaluation, in a rerun or in
@@ -35,7 +37,8 @@ class Check:
 
 
 class LateChecks:
-    """What stands for RerunStateMachine.validate_result and should_run_forward_backward in a run with a level."""
+    """What stands for RerunStateMachine.validate_result, should_run_forward_backward and _reduce_any in a run with a
+    level."""
 
     def __init__(self) -> None:
         self._waiting: list[Check] = []
@@ -61,6 +64,15 @@ class LateChecks:
             return stock(machine, data_iterator)
 
         return should_run_forward_backward
+
+    def reduce_any(self, stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def _reduce_any(machine, value: bool | list[bool]) -> bool | tuple[bool, ...]:
+            if torch.distributed.get_world_size() > 1:
+                return stock(machine, value)
+            return tuple(value) if isinstance(value, list) else value
+
+        return _reduce_any
 
     def look(self) -> None:
         """Hand stock the checks that wait, in their order, each with its answer."""

@@ -183,7 +183,7 @@ def test_results_are_printed_beside_the_estimate(tmp_path, capsys, monkeypatch):
         (("7", "--run"), "table 7: measured are those of table 5"),
         (("5", "--only-cap"), "--only-cap: with what? add --cap-gb"),
         (("5", "--gpus", "0"), "--gpus 0: use more than 0"),
-        (("5", "--run", "--iterations", "3"), "--iterations 3: four warm up"),
+        (("5", "--run", "--iterations", "3"), "--iterations 3: five warm up"),
         (("5", "--run", "--gpus", "1", "--global-batch-size", "3"), "--global-batch-size 3: no multiple"),
         (("5", "--results", "/no/such.csv"), "no such file; name one, or add --run"),
     ],
