@@ -43,7 +43,7 @@ from .owned import OwnedWeight, Scratch
 from .partition import place
 from .sets import WeightSet
 
-# Elements of which a master is made at a time: a whole linear of 175B took seven copies of it in FP32, more than a step.
+# Elements of which a master is made at a time: a linear of 175B took seven copies of it in FP32, more than its step.
 _AT_ONCE = 1 << 24
 
 Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
