@@ -24,6 +24,7 @@ from .shrink import DATA, FOLDERS, LEFT_OUT, LENGTH
 
 STEPS = 3
 _GB = 1e9
+_LATE = 124  # the exit code, as of timeout(1)
 
 
 def rehearse(launch: Launch, job: Job, gpus: int, args: Namespace, environment: dict[str, str]) -> int:
@@ -50,19 +51,19 @@ def rehearse(launch: Launch, job: Job, gpus: int, args: Namespace, environment: 
     seconds = time.monotonic() - began
     marked = next((line for line in reversed(lines) if line.startswith(MARK)), None)
     found = json.loads(marked.removeprefix(MARK)) if marked else {}
-    print("\n".join(_page(job, gpus, args.rank, rank, batch, code, seconds, found, lines)))
+    print("\n".join(_page(job, gpus, args.rank, rank, batch, code, seconds, found, lines, args.timeout)))
     return int(code != 0)
 
 
 def _start(command: list[str], environment: dict[str, str], args: Namespace) -> tuple[int, list[str]]:
-    """(Exit code, lines) of the rank; 124 where it took too long."""
+    """(Exit code, lines) of the rank; _LATE where it took too long."""
     try:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               errors="replace", timeout=args.timeout)  # fmt: skip
         code, text = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:
         said = late.stdout or b""
-        code, text = 124, said.decode(errors="replace") if isinstance(said, bytes) else said
+        code, text = _LATE, said.decode(errors="replace") if isinstance(said, bytes) else said
     if args.folder:
         Path(args.folder).mkdir(parents=True, exist_ok=True)
         (Path(args.folder) / "full.log").write_text(f"{shlex.join(command)}\n{text}")
@@ -90,7 +91,7 @@ def _flags(job: Job) -> tuple[list[str], int]:
 
 def _page(
     job: Job, gpus: int, asked: int, rank: int, batch: int, code: int, seconds: float, found: dict[str, float],
-    lines: list[str],
+    lines: list[str], timeout: float,
 ):  # fmt: skip
     a = job.args
     assert a is not None
@@ -106,7 +107,9 @@ def _page(
            f"micro-batches of {a.micro_batch_size}, by stock's --fake-process-group.")  # fmt: skip
     if code:
         memory = any("out of memory" in line or "OutOfMemoryError" in line for line in lines)
-        yield f"- Exit code {code}{': it does not fit this GPU' if memory else ''}. The end of its log:"
+        late = code == _LATE and seconds >= timeout
+        why = f": it took longer than --timeout {timeout:g}" if late else ": it does not fit this GPU" if memory else ""
+        yield f"- Exit code {code}{why}. The end of its log:"
         yield from (f"      {line}" for line in lines[-15:])
     yield from _figures(job, gpus, stage, batch, found)
     yield "- Not seen: NCCL and its buffers, values, hangs, speed."

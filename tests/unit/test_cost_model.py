@@ -77,7 +77,7 @@ def test_flops_are_those_of_megatrons_log():
 
 def test_what_the_table_of_runs_says_is_in_its_sources():
     """Each row's time, MiB and commit, of the benchmark and call that it names."""
-    named = [run for run in measured.runs() if run.row["source"] != "log not kept"]
+    named = [run for run in measured.runs() if run.row["source"] not in ("log not kept", "table5.csv")]
     assert len(named) > 15
     for run in named:
         name, _, call = run.row["source"].partition(" call ")
@@ -95,16 +95,30 @@ def test_what_the_table_of_runs_says_is_in_its_sources():
         ]  # fmt: skip
 
 
+def test_and_those_of_table_5():
+    with (RESULTS / "table5.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["Outcome"] == "ok"]
+    named = [run for run in measured.runs() if run.row["source"] == "table5.csv"]
+    assert len(named) == len(rows) > 8
+    for run, row in zip(named, rows, strict=True):
+        assert float(row["ms"]) == run.ms and row["Commit"] == run.row["commit"]
+        assert [f"{row['Model']}-paper", row["#-GPUs"], row["MBS"], row["GBS"]] == [
+            run.row[key] for key in ("model", "gpus", "micro_batch", "global_batch")
+        ]
+        assert float(row["Held GB"]) == pytest.approx(run.held, abs=0.006)  # of a hundredth of a GB
+        assert float(row["Peak GB"]) == pytest.approx(run.peak, abs=0.006)
+
+
 def test_held_out_runs_are_predicted():
-    """The bounds that docs/estimate.md states: of 5 % and 2 %, at most two of its runs are beyond the first."""
+    """The bounds that docs/estimate.md states."""
     s = measured.summary()
     assert s["runs"] >= 8
-    assert s["ms"] < 0.04 and s["GB"] < 0.01 and s["host's ms at worst"] < 0.55
+    assert s["ms"] < 0.04 and s["GB"] < 0.01 and s["host's ms at worst"] < 0.25
     out = [run for run in measured.runs() if run.held_out]
     for run in out:
         assert abs(run.error_peak) < 0.02 and abs(run.error_held) < 0.03, run.row
         assert run.bound_by_host == (run.row["model"] == "125m")
-        assert run.bound_by_host or abs(run.error_ms) < 0.06, run.row
+        assert run.bound_by_host or abs(run.error_ms) < 0.07, run.row
     assert len({(run.row["model"], run.row["system"], run.row["gpus"]) for run in out}) >= 8
 
 

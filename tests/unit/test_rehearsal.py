@@ -5,13 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import plants
 import pytest
 from launch import ROOT
 from megatron_runs import script_path
 
-from megatron_fp8.rehearsal import main, shrink
+from megatron_fp8.rehearsal import full, main, shrink
 from megatron_fp8.rehearsal.command import flags_of, take_apart
 from megatron_fp8.rehearsal.job import examine
 
@@ -336,3 +337,15 @@ def test_gpus_of_one_replica():
 
 def test_data_that_is_not_here_is_said_and_passed_over(shrunk):
     assert shrunk["data elsewhere"]["missing"].startswith("--vocab-file /data/vocab.json: there is no such file")
+
+
+def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):
+    args = SimpleNamespace(timeout=1, folder=None)
+    late = "import time; print('begun', flush=True); time.sleep(60)"
+    code, lines = full._start([sys.executable, "-c", late], {}, args)
+    assert lines == ["begun"]
+    monkeypatch.setattr(full, "_figures", lambda *given: iter(()))
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "micro_batch_size")
+    job = SimpleNamespace(level="O3", args=SimpleNamespace(**dict.fromkeys(sizes, 1)))
+    page = "\n".join(full._page(job, 1, 0, 0, 2, code, 1.1, {}, lines, args.timeout))
+    assert "failed" in page and "- Exit code 124: it took longer than --timeout 1. The end of its log:" in page
