@@ -11,7 +11,7 @@ from engine_parts import one_set
 
 from megatron_fp8.checkpoint.state import STATES, read_shard, write_shard
 from megatron_fp8.comm.reduce import DenseShard
-from megatron_fp8.engine import states
+from megatron_fp8.engine import states, weights
 from megatron_fp8.engine.events import Events
 from megatron_fp8.engine.gradients import grad_store
 from megatron_fp8.engine.owned import OwnedWeight, Scratch
@@ -94,6 +94,18 @@ def test_a_bucket_takes_over_bf16_weights(group, formats):
     for kind, name in (("master", 2), ("exp_avg", 0), ("exp_avg_sq", 1)):
         assert sum(t.nbytes for t in bucket.buffers()[kind]) == BYTES[formats[name]] * bucket.numel
     assert sum(t.nbytes for t in bucket.buffers()["weight"]) == (1 if formats[3] == "fp8" else 2) * bucket.numel
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_masters_made_by_pieces_are_those_made_at_once(group, formats, monkeypatch):
+    """Pieces of 384 elements: weights of 1536, 256 and 5120 end at their border, before it and behind it."""
+    found = []
+    for at_once in (1 << 24, 384):
+        monkeypatch.setattr(weights, "_AT_ONCE", at_once)
+        torch.manual_seed(3)
+        bucket, _ = bucket_of(group, *formats)
+        found.append((bucket.masters(), bucket.weight.view(torch.uint8).clone()))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
