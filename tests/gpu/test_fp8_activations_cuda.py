@@ -1,5 +1,10 @@
-"""--fp8-activations in a training run on a GPU: the first loss to the last digit, those after it nearly, and the memory
-that docs/memory.md's table of a layer says."""
+"""--fp8-activations in a training run on a GPU: nearly the same losses, and the memory that docs/memory.md's table of a
+layer says.
+
+On the CPU the first loss is the same to the last digit (tests/cpu/test_activation_runs.py). Not here, where it was seen
+to differ by 1e-4 of itself: the norm's kernel that makes rows alone may sum a row's squares in another order than the
+one that makes columns too, and one code of a million that falls to the other side moves all the roundings after it.
+"""
 
 import re
 
@@ -36,6 +41,7 @@ def test_memory_and_losses(kind):
     flags = [flag for flag in FLAGS if flag != "--swiglu"] + ["--no-bias-gelu-fusion"] if kind else FLAGS
     runs = [run_megatron(1, [*flags, "--fp8-level", "O3", *more], gpu=True) for more in ([], ["--fp8-activations"])]
     plain, given = (run.losses for run in runs)
-    assert given[0] == plain[0] and given == pytest.approx(plain, abs=2e-2) and given != plain
+    assert given[0] == pytest.approx(plain[0], abs=2e-3)
+    assert given == pytest.approx(plain, abs=2e-2) and given != plain
     saved = SAVED[kind] * LAYERS * WIDTH * TOKENS
     assert peak(runs[0]) - peak(runs[1]) == pytest.approx(saved, rel=0.15)
