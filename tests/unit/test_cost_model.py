@@ -251,3 +251,18 @@ def test_a_hardware_file_that_is_not_whole_is_refused(tmp_path, change, message)
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="no such file; give one, or one of h100-80gb-sxm"):
         hardware.load("h300")
+
+
+def test_cases_that_others_published(monkeypatch):
+    """docs/estimate.md: SimuMax's 24 on B200s, of which ours has nothing but one factor on time."""
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import published_cases
+
+    found = published_cases.cases()
+    assert len(found) == 24 and sum(case.gave_the_factor for case in found) == 1
+    eight = [case for case in found if case.name.startswith("llama3-70b, 12 layers, TP 8")]
+    others = [case for case in found if case not in eight and not case.gave_the_factor]
+    assert (len(eight), len(others)) == (3, 20)
+    assert all(abs(case.ours_ms) < 0.075 for case in others) and all(abs(case.ours_ms) < 0.2 for case in eight)
+    assert all(0 < case.ours_gib < 0.043 for case in found)
+    assert all(abs(case.simumax_ms) < 0.12 and abs(case.simumax_gib) < 0.006 for case in found)
