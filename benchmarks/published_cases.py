@@ -10,9 +10,11 @@ SimuMax' hardware file was measured on those B200s, operator by operator. Ours i
 one factor on time, from one of the cases (FACTOR_FROM); memory has none.
 """
 
+import argparse
 import csv
 from dataclasses import dataclass, replace
-from pathlib import Path
+
+from stamp import ROOT
 
 from megatron_fp8.perf import hardware
 from megatron_fp8.perf.memory import Job
@@ -20,7 +22,7 @@ from megatron_fp8.perf.step import estimate
 from megatron_fp8.perf.systems import SYSTEMS
 from megatron_fp8.perf.workload import Workload
 
-FILE = Path(__file__).with_name("results") / "simumax_b200.csv"
+FILE = ROOT / "benchmarks/results/simumax_b200.csv"
 FACTOR_FROM = ("llama3-70b", 2, 8)  # model, tensor-parallel ranks, micro-batches
 _LLAMA = Job(
     12, 8192, 64, num_query_groups=8, ffn_hidden_size=28672, vocab_size=128_256, swiglu=True, normalization="RMSNorm",
@@ -80,6 +82,7 @@ def _workload(row: dict[str, str]) -> Workload:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"{'':58} {'ms':>6} {'SimuMax':>8} {'ours':>7}  {'GiB':>6} {'SimuMax':>8} {'ours':>6}")
     for c in cases():
         ours = "factor" if c.gave_the_factor else f"{c.ours_ms:+.1%}"
