@@ -129,11 +129,13 @@ def run(system: str, args) -> dict:
 
 
 def read(log: str, warmup: int) -> dict:
-    """The figures of a run's log, of whose lines each is the mean of EVERY steps; empty if there is none."""
+    """The figures of a run's log, of whose lines each is the mean of the steps since the one before; empty if there is
+    none."""
     line = r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([\d.]+)(?:.*?\(TFLOP/s/GPU\): ([\d.]+))?"
     lines = [(int(i), int(n), float(t), float(tflops or 0)) for i, n, t, tflops in re.findall(line, log)]
-    # The last step but one is profiled. Megatron logs the first step too, which no line begins after.
-    kept = [figures for i, n, *figures in lines if warmup <= i - EVERY and i < n - 1]
+    # Megatron logs the first step too, and begins no new mean there. The last step but one is profiled.
+    begins = [0, 0, *(i for i, *_ in lines[1:])]
+    kept = [figures for begin, (i, n, *figures) in zip(begins, lines, strict=False) if warmup <= begin and i < n - 1]
     if not kept:
         return {}
     ms, tflops = zip(*kept, strict=True)
@@ -179,9 +181,12 @@ def arguments(description: str, systems: list[str], add=lambda parser: None, arg
     args, args.extra = parser.parse_known_args(argv)
     if (least := -(-args.warmup // EVERY) * EVERY + EVERY + 2) > args.iterations:
         parser.error(f"--iterations {args.iterations}: with --warmup {args.warmup} {least} are the least")
-    for flag in ("--micro-batch-size", "--global-batch-size"):
+    said = "said by --mbs SYSTEM=N and --gbs N here"
+    for flag, why in {
+        "--micro-batch-size": said, "--global-batch-size": said, "--log-interval": f"{EVERY} here, for every system"
+    }.items():  # fmt: skip
         if any(word.split("=")[0] == flag for word in args.extra):
-            parser.error(f"{flag}: said by --mbs SYSTEM=N and --gbs N here")
+            parser.error(f"{flag}: {why}")
     shape = SHAPES[args.shape]
     args.gbs = args.gbs or shape.gbs
     chosen, args.mbs = args.mbs, dict.fromkeys(args.systems, shape.mbs)

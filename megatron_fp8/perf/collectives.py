@@ -66,8 +66,9 @@ def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     times = w.micro_batches * w.layers
     size = 2.0 * w.tokens * w.job.hidden_size
     bare = w.system.bare_tensor
-    if not w.sequence_parallel:  # an all-reduce each, forward and backward, of attention and of the MLP
-        return {"tensor: sums": _ring(w, hardware, w.tensor, 1, 4 * 2 * size, 1.0, times)}
+    if not w.sequence_parallel:  # a sum for all each, forward and backward, of attention and of the MLP
+        y, dx = _summed(w)
+        return {"tensor: sums": _ring(w, hardware, w.tensor, 1, 2 * size * (y + dx), 1.0, times)}
     if w.system.ours:
         return _beside_gemms(w, hardware)
     gathers = (2 + 2) * w.system.gather_bytes / 2 + 2  # x, as the system sends it, both ways; dy in BF16
@@ -75,6 +76,14 @@ def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
         "tensor: gathers": _ring(w, hardware, w.tensor, 1, gathers * size, bare, times, 6),
         "tensor: reduce-scatters": _ring(w, hardware, w.tensor, 1, 4 * size, bare, times, 4),
     }
+
+
+def _summed(w: Workload) -> tuple[float, float]:
+    """Bytes an element of y, and of dx, as they are summed over tensor-parallel ranks."""
+    how = w.overrides or {}
+    fp8 = how.get("tp_reduce_scatter", "bf16") if w.system.ours and how.get("gemm", "fp8") == "fp8" else "bf16"
+    y, dx = (1 + 1 / 128 if fp8 in ("fp8", way) else 2.0 for way in ("forward", "backward"))
+    return y, dx
 
 
 def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
@@ -85,8 +94,8 @@ def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     """
     times, how = w.micro_batches * w.layers, w.overrides or {}
     fp8 = how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
-    a_row, summed = 1.0 if fp8 else 2.0, how.get("tp_reduce_scatter", "bf16")
-    of_y, of_dx = (1 + 1 / 128 if summed in ("fp8", way) else 2.0 for way in ("forward", "backward"))
+    fp8 &= how.get("gemm", "fp8") == "fp8"
+    a_row, (of_y, of_dx) = 1.0 if fp8 else 2.0, _summed(w)
     gathers: list[tuple[float, float]] = []  # (bytes, ms of what runs beside)
     sums: list[tuple[float, float]] = []
     for product in products(w, hardware):

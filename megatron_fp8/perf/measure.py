@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--global-batch-size", type=int, help="(16 a GPU)")
     parser.add_argument("--cap-gb", type=float, help="and again with so many GB, of 10^9 bytes, for torch on each GPU")
     parser.add_argument("--only-cap", action="store_true", help="not without the cap")
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=17)
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a run (300)")
     parser.add_argument("--te-path", default="", help="folder with Transformer Engine")
     parser.add_argument("--results", help=f"CSV to append to and to print ({RESULTS.relative_to(ROOT)})")
@@ -64,8 +64,8 @@ def check(args: Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and not value > 0:
             raise UserError(f"--{flag.replace('_', '-')} {value}: use more than 0")
-    if args.iterations < 12:
-        raise UserError(f"--iterations {args.iterations}: five warm up and five are measured; use 12 or more")
+    if args.iterations < 17:
+        raise UserError(f"--iterations {args.iterations}: five warm up and twice five are measured; use 17 or more")
     if args.only_cap and args.cap_gb is None:
         raise UserError("--only-cap: with what? add --cap-gb")
 
@@ -73,15 +73,15 @@ def check(args: Namespace) -> None:
 def run(args: Namespace, runner: Callable[[str, Namespace], dict] | None = None) -> int:
     """Measure and append to the results; returns 1 where a run failed for another reason than memory."""
     bench = _train_step()
-    runner = runner or bench.run
-    if runner is None and not _gpu_count() and args.models != ["tiny"]:
-        raise UserError(f"--run --models {' '.join(args.models)}: no GPU on this machine; use one that has")
     gpus = args.gpus or max(1, _gpu_count())
     batch = args.global_batch_size or 16 * gpus
     if batch % (args.micro_batch_size * gpus):
         raise UserError(
             f"--global-batch-size {batch}: no multiple of --micro-batch-size {args.micro_batch_size} times {gpus} GPUs"
         )
+    if runner is None and not _gpu_count() and args.models != ["tiny"]:
+        raise UserError(f"--run --models {' '.join(args.models)}: no GPU on this machine; use one that has")
+    runner = runner or bench.run
     file = Path(args.results or RESULTS)
     bench.check_columns(str(file), COLUMNS)
     same, failed = _machine(bench), False

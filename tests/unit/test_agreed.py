@@ -28,13 +28,14 @@ def test_a_group_is_asked_once_and_always_where_one_rank_has_no_chain_of_ours(he
     same, stock = SameEverywhere(), Group(other)
     taken, largest = same.logical_and(stock.logical_and), same.largest(stock.largest)
     same.here = here
-    first, norm = taken(True, group="mp"), largest(3.0, group="mp")
+    first, norm = taken(True, group="mp"), largest(3.1, group="mp")
     assert stock.asked[0] == (here, "mp")
     if here and other:
-        assert (first, norm) == (True, 3.0) and taken(False, group="mp") is False and len(stock.asked) == 1
+        assert first is True and norm == torch.tensor(3.1).item() != 3.1  # FP32, as from the GPU
+        assert taken(False, group="mp") is False and largest(None, group="mp") is None and len(stock.asked) == 1
     else:
         assert (first, norm) == (other, 7.0) and taken(False, group="mp") is False
-        assert stock.asked[1:] == [(True, "mp"), (3.0, "mp"), (False, "mp")]
+        assert stock.asked[1:] == [(True, "mp"), (3.1, "mp"), (False, "mp")]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
