@@ -9,7 +9,8 @@ job's script as they are now: a job that Slurm starts again runs the same comman
 
 In FOLDER: NAME.sbatch, the log of each job, checkpoints/ unless --save says otherwise, and for each job what it was:
 command, commit and changes, packages, environment without what looks like a secret. `touch FOLDER/exit` makes the job
-save, end and not come back. How it comes back otherwise: the top of scripts/slurm/train.sbatch.
+save, end and not come back. How it comes back otherwise, and why a second job does not start while one trains there:
+the top of scripts/slurm/train.sbatch.
 """
 
 import importlib.util

@@ -39,7 +39,10 @@ _HOPELESS = 1.15  # of the memory there is: what an estimate says needs more is 
 COLUMNS = """System,Model,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens/sec/GPU,Model TFLOP/sec/GPU
 Cap GB,Outcome,ms,ms least,ms most,Peak GB,Held GB,GPU,Power W,Driver,torch,megatron-core,Transformer Engine
 Commit,Date,Log,Command""".replace("\n", ",").split(",")
-_SHOWN = [*COLUMNS[:16], "ms", "ms least", "ms most", "Peak GB"]
+_SHOWN = [*COLUMNS[:16], "ms", "ms least", "ms most", "Peak GB", "GPU", "Power W"]
+# Often the same in all rows: text says it once.
+SETTING = ("GPU", "Power W", "Model", "#-GPUs", "Precision", "GBS", "Sequence Length", "TP", "PP", "CP", "VP", "EP",
+           "Cap GB")  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -9,6 +9,9 @@ The model's rows are for the paper's GPUs, H100 80 GB: a factor on time and an o
 alone, the rest is predicted (perf/paper.py). Under --run every system trains in a process of its own, one after the
 other, at one micro-batch and at the largest that fits, without a cap and under --cap-gb; what was measured before
 stands in --results, in the columns of Megatron Bridge's performance tables. docs/estimate.md has an example.
+
+Text fits a terminal: several figures share a cell, and what all rows have in common is said above them. Markdown and
+CSV have every figure in a column of its own.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -17,12 +20,34 @@ from collections.abc import Sequence
 from ..errors import UserError
 from . import hardware, measure
 from .paper import Row, rows
-from .text import FORMATS, bars, render
+from .text import FORMATS, Rows, alike, bars, merged, paragraph, render
 
 _TITLES = {
     "5": "FP8-LM, Table 5: 32 GPUs for 7B and 13B, 128 for 175B",
     "7": "FP8-LM, Table 7: communication of activations, GiB a micro-batch",
     "8": "FP8-LM, Table 8: peak memory of the emptiest and the fullest GPU, GB",
+}
+# As text: a column's title, and the columns that stand under it.
+_TEXT_5 = {
+    "model": ["model"],
+    "system": ["system"],
+    "MBS": ["MBS"],
+    "samples/s": ["samples/s", "samples/s: model", "samples/s: +-"],
+    "TFLOP/s": ["TFLOP/s", "TFLOP/s: model"],
+    "memory GB": ["memory GB", "memory GB: model", "memory GB: +-"],
+    "sent GiB": ["weights sent GiB", "weights sent GiB: model"],
+    "MFU %": ["MFU %", "MFU %: model"],
+    "comm %": ["comm %", "bare comm %: model"],
+}
+_MS = "ms, least, most, model, +-"
+_TEXT_MEASURED = {
+    "System": ["System"],
+    **{name: [name] for name in measure.SETTING},
+    "MBS": ["MBS"],
+    "tokens/s": ["Tokens/sec/GPU"],
+    "TFLOP/s": ["Model TFLOP/sec/GPU"],
+    _MS: ["ms", "ms least", "ms most", "ms: model", "ms: +-"],
+    "peak GB, model, +-": ["Peak GB", "GB: model", "GB: +-"],
 }
 
 
@@ -42,30 +67,57 @@ def run(args: Namespace) -> int:
         raise UserError(f"table {args.table}: measured are those of table 5; remove --run and --results")
     found = rows(hardware.load(args.hardware))
     code = measure.run(args) if args.run else 0
-    comment = "# " if args.format == "csv" else ""
-    print(f"{comment}{_TITLES[args.table]}; model: {args.hardware}\n")
-    lines = {"5": _table_5, "7": _table_7, "8": _table_8}[args.table](found)
+    print(paragraph(f"{_TITLES[args.table]}; model: {args.hardware}", args.format) + "\n")
+    lines: Rows = {"5": _table_5, "7": _table_7, "8": _table_8}[args.table](found)
+    if args.table == "5" and args.format == "text":
+        print(paragraph(_said_once(lines), args.format) + "\n")
+        lines = merged(lines, _TEXT_5)
     print(render(lines, args.format))
     if args.table == "5":
-        print(f"\n{comment}{_deviations(found)}")
-        _print_measured(args, comment)
+        print("\n" + paragraph(_deviations(found), args.format))
+        _print_measured(args)
     if args.figure:
         _draw(args.table, args.figure, found)
     return code
 
 
-def _print_measured(args: Namespace, comment: str) -> None:
+def _said_once(lines: Rows) -> str:
+    """What the text of table 5 leaves out of its rows."""
+    layouts = {line["model"]: line["TP/PP/DP"] for line in lines if line["model"]}
+    peaks = {line["peak TFLOP/s"]: "BF16" if line["system"] == "BF16" else "FP8" for line in lines}
+    return (
+        "In a cell: the paper's figure, the model's, its deviation. MFU is of "
+        + " and ".join(f"{peak} TFLOP/s ({numbers})" for peak, numbers in peaks.items())
+        + "; comm %: all in the paper, bare in the model. TP/PP/DP: "
+        + ", ".join(f"{model} {layout}" for model, layout in layouts.items())
+        + "."
+    )
+
+
+def _print_measured(args: Namespace) -> None:
     results = measure.results(args)
-    print(f"\n{comment}Measured on hardware at hand" + (":\n" if results else ": nothing yet (--run)"))
-    if results:
-        print(render(results, args.format))
+    said = "Measured on hardware at hand"
+    if not results or args.format != "text":
+        print("\n" + paragraph(said + (":" if results else ": nothing yet (--run)"), args.format))
+        if results:
+            print("\n" + render(results, args.format))
+        return
+    for machine in dict.fromkeys((line["GPU"], line["Power W"]) for line in results):
+        lines = [line for line in results if (line["GPU"], line["Power W"]) == machine]
+        same = alike(lines, measure.SETTING)
+        settings = "; ".join(f"{name} {value}" for name, value in same.items() if value)
+        print("\n" + paragraph(f"{said}. All rows: {settings}. Tokens and TFLOP/s are a GPU's.", args.format) + "\n")
+        shown = merged(lines, {title: names for title, names in _TEXT_MEASURED.items() if title not in same})
+        for cells, line in zip(shown, lines, strict=True):
+            cells[_MS] = cells[_MS] or line["Outcome"]  # where there is no figure stands why
+        print(render(shown, args.format))
 
 
 def _names(row: Row) -> dict[str, str]:
     w, p = row.workload, row.published
     return {
         "model": p.model if p else "",
-        "system": p.system if p else f"{w.system.title} (ours)",
+        "system": p.system if p else f"our {w.system.title}",
         "TP/PP/DP": f"{w.tensor}/{w.pipeline}/{w.data}",
         "MBS": str(w.micro_batch),
     }
@@ -96,7 +148,8 @@ def _table_5(found: list[Row]) -> list[dict[str, str]]:
                 cells[f"{title}: +-"] = deviation
         peak = row.estimate.hardware.peak_fp8_tflops if row.workload.system.fp8 else 989.5
         cells["MFU %"] = f"{row.published.mfu:.1f}" if row.published else ""
-        cells["MFU %: model"] = f"{100 * row.tflops / peak:.1f} of {peak:g}"
+        cells["MFU %: model"] = f"{100 * row.tflops / peak:.1f}"
+        cells["peak TFLOP/s"] = f"{peak:g}"
         cells["comm %"] = f"{row.published.comm:.1f}" if row.published else ""
         cells["bare comm %: model"] = f"{100 * row.estimate.bare:.1f}"
         listed.append(cells)

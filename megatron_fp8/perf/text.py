@@ -2,7 +2,8 @@
 
 import csv
 import io
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import UserError
@@ -34,6 +35,29 @@ def render(rows: Rows, form: str) -> str:
     lines, turned = _aligned(cells), _aligned(list(zip(*cells, strict=True)))
     fits = max(map(len, turned)) <= _WIDE < max(map(len, lines))
     return "\n".join(turned if fits else lines)
+
+
+def merged(rows: Rows, columns: Mapping[str, Sequence[str]]) -> Rows:
+    """Fewer, wider columns, for text: under each title the cells of those columns, beside each other."""
+    width = {name: max((len(row.get(name, "")) for row in rows), default=0)
+             for names in columns.values() for name in names}  # fmt: skip
+
+    def cell(row: dict[str, str], names: Sequence[str]) -> str:
+        if len(names) == 1:
+            return row.get(names[0], "")
+        return " ".join(row.get(name, "").rjust(width[name]) for name in names if width[name]).rstrip()
+
+    return [{title: cell(row, names) for title, names in columns.items()} for row in rows]
+
+
+def alike(rows: Rows, columns: Sequence[str]) -> dict[str, str]:
+    """Those of the columns in which all rows say the same: to be said once."""
+    return {name: rows[0][name] for name in columns if rows and len({row[name] for row in rows}) == 1}
+
+
+def paragraph(words: str, form: str) -> str:
+    """Of a page of this form: lines that fit a terminal, or a comment of CSV."""
+    return {"text": textwrap.fill(words, _WIDE), "csv": f"# {words}"}.get(form, words)
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -169,6 +169,43 @@ def test_an_exit_file_ends_a_job_for_good(slurm, files, tmp_path):
     assert any((tmp_path / "checkpoints").glob("iter_*/integrity.json"))
 
 
+def test_one_job_at_a_time_trains_into_a_folder(slurm, files, tmp_path):
+    """A second one is refused; a third takes over what the first might have left, had it been killed."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "save = sys.argv[sys.argv.index('--save') + 1]\n"
+        "open(f'{save}/started', 'w').close()\n"
+        f"while not os.path.exists('{tmp_path}/go'): time.sleep(0.1)\n"
+        f"os.makedirs(f'{{save}}/iter_{STEPS:07d}')\n"
+        f"open(f'{{save}}/iter_{STEPS:07d}/integrity.json', 'w').close()\n"
+    )
+    beside = ["--script", str(script), "--tasks-per-node", "1", "--sbatch=--oversubscribe"]
+    save = tmp_path / "job/checkpoints"
+    first = Job(slurm, tmp_path / "job", files, *beside)
+    first.until((save / "started").exists)
+    second = Job(slurm, tmp_path / "job", files, *beside)
+    assert second.end() == ("FAILED", 0), second.log
+    assert second.notes == [f"not started: job {first.number} (RUNNING) holds {save}/lock: scancel {first.number}, "
+                            "or train into another folder"]  # fmt: skip
+    records = (save / "lock").readlink()
+    first.ask("scancel", first.number)
+    assert first.end() == ("CANCELLED", 0)
+    deadline = time.monotonic() + PATIENCE
+    while (save / "lock").is_symlink():  # it goes with the job's last line
+        assert time.monotonic() < deadline, first.log
+        time.sleep(0.1)
+    (save / "lock").symlink_to(records)
+    (tmp_path / "go").touch()
+    third = Job(slurm, tmp_path / "job", files, *beside)
+    assert third.end() == ("COMPLETED", 0), third.log[-5000:]
+    assert third.notes[0] == f"job {first.number} left its lock and runs no more: taken over"
+    assert third.notes[-1] == "done" and not (save / "lock").is_symlink()
+    assert (records / "starts").read_text() == "start 0 from 0\n" and records.name == f"job-{first.number}"
+    asked = ["scontrol", "--oneliner", "show", "job", "4000000"]  # the script knows by these words that there is none
+    assert "Invalid job id" in subprocess.run(asked, env=slurm, capture_output=True, text=True, timeout=60).stderr
+
+
 def test_a_job_keeps_what_it_was(undisturbed):
     records = undisturbed.folder / f"job-{undisturbed.number}"
     assert "--fp8-level O3" in (records / "command.txt").read_text()

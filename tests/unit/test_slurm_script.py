@@ -24,8 +24,9 @@ SCRIPTS = sorted((ROOT / "scripts/slurm").iterdir())
 # Slurm's commands: srun runs its command as the only task; a requeue ends the script, as Slurm would.
 COMMANDS = {
     "srun": 'echo "$*" >"$FAKE/srun.log"; while [[ $1 != bash ]]; do shift; done; SLURM_PROCID=0 SLURM_LOCALID=0 "$@"',
-    "scontrol": 'echo "$*" >>"$FAKE/scontrol.log"; case $2 in hostnames) echo node1; echo node2;;'
-    " job) echo ' StartTime=x EndTime='$FAKE_END;; *) kill -TERM $PPID;; esac",
+    "scontrol": 'echo "$*" >>"$FAKE/scontrol.log"; case $1:$2 in *:hostnames) echo node1; echo node2;; --oneliner:*)'
+    ' cat "$FAKE/state-$4" || echo "slurm_load_jobs error: Invalid job id specified" >&2;;'
+    " *:job) echo ' StartTime=x EndTime='$FAKE_END;; *) kill -TERM $PPID;; esac",
     "scancel": 'echo "$*" >>"$FAKE/scancel.log"; kill -URG "$(cat "$FAKE/pid")"',
 }
 # A training that saves step FAKE_STEP as FAKE_SEAL says, and ends with FAKE_CODE; at URG, where it is to wait for that.
@@ -198,6 +199,79 @@ def test_what_a_task_is_given(job, tmp_path):
     assert task(job)[0] == [*flags, "--load", str(job.save), *own[:-1]]
     job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 605)})
     assert task(job)[0][-1] == "8"  # of ten minutes four fifths
+
+
+HELD = "not started: job 6 ({}) holds {}/lock: scancel 6, or train into another folder"
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("JobId=6 JobName=x UserId=me(1) JobState=RUNNING Reason=None", "RUNNING"),
+        ("JobId=6 JobName=x JobState=COMPLETING Reason=None", "COMPLETING"),
+        ("JobId=5 ArrayJobId=6 JobState=PENDING Reason=x\nJobId=6 ArrayJobId=6 JobState=RUNNING Reason=x", "RUNNING"),
+        ("Unable to contact slurm controller", "Slurm does not say its state; if it has ended, remove the lock"),
+    ],
+)
+def test_a_second_job_of_a_checkpoint_folder_is_refused(job, said, state):
+    """Before it trains, and without a start that would count."""
+    job.save.mkdir(parents=True)
+    (job.save / "lock").symlink_to(job.records.with_name("job-6"))
+    (job.fake / "state-6").write_text(f"{said}\n")
+    assert job() == (1, [HELD.format(state, job.save)])
+    assert not (job.fake / "task.json").exists() and not (job.records / "starts").exists()
+    assert (job.save / "lock").readlink() == job.records.with_name("job-6")
+
+
+@pytest.mark.parametrize("state", ["", "PENDING", "FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL", "TIMEOUT"])
+def test_a_lock_of_a_job_that_runs_no_more_is_taken_over(job, state):
+    job.save.mkdir(parents=True)
+    (job.save / "lock").symlink_to(job.records.with_name("job-6"))
+    if state:
+        (job.fake / "state-6").write_text(f"JobId=6 JobName=x JobState={state} Reason=None\n")
+    code, notes = job(step=9)
+    assert (code, notes[0], notes[-1]) == (0, "job 6 left its lock and runs no more: taken over", "done")
+    assert [path.name for path in job.save.iterdir()] == ["iter_0000009"]
+
+
+def test_a_lock_is_held_while_the_tasks_run_and_no_longer(job):
+    look = '(readlink "$FAKE/../job/save/lock" >"$FAKE/held")\n'
+    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{look}"))
+    (job.save / "lock").parent.mkdir(parents=True)
+    (job.save / "lock").symlink_to(job.records)  # its own, of a start that was killed
+    for restarts, step in enumerate((5, 9)):
+        job(step=step, restarts=restarts)
+        assert (job.fake / "held").read_text() == f"{job.records}\n"
+        assert not (job.save / "lock").is_symlink()
+    job(restarts=2)
+    assert not (job.save / "lock").is_symlink()  # of a start that had nothing to do
+
+
+def test_a_lock_that_another_job_takes_over_meanwhile_is_left_to_it(job):
+    """Both found job 6 gone; the other one, 8, was faster."""
+    job.save.mkdir(parents=True)
+    (job.save / "lock").symlink_to(job.records.with_name("job-6"))
+    (job.fake / "state-8").write_text("JobId=8 JobName=x JobState=RUNNING Reason=None\n")
+    faster = '[[ $* == *"job 6" ]] && ln -sfn "${FAKE%/*}/job/job-8" "${FAKE%/*}/job/save/lock"\n'
+    scontrol = (job.fake / "scontrol").read_text()
+    (job.fake / "scontrol").write_text(scontrol.replace("#!/bin/bash\n", f"#!/bin/bash\n{faster}"))
+    assert job() == (1, [HELD.replace("6", "8").format("RUNNING", job.save)])
+    assert [path.name for path in job.save.iterdir()] == ["lock"]
+    assert (job.save / "lock").readlink().name == "job-8"
+
+
+def test_a_lock_that_cannot_be_made(job):
+    (job.save / "lock").mkdir(parents=True)
+    code, notes = job()
+    assert code == 2 and notes[0].endswith(f"'{job.save}/lock': File exists")
+
+
+def test_two_jobs_of_one_script_keep_records_of_their_own(job):
+    job(step=5, words=["--lr", "1"])
+    kept = {path.name: path.read_bytes() for path in job.records.iterdir()}
+    job(step=9, words=["--lr", "2"], more={"SLURM_JOB_ID": "8"})
+    assert {path.name: path.read_bytes() for path in job.records.iterdir()} == kept
+    assert "--lr 2" in (job.records.with_name("job-8") / "command.txt").read_text()
 
 
 def test_another_script_gets_the_plugin(job, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from megatron_fp8.errors import UserError
 from megatron_fp8.perf import hardware, measure, paper, table
 from megatron_fp8.perf.memory import MODELS
-from megatron_fp8.perf.text import MIB, render
+from megatron_fp8.perf.text import MIB, alike, merged, render
 
 H100 = hardware.load("h100-80gb-sxm")
 
@@ -73,6 +73,30 @@ def test_three_tables_in_three_forms(capsys):
     assert len(rows) == 9 and rows[0]["most GB"] == "69.63"
 
 
+def widest(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+@pytest.mark.parametrize("number", "578")
+def test_text_fits_a_terminal(number, capsys):
+    assert widest(printed(capsys, number)) <= 100
+
+
+def test_text_says_what_csv_says(capsys):
+    """Each figure of table 5, but for two of its columns, which stand above the rows."""
+    text = printed(capsys, "5", "--results", "")
+    assert "989.5 TFLOP/s (BF16) and 1979 TFLOP/s (FP8)" in " ".join(text.split())
+    lines = iter(text.splitlines())
+    csv_lines = printed(capsys, "5", "--results", "", "--format", "csv").splitlines()
+    rows = list(csv.DictReader(line for line in csv_lines if line and not line.startswith("#")))
+    assert len(rows) == 18 and rows[0]["samples/s: model"] == "163.0" and rows[3]["system"] == "our O3"
+    for row in rows:
+        said = [row.pop("TP/PP/DP"), row.pop("peak TFLOP/s")]
+        assert all(cell in text for cell in said)
+        words = [word for cell in row.values() for word in cell.split()]
+        assert words in (line.split() for line in lines)  # in this order
+
+
 def test_a_figure(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "table.svg"
@@ -88,6 +112,12 @@ def test_rendering():
     assert render(rows, "csv") == 'a,b\n1,"x,y"\n22,'
     assert render(rows, "markdown").splitlines()[1] == "|---|---|"
     assert render([], "text") == ""
+
+
+def test_cells_are_merged_and_what_is_alike_is_found():
+    rows = [{"a": "x", "b": "1", "c": "", "d": "+5%", "e": "0"}, {"a": "yy", "b": "10", "c": "", "d": "", "e": "0"}]
+    assert merged(rows, {"A": ["a"], "all": ["b", "c", "d"]}) == [{"A": "x", "all": " 1 +5%"}, {"A": "yy", "all": "10"}]
+    assert alike(rows, ["a", "e"]) == {"e": "0"} and alike([], ["a"]) == {}
 
 
 # Measuring.
@@ -175,6 +205,21 @@ def test_results_are_printed_beside_the_estimate(tmp_path, capsys, monkeypatch):
                    "Tokens/sec/GPU", "Model TFLOP/sec/GPU", "Peak GB", "ms: model", "GB: +-"):  # fmt: skip
         assert column in head
     assert re.search(r"\| O3 \| 7b \| 1 \| FP8 .* \| [+-]0\.0% \|$", text, re.M)
+
+
+def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
+    bench = measure._train_step()
+    for gpu, models in (("NVIDIA H200", ["7b", "13b"]), ("NVIDIA H100 80GB HBM3", ["7b"])):
+        monkeypatch.setattr(bench, "stamp", lambda gpu=gpu: {"gpu": gpu, "torch": "2.11", "commit": "abc"})
+        measured(tmp_path, Gpus(150), "--gpus", "1", "--systems", "bf16", "O3", "--cap-gb", "80", "--models", *models)
+    text = printed(capsys, "5", "--results", str(tmp_path / "results.csv"))
+    assert widest(text) <= 140
+    _, first, second = text.split("Measured on hardware at hand. All rows: ")
+    assert first.startswith("GPU NVIDIA H200;") and second.startswith("GPU NVIDIA H100 80GB HBM3; Model 7b; #-GPUs 1;")
+    assert "Sequence Length 2048; TP 1; PP 1; CP 1; VP 1; EP 1." in " ".join(second.split())
+    assert not re.search(r"^System .*(Model|TP|GPU)", second, re.M) and re.search(r"^System +Model ", first, re.M)
+    assert re.search(r"^bf16 +13b +BF16 +2 +not tried: estimate \d+ GB$", first, re.M)
+    assert re.search(r"^O3 +FP8 +8 +\d+ +800\.0 +125\.0 +9\.0 +11\.0 +\d+ +[+-][\d.]+%  +[\d. ]+ [+-]", second, re.M)
 
 
 @pytest.mark.parametrize(
