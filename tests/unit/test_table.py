@@ -21,6 +21,11 @@ def parsed(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch):
+    monkeypatch.setattr(measure, "RESULTS", measure.ROOT / "benchmarks/results/no_such.csv")
+
+
 def printed(capsys, *argv: str) -> str:
     assert table.run(parsed(*argv)) == 0
     return capsys.readouterr().out
@@ -80,6 +85,11 @@ def widest(text: str) -> int:
 @pytest.mark.parametrize("number", "578")
 def test_text_fits_a_terminal(number, capsys):
     assert widest(printed(capsys, number)) <= 100
+
+
+def test_what_is_in_the_repository_fits_too(capsys):
+    results = measure.ROOT / "benchmarks/results/table5.csv"
+    assert 100 < widest(printed(capsys, "5", "--results", str(results))) <= 140
 
 
 def test_text_says_what_csv_says(capsys):
@@ -230,10 +240,12 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
         (("5", "--gpus", "0"), "--gpus 0: use more than 0"),
         (("5", "--run", "--iterations", "3"), "--iterations 3: five warm up"),
         (("5", "--run", "--gpus", "1", "--global-batch-size", "3"), "--global-batch-size 3: no multiple"),
+        (("5", "--run"), "--run --models 7b: no GPU on this machine; use one that has"),
         (("5", "--results", "/no/such.csv"), "no such file; name one, or add --run"),
     ],
 )
-def test_mistakes_are_said_in_one_line(argv, message):
+def test_mistakes_are_said_in_one_line(argv, message, monkeypatch):
+    monkeypatch.setattr(measure, "_gpu_count", lambda: 0)
     with pytest.raises(UserError, match=re.escape(message)) as error:
         table.run(parsed(*argv))
     assert "\n" not in str(error.value)
