@@ -293,6 +293,8 @@ def test_a_container(job):
 def test_the_network_between_nodes_is_named(job):
     job.records.mkdir(parents=True)
     (job.records / "nccl.txt").write_text("Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0\n")
+    wait = 'until grep -q "that is TCP" "$FAKE/said"; do sleep 0.1; done'  # a job that ended at once would not say it
+    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{wait}\n"))
     notes = job(more={"SLURM_NNODES": "2"})[1]
     assert "NCCL between nodes: via NET/Socket" in notes
     assert "that is TCP, several times slower than InfiniBand: see megatron-fp8 doctor" in notes
