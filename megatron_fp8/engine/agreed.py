@@ -3,10 +3,10 @@
     stock   norm | wait | Adam | taken everywhere? | wait | the norm everywhere? | wait | begin the next step | forward
     here    norm | wait | Adam | forward
 
-After the step stock reduces over the model-parallel group whether it was taken, the gradient norm and the learning rate,
-since parts of a model may be frozen on some ranks. That is done on the GPU, so that the host waits for all of Adam, and then the GPU for
-the host. Under a level they are the same on all ranks: a chain of ours takes a step, or not, by the norm, and that
-is one number (chain.py). Whether all ranks have such a chain is asked once.
+After the step stock reduces over the model-parallel group whether it was taken, the gradient norm and the learning
+rate, since parts of a model may be frozen on some ranks. That is done on the GPU, so that the host waits for all of
+Adam, and then the GPU for the host. Under a level they are the same on all ranks: a chain of ours takes a step, or not,
+by the norm, and that is one number (chain.py). Whether all ranks have such a chain is asked once.
 
 At every --log-interval steps the host waits for the GPU all the same.
 """

@@ -86,6 +86,12 @@ class TestChanges:
         assert CHECKS["tp gather"](trials).passed
         assert trials.commands[1][0] == f"{command} --fp8-tp-gather {other}"
 
+    @pytest.mark.parametrize(("moved", "passes"), [(1.0009, True), (1.001, False), (math.nan, False)])
+    def test_what_is_gathered_in_bf16_is_rounded_twice(self, moved, passes):
+        command = f"{SCRIPT} --fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel"
+        trials = Made(command, lambda words, _: curve([2.0, 4.0 * (moved if "--fp8-tp-gather" in words else 1.0)]))
+        assert CHECKS["tp gather"](trials).passed == passes
+
     def test_save_and_reload(self):
         def answer(words, steps):
             losses = [5.0, 4.0, 3.0, 2.0, 1.0]

@@ -3,7 +3,9 @@
     check             what is changed                                                    must be
     repeat            nothing                                                            equal
     recompute         all activations are computed a second time, or no longer are       equal
-    tp gather         sequence parallelism gathers activations in FP8, or in BF16        equal
+    tp gather         sequence parallelism gathers activations in FP8, or in BF16        within 2^-10 of a number: what
+                                                                                         is gathered in BF16 is rounded
+                                                                                         twice
     save and reload   half of the steps, a checkpoint, the other half from it            equal
     overlap           gradients and weights travel while others compute, or no longer    equal with two data-parallel
                                                                                          ranks, else within rounding
@@ -27,7 +29,7 @@ dropout, whose masks depend on the split.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -41,6 +43,7 @@ Curves = dict[str, dict[int, float]]
 _COMPARED = (LOSS, "grad_norm")
 _ROUNDING = 64
 _LEAST, _MOST = 2.0**-12, 0.05  # of a number, that a limit is
+_TWICE = 2.0**-10  # of a number, for the second rounding of what is gathered; the tests' model moved by 2.8e-4
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
 _LOADING = (
     *("--load", "--finetune", "--ckpt-step", "--pretrained-checkpoint", "--no-load-optim", "--no-load-rng"),
@@ -206,7 +209,11 @@ def tp_gather(trials: Trials) -> Finding:
         raise Skipped("no FP8 GEMMs")
     cell = next(cell for cell in CELLS if cell.flag == flag)
     other = "bf16" if (flag_value(command, flag) or cell.at(level)) == "fp8" else "fp8"
-    return _equal(trials.run(), trials.run([*command, flag, other]))
+    mine = trials.run()
+    found = differences(mine, trials.run([*command, flag, other]))
+    values = [abs(mine.get(f.name, {}).get(f.step, math.nan)) for f in found]
+    limits = [_TWICE * value if math.isfinite(value) else 0.0 for value in values]
+    return _worst([replace(f, limit=limit) for f, limit in zip(found, limits, strict=True)])
 
 
 def save_and_reload(trials: Trials) -> Finding:
