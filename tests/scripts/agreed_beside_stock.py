@@ -1,5 +1,5 @@
-"""pretrain_gpt_fp8.py, where all that engine/agreed.py answers is asked of stock too: a rank fails where they differ, in
-a digit or in type, and prints how often it compared them."""
+"""pretrain_gpt_fp8.py, where all that engine/agreed.py answers is asked of stock too: a rank fails where they differ,
+in a digit or in type, and prints how often it compared them."""
 
 import os
 import runpy
