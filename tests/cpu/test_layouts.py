@@ -127,8 +127,8 @@ def check(train, model: Model, layout: Layout, level: str, sums: str = "") -> No
     first = (2e-6, 2e-3)  # Megatron prints six digits of a loss, three of a norm
     if layout.dp > 1:
         first = (2e-6, 1e-2)
-    if layout.tp > 1:
-        first = (1e-3, 1e-2)
+    if layout.tp > 1:  # at O1 a weight's E4M3 copy has a scale on each rank; 0.00102 was the most
+        first = (2e-3, 1e-2)
     print(model, layout)
     run, alone = train(model, layout, f"{flags} {sums}".strip(), batch), train(model, one, flags, batch)
     compare(f"{level} {sums}", run, alone, first, (1e-2, 0.1))
@@ -136,9 +136,9 @@ def check(train, model: Model, layout: Layout, level: str, sums: str = "") -> No
     # Stock's local layers, without Transformer Engine or apex, refuse sequence parallelism, and experts need it.
     if not (model.experts and layout.tp > 1):
         stock = train(model, dataclasses.replace(layout, sequence=False), "", batch)
-        compare("FP8 off, stock's layout", off, stock, (2e-6, 2e-3), (2e-3, 0.02))
+        compare("FP8 off, stock's layout", off, stock, (2e-6, 2e-3), (1e-3, 0.02))
     first = (5e-4, 2e-3) if layout.tp > 1 else (2e-6, 2e-3)
-    compare("FP8 off, one stock process", off, train(model, one, "", batch), first, (2e-3, 0.02))
+    compare("FP8 off, one stock process", off, train(model, one, "", batch), first, (1e-3, 0.02))
 
 
 SHARDED = "--use-distributed-optimizer"
