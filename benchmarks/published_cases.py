@@ -7,7 +7,7 @@
 predicted by MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md at 4dcaae5 (results/simumax_b200.csv).
 
 SimuMax' hardware file was measured on those B200s, operator by operator. Ours is the H200's, and nothing of a B200 but
-one factor on time, from one of the cases (FACTOR_FROM); memory has none.
+one factor on time, from one of the cases (FACTOR_FROM), and no host's time; memory has none.
 """
 
 import argparse

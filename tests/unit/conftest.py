@@ -1,14 +1,23 @@
-"""Megatron's own argument parser, for tests of flags, on machines with and without a GPU."""
+"""Megatron's own argument parser, for tests of flags, on machines with and without a GPU; a group of one process."""
 
 import argparse
 
 import pytest
+import torch.distributed as dist
 from gemm_libraries import cutlass, lib, served, served_cutlass, timed  # noqa: F401 (fixtures)
 
 from megatron_fp8 import cpu
 from megatron_fp8.flags import config
 from megatron_fp8.flags import stock as stock_flags
 from megatron_fp8.flags.config import add_fp8_arguments
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A process group of this process alone: what it gathers is its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_parts import one_set
 
 from megatron_fp8.checkpoint.state import STATES, read_shard, write_shard
@@ -33,13 +32,6 @@ FORMATS = [
     ("fp8", "fp8", "fp8", "fp8"),
     ("fp32", "fp32", "fp32", "fp8"),
 ]
-
-
-@pytest.fixture(scope="module")
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def bucket_of(group, exp_avg, exp_avg_sq, master, weight, partition="even", shapes=SHAPES, size=0.01):

@@ -5,7 +5,6 @@ In FP32 the values of a Source are what its cast rounds, so that a linear which 
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_parts import OneWeight
 
 from megatron_fp8 import ops
@@ -19,14 +18,6 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 
 K, F, M = 32, 48, 80
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class Norm(torch.autograd.Function):

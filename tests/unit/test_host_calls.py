@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_parts import Known, OneWeight
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,13 +30,6 @@ launch = importlib.import_module("megatron_fp8.ops.triton.launch")
 
 M, K, F = 32, 64, 128
 HYPER = AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
-
-
-@pytest.fixture(scope="module")
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from engine_parts import OneWeight
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +18,6 @@ from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import DelayedScaling, compute_scale
 
 N, K, M = 32, 48, 16
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A process group of this process alone: what it gathers is its own."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_weights_in_the_order_of_the_forward_pass():

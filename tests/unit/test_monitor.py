@@ -27,14 +27,6 @@ from megatron_fp8.ops import count_cast, reference
 NONE = [[0.0] * 3] * len(CASTS), [[-math.inf] * 3] * len(CASTS), [0.0] * 4
 
 
-@pytest.fixture(scope="module")
-def group():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 class TestTally:
     def test_the_snr_is_that_of_its_definition(self):
         assert decibels(100.0, 1.0) == pytest.approx(20.0)

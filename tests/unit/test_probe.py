@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from commands import MODEL, O1, error_of
 from engine_parts import OneWeight
 
@@ -22,14 +21,6 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import compute_scale
 from megatron_fp8.ops import reference
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

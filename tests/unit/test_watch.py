@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from test_config import O1, error_of
 
 from megatron_fp8.engine.owned import INPUT, OwnedWeight
@@ -120,13 +119,6 @@ class TestFallback:
             out.append(bool(fallback.out()))
         shares = np.reshape(out, (6, -1)).mean(1)
         assert shares.mean() <= most and shares.max() <= most_of_50_000
-
-
-@pytest.fixture(scope="module")
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class Run:
