@@ -26,8 +26,9 @@ def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
         "residual adds": system.residual * 2 * hidden,
     }
     weights = sum(rows * columns for rows, columns, _ in job.linear_sizes) / tensor
-    transposes = {"cast": system.transpose * weights}
-    return {kind: hardware.pass_ms(w.tokens * size + transposes.get(kind, 0)) for kind, size in moved.items()}
+    of_weights = {"cast": system.transpose * weights, "gradient adds": system.add * weights}
+    kinds = [*moved, *(of_weights.keys() - moved.keys())]
+    return {kind: hardware.pass_ms(w.tokens * moved.get(kind, 0) + of_weights.get(kind, 0)) for kind in kinds}
 
 
 def loss(w: Workload, hardware: Hardware) -> dict[str, float]:

@@ -15,6 +15,7 @@ and ours. Arithmetic alone is in benchmarks/kernels.py.
     table       an element of an embedding or head, every micro-batch: its gradient
     state       an element of a linear's weight in the optimizer's step, on the rank that owns it
     other       a parameter of the rank, a step: zeroed gradients, copies
+    add         an element of a weight, every micro-batch: its gradient, where a pass of its own adds it up
 """
 
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ class System:
     table: float
     state: float
     other: float
+    add: float = 0
 
 
 _BLOCKS = 1 + 1 / 128
@@ -82,9 +84,11 @@ _O1 = System(
 _O2 = replace(_O1, name="O2", title="O2", level="O2", state=15)
 _O3 = replace(_O2, name="O3", title="O3", level="O3", state=13.3, gather_bytes=1, weight_wire=1)
 # The paper's own implementation: TE's layers of 2023, its states, E4M3 weights with their transpose, E4M3 on the wire.
+# A micro-batch's gradient is added in E4M3 by a kernel that goes over both twice, as the tensor has one scale: it reads
+# three bytes, then again, and writes one (add_to_fp8 of MS-AMP, operators/arithmetic).
 _PAPER = replace(
     _TE, name="fp8-lm", title="FP8-LM", level="O3", weight_copies=1, gradient_wire=1, weight_wire=1, gather_bytes=1,
-    keeps_wgrads=False, state=15,
+    keeps_wgrads=False, state=15, add=7,
 )  # fmt: skip
 
 SYSTEMS = {system.name: system for system in (_BF16, _TE, _O1, _O2, _O3)}
