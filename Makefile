@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # A file's tests stay together: they share runs. In the order of tests/conftest.py: the long ones first.
 AT_ONCE := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-slow lint venv clean
+.PHONY: help demo test test-slow sanitize lint venv clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,11 @@ test: $(READY) ## the tests for every change
 
 test-slow: $(READY) ## every test, the slow ones too (nightly)
 	@$(BIN)/python -m pytest $(AT_ONCE)
+
+# Kernels that are not ours are left out; without torch's cache each tensor has bounds of its own.
+sanitize: $(READY) ## compute-sanitizer's memcheck over the kernels' smoke tests (a GPU, two minutes)
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 --kernel-name-exclude kns=native \
+		--kernel-name-exclude kns=nvjet --kernel-name-exclude kns=cublas $(BIN)/python -m pytest tests/gpu -m smoke
 
 lint: $(READY) ## ruff and mypy
 	@$(BIN)/ruff check

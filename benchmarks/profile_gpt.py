@@ -3,10 +3,10 @@
     PROFILE_STEP=8 torchrun --nproc-per-node 1 benchmarks/profile_gpt.py <the flags of pretrain_gpt_fp8.py>
 
 Prints one line `PROFILE {...}`: GPU milliseconds by kind of kernel (kinds.py), busy time and span of the step, every
-way in which the host waited for the GPU inside it, the number of kernels and of ATen calls, the host's own time, what a
-launch took it just before (perf/host.py), and, for each kind of collective, how long it ran and for how much of that
-nothing else did: what is left of it on the step's critical path.  The profiler slows the host: compare host times with
-each other, not with a step's.  With TRACE=FILE.json.gz the trace itself is kept.
+way in which the host waited for the GPU inside it, the number of kernels and of ATen calls, the host's own time, and,
+for each kind of collective, how long it ran and for how much of that nothing else did: what is left of it on the
+step's critical path.  The profiler slows the host: compare host times with each other, not with a step's.  With
+TRACE=FILE.json.gz the trace itself is kept.
 
 TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).  CAP_GB=80
 holds torch's allocator to so many GB, of 10^9 bytes, on each GPU.
@@ -154,7 +154,6 @@ def install(step: int) -> None:
     import torch
 
     from megatron_fp8 import cpu
-    from megatron_fp8.perf import host
 
     if cpu.needed():
         return
@@ -167,7 +166,6 @@ def install(step: int) -> None:
         if calls["n"] != step or int(os.environ.get("RANK", "0")) != 0:
             return stock(*args, **kwargs)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        a_launch = host.launch_us()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=activities) as profile:
             with torch.profiler.record_function(STEP):
@@ -175,7 +173,7 @@ def install(step: int) -> None:
             torch.cuda.synchronize()  # one cudaDeviceSynchronize of the count is this one
         if os.environ.get("TRACE"):
             profile.export_chrome_trace(os.environ["TRACE"])
-        print("PROFILE", json.dumps(summary(profile) | {"launch_us": round(a_launch, 2)}), flush=True)
+        print("PROFILE", json.dumps(summary(profile)), flush=True)
         return result
 
     training.train_step = train_step

@@ -5,12 +5,11 @@
 
 The text is the Python standard library's source, a token a byte; flags that are not the script's own are Megatron's.
 Runs of one seed begin with the same weights and see the same data, and all are judged by the same held-out text, whole
-but for its last batch.  A gap is an arm's held-out loss less that of O0's same seed; noise is how far O0's seeds spread.
+but for its last batch.  A gap is an arm's held-out loss less that of O0's same seed; noise is how far O0's spread.
 Runs share the GPU, `--jobs` at a time: nothing is timed.
 """
 
 import argparse
-import csv
 import os
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -51,9 +50,8 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict:
     flags = f"{MODEL} {TRAINING} {train_step.LOCAL} --train-iters {args.steps} --eval-interval {args.steps + 1} "
     flags += f"--eval-iters {held_out // BATCH} --seed {seed} {ARMS[arm]}"
     name = f"{arm}_{seed}".replace(" --", "_")
-    lines = torchrun(
-        1, ["pretrain_gpt_fp8.py", *flags.split(), *args.extra], Path(f"runs/real_text/{name}.log"), timeout=args.timeout
-    )
+    log = Path(f"runs/real_text/{name}.log")
+    lines = torchrun(1, ["pretrain_gpt_fp8.py", *flags.split(), *args.extra], log, timeout=args.timeout)
     steps = [step for step in map(parse_step, lines) if step]
     assert len(steps) == args.steps and not any(step.skipped for step in steps), f"{name}: steps are missing"
     (heldout,) = [loss for loss in map(parse_validation, lines) if loss is not None]

@@ -96,7 +96,7 @@ SYSTEMS = {
     "O1-shared": System("none", "--fp8-level O1 --fp8-grad-reduce shared"),
     "O1-bf16-gemm": System("none", "--fp8-level O1 --fp8-gemm bf16"),
 }
-PROFILED = ("busy", "span", "kernels", "aten_calls", "host_ms", "launch_us", "waits", "ms", "collectives")
+PROFILED = ("busy", "span", "kernels", "aten_calls", "host_ms", "waits", "ms", "collectives")
 RUN = ("system", "te", "mbs", "ms", "ms_min", "ms_max", "tflops", "gb", "gb_peak", "loss", "seconds")
 COLUMNS = ["gpu", "torch", "commit", "date", "shape", "nproc", "gbs", *RUN, *(f"profile_{k}" for k in PROFILED)]
 
@@ -235,8 +235,7 @@ def measure(args) -> list[dict]:
             flush=True,
         )
         if p:
-            host = f"{p['host_ms']} ms, {p['launch_us']} us a launch"
-            counts = f"{p['kernels']} kernels, {p['aten_calls']} ATen calls, host {host}"
+            counts = f"{p['kernels']} kernels, {p['aten_calls']} ATen calls, host {p['host_ms']} ms"
             print(f"    busy {p['busy']} of {p['span']} ms; {counts}; host waits {p['waits']}; {p['ms']}", flush=True)
             print(f"    collectives {p['collectives']}", flush=True)
     return rows

@@ -44,7 +44,7 @@ ATTENTION = Flag(
 )
 LM_HEAD = Flag(
     "--fp8-lm-head",
-    "The LM head's GEMMs in FP8 too; its weight and gradient stay stock's. Part of no level: it costs some loss.",
+    "The LM head's GEMMs in FP8 too; its weight and gradient stay stock's. Part of no level.",
 )
 ALL = (
     *level.FLAGS,
