@@ -1,0 +1,31 @@
+"""docs/tutorial.md's commands, as they stand, in an empty folder: all of its `sh` blocks in one shell."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.S)
+
+
+@pytest.mark.slow
+def test_every_command_runs(tmp_path):
+    assert len(BLOCKS) >= 6
+    script = "set -e\n" + "\n".join(f"echo '== {number}'\n{block}" for number, block in enumerate(BLOCKS))
+    bins = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": bins, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    _, bought, planned, rehearsed, compared, launched = re.split(r"== \d\n", done.stdout)[1:]
+    # what the text says of them
+    assert re.search(r"\*\*peak memory, GB\*\* \| 33\.3 \| \S+ \| 19\.8 \|", bought)
+    assert re.search(r"bound by \| the GPU \| \S+ \S+ \| the host \|", bought)
+    assert "TP 2, PP 1 (as given)" in planned and "the fastest" in planned
+    assert "Rehearsal: " in rehearsed and "FAILED" not in rehearsed and "Nothing that could be seen here" in rehearsed
+    assert "loss: largest, mean difference" in compared and (tmp_path / "loss.svg").stat().st_size > 1000
+    assert "--micro-batch-size 8" in launched and "sbatch" in launched
+    assert (tmp_path / "runs/gpt-7b/gpt-7b.sbatch").is_file()
