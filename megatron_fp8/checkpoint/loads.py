@@ -213,6 +213,8 @@ def _one_line(load: str, what: str, is_mistake: Callable[[BaseException], bool])
         said = said_by(error)
         if _lacks_part(error):
             said = f"it has no {said}; add --no-load-optim or --finetune"
+        elif re.fullmatch(r"'[\w.]+'", said):  # a name, which torch looked up
+            said = f"{said} is not in both; give the flags of the model that it was saved with"
         if said.startswith("OptimizerParamScheduler"):
             said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         raise UserError(f"--load {load}: {what}: {said}") from error

@@ -157,8 +157,10 @@ def find(name: str) -> Path:
     folder = shipped("configs")
     tried = [Path(name), folder / name, folder / f"{name}.yaml"]
     for path in tried:
-        if path.is_file():
+        if path.exists() and not path.is_dir():  # a pipe of the shell's too
             return path
+    if tried[0].is_dir():
+        raise UserError(f"{ARGS_FILE.name} {name}: a folder; name the files in it")
     known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
     close = did_you_mean(name.removesuffix(".yaml"), known)
     raise UserError(f"{ARGS_FILE.name} {name}: no such file, nor is one of that name shipped{close}; give its path")
@@ -245,7 +247,10 @@ def _fill(text: str, environment: Mapping[str, str], place: str) -> str:
             raise UserError(f"{place} {text}: the variable {name} is not set; set it{other}")
         return environment[name]
 
-    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+    filled = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
+    if odd := re.search(r"\$\{(?!\w+\})[^}]*\}?", text):
+        raise UserError(f"{place} {text}: {odd[0]} is more than a name; write ${{NAME}}, and set the variable")
+    return filled
 
 
 def value_words(value: Any, place: str) -> list[str] | None:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import logging
 import os
 import re
 import sys
@@ -53,7 +54,9 @@ def one_line_errors() -> Iterator[None]:
 
 
 def hide_missing_package_warnings() -> None:
-    """Silence what Megatron says on import, module after module, of optional packages that are not needed."""
+    """Silence what Megatron says on import, module after module, of optional packages that are not needed; and torch of
+    a CUDA toolkit without a GPU."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     absent = r"(Transformer Engine and Apex|Apex|absl.logging) (are|is) not installed|Only transformer-eng"
     warnings.filterwarnings("ignore", message=absent, category=UserWarning)
 

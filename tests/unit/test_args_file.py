@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import error_of
@@ -113,6 +114,10 @@ def test_variables_are_filled_in_where_a_flag_is_used(write):
     assert "the environment has its own DEEP, OUT, which wins over the files" in found.lines
     line = error_of(expand, flags[:2], {"NAME": "n", "TOP": "t"})
     assert line.endswith("--load $NONE: the variable NONE is not set; set it, or give --load on the command line")
+    odd = write(model("--save: ${OUT:-here}/a"))
+    assert "${OUT:-here} is more than a name; write ${NAME}" in error_of(expand, ["--args-file", odd], {"OUT": "o"})
+    folder = str(Path(odd).parent)
+    assert error_of(expand, ["--args-file", folder], {}) == f"--args-file {folder}: a folder; name the files in it"
 
 
 @pytest.mark.parametrize(
