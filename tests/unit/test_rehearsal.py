@@ -188,6 +188,12 @@ JOBS = {  # name: (GPUs, flags)
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64 "
         "--swiglu --fp8-level O3 --window-size 1023,0",
     ),
+    "an FP8 head": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64 "
+        "--fp8-level O3 --fp8-lm-head --make-vocab-size-divisible-by 1 --vocab-size 50272 "
+        "--tensor-model-parallel-size 2",
+    ),
     "7 in a batch": (
         8,
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 7 "
@@ -287,6 +293,7 @@ def test_what_cannot_be_known_here_is_said(shrunk):
         "--context-parallel-size 2", "--fp8-attention te", "--cp-comm-type p2p"]  # fmt: skip
     assert "DP 16" in context["page"] and "CP 2" in context["page"] and "TP 1, PP 1, DP 32" in context["page"]
     assert "Counted with a vocabulary of 50257 tokens" in shrunk["Llama's data elsewhere"]["page"]
+    assert shrunk["an FP8 head"]["changes"]["--vocab-size"] == [50272, 256]
     for name in ("its size given", "data elsewhere"):
         assert "Counted with" not in shrunk[name]["page"]
     assert shrunk["its size given"]["changes"]["--vocab-size"] == [128256, 255]
@@ -322,6 +329,32 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     launch = take_apart(f"{command} --num-layer 3".split())
     assert examine(launch, 128).error == ""
     assert "--num-layer 3, did you mean --num-layers?" in examine(launch, 128, unknown=False).error
+
+
+TE = "--fp8-attention te"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "line"),
+    [
+        ("--context-parallel-size 2", 8, "--context-parallel-size 2: add --fp8-attention te"),
+        (f"--context-parallel-size 2 {TE}", 7, "world size (7) is not divisible by total_model_size"),
+        (f"--context-parallel-size 3 {TE} --no-fp8-wgrad", 24, "seq-length should be a multiple of 2 * "),
+        (f"--context-parallel-size 4 {TE} --seq-length 2056", 8, "--seq-length 2056 with --micro-batch-size 1: "),
+        (f"--attention-backend local {TE}", 8, "--attention-backend local: "),
+        (f"--context-parallel-size 2 {TE}", 8, ""),
+        ("--context-parallel-size 2 --fp8-level O0", 8, ""),
+        ("--log-max-attention-logit", 8, "--log-max-attention-logit: add --fp8-attention te"),
+        (f"--log-max-attention-logit --dataloader-inter-document-masking --reset-attention-mask {TE}", 8, ""),
+    ],
+)
+def test_attention_that_is_not_here_is_checked_as_the_job_would(parser, flags, gpus, line):
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 24"
+    launch = take_apart(f"{SCRIPT} {GPT} {model} --eval-interval 1000 --fp8-level O3 {flags}".split())
+    job = examine(launch, gpus)
+    assert line in job.error and bool(job.error) == bool(line), job.error
+    left = {flag for flag, _ in job.flags}
+    assert line or not left & {"--context-parallel-size", "--fp8-attention", "--log-max-attention-logit"}
 
 
 def test_gpus_of_one_replica():
