@@ -1,5 +1,6 @@
 """A rehearsal's flags: of every kind of job they pass Megatron's validation, with the job's own layout."""
 
+import argparse
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import plants
 import pytest
+from commands import error_of
 from launch import ROOT
 from megatron_runs import script_path
 
@@ -78,6 +80,21 @@ def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
     files = {option for options in names.values() for option in options
              if {"dir", "path", "file", "filename", "folder", "dump"} & set(option.strip("-").split("-"))}  # fmt: skip
     assert sorted(files - listed) == sorted(READ_OR_OF_ANOTHER)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--gpus 4", "--gpus 4: the command starts 8; remove it, or change the command"),
+        *((f"{flag} 0", f"{flag} 0: use 1 or more") for flag in ("--gpus", "--ranks", "--timeout")),
+        ("--folder README.md", "--folder README.md: File exists; use another"),
+    ],
+)
+def test_a_mistake_in_a_rehearsals_own_flags_is_one_line(flags, line):
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    words = [*flags.split(), "--", *f"torchrun --nproc-per-node 8 {SCRIPT} --bf16".split()]
+    assert error_of(main.run, parser.parse_args(words)) == line
 
 
 def test_flags_keep_their_values():
