@@ -12,7 +12,8 @@ LARGEST_MARGIN = 8  # see check_numbers
 COUNTS = (  # what is divided by before Megatron has looked at it
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
     *("--expert-model-parallel-size", "--micro-batch-size", "--global-batch-size", "--num-layers", "--hidden-size"),
-    *("--num-attention-heads", "--ffn-hidden-size", "--kv-channels", "--seq-length", "--mlp-chunks-for-training"),
+    *("--num-attention-heads", "--num-query-groups", "--ffn-hidden-size", "--kv-channels", "--seq-length"),
+    *("--mlp-chunks-for-training", "--make-vocab-size-divisible-by"),
     *("--vocab-size", "--moe-router-topk", "--log-interval", "--tensorboard-log-interval", "--save-params-interval"),
     *("--save-dgrads-interval", "--save-activations-interval", "--check-weight-hash-across-dp-replicas-interval"),
 )
@@ -31,6 +32,9 @@ def check_numbers(args: Namespace) -> None:
     for flag in COUNTS:
         if (value := value_of(args, flag)) is not None and value < 1:
             raise UserError(f"{flag} {value}: use 1 or more")
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and heads and groups and heads % groups:
+        raise UserError(f"--num-query-groups {groups}: use a divisor of --num-attention-heads {heads}")
     window, layers = args.window_size, args.window_attn_skip_freq
     if window is not None and (len(window) != 2 or min(window) < -1):
         shown = ",".join(map(str, window))
@@ -85,6 +89,7 @@ def check_geometry(args: Namespace) -> None:
         tp = args.tensor_model_parallel_size
         for flag, value, size in _sharded_sizes(args):
             _require_multiple(flag, value, size, GEMM_MULTIPLE * tp)
+        _check_head(args)
     length = args.seq_length or args.encoder_seq_length
     if args.fp8_wgrad and length and args.micro_batch_size:  # tokens are what a weight gradient sums over
         pieces = args.context_parallel_size * args.mlp_chunks_for_training
@@ -94,6 +99,20 @@ def check_geometry(args: Namespace) -> None:
                 f"--seq-length {length} with --micro-batch-size {args.micro_batch_size}: {tokens} tokens in "
                 f"{pieces} part(s); an FP8 weight gradient needs a multiple of {GEMM_MULTIPLE} in each part: "
                 "change one of the two, or add --no-fp8-wgrad"
+            )
+
+
+def _check_head(args: Namespace) -> None:
+    """Of --fp8-lm-head, where the flags say the vocabulary; a tokenizer's own is checked by the head itself."""
+    unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    vocabulary = args.vocab_size if args.tokenizer_type == "NullTokenizer" and args.pad_vocab_size else None
+    if value_of(args, "--fp8-lm-head") and vocabulary and not (args.padded_vocab_size or args.use_checkpoint_args):
+        rows = -(-vocabulary // unit) * args.make_vocab_size_divisible_by  # on each tensor-parallel rank
+        if rows % GEMM_MULTIPLE:
+            raise UserError(
+                f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by} with --fp8-lm-head: a head of "
+                f"{rows} rows on each tensor-parallel rank is not a multiple of {GEMM_MULTIPLE}; use "
+                f"{math.lcm(args.make_vocab_size_divisible_by, GEMM_MULTIPLE)}, or remove --fp8-lm-head"
             )
 
 

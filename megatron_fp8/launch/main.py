@@ -59,14 +59,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Write the script, and submit it; returns the exit code."""
+    if args.gpus_per_node < 0:
+        raise UserError(f"--gpus-per-node {args.gpus_per_node}: use 0 or more")
+    if args.gpus_per_node and args.tasks_per_node is not None:
+        raise UserError(f"--tasks-per-node {args.tasks_per_node}: one a GPU; remove it, or add --gpus-per-node 0")
     tasks = args.gpus_per_node or args.tasks_per_node or 0
     for flag, number in (("--nodes", args.nodes), ("--tasks-per-node", tasks), ("--max-restarts", args.max_restarts),
                          ("--steps", 1 if args.steps is None else args.steps)):  # fmt: skip
         if number < 1:
             raise UserError(f"{flag} {number}: use 1 or more")
     name = args.name or Path(args.files[0]).stem
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-'")
+    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-', and more than dots")
+    if args.mounts and not args.container:
+        raise UserError(f"--mounts {args.mounts}: no container is there; add --container, or remove it")
     if re.match(r"[^-]", args.sbatch):
         raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash")
     words, variables = _read(args)
@@ -76,7 +82,12 @@ def run(args: Namespace) -> int:
             raise UserError(f"{flag}: the job's script sets it, from its own time limit; remove it")
     if "--save-interval" not in given:
         raise UserError("--save-interval: missing; a job that is killed goes back to its last save: add it")
+    if len(saves := given.get("--save", ["default"])) != 1 or not saves[0]:
+        raise UserError(f"--save {' '.join(saves)}".rstrip() + ": use one folder, or remove it")
     folder = Path(args.folder or f"runs/{name}").absolute()
+    for what, place in (("--folder", folder), ("the current folder", Path.cwd())):
+        if re.search(r'["\\\n]', str(place)):
+            raise UserError(f"{what} {str(place)!r}: Slurm takes no quote, backslash or line break; use another")
     first = [word for flag in _FIRST if flag in given for word in (flag, *given[flag])]
     save = given.get("--save") or [str(folder / "checkpoints")]
     words = [word for flag, values in _flags_of(words) if flag not in (*_FIRST, "--save") for word in (flag, *values)]
@@ -88,7 +99,7 @@ def run(args: Namespace) -> int:
         time=args.time,
         folder=folder,
         save=Path(save[0]).absolute(),
-        steps=args.steps or steps_of(given),
+        steps=steps_of(given, args.steps),
         words=words,
         first=first,
         variables=variables,

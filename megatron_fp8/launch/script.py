@@ -41,10 +41,13 @@ def write_script(settings: Settings) -> Path:
     text = shipped(_TEMPLATE).read_text()
     body = re.sub(r"\A#!.*\n(#SBATCH.*\n)+", lambda _: _header(settings), text)
     body = re.sub(r"(?<=^# >>> settings).*?(?=^# <<< settings)", lambda _: _settings(settings), body, flags=re.M | re.S)
-    settings.folder.mkdir(parents=True, exist_ok=True)
     path = settings.folder / f"{settings.name}.sbatch"
-    path.write_text(body)
-    path.chmod(0o755)
+    try:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(body)
+        path.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"--folder {settings.folder}: {error.strerror or error}; use another") from None
     return path
 
 
@@ -104,17 +107,26 @@ def seconds(time: str) -> int:
     return total
 
 
-def steps_of(given: Mapping[str, list[str]]) -> int:
-    """How many steps a command line trains.  Raises UserError of one line where it does not say."""
+def steps_of(given: Mapping[str, list[str]], asked: int | None = None) -> int:
+    """How many steps a command line trains, or where it does not say, `asked`.  Raises UserError of one line."""
+    said = asked
     if "--train-iters" in given:
-        return _number(given, "--train-iters")
-    if "--train-samples" in given and "--global-batch-size" in given:  # a ramp-up changes nothing of it
-        return _number(given, "--train-samples") // _number(given, "--global-batch-size")
-    raise UserError("--train-iters: missing; give it, or --train-samples and --global-batch-size, or launch --steps N")
+        said = _number(given, "--train-iters")
+    elif "--train-samples" in given and "--global-batch-size" in given:  # a ramp-up changes nothing of it
+        said = _number(given, "--train-samples") // _number(given, "--global-batch-size")
+    if said is None:
+        raise UserError(
+            "--train-iters: missing; give it, or --train-samples and --global-batch-size, or launch --steps N"
+        )
+    if asked not in (None, said):  # Megatron would go by its flags
+        raise UserError(f"--steps {asked}: the flags say {said}; remove it, or change --train-iters or --train-samples")
+    return said
 
 
 def _number(given: Mapping[str, list[str]], flag: str) -> int:
     values = given[flag]
     if len(values) != 1 or not values[0].isdecimal():
         raise UserError(f"{flag} {' '.join(values)}: use a whole number")
+    if not int(values[0]):
+        raise UserError(f"{flag} {values[0]}: use 1 or more")
     return int(values[0])

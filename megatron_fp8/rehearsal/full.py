@@ -65,7 +65,6 @@ def _start(command: list[str], environment: dict[str, str], args: Namespace) -> 
         said = late.stdout or b""
         code, text = _LATE, said.decode(errors="replace") if isinstance(said, bytes) else said
     if args.folder:
-        Path(args.folder).mkdir(parents=True, exist_ok=True)
         (Path(args.folder) / "full.log").write_text(f"{shlex.join(command)}\n{text}")
     return code, text.splitlines()
 

@@ -25,6 +25,8 @@ _GPT2 = 50257  # tokens
 # What Transformer Engine's attention does, which is not to be had without a GPU: {flag: what stands on the page}.
 _CONTEXT = "--context-parallel-size"
 _ATTENTION = ("--cp-comm-type", "--hierarchical-context-parallel-sizes", _CONTEXT)
+_WITH_TE = ("--fp8-attention", "--log-max-attention-logit", "--dataloader-inter-document-masking",
+            "--reset-attention-mask")  # fmt: skip
 
 
 @dataclass
@@ -32,8 +34,8 @@ class Job:
     """A job at full size.
 
     Attributes:
-        flags: its script's, but for those that need Transformer Engine's attention.
-        context: its context parallelism, which is not rehearsed; `args` are of a job without.
+        flags: its script's, but for those that need Transformer Engine's attention, which are not rehearsed.
+        context: its context parallelism, likewise; `args` say 1, and of data parallelism what is left beside it.
         args: Megatron's, validated; None where that failed.
         cells: of the level's table, {name: value}; None without a level.
         level: its name; "" where the flags could not even be read.
@@ -57,7 +59,7 @@ class Job:
 
 
 def examine(launch: Launch, gpus: int, unknown: bool = True) -> Job:
-    """The job of a command on so many GPUs; data that is not here, and Transformer Engine's attention, are passed over.
+    """The job of a command on so many GPUs; that its data or Transformer Engine are not here is passed over.
 
     unknown: whether flags that are neither Megatron's nor ours may be the script's own.
 
@@ -67,22 +69,22 @@ def examine(launch: Launch, gpus: int, unknown: bool = True) -> Job:
     if "--use-checkpoint-args" in given:
         raise UserError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     context = size_of(given, _CONTEXT)
-    left_out = [(flag, values) for flag, values in launch.flags
-                if flag in _ATTENTION or (flag, values) == ("--fp8-attention", ["te"])]  # fmt: skip
-    unseen = tuple(" ".join([flag, *values]) for flag, values in left_out)
-    flags = [given_flag for given_flag in launch.flags if given_flag not in left_out]
-    job = _in_a_fork(launch, flags, gpus // context, unknown)
+    of_attention = (*_ATTENTION, *_WITH_TE) if given.get("--fp8-attention") == ["te"] else _ATTENTION
+    unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in of_attention)
+    job = _in_a_fork(launch, launch.flags, gpus, unknown)
     if job.error.startswith(_DATA_ERRORS):
         missing, guessed = job.error, ""
-        flags_without = [(flag, values) for flag, values in flags if flag not in _DATA_ERRORS]
+        flags_without = [(flag, values) for flag, values in launch.flags if flag not in _DATA_ERRORS]
         mock = "--mock-data --tokenizer-type NullTokenizer".split()
         if "--vocab-size" not in given:
             mock += ["--vocab-size", str(_GPT2)]
             if given.get("--tokenizer-type", ["GPT2BPETokenizer"]) != ["GPT2BPETokenizer"]:
                 guessed = f"a vocabulary of {_GPT2} tokens, GPT-2's, since the job's is not known here (--vocab-size)"
-        job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus // context, unknown)
+                mock += ["--make-vocab-size-divisible-by", "128"]  # whether the job's fits an FP8 head, nobody knows
+        job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus, unknown)
         job.missing, job.guessed = missing, guessed
-    job.flags, job.context, job.unseen = flags, context, unseen
+    job.flags = [(flag, values) for flag, values in launch.flags if flag not in of_attention]
+    job.context, job.unseen = context, unseen
     return job
 
 
@@ -119,7 +121,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.argv = [launch.script[-1], *words_of(flags)]
     from ..checkpoint import saves
-    from ..flags.config import config_from_args
+    from ..flags import config
     from ..flags.level import CELLS, STOCK
     from ..flags.stock_errors import stock_mistake
     from ..plugin import install
@@ -127,6 +129,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     install()
     # This process only looks: the job's folder is the job's, may not be here, and a run may hold it.
     saves.claim = lambda save: None  # type: ignore[assignment]
+    config.installed = lambda module: True  # Transformer Engine, for its attention: the job's machines may have it
     os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments
 
@@ -135,10 +138,13 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
             args = arguments.parse_args(ignore_unknown_args=unknown)
-            fp8 = config_from_args(args)  # its cells, which adaption leaves alone
+            fp8 = config.config_from_args(args)  # its cells, which adaption leaves alone
             job.level = STOCK if fp8 is None else fp8.level
             args.tokenizer_type = args.tokenizer_type or "GPT2BPETokenizer"
+            if fp8 is not None:
+                args.log_max_attention_logit = False  # the level has looked; stock asks for Transformer Engine here
             arguments.validate_args(args)
+            args.context_parallel_size = 1
     except SystemExit as end:
         said = complaints.getvalue().strip().splitlines()
         job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"

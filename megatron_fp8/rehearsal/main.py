@@ -48,9 +48,16 @@ def run(args: Namespace) -> int:
     """Rehearse; returns the exit code."""
     began = time.monotonic()
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    for flag, number in (("--gpus", args.gpus), ("--ranks", args.ranks), ("--timeout", args.timeout)):
+        if number is not None and number < 1:
+            raise UserError(f"{flag} {number}: use 1 or more")
     launch = take_apart(words)
+    if args.gpus and launch.gpus not in (None, 1, args.gpus):  # 1: no launcher, or one that does not say
+        raise UserError(f"--gpus {args.gpus}: the command starts {launch.gpus}; remove it, or change the command")
     if args.rank is not None and not args.full:
         raise UserError(f"--rank {args.rank}: of what? add --full")
+    if args.folder:
+        _make(Path(args.folder))
     environment = dict(os.environ)  # before the GPU is hidden
     ranks.warm_up(os.path.dirname(os.path.abspath(launch.script[-1])))
     from . import page  # these import Megatron, which must find the machine without a GPU
@@ -70,7 +77,6 @@ def run(args: Namespace) -> int:
     rehearsal = None
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
         folder = Path(args.folder or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
         if job.args is not None:
             assert job.cells is not None  # there is a level
             rehearsal = shrink(
@@ -92,6 +98,15 @@ def run(args: Namespace) -> int:
         if outcome.failed and not args.folder:
             print(f"\nThe end of the log of what failed:\n\n{outcome.end_of_log}")
     return 0 if outcome.passed and not job.error else 1
+
+
+def _make(folder: Path) -> None:
+    """Before the minutes that fill it.  Raises UserError where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--folder {folder}: {error.strerror or error}; use another") from None
 
 
 def _rehearse(launch: Launch, rehearsal, folder: Path, timeout: int):

@@ -172,7 +172,8 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
     if getattr(job, "mup_base_hidden_size", None):
         found["--mup-base-hidden-size"] = max(1, job.mup_base_hidden_size * width // hidden)
     if mock_data:
-        found["--vocab-size"] = 255
+        legal = math.lcm(16, job.make_vocab_size_divisible_by) * tensor if job.fp8_lm_head else 1  # for an FP8 GEMM
+        found["--vocab-size"] = -(-255 // legal) * legal
     return found
 
 

@@ -273,6 +273,11 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
         ),
         ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 with --num-experts 2: use fewer"),
         ("--log-interval 0", "--log-interval 0: use 1 or more"),
+        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: use 1 or more"),
+        (
+            "--group-query-attention --num-query-groups 3 --fp8-gemm bf16",
+            "--num-query-groups 3: use a divisor of --num-attention-heads 4",
+        ),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: use 1 or more"),
         ("--lr nan", "--lr nan: not a number; give one, or remove it"),
         ("--adam-beta2 1.0", "--adam-beta2 1.0: an average needs a number from 0 up to but not 1"),
@@ -421,6 +426,11 @@ def test_help_lists_our_group(parser):
             "--kv-channels 4 --group-query-attention --num-query-groups 1",
             "--num-query-groups 1: a linear of 24 is not a multiple of 16",
         ),
+        (
+            "--fp8-lm-head --vocab-size 250 --make-vocab-size-divisible-by 2 --tensor-model-parallel-size 2",
+            "--make-vocab-size-divisible-by 2 with --fp8-lm-head: a head of 126 rows on each tensor-parallel rank is "
+            "not a multiple of 16; use 16, or remove --fp8-lm-head",
+        ),
         ("--seq-length 7", "--seq-length 7 with --micro-batch-size 2: 14 tokens"),
         ("--mlp-chunks-for-training 5", "--seq-length 96 with --micro-batch-size 2: 192 tokens in 5 part(s)"),
     ],
@@ -428,7 +438,7 @@ def test_help_lists_our_group(parser):
 def test_shapes_that_an_fp8_gemm_cannot_take(flags, start, parse):
     args = parse(*O1, *flags.split())
     assert error_of(config_from_args, args).startswith(start)
-    args.fp8_gemm = "bf16"
+    args.fp8_gemm, args.fp8_lm_head = "bf16", None
     assert config_from_args(args).gemm == "bf16"
 
 

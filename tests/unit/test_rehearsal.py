@@ -1,5 +1,6 @@
 """A rehearsal's flags: of every kind of job they pass Megatron's validation, with the job's own layout."""
 
+import argparse
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import plants
 import pytest
+from commands import error_of
 from launch import ROOT
 from megatron_runs import script_path
 
@@ -78,6 +80,21 @@ def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
     files = {option for options in names.values() for option in options
              if {"dir", "path", "file", "filename", "folder", "dump"} & set(option.strip("-").split("-"))}  # fmt: skip
     assert sorted(files - listed) == sorted(READ_OR_OF_ANOTHER)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--gpus 4", "--gpus 4: the command starts 8; remove it, or change the command"),
+        *((f"{flag} 0", f"{flag} 0: use 1 or more") for flag in ("--gpus", "--ranks", "--timeout")),
+        ("--folder README.md", "--folder README.md: File exists; use another"),
+    ],
+)
+def test_a_mistake_in_a_rehearsals_own_flags_is_one_line(flags, line):
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    words = [*flags.split(), "--", *f"torchrun --nproc-per-node 8 {SCRIPT} --bf16".split()]
+    assert error_of(main.run, parser.parse_args(words)) == line
 
 
 def test_flags_keep_their_values():
@@ -188,6 +205,12 @@ JOBS = {  # name: (GPUs, flags)
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64 "
         "--swiglu --fp8-level O3 --window-size 1023,0",
     ),
+    "an FP8 head": (
+        8,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 64 "
+        "--fp8-level O3 --fp8-lm-head --make-vocab-size-divisible-by 1 --vocab-size 50272 "
+        "--tensor-model-parallel-size 2",
+    ),
     "7 in a batch": (
         8,
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 7 "
@@ -287,6 +310,7 @@ def test_what_cannot_be_known_here_is_said(shrunk):
         "--context-parallel-size 2", "--fp8-attention te", "--cp-comm-type p2p"]  # fmt: skip
     assert "DP 16" in context["page"] and "CP 2" in context["page"] and "TP 1, PP 1, DP 32" in context["page"]
     assert "Counted with a vocabulary of 50257 tokens" in shrunk["Llama's data elsewhere"]["page"]
+    assert shrunk["an FP8 head"]["changes"]["--vocab-size"] == [50272, 256]
     for name in ("its size given", "data elsewhere"):
         assert "Counted with" not in shrunk[name]["page"]
     assert shrunk["its size given"]["changes"]["--vocab-size"] == [128256, 255]
@@ -322,6 +346,32 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     launch = take_apart(f"{command} --num-layer 3".split())
     assert examine(launch, 128).error == ""
     assert "--num-layer 3, did you mean --num-layers?" in examine(launch, 128, unknown=False).error
+
+
+TE = "--fp8-attention te"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "line"),
+    [
+        ("--context-parallel-size 2", 8, "--context-parallel-size 2: add --fp8-attention te"),
+        (f"--context-parallel-size 2 {TE}", 7, "world size (7) is not divisible by total_model_size"),
+        (f"--context-parallel-size 3 {TE} --no-fp8-wgrad", 24, "seq-length should be a multiple of 2 * "),
+        (f"--context-parallel-size 4 {TE} --seq-length 2056", 8, "--seq-length 2056 with --micro-batch-size 1: "),
+        (f"--attention-backend local {TE}", 8, "--attention-backend local: "),
+        (f"--context-parallel-size 2 {TE}", 8, ""),
+        ("--context-parallel-size 2 --fp8-level O0", 8, ""),
+        ("--log-max-attention-logit", 8, "--log-max-attention-logit: add --fp8-attention te"),
+        (f"--log-max-attention-logit --dataloader-inter-document-masking --reset-attention-mask {TE}", 8, ""),
+    ],
+)
+def test_attention_that_is_not_here_is_checked_as_the_job_would(parser, flags, gpus, line):
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 24"
+    launch = take_apart(f"{SCRIPT} {GPT} {model} --eval-interval 1000 --fp8-level O3 {flags}".split())
+    job = examine(launch, gpus)
+    assert line in job.error and bool(job.error) == bool(line), job.error
+    left = {flag for flag, _ in job.flags}
+    assert line or not left & {"--context-parallel-size", "--fp8-attention", "--log-max-attention-logit"}
 
 
 def test_gpus_of_one_replica():

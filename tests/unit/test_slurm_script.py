@@ -364,6 +364,15 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
         ("--flags='", "--flags ': No closing quotation; close it"),
         ("--name a/b", "--name a/b: use letters"),
+        ("--name ..", "--name ..: use letters, digits, '.', '_' and '-', and more than dots"),
+        ("--gpus-per-node -1", "--gpus-per-node -1: use 0 or more"),
+        ("--tasks-per-node 4", "--tasks-per-node 4: one a GPU; remove it, or add --gpus-per-node 0"),
+        ("--steps 10", "--steps 10: the flags say 20; remove it, or change --train-iters or --train-samples"),
+        ("--mounts A:B", "--mounts A:B: no container is there; add --container, or remove it"),
+        ("--flags=--train-iters=0", "--train-iters 0: use 1 or more"),
+        ("--folder one.yaml", "one.yaml: File exists; use another"),
+        ("--folder one.yaml/x", "one.yaml/x: Not a directory; use another"),
+        ('--folder a"b', "Slurm takes no quote, backslash or line break; use another"),
         ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
     ],
 )
@@ -373,6 +382,12 @@ def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
     monkeypatch.setenv("PATH", "/nowhere")
     code, said = launch(*words.split())
     assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
+
+
+@pytest.mark.parametrize("flags", ["--save", "--save=", "--save ''", "--save a b"])
+def test_one_folder_of_saves(launch, flags):
+    code, said = launch(f"--flags={flags}")
+    assert code == 2 and "--save" in said and "use one folder, or remove it" in said
 
 
 def test_submit(launch, tmp_path, monkeypatch):
@@ -409,7 +424,7 @@ def test_flags_that_megatron_would_refuse_are_refused_here(tmp_path, flags, line
 def test_time_and_steps():
     times = {"90": 5400, "30:10": 1810, "2:00:00": 7200, "1-12": 129600, "1-12:30": 131400, "1-00:00:09": 86409}
     assert {time: seconds(time) for time in times} == times
-    assert steps_of({"--train-iters": ["7"]}) == 7
+    assert steps_of({"--train-iters": ["7"]}) == steps_of({"--train-iters": ["7"]}, 7) == steps_of({}, 7) == 7
     assert steps_of({"--train-samples": ["100"], "--global-batch-size": ["32"]}) == 3
     assert error_of(steps_of, {}).startswith("--train-iters: missing; give it, or --train-samples")
     assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number"
