@@ -1,7 +1,7 @@
 """Runs read for comparison: this package's metrics, Megatron's log, TensorBoard's files.
 
     form         loss is                         of a path
-    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), also what --export-result wrote
+    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), also --export-result's FILE of any name
     log          as printed, seven digits        any other file with Megatron's iteration lines
     tensorboard  FP32                            a folder with events.out.tfevents.* files, or such a file
 
@@ -56,13 +56,23 @@ def read(word: str) -> Run:
         raise UserError(f"{path}: no such run; give a metrics file, Megatron's log, or TensorBoard's folder")
     if place.is_dir() or place.name.startswith("events.out.tfevents"):
         run = _tensorboard(name, place)
-    elif place.suffix == ".jsonl":
+    elif place.suffix == ".jsonl" or _begins_with_a_step(place):
         run = _metrics(name, place)
     else:
         run = _log(name, place)
     if not run.series(LOSS):
         raise UserError(f"{path}: no step with a loss in it; give the output of the last rank, or another file")
     return run
+
+
+def _begins_with_a_step(path: Path) -> bool:
+    """Whether it is --export-result's form, whatever the file is called."""
+    with path.open(errors="replace") as file:
+        line = file.readline()
+    try:
+        return {STEP, LOSS} <= json.loads(line).keys()
+    except (ValueError, AttributeError):  # no JSON, or no object
+        return False
 
 
 def _metrics(name: str, path: Path) -> Run:
