@@ -23,21 +23,14 @@ from .memory import Job
 from .systems import System, chosen
 from .workload import Workload
 
-# What would change bytes or time and is not modelled: {name in Megatron's arguments: its default there}.
-_NOT_MODELLED: dict[str, Any] = {
-    **dict.fromkeys((
-        "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "distribute_saved_activations",
-        "fine_grained_activation_offloading", "is_hybrid_model", "first_last_layers_bf16", "fp16",
-        "fp32_residual_connection", "use_precision_aware_optimizer", "grad_reduce_in_bf16",
-    ), False),
-    **dict.fromkeys((
-        "mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "experimental_attention_variant",
-        "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "window_size",
-        "fp8_bf16_layers",
-    )),
-    "cpu_offloading_num_layers": 0,
-    "optimizer": "adam",
-}  # fmt: skip
+# What would change bytes or time and is not modelled: {name in Megatron's arguments: the value that passes}.
+_NOT_MODELLED = dict.fromkeys((
+    "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "distribute_saved_activations",
+    "cpu_offloading_num_layers", "fine_grained_activation_offloading", "mtp_num_layers", "hybrid_layer_pattern",
+    "hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json", "window_size", "fp16", "fp32_residual_connection",
+    "use_precision_aware_optimizer", "grad_reduce_in_bf16", "first_last_layers_bf16", "fp8_bf16_layers",
+)) | {"optimizer": "adam"}  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
 
@@ -170,7 +163,7 @@ def _refuse(args: Namespace, data: int) -> None:
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
     for name, default in _NOT_MODELLED.items():
-        if (value := getattr(args, name, default)) != default:
+        if (value := getattr(args, name, None)) and value != default:
             said = "" if value is True else f" {plain(value)}"
             remedy = "use --bf16 instead" if name == "fp16" else "remove it"
             raise UserError(f"--{name.replace('_', '-')}{said}: not modelled; {remedy}")

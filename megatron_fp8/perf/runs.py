@@ -1,7 +1,7 @@
 """Runs read for comparison: this package's metrics, Megatron's log, TensorBoard's files.
 
     form         loss is                         of a path
-    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), also --export-result's FILE of any name
+    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), or FILE of --export-result
     log          as printed, seven digits        any other file with Megatron's iteration lines
     tensorboard  FP32                            a folder with events.out.tfevents.* files, or such a file
 

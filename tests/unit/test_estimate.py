@@ -167,7 +167,7 @@ def test_what_is_not_modelled_is_refused(given, said):
 
 
 def test_a_value_at_its_default_is_not_refused():
-    flags = read.parse(f"{MODEL} --optimizer adam --cpu-offloading-num-layers 0".split())
+    flags = read.parse(f"{MODEL} --optimizer adam --cpu-offloading-num-layers 0 --mtp-num-layers 0".split())
     assert read.workload(flags, 8) == read.workload(read.parse(MODEL.split()), 8)
 
 
