@@ -27,7 +27,7 @@ def _saved(w: Workload, modules: tuple[str, ...]) -> float:
     for module in modules:
         if module not in MODULES:
             raise UserError(f"--recompute-modules {module}: not modelled; {', '.join(MODULES)} are")
-    tensor, split, i = w.tensor, w.split, w.system.input_bytes
+    tensor, split, i = w.tensor, w.split, w.input_bytes
     hidden = w.job.hidden_size / split
     kept = w.fp8_activations  # then the linears' inputs are made again of what is kept in FP8
     saved = 2 * (1 if kept else 2) * hidden + 16 / split  # norms' inputs and statistics
@@ -84,7 +84,20 @@ def peak(w: Workload, stage: int) -> dict[str, float]:
             beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # gradients both ways; the weight
         if logits + beside > backward:
             found = {"activations": waiting, "logits": logits, "beside the logits": beside}
-    return found
+    return found | _kept_transposes(w, stage)
+
+
+def _kept_transposes(w: Workload, stage: int) -> dict[str, float]:
+    """W^T of all linears in E4M3, kept from the first backward pass of a step to its update: nothing between steps.
+
+    As the first backward pass makes them, what its micro-batch kept is freed; if others take its place, the peak has
+    both.
+    """
+    if not (w.keeps_transposes and w.fp8):
+        return {}
+    of_all = sum(w.job.linears())
+    freed = 0 if w.micro_batches > in_flight(w, stage) else w.virtual * chunk(w)
+    return {"kept transposes": max(0, of_all - freed)}
 
 
 def _backward_of_a_layer(w: Workload) -> float:

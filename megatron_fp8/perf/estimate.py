@@ -11,6 +11,7 @@ docs/estimate.md.
 
 import csv
 import json
+import math
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
@@ -69,6 +70,8 @@ def check(args: Namespace) -> None:
     for flag, value in (("--gpus", args.gpus), ("--cap-gb", args.cap_gb), ("--tokens", args.tokens)):
         if value is not None and not value > 0:
             raise UserError(f"{flag} {value}: use more than 0")
+        if value == math.inf:
+            raise UserError(f"{flag} {value}: use a number, or leave it out")
     if args.json and args.csv:
         raise UserError("--json with --csv: take one of the two")
 
@@ -143,7 +146,7 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
     row("tokens/s/GPU", (f"{e.tokens_a_second:,.0f}" for e in found))
     row("TFLOP/s/GPU, as Megatron counts", (f"{e.tflops:.0f}" for e in found))
     row(f"MFU of {on.peak_bf16_tflops:,.0f} (BF16)", (f"{e.mfu(on.peak_bf16_tflops):.1%}" for e in found))
-    row(f"MFU of {on.peak_fp8_tflops:,.0f} (FP8)", (f"{e.mfu(on.peak_fp8_tflops):.1%}" * e.workload.system.fp8
+    row(f"MFU of {on.peak_fp8_tflops:,.0f} (FP8)", (f"{e.mfu(on.peak_fp8_tflops):.1%}" * e.workload.fp8
                                                       for e in found))  # fmt: skip
     if tokens:
         row(f"days for {tokens:.3g} tokens", (f"{e.days(tokens):.1f}" for e in found))

@@ -30,10 +30,9 @@ class Product(NamedTuple):
 def products(w: Workload, hardware: Hardware) -> list[Product]:
     """Of the four linears of a layer."""
     tokens, tensor = w.tokens, w.tensor
-    fp8 = w.system.fp8 and (w.overrides or {}).get("gemm", "fp8") == "fp8"
     h = hardware
-    one = (h.fp8_forward_tflops, h.fp8_forward_fixed_k) if fp8 else (h.bf16_tflops, h.bf16_fixed_k)
-    other = (h.fp8_backward_tflops, h.fp8_backward_fixed_k) if fp8 else one
+    one = (h.fp8_forward_tflops, h.fp8_forward_fixed_k) if w.fp8 else (h.bf16_tflops, h.bf16_fixed_k)
+    other = (h.fp8_backward_tflops, h.fp8_backward_fixed_k) if w.fp8 else one
     found = []
     for rows, columns, across in w.job.linear_sizes:
         n, k = (rows // tensor, columns) if across else (rows, columns // tensor)

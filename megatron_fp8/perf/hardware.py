@@ -4,11 +4,16 @@ Every value stands in the file with its source. Rates are those of a step, not o
 without a pause is bound by power (docs/performance.md).
 """
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..errors import UserError
 from ..shipped import shipped
+
+# By none of these is divided.
+_MAY_BE_0 = ("beside_allocator_gb", "fp8_forward_fixed_k", "fp8_backward_fixed_k", "bf16_fixed_k", "attention_length",
+             "attention_head", "border_ms", "layer_gap_ms", "host_ms", "host_layer_ms", "collective_ms")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ def load(name: str) -> Hardware:
     except ImportError:
         raise UserError("--hardware: its file needs pyyaml: pip install pyyaml") from None
     try:
-        given = yaml.safe_load(path.read_text())
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise UserError(f"--hardware {name}: no text file; see configs/hardware/h200.yaml") from None
     except yaml.YAMLError as error:
         raise UserError(f"--hardware {name}: {' '.join(str(error).split())}; correct the file") from None
     if not isinstance(given, dict):
@@ -69,8 +76,12 @@ def load(name: str) -> Hardware:
         value = given.get(field.name)
         if field.name == "name" and isinstance(value, str):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UserError(f"--hardware {name}: {field.name} is {value}; give a number, as in h200.yaml")
+        if value == 0 and field.name not in _MAY_BE_0:
+            raise UserError(f"--hardware {name}: {field.name} is {value}; give more than 0, as in h200.yaml")
+        if field.name == "gpus_per_node" and not isinstance(value, int):
+            raise UserError(f"--hardware {name}: {field.name} is {value}; give a whole number")
     if unknown := sorted(given.keys() - {field.name for field in fields(Hardware)}):
         raise UserError(f"--hardware {name}: {unknown[0]} is no name the model knows; remove it")
     return Hardware(**given)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..flags.stock import plain
 from . import hardware, measured
 from .estimate import divisors
 from .memory import MODELS
@@ -71,6 +72,14 @@ def check(args: Namespace) -> None:
         raise UserError(f"--iterations {args.iterations}: five warm up and twice five are measured; use 17 or more")
     if args.only_cap and args.cap_gb is None:
         raise UserError("--only-cap: with what? add --cap-gb")
+    if not args.run:
+        parser = ArgumentParser()
+        add_arguments(parser)
+        for name, default in vars(parser.parse_args([])).items():
+            value = getattr(args, name)
+            if name != "results" and value != default:  # --results is printed without --run too
+                said = "" if value is True else f" {plain(value)}"
+                raise UserError(f"--{name.replace('_', '-')}{said}: of a measurement only; add --run, or remove it")
 
 
 def run(args: Namespace, runner: Callable[[str, Namespace], dict] | None = None) -> int:

@@ -91,6 +91,8 @@ class Job:
         if groups is not None and groups % tensor and tensor % groups:
             remedy = f"neither multiple nor divisor of --tensor-model-parallel-size {tensor}; change one"
             raise UserError(f"--num-query-groups {groups}: {remedy}")
+        if groups is not None:
+            self._check_divides("num_query_groups", "num_attention_heads")
         for rows, columns, across in self.linear_sizes:
             cut, whole = (rows, columns) if across else (columns, rows)
             if cut % (tensor * GEMM_MULTIPLE) or whole % GEMM_MULTIPLE:

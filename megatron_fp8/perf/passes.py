@@ -20,15 +20,24 @@ def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
     rope = job.position_embedding_type == "rope"
     moved = {
         "norm": system.norm * 2 * hidden,
-        "cast": system.cast * cast,
+        "cast": system.cast * cast * w.fp8,
         "activation": system.activation * (0.6 * fc1 + 0.4 * ffn),
         "rotary, QKV": split * qkv + system.rope * (w.heads + w.groups) / tensor * rope,
         "residual adds": system.residual * 2 * hidden,
     }
     weights = sum(rows * columns for rows, columns, _ in job.linear_sizes) / tensor
-    of_weights = {"cast": system.transpose * weights, "gradient adds": system.add * weights}
-    kinds = [*moved, *(of_weights.keys() - moved.keys())]
+    of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": system.add * weights}
+    kinds = moved | of_weights  # in this order
     return {kind: hardware.pass_ms(w.tokens * moved.get(kind, 0) + of_weights.get(kind, 0)) for kind in kinds}
+
+
+def _of_a_weight(w: Workload) -> float:
+    """Bytes an element of a weight, every micro-batch, to have it as its GEMMs take it."""
+    if w.fp8:  # kept transposes are made in a step's first micro-batch only
+        return w.system.transpose / (w.micro_batches if w.keeps_transposes else 1)
+    cells = w.cells()
+    # A weight stored in E4M3 is made BF16 for the forward and again for the backward pass: a byte read, two written.
+    return 2 * 3 if cells and cells["weight"] == "fp8" else 0
 
 
 def loss(w: Workload, hardware: Hardware) -> dict[str, float]:

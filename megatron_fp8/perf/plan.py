@@ -21,6 +21,7 @@ from .estimate import add_model_arguments, check, divisors, record, write_csv
 from .hardware import Hardware
 from .read import Flags
 from .step import Estimate, estimate
+from .systems import chosen
 
 _MOST_CHUNKS, _LARGEST_MICRO_BATCH = 8, 16
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
@@ -82,6 +83,9 @@ def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | N
     context = flags.args.context_parallel_size
     if flags.args.global_batch_size is None:
         raise UserError("--global-batch-size is missing: a plan needs the batch that is to be trained with")
+    # A mistake that no layout mends is said once: here, where the whole model is on one replica's GPUs.
+    chosen(system, "--system")
+    _workload(flags, context, system, Layout(1, 1, 1), 1, None)
     layouts = list(_layouts(flags.args, gpus, context, on.gpus_per_node))
     return [_best(flags, gpus, system, on, cap_gb, layout) for layout in layouts]
 

@@ -16,12 +16,21 @@ from typing import Any
 from ..checkpoint import saves
 from ..errors import UserError
 from ..flags.level import CELLS, LEVEL, is_stock
+from ..flags.stock import plain
 from ..metrics import VARIABLE as METRICS
 from ..plugin import install, uninstall
 from .memory import Job
 from .systems import System, chosen
 from .workload import Workload
 
+# What would change bytes or time and is not modelled: {name in Megatron's arguments: the value that passes}.
+_NOT_MODELLED = dict.fromkeys((
+    "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "distribute_saved_activations",
+    "cpu_offloading_num_layers", "fine_grained_activation_offloading", "mtp_num_layers", "hybrid_layer_pattern",
+    "hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json", "window_size", "fp16", "fp32_residual_connection",
+    "use_precision_aware_optimizer", "grad_reduce_in_bf16", "first_last_layers_bf16", "fp8_bf16_layers",
+)) | {"optimizer": "adam"}  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
 
@@ -102,6 +111,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         overlap_gather=bool(args.overlap_param_gather),
         fp8_head=bool(getattr(args, "fp8_lm_head", False)) and system.level is not None,
         fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
+        keeps_transposes=bool(args.keep_fp8_transpose_cache) and system.level is not None,
         dropout=args.hidden_dropout > 0,
         overrides=overrides if system.level else None,
     )
@@ -152,10 +162,13 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
 def _refuse(args: Namespace, data: int) -> None:
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
-    for name, wanted in (("use_megatron_fsdp", False), ("use_torch_fsdp2", False), ("cpu_offloading", False),
-                         ("optimizer_cpu_offload", False), ("distribute_saved_activations", False)):  # fmt: skip
-        if bool(getattr(args, name, wanted)) is not wanted:
-            raise UserError(f"--{name.replace('_', '-')}: not modelled; remove it")
+    for name, default in _NOT_MODELLED.items():
+        if (value := getattr(args, name, None)) and value != default:
+            said = "" if value is True else f" {plain(value)}"
+            remedy = "use --bf16 instead" if name == "fp16" else "remove it"
+            raise UserError(f"--{name.replace('_', '-')}{said}: not modelled; {remedy}")
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        raise UserError("--recompute-granularity full: add --recompute-method uniform, or block")
     if not args.use_distributed_optimizer and data > 1:
         raise UserError("estimate: only the distributed optimizer is modelled; add --use-distributed-optimizer")
 

@@ -1,7 +1,7 @@
 """Runs read for comparison: this package's metrics, Megatron's log, TensorBoard's files.
 
     form         loss is                         of a path
-    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), also what --export-result wrote
+    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), or FILE of --export-result
     log          as printed, seven digits        any other file with Megatron's iteration lines
     tensorboard  FP32                            a folder with events.out.tfevents.* files, or such a file
 
@@ -56,18 +56,25 @@ def read(word: str) -> Run:
         raise UserError(f"{path}: no such run; give a metrics file, Megatron's log, or TensorBoard's folder")
     if place.is_dir() or place.name.startswith("events.out.tfevents"):
         run = _tensorboard(name, place)
-    elif place.suffix == ".jsonl":
-        run = _metrics(name, place)
     else:
-        run = _log(name, place)
+        text = place.read_text(errors="replace")  # once: it may be a pipe
+        is_metrics = place.suffix == ".jsonl" or _begins_with_a_step(text)
+        run = _metrics(name, path, text) if is_metrics else _log(name, text)
     if not run.series(LOSS):
         raise UserError(f"{path}: no step with a loss in it; give the output of the last rank, or another file")
     return run
 
 
-def _metrics(name: str, path: Path) -> Run:
+def _begins_with_a_step(text: str) -> bool:
+    """Whether it is --export-result's form, whatever the file is called."""
+    try:
+        return {STEP, LOSS} <= json.loads(text.partition("\n")[0]).keys()
+    except (ValueError, AttributeError):  # no JSON, or no object
+        return False
+
+
+def _metrics(name: str, path: str, text: str) -> Run:
     run = Run(name, "metrics")
-    text = path.read_text(errors="replace")
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -85,10 +92,10 @@ def _metrics(name: str, path: Path) -> Run:
     return run
 
 
-def _log(name: str, path: Path) -> Run:
+def _log(name: str, text: str) -> Run:
     digits = {LOSS: ".6E", GRAD_NORM: ".3f", STEP_MS: ".1f"}
     run = Run(name, "log", rounded=lambda key, value: float(format(value, digits.get(key, ".6E"))))
-    for line in path.read_text(errors="replace").splitlines():
+    for line in text.splitlines():
         if found := _ITERATION.search(line):
             values = run.steps.setdefault(int(found[1]), {})
             for key, title in _PRINTED.items():

@@ -157,6 +157,8 @@ def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
                 name = "optimizer states" if kind in STATES else kind
                 kinds[name] = kinds.get(name, 0.0) + size
         kinds["weight"] += system.weight_copies * sum(w.job.linears())
+        if w.keeps_transposes:
+            kinds.pop("transpose scratch", None)  # activations.py has those that are kept
         kinds["buffers"] = _WORKSPACE
         if system.keeps_wgrads:
             kinds["buffers"] += 2 * sum(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor

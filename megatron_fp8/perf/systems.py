@@ -97,7 +97,7 @@ UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` where Megatron's stale import makes TE
 FP8_HEAD = 2  # bytes a logit of --fp8-lm-head: their gradient in FP8, both ways round
 
 
-def chosen(name: str) -> System:
+def chosen(name: str, flag: str = "--systems") -> System:
     if name not in SYSTEMS:
-        raise UserError(f"--systems {name}: no such system; use {', '.join(SYSTEMS)}")
+        raise UserError(f"{flag} {name}: no such system; use {', '.join(SYSTEMS)}")
     return SYSTEMS[name]

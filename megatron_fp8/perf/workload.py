@@ -21,6 +21,7 @@ class Workload:
     virtual: model chunks a pipeline stage.
     recompute, modules, recomputed_layers: --recompute-granularity, -modules, and of "full" how many layers of a chunk
         (None: all).
+    keeps_transposes: whether a level keeps W^T of its FP8 weights from one micro-batch to the next.
     dropout: whether hidden states have any.
     overrides: {cell: value} of the level's table.
     """
@@ -40,12 +41,14 @@ class Workload:
     overlap_gather: bool = False
     fp8_head: bool = False
     fp8_activations: bool = False
+    keeps_transposes: bool = False
     dropout: bool = False
     repaired: bool = True  # Transformer Engine's QKV split
     overrides: Mapping[str, str] | None = None
 
     def __post_init__(self):
-        for flag, value in (("--micro-batch-size", self.micro_batch), ("--global-batch-size", self.global_batch)):
+        for flag, value in (("--seq-length", self.sequence), ("--micro-batch-size", self.micro_batch),
+                            ("--global-batch-size", self.global_batch)):  # fmt: skip
             if value < 1:
                 raise UserError(f"{flag} {value}: use 1 or more")
         if self.job.data_parallel_size % self.context:
@@ -128,6 +131,16 @@ class Workload:
     def split(self) -> int:
         """Tensor-parallel ranks that share hidden states: all under sequence parallelism."""
         return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the linears' GEMMs are: not under --fp8-gemm bf16."""
+        return self.system.fp8 and (self.overrides or {}).get("gemm", "fp8") == "fp8"
+
+    @property
+    def input_bytes(self) -> int:
+        """Of an element of a linear's input that waits for the backward pass."""
+        return self.system.input_bytes if self.fp8 else 2
 
     def cells(self) -> dict[str, str] | None:
         """The level's table, gradients' storage decided; None for stock and Transformer Engine."""

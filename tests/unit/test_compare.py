@@ -110,8 +110,9 @@ def test_tolerance(tmp_path, capsys):
     assert call(capsys, bad, bad, "--assert-equal")[0] == 0
 
 
-def test_a_result_is_exported_and_compared_with_later(tmp_path, capsys):
-    one, file = metrics(tmp_path / "a.jsonl"), str(tmp_path / "expected.jsonl")
+@pytest.mark.parametrize("name", ["expected.jsonl", "expected.txt", "expected"])
+def test_a_result_is_exported_and_compared_with_later(tmp_path, capsys, name):
+    one, file = metrics(tmp_path / "a.jsonl"), str(tmp_path / name)
     assert call(capsys, one, "--export-result", file)[0] == 0
     assert call(capsys, one, "--import-result", file, "--assert-equal") [0] == 0
     other = metrics(tmp_path / "b.jsonl", {**LOSSES, 2: 1.0})

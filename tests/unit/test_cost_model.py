@@ -150,6 +150,25 @@ def test_the_products_of_gemm_csv_take_what_the_rates_say():
         assert ms == pytest.approx(float(row["first ms"]), rel=0.15)
 
 
+def test_kept_transposes():
+    """--fp8-gemm-search --keep-fp8-transpose-cache, and without: train_step_hosts.csv, call 7."""
+    with (RESULTS / "train_step_hosts.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["call"], row["shape"]) == ("7", "7b")]
+    (row,) = (row for row in rows if "--keep-fp8-transpose-cache" in row["system"])
+    found, without = (estimate(slice_7b(keeps_transposes=keeps), H200) for keeps in (True, False))
+    mib_thousands = 2**20 / 1e6  # train_step.py's GB
+    assert found.peak == pytest.approx(float(row["gb_peak"]) * mib_thousands, rel=0.002)
+    assert found.held == pytest.approx(float(row["gb"]) * mib_thousands, rel=0.002)
+    weights = sum(found.workload.job.linears())
+    assert found.peak - without.peak == pytest.approx((weights - max(found.workload.job.linears())) / 1e9)
+    assert found.parts["cast"] < without.parts["cast"]  # the search for GEMMs is not modelled
+    one = slice_7b(keeps_transposes=True, global_batch=4)  # whose transposes come as its activations go
+    assert estimate(one, H200).peak < estimate(slice_7b(global_batch=4), H200).peak
+    short = replace(one, sequence=128)
+    beside = estimate(short, H200).memory
+    assert beside["activations"] + beside["kept transposes"] == pytest.approx(weights / 1e9)
+
+
 # Parts.
 
 
@@ -163,6 +182,14 @@ def test_gpt_layers_keep_32_and_27_bytes():
     assert activations.layer(eighth) * 8 == pytest.approx(activations.layer(w))
     alone = replace(eighth, sequence_parallel=False)
     assert activations.layer(alone) > 1.5 * activations.layer(eighth)
+
+
+def test_a_level_with_gemms_in_bf16():
+    """Inputs wait as stock's do, nothing is cast; a weight that is stored in E4M3 is made BF16."""
+    stock, o1, o3 = (slice_7b(name, overrides={"gemm": "bf16"}) for name in ("bf16", "O1", "O3"))
+    assert activations.layer(o1) == activations.layer(o3) == activations.layer(stock)
+    assert "cast" not in estimate(o1, H200).parts and "cast" in estimate(o3, H200).parts
+    assert "kept transposes" not in estimate(replace(o3, keeps_transposes=True), H200).memory
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -239,6 +266,10 @@ def test_shipped_hardware_loads():
     [
         (("copy_gb_s: 4200", "copy_gb_s: fast"), "copy_gb_s is fast; give a number"),
         (("copy_gb_s: 4200", ""), "copy_gb_s is None; give a number"),
+        (("copy_gb_s: 4200", "copy_gb_s: 0"), "copy_gb_s is 0; give more than 0"),
+        (("copy_gb_s: 4200", "copy_gb_s: .inf"), "copy_gb_s is inf; give a number"),
+        (("host_ms: 44.5", "host_ms: .nan"), "host_ms is nan; give a number"),
+        (("gpus_per_node: 8", "gpus_per_node: 8.5"), "gpus_per_node is 8.5; give a whole number"),
         (("copy_gb_s: 4200", "copy_gb_s: 4200\ncolour: red"), "colour is no name the model knows"),
         (("name: H200", "name: [H200"), "correct the file"),
     ],
@@ -251,6 +282,13 @@ def test_a_hardware_file_that_is_not_whole_is_refused(tmp_path, change, message)
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="no such file; give one, or one of h100-80gb-sxm"):
         hardware.load("h300")
+
+
+def test_a_binary_hardware_file_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"\x80\xff\x00")
+    with pytest.raises(UserError, match=r"--hardware .*mine.yaml: no text file; see"):
+        hardware.load(str(file))
 
 
 def test_cases_that_others_published(monkeypatch):

@@ -145,6 +145,33 @@ def test_every_layout_is_tried_and_divides(capsys):
 
 
 @pytest.mark.parametrize(
+    "given, said",
+    [
+        ("--cpu-offloading-num-layers 2", "--cpu-offloading-num-layers 2"),
+        ("--fine-grained-activation-offloading --offload-modules core_attn", "--fine-grained-activation-offloading"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1"),
+        ("--hybrid-layer-pattern M*M*", "--hybrid-layer-pattern M*M*"),
+        ("--window-size 128,0", "--window-size 128 0"),
+        ("--optimizer sgd", "--optimizer sgd"),
+        ("--fp16", "--fp16"),
+        ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer"),
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16"),
+        ("--fp8-level O3 --fp8-bf16-layers decoder.layers.*", "--fp8-bf16-layers decoder.layers.*"),
+        ("--first-last-layers-bf16", "--first-last-layers-bf16"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(given, said):
+    flags = read.parse([*MODEL.split(), *given.split()])
+    with pytest.raises(UserError, match=re.escape(f"{said}: not modelled; ")):
+        read.workload(flags, 8)
+
+
+def test_a_value_at_its_default_is_not_refused():
+    flags = read.parse(f"{MODEL} --optimizer adam --cpu-offloading-num-layers 0 --mtp-num-layers 0".split())
+    assert read.workload(flags, 8) == read.workload(read.parse(MODEL.split()), 8)
+
+
+@pytest.mark.parametrize(
     "verb, before, flags, message",
     [
         (estimate, "", MODEL.replace("--vocab-size 50304", ""), "--vocab-size is missing"),
@@ -157,6 +184,13 @@ def test_every_layout_is_tried_and_divides(capsys):
         (estimate, "--gpus 12", MODEL, "--global-batch-size 64: no multiple of"),
         (estimate, "", MODEL + " --recompute-granularity selective --recompute-modules moe", "moe: not modelled"),
         (estimate, "--gpus 2", MODEL.replace("--use-distributed-optimizer", ""), "add --use-distributed-optimizer"),
+        (estimate, "--tokens inf", MODEL, "--tokens inf: use a number"),
+        (estimate, "--cap-gb inf", MODEL, "--cap-gb inf: use a number"),
+        (estimate, "", MODEL.replace("seq-length 2048", "seq-length -5"), "--seq-length -5: use 1 or more"),
+        (estimate, "", MODEL + " --recompute-granularity full", "full: add --recompute-method uniform, or block"),
+        (plan, "--gpus 8 --system nope", MODEL, "--system nope: no such system; use bf16, te"),
+        (plan, "--gpus 8", MODEL + " --num-experts 8", "estimate: experts: not modelled"),
+        (plan, "--gpus 8", MODEL + " --group-query-attention --num-query-groups 3", "--num-query-groups 3: does not"),
         (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],

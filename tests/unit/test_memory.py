@@ -315,6 +315,7 @@ def test_flags_change_a_model_and_a_model_may_be_given_by_flags(capsys):
         ("--model 7b --tensor-model-parallel-size 3", "does not divide --num-attention-heads 32"),
         ("--model 7b --pipeline-model-parallel-size 5", "does not divide --num-layers 32"),
         ("--model 7b --tensor-model-parallel-size 4 --num-query-groups 6", "--num-query-groups 6: neither multiple"),
+        ("--model 7b --num-query-groups 3", "--num-query-groups 3: does not divide --num-attention-heads 32"),
         ("--model 7b --hidden-size 4100", "--num-attention-heads 32: does not divide --hidden-size 4100"),
         ("--model 7b --ffn-hidden-size 100", "a linear of 100 x 4096 elements"),
         ("--model 7b --position-embedding-type learned_absolute", "add --max-position-embeddings"),
