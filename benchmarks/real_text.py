@@ -50,7 +50,7 @@ OF_THE_JUDGE = ("--seq-length", "--global-batch-size", "--eval-iters")  # as the
 
 def train(arm: str, seed: int, args: argparse.Namespace) -> dict | None:
     """One run's row; None where it failed."""
-    held_out = (Path(f"{TEXT}_heldout.bin").stat().st_size // 2 - 1) // CONTEXT  # a token is two bytes there
+    held_out = prepare_data.samples(f"{TEXT}_heldout", CONTEXT)
     flags = f"{MODEL} {TRAINING} {train_step.LOCAL} --train-iters {args.steps} --eval-interval {args.steps + 1} "
     flags += f"--lr-warmup-iters {args.steps // 5} --eval-iters {held_out // BATCH} --seed {seed} {ARMS[arm]}"
     name = f"{arm}_{seed}".replace(" --", "_")

@@ -95,7 +95,7 @@ def train(name: str, level: str, seed: int, on_gpu: bool) -> tuple[list[Step], d
     file = OUTPUT / name.replace(" ", "_")
     report = file.with_suffix(".report.json")
     report.unlink(missing_ok=True)
-    held_out = (Path(f"{TEXT}_heldout.bin").stat().st_size // 2 - 1) // CONTEXT  # a token is two bytes there
+    held_out = prepare_data.samples(f"{TEXT}_heldout", CONTEXT)
     flags = f"{MODEL} {TRAINING} {STOCK_ONLY} {DATA} --eval-iters {held_out // BATCH} --seed {seed} --fp8-level {level}"
     progress = Progress(name)
     (torchrun if on_gpu else forked)(

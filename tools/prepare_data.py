@@ -28,6 +28,11 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
 PARTS = ("train", "heldout")
 
 
+def samples(prefix: str, length: int) -> int:
+    """How many samples of so many tokens, and the one after, the data set at this prefix has."""
+    return (os.stat(f"{prefix}.bin").st_size // 2 - 1) // length  # a token is two bytes
+
+
 class Bytes:
     """Tokens are the bytes of UTF-8; 256 ends a document."""
 

@@ -81,7 +81,7 @@ def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
 def _summed(w: Workload) -> tuple[float, float]:
     """Bytes an element of y, and of dx, as they are summed over tensor-parallel ranks."""
     how = w.overrides or {}
-    fp8 = how.get("tp_reduce_scatter", "bf16") if w.system.ours and how.get("gemm", "fp8") == "fp8" else "bf16"
+    fp8 = how.get("tp_reduce_scatter", "bf16") if w.system.ours and w.fp8 else "bf16"
     y, dx = (1 + 1 / 128 if fp8 in ("fp8", way) else 2.0 for way in ("forward", "backward"))
     return y, dx
 
@@ -93,8 +93,7 @@ def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
         backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: as x in the forward pass
     """
     times, how = w.micro_batches * w.layers, w.overrides or {}
-    fp8 = how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
-    fp8 &= how.get("gemm", "fp8") == "fp8"
+    fp8 = w.fp8 and how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
     a_row, (of_y, of_dx) = 1.0 if fp8 else 2.0, _summed(w)
     gathers: list[tuple[float, float]] = []  # (bytes, ms of what runs beside)
     sums: list[tuple[float, float]] = []

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import UserError
+from ..flags.numbers import GEMM_MULTIPLE
 from .command import Flags, flags_of
 
 HEAD = 16  # channels, the least that an FP8 GEMM sums over
@@ -172,7 +173,7 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
     if getattr(job, "mup_base_hidden_size", None):
         found["--mup-base-hidden-size"] = max(1, job.mup_base_hidden_size * width // hidden)
     if mock_data:
-        legal = math.lcm(16, job.make_vocab_size_divisible_by) * tensor if job.fp8_lm_head else 1  # for an FP8 GEMM
+        legal = math.lcm(GEMM_MULTIPLE, job.make_vocab_size_divisible_by) * tensor if job.fp8_lm_head else 1
         found["--vocab-size"] = -(-255 // legal) * legal
     return found
 

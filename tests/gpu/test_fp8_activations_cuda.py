@@ -42,7 +42,6 @@ def test_memory_and_losses(kind):
     runs = [run_megatron(1, [*flags, "--fp8-level", "O3", *more], gpu=True) for more in ([], ["--fp8-activations"])]
     plain, given = (run.losses for run in runs)
     assert given[0] == pytest.approx(plain[0], abs=2e-3)
-    assert given[:3] == pytest.approx(plain[:3], abs=2e-2) and given != plain  # later ones may part, as two seeds do
-    assert given[-1] == pytest.approx(plain[-1], rel=0.1) and given[-1] < given[0]
+    assert given == pytest.approx(plain, abs=2e-2) and given != plain
     saved = SAVED[kind] * LAYERS * WIDTH * TOKENS
     assert peak(runs[0]) - peak(runs[1]) == pytest.approx(saved, rel=0.15)
