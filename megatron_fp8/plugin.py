@@ -402,7 +402,7 @@ def _gpt_model_init(fp8: Fp8Config):
     from .layers.embedding import add_to_main_grad
     from .layers.emulated_head import emulate_head
     from .layers.fp8_head import head_in_fp8
-    from .layers.residual import fork_residuals
+    from .layers.residual import join_residuals
     from .layers.spec import accept_local_names, convert, convert_block
 
     def make(stock):
@@ -424,7 +424,7 @@ def _gpt_model_init(fp8: Fp8Config):
             if fp8.lm_head and self.post_process:
                 head_in_fp8(self.output_layer, fp8.grad_format)
             add_to_main_grad(self)
-            fork_residuals(self)
+            join_residuals(self)
             accept_local_names(self)
 
         return init

@@ -91,7 +91,9 @@ class _OwnedLinear:
         finally:
             self._given = None
 
-    def _forward_impl(self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, **stock):
+    def _forward_impl(
+        self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, residual=None, **stock
+    ):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
             raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
         if self._given is not None:
@@ -100,7 +102,7 @@ class _OwnedLinear:
             call, given = self.plan(), None
         stock_has = allreduce_dgrad, sequence_parallel
         assert (bool(call.sum_dx) and not call.scatter, call.gather is not None) == stock_has
-        return product(input, self._anchor, call, given, bias)
+        return product(input, self._anchor, call, given, bias, residual)
 
 
 class Fp8ColumnParallelLinear(_OwnedLinear, ColumnParallelLinear):
@@ -119,7 +121,11 @@ class Fp8RowParallelLinear(_OwnedLinear, RowParallelLinear):
     The bias that it returns to be added later is a view, not the parameter itself.  Megatron recomputes an MLP
     (--recompute-modules mlp) in an autograd function, which returns that bias too: of a parameter, a leaf, it would
     become the origin, so that its backward pass would call itself without end.  Stock's linears do, and hang.
+
+    residual: what the next forward pass adds to its result, with the bias (residual.py); None again once it has.
     """
+
+    residual: torch.Tensor | None = None
 
     def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
         super().__init__(*args, **kwargs)
@@ -128,6 +134,9 @@ class Fp8RowParallelLinear(_OwnedLinear, RowParallelLinear):
     def forward(self, input_):
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        residual, self.residual = self.residual, None
+        if residual is not None:
+            return self._forward_impl(input_, self.weight, self.bias, residual=residual), None
         output, bias = self._forward_impl(input_, self.weight), self.bias  # summed over the ranks
         if bias is None or self.skip_bias_add:
             return output, None if bias is None else bias.view_as(bias)

@@ -54,14 +54,16 @@ def product(
     call: Call,
     given: Fp8Activation | None = None,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = x W^T + bias (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
+    """y = x W^T + bias + residual (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
     if not call.fp8:
         y = Bf16Product.apply(x, anchor, call)
-        return y if bias is None else y + bias
-    y = Fp8Product.apply(x, anchor, call, given, bias)
-    # A bias's gradient is summed from dy as it is; that of a sum over the ranks is every rank's.
-    if call.keep and call.wgrad_fp8 and bias is None and not call.sum_y:
+        y = y if bias is None else y + bias
+        return y if residual is None else y + residual
+    y = Fp8Product.apply(x, anchor, call, given, bias, residual)
+    # A bias's gradient is summed from dy as it is, a residual's is dy; that of a sum over the ranks is every rank's.
+    if call.keep and call.wgrad_fp8 and bias is None and residual is None and not call.sum_y:
         y._fp8_call = call
     return y
 
@@ -85,10 +87,10 @@ class BiasedGradient:
 
 
 class Fp8Product(torch.autograd.Function):
-    """y = x W^T + bias in FP8; x in BF16, or the ticket of `given`."""
+    """y = x W^T + bias + residual in FP8; x in BF16, or the ticket of `given`."""
 
     @staticmethod
-    def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None, bias: torch.Tensor | None):
+    def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None, bias, residual):
         if given is not None:
             q, scale, recipe = given.q, given.scale, given.recipe
         else:
@@ -96,11 +98,13 @@ class Fp8Product(torch.autograd.Function):
             here = call.whole(x) if call.gather == "bf16" else source.rows(x)
             q, scale = cast_input(call, here, recipe)
         arriving = call.start_gather(q.payload) if call.gather == "fp8" else None
-        w, read, epilogue = call.weight.quantized(), q, ops.Epilogue(dtype=x.dtype, bias=bias)
+        w, read = call.weight.quantized(), q
+        past = None if residual is None else source.rows(residual)
+        epilogue = ops.Epilogue(dtype=x.dtype, bias=bias, residual=past)
         if arriving is not None:
             y, read = gathered_product(q, arriving, call.group, w, epilogue, fast_accum=True)
         elif call.sum_y:
-            assert bias is None  # which is added to the sum
+            assert bias is None and residual is None  # which are added to the sum
             y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8", fast_accum=True)
         else:
             y = ops.gemm(q, w, epilogue, fast_accum=True)
@@ -120,7 +124,7 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dx, dbias, product = _fp8_gradients(ctx, ctx.call, dy)
-        return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias
+        return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias, dy if ctx.needs_input_grad[5] else None
 
 
 def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product | None]:

@@ -1,25 +1,57 @@
-"""The gradient of the residual stream, added where the norm's backward pass writes its own.
+"""The residual stream without passes of its own: x + f(norm(x)), f being attention or an MLP of ours.
 
-    forward   x ──► norm ──► linear ──► ... ──► + x        backward   dx = norm's gradient + that of "+ x"
+    forward   x ──► norm ──► linear ──► ... ──► row linear, + x in its GEMM
+    backward  dx = norm's gradient + that of "+ x", in the norm's kernel
 
-Both readers' gradients of x meet in autograd, which adds them in a kernel that reads both and writes a third: 6 bytes
-an element in BF16, and the norm's backward pass has written one of them just before.  So one function has both outputs,
-the norm and x (`NormCast`), gets both gradients, and its kernel reads one more operand instead: 2 bytes.
+Forward: the product of f's last linear would be written, then read with x (and a bias), and their sum written: 8 bytes
+an element in BF16. A GEMM whose epilogue reads x writes the sum itself: 4. There it is rounded once, where stock rounds
+the product, the product with bias, and the sum; a backend that does not fuse rounds as stock does (ops/gemm.py). A sum
+over tensor-parallel ranks comes before the residual, and dropout too: those add as stock does.
+
+Backward: both readers' gradients of x meet in autograd, which adds them in a kernel that reads both and writes a third: 6
+bytes an element, and the norm's backward pass has written one of them just before. So one function has both outputs, the
+norm and x (`NormCast`), gets both gradients, and its kernel reads one more operand instead: 2 bytes. It rounds as
+autograd does.
 
 The norm is the linear's, as in Transformer Engine, and where stock's layer has a norm there is nothing; but the layer
-takes a pair from a norm, its output and the residual.  A `Fork` in that place lets the linear begin with its norm.
+takes a pair from a norm, its output and the residual. A `Fork` in that place lets the linear begin with its norm, and
+tells a `ResidualSum`, which stands where the layer has bias_dropout_add, what is to be added.
 
-Not forked, which costs time but changes no bit, since the kernel rounds as autograd does: a pass without gradients; an
-MLP that is recomputed or done in pieces, of which the norm is a part; experts; latent attention; classes not ours.
+Left as they are: an MLP that is recomputed or done in pieces, of which the norm is a part; experts; latent attention;
+classes not ours; modules that somebody's hooks look into; and, of the gradient alone, a pass without gradients.
 """
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
-from .linear import Fp8NormColumnParallelLinear, hooked
+from .linear import Fp8NormColumnParallelLinear, Fp8RowParallelLinear, hooked
 from .mlp import Fp8Mlp
 from .self_attention import FusedSelfAttention
+
+
+class ResidualSum:
+    """In the place of a layer's bias_dropout_add: hands on what the last linear of `reader`, `name`, has added up."""
+
+    def __init__(self, reader: torch.nn.Module, name: str):
+        self._reader, self._name, self._offered = reader, name, False
+
+    def offer(self, x: torch.Tensor) -> None:
+        """Have that linear add x (..., K) to its next result."""
+        row = getattr(self._reader, self._name)
+        self._offered = isinstance(row, Fp8RowParallelLinear) and not hooked(self._reader) and not hooked(row)
+        row.residual = x if self._offered else None
+
+    def __call__(self, training: bool, fused: bool):
+        if not self._offered:
+            return get_bias_dropout_add(training, fused)
+        self._offered = False
+        return _has_been_added
+
+
+def _has_been_added(x_with_bias, residual, prob):
+    return x_with_bias[0]
 
 
 class Fork(IdentityOp):
@@ -28,24 +60,39 @@ class Fork(IdentityOp):
     An IdentityOp still, to stock: there is no norm of the layer's own that it could recompute.
     """
 
-    def __init__(self, reader: torch.nn.Module, name: str):
+    def __init__(self, reader: torch.nn.Module, name: str, add: ResidualSum | None):
         super().__init__()
-        self._reader, self._name = (reader,), name  # in a tuple it is no part of this module
+        self._reader, self._name, self._add = (reader,), name, add  # in a tuple it is no part of this module
 
     def forward(self, x, *args, **kwargs):
-        linear = getattr(self._reader[0], self._name)
+        linear, normed = getattr(self._reader[0], self._name), None
         if torch.is_grad_enabled() and isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear):
-            return linear.begin(x)
-        return x
+            normed, x = linear.begin(x)
+        if self._add is not None:
+            self._add.offer(x)
+        return x if normed is None else (normed, x)
 
 
-def fork_residuals(model: torch.nn.Module) -> None:
-    """Put a Fork before each attention and MLP of the model that begins with a linear that holds its norm."""
+def join_residuals(model: torch.nn.Module) -> None:
+    """Put a Fork before each attention and MLP of the model that begins with a linear that holds its norm, and a
+    ResidualSum after it where the last linear can add."""
     for layer in model.modules():
         if type(layer) not in (TransformerLayer, MoETransformerLayer):
             continue
         if type(layer.input_layernorm) is IdentityOp and type(layer.self_attention) is FusedSelfAttention:
-            layer.input_layernorm = Fork(layer.self_attention, "linear_qkv")
+            add = _sum(layer, "self_attn_bda", layer.self_attention, "linear_proj")
+            layer.input_layernorm = Fork(layer.self_attention, "linear_qkv", add)
         whole = not layer.recompute_mlp and layer.config.mlp_chunks_for_training == 1
         if type(layer.pre_mlp_layernorm) is IdentityOp and type(layer.mlp) is Fp8Mlp and whole:
-            layer.pre_mlp_layernorm = Fork(layer.mlp, "linear_fc1")
+            add = _sum(layer, "mlp_bda", layer.mlp, "linear_fc2")
+            layer.pre_mlp_layernorm = Fork(layer.mlp, "linear_fc1", add)
+
+
+def _sum(layer: TransformerLayer, bda: str, reader: torch.nn.Module, name: str) -> ResidualSum | None:
+    """The ResidualSum that now stands in the layer's place `bda`; None where there is to be none."""
+    row = getattr(reader, name)
+    if getattr(layer, bda) is not get_bias_dropout_add or layer.hidden_dropout or row.tp_group.size() > 1:
+        return None
+    add = ResidualSum(reader, name)
+    setattr(layer, bda, add)
+    return add

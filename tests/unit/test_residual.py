@@ -1,9 +1,10 @@
-"""The gradient of the residual stream, in whole models whose FP8 linears run: the bits of autograd's addition, of a
-residual stream in FP32 and in BF16, and which additions the norm's backward pass makes."""
+"""The residual stream in whole models whose FP8 linears run, in FP32 and in BF16: the bits of stock's sums and of
+autograd's, and which of them a GEMM and a norm's backward pass make."""
 
 import architecture
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -18,22 +19,22 @@ LATENT = (
     "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16 "
     "--position-embedding-type rope"
 )
-CASES = {  # additions that two layers' norms make, of four
-    "": 4,
-    "--apply-layernorm-1p": 4,
-    SWIGLU: 4,
-    "--hidden-dropout 0.3": 4,
-    "--add-qkv-bias --no-bias-dropout-fusion": 4,
-    f"--mtp-num-layers 1 {SWIGLU}": 6,
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": 4,
-    "--recompute-granularity selective --recompute-modules layernorm core_attn": 4,
-    "--recompute-granularity selective --recompute-modules mlp": 2,
-    "--mlp-chunks-for-training 2": 2,
-    EXPERTS: 3,
-    LATENT: 2,
-    "--fp8-bf16-layers *.layers.0.*": 2,
-    "--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0": 2,
-    "--fp8-gemm bf16": 0,
+CASES = {  # additions that two layers' norms make backwards, of four; those that FP8 GEMMs make forwards
+    "": (4, 4),
+    "--apply-layernorm-1p": (4, 4),
+    SWIGLU: (4, 4),
+    "--hidden-dropout 0.3": (4, 0),
+    "--add-qkv-bias --no-bias-dropout-fusion": (4, 4),
+    f"--mtp-num-layers 1 {SWIGLU}": (6, 6),
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": (4, 8),
+    "--recompute-granularity selective --recompute-modules layernorm core_attn": (4, 4),
+    "--recompute-granularity selective --recompute-modules mlp": (2, 2),
+    "--mlp-chunks-for-training 2": (2, 2),
+    EXPERTS: (3, 3),
+    LATENT: (2, 2),
+    "--fp8-bf16-layers *.layers.0.*": (2, 2),
+    "--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0": (2, 2),
+    "--fp8-gemm bf16": (0, 0),
 }
 
 
@@ -56,6 +57,19 @@ def added(monkeypatch) -> list[bool]:
     return calls
 
 
+@pytest.fixture
+def summed(monkeypatch) -> list[bool]:
+    """Of each FP8 GEMM, whether it added a residual."""
+    calls, gemm = [], ops.gemm
+
+    def counting(a, b, epilogue=ops.Epilogue(), **options):
+        calls.append(epilogue.residual is not None)
+        return gemm(a, b, epilogue, **options)
+
+    monkeypatch.setattr(ops, "gemm", counting)
+    return calls
+
+
 def build(case: str, dtype=torch.float32) -> torch.nn.Module:
     model = architecture.build([*FP8, *case.split()], level=True).to(dtype)
     architecture.fill(model)
@@ -67,8 +81,10 @@ def forks(model) -> list[Fork]:
 
 
 def without_forks(model) -> None:
+    """As stock's layers are."""
     for layer in model.modules():
         if isinstance(layer, TransformerLayer):
+            layer.self_attn_bda = layer.mlp_bda = get_bias_dropout_add
             for name in ("input_layernorm", "pre_mlp_layernorm"):
                 if isinstance(getattr(layer, name), Fork):
                     setattr(layer, name, IdentityOp())
@@ -76,14 +92,15 @@ def without_forks(model) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_bits_of_autograds_addition(case, dtype, added):
+def test_the_bits_of_stocks_additions(case, dtype, added, summed):
     model = build(case, dtype)
     forked = architecture.run(model)
-    assert sum(added) == CASES[case]
+    assert (sum(added), sum(summed)) == CASES[case]
     added.clear()
+    summed.clear()
     without_forks(model)
     plain = architecture.run(model)
-    assert not any(added)
+    assert not any(added) and not any(summed)
     assert forked.keys() == plain.keys()
     for name, value in plain.items():
         assert torch.equal(forked[name], value) and value.isfinite().all(), name
@@ -107,6 +124,7 @@ def one_fork():
         weight.sink = architecture._Grads()
     x = torch.randn(32, 2, 64, requires_grad=True)
     given, residual = layer.pre_mlp_layernorm(x)
+    layer.mlp.linear_fc2.residual = None
     y, _ = layer.mlp(given)
     return layer.mlp.linear_fc1, x, y, residual
 
@@ -142,6 +160,21 @@ def test_without_gradients_nothing_is_forked():
     x = torch.randn(32, 2, 64)
     with torch.no_grad():
         assert layer.pre_mlp_layernorm(x) is x
+
+
+def test_no_residual_is_left_where_nobody_may_add_it(summed):
+    """Not between a module and somebody's hook on it; nor is what one pass has not taken added by the next."""
+    model = build("")
+    plain = architecture.run(model)
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_hook(lambda module, given, out: (2 * out[0], 2 * out[1]))
+        layer.self_attention.linear_proj.residual = torch.full((32, 2, 64), torch.nan)
+    summed.clear()
+    doubled = architecture.run(model)
+    assert sum(summed) == 2 and doubled.keys() == plain.keys()
+    assert all(value.isfinite().all() for value in doubled.values())
+    without_forks(model)
+    assert all(torch.equal(value, doubled[name]) for name, value in architecture.run(model).items())
 
 
 def test_a_norm_made_before_is_what_the_linear_must_be_given():
