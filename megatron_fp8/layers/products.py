@@ -124,7 +124,8 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dx, dbias, product = _fp8_gradients(ctx, ctx.call, dy)
-        return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias, dy if ctx.needs_input_grad[5] else None
+        past = dy if ctx.needs_input_grad[5] else None
+        return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias, past
 
 
 def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product | None]:

@@ -3,14 +3,14 @@
     forward   x ──► norm ──► linear ──► ... ──► row linear, + x in its GEMM
     backward  dx = norm's gradient + that of "+ x", in the norm's kernel
 
-Forward: the product of f's last linear would be written, then read with x (and a bias), and their sum written: 8 bytes
-an element in BF16. A GEMM whose epilogue reads x writes the sum itself: 4. There it is rounded once, where stock rounds
-the product, the product with bias, and the sum; a backend that does not fuse rounds as stock does (ops/gemm.py). A sum
-over tensor-parallel ranks comes before the residual, and dropout too: those add as stock does.
+Forward: the product of f's last linear would be written, then read with x, and their sum written: 8 bytes an element in
+BF16. A GEMM whose epilogue reads x writes the sum itself: 4. It is rounded once there, where stock rounds the product,
+with its bias, and the sum; a backend that does not fuse rounds as stock does (ops/gemm.py). A sum over tensor-parallel
+ranks comes before the residual, and dropout too: those add as stock does.
 
-Backward: both readers' gradients of x meet in autograd, which adds them in a kernel that reads both and writes a third: 6
-bytes an element, and the norm's backward pass has written one of them just before. So one function has both outputs, the
-norm and x (`NormCast`), gets both gradients, and its kernel reads one more operand instead: 2 bytes. It rounds as
+Backward: both readers' gradients of x meet in autograd, which adds them in a kernel that reads both and writes a third:
+6 bytes an element, and the norm's backward pass has written one of them just before. So one function has both outputs,
+the norm and x (`NormCast`), gets both gradients, and its kernel reads one more operand instead: 2 bytes. It rounds as
 autograd does.
 
 The norm is the linear's, as in Transformer Engine, and where stock's layer has a norm there is nothing; but the layer
