@@ -28,6 +28,8 @@ _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     (EMBEDDING, r"^_embedding_"),
     (GRADIENTS, r"^_(quantize|add)_kernel"),  # ops/triton/blocks.py
     (OPTIMIZER, r"^_(adam|sum)_kernel"),  # _sum: of ranks' blocks and of squares
+    (BACKWARD, r"^_ZN7cutlass\w*float_e5m2"),  # names that the profiler leaves mangled
+    (FORWARD, r"^_ZN7cutlass\w*float_e4m3"),
     (CAST, r"^_\w*(flat|tile|cast|transpose|quant|block)"),
     # libraries
     (ATTENTION, r"fmha|flash|sdpa|cudnn::fusion|softmax_warp|masked_softmax"),

@@ -19,8 +19,10 @@ import os
 import re
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -270,7 +272,7 @@ def search(problem: Problem, device: int) -> list[Choice]:
         for name in {plan.maker for plan in ran}:
             mine = sorted((plan for plan in ran if plan.maker == name), key=times.__getitem__)
             kept += [plan for plan in mine[:KEPT] if plan is not first]
-        times = operands.under_load({one: times[one] for one in (*kept, *in_bf16)})
+        times = under_load({one: times[one] for one in (*kept, *in_bf16)}, operands.run)
     bf16_ms = sum(times[run] for run in in_bf16)
     choices = []
     for maker in makers:
@@ -283,6 +285,25 @@ def search(problem: Problem, device: int) -> list[Choice]:
         ms = (round(value, 5) for value in (times[plan], times[first], bf16_ms))
         choices.append(Choice(maker.name, maker.version, plan.name, *ms))
     return sorted(choices, key=lambda choice: choice.ms * (WORTH if choice.maker == first.maker else 1))
+
+
+def under_load(bursts: dict, run: Callable[[Any], None]) -> dict:
+    """Milliseconds of each key of {what `run` launches: milliseconds of one run, about}, running alone for LOAD_MS.
+
+    They take turns, to and fro: of an even number of turns, a GPU that slows down steadily is fair to all.
+    """
+    times = dict.fromkeys(bursts, 0.0)
+    for turn in range(TURNS):
+        for one in list(bursts)[:: -1 if turn % 2 else 1]:
+            count = math.ceil(LOAD_MS / bursts[one])
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(count):
+                run(one)
+            end.record()
+            torch.cuda.synchronize()
+            times[one] += start.elapsed_time(end) / count / TURNS
+    return times
 
 
 class _Operands:
@@ -306,7 +327,7 @@ class _Operands:
 
     def result_of(self, plan: Plan) -> torch.Tensor:
         self._out.zero_()
-        self._run(plan)
+        self.run(plan)
         return self._out.float()
 
     def in_bf16(self) -> None:
@@ -331,25 +352,7 @@ class _Operands:
                 times[one].append(start.elapsed_time(end))
         return {one: statistics.median(measured) for one, measured in times.items()}
 
-    def under_load(self, bursts: dict) -> dict:
-        """Milliseconds of each plan, or callable, running alone for LOAD_MS; {it: milliseconds of one run before}.
-
-        They take turns, to and fro, as above.
-        """
-        times = dict.fromkeys(bursts, 0.0)
-        for turn in range(TURNS):
-            for one in list(bursts)[:: -1 if turn % 2 else 1]:
-                count = math.ceil(LOAD_MS / bursts[one])
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                for _ in range(count):
-                    self._run(one)
-                end.record()
-                torch.cuda.synchronize()
-                times[one] += start.elapsed_time(end) / count / TURNS
-        return times
-
-    def _run(self, one) -> None:
+    def run(self, one) -> None:
         if callable(one):
             return one()
         out = self._out.data_ptr()
@@ -360,7 +363,7 @@ class _Operands:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
         start.record()
-        self._run(one)
+        self.run(one)
         end.record()
         return start, end
 

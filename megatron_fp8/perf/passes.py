@@ -1,7 +1,7 @@
 """Milliseconds of what is bound by memory: systems.py has the bytes, here are the elements they are of."""
 
 from .hardware import Hardware
-from .systems import FP8_HEAD, STOCK_STATE, UNREPAIRED_SPLIT
+from .systems import FP8_HEAD, RESIDUAL_IN_GEMM, STOCK_STATE, UNREPAIRED_SPLIT
 from .workload import Workload
 
 
@@ -17,13 +17,15 @@ def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
     split = system.qkv
     if system.level is None and not w.repaired:
         split = UNREPAIRED_SPLIT
+    in_gemm = system.ours and tensor == 1 and not w.dropout
+    residual = RESIDUAL_IN_GEMM if in_gemm else system.residual
     rope = job.position_embedding_type == "rope"
     moved = {
         "norm": system.norm * 2 * hidden,
         "cast": system.cast * cast * w.fp8,
         "activation": system.activation * (0.6 * fc1 + 0.4 * ffn),
         "rotary, QKV": split * qkv + system.rope * (w.heads + w.groups) / tensor * rope,
-        "residual adds": system.residual * 2 * hidden,
+        "residual adds": residual * 2 * hidden,
     }
     weights = sum(rows * columns for rows, columns, _ in job.linear_sizes) / tensor
     of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": system.add * weights}

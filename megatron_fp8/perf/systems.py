@@ -94,6 +94,7 @@ _PAPER = replace(
 SYSTEMS = {system.name: system for system in (_BF16, _TE, _O1, _O2, _O3)}
 PAPERS = {"BF16": _BF16, "TE FP8": _TE, "FP8-LM": _PAPER}
 UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` where Megatron's stale import makes TE concatenate (benchmarks/README.md)
+RESIDUAL_IN_GEMM = 2  # bytes of `residual` where our GEMM reads it in its epilogue: arithmetic
 FP8_HEAD = 2  # bytes a logit of --fp8-lm-head: their gradient in FP8, both ways round
 
 

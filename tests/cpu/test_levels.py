@@ -128,3 +128,4 @@ def test_the_log_says_what_is_held_and_sent():
     run = run_megatron(2, [*FEW, *O1, "--use-distributed-optimizer", "--train-iters", "4"])
     lines = [line for line in run.lines if "bytes a parameter on this rank" in line or "MB sent a step" in line]
     assert len(lines) == 2 and "weight fp8 copy" in lines[0] and "grad_reduce" in lines[1]
+    assert sum("the linears' weights, gradients and states" in line for line in run.lines) == 1

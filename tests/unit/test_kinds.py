@@ -27,6 +27,8 @@ NAMES = {
     ],
     kinds.BACKWARD: [
         "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT",
+        "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiiiEEEN4mfp811PromotedMmaINS1_10"
+        "collective13CollectiveMmaINS_12float_e5m2_tENS_12float_e4m3_tEEEEEEEEvNT_6ParamsE",
         "nvjet_sm90_rqtst_128x128_128x6_2x1_v_bz_coopA_algo2_TNT",
         "nvjet_sm90_qrsss_128x128_128x6_2x1_v_bz_coopA_algo2_TNT",
         "void cutlass::device_kernel<GemmUniversal<cutlass::float_e5m2_t, cutlass::float_e4m3_t> >",

@@ -1,0 +1,125 @@
+"""What a level gains at this model's shapes, on this GPU, in time and memory: two lines of the log before training.
+
+    a micro-batch's linears, each cast on its own: 5.21 ms in FP8, 5.60 in BF16 (1.07 x); FP8 is no faster for
+        768 x 768 (0.91 x)
+    the linears' weights, gradients and states: 0.6 GB on this rank, stock's 1.5
+
+A product of small matrices is bound by what it reads and writes, and by its launch, and casts come on top: there FP8 is
+slower. Casts are passes of their own here; in training the kernels before and after a GEMM do most, and what is not a
+linear takes its own time in either type. So the ratio tells whether FP8 pays, and not how much faster a step is.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .. import ops
+from ..numerics.scaled import ScaledTensor
+from ..ops import plans
+from .owned import OwnedWeight
+from .weights import Bucket
+
+WARM, RUNS = 2, 5
+WEIGHT, STATE = 2, 12  # bytes a parameter of stock's: BF16; FP32 master and moments
+GRANULE = 16  # what an FP8 GEMM takes a multiple of
+
+
+class Gain(NamedTuple):
+    """Of `count` linears of a weight (n, k): the milliseconds of the three products of one, in BF16 and in FP8."""
+
+    n: int
+    k: int
+    count: int
+    bf16: float
+    fp8: float
+
+    @property
+    def speed(self) -> float:
+        return self.bf16 / self.fp8
+
+
+def gains(weights: list[OwnedWeight], tokens: int, clock: Callable[[Callable], float] | None = None) -> list[Gain]:
+    """A Gain for each shape of the weights whose GEMMs are FP8's, at so many tokens a micro-batch; nothing of none, nor
+    where no GEMM takes so many.
+
+    clock: milliseconds of a call; by default on the GPU, for which it waits, some tenths of a second.
+    """
+    if not tokens or tokens % GRANULE:
+        return []
+    here = {tuple(weight.param.shape): weight for weight in weights if weight.fp8}
+    counts = Counter(tuple(weight.param.shape) for weight in weights if weight.fp8)
+    found = [Gain(*shape, counts[shape], *map(clock or _ms, _products(here[shape], tokens))) for shape in here]
+    plans.renew()  # whoever searches, searches for what training meets
+    return found
+
+
+def _products(weight: OwnedWeight, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The three products of a linear, in BF16 and in FP8, on random data."""
+    (n, k), device, config = weight.param.shape, weight.param.device, weight.config
+    noise = torch.Generator(device).manual_seed(0)  # the run's own is left as it is
+    sizes = (tokens, k), (n, k), (tokens, n)
+    x, w, dy = (torch.randn(size, dtype=torch.bfloat16, device=device, generator=noise) for size in sizes)
+    one = torch.ones((), device=device)
+    fmt, grad_fmt = config.forward_format, config.grad_format
+    w_fp8 = ops.quantize(w, fmt, one)  # cast once a step, or stored so
+
+    def in_bf16() -> None:
+        for a, b in ((x, w.t()), (dy, w), (dy.t(), x)):
+            torch.matmul(a, b)
+
+    def in_fp8() -> None:
+        a = ScaledTensor(*_both(x, fmt, one))
+        ops.gemm(a, ScaledTensor(w_fp8, one), ops.Epilogue(dtype=x.dtype), fast_accum=True)
+        b = ScaledTensor(*_both(dy, grad_fmt, one))
+        ops.gemm(b, ScaledTensor(ops.transpose(w_fp8), one), ops.Epilogue(dtype=x.dtype))
+        if config.wgrad:
+            ops.gemm(b.T, a.T, ops.Epilogue(dtype=x.dtype))
+        else:
+            torch.matmul(dy.t(), x)
+
+    return in_bf16, in_fp8
+
+
+def _both(x: torch.Tensor, fmt, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    payload, columns = ops.quantize(x, fmt, scale, transpose=True)
+    return payload, scale, columns
+
+
+def _ms(call: Callable[[], None]) -> float:
+    times = []
+    for _ in range(WARM + RUNS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what training allocates is of other sizes
+    return statistics.median(start.elapsed_time(end) for start, end in times[WARM:])
+
+
+def linears(found: list[Gain]) -> list[str]:
+    """The line on time, if something was measured."""
+    if not found:
+        return []
+    bf16, fp8 = (sum(gain.count * getattr(gain, name) for gain in found) for name in ("bf16", "fp8"))
+    both = f"{fp8:.2f} ms in FP8, {bf16:.2f} in BF16 ({bf16 / fp8:.2f} x)"
+    line = f"a micro-batch's linears, each cast on its own: {both}"
+    slower = [f"{gain.n} x {gain.k} ({gain.speed:.2f} x)" for gain in found if gain.speed <= 1]
+    return [line + (f"; FP8 is no faster for {', '.join(slower)}" if slower else "")]
+
+
+def held(buckets: list[Bucket], ranks: int, grad_bytes: int) -> list[str]:
+    """The line on memory, of a rank that has linears.
+
+    ranks: over which stock would cut its optimizer's states; grad_bytes: of an element of its gradients.
+    """
+    if not buckets:
+        return []
+    ours = sum(t.nbytes for bucket in buckets for tensors in bucket.buffers().values() for t in tensors)
+    numbers = sum(weight.param.numel() for bucket in buckets for weight in bucket.weights)
+    stocks = numbers * (WEIGHT + grad_bytes + STATE / ranks)
+    return [f"the linears' weights, gradients and states: {ours / 1e9:.1f} GB on this rank, stock's {stocks / 1e9:.1f}"]

@@ -1,0 +1,83 @@
+"""engine/worth.py with a stand-in for the clock, on the CPU."""
+
+from types import SimpleNamespace
+
+import architecture
+import pytest
+import torch
+
+from megatron_fp8 import ops
+from megatron_fp8.engine.owned import owned_weights
+from megatron_fp8.engine.worth import Gain, gains, held, linears
+
+TOKENS = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    with architecture.started():
+        yield
+
+
+def weights(flags: str = ""):
+    return owned_weights([architecture.build(["--fp8-gemm", "fp8", *flags.split()], level=True)])
+
+
+def test_every_shape_is_measured_once_and_counted(monkeypatch):
+    """In FP8 three GEMMs of the linear's sizes, of operands cast in both layouts; the run's random numbers stay."""
+    seen, gemm = [], ops.gemm
+
+    def counting(a, b, *rest, **options):
+        y = gemm(a, b, *rest, **options)
+        seen.append(tuple(y.shape))
+        return y
+
+    monkeypatch.setattr(ops, "gemm", counting)
+    turns = iter(range(1, 9))
+
+    def clock(call):
+        call()
+        return float(next(turns))
+
+    ours = weights()
+    state = torch.get_rng_state()
+    found = gains(ours, TOKENS, clock)
+    assert torch.equal(torch.get_rng_state(), state)
+    shapes = {tuple(weight.param.shape) for weight in ours}
+    assert {(gain.n, gain.k) for gain in found} == shapes and len(found) == len(shapes) == 4
+    assert all(gain.count == 2 for gain in found)  # of two layers
+    assert [(gain.bf16, gain.fp8) for gain in found] == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    expected = [size for gain in found for size in ((TOKENS, gain.n), (TOKENS, gain.k), (gain.n, gain.k))]
+    assert seen == expected
+
+
+def test_a_weight_gradient_in_bf16_is_measured_so(monkeypatch):
+    calls, gemm = [], ops.gemm
+    monkeypatch.setattr(ops, "gemm", lambda *args, **options: calls.append(1) or gemm(*args, **options))
+    gains(weights("--no-fp8-wgrad"), TOKENS, lambda call: call() or 1.0)
+    assert len(calls) == 2 * 4
+
+
+def test_what_no_fp8_gemm_takes_is_not_measured():
+    assert gains(weights("--fp8-gemm bf16"), TOKENS, lambda call: 1.0) == []
+    assert gains(weights(), 0) == gains(weights(), TOKENS + 1) == [] == linears([])
+
+
+def test_the_line_names_what_is_no_faster():
+    (line,) = linears([Gain(3072, 768, 12, 2.0, 1.0), Gain(768, 768, 12, 0.5, 0.6)])
+    assert "19.20 ms in FP8, 30.00 in BF16 (1.56 x); FP8 is no faster for 768 x 768 (0.83 x)" in line
+    (line,) = linears([Gain(3072, 768, 1, 2.0, 1.0)])
+    assert line.endswith("1.00 ms in FP8, 2.00 in BF16 (2.00 x)")
+
+
+def test_the_line_on_memory():
+    class Bucket:
+        def __init__(self, size: int):
+            self.weights = [SimpleNamespace(param=torch.empty(size, 1000, device="meta"))] * 2
+
+        def buffers(self):
+            return {"weight": [torch.empty(2_000_000_000, dtype=torch.uint8, device="meta")], "master": []}
+
+    assert held([], 1, 4) == []
+    (line,) = held([Bucket(50_000), Bucket(50_000)], 4, 4)  # 2e8 numbers, 2 + 4 + 12 / 4 bytes each
+    assert line == "the linears' weights, gradients and states: 4.0 GB on this rank, stock's 1.8"
