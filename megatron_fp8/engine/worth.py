@@ -51,7 +51,10 @@ def gains(weights: list[OwnedWeight], tokens: int, clock: Callable[[Callable], f
         return []
     here = {tuple(weight.param.shape): weight for weight in weights if weight.fp8}
     counts = Counter(tuple(weight.param.shape) for weight in weights if weight.fp8)
-    found = [Gain(*shape, counts[shape], *map(clock or _ms, _products(here[shape], tokens))) for shape in here]
+    found = []
+    for (n, k), weight in here.items():
+        bf16, fp8 = map(clock or _ms, _products(weight, tokens))
+        found.append(Gain(n, k, counts[n, k], bf16, fp8))
     plans.renew()  # whoever searches, searches for what training meets
     return found
 
