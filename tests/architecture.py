@@ -47,6 +47,7 @@ EXCHANGED = {  # stock's class under Transformer Engine: what stands in its plac
     "RMSNorm": {"Norm"},
     "IdentityOp": {"Fork"},
 }
+STANDS_FOR = {"ResidualSum": "get_bias_dropout_add"}  # a layer's attributes that are no modules, likewise
 # In the configuration, what a level is there to change: its layers, and their rotation, which is not stock's.
 NOT_COMPARED = {"transformer_impl", "apply_rope_fusion"}
 # Flags that a level switches off, since another form of the same layers computes the same: only that is compared.
@@ -174,7 +175,7 @@ def _plain(value):
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if callable(value) and not isinstance(value, torch.nn.Module):
-        return getattr(value, "__qualname__", None)
+        return getattr(value, "__qualname__", STANDS_FOR.get(type(value).__name__))
     return None
 
 

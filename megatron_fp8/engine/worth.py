@@ -28,11 +28,11 @@ GRANULE = 16  # what an FP8 GEMM takes a multiple of
 
 
 class Gain(NamedTuple):
-    """Of `count` linears of a weight (n, k): the milliseconds of the three products of one, in BF16 and in FP8."""
+    """Of so many `linears` of a weight (n, k): the milliseconds of the three products of one, in BF16 and in FP8."""
 
     n: int
     k: int
-    count: int
+    linears: int
     bf16: float
     fp8: float
 
@@ -108,7 +108,7 @@ def linears(found: list[Gain]) -> list[str]:
     """The line on time, if something was measured."""
     if not found:
         return []
-    bf16, fp8 = (sum(gain.count * getattr(gain, name) for gain in found) for name in ("bf16", "fp8"))
+    bf16, fp8 = (sum(gain.linears * getattr(gain, name) for gain in found) for name in ("bf16", "fp8"))
     both = f"{fp8:.2f} ms in FP8, {bf16:.2f} in BF16 ({bf16 / fp8:.2f} x)"
     line = f"a micro-batch's linears, each cast on its own: {both}"
     slower = [f"{gain.n} x {gain.k} ({gain.speed:.2f} x)" for gain in found if gain.speed <= 1]

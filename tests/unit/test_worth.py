@@ -45,7 +45,7 @@ def test_every_shape_is_measured_once_and_counted(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     shapes = {tuple(weight.param.shape) for weight in ours}
     assert {(gain.n, gain.k) for gain in found} == shapes and len(found) == len(shapes) == 4
-    assert all(gain.count == 2 for gain in found)  # of two layers
+    assert all(gain.linears == 2 for gain in found)  # of two layers
     assert [(gain.bf16, gain.fp8) for gain in found] == [(1, 2), (3, 4), (5, 6), (7, 8)]
     expected = [size for gain in found for size in ((TOKENS, gain.n), (TOKENS, gain.k), (gain.n, gain.k))]
     assert seen == expected
