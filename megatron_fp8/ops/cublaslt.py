@@ -14,6 +14,10 @@ algorithm of the library's heuristic, where gemm_search.py measures. What Hopper
 A problem's descriptors and its algorithm are made once (plans.py), and then a call is one ctypes call.
 cuBLAS counts in columns: a matrix by rows is its transpose there, so D^T = B A^T is what is asked for.
 
+The heuristic's favourite is what is fastest in a burst. A GPU in training is bound by its power, and there tiles of
+192 x 192, the favourite of many forward products, are up to 12 % slower than tiles of 176 x 128
+(docs/performance.md): those come first here.
+
 Sums are FP32 and partial sums of a split k are added in FP32: algorithms that would add them in D's type are ruled out.
 
 Source: the library's header, which comes with torch's own wheels (nvidia-cublas); cublaslt_library.py has its numbers.
@@ -38,6 +42,7 @@ from megatron_fp8.ops.cublaslt_library import (
     PREF,
     REDUCTION_COMPUTE_TYPE,
     SUCCESS,
+    TILES,
     WORKSPACE,
     Algo,
     CublasLtError,
@@ -173,12 +178,27 @@ class Algorithm:
 
     def described(self) -> str:
         """As "algorithm 66, tile 24, stages 36, cluster 4"."""
-        value, parts, get = c_int32(), [], library().cublasLtMatmulAlgoConfigGetAttribute
-        for name, number in CONFIG.items():
-            status = get(byref(self._algorithm), number, byref(value), 4, None)
-            if status == SUCCESS and (name != "split-k" or value.value > 1):
-                parts.append(f"{name} {value.value}")
-        return ", ".join(parts)
+        values = {name: _setting(self._algorithm, name) for name in CONFIG}
+        shown = (name for name, value in values.items() if value is not None and (name != "split-k" or value > 1))
+        return ", ".join(f"{name} {values[name]}" for name in shown)
+
+
+def _setting(algorithm: Algo, name: str) -> int | None:
+    """One of CONFIG; None of an algorithm that has none."""
+    value = c_int32()
+    get = library().cublasLtMatmulAlgoConfigGetAttribute
+    return value.value if get(byref(algorithm), CONFIG[name], byref(value), 4, None) == SUCCESS else None
+
+
+def by_load(problem: Problem, found: list[Heuristic]) -> list[Heuristic]:
+    """The heuristic's algorithms, with what is fastest under load first, where that is known."""
+    tiles = [_setting(one.algo, "tile") for one in found] if problem.a in FP8 and problem.fast_accum else []
+    if tiles and tiles[0] == TILES["192x192"]:
+        for better in (TILES["176x128"], TILES["168x128"]):
+            if better in tiles:
+                first = found[tiles.index(better)]
+                return [first, *(one for one in found if one is not first)]
+    return found
 
 
 class CublasLt:
@@ -195,8 +215,8 @@ class CublasLt:
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
         """Each has descriptors of its own, which hold the pointers before the heuristic is asked: it looks at them."""
-        found = Descriptors(problem, device, pointers).candidates(count or CANDIDATES)
-        return [Algorithm(Descriptors(problem, device, pointers), pointers, one) for one in found]
+        found = by_load(problem, Descriptors(problem, device, pointers).candidates(CANDIDATES))
+        return [Algorithm(Descriptors(problem, device, pointers), pointers, one) for one in found[:count]]
 
     def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Algorithm | None:
         descriptors, held = Descriptors(problem, device, pointers), bytes.fromhex(name)

@@ -44,6 +44,7 @@ PREF = {  # cublasLtMatmulPreferenceAttributes_t
     "MIN_ALIGNMENT_D_BYTES": (8, c_uint32),
 }
 CONFIG = {"algorithm": 0, "tile": 1, "split-k": 2, "stages": 6, "cluster": 8}  # ...AlgoConfigAttributes_t, 4 bytes each
+TILES = {"168x128": 197, "176x128": 201, "192x192": 209}  # cublasLtMatmulTile_t; the library's M is our N
 REDUCTION_COMPUTE_TYPE = 2
 WORKSPACE = 32 << 20  # bytes, what NVIDIA advises for Hopper
 

@@ -290,11 +290,13 @@ def search(problem: Problem, device: int) -> list[Choice]:
 def under_load(bursts: dict, run: Callable[[Any], None]) -> dict:
     """Milliseconds of each key of {what `run` launches: milliseconds of one run, about}, running alone for LOAD_MS.
 
-    They take turns, to and fro: of an even number of turns, a GPU that slows down steadily is fair to all.
+    They take turns, to and fro: of an even number of turns, a GPU that slows down steadily is fair to all. The first
+    runs once more before, for whoever meets a GPU that has rested is faster.
     """
     times = dict.fromkeys(bursts, 0.0)
-    for turn in range(TURNS):
-        for one in list(bursts)[:: -1 if turn % 2 else 1]:
+    first, *others = bursts
+    for turn in range(-1, TURNS):
+        for one in (first,) if turn < 0 else (first, *others)[:: -1 if turn % 2 else 1]:
             count = math.ceil(LOAD_MS / bursts[one])
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -302,7 +304,7 @@ def under_load(bursts: dict, run: Callable[[Any], None]) -> dict:
                 run(one)
             end.record()
             torch.cuda.synchronize()
-            times[one] += start.elapsed_time(end) / count / TURNS
+            times[one] += start.elapsed_time(end) / count / TURNS if turn >= 0 else 0.0
     return times
 
 

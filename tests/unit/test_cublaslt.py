@@ -47,6 +47,7 @@ def test_every_number_is_the_headers():
     config = {"algorithm": "ID", "tile": "TILE_ID", "split-k": "SPLITK_NUM", "stages": "STAGES_ID"}
     for name, number in cublaslt_library.CONFIG.items():
         assert lt[f"CUBLASLT_ALGO_CONFIG_{config.get(name, 'CLUSTER_SHAPE_ID')}"] == number
+    assert {f"CUBLASLT_MATMUL_TILE_{name}": n for name, n in cublaslt_library.TILES.items()}.items() <= lt.items()
     assert lt["CUBLASLT_EPILOGUE_BIAS"] == cublaslt_library.EPILOGUE_BIAS
     assert lt["CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE"] == cublaslt_library.REDUCTION_COMPUTE_TYPE
     names = {FP32: "32F", FP16: "16F", BF16: "16BF", torch.float8_e4m3fn: "8F_E4M3", torch.float8_e5m2: "8F_E5M2"}
@@ -163,6 +164,27 @@ def test_a_failure_names_the_status_and_the_shape(lib):
     lib.favourites = []
     with pytest.raises(CublasLtError, match=r"CUBLAS_STATUS_NOT_SUPPORTED: 32 x 48 x 80 BF16 x BF16 -> FP32"):
         plans.product(torch.zeros(M, K, dtype=BF16), torch.zeros(N, K, dtype=BF16), torch.empty(M, N))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "fast", "expected"),
+    [
+        ((209, 24, 197, 201), True, (201, 209, 24, 197)),
+        ((209, 197, None), True, (197, 209, None)),
+        ((209, 24), True, (209, 24)),
+        ((24, 201, 209), True, (24, 201, 209)),  # another favourite stays
+        ((209, 201), False, (209, 201)),
+    ],
+)
+def test_what_is_fastest_under_load_comes_first(lib, monkeypatch, tiles, fast, expected):
+    lib.favourites = [bytes([1 + i]) * 64 for i in range(len(tiles))]
+    monkeypatch.setattr(cublaslt, "_setting", lambda algo, name: tiles[bytes(algo)[0] - 1])
+    a, b, out = torch.zeros(M, K).to(E4M3.dtype), torch.zeros(N, K).to(E4M3.dtype), torch.empty(M, N, dtype=BF16)
+    problem = plans.problem_of(a, b, out, 16, fast, None, False)
+    found = cublaslt.CUBLASLT.candidates(problem, 0, (1, 1, 0))
+    assert tuple(tiles[bytes.fromhex(one.name)[0] - 1] for one in found) == expected
+    (first,) = cublaslt.CUBLASLT.candidates(problem, 0, (1, 1, 0), 1)
+    assert first.name == found[0].name
 
 
 # The seam
