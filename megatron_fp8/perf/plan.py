@@ -85,6 +85,7 @@ def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | N
         raise UserError("--global-batch-size is missing: a plan needs the batch that is to be trained with")
     # A mistake that no layout mends is said once: here, where the whole model is on one replica's GPUs.
     chosen(system, "--system")
+    read.refuse(flags.args, gpus)
     _workload(flags, context, system, Layout(1, 1, 1), 1, None)
     layouts = list(_layouts(flags.args, gpus, context, on.gpus_per_node))
     return [_best(flags, gpus, system, on, cap_gb, layout) for layout in layouts]

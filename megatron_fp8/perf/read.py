@@ -91,7 +91,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
             f"--pipeline-model-parallel-size {pipeline} times --context-parallel-size {context}; change one"
         )
     data = gpus // (tensor * pipeline)
-    _refuse(args, data)
+    refuse(args, data)
     again = getattr(args, "recompute_activations", False)  # which validation turns into the other flag
     modules = tuple(args.recompute_modules or ("core_attn",))
     overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
@@ -159,7 +159,8 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
     return weights / 1e9, of_activations(args, num_microbatches=w.micro_batches) / 1e9
 
 
-def _refuse(args: Namespace, data: int) -> None:
+def refuse(args: Namespace, data: int) -> None:
+    """Raise UserError of one line for what is not modelled, on so many data-parallel ranks."""
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
     for name, default in _NOT_MODELLED.items():

@@ -191,6 +191,7 @@ def test_a_value_at_its_default_is_not_refused():
         (plan, "--gpus 8 --system nope", MODEL, "--system nope: no such system; use bf16, te"),
         (plan, "--gpus 8", MODEL + " --num-experts 8", "estimate: experts: not modelled"),
         (plan, "--gpus 8", MODEL + " --group-query-attention --num-query-groups 3", "--num-query-groups 3: does not"),
+        (plan, "--gpus 8", MODEL.replace("--use-distributed-optimizer", ""), "modelled; add --use-distributed-optimizer"),
         (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],
