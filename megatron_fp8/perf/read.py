@@ -13,24 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .. import plugin
 from ..checkpoint import saves
 from ..errors import UserError
 from ..flags.level import CELLS, LEVEL, is_stock
 from ..flags.stock import plain
 from ..metrics import VARIABLE as METRICS
-from ..plugin import install, uninstall
 from .memory import Job
-from .systems import System, chosen
+from .systems import System, asked_for, chosen
 from .workload import Workload
 
-# What would change bytes or time and is not modelled: {name in Megatron's arguments: the value that passes}.
-_NOT_MODELLED = dict.fromkeys((
+# What would change bytes or time and is not modelled: {name in Megatron's arguments: values that pass}.
+_NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "distribute_saved_activations",
     "cpu_offloading_num_layers", "fine_grained_activation_offloading", "mtp_num_layers", "hybrid_layer_pattern",
     "hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "window_size", "fp16", "fp32_residual_connection",
     "use_precision_aware_optimizer", "grad_reduce_in_bf16", "first_last_layers_bf16", "fp8_bf16_layers",
-)) | {"optimizer": "adam"}  # fmt: skip
+    "fp8_emulate", "fp8_param_gather", "reset_attention_mask",
+), ()) | {
+    "optimizer": ("adam",), "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",),
+    "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "num_distributed_optimizer_instances": ("1",),
+}  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
 
@@ -50,20 +54,21 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
     words = list(words[1:] if words[:1] == ["--"] else words)
-    before, variables, claim = sys.argv, dict(os.environ), saves.claim
+    before, variables, claim, adapt = sys.argv, dict(os.environ), saves.claim, plugin.adapt_stock_args
     try:
-        # A run would make these as it begins.
+        # A run would make these as it begins, and change flags that are asked for here.
         saves.claim = lambda save: None  # type: ignore[assignment]
+        plugin.adapt_stock_args = lambda args, config: []  # type: ignore[assignment]
         os.environ.pop(METRICS, None)
-        install()
+        plugin.install()
         import megatron.training.arguments as arguments
 
         sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *words]
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
     finally:
-        sys.argv, saves.claim = before, claim
-        uninstall()
+        sys.argv, saves.claim, plugin.adapt_stock_args = before, claim, adapt
+        plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)
     level = LEVEL.given(args)
@@ -97,7 +102,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
     return Workload(
         job(args, data),
-        system,
+        asked_for(system, overrides) if system.level else system,
         sequence=args.seq_length,
         micro_batch=args.micro_batch_size,
         global_batch=args.global_batch_size or args.micro_batch_size * data // context,
@@ -163,11 +168,13 @@ def refuse(args: Namespace, data: int) -> None:
     """Raise UserError of one line for what is not modelled, on so many data-parallel ranks."""
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
-    for name, default in _NOT_MODELLED.items():
-        if (value := getattr(args, name, None)) and value != default:
+    for name, passing in _NOT_MODELLED.items():
+        if (value := getattr(args, name, None)) and plain(value) not in passing:
             said = "" if value is True else f" {plain(value)}"
             remedy = "use --bf16 instead" if name == "fp16" else "remove it"
             raise UserError(f"--{name.replace('_', '-')}{said}: not modelled; {remedy}")
+    if not args.fp8_wgrad:
+        raise UserError("--no-fp8-wgrad: not modelled; remove it")
     if args.recompute_granularity == "full" and args.recompute_method is None:
         raise UserError("--recompute-granularity full: add --recompute-method uniform, or block")
     if not args.use_distributed_optimizer and data > 1:

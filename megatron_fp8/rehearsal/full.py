@@ -128,7 +128,8 @@ def _figures(job: Job, gpus: int, stage: int, batch: int, found: dict[str, float
     assert a is not None
     try:
         level = job.level if job.level in SYSTEMS and SYSTEMS[job.level].level else None
-        w = workload(Flags(a, level), gpus, global_batch_size=batch)
+        asked = dict(job.flags).get("--attention-backend", ["auto"])  # which a level has changed in args
+        w = workload(Flags(a, level), gpus, global_batch_size=batch, attention_backend=asked[0])
     except UserError as error:
         yield f"- No estimate: {error}"
         estimated = None

@@ -115,3 +115,5 @@ def test_measured_and_estimated_stand_side_by_side(monkeypatch):
     text = "\n".join(full._figures(job, 16, 1, 24, found))
     assert re.search(r"\| held \| 0\.09 \| 0\.09 \| [+-]\d\.\d% \|", text)
     assert "| in use on the GPU, of 150.0 | 0.90 | | |" in text
+    job.flags = [("--attention-backend", ["unfused"])]  # which the level has changed in args
+    assert "- No estimate: --attention-backend unfused: not modelled; remove it" in full._figures(job, 16, 1, 24, found)
