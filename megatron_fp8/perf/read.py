@@ -33,7 +33,8 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "fp8_emulate", "fp8_param_gather", "reset_attention_mask",
 ), ()) | {
     "optimizer": ("adam",), "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",),
-    "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "num_distributed_optimizer_instances": ("1",),
+    "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
+    "num_distributed_optimizer_instances": ("1",),
 }  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
@@ -118,6 +119,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
         keeps_transposes=bool(args.keep_fp8_transpose_cache) and system.level is not None,
         dropout=args.hidden_dropout > 0,
+        two_levels=getattr(args, "fp8_grad_reduce_hierarchy", None) == "node",
         overrides=overrides if system.level else None,
     )
 
