@@ -36,6 +36,9 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
     "num_distributed_optimizer_instances": ("1",),
 }  # fmt: skip
+_COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "global_batch_size",
+           "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+           "recompute_num_layers")  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
 
@@ -72,6 +75,9 @@ def parse(words: Sequence[str]) -> Flags:
         plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)
+    for name in _COUNTS:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: use 1 or more")
     level = LEVEL.given(args)
     return Flags(args, None if level is None or is_stock(level) else level)
 
@@ -97,7 +103,8 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
             f"--pipeline-model-parallel-size {pipeline} times --context-parallel-size {context}; change one"
         )
     data = gpus // (tensor * pipeline)
-    refuse(args, data)
+    _refuse(args)
+    check_optimizer(args, data)
     again = getattr(args, "recompute_activations", False)  # which validation turns into the other flag
     modules = tuple(args.recompute_modules or ("core_attn",))
     overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
@@ -166,8 +173,13 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
     return weights / 1e9, of_activations(args, num_microbatches=w.micro_batches) / 1e9
 
 
-def refuse(args: Namespace, data: int) -> None:
-    """Raise UserError of one line for what is not modelled, on so many data-parallel ranks."""
+def check_optimizer(args: Namespace, data: int) -> None:
+    """Raise UserError where it is not the distributed one, on more than one data-parallel rank."""
+    if not args.use_distributed_optimizer and data > 1:
+        raise UserError("estimate: only the distributed optimizer is modelled; add --use-distributed-optimizer")
+
+
+def _refuse(args: Namespace) -> None:
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
     for name, passing in _NOT_MODELLED.items():
@@ -177,10 +189,13 @@ def refuse(args: Namespace, data: int) -> None:
             raise UserError(f"--{name.replace('_', '-')}{said}: not modelled; {remedy}")
     if not args.fp8_wgrad:
         raise UserError("--no-fp8-wgrad: not modelled; remove it")
-    if args.recompute_granularity == "full" and args.recompute_method is None:
-        raise UserError("--recompute-granularity full: add --recompute-method uniform, or block")
-    if not args.use_distributed_optimizer and data > 1:
-        raise UserError("estimate: only the distributed optimizer is modelled; add --use-distributed-optimizer")
+    if args.recompute_granularity == "full":
+        if args.recompute_method is None:
+            raise UserError("--recompute-granularity full: add --recompute-method uniform, or block")
+        if (layers := args.recompute_num_layers) is None:
+            raise UserError("--recompute-granularity full: add --recompute-num-layers 1, or more")
+        if args.recompute_method == "uniform" and layers > 1:
+            raise UserError(f"--recompute-num-layers {layers}: not modelled with uniform; use 1, or block")
 
 
 def virtual(args: Namespace) -> int:
@@ -189,7 +204,7 @@ def virtual(args: Namespace) -> int:
     if (layers := args.num_layers_per_virtual_pipeline_stage) is None:
         return 1
     stage = args.num_layers // args.pipeline_model_parallel_size
-    if layers < 1 or stage % layers:
+    if stage % layers:
         flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
         raise UserError(f"{flag}: does not divide the {stage} layers of a stage; change it")
     return stage // layers

@@ -64,6 +64,10 @@ class Workload:
             raise UserError(
                 f"--num-layers {self.job.num_layers}: not divided by {self.pipeline} stages of {self.virtual} chunks"
             )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise UserError(
+                f"--pipeline-model-parallel-size 1: {self.virtual} virtual stages need 2 or more; change one"
+            )
         if self.virtual > 1 and self.micro_batches % self.pipeline:
             raise UserError(
                 f"--global-batch-size {self.global_batch}: {self.micro_batches} micro-batches, and virtual stages need "
