@@ -5,6 +5,7 @@ whose result is the exit code.  A mistake on the command line is one line and ex
 """
 
 import argparse
+import os
 import sys
 
 from .flags.usage import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
@@ -33,7 +34,11 @@ def main(argv: list[str] | None = None) -> int:
         add_verb(parser, VERBS)
         chosen = parser.parse_args(argv)
         hide_missing_package_warnings()
-        code = run_verb("megatron-fp8", VERBS, chosen)
+        try:
+            code = run_verb("megatron-fp8", VERBS, chosen)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads has enough of it, as head has
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

@@ -1,6 +1,7 @@
 """How a checkpoint is written so that none is lost.
 
     a run begins    rank 0 locks the folder of --save: of two runs that write one checkpoint none has it
+    it ends         the lock goes, refused or done, and the folders made for it, where nothing came to lie in them
     save            what iter_N holds is put aside, in iter_N/replaced, and the mark iter_N/unsealed set -> Megatron
                     writes its files -> they are sealed (seal.py) -> the mark goes, then what was put aside -> tracker
 
@@ -11,6 +12,7 @@ nothing names it until it is sealed.
 An asynchronous save hashes when it is finished, while training waits: about 1.6 GB/s a rank.
 """
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -40,7 +42,9 @@ def claim(save: str) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    folder = Path(save)
+    folder = Path(save).absolute()
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    atexit.register(_leave, folder, made, os.getpid())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{LOCK}.{os.getpid()}"
@@ -61,6 +65,19 @@ def claim(save: str) -> None:
         raise UserError(f"--save {save}: cannot be written to ({reason}); give another folder") from None
 
 
+def _leave(folder: Path, made: list[Path], process: int) -> None:
+    """As the process ends, also where Megatron refuses later what it was to do: leave nothing that it only began."""
+    if os.getpid() != process:
+        return  # a child, which ends earlier
+    with contextlib.suppress(OSError):
+        if (lock := _locks.pop(Path(os.path.realpath(folder)), None)) is not None:
+            (folder / LOCK).unlink(missing_ok=True)
+            os.close(lock)  # after that: it might be another's by then
+    for place in made:
+        with contextlib.suppress(OSError):  # a checkpoint lies there
+            place.rmdir()
+
+
 def _lock(folder: Path) -> int:
     """Lock the folder, and write into the lock what check_saving compares; its file descriptor."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -71,6 +88,9 @@ def _lock(folder: Path) -> int:
         raise
     except OSError:
         pass  # a file system without locks
+    if not (folder / LOCK).exists():  # the run that held it removed it meanwhile
+        os.close(lock)
+        return _lock(folder)
     os.pwrite(lock, os.urandom(16).hex().encode(), 0)
     return lock
 

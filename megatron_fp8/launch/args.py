@@ -11,6 +11,7 @@ import os
 import shlex
 from argparse import REMAINDER, ArgumentParser, Namespace
 
+from ..errors import UserError
 from ..flags.args_file import ARGS_FILE, expand
 
 
@@ -23,6 +24,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print one line; or a line a variable."""
+    if "--variables" in args.flags:  # argparse gives all that follows the files to the command line
+        raise UserError("--variables: put it before the files")
     flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
     found = expand([ARGS_FILE.name, *args.files, *flags], os.environ)
     if args.variables:

@@ -146,8 +146,12 @@ def _cluster(name: str) -> dict[str, str]:
         if not path.is_file():
             close = did_you_mean(name, [file.stem for file in folder.glob("*.env")])
             raise UserError(f"--cluster {name}: no such file, nor is one of that name shipped{close}; give its path")
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"--cluster {name}: no text file; write lines NAME=VALUE") from None
     variables = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ")
         if not text or text.startswith("#"):
             continue

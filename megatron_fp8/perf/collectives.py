@@ -1,10 +1,12 @@
 """Collectives of a step on one rank: bytes by kind, inside a node and between nodes, their time, and what stays bare.
 
 Ranks are numbered as Megatron does: tensor-parallel ones side by side, then context, data, pipeline. A ring of n ranks
-sends (n - 1) / n of the payload a rank; where it leaves the node, all its ranks in a node share their ports.
+sends (n - 1) / n of the payload a rank; where it leaves the node, all its ranks in a node share their ports. An
+all-to-all sends as much, but to each rank its own: what is for another node leaves this one by the rank's own port.
 
     data        reduction of gradients: 4 bytes a parameter of stock's (FP32 reduce-scatter), 1 + 1/128 of our linears
-                (an all-to-all of blocks); gather of weights: 2 (BF16) or 1 (E4M3). Embeddings, head, norms: stock's 6
+                (an all-to-all of blocks; with --fp8-grad-reduce-hierarchy inside a node, then between nodes); gather of
+                weights: 2 (BF16) or 1 (E4M3). Embeddings, head, norms: stock's 6
     tensor      with sequence parallelism, a layer and micro-batch: forward a gather and a reduce-scatter for each of
                 attention and MLP, backward the same and the gather of the linear's input once more
     pipeline    an activation forward and a gradient backward, a micro-batch and boundary
@@ -39,7 +41,8 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict
     s = w.system
     if ranks > 1:
         bare = s.bare_gradients if w.overlap_reduce else 1.0
-        found["gradients: linears"] = _ring(w, hardware, ranks, stride, s.gradient_wire * linears, bare)
+        reduce = _all_to_all if s.ours else _ring
+        found["gradients: linears"] = reduce(w, hardware, ranks, stride, s.gradient_wire * linears, bare)
         # Ours alone are launched bucket by bucket; what is stock's beside them comes at the end.
         of_stock = 1.0 if s.level else bare
         found["gradients: all else"] = _ring(w, hardware, ranks, stride, 4 * others, of_stock)
@@ -132,6 +135,19 @@ def _ring(
     rate = min(hardware.nvlink_gb_s, a_node * hardware.network_gb_s) if between else hardware.nvlink_gb_s
     ms = sent / rate / 1e6 + times * calls * hardware.collective_ms
     return Traffic(sent - between, between, ms, ms * bare)
+
+
+def _all_to_all(
+    w: Workload, hardware: Hardware, ranks: int, stride: int, payload: float, bare: float
+) -> Traffic:
+    """One of `payload` bytes, over ranks that lie `stride` GPUs apart; in two levels, one after the other, if w has."""
+    a_node = min(ranks, max(1, hardware.gpus_per_node // stride))
+    inside, between = payload * (a_node - 1) / ranks, payload * (ranks - a_node) / ranks
+    if w.two_levels:
+        inside, between = payload * (a_node - 1) / a_node, between / a_node
+    times = inside / hardware.nvlink_gb_s / 1e6, between / hardware.network_gb_s / 1e6
+    ms = (sum(times) if w.two_levels else max(times)) + hardware.collective_ms
+    return Traffic(inside, between, ms, ms * bare)
 
 
 def weight_volume(w: Workload) -> float:

@@ -181,9 +181,9 @@ def results(args: Namespace) -> list[dict[str, str]]:
         if args.results and not args.run:
             raise UserError(f"--results {file}: no such file; name one, or add --run")
         return []
-    with file.open(newline="") as read:
-        rows = list(csv.DictReader(read))
-    if rows and list(rows[0]) != COLUMNS:
+    with file.open(newline="", errors="replace") as read:
+        rows = list(found := csv.DictReader(read))
+    if list(found.fieldnames or COLUMNS) != COLUMNS:
         raise UserError(f"--results {file}: was written with other columns; name another file")
     shown = []
     for row in rows:

@@ -83,8 +83,11 @@ def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | N
     context = flags.args.context_parallel_size
     if flags.args.global_batch_size is None:
         raise UserError("--global-batch-size is missing: a plan needs the batch that is to be trained with")
+    if gpus % context:
+        raise UserError(f"--gpus {gpus}: no multiple of --context-parallel-size {context}; change one")
     # A mistake that no layout mends is said once: here, where the whole model is on one replica's GPUs.
     chosen(system, "--system")
+    read.check_optimizer(flags.args, gpus)
     _workload(flags, context, system, Layout(1, 1, 1), 1, None)
     layouts = list(_layouts(flags.args, gpus, context, on.gpus_per_node))
     return [_best(flags, gpus, system, on, cap_gb, layout) for layout in layouts]
@@ -138,6 +141,7 @@ def _workload(flags: Flags, gpus: int, system: str, layout: Layout, size: int, r
         micro_batch_size=size,
         recompute_granularity=recompute,
         recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
         recompute_modules=["core_attn"],
         overlap_grad_reduce=True,
         overlap_param_gather=True,

@@ -13,24 +13,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .. import plugin
 from ..checkpoint import saves
 from ..errors import UserError
 from ..flags.level import CELLS, LEVEL, is_stock
 from ..flags.stock import plain
 from ..metrics import VARIABLE as METRICS
-from ..plugin import install, uninstall
 from .memory import Job
-from .systems import System, chosen
+from .systems import System, asked_for, chosen
 from .workload import Workload
 
-# What would change bytes or time and is not modelled: {name in Megatron's arguments: the value that passes}.
-_NOT_MODELLED = dict.fromkeys((
+# What would change bytes or time and is not modelled: {name in Megatron's arguments: values that pass}.
+_NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "distribute_saved_activations",
     "cpu_offloading_num_layers", "fine_grained_activation_offloading", "mtp_num_layers", "hybrid_layer_pattern",
     "hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "window_size", "fp16", "fp32_residual_connection",
     "use_precision_aware_optimizer", "grad_reduce_in_bf16", "first_last_layers_bf16", "fp8_bf16_layers",
-)) | {"optimizer": "adam"}  # fmt: skip
+    "fp8_emulate", "fp8_param_gather", "reset_attention_mask",
+), ()) | {
+    "optimizer": ("adam",), "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",),
+    "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
+    "num_distributed_optimizer_instances": ("1",),
+}  # fmt: skip
+_COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "global_batch_size",
+           "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+           "recompute_num_layers")  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
 
@@ -50,22 +58,26 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
     words = list(words[1:] if words[:1] == ["--"] else words)
-    before, variables, claim = sys.argv, dict(os.environ), saves.claim
+    before, variables, claim, adapt = sys.argv, dict(os.environ), saves.claim, plugin.adapt_stock_args
     try:
-        # A run would make these as it begins.
+        # A run would make these as it begins, and change flags that are asked for here.
         saves.claim = lambda save: None  # type: ignore[assignment]
+        plugin.adapt_stock_args = lambda args, config: []  # type: ignore[assignment]
         os.environ.pop(METRICS, None)
-        install()
+        plugin.install()
         import megatron.training.arguments as arguments
 
         sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *words]
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
     finally:
-        sys.argv, saves.claim = before, claim
-        uninstall()
+        sys.argv, saves.claim, plugin.adapt_stock_args = before, claim, adapt
+        plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)
+    for name in _COUNTS:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: use 1 or more")
     level = LEVEL.given(args)
     return Flags(args, None if level is None or is_stock(level) else level)
 
@@ -91,13 +103,14 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
             f"--pipeline-model-parallel-size {pipeline} times --context-parallel-size {context}; change one"
         )
     data = gpus // (tensor * pipeline)
-    _refuse(args, data)
+    _refuse(args)
+    check_optimizer(args, data)
     again = getattr(args, "recompute_activations", False)  # which validation turns into the other flag
     modules = tuple(args.recompute_modules or ("core_attn",))
     overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
     return Workload(
         job(args, data),
-        system,
+        asked_for(system, overrides) if system.level else system,
         sequence=args.seq_length,
         micro_batch=args.micro_batch_size,
         global_batch=args.global_batch_size or args.micro_batch_size * data // context,
@@ -113,6 +126,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
         keeps_transposes=bool(args.keep_fp8_transpose_cache) and system.level is not None,
         dropout=args.hidden_dropout > 0,
+        two_levels=getattr(args, "fp8_grad_reduce_hierarchy", None) == "node",
         overrides=overrides if system.level else None,
     )
 
@@ -159,18 +173,29 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
     return weights / 1e9, of_activations(args, num_microbatches=w.micro_batches) / 1e9
 
 
-def _refuse(args: Namespace, data: int) -> None:
+def check_optimizer(args: Namespace, data: int) -> None:
+    """Raise UserError where it is not the distributed one, on more than one data-parallel rank."""
+    if not args.use_distributed_optimizer and data > 1:
+        raise UserError("estimate: only the distributed optimizer is modelled; add --use-distributed-optimizer")
+
+
+def _refuse(args: Namespace) -> None:
     if found := uncounted(args):
         raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
-    for name, default in _NOT_MODELLED.items():
-        if (value := getattr(args, name, None)) and value != default:
+    for name, passing in _NOT_MODELLED.items():
+        if (value := getattr(args, name, None)) and plain(value) not in passing:
             said = "" if value is True else f" {plain(value)}"
             remedy = "use --bf16 instead" if name == "fp16" else "remove it"
             raise UserError(f"--{name.replace('_', '-')}{said}: not modelled; {remedy}")
-    if args.recompute_granularity == "full" and args.recompute_method is None:
-        raise UserError("--recompute-granularity full: add --recompute-method uniform, or block")
-    if not args.use_distributed_optimizer and data > 1:
-        raise UserError("estimate: only the distributed optimizer is modelled; add --use-distributed-optimizer")
+    if not args.fp8_wgrad:
+        raise UserError("--no-fp8-wgrad: not modelled; remove it")
+    if args.recompute_granularity == "full":
+        if args.recompute_method is None:
+            raise UserError("--recompute-granularity full: add --recompute-method uniform, or block")
+        if (layers := args.recompute_num_layers) is None:
+            raise UserError("--recompute-granularity full: add --recompute-num-layers 1, or more")
+        if args.recompute_method == "uniform" and layers > 1:
+            raise UserError(f"--recompute-num-layers {layers}: not modelled with uniform; use 1, or block")
 
 
 def virtual(args: Namespace) -> int:
@@ -179,7 +204,7 @@ def virtual(args: Namespace) -> int:
     if (layers := args.num_layers_per_virtual_pipeline_stage) is None:
         return 1
     stage = args.num_layers // args.pipeline_model_parallel_size
-    if layers < 1 or stage % layers:
+    if stage % layers:
         flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
         raise UserError(f"{flag}: does not divide the {stage} layers of a stage; change it")
     return stage // layers

@@ -52,8 +52,9 @@ def read(word: str) -> Run:
     if not sign or Path(word).exists():
         name, path = Path(word).name or word, word
     place = Path(path)
-    if not place.exists():
-        raise UserError(f"{path}: no such run; give a metrics file, Megatron's log, or TensorBoard's folder")
+    if not path or not place.exists():
+        said = path or repr(word)
+        raise UserError(f"{said}: no such run; give a metrics file, Megatron's log, or TensorBoard's folder")
     if place.is_dir() or place.name.startswith("events.out.tfevents"):
         run = _tensorboard(name, place)
     else:

@@ -18,9 +18,12 @@ and ours. Arithmetic alone is in benchmarks/kernels.py.
     add         an element of a weight, every micro-batch: its gradient, where a pass of its own adds it up
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import UserError
+from ..flags.level import CELLS
+from .memory import BYTES, STATES
 
 STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer: also of our levels' embeddings and norms
 
@@ -102,3 +105,18 @@ def chosen(name: str, flag: str = "--systems") -> System:
     if name not in SYSTEMS:
         raise UserError(f"{flag} {name}: no such system; use {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
+
+
+def asked_for(system: System, overrides: Mapping[str, str]) -> System:
+    """A level's system with flags that change its weights and states: their wire, and what Adam moves of them."""
+    assert system.level is not None
+    level = {cell.name: cell.at(system.level) for cell in CELLS}
+    cells = level | dict(overrides)
+    wire = 1 if cells["weight"] == "fp8" else 2
+    return replace(system, weight_wire=wire, state=system.state + _moved(cells) - _moved(level))
+
+
+def _moved(cells: Mapping[str, str]) -> float:
+    """Bytes of states and weight that Adam reads and writes an element (ops/adam.py); the gradient's are apart."""
+    weight = 1 if cells["weight"] == "fp8" else 2
+    return 2 * sum(BYTES[cells[state]] for state in STATES) + weight * (2 if cells["master"] == "remainder" else 1)

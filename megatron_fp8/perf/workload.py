@@ -23,6 +23,7 @@ class Workload:
         (None: all).
     keeps_transposes: whether a level keeps W^T of its FP8 weights from one micro-batch to the next.
     dropout: whether hidden states have any.
+    two_levels: whether a level's gradients are reduced inside a node first.
     overrides: {cell: value} of the level's table.
     """
 
@@ -43,6 +44,7 @@ class Workload:
     fp8_activations: bool = False
     keeps_transposes: bool = False
     dropout: bool = False
+    two_levels: bool = False
     repaired: bool = True  # Transformer Engine's QKV split
     overrides: Mapping[str, str] | None = None
 
@@ -61,6 +63,10 @@ class Workload:
         if self.job.num_layers % (self.pipeline * self.virtual):
             raise UserError(
                 f"--num-layers {self.job.num_layers}: not divided by {self.pipeline} stages of {self.virtual} chunks"
+            )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise UserError(
+                f"--pipeline-model-parallel-size 1: {self.virtual} virtual stages need 2 or more; change one"
             )
         if self.virtual > 1 and self.micro_batches % self.pipeline:
             raise UserError(

@@ -34,6 +34,9 @@ def rehearse(launch: Launch, job: Job, gpus: int, args: Namespace, environment: 
     """
     if job.args is None:
         raise UserError(f"rehearse --full: the job would not start: {job.error}")
+    if job.context > 1:
+        raise UserError(f"rehearse --full: --context-parallel-size {job.context}: no rank of it is run, as Transformer "
+                        "Engine's attention does it; remove it, or see megatron-fp8 estimate")  # fmt: skip
     tensor = job.args.tensor_model_parallel_size
     if not 0 <= args.rank < gpus:
         raise UserError(f"--rank {args.rank}: the job has ranks 0 to {gpus - 1}; give one of them")
@@ -104,6 +107,7 @@ def _page(
     yield (f"- {job.level}: TP {a.tensor_model_parallel_size}, PP {pipeline} (stage {stage}), DP "
            f"{a.data_parallel_size}; {STEPS} steps of {batch // (a.micro_batch_size * a.data_parallel_size)} "
            f"micro-batches of {a.micro_batch_size}, by stock's --fake-process-group.")  # fmt: skip
+    yield from (f"- {flag}: left out, it is of Transformer Engine's attention." for flag in job.unseen)
     if code:
         memory = any("out of memory" in line or "OutOfMemoryError" in line for line in lines)
         late = code == _LATE and seconds >= timeout
@@ -124,7 +128,8 @@ def _figures(job: Job, gpus: int, stage: int, batch: int, found: dict[str, float
     assert a is not None
     try:
         level = job.level if job.level in SYSTEMS and SYSTEMS[job.level].level else None
-        w = workload(Flags(a, level), gpus, global_batch_size=batch)
+        asked = dict(job.flags).get("--attention-backend", ["auto"])  # which a level has changed in args
+        w = workload(Flags(a, level), gpus, global_batch_size=batch, attention_backend=asked[0])
     except UserError as error:
         yield f"- No estimate: {error}"
         estimated = None

@@ -184,6 +184,8 @@ def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     assert args is not None
     if outcome.failed:
         yield f"The start to {outcome.failed.name} failed here with exit code {outcome.failed.code}; so it will there."
+    elif outcome.train is not None and not outcome.train.steps:
+        yield "No step was logged here: whether the script trains cannot be said."
     elif not outcome.repeats:
         yield "A run that resumes does not go on as it was: see above."
     if isinstance(counted := _counted(job), memory.Job):

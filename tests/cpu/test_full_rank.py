@@ -5,11 +5,16 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
+from itertools import islice
 
 import pytest
 from launch import ROOT
 
+from megatron_fp8.errors import UserError
 from megatron_fp8.rehearsal import full
+from megatron_fp8.rehearsal.command import Launch
+from megatron_fp8.rehearsal.job import Job
 
 JOB = """torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_fp8.py --bf16 --num-layers 4 --hidden-size 64
 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 64
@@ -87,10 +92,20 @@ def test_a_rank_that_the_job_does_not_have_and_one_without_full():
     assert run.stderr.splitlines()[-1].endswith("--rank 16: the job has ranks 0 to 15; give one of them")
 
 
+def test_what_is_of_transformer_engines_attention_is_refused_or_said():
+    """A rank of context parallelism was run without it, at O0 and with --fp8-attention te, and nothing said so."""
+    args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, data_parallel_size=1)
+    args.micro_batch_size = 1
+    with pytest.raises(UserError, match=r"^rehearse --full: --context-parallel-size 2: no rank of it is run"):
+        full.rehearse(Launch([], [], 2), Job([], context=2, args=args), 2, Namespace(rank=0), {})
+    job = Job([], args=args, level="O3", unseen=("--fp8-attention te",))
+    lines = full._page(job, 1, 0, 0, 1, 0, 9.0, {}, [], 60)
+    assert "- --fp8-attention te: left out, it is of Transformer Engine's attention." in list(islice(lines, 4))
+
+
 def test_measured_and_estimated_stand_side_by_side(monkeypatch):
     """As a GPU would have it: the figures that the rank's last line has."""
     from megatron_fp8.perf import read
-    from megatron_fp8.rehearsal.job import Job
 
     words = [*" ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2].split(), "--fp8-level", "O3"]
     args = read.parse(words).args
@@ -100,3 +115,5 @@ def test_measured_and_estimated_stand_side_by_side(monkeypatch):
     text = "\n".join(full._figures(job, 16, 1, 24, found))
     assert re.search(r"\| held \| 0\.09 \| 0\.09 \| [+-]\d\.\d% \|", text)
     assert "| in use on the GPU, of 150.0 | 0.90 | | |" in text
+    job.flags = [("--attention-backend", ["unfused"])]  # which the level has changed in args
+    assert "- No estimate: --attention-backend unfused: not modelled; remove it" in full._figures(job, 16, 1, 24, found)

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import types
 
@@ -76,3 +78,13 @@ def test_refused_flags_are_named():
     args.logits_load_dir = "there"
     with pytest.raises(ValueError, match="--logits-load-dir there is not supported here: use"):
         entry.refuse_flags(args, flags, "use another script")
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    """As `megatron-fp8 args FILE | head -1`, whose reader may be gone before the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "megatron_fp8.cli", "args", "model/gpt-7b"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

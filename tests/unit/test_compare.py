@@ -142,6 +142,7 @@ def test_the_half_written_last_line_of_a_killed_run_is_left_out(tmp_path, capsys
     "argv, message",
     [
         (("no.jsonl",), "no.jsonl: no such run"),
+        (("",), "'': no such run"),
         (("EMPTY",), "no step with a loss"),
         (("BROKEN",), "line 1 is no step's JSON object"),
         (("WORD",), "line 1 is no step's JSON object"),

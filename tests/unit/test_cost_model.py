@@ -246,6 +246,20 @@ def test_traffic_leaves_the_node_where_ranks_do():
     assert inside.bare < inside.ms
 
 
+def test_an_all_to_all_leaves_the_node_whole():
+    """Of two nodes' 16 ranks each sends 8 of 16 parts to the other node; in two levels, what its node has summed."""
+    w = laid_out(slice_7b(overlap_reduce=True, global_batch=64), data=16)
+    sent = (1 + 1 / 128) * sum(w.job.linears())
+    flat, levels = (estimate(replace(w, two_levels=two), H200).traffic["gradients: linears"] for two in (False, True))
+    assert (flat.inside, flat.between) == (sent * 7 / 16, sent * 8 / 16)
+    assert (levels.inside, levels.between) == (sent * 7 / 8, sent / 8 / 2)
+    assert flat.ms == pytest.approx(flat.between / (H200.network_gb_s * 1e6), rel=0.01) and levels.ms < flat.ms
+    one_node = laid_out(slice_7b(global_batch=64), data=8)
+    alone = estimate(one_node, H200).traffic["gradients: linears"]
+    assert alone == estimate(replace(one_node, two_levels=True), H200).traffic["gradients: linears"]
+    assert (alone.inside, alone.between) == (sent * 7 / 8, 0)
+
+
 def test_levels_hold_less_and_less():
     peaks = [estimate(slice_7b(name), H200).peak for name in ("te", "bf16", "O1", "O2", "O3")]
     assert peaks == sorted(peaks, reverse=True)

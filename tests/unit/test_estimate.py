@@ -108,6 +108,22 @@ def test_what_travels_in_fp8_is_counted_so():
     assert summed("--fp8-tp-reduce-scatter fp8") == pytest.approx(summed("") * (1 + 1 / 128) / 2)
 
 
+def test_other_weights_and_states_are_counted():
+    """O3 with BF16 weights sends and steps as O2 does; O2 with FP32 states steps as O1."""
+
+    def found(flags):
+        e = step.estimate(read.workload(read.parse(f"{MODEL} {flags}".split()), 8), hardware.load("h200"))
+        return e.traffic["weights: linears"].inside, e.parts["optimizer"]
+
+    (sent_o1, o1), (sent_o2, o2), (sent_o3, o3) = (found(f"--fp8-level {level}") for level in ("O1", "O2", "O3"))
+    assert sent_o1 == sent_o2 == 2 * sent_o3 and o3 < o2 < o1
+    sent, ms = found("--fp8-level O3 --fp8-weight bf16")
+    assert sent == sent_o2 and ms == pytest.approx(o2, rel=0.03)
+    assert found("--fp8-level O2 --fp8-weight fp8")[0] == sent_o3
+    fp32 = "--fp8-exp-avg fp32 --fp8-exp-avg-sq fp32 --fp8-master fp32"
+    assert found(f"--fp8-level O2 {fp32}")[1] == pytest.approx(o1, rel=0.03)
+
+
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
     """Neither the folder that it saves to, nor the file of its metrics."""
     monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
@@ -158,6 +174,16 @@ def test_every_layout_is_tried_and_divides(capsys):
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16"),
         ("--fp8-level O3 --fp8-bf16-layers decoder.layers.*", "--fp8-bf16-layers decoder.layers.*"),
         ("--first-last-layers-bf16", "--first-last-layers-bf16"),
+        ("--fp8-level O2 --fp8-emulate E8M3", "--fp8-emulate E8M3"),
+        ("--fp8-emulate E8M3", "--fp8-emulate E8M3"),
+        ("--fp8-level O3 --fp8-grad-reduce fp32", "--fp8-grad-reduce fp32"),
+        ("--fp8-level O3 --attention-backend unfused", "--attention-backend unfused"),
+        ("--attention-backend local", "--attention-backend local"),
+        ("--fp8-level O1 --softmax-type off-by-one", "--softmax-type off-by-one"),
+        ("--fp8-level O1 --reset-attention-mask", "--reset-attention-mask"),
+        ("--fp8-level O1 --fp8-recipe tensorwise", "--fp8-recipe tensorwise"),
+        ("--fp8-level O1 --no-fp8-wgrad", "--no-fp8-wgrad"),
+        ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
     ],
 )
 def test_what_is_not_modelled_is_refused(given, said):
@@ -167,7 +193,8 @@ def test_what_is_not_modelled_is_refused(given, said):
 
 
 def test_a_value_at_its_default_is_not_refused():
-    flags = read.parse(f"{MODEL} --optimizer adam --cpu-offloading-num-layers 0 --mtp-num-layers 0".split())
+    given = "--optimizer adam --cpu-offloading-num-layers 0 --mtp-num-layers 0 --attention-backend flash"
+    flags = read.parse(f"{MODEL} {given}".split())
     assert read.workload(flags, 8) == read.workload(read.parse(MODEL.split()), 8)
 
 
@@ -188,9 +215,18 @@ def test_a_value_at_its_default_is_not_refused():
         (estimate, "--cap-gb inf", MODEL, "--cap-gb inf: use a number"),
         (estimate, "", MODEL.replace("seq-length 2048", "seq-length -5"), "--seq-length -5: use 1 or more"),
         (estimate, "", MODEL + " --recompute-granularity full", "full: add --recompute-method uniform, or block"),
+        (estimate, "", MODEL + " --tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: use 1 or more"),
+        (estimate, "", MODEL + " --global-batch-size 0", "--global-batch-size 0: use 1 or more"),
+        (estimate, "", MODEL + " --num-virtual-stages-per-pipeline-rank 2", "2 virtual stages need 2 or more; change"),
+        (estimate, "", MODEL + " --recompute-granularity full --recompute-method block", "add --recompute-num-layers"),
+        (estimate, "", MODEL + " --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+         "--recompute-num-layers 2: not modelled with uniform; use 1"),
+        (plan, "--gpus 8", MODEL + " --context-parallel-size 0", "--context-parallel-size 0: use 1 or more"),
+        (plan, "--gpus 8", MODEL + " --context-parallel-size 3", "--gpus 8: no multiple of --context-parallel-size 3"),
         (plan, "--gpus 8 --system nope", MODEL, "--system nope: no such system; use bf16, te"),
         (plan, "--gpus 8", MODEL + " --num-experts 8", "estimate: experts: not modelled"),
         (plan, "--gpus 8", MODEL + " --group-query-attention --num-query-groups 3", "--num-query-groups 3: does not"),
+        (plan, "--gpus 8", MODEL.replace("--use-distributed-optimizer", ""), "; add --use-distributed-optimizer"),
         (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],

@@ -14,7 +14,7 @@ from commands import error_of
 from launch import ROOT
 from megatron_runs import script_path
 
-from megatron_fp8.rehearsal import full, main, shrink
+from megatron_fp8.rehearsal import full, main, page, shrink
 from megatron_fp8.rehearsal.command import flags_of, take_apart
 from megatron_fp8.rehearsal.job import examine
 
@@ -389,6 +389,15 @@ def test_data_that_is_not_here_is_said_and_passed_over(shrunk):
     assert shrunk["data elsewhere"]["missing"].startswith("--vocab-file /data/vocab.json: there is no such file")
 
 
+def test_a_script_that_logs_no_step_is_said_so(monkeypatch):
+    """Not that its second start did not go on as it was, with nothing above to see."""
+    monkeypatch.setattr(page, "_counted", lambda job: "nothing")
+    start = page.read("train", 0, 1.0, [], [])
+    job = SimpleNamespace(args=SimpleNamespace(data_parallel_size=1, save="there"), missing="", unseen=())
+    found = list(page.warnings(job, SimpleNamespace(data_parallel=1), page.Outcome(start, start)))
+    assert found[0] == "No step was logged here: whether the script trains cannot be said."
+
+
 def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):
     args = SimpleNamespace(timeout=1, folder=None)
     late = "import time; print('begun', flush=True); time.sleep(60)"
@@ -396,6 +405,6 @@ def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):
     assert lines == ["begun"]
     monkeypatch.setattr(full, "_figures", lambda *given: iter(()))
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "micro_batch_size")
-    job = SimpleNamespace(level="O3", args=SimpleNamespace(**dict.fromkeys(sizes, 1)))
+    job = SimpleNamespace(level="O3", unseen=(), args=SimpleNamespace(**dict.fromkeys(sizes, 1)))
     page = "\n".join(full._page(job, 1, 0, 0, 2, code, 1.1, {}, lines, args.timeout))
     assert "failed" in page and "- Exit code 124: it took longer than --timeout 1. The end of its log:" in page

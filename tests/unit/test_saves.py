@@ -220,6 +220,23 @@ def test_two_runs_of_one_folder(tmp_path):
     saves.claim(str(tmp_path / "link"))
 
 
+def test_a_run_that_ends_leaves_no_lock(tmp_path):
+    """Refused after it has begun, not even the folders that it made; done, its checkpoints; a second one, the first's
+    lock."""
+
+    def run(then: str) -> int:
+        command = [sys.executable, "-W", "ignore", "-c", HOLD + then, str(tmp_path / "a/b")]
+        said = {"capture_output": True, "env": {**os.environ, "PYTHONPATH": "."}}
+        return subprocess.run(command, **said).returncode
+
+    assert run("sys.exit(2)") == 2
+    assert not list(tmp_path.iterdir())
+    assert run("import os; os.mkdir(sys.argv[1] + '/iter_0000001')") == 0
+    assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["iter_0000001"]
+    saves.claim(str(tmp_path / "a/b"))
+    assert run("") == 1 and (tmp_path / "a/b" / saves.LOCK).exists()
+
+
 def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch):
     saves.claim(str(tmp_path))
     monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))

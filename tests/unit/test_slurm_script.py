@@ -359,6 +359,7 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--cluster nowhere", "--cluster nowhere: no such file, nor is one of that name shipped; give its path"),
         ("--cluster infinibad", "did you mean infiniband?"),
         ("--cluster wrong.env", "wrong.env:1: two words: write NAME=VALUE"),
+        ("--cluster bytes.env", "--cluster bytes.env: no text file; write lines NAME=VALUE"),
         ("--cluster shell.env", "shell.env:2: A=/x:$A: taken letter for letter; write it out, or set it in the shell"),
         ("--script nothing.py", "--script nothing.py: no such script; give its path"),
         ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
@@ -377,6 +378,7 @@ def test_launch_writes_a_script(launch, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
+    (tmp_path / "bytes.env").write_bytes(b"\xff\xfe")
     (tmp_path / "wrong.env").write_text("two words\n")
     (tmp_path / "shell.env").write_text("B=1\nA=/x:$A\n")
     monkeypatch.setenv("PATH", "/nowhere")

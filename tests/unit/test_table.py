@@ -260,9 +260,14 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
         (("5", "--te-path", "/nope"), "--te-path /nope: of a measurement only; add --run"),
         (("5", "--run"), "--run --models 7b: no GPU on this machine; use one that has"),
         (("5", "--results", "/no/such.csv"), "no such file; name one, or add --run"),
+        (("5", "--results", "bytes.csv"), "--results bytes.csv: was written with other columns"),
+        (("5", "--results", "line.csv"), "--results line.csv: was written with other columns"),
     ],
 )
-def test_mistakes_are_said_in_one_line(argv, message, monkeypatch):
+def test_mistakes_are_said_in_one_line(argv, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes.csv").write_bytes(b"\x8a\xff\n\x8b\n")
+    (tmp_path / "line.csv").write_text('{"step": 1}\n')
     monkeypatch.setattr(measure, "_gpu_count", lambda: 0)
     with pytest.raises(UserError, match=re.escape(message)) as error:
         table.run(parsed(*argv))
