@@ -477,16 +477,17 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
                 check_model(fp8.level, model_chunks)
                 args = get_args()
                 check_stage(args.save, model_chunks)
-                tokens = 0 if cpu.needed() or args.rank else args.seq_length * args.micro_batch_size
-                measured = gains(owned_weights(model_chunks), tokens)
+                searches = _read_searched_gemms(fp8)
+                tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+                measured = [] if cpu.needed() or args.rank else gains(owned_weights(model_chunks), tokens)
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
                 engine, same.here = chain.engine, True
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
-                ranks = args.data_parallel_size if args.use_distributed_optimizer else 1
+                replicas = args.data_parallel_size * args.context_parallel_size
+                ranks = replicas if args.use_distributed_optimizer else 1
                 grad_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
                 _log([*linears(measured), *held(engine.buckets, ranks, grad_bytes)])
-                searches = _read_searched_gemms(fp8)
                 chain.after_first_step = lambda: _log([*summary(measure(model_chunks, chain)), *searches()])
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()

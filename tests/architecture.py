@@ -211,7 +211,7 @@ class _Grads:
 
 
 def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The loss of each token, and gradients by the parameters' names."""
+    """The loss of each token, and gradients by the parameters' names; of this run alone."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -228,6 +228,7 @@ def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for weight in ours.values():
         weight.sink = _Grads()
     model.train()
+    model.zero_grad(set_to_none=True)
     MTPLossLoggingHelper.tracker.clear()
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)

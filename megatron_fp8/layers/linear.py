@@ -15,6 +15,7 @@ import contextlib
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..engine.owned import OwnedWeight
 from ..errors import UserError
@@ -34,7 +35,9 @@ def hooked(module: torch.nn.Module) -> bool:
     """
     before = module._forward_pre_hooks.values()
     theirs = any(not getattr(hook, "__module__", "").startswith("megatron.core.") for hook in before)
-    return theirs or bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+    if theirs or _has_any_global_hook():
+        return True
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 class _OwnedLinear:

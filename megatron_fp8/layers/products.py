@@ -56,11 +56,11 @@ def product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = x W^T + bias + residual (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
+    """y = x W^T + bias (+ residual, in FP8) (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
     if not call.fp8:
+        assert residual is None  # stock's kernel adds bias and residual in one
         y = Bf16Product.apply(x, anchor, call)
-        y = y if bias is None else y + bias
-        return y if residual is None else y + residual
+        return y if bias is None else y + bias
     y = Fp8Product.apply(x, anchor, call, given, bias, residual)
     # A bias's gradient is summed from dy as it is, a residual's is dy; that of a sum over the ranks is every rank's.
     if call.keep and call.wgrad_fp8 and bias is None and residual is None and not call.sum_y:

@@ -32,16 +32,21 @@ from .self_attention import FusedSelfAttention
 
 
 class ResidualSum:
-    """In the place of a layer's bias_dropout_add: hands on what the last linear of `reader`, `name`, has added up."""
+    """In the place of a layer's bias_dropout_add, after its `part`: hands on what that one's last linear, `name`, has
+    added up."""
 
-    def __init__(self, reader: torch.nn.Module, name: str):
-        self._reader, self._name, self._offered = reader, name, False
+    def __init__(self, layer: TransformerLayer, part: str, name: str):
+        self._layer, self._part, self._reader, self._name = layer, part, getattr(layer, part), name
+        self._offered = False
 
     def offer(self, x: torch.Tensor) -> None:
-        """Have that linear add x (..., K) to its next result."""
-        row = getattr(self._reader, self._name)
-        self._offered = isinstance(row, Fp8RowParallelLinear) and not hooked(self._reader) and not hooked(row)
-        row.residual = x if self._offered else None
+        """Have that linear add x (..., K) to its next result, if it is in FP8 and nothing comes between."""
+        row, whole = getattr(self._reader, self._name), getattr(self._layer, self._part) is self._reader
+        self._offered = False
+        if isinstance(row, Fp8RowParallelLinear):
+            looked_into = hooked(self._reader) or hooked(row)
+            self._offered = row.owned.fp8 and whole and not looked_into and not self._layer.hidden_dropout
+            row.residual = x if self._offered else None
 
     def __call__(self, training: bool, fused: bool):
         if not self._offered:
@@ -80,19 +85,20 @@ def join_residuals(model: torch.nn.Module) -> None:
         if type(layer) not in (TransformerLayer, MoETransformerLayer):
             continue
         if type(layer.input_layernorm) is IdentityOp and type(layer.self_attention) is FusedSelfAttention:
-            add = _sum(layer, "self_attn_bda", layer.self_attention, "linear_proj")
+            add = _sum(layer, "self_attn_bda", "self_attention", "linear_proj")
             layer.input_layernorm = Fork(layer.self_attention, "linear_qkv", add)
-        whole = not layer.recompute_mlp and layer.config.mlp_chunks_for_training == 1
+        chunks = layer.config.mlp_chunks_for_training, layer.config.mlp_chunks_for_prefill
+        whole = not layer.recompute_mlp and chunks == (1, 1)
         if type(layer.pre_mlp_layernorm) is IdentityOp and type(layer.mlp) is Fp8Mlp and whole:
-            add = _sum(layer, "mlp_bda", layer.mlp, "linear_fc2")
+            add = _sum(layer, "mlp_bda", "mlp", "linear_fc2")
             layer.pre_mlp_layernorm = Fork(layer.mlp, "linear_fc1", add)
 
 
-def _sum(layer: TransformerLayer, bda: str, reader: torch.nn.Module, name: str) -> ResidualSum | None:
+def _sum(layer: TransformerLayer, bda: str, part: str, name: str) -> ResidualSum | None:
     """The ResidualSum that now stands in the layer's place `bda`; None where there is to be none."""
-    row = getattr(reader, name)
-    if getattr(layer, bda) is not get_bias_dropout_add or layer.hidden_dropout or row.tp_group.size() > 1:
+    row = getattr(getattr(layer, part), name)
+    if getattr(layer, bda) is not get_bias_dropout_add or row.tp_group.size() > 1:
         return None
-    add = ResidualSum(reader, name)
+    add = ResidualSum(layer, part, name)
     setattr(layer, bda, add)
     return add

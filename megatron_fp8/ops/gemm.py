@@ -173,7 +173,8 @@ class Planned:
             out = torch.empty(x.shape[0], w.shape[0], dtype=epilogue.dtype, device=x.device)
         # A GEMM reads a bias of D's type, BF16 where D is FP32, and one C, as D is: the rest is added after it.
         early = bias if bias is not None and bias.dtype is _BIAS.get(out.dtype) else None
-        fits = residual is not None and residual.dtype is out.dtype and residual.stride() == out.stride()
+        form = out.dtype, out.shape, out.stride()
+        fits = residual is not None and (residual.dtype, residual.shape, residual.stride()) == form
         c = residual if fits and not epilogue.accumulate else None
         how = {"a_scale": a.scale_inv, "b_scale": b.scale_inv, "bias": early, "fast_accum": fast_accum}
         plans.product(x, w, out, residual=c, add=epilogue.accumulate, **how)

@@ -17,7 +17,7 @@ def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
     split = system.qkv
     if system.level is None and not w.repaired:
         split = UNREPAIRED_SPLIT
-    in_gemm = system.ours and tensor == 1 and not w.dropout
+    in_gemm = system.ours and w.fp8 and tensor == 1 and not w.dropout
     residual = RESIDUAL_IN_GEMM if in_gemm else system.residual
     rope = job.position_embedding_type == "rope"
     moved = {

@@ -30,6 +30,7 @@ CASES = {  # additions that two layers' norms make backwards, of four; those tha
     "--recompute-granularity selective --recompute-modules layernorm core_attn": (4, 4),
     "--recompute-granularity selective --recompute-modules mlp": (2, 2),
     "--mlp-chunks-for-training 2": (2, 2),
+    "--mlp-chunks-for-prefill 2": (2, 2),
     EXPERTS: (3, 3),
     LATENT: (2, 2),
     "--fp8-bf16-layers *.layers.0.*": (2, 2),
@@ -162,19 +163,54 @@ def test_without_gradients_nothing_is_forked():
         assert layer.pre_mlp_layernorm(x) is x
 
 
-def test_no_residual_is_left_where_nobody_may_add_it(summed):
-    """Not between a module and somebody's hook on it; nor is what one pass has not taken added by the next."""
+class Doubled(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        output, bias = self.module(*args, **kwargs)
+        return 2 * output, None if bias is None else 2 * bias
+
+
+def doubled_by_hooks(layer):
+    layer.mlp.register_forward_hook(lambda module, given, out: (2 * out[0], 2 * out[1]))
+
+
+def doubled_in_a_wrapper(layer):
+    layer.mlp = Doubled(layer.mlp)
+
+
+def with_dropout(layer):
+    layer.hidden_dropout = 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "left"), [(doubled_by_hooks, 2), (doubled_in_a_wrapper, 2), (with_dropout, 0)], ids=lambda x: str(x)
+)
+def test_no_residual_is_left_where_nobody_may_add_it(change, left, summed):
+    """Not between a module and what somebody has put after it, when the model was built; nor is what one pass has not
+    taken added by the next."""
     model = build("")
-    plain = architecture.run(model)
     for layer in model.decoder.layers:
-        layer.mlp.register_forward_hook(lambda module, given, out: (2 * out[0], 2 * out[1]))
+        change(layer)
         layer.self_attention.linear_proj.residual = torch.full((32, 2, 64), torch.nan)
-    summed.clear()
-    doubled = architecture.run(model)
-    assert sum(summed) == 2 and doubled.keys() == plain.keys()
-    assert all(value.isfinite().all() for value in doubled.values())
+    changed = architecture.run(model)
+    assert sum(summed) == left
+    assert all(value.isfinite().all() for value in changed.values())
     without_forks(model)
-    assert all(torch.equal(value, doubled[name]) for name, value in architecture.run(model).items())
+    again = architecture.run(model)
+    assert changed.keys() == again.keys() and all(torch.equal(value, changed[name]) for name, value in again.items())
+
+
+def test_hooks_of_all_modules_see_what_the_linear_makes(summed):
+    model = build("")
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *seen: None)
+    try:
+        architecture.run(model)
+    finally:
+        hook.remove()
+    assert not any(summed)
 
 
 def test_a_norm_made_before_is_what_the_linear_must_be_given():

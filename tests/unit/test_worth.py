@@ -63,6 +63,13 @@ def test_what_no_fp8_gemm_takes_is_not_measured():
     assert gains(weights(), 0) == gains(weights(), TOKENS + 1) == [] == linears([])
 
 
+def test_what_has_no_memory_for_it_is_not_measured():
+    def clock(call):
+        raise torch.OutOfMemoryError
+
+    assert gains(weights(), TOKENS, clock) == []
+
+
 def test_the_line_names_what_is_no_faster():
     (line,) = linears([Gain(3072, 768, 12, 2.0, 1.0), Gain(768, 768, 12, 0.5, 0.6)])
     assert "19.20 ms in FP8, 30.00 in BF16 (1.56 x); FP8 is no faster for 768 x 768 (0.83 x)" in line
@@ -70,14 +77,21 @@ def test_the_line_names_what_is_no_faster():
     assert line.endswith("1.00 ms in FP8, 2.00 in BF16 (2.00 x)")
 
 
-def test_the_line_on_memory():
+@pytest.mark.parametrize(
+    ("storage", "kept", "expected"), [("fp8", False, "4.00"), ("bf16", False, "4.20"), ("bf16", True, "4.40")]
+)
+def test_the_line_on_memory(storage, kept, expected):
+    """With the copies in FP8 that come in the first step."""
+    config = SimpleNamespace(keep_transpose_cache=kept)
+
     class Bucket:
         def __init__(self, size: int):
-            self.weights = [SimpleNamespace(param=torch.empty(size, 1000, device="meta"))] * 2
+            param = torch.empty(size, 1000, device="meta")
+            self.weights = [SimpleNamespace(param=param, fp8=True, storage=storage, config=config)] * 2
 
         def buffers(self):
             return {"weight": [torch.empty(2_000_000_000, dtype=torch.uint8, device="meta")], "master": []}
 
     assert held([], 1, 4) == []
     (line,) = held([Bucket(50_000), Bucket(50_000)], 4, 4)  # 2e8 numbers, 2 + 4 + 12 / 4 bytes each
-    assert line == "the linears' weights, gradients and states: 4.0 GB on this rank, stock's 1.8"
+    assert line == f"the linears' weights, gradients and states: {expected} GB on this rank, stock's 1.80"
