@@ -186,7 +186,9 @@ def with_dropout(layer):
 
 
 @pytest.mark.parametrize(
-    ("change", "left"), [(doubled_by_hooks, 2), (doubled_in_a_wrapper, 2), (with_dropout, 0)], ids=lambda x: str(x)
+    ("change", "left"),
+    [(doubled_by_hooks, 2), (doubled_in_a_wrapper, 2), (with_dropout, 0)],
+    ids=["hooks", "wrapper", "dropout"],
 )
 def test_no_residual_is_left_where_nobody_may_add_it(change, left, summed):
     """Not between a module and what somebody has put after it, when the model was built; nor is what one pass has not
