@@ -14,7 +14,7 @@ residual, and wgrad added to what is there.
     cublaslt   the fastest of 16 of its algorithms
     cutlass    the fastest of our kernels and orders of tiles
 
-Each runs alone for 150 ms on random data, twice, in turns (ops/gemm_search.py): a GPU in training is bound by its power
+Each runs alone for 150 ms on random data, twice, in turns (ops/timing.py): a GPU in training is bound by its power
 (docs/performance.md), and what is fastest in a burst is not always so then. "burst" is the median of runs that take
 turns, each with an empty L2 cache. "error" is the relative error of 64 rows against float64, of what is written. For
 sums in BF16 "once" is the share of elements that are the exact sum rounded once. The BF16 head's weight gradient is
@@ -37,7 +37,7 @@ from stamp import commit
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, gemm_search, plans
+from megatron_fp8.ops import cublaslt, gemm_search, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS
 from megatron_fp8.ops.cutlass_build import Unavailable
@@ -123,24 +123,6 @@ class Case:
         return y + before.double() if self.add else y
 
 
-def medians(calls: dict[str, Callable[[], object]], flush: torch.Tensor) -> dict[str, float]:
-    """Milliseconds of a run with an empty L2 cache, in turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(REPETITIONS):
-        events = []
-        for name in list(calls)[:: -1 if turn % 2 else 1]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            calls[name]()
-            end.record()
-            events.append((name, start, end))
-        torch.cuda.synchronize()
-        for name, start, end in events:
-            times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(measured) for name, measured in times.items()}
-
-
 class Table:
     """Prints a row as it is measured, and keeps it."""
 
@@ -148,7 +130,6 @@ class Table:
         self.rows: list[dict] = []
         self.where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cublas": cublaslt.version()}
         self.where |= {"cutlass library": CUTLASS.version, "commit": commit()}
-        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
         print(", ".join(f"{key} {value}" for key, value in self.where.items()))
         print(f"{'TFLOP/s, error':52} {''.join(f'{s:>9}' for s in SYSTEMS)}   {''.join(f'{s:>9}' for s in SYSTEMS)}")
 
@@ -162,8 +143,8 @@ class Table:
             got = case.out[:ROWS]
             errors[system] = float((got.double() - exact).norm() / exact.norm())
             once[system] = float((got == exact.to(got.dtype)).double().mean())
-        bursts = medians(calls, self._flush)
-        ms = gemm_search.under_load(bursts, lambda system: calls[system]())
+        bursts = timing.in_turns(calls, REPETITIONS)
+        ms = timing.under_load(calls, bursts)
         rates = {system: case.problem.flops / ms[system] / 1e9 for system in calls}
         row: dict = {"name": name, "gemm": kind, "out": NAMES[case.out.dtype]}
         for system in SYSTEMS:

@@ -464,7 +464,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
     from .engine.build import build_optimizer
     from .engine.owned import owned_weights
     from .engine.report import measure, summary, write_at_exit
-    from .engine.worth import gains, held, linears
+    from .engine.worth import memory, speed
     from .layers.chosen import check_chosen
     from .layers.emulated_head import count_updates
     from .monitor.collect import attach
@@ -475,19 +475,14 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
             if fp8 is not None:
                 check_model(fp8.level, model_chunks)
-                args = get_args()
-                check_stage(args.save, model_chunks)
+                check_stage(get_args().save, model_chunks)
                 searches = _read_searched_gemms(fp8)
-                tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
-                measured = [] if cpu.needed() or args.rank else gains(owned_weights(model_chunks), tokens)
+                _log(speed(get_args(), owned_weights(model_chunks)))
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
                 engine, same.here = chain.engine, True
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
-                replicas = args.data_parallel_size * args.context_parallel_size
-                ranks = replicas if args.use_distributed_optimizer else 1
-                grad_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
-                _log([*linears(measured), *held(engine.buckets, ranks, grad_bytes)])
+                _log(memory(get_args(), engine.buckets))
                 chain.after_first_step = lambda: _log([*summary(measure(model_chunks, chain)), *searches()])
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()

@@ -2,14 +2,13 @@
 
     a micro-batch's linears, each cast on its own: 5.21 ms in FP8, 5.60 in BF16 (1.07 x); FP8 is no faster for
         768 x 768 (0.91 x)
-    the linears' weights, gradients and states: 0.60 GB on this rank, stock's 1.53
+    the linears' weights, gradients and states: 0.6 GB on this rank, stock's 1.53
 
 A product of small matrices is bound by what it reads and writes, and by its launch, and casts come on top: there FP8 is
 slower. Casts are passes of their own here; in training the kernels before and after a GEMM do most, and what is not a
 linear takes its own time in either type. So the ratio tells whether FP8 pays, and not how much faster a step is.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,14 +16,14 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
+from ..flags.numbers import GEMM_MULTIPLE
 from ..numerics.scaled import ScaledTensor
-from ..ops import plans
+from ..ops import plans, timing
 from .owned import OwnedWeight
 from .weights import Bucket
 
-WARM, RUNS = 2, 5
+RUNS = 6
 WEIGHT, STATE = 2, 12  # bytes a parameter of stock's: BF16; FP32 master and moments
-GRANULE = 16  # what an FP8 GEMM takes a multiple of
 
 
 class Gain(NamedTuple):
@@ -41,32 +40,30 @@ class Gain(NamedTuple):
         return self.bf16 / self.fp8
 
 
-def gains(weights: list[OwnedWeight], tokens: int, clock: Callable[[Callable], float] | None = None) -> list[Gain]:
-    """A Gain for each shape of the weights whose GEMMs are FP8's, at so many tokens a micro-batch; nothing of none, nor
-    where no GEMM takes so many.
-
-    clock: milliseconds of a call; by default on the GPU, for which it waits, some tenths of a second.
-    """
-    if not tokens or tokens % GRANULE:
+def gains(weights: list[OwnedWeight], tokens: int) -> list[Gain]:
+    """A Gain for each shape of the weights whose GEMMs are FP8's, at so many tokens a micro-batch; nothing where no
+    GEMM takes so many. Waits for the GPU, some tenths of a second."""
+    if tokens % GEMM_MULTIPLE:
         return []
     here = {tuple(weight.param.shape): weight for weight in weights if weight.fp8}
     counts = Counter(tuple(weight.param.shape) for weight in weights if weight.fp8)
-    found, said = [], plans.on_plan
+    found, on_plan = [], plans.on_plan
     plans.on_plan = None
     try:
         for (n, k), weight in here.items():
-            bf16, fp8 = map(clock or _ms, _products(weight, tokens))
-            found.append(Gain(n, k, counts[n, k], bf16, fp8))
+            ms = timing.in_turns(_products(weight, tokens), RUNS)
+            found.append(Gain(n, k, counts[n, k], **ms))
     except torch.OutOfMemoryError:  # no reason to end a run
         found = []
     finally:
-        plans.on_plan = said
+        plans.on_plan = on_plan
         plans.renew()  # what is logged, and searched, is what training meets
+        torch.cuda.empty_cache()  # what training allocates is of other sizes
     return found
 
 
-def _products(weight: OwnedWeight, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The three products of a linear, in BF16 and in FP8, on random data."""
+def _products(weight: OwnedWeight, tokens: int) -> dict[str, Callable[[], None]]:
+    """The three products of a linear on random data, by the names that Gain has for their types."""
     (n, k), device, config = weight.param.shape, weight.param.device, weight.config
     noise = torch.Generator(device).manual_seed(0)  # the run's own is left as it is
     sizes = (tokens, k), (n, k), (tokens, n)
@@ -90,7 +87,7 @@ def _products(weight: OwnedWeight, tokens: int) -> tuple[Callable[[], None], Cal
         else:
             torch.matmul(dy.t(), x)
 
-    return in_bf16, in_fp8
+    return {"bf16": in_bf16, "fp8": in_fp8}
 
 
 def _both(x: torch.Tensor, fmt, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,21 +95,14 @@ def _both(x: torch.Tensor, fmt, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     return payload, scale, columns
 
 
-def _ms(call: Callable[[], None]) -> float:
-    times = []
-    for _ in range(WARM + RUNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what training allocates is of other sizes
-    return statistics.median(start.elapsed_time(end) for start, end in times[WARM:])
+def speed(args, weights: list[OwnedWeight]) -> list[str]:
+    """The line on time: measured by rank 0, on a GPU, of a run with Megatron's arguments."""
+    tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+    on_gpu = all(weight.param.is_cuda for weight in weights)
+    return said(gains(weights, tokens)) if on_gpu and args.rank == 0 else []
 
 
-def linears(found: list[Gain]) -> list[str]:
-    """The line on time, if something was measured."""
+def said(found: list[Gain]) -> list[str]:
     if not found:
         return []
     bf16, fp8 = (sum(gain.linears * getattr(gain, name) for gain in found) for name in ("bf16", "fp8"))
@@ -122,18 +112,17 @@ def linears(found: list[Gain]) -> list[str]:
     return [line + (f"; FP8 is no faster for {', '.join(slower)}" if slower else "")]
 
 
-def held(buckets: list[Bucket], ranks: int, grad_bytes: int) -> list[str]:
-    """The line on memory, of a rank that has linears.
-
-    ranks: over which stock would cut its optimizer's states; grad_bytes: of an element of its gradients.
-    """
+def memory(args, buckets: list[Bucket]) -> list[str]:
+    """The line on memory, of a rank that has linears: what their engine holds, and stock would with these arguments."""
     if not buckets:
         return []
-    ours = sum(t.nbytes for bucket in buckets for tensors in bucket.buffers().values() for t in tensors)
     weights = [weight for bucket in buckets for weight in bucket.weights]
+    ours = sum(t.nbytes for bucket in buckets for tensors in bucket.buffers().values() for t in tensors)
     ours += sum(copies(weight) * weight.param.numel() for weight in weights)
-    stocks = sum(weight.param.numel() for weight in weights) * (WEIGHT + grad_bytes + STATE / ranks)
-    return [f"the linears' weights, gradients and states: {ours / 1e9:.2f} GB on this rank, stock's {stocks / 1e9:.2f}"]
+    ranks = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
+    gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
+    stocks = sum(weight.param.numel() for weight in weights) * (WEIGHT + gradient + STATE / ranks)
+    return [f"the linears' weights, gradients and states: {ours / 1e9:.3g} GB on this rank, stock's {stocks / 1e9:.3g}"]
 
 
 def copies(weight: OwnedWeight) -> int:

@@ -11,6 +11,7 @@ from .flag import value_of
 LARGEST_MARGIN = 8  # see check_numbers
 COUNTS = (  # what is divided by before Megatron has looked at it
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
+    *("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage", "--recompute-num-layers"),
     *("--expert-model-parallel-size", "--micro-batch-size", "--global-batch-size", "--num-layers", "--hidden-size"),
     *("--num-attention-heads", "--num-query-groups", "--ffn-hidden-size", "--kv-channels", "--seq-length"),
     *("--mlp-chunks-for-training", "--make-vocab-size-divisible-by"),
@@ -29,9 +30,7 @@ def check_numbers(args: Namespace) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):
             raise UserError(f"--{name.replace('_', '-')} {value}: not a number; give one, or remove it")
-    for flag in COUNTS:
-        if (value := value_of(args, flag)) is not None and value < 1:
-            raise UserError(f"{flag} {value}: use 1 or more")
+    check_counts(args)
     heads, groups = args.num_attention_heads, args.num_query_groups
     if args.group_query_attention and heads and groups and heads % groups:
         raise UserError(f"--num-query-groups {groups}: use a divisor of --num-attention-heads {heads}")
@@ -52,6 +51,13 @@ def check_numbers(args: Namespace) -> None:
             raise UserError(f"{flag} {beta}: an average needs a number from 0 up to but not 1")
     if not args.adam_eps > 0:
         raise UserError(f"--adam-eps {args.adam_eps}: a weight without gradients would become NaN; use one above 0")
+
+
+def check_counts(args: Namespace) -> None:
+    """Refuse a count below one."""
+    for flag in COUNTS:
+        if (value := value_of(args, flag)) is not None and value < 1:
+            raise UserError(f"{flag} {value}: use 1 or more")
 
 
 def check_optimizer(args: Namespace, cells: dict[str, str]) -> None:

@@ -43,16 +43,14 @@ class ResidualSum:
         """Have that linear add x (..., K) to its next result, if it is in FP8 and nothing comes between."""
         row, whole = getattr(self._reader, self._name), getattr(self._layer, self._part) is self._reader
         self._offered = False
-        if isinstance(row, Fp8RowParallelLinear):
+        if isinstance(row, Fp8RowParallelLinear):  # and nobody's wrapper by now
             looked_into = hooked(self._reader) or hooked(row)
             self._offered = row.owned.fp8 and whole and not looked_into and not self._layer.hidden_dropout
             row.residual = x if self._offered else None
 
     def __call__(self, training: bool, fused: bool):
-        if not self._offered:
-            return get_bias_dropout_add(training, fused)
-        self._offered = False
-        return _has_been_added
+        offered, self._offered = self._offered, False
+        return _has_been_added if offered else get_bias_dropout_add(training, fused)
 
 
 def _has_been_added(x_with_bias, residual, prob):

@@ -13,21 +13,20 @@ same file compute the same bits; what is chosen after the first step rounds othe
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
 import re
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.ops import plans
+from megatron_fp8.ops import plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS
 from megatron_fp8.ops.cutlass_build import Unavailable
@@ -35,9 +34,7 @@ from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
 
 SCREENED = 4  # runs of every candidate, one by one: even
 KEPT = 3  # of each maker, the fastest of these, which then run under load
-LOAD_MS, TURNS = 150.0, 2  # of each, at a stretch; even
 WORTH = 0.99  # of the first choice's time: what is closer is noise, and the first stays
-_FLUSH = 256 << 20  # bytes: several times the L2 cache
 _DEVICE = "cuda"  # the current one
 
 
@@ -241,11 +238,9 @@ def summary() -> str:
 def search(problem: Problem, device: int) -> list[Choice]:
     """Time what each maker has on random data; the best of each, the fastest first.
 
-    A GPU that computes without a pause is bound by its power: it clocks down, and by more the more power a kernel
-    takes. So what is fastest in a burst need not be so in training (docs/performance.md). All candidates have a few
-    runs, one by one; the fastest of each maker, and the first choice, then run alone for a while, in turns. The first
-    choice stays where nothing is 1 % better. What gives another result than the first choice is left out. Waits for
-    the device, some two seconds for a problem.
+    All candidates have a few runs, one by one; the fastest of each maker, and the first choice, then run alone for a
+    while (timing.py says why). The first choice stays where nothing is 1 % better. What gives another result than the
+    first choice is left out. Waits for the device, some two seconds for a problem.
     """
     makers = _makers(problem)
     with torch.cuda.device(device):
@@ -267,12 +262,13 @@ def search(problem: Problem, device: int) -> list[Choice]:
             raise RuntimeError(f"none of {len(candidates)} candidates ran: {problem}")
         del result, expected
         first, in_bf16 = ran[0], [operands.in_bf16] if problem.a in FP8 else []
-        times = operands.medians([*ran, *in_bf16], SCREENED)
+        calls = {one: functools.partial(operands.run, one) for one in (*ran, *in_bf16)}
+        times = timing.in_turns(calls, SCREENED)
         kept = [first]
         for name in {plan.maker for plan in ran}:
             mine = sorted((plan for plan in ran if plan.maker == name), key=times.__getitem__)
             kept += [plan for plan in mine[:KEPT] if plan is not first]
-        times = under_load({one: times[one] for one in (*kept, *in_bf16)}, operands.run)
+        times = timing.under_load({one: calls[one] for one in (*kept, *in_bf16)}, times)
     bf16_ms = sum(times[run] for run in in_bf16)
     choices = []
     for maker in makers:
@@ -285,27 +281,6 @@ def search(problem: Problem, device: int) -> list[Choice]:
         ms = (round(value, 5) for value in (times[plan], times[first], bf16_ms))
         choices.append(Choice(maker.name, maker.version, plan.name, *ms))
     return sorted(choices, key=lambda choice: choice.ms * (WORTH if choice.maker == first.maker else 1))
-
-
-def under_load(bursts: dict, run: Callable[[Any], None]) -> dict:
-    """Milliseconds of each key of {what `run` launches: milliseconds of one run, about}, running alone for LOAD_MS.
-
-    They take turns, to and fro: of an even number of turns, a GPU that slows down steadily is fair to all. The first
-    runs once more before, for whoever meets a GPU that has rested is faster.
-    """
-    times = dict.fromkeys(bursts, 0.0)
-    first, *others = bursts
-    for turn in range(-1, TURNS):
-        for one in (first,) if turn < 0 else (first, *others)[:: -1 if turn % 2 else 1]:
-            count = math.ceil(LOAD_MS / bursts[one])
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(count):
-                run(one)
-            end.record()
-            torch.cuda.synchronize()
-            times[one] += start.elapsed_time(end) / count / TURNS if turn >= 0 else 0.0
-    return times
 
 
 class _Operands:
@@ -323,7 +298,6 @@ class _Operands:
         self._out = torch.zeros(p.m, p.d_ld, device=_DEVICE, dtype=p.d)
         self._bias = torch.randn(p.n, device=_DEVICE).to(p.bias or torch.bfloat16)
         self._one = torch.ones((), device=_DEVICE)
-        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=_DEVICE)
         scale = self._one if p.a in FP8 else None
         self.pointers = plans.pointers_of(scale, scale, self._bias if p.bias is not None else None)
 
@@ -341,33 +315,12 @@ class _Operands:
         x, w, y = self._bf16
         torch.mm(x, w.t(), out=y)
 
-    def medians(self, runs: list, repetitions: int) -> dict:
-        """Milliseconds of each plan, or callable.
-
-        They take turns, to and fro: of an even number of turns, the medians of a GPU that slows down steadily are fair.
-        """
-        times: dict = {one: [] for one in runs}
-        for turn in range(repetitions):
-            events = [(one, *self._timed(one)) for one in (runs[::-1] if turn % 2 else runs)]
-            torch.cuda.synchronize()
-            for one, start, end in events:
-                times[one].append(start.elapsed_time(end))
-        return {one: statistics.median(measured) for one, measured in times.items()}
-
     def run(self, one) -> None:
         if callable(one):
             return one()
         out = self._out.data_ptr()
         stream = torch.cuda.current_stream().cuda_stream
         one.run(self._a.data_ptr(), self._b.data_ptr(), out, out, stream)
-
-    def _timed(self, one) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        start.record()
-        self.run(one)
-        end.record()
-        return start, end
 
 
 def _file() -> Path:

@@ -17,6 +17,7 @@ from .. import plugin
 from ..checkpoint import saves
 from ..errors import UserError
 from ..flags.level import CELLS, LEVEL, is_stock
+from ..flags.numbers import check_counts
 from ..flags.stock import plain
 from ..metrics import VARIABLE as METRICS
 from .memory import Job
@@ -36,9 +37,6 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
     "num_distributed_optimizer_instances": ("1",),
 }  # fmt: skip
-_COUNTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "global_batch_size",
-           "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
-           "recompute_num_layers")  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
 
@@ -75,9 +73,7 @@ def parse(words: Sequence[str]) -> Flags:
         plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)
-    for name in _COUNTS:
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: use 1 or more")
+    check_counts(args)  # of stock's runs too
     level = LEVEL.given(args)
     return Flags(args, None if level is None or is_stock(level) else level)
 

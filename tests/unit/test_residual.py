@@ -181,14 +181,20 @@ def doubled_in_a_wrapper(layer):
     layer.mlp = Doubled(layer.mlp)
 
 
+def doubled_inside(layer):
+    layer.mlp.linear_fc2 = Doubled(layer.mlp.linear_fc2)
+    layer.mlp.linear_fc2.plan = layer.mlp.linear_fc2.module.plan
+    layer.mlp.linear_fc2.planned = layer.mlp.linear_fc2.module.planned
+
+
 def with_dropout(layer):
     layer.hidden_dropout = 0.3
 
 
 @pytest.mark.parametrize(
     ("change", "left"),
-    [(doubled_by_hooks, 2), (doubled_in_a_wrapper, 2), (with_dropout, 0)],
-    ids=["hooks", "wrapper", "dropout"],
+    [(doubled_by_hooks, 2), (doubled_in_a_wrapper, 2), (doubled_inside, 2), (with_dropout, 0)],
+    ids=["hooks", "wrapper", "linear's wrapper", "dropout"],
 )
 def test_no_residual_is_left_where_nobody_may_add_it(change, left, summed):
     """Not between a module and what somebody has put after it, when the model was built; nor is what one pass has not

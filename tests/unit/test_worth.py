@@ -8,7 +8,8 @@ import torch
 
 from megatron_fp8 import ops
 from megatron_fp8.engine.owned import owned_weights
-from megatron_fp8.engine.worth import Gain, gains, held, linears
+from megatron_fp8.engine.worth import Gain, gains, memory, said, speed
+from megatron_fp8.ops import timing
 
 TOKENS = 64
 
@@ -35,13 +36,13 @@ def test_every_shape_is_measured_once_and_counted(monkeypatch):
     monkeypatch.setattr(ops, "gemm", counting)
     turns = iter(range(1, 9))
 
-    def clock(call):
-        call()
-        return float(next(turns))
+    def in_turns(calls, runs):
+        return {name: call() or next(turns) for name, call in calls.items()}
 
+    monkeypatch.setattr(timing, "in_turns", in_turns)
     ours = weights()
     state = torch.get_rng_state()
-    found = gains(ours, TOKENS, clock)
+    found = gains(ours, TOKENS)
     assert torch.equal(torch.get_rng_state(), state)
     shapes = {tuple(weight.param.shape) for weight in ours}
     assert {(gain.n, gain.k) for gain in found} == shapes and len(found) == len(shapes) == 4
@@ -54,31 +55,33 @@ def test_every_shape_is_measured_once_and_counted(monkeypatch):
 def test_a_weight_gradient_in_bf16_is_measured_so(monkeypatch):
     calls, gemm = [], ops.gemm
     monkeypatch.setattr(ops, "gemm", lambda *args, **options: calls.append(1) or gemm(*args, **options))
-    gains(weights("--no-fp8-wgrad"), TOKENS, lambda call: call() or 1.0)
+    monkeypatch.setattr(timing, "in_turns", lambda calls, runs: {name: call() or 1.0 for name, call in calls.items()})
+    gains(weights("--no-fp8-wgrad"), TOKENS)
     assert len(calls) == 2 * 4
 
 
 def test_what_no_fp8_gemm_takes_is_not_measured():
-    assert gains(weights("--fp8-gemm bf16"), TOKENS, lambda call: 1.0) == []
-    assert gains(weights(), 0) == gains(weights(), TOKENS + 1) == [] == linears([])
+    assert gains(weights("--fp8-gemm bf16"), TOKENS) == []
+    assert gains(weights(), TOKENS + 1) == gains([], TOKENS) == [] == said([])
 
 
-def test_what_has_no_memory_for_it_is_not_measured():
-    def clock(call):
+def test_what_has_no_memory_for_it_is_not_measured(monkeypatch):
+    def in_turns(calls, runs):
         raise torch.OutOfMemoryError
 
-    assert gains(weights(), TOKENS, clock) == []
+    monkeypatch.setattr(timing, "in_turns", in_turns)
+    assert gains(weights(), TOKENS) == []
 
 
 def test_the_line_names_what_is_no_faster():
-    (line,) = linears([Gain(3072, 768, 12, 2.0, 1.0), Gain(768, 768, 12, 0.5, 0.6)])
+    (line,) = said([Gain(3072, 768, 12, 2.0, 1.0), Gain(768, 768, 12, 0.5, 0.6)])
     assert "19.20 ms in FP8, 30.00 in BF16 (1.56 x); FP8 is no faster for 768 x 768 (0.83 x)" in line
-    (line,) = linears([Gain(3072, 768, 1, 2.0, 1.0)])
+    (line,) = said([Gain(3072, 768, 1, 2.0, 1.0)])
     assert line.endswith("1.00 ms in FP8, 2.00 in BF16 (2.00 x)")
 
 
 @pytest.mark.parametrize(
-    ("storage", "kept", "expected"), [("fp8", False, "4.00"), ("bf16", False, "4.20"), ("bf16", True, "4.40")]
+    ("storage", "kept", "expected"), [("fp8", False, "4"), ("bf16", False, "4.2"), ("bf16", True, "4.4")]
 )
 def test_the_line_on_memory(storage, kept, expected):
     """With the copies in FP8 that come in the first step."""
@@ -92,6 +95,20 @@ def test_the_line_on_memory(storage, kept, expected):
         def buffers(self):
             return {"weight": [torch.empty(2_000_000_000, dtype=torch.uint8, device="meta")], "master": []}
 
-    assert held([], 1, 4) == []
-    (line,) = held([Bucket(50_000), Bucket(50_000)], 4, 4)  # 2e8 numbers, 2 + 4 + 12 / 4 bytes each
-    assert line == f"the linears' weights, gradients and states: {expected} GB on this rank, stock's 1.80"
+    args = SimpleNamespace(
+        use_distributed_optimizer=True,
+        data_parallel_size=2,
+        context_parallel_size=2,
+        accumulate_allreduce_grads_in_fp32=True,
+    )
+    buckets = [Bucket(50_000), Bucket(50_000)]  # 2e8 numbers, 2 + 4 + 12 / 4 bytes each of stock's
+    line = f"the linears' weights, gradients and states: {expected} GB on this rank, stock's "
+    assert memory(args, []) == [] and memory(args, buckets) == [line + "1.8"]
+    args.use_distributed_optimizer = args.accumulate_allreduce_grads_in_fp32 = False
+    assert memory(args, buckets) == [line + "3.2"]
+
+
+def test_nothing_is_measured_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(timing, "in_turns", lambda *args: pytest.fail("measured"))
+    args = SimpleNamespace(seq_length=TOKENS, micro_batch_size=1, context_parallel_size=1, rank=0)
+    assert speed(args, weights()) == speed(args, []) == []

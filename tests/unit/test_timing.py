@@ -1,0 +1,46 @@
+"""ops/timing.py: who runs when, and how long, by a stand-in for the events."""
+
+import pytest
+
+from megatron_fp8.ops import timing
+
+
+class Time:
+    def __init__(self, at: float):
+        self.at = at
+
+    def elapsed_time(self, end) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[tuple[str, int]]:
+    """(who, how often) of every launch, by a GPU that has rested before the first and slows down with each."""
+    order, now = [], [0.0]
+
+    def launch(call, count):
+        start = now[0]
+        now[0] += count * (len(order) + 1 if order else 0.5)
+        order.append((call(), count))
+        return Time(start), Time(now[0])
+
+    monkeypatch.setattr(timing, "_launch", launch)
+    monkeypatch.setattr(timing, "DEVICE", "cpu")
+    monkeypatch.setattr(timing, "FLUSH", 16)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    return order
+
+
+CALLS = {"a": lambda: "A", "b": lambda: "B"}
+
+
+def test_a_gpu_that_slows_down_is_fair_to_all(ran):
+    found = timing.in_turns(CALLS, 4)
+    assert "".join(who for who, _ in ran) == "ABBAABBA" and {count for _, count in ran} == {1}
+    assert found == {"a": 4.5, "b": 4.5}  # of 0.5, 4, 5, 8; and 2, 3, 6, 7
+
+
+def test_under_load_nobody_meets_a_gpu_that_has_rested(ran):
+    found = timing.under_load(CALLS, {"a": 1.0, "b": 50.0, "c": 1.0})
+    assert ran == [("A", 150), ("A", 150), ("B", 3), ("B", 3), ("A", 150)]
+    assert found == {"a": 3.5, "b": 3.5}  # of 2 and 5; of 3 and 4
