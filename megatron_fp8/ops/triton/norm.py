@@ -1,8 +1,7 @@
 """LayerNorm and RMSNorm with the cast to FP8, and their backward: reference_norm.py as kernels bound by memory.
 
     norm            a program holds whole rows in registers: 2 + 2 bytes an element (BF16)
-    norm_quantize   rows alone: the same kernel, 2 + 1; with columns that kernel leaves the statistics alone, and a
-                    second casts tiles as cast.py does: 2, and 2 + 1 + 1, some of it from the L2
+    norm_quantize   the same kernel, 2 + 1; and with columns a transpose of what it wrote, 1 + 1, some of it from the L2
     norm_backward   2 + 2 + 2, and 2 more with a residual; a program goes through a run of rows, each held in registers
 
 What is kept in FP8 for the backward pass costs the row kernel 1 more, and spares norm_backward 1 of x's 2. The columns
@@ -10,6 +9,7 @@ that wgrad reads are made of it then (norm_requantize, 1 + 1), and not in the fo
 
 A first version with columns went over a program's rows twice in one kernel, for the L2's sake: 124 us where two
 kernels' floor is 51 (8192 x 4096, H200). It had too few programs to hide the first pass, whole rows being as wide.
+A second left only the statistics to the first kernel, and cast tiles of x in a second: 2 + 2 + 1 + 1, 63 us.
 
 The backward's sums over rows are two-stage: each program adds its own rows in registers, and a second kernel adds the
 programs, in order. So a result depends on the number of multiprocessors, and on nothing else. A row is cut into two
@@ -41,6 +41,7 @@ from megatron_fp8.ops.triton.cast import (
     raise_amax,
     store_codes,
     tile_place,
+    transpose,
 )
 from megatron_fp8.ops.triton.launch import launched
 
@@ -90,8 +91,8 @@ def _norm_rows_kernel(
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, KEPT_SCALE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, COLS >= K: their statistics; if there is a kept_ptr the codes of n; if there is a y_ptr y in its
-    type or, with a scale_ptr, its FP8 codes. Without mean_ptr it is RMSNorm."""
+    """ROWS whole rows, COLS >= K: their statistics; y in its type or, with a scale_ptr, its FP8 codes; and, if there is a
+    kept_ptr, the codes of n. Without mean_ptr it is RMSNorm."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(own, M - 1)  # beyond M the last row once more: the same maximum
     cols = tl.arange(0, COLS)
@@ -107,54 +108,41 @@ def _norm_rows_kernel(
     n = x * rstd[:, None]
     if kept_ptr is not None:
         tl.store(as_type(kept_ptr, tl.uint8) + offsets, fp8_quad(n, n * KEPT_SCALE, zero), mask=mask)
-    if y_ptr is not None:
-        y = _affine(n, w_ptr, b_ptr, cols, K, ZERO_CENTERED)
-        if scale_ptr is None:
-            tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(as_type(y_ptr, tl.uint8) + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
-        if amax_ptr is not None:
-            raise_amax(amax_ptr, magnitude_bits(y))
+    y = _affine(n, w_ptr, b_ptr, cols, K, ZERO_CENTERED)
+    if scale_ptr is None:
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(as_type(y_ptr, tl.uint8) + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
+    if amax_ptr is not None:
+        raise_amax(amax_ptr, magnitude_bits(y))
 
 
 @triton.jit
-def _normed(
-    x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    KEPT_SCALE: tl.constexpr,
-):  # fmt: skip
-    """y (rows, columns) of rows whose statistics are there or, without rstd_ptr, of n as it was kept; 0 beyond M, K."""
+def _again(
+    kept_ptr, w_ptr, b_ptr, rows, cols, M, K: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEPT_SCALE: tl.constexpr
+):
+    """y (rows, columns) of n as it was kept; 0 beyond M, K."""
     mask = (rows < M)[:, None] & (cols < K)[None, :]
-    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if mean_ptr is not None:
-        x -= tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
-    if rstd_ptr is not None:
-        x *= tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
-    else:
-        x *= 1.0 / KEPT_SCALE
-    return tl.where(mask, _affine(x, w_ptr, b_ptr, cols, K, ZERO_CENTERED), 0.0)
+    n = tl.load(kept_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, _affine(n * (1.0 / KEPT_SCALE), w_ptr, b_ptr, cols, K, ZERO_CENTERED), 0.0)
 
 
 @launched
 @triton.jit(do_not_specialize=["zero"])
-def _norm_cast_kernel(
-    x_ptr, w_ptr, b_ptr, M, out_ptr, out_t_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr, zero,
+def _norm_recast_kernel(
+    kept_ptr, w_ptr, b_ptr, M, out_ptr, out_t_ptr, scale_ptr, zero,
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, KEPT_SCALE: tl.constexpr, WORDS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y, as _normed has it, cast into out and out_t, where they are there, as cast.py's tiles."""
+    """A tile of y, of n as it was kept, cast into out and out_t, where they are there, as cast.py's tiles."""
     _, quads, cols = tile_place(K, TILE_M, TILE_K)
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
-    largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     for i in tl.static_range(2):
         rows = 4 * quads + 2 * i
-        y_0 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows, cols, M, K, ZERO_CENTERED, KEPT_SCALE)
-        y_1 = _normed(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, rows + 1, cols, M, K, ZERO_CENTERED, KEPT_SCALE)
-        if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.maximum(magnitude_bits(y_0), magnitude_bits(y_1)))
+        y_0 = _again(kept_ptr, w_ptr, b_ptr, rows, cols, M, K, ZERO_CENTERED, KEPT_SCALE)
+        y_1 = _again(kept_ptr, w_ptr, b_ptr, rows + 1, cols, M, K, ZERO_CENTERED, KEPT_SCALE)
         word |= fp8_pair(y_0, y_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
     store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, WORDS)
-    if amax_ptr is not None:
-        raise_amax(amax_ptr, largest)
 
 
 @triton.jit
@@ -288,17 +276,6 @@ def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept, scale
     )  # fmt: skip
 
 
-def _launch_tiles(x, weight, bias, mean, rstd, zero_centered, fmt, scale, payload, payload_t, amax=None):
-    M, K = x.shape
-    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
-    _norm_cast_kernel[grid](
-        x, weight, bias, M, payload, payload_t, mean, rstd, scale, amax, 0,
-        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K),
-        WORDS=by_words(payload_t, M),
-        TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
-    )  # fmt: skip
-
-
 def norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -333,16 +310,11 @@ def norm_quantize(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """reference_norm.norm_quantize, in one kernel or, with columns, two. amax_out must not hold a negative number."""
     x = x.contiguous()
-    M, K = x.shape
     mean, rstd = _statistics(x, rms)
-    payload = empty_payload(x, x.shape, fmt) if rows or not columns else None
-    if not columns:
-        _launch_rows(x, weight, bias, eps, payload, mean, rstd, zero_centered, kept, scale, amax_out, fmt)
-        return payload, None, mean, rstd
-    payload_t = empty_payload(x, (K, M), fmt)
-    _launch_rows(x, weight, bias, eps, None, mean, rstd, zero_centered, kept)
-    _launch_tiles(x, weight, bias, mean, rstd, zero_centered, fmt, scale, payload, payload_t, amax_out)
-    return payload, payload_t, mean, rstd
+    payload = empty_payload(x, x.shape, fmt)
+    _launch_rows(x, weight, bias, eps, payload, mean, rstd, zero_centered, kept, scale, amax_out, fmt)
+    payload_t = transpose(payload) if columns else None
+    return payload if rows or not columns else None, payload_t, mean, rstd
 
 
 def norm_requantize(
@@ -359,7 +331,13 @@ def norm_requantize(
     """reference_norm.norm_requantize in one pass."""
     payload = empty_payload(kept, kept.shape, fmt) if rows or not columns else None
     payload_t = empty_payload(kept, kept.shape[::-1], fmt) if columns else None
-    _launch_tiles(kept, weight, bias, None, None, zero_centered, fmt, scale, payload, payload_t)
+    M, K = kept.shape
+    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
+    _norm_recast_kernel[grid](
+        kept, weight, bias, M, payload, payload_t, scale, 0,
+        K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), WORDS=by_words(payload_t, M),
+        TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
+    )  # fmt: skip
     return payload, payload_t
 
 
