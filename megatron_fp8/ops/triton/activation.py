@@ -44,8 +44,8 @@ from megatron_fp8.ops.triton.launch import launched
 
 _BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a program's tile, and its warps
-FORWARD, BACKWARD = (64, 128, 8), (64, 128, 8)
-GATED_FORWARD, GATED_BACKWARD = (64, 128, 8), (32, 128, 4)
+FORWARD, BACKWARD = (64, 128, 8), (32, 128, 4)
+GATED_FORWARD, GATED_BACKWARD = (64, 128, 8), (32, 128, 8)
 
 # log2 Phi(-a), a >= 0: the highest power first. Weighted minimax on [0, 6] for the error of Phi itself; falls beyond.
 _P5, _P4, _P3, _P2, _P1, _P0 = (

@@ -59,8 +59,8 @@ class Backward(NamedTuple):
 
 # The first whose K is not exceeded. benchmarks/fused_norm.py times others in their place.
 BACKWARD = {
-    1024: Backward(2, 4, 2, 4),
-    4096: Backward(1, 8, 2, 2),
+    1024: Backward(1, 2, 3, 8),
+    4096: Backward(1, 8, 3, 2),
     8192: Backward(1, 16, 3, 1),
     16384: Backward(1, 16, 2, 1),
     1 << 31: Backward(1, 16, 1, 1),  # FP32 in two stages would outgrow the shared memory
@@ -95,26 +95,35 @@ def _norm_rows_kernel(
     kept_ptr, the codes of n. Without mean_ptr it is RMSNorm."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(own, M - 1)  # beyond M the last row once more: the same maximum
-    cols = tl.arange(0, COLS)
-    offsets = rows.to(tl.int64)[:, None] * K + cols[None, :]
-    x = tl.load(x_ptr + offsets, mask=(cols < K)[None, :], other=0.0).to(tl.float32)
+    cols = tl.arange(0, COLS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    inside = cols < K
+    offsets = rows.to(tl.int64)[:, None] * K + cols
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if mean_ptr is not None:
         mean = tl.sum(x, 1) / K
         tl.store(mean_ptr + own, mean, mask=own < M)
-        x = tl.where((cols < K)[None, :], x - mean[:, None], 0.0)
+        x = tl.where(inside, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / K + eps)
     tl.store(rstd_ptr + own, rstd, mask=own < M)
-    mask = (own < M)[:, None] & (cols < K)[None, :]
+    mask = (own < M)[:, None] & inside
     n = x * rstd[:, None]
     if kept_ptr is not None:
         tl.store(as_type(kept_ptr, tl.uint8) + offsets, fp8_quad(n, n * KEPT_SCALE, zero), mask=mask)
-    y = _affine(n, w_ptr, b_ptr, cols, K, ZERO_CENTERED)
-    if scale_ptr is None:
-        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(as_type(y_ptr, tl.uint8) + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
+    # Of x's shape, though all rows have the same: else they lie in other threads than y, and are moved between them.
+    gain = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        gain = tl.where(inside, gain + 1.0, 0.0)
+    y = n * gain
+    if b_ptr is not None:
+        y += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if amax_ptr is not None:
         raise_amax(amax_ptr, magnitude_bits(y))
+    if scale_ptr is None:
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    elif E4M3:
+        tl.store(as_type(y_ptr, tl.uint8) + offsets, fp8_quad(y, y * tl.load(scale_ptr), zero), mask=mask)
+    else:
+        tl.store(as_type(y_ptr, tl.uint8) + offsets, fp8_code(y, y * tl.load(scale_ptr), zero, E4M3), mask=mask)
 
 
 @triton.jit
@@ -267,8 +276,8 @@ def _statistics(x: torch.Tensor, rms: bool):
 def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept, scale=None, amax=None, fmt=None):
     M, K = x.shape
     cols = triton.next_power_of_2(K)
-    rows = max(1, 2048 // cols)
-    warps = min(max(rows * cols // 1024, 1), 16)
+    rows = max(1, 4096 // cols)
+    warps = 4 if cols <= 4096 else 8 if cols <= 16384 else 16
     _norm_rows_kernel[(triton.cdiv(M, rows),)](
         x, weight, bias, M, eps, y, kept, mean, rstd, scale, amax, 0,
         K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), ROWS=rows, COLS=cols,
