@@ -476,7 +476,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
             if fp8 is not None:
                 check_model(fp8.level, model_chunks)
                 check_stage(get_args().save, model_chunks)
-                searches = _read_searched_gemms(fp8)
+                searches = _settle_gemms(fp8)
                 _log(speed(get_args(), owned_weights(model_chunks)))
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
                 engine, same.here = chain.engine, True
@@ -495,12 +495,23 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
     return make
 
 
-def _read_searched_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
-    """With --fp8-gemm-search, have all ranks use what was found earlier; returns the search of the rest."""
-    if not fp8.gemm_search or cpu.needed():
-        return list
-    from .ops import gemm_search
+def _settle_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
+    """Have all ranks choose from the same kernels, and with --fp8-gemm-search use what was found earlier; returns the
+    search of the rest."""
+    from .ops import cublaslt, gemm_search
+    from .ops.cutlass import FASTER
+    from .ops.gemm import serving, use
 
+    if fp8.gemm != "fp8" or cpu.needed():
+        return list
+    if fp8.gemm_backend == "auto" and cublaslt.bound():
+        reason = gemm_search.why_not_built(FASTER)
+        if not reason:
+            _of_run.append(functools.partial(use, serving("cuda").name))
+            use("auto")
+        _log([f"FP8 GEMMs: cuBLASLt{f' alone: {reason}' if reason else ', and CUTLASS for large ones of the backward pass'}"])
+    if not fp8.gemm_search:
+        return list
     count, reasons = gemm_search.read_for(fp8.gemm_backend)
     _log([f"--fp8-gemm-search: {count} GEMMs were searched earlier", *reasons])
 
@@ -552,7 +563,7 @@ def _evaluate_without_optimizer(fp8: Fp8Config):
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
             if get_args().skip_train:  # on all ranks alike, also where one has no FP8 linear
                 _log(check_chosen(fp8, model))
-                _read_searched_gemms(fp8)
+                _settle_gemms(fp8)
                 for weight in owned_weights(model):
                     weight.step = max(1, iteration)
                 count_updates(model, lambda: max(1, iteration))

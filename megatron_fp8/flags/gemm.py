@@ -3,7 +3,8 @@
     cublaslt   cuBLASLt by our own binding: adds weight gradients in the GEMM
     cutlass    our own kernels, for Hopper, built at first use; cuBLASLt for what they do not take
     torch      torch._scaled_mm
-    auto       cuBLASLt, and CUTLASS where a search has found it faster; torch where cuBLASLt is not found
+    auto       cuBLASLt, and CUTLASS where it is built and known to be faster, or a search has found it so; torch where
+               cuBLASLt is not found
 
 They differ in speed, and in the last bits. Without a CUDA device none of them serves.
 """
@@ -18,7 +19,8 @@ BACKEND = Flag(
     "--fp8-gemm-backend",
     "Who computes the FP8 GEMMs: cuBLASLt by our own binding, which adds weight gradients in the GEMM; our CUTLASS "
     "kernels, built at first use, in minutes (or before: megatron-fp8 build); or torch._scaled_mm. Default auto: "
-    "cuBLASLt, and CUTLASS where --fp8-gemm-search has found it faster.",
+    "cuBLASLt, and where they are built our CUTLASS kernels for large products of the backward pass, and for what "
+    "--fp8-gemm-search has found them faster for.",
     one_of(*BACKENDS),
 )
 SEARCH = Flag(

@@ -11,8 +11,11 @@ cheapest: a wave of tiles takes as long as a tile is large, so a tile is good th
 the last wave, and large ones read less memory a product.
 
 Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
-added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256, where there is a kernel, is up to 5 % faster and
-adds 0.3 % to the error; 512 is for measuring (docs/performance.md).
+added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256, where there is a kernel, is 5 to 8 % faster and
+adds 0.3 % to the error. 512, and pairs of partial sums, were slower (docs/performance.md).
+
+`FASTER` has of these only what is faster than cuBLASLt on a GPU under load, without a search: products with promoted
+sums, of which its tiles leave no multiprocessor idle.
 
 Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
 """
@@ -30,7 +33,9 @@ _CODES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 # Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
-SPEED = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.87}
+SPEED = {(256, 128): 1.0, (128, 256): 0.99, (128, 192): 0.96, (128, 128): 0.87}
+WHOLE = 0.95  # of all multiprocessors' time, in which those of FASTER's kernels work at least
+MULTIPROCESSORS = 132
 ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 
 
@@ -96,12 +101,15 @@ class Launch:
 
 
 class Cutlass:
-    """The maker (plans.py) of such plans. Attributes: `promote`, the longest; `kernels`, once it is prepared."""
+    """The maker (plans.py) of such plans. Attributes: `promote`, the longest; `kernels`, once it is prepared.
+
+    only_faster: of what it takes only what is faster by it than by cuBLASLt, as far as is known without a search.
+    """
 
     name = "cutlass"
 
-    def __init__(self) -> None:
-        self.promote = 256
+    def __init__(self, only_faster: bool = False) -> None:
+        self.promote, self._only_faster = 256, only_faster
         self.kernels: tuple[Kernel, ...] = ()
         self._library: ctypes.CDLL | None = None
         self._version = ""
@@ -122,7 +130,11 @@ class Cutlass:
         return self._version
 
     def takes(self, problem: Problem) -> bool:
-        return bool(self._kernels(problem))
+        kernels = self._kernels(problem)
+        if self._only_faster and kernels:
+            least = problem.m * problem.n / MULTIPROCESSORS
+            return not problem.fast_accum and least >= WHOLE * min(_estimate(kernel, problem) for kernel in kernels)
+        return bool(kernels)
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
         kernels = sorted(self._kernels(problem), key=lambda kernel: (_estimate(kernel, problem), -kernel.promote))
@@ -159,11 +171,12 @@ def _describe(library: ctypes.CDLL, index: int) -> Kernel:
     return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))
 
 
-def _estimate(kernel: Kernel, problem: Problem, multiprocessors: int = 132) -> float:
+def _estimate(kernel: Kernel, problem: Problem) -> float:
     """Time of a problem, in products of a multiprocessor: whole waves of tiles, clusters being whole."""
     sizes = zip((problem.m, problem.n), kernel.tile, kernel.cluster, strict=True)
     tiles = math.prod(math.ceil(size / (tile * cluster)) * cluster for size, tile, cluster in sizes)
-    return math.ceil(tiles / multiprocessors) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
+    return math.ceil(tiles / MULTIPROCESSORS) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
 
 
 CUTLASS = Cutlass()
+FASTER = Cutlass(only_faster=True)

@@ -18,6 +18,7 @@ follow (`_follow`). So a backend may be as small as a product, and a caller neve
 
     cublaslt    CUDA     cuBLASLt by our own binding (cublaslt.py): bias, residual, beta = 1; where that fails, torch's
     cutlass     CUDA     our own kernels (cutlass.py): the same; chosen by name, or a shape by a search (gemm_search.py)
+    auto        CUDA     our own where they are known to be faster, else cuBLASLt
     torch       CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
     reference   CPU      decode, multiply in float32 (reference.py)
 
@@ -41,7 +42,7 @@ from megatron_fp8.numerics.formats import E5M2, Format
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import cublaslt, plans, reference
 from megatron_fp8.ops.by_device import quantize
-from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass import CUTLASS, FASTER
 
 type Operand = ScaledTensor | torch.Tensor
 
@@ -230,6 +231,7 @@ def serving(device: str) -> Backend:
 _torch = ScaledMM()
 register(_torch)
 register(Planned("cutlass", (CUTLASS, cublaslt.CUBLASLT), _torch), serve=False)
+register(Planned("auto", (FASTER, cublaslt.CUBLASLT), _torch), serve=False)
 register(Planned("cublaslt", (cublaslt.CUBLASLT,), _torch))
 register(Reference())
 

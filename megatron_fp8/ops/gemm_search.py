@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_fp8.ops import plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass import CUTLASS, Cutlass
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
 
@@ -124,17 +124,21 @@ def read_for(backend: str) -> tuple[int, list[str]]:
 
     CUTLASS is chosen from where it is built: a search builds nothing, in the middle of a run.
     """
-    reason = ""
-    if backend != "cublaslt":
-        try:
-            CUTLASS.prepare(build=False)
-        except Unavailable as unavailable:
-            reason = str(unavailable)
+    reason = "" if backend == "cublaslt" else why_not_built(CUTLASS)
     have = {"auto": (CUBLASLT, CUTLASS), "cublaslt": (CUBLASLT,), "cutlass": (CUTLASS,)}[backend]
     count = read(tuple(maker for maker in have if maker is CUBLASLT or not reason))
-    if CUTLASS in have and CUTLASS not in _among:
-        return count, [f"--fp8-gemm-search: cuBLASLt alone: {reason or 'not all ranks have the same CUTLASS library'}"]
-    return count, []
+    return count, [f"--fp8-gemm-search: cuBLASLt alone: {reason}"] if reason else []
+
+
+def why_not_built(maker: Cutlass) -> str:
+    """"" where all ranks have the library of a CUTLASS maker, which is loaded, in one version; else why not. Collective."""
+    reason = ""
+    try:
+        maker.prepare(build=False)
+    except Unavailable as unavailable:
+        reason = str(unavailable)
+    versions = _gathered([maker.version])
+    return reason or ("" if versions.count(versions[0]) == len(versions) else "not all ranks have the same CUTLASS library")
 
 
 def forget() -> None:

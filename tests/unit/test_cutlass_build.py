@@ -14,7 +14,7 @@ import torch
 
 from megatron_fp8.cli import main
 from megatron_fp8.ops import cutlass_build as build
-from megatron_fp8.ops.cutlass import CUTLASS, ORDERS, Choice, Cutlass, Kernel, _estimate
+from megatron_fp8.ops.cutlass import CUTLASS, FASTER, ORDERS, Choice, Cutlass, Kernel, _estimate
 from megatron_fp8.ops.gemm import known, serving, use
 from megatron_fp8.ops.plans import Problem
 
@@ -124,7 +124,8 @@ def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, mo
 
 
 def test_it_waits_to_be_chosen():
-    assert known("cutlass").makers[0] is CUTLASS and serving("cuda").name != "cutlass"
+    assert known("cutlass").makers[0] is CUTLASS and known("auto").makers[0] is FASTER
+    assert serving("cuda").name == "cublaslt"
 
 
 def test_the_verb_prints_where_it_lies_or_why_not(machine, monkeypatch, capsys):
@@ -189,10 +190,28 @@ def test_the_cheapest_tile_wastes_no_wave(m, n, best):
 def test_an_estimate_counts_whole_clusters_and_whole_waves():
     problem = problem_of(128 * 132, 256, 4096)
     one = _estimate(kernel(128, 256), problem)
-    assert one == 128 * 256
+    assert one == pytest.approx(128 * 256 / 0.99)
     assert _estimate(kernel(128, 256, (1, 2)), problem) == 2 * one  # every second tile of a cluster lies outside
     longer = problem_of(128 * 133, 256, 4096)
     assert _estimate(kernel(128, 256), longer) == 2 * one
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "taken"),
+    [
+        (8192, 4096, True),  # 7.76 waves of 256 x 128
+        (2048, 4096, True),  # 1.94
+        (4608, 12288, False),  # 13.09
+        (12288, 1536, False),  # 4.36
+        (2304, 768, False),  # 0.41
+    ],
+)
+def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
+    faster, all_of_them = Cutlass(only_faster=True), Cutlass()
+    faster.kernels = all_of_them.kernels = (kernel(128, 256), kernel(256, 128, (1, 2)), kernel(128, 128))
+    problem = problem_of(m, n, 4096)
+    assert faster.takes(problem) == taken and all_of_them.takes(problem)
+    assert not faster.takes(problem._replace(fast_accum=True)) and not faster.takes(problem._replace(d=FP32))
 
 
 def test_what_it_takes_and_by_which_kernels():
@@ -240,13 +259,13 @@ def test_a_search_builds_nothing(machine):
 
 ONE_KERNEL = """#include "gemm.cuh"
 using namespace mfp8;
-extern const Entry entry = Tiled<E5M2, E4M3, BF16, 128, 192, 2, 1>::promoted<128, 96, 2>();
+extern const Entry entry = Tiled<E5M2, E4M3, FP32, 128, 256, 2, 1>::promoted<256, 128>();
 """
 
 
 @pytest.mark.slow
 def test_a_kernel_compiles(tmp_path):
-    """The one that asks most of nvcc: no registers spilled, no MMA that waits for another one."""
+    """One of those that ask most of nvcc: no registers spilled, no MMA that waits for another one."""
     try:
         (nvcc, _), (include, _) = build._nvcc(), build._headers()
     except build.Unavailable as unavailable:

@@ -9,7 +9,7 @@ from launch import forked
 
 from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_search, plans
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass import CUTLASS, Cutlass
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.gemm_search import Choice
 
@@ -156,6 +156,15 @@ def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
     monkeypatch.setattr(gemm_search, "_among", (CUBLASLT,))
     _, (line,) = gemm_search.read_for("auto")
     assert asked[-1] == ["cublaslt"] and line.startswith("--fp8-gemm-search: cuBLASLt alone: they are not built; build")
+
+
+def test_cutlass_is_of_use_where_all_ranks_have_the_same_library(monkeypatch):
+    maker = Cutlass()
+    monkeypatch.setattr(maker, "prepare", lambda build: setattr(maker, "_version", "1"))
+    assert gemm_search.why_not_built(maker) == ""
+    for others, reason in ((["1"], ""), (["2"], "not all ranks have the same CUTLASS library"), ([""], "not all ranks")):
+        monkeypatch.setattr(gemm_search, "_gathered", lambda mine, others=others: [mine, others])
+        assert gemm_search.why_not_built(maker).startswith(reason) and bool(reason) == bool(gemm_search.why_not_built(maker))
 
 
 def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkeypatch):

@@ -5,8 +5,7 @@ namespace mfp8 {
 
 static const Entry entries[] = {
     Tiled<E4M3, E4M3, BF16, 128, 256, 2, 1>::fast(),
-    Tiled<E4M3, E4M3, BF16, 256, 128, 1, 2>::fast(),
-    Tiled<E4M3, E4M3, BF16, 128, 192, 2, 1>::fast(),
+    Tiled<E4M3, E4M3, BF16, 128, 192, 2, 1>::fast_pingpong(),
     Tiled<E4M3, E4M3, BF16, 128, 128, 2, 1>::fast_pingpong(),
 };
 

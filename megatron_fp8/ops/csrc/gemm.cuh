@@ -75,7 +75,7 @@ using FastMma = typename collective::CollectiveBuilder<Sm90, TensorOp, A, RowMaj
                                                        Cluster, StagesBeside<Epilogue>, Schedule>::CollectiveOp;
 
 // As the builder makes it, but for the width of an MMA (SliceN) and the loop.
-template <class A, class B, class Tile, class Cluster, class Epilogue, int Promote, int SliceN, int Partials>
+template <class A, class B, class Tile, class Cluster, class Epilogue, int Promote, int SliceN>
 struct PromotedMmaOf {
   using M = decltype(get<0>(Tile{}));
   using N = decltype(get<1>(Tile{}));
@@ -95,7 +95,7 @@ struct PromotedMmaOf {
   using Base = collective::CollectiveMma<Policy, Tile, A, cutlass::gemm::TagToStrideA_t<RowMajor>, B,
                                          cutlass::gemm::TagToStrideB_t<ColumnMajor>, TiledMma, CopyA, LayoutA, void,
                                          identity, CopyB, LayoutB, void, identity>;
-  using Op = PromotedMma<Base, Promote, Partials>;
+  using Op = PromotedMma<Base, Promote>;
 };
 
 // ---- A kernel and its launch ----------------------------------------------------------------------------------------
@@ -169,10 +169,10 @@ struct Tiled {
     return entry<FastMma<A, B, Tile, Cluster, Epilogue, Schedule>, Epilogue>(0, 1);
   }
 
-  template <int Promote, int SliceN = N, int Partials = 1>
+  template <int Promote, int SliceN = N>
   static constexpr Entry promoted() {
     using Epilogue = After<cutlass::epilogue::TmaWarpSpecializedCooperative>;
-    using Mma = typename PromotedMmaOf<A, B, Tile, Cluster, Epilogue, Promote, SliceN, Partials>::Op;
+    using Mma = typename PromotedMmaOf<A, B, Tile, Cluster, Epilogue, Promote, SliceN>::Op;
     return entry<Mma, Epilogue>(Promote, 0);
   }
 };

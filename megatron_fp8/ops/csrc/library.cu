@@ -5,8 +5,8 @@
 
 namespace mfp8 {
 
-extern const Family e4m3_fast, e4m3_promoted, e5m2_promoted, e5m2_longer, e5m2_fp32, e5m2_fast, e5m2_right;
-static const Family* const families[] = {&e4m3_fast, &e4m3_promoted, &e5m2_promoted, &e5m2_longer,
+extern const Family e4m3_fast, e4m3_promoted, e5m2_promoted, e5m2_fp32, e5m2_fast, e5m2_right;
+static const Family* const families[] = {&e4m3_fast, &e4m3_promoted, &e5m2_promoted,
                                          &e5m2_fp32, &e5m2_fast,     &e5m2_right};
 
 static const Entry* find(int kernel) {
