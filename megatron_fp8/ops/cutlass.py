@@ -6,16 +6,17 @@ Scales are read on the device. `use("cutlass")` (gemm.py) has them serve, and bu
 search (gemm_search.py) they serve where they are faster than cuBLASLt. What they do not take is cuBLASLt's: N or K that
 is no multiple of 16, a bias that is not BF16.
 
-The library holds kernels of a few tile shapes. Which serves a shape is what a search found, else what `_estimate` finds
-cheapest: a wave of tiles takes as long as a tile is large, so a tile is good that leaves few multiprocessors idle in
-the last wave, and large ones read less memory a product.
+The library holds kernels of a few tile shapes. Which serves a shape, in which order of tiles, is what a search found,
+else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large, so a tile is good that leaves few
+multiprocessors idle in the last wave, and large ones read less memory a product. Tiles that lie side by side for the
+L2's sake come in whole bundles, and those of a bundle that are outside the matrix take as long as the others.
 
 Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
 added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256, where there is a kernel, is 5 to 8 % faster and
 adds 0.3 % to the error. 512, and pairs of partial sums, were slower (docs/performance.md).
 
-`FASTER` has of these only what is faster than cuBLASLt on a GPU under load, without a search: products with promoted
-sums, of which its tiles leave no multiprocessor idle.
+`FASTER` has of these only what is faster than cuBLASLt on a GPU under load, without a search: long promoted sums that
+are not added to anything, dgrads that is, of which its tiles leave no multiprocessor idle.
 
 Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
 """
@@ -34,7 +35,7 @@ _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 # Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
 SPEED = {(256, 128): 1.0, (128, 256): 0.99, (128, 192): 0.96, (128, 128): 0.87}
-WHOLE = 0.95  # of all multiprocessors' time, in which those of FASTER's kernels work at least
+LONG, WHOLE = 6144, 0.95  # FASTER's: the least k, and share of the multiprocessors' time in which they work
 MULTIPROCESSORS = 132
 ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 
@@ -132,19 +133,18 @@ class Cutlass:
     def takes(self, problem: Problem) -> bool:
         kernels = self._kernels(problem)
         if self._only_faster and kernels:
-            least = problem.m * problem.n / MULTIPROCESSORS
-            return not problem.fast_accum and least >= WHOLE * min(_estimate(kernel, problem) for kernel in kernels)
+            p, least = problem, problem.m * problem.n / MULTIPROCESSORS
+            long = p.k >= LONG and p.d == torch.bfloat16 and not p.fast_accum and not p.add
+            return long and least >= WHOLE * min(_estimate(choice, p) for choice in _choices(kernels))
         return bool(kernels)
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
-        kernels = sorted(self._kernels(problem), key=lambda kernel: (_estimate(kernel, problem), -kernel.promote))
-        # each in the usual order, the cheapest first, then in others
-        choices = [Choice(kernel, *order) for order in ORDERS for kernel in kernels]
+        choices = _choices(self._kernels(problem))
+        choices.sort(key=lambda choice: (_estimate(choice, problem), -choice.kernel.promote))
         return [self.launch(choice, problem, device, pointers) for choice in choices[:count]]
 
     def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Launch | None:
-        choices = (Choice(kernel, *order) for order in ORDERS for kernel in self._kernels(problem))
-        choice = next((choice for choice in choices if str(choice) == name), None)
+        choice = next((choice for choice in _choices(self._kernels(problem)) if str(choice) == name), None)
         return None if choice is None else self.launch(choice, problem, device, pointers)
 
     def launch(self, choice: Choice, problem: Problem, device: int, pointers: tuple[int, ...]) -> Launch:
@@ -171,10 +171,18 @@ def _describe(library: ctypes.CDLL, index: int) -> Kernel:
     return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))
 
 
-def _estimate(kernel: Kernel, problem: Problem) -> float:
-    """Time of a problem, in products of a multiprocessor: whole waves of tiles, clusters being whole."""
-    sizes = zip((problem.m, problem.n), kernel.tile, kernel.cluster, strict=True)
-    tiles = math.prod(math.ceil(size / (tile * cluster)) * cluster for size, tile, cluster in sizes)
+def _choices(kernels: list[Kernel]) -> list[Choice]:
+    return [Choice(kernel, *order) for order in ORDERS for kernel in kernels]
+
+
+def _estimate(choice: Choice, problem: Problem) -> float:
+    """Time of a problem, in products of a multiprocessor: whole waves of tiles, clusters and bundles being whole."""
+    kernel, sizes = choice.kernel, (problem.m, problem.n)
+    clusters = [math.ceil(s / (tile * c)) for s, tile, c in zip(sizes, kernel.tile, kernel.cluster, strict=True)]
+    shorter = min(count * c for count, c in zip(clusters, kernel.cluster, strict=True))
+    # As CUTLASS has it: so many side by side at most as are asked for, and as the shorter side has tiles for.
+    bundle = next(b for b, least in ((8, 6), (4, 3), (2, 2), (1, 0)) if choice.swizzle >= b and shorter >= least)
+    tiles = math.prod(kernel.cluster) * math.prod(math.ceil(count / bundle) * bundle for count in clusters)
     return math.ceil(tiles / MULTIPROCESSORS) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
 
 

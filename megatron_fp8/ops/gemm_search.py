@@ -131,7 +131,7 @@ def read_for(backend: str) -> tuple[int, list[str]]:
 
 
 def why_not_built(maker: Cutlass) -> str:
-    """"" where all ranks have the library of a CUTLASS maker, which is loaded, in one version; else why not. Collective."""
+    """Why not all ranks have the library of a CUTLASS maker, in one version; "" where they do: it is loaded. Collective."""
     reason = ""
     try:
         maker.prepare(build=False)

@@ -184,16 +184,37 @@ def problem_of(m, n, k, fast=False):
 def test_the_cheapest_tile_wastes_no_wave(m, n, best):
     problem = problem_of(m, n, 4096)
     kernels = [kernel(128, 256), kernel(128, 192), kernel(128, 128)]
-    assert min(kernels, key=lambda k: _estimate(k, problem)).tile == best
+    assert min(kernels, key=lambda k: _estimate(Choice(k), problem)).tile == best
 
 
 def test_an_estimate_counts_whole_clusters_and_whole_waves():
     problem = problem_of(128 * 132, 256, 4096)
-    one = _estimate(kernel(128, 256), problem)
+    one = _estimate(Choice(kernel(128, 256)), problem)
     assert one == pytest.approx(128 * 256 / 0.99)
-    assert _estimate(kernel(128, 256, (1, 2)), problem) == 2 * one  # every second tile of a cluster lies outside
+    outside = Choice(kernel(128, 256, (1, 2)), swizzle=1)
+    assert _estimate(outside, problem) == 2 * one  # every second tile of a cluster
     longer = problem_of(128 * 133, 256, 4096)
-    assert _estimate(kernel(128, 256), longer) == 2 * one
+    assert _estimate(Choice(kernel(128, 256)), longer) == 2 * one
+
+
+@pytest.mark.parametrize(
+    ("n", "swizzle", "across"), [(768, 8, 16), (768, 2, 8), (768, 1, 6), (1024, 8, 16), (1024, 4, 8), (128, 8, 4)]
+)
+def test_an_estimate_counts_whole_bundles(n, swizzle, across):
+    """768 columns of 32,768 rows by eights took 2.3 times as long as cuBLASLt, whose tiles are all inside."""
+    rows_of_tiles = 128
+    choice = Choice(kernel(256, 128, (1, 2)), swizzle)
+    waves = -(-rows_of_tiles * across // 132)
+    assert _estimate(choice, problem_of(256 * rows_of_tiles, n, 4096)) == waves * 256 * 128
+
+
+def test_the_usual_order_gives_way_where_it_would_waste_tiles():
+    maker = Cutlass()
+    maker.kernels, maker._library = (kernel(256, 128, (1, 2)),), ctypes.CDLL(None)
+    maker._library.mfp8_gemm = lambda index, args: 0
+    for n, swizzle in ((4096, 8), (1024, 4), (768, 1)):
+        (first,) = maker.candidates(problem_of(32768, n, 8192), 0, (1, 2, 3), 1)
+        assert first.choice.swizzle == swizzle, n
 
 
 @pytest.mark.parametrize(
@@ -209,9 +230,10 @@ def test_an_estimate_counts_whole_clusters_and_whole_waves():
 def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
     faster, all_of_them = Cutlass(only_faster=True), Cutlass()
     faster.kernels = all_of_them.kernels = (kernel(128, 256), kernel(256, 128, (1, 2)), kernel(128, 128))
-    problem = problem_of(m, n, 4096)
+    problem = problem_of(m, n, 8192)
     assert faster.takes(problem) == taken and all_of_them.takes(problem)
-    assert not faster.takes(problem._replace(fast_accum=True)) and not faster.takes(problem._replace(d=FP32))
+    for other in ({"fast_accum": True}, {"d": FP32}, {"add": True}, {"k": 4096, "a_ld": 4096, "b_ld": 4096}):
+        assert not faster.takes(problem._replace(**other))
 
 
 def test_what_it_takes_and_by_which_kernels():
