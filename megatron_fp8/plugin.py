@@ -509,7 +509,8 @@ def _settle_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
         if not reason:
             _of_run.append(functools.partial(use, serving("cuda").name))
             use("auto")
-        _log([f"FP8 GEMMs: cuBLASLt{f' alone: {reason}' if reason else ', and CUTLASS for large ones of the backward pass'}"])
+        said = f" alone: {reason}" if reason else ", and CUTLASS for large ones of the backward pass"
+        _log([f"FP8 GEMMs: cuBLASLt{said}"])
     if not fp8.gemm_search:
         return list
     count, reasons = gemm_search.read_for(fp8.gemm_backend)

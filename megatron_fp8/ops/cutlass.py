@@ -7,9 +7,9 @@ search (gemm_search.py) they serve where they are faster than cuBLASLt. What the
 is no multiple of 16, a bias that is not BF16.
 
 The library holds kernels of a few tile shapes. Which serves a shape, in which order of tiles, is what a search found,
-else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large, so a tile is good that leaves few
-multiprocessors idle in the last wave, and large ones read less memory a product. Tiles that lie side by side for the
-L2's sake come in whole bundles, and those of a bundle that are outside the matrix take as long as the others.
+else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large, so a tile is good that leaves
+few multiprocessors idle in the last wave, and large ones read less memory a product. Tiles that lie side by side for
+the L2's sake come in whole bundles, and those of a bundle that are outside the matrix take as long as the others.
 
 Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
 added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256, where there is a kernel, is 5 to 8 % faster and

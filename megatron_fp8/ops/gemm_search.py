@@ -131,14 +131,15 @@ def read_for(backend: str) -> tuple[int, list[str]]:
 
 
 def why_not_built(maker: Cutlass) -> str:
-    """Why not all ranks have the library of a CUTLASS maker, in one version; "" where they do: it is loaded. Collective."""
+    """Why not all ranks have a CUTLASS maker's library in one version; "" where they do: it is loaded. Collective."""
     reason = ""
     try:
         maker.prepare(build=False)
     except Unavailable as unavailable:
         reason = str(unavailable)
     versions = _gathered([maker.version])
-    return reason or ("" if versions.count(versions[0]) == len(versions) else "not all ranks have the same CUTLASS library")
+    same = versions.count(versions[0]) == len(versions)
+    return reason or ("" if same else "not all ranks have the same CUTLASS library")
 
 
 def forget() -> None:

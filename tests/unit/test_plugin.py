@@ -177,6 +177,29 @@ def test_the_backend_of_a_run_goes_with_the_run(run):
     )
 
 
+def test_cutlass_joins_a_run_where_it_is_built(run):
+    from commands import MODEL
+
+    run(
+        "from megatron_fp8.ops import cublaslt, cutlass, gemm_search, plans\n"
+        "from megatron_fp8.ops.gemm import serving\n"
+        "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
+        "plugin.cpu.needed = lambda: False; cublaslt.bound = lambda: True; cutlass.FASTER.prepare = lambda: None\n"
+        "def settled(reason, *flags):\n"
+        "    gemm_search.why_not_built = lambda maker: reason\n"
+        f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
+        "    args = arguments.parse_args()\n"
+        "    lines.clear(); plugin._settle_gemms(plugin.config_from_args(args)); return serving('cuda').name\n"
+        "assert settled('') == 'auto' and plans.makers == (cutlass.FASTER, cublaslt.CUBLASLT)\n"
+        "assert lines == ['FP8 GEMMs: cuBLASLt, and CUTLASS for large ones of the backward pass']\n"
+        "assert settled('it is not built') == 'cublaslt' and plans.makers == (cublaslt.CUBLASLT,)\n"
+        "assert lines == ['FP8 GEMMs: cuBLASLt alone: it is not built']\n"
+        "assert settled('', '--fp8-gemm-backend', 'cublaslt') == 'cublaslt' and not lines\n"
+        "assert settled('', '--fp8-gemm', 'bf16') == 'cublaslt' and not lines\n"
+        "assert settled('') == 'auto'; plugin.uninstall(); assert serving('cuda').name == 'cublaslt'\n"
+    )
+
+
 def test_another_signature_is_refused(said_by):
     said = said_by("arguments.parse_args = lambda provider: None\nplugin.install()")
     assert "RuntimeError: megatron_fp8 does not know this megatron.training.arguments.parse_args" in said

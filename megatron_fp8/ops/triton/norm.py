@@ -91,8 +91,8 @@ def _norm_rows_kernel(
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, KEPT_SCALE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, COLS >= K: their statistics; y in its type or, with a scale_ptr, its FP8 codes; and, if there is a
-    kept_ptr, the codes of n. Without mean_ptr it is RMSNorm."""
+    """ROWS whole rows, COLS >= K: their statistics; y in its type or, with a scale_ptr, its FP8 codes; and the codes of
+    n, if there is a kept_ptr. Without mean_ptr it is RMSNorm."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(own, M - 1)  # beyond M the last row once more: the same maximum
     cols = tl.arange(0, COLS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
