@@ -135,7 +135,7 @@ def as_type(ptr, DTYPE: tl.constexpr):
 
 @triton.jit
 def raise_amax(amax_ptr, bits):
-    """amax, float32, becomes max(amax, the largest of `bits`), magnitude_bits of some numbers. As it only grows, what is
+    """amax, float32, becomes max(amax, the largest of `bits`), magnitude_bits of some numbers. It only grows: what is
     no larger than it was a moment ago needs no atomic, and thousands of them at one address are slow."""
     amax_ptr = as_type(amax_ptr, tl.int32)
     largest = tl.max(bits)
