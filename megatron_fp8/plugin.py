@@ -498,19 +498,20 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
 def _settle_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
     """Have all ranks choose from the same kernels, and with --fp8-gemm-search use what was found earlier; returns the
     search of the rest."""
-    from .ops import cublaslt, gemm_search
+    from .ops import gemm_search
     from .ops.cutlass import FASTER
     from .ops.gemm import serving, use
 
-    if fp8.gemm != "fp8" or cpu.needed():
+    if cpu.needed():
         return list
-    if fp8.gemm_backend == "auto" and cublaslt.bound():
+    if fp8.gemm_backend == "auto" and fp8.gemm == "fp8" and serving("cuda").name != "auto":
         reason = gemm_search.why_not_built(FASTER)
-        if not reason:
+        if reason:
+            _log([f"FP8 GEMMs: without CUTLASS for large ones of the backward pass: {reason}"])
+        else:
             _of_run.append(functools.partial(use, serving("cuda").name))
             use("auto")
-        said = f" alone: {reason}" if reason else ", and CUTLASS for large ones of the backward pass"
-        _log([f"FP8 GEMMs: cuBLASLt{said}"])
+            _log([f"FP8 GEMMs: CUTLASS for large ones of the backward pass, cuBLASLt for the rest ({FASTER.version})"])
     if not fp8.gemm_search:
         return list
     count, reasons = gemm_search.read_for(fp8.gemm_backend)

@@ -86,7 +86,7 @@ class Fp8Config:
         attention: "torch" or "te".
         unfused_attention: Megatron's unfused kernel instead of torch's attention (--attention-backend local, unfused).
         reads_mask: torch's attention applies the mask that the data bring (--reset-attention-mask).
-        gemm_backend: "auto" or the name of a backend of the FP8 GEMMs.
+        gemm_backend: the name of a backend of the FP8 GEMMs.
         gemm_search: whether who runs a GEMM, and how, is timed, once a machine.
         log_gemm: whether each GEMM's shape is logged.
         fuses_rotary: queries and keys are rotated where QKV is split, in FP32; else as stock does (--no-rope-fusion).

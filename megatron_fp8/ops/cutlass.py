@@ -15,8 +15,9 @@ Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, 
 added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256, where there is a kernel, is 5 to 8 % faster and
 adds 0.3 % to the error. 512, and pairs of partial sums, were slower (docs/performance.md).
 
-`FASTER` has of these only what is faster than cuBLASLt on a GPU under load, without a search: long promoted sums that
-are not added to anything, dgrads that is, of which its tiles leave no multiprocessor idle.
+`FASTER` has of these only what is faster than cuBLASLt on a GPU under load, without a search: long sums, promoted every
+256, that are not added to anything, of which its tiles leave no multiprocessor idle: dgrads of wide layers, and weight
+gradients of many tokens where nothing is there yet.
 
 Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
 """
@@ -35,8 +36,7 @@ _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 # Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
 SPEED = {(256, 128): 1.0, (128, 256): 0.99, (128, 192): 0.96, (128, 128): 0.87}
-LONG, WHOLE = 6144, 0.95  # FASTER's: the least k, and share of the multiprocessors' time in which they work
-MULTIPROCESSORS = 132
+LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # FASTER's least: k, promotion, share of the multiprocessors' time in use
 ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 
 
@@ -110,7 +110,7 @@ class Cutlass:
     name = "cutlass"
 
     def __init__(self, only_faster: bool = False) -> None:
-        self.promote, self._only_faster = 256, only_faster
+        self.promote, self._only_faster, self._multiprocessors = 256, only_faster, 132
         self.kernels: tuple[Kernel, ...] = ()
         self._library: ctypes.CDLL | None = None
         self._version = ""
@@ -123,6 +123,8 @@ class Cutlass:
                 raise cutlass_build.Unavailable(f"the CUTLASS GEMMs are for Hopper, 9.0; this GPU is {found}")
             path = cutlass_build.library(build=build)
             library = cutlass_build.load(path)
+            if torch.cuda.is_available():
+                self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
             self.kernels = tuple(_describe(library, index) for index in range(library.mfp8_kernels()))
             self._library, self._version = library, cutlass_build.version(path)
 
@@ -131,16 +133,18 @@ class Cutlass:
         return self._version
 
     def takes(self, problem: Problem) -> bool:
-        kernels = self._kernels(problem)
-        if self._only_faster and kernels:
-            p, least = problem, problem.m * problem.n / MULTIPROCESSORS
-            long = p.k >= LONG and p.d == torch.bfloat16 and not p.fast_accum and not p.add
-            return long and least >= WHOLE * min(_estimate(choice, p) for choice in _choices(kernels))
-        return bool(kernels)
+        p, kernels = problem, self._kernels(problem)
+        if not self._only_faster:
+            return bool(kernels)
+        kernels = [kernel for kernel in kernels if kernel.promote >= PROMOTE]
+        if not kernels or p.k < LONG or p.d != torch.bfloat16 or p.add:
+            return False
+        least = p.m * p.n / self._multiprocessors
+        return least >= WHOLE * min(self._estimate(choice, p) for choice in _choices(kernels))
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
         choices = _choices(self._kernels(problem))
-        choices.sort(key=lambda choice: (_estimate(choice, problem), -choice.kernel.promote))
+        choices.sort(key=lambda choice: (self._estimate(choice, problem), -choice.kernel.promote))
         return [self.launch(choice, problem, device, pointers) for choice in choices[:count]]
 
     def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Launch | None:
@@ -151,6 +155,16 @@ class Cutlass:
         """The plan of a choice; the problem is one that its kernel takes."""
         assert self._library is not None  # whoever has a kernel has loaded it
         return Launch(self._library, problem, device, pointers, choice)
+
+    def _estimate(self, choice: Choice, problem: Problem) -> float:
+        """Time of a problem, in products of a multiprocessor: whole waves of whole clusters and bundles of tiles."""
+        kernel, sizes = choice.kernel, (problem.m, problem.n)
+        clusters = [math.ceil(s / (tile * c)) for s, tile, c in zip(sizes, kernel.tile, kernel.cluster, strict=True)]
+        shorter = min(count * c for count, c in zip(clusters, kernel.cluster, strict=True))
+        # As CUTLASS has it: so many side by side at most as are asked for, and as the shorter side has tiles for.
+        bundle = next(b for b, least in ((8, 6), (4, 3), (2, 2), (1, 0)) if choice.swizzle >= b and shorter >= least)
+        tiles = math.prod(kernel.cluster) * math.prod(math.ceil(count / bundle) * bundle for count in clusters)
+        return math.ceil(tiles / self._multiprocessors) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
 
     def _kernels(self, problem: Problem) -> list[Kernel]:
         """Of a problem; where it may be fast and none is, the promoted ones."""
@@ -173,17 +187,6 @@ def _describe(library: ctypes.CDLL, index: int) -> Kernel:
 
 def _choices(kernels: list[Kernel]) -> list[Choice]:
     return [Choice(kernel, *order) for order in ORDERS for kernel in kernels]
-
-
-def _estimate(choice: Choice, problem: Problem) -> float:
-    """Time of a problem, in products of a multiprocessor: whole waves of tiles, clusters and bundles being whole."""
-    kernel, sizes = choice.kernel, (problem.m, problem.n)
-    clusters = [math.ceil(s / (tile * c)) for s, tile, c in zip(sizes, kernel.tile, kernel.cluster, strict=True)]
-    shorter = min(count * c for count, c in zip(clusters, kernel.cluster, strict=True))
-    # As CUTLASS has it: so many side by side at most as are asked for, and as the shorter side has tiles for.
-    bundle = next(b for b, least in ((8, 6), (4, 3), (2, 2), (1, 0)) if choice.swizzle >= b and shorter >= least)
-    tiles = math.prod(kernel.cluster) * math.prod(math.ceil(count / bundle) * bundle for count in clusters)
-    return math.ceil(tiles / MULTIPROCESSORS) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
 
 
 CUTLASS = Cutlass()

@@ -1,9 +1,10 @@
 """The CUTLASS GEMMs of csrc/ as a shared library: built once where nvcc is found, then read from a cache.
 
 The library is plain C (csrc/abi.h), with the CUDA runtime inside, so that no version of torch or Python matters to it.
-It needs nvcc 12.3 or newer and CUTLASS' headers, which the package nvidia-cutlass brings, but no GPU. It is kept under
-a hash of all that makes it (sources, flags, nvcc's version, CUTLASS' version) in $MEGATRON_FP8_CACHE, by default
-~/.cache/megatron_fp8; processes that start together build it once. $MEGATRON_FP8_CUTLASS names one built elsewhere.
+It needs nvcc 12.3 or newer and CUTLASS' headers, which the package nvidia-cutlass brings, but no GPU. It is kept in
+$MEGATRON_FP8_CACHE, by default ~/.cache/megatron_fp8, under a hash of sources and flags and the versions of nvcc and
+CUTLASS; processes that start together build it once. Whoever finds one of these sources takes it, and needs neither
+nvcc nor headers: a node that only trains. $MEGATRON_FP8_CUTLASS names one that lies elsewhere.
 
     megatron-fp8 build [--jobs N]      builds it if it is not there, and prints where it lies
 """
@@ -30,6 +31,7 @@ SOURCES = Path(__file__).parent / "csrc"
 TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma is in no other
 FLAGS = f"-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr {TARGET} -Xcompiler -fPIC,-fvisibility=hidden".split()
 LINK = f"-shared -cudart static {TARGET}".split()
+STEM = "libmegatron_fp8_cutlass-"
 OLDEST_NVCC = (12, 3)
 GIB_A_JOB = 3  # what one nvcc takes at its peak, rounded up
 
@@ -47,14 +49,17 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None, b
         if not os.path.isfile(given):
             raise Unavailable(f"MEGATRON_FP8_CUTLASS={given}: no such file; unset it to build the library")
         return Path(given)
+    try:
+        cache = Path(os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache" / "megatron_fp8")
+    except RuntimeError as error:  # nobody's home
+        raise Unavailable(f"{error}; set MEGATRON_FP8_CACHE") from error
+    if there := sorted(cache.glob(f"{STEM}{key()}-*.so"), key=os.path.getmtime):
+        return there[-1]
+    if not build:
+        raise Unavailable(f"the CUTLASS GEMMs are not built (none in {cache}); build them once by: megatron-fp8 build")
     nvcc, nvcc_version = _nvcc()
     include, cutlass_version = _headers()
-    cache = Path(os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache" / "megatron_fp8")
-    built = cache / f"libmegatron_fp8_cutlass-{key(nvcc_version, cutlass_version)}.so"
-    if built.is_file():
-        return built
-    if not build:
-        raise Unavailable("the CUTLASS GEMMs are not built; build them once by: megatron-fp8 build")
+    built = cache / f"{STEM}{key()}-nvcc{nvcc_version}-cutlass{cutlass_version}.so"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _alone(built.with_suffix(".lock")):
@@ -69,17 +74,17 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None, b
     return built
 
 
-def key(nvcc_version: str, cutlass_version: str) -> str:
-    """Hash of all that makes the library."""
-    digest = hashlib.sha256(repr((FLAGS, LINK, nvcc_version, cutlass_version)).encode())
+def key() -> str:
+    """Hash of sources and flags."""
+    digest = hashlib.sha256(repr((FLAGS, LINK)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(repr((path.name, path.read_bytes())).encode())
     return digest.hexdigest()[:16]
 
 
 def version(path: Path) -> str:
-    """What the library at `path` was made of: its `key`, or a hash of itself where it lies under another name."""
-    named = re.fullmatch(r"libmegatron_fp8_cutlass-([0-9a-f]{16})\.so", path.name)
+    """What the library at `path` was made of, as its name has it, or a hash of itself where it lies under another."""
+    named = re.fullmatch(rf"{STEM}([0-9a-f]{{16}}-nvcc[\d.]+-cutlass[\d.]+)\.so", path.name)
     return named[1] if named else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 

@@ -26,10 +26,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.ops import plans, timing
+from megatron_fp8.ops import cublaslt, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS, Cutlass
-from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
 
 SCREENED = 4  # runs of every candidate, one by one: even
@@ -132,14 +131,17 @@ def read_for(backend: str) -> tuple[int, list[str]]:
 
 def why_not_built(maker: Cutlass) -> str:
     """Why not all ranks have a CUTLASS maker's library in one version; "" where they do: it is loaded. Collective."""
-    reason = ""
+    reason = "" if cublaslt.bound() else f"cuBLASLt, for what CUTLASS does not take, is not bound: {cublaslt.why_not()}"
     try:
         maker.prepare(build=False)
-    except Unavailable as unavailable:
-        reason = str(unavailable)
-    versions = _gathered([maker.version])
-    same = versions.count(versions[0]) == len(versions)
-    return reason or ("" if same else "not all ranks have the same CUTLASS library")
+    except (OSError, RuntimeError) as error:  # Unavailable, or a disc's: no reason to leave the others waiting
+        reason = " ".join(str(error).split())
+    ranks = _gathered([maker.version, reason])
+    for rank, (version, reason) in enumerate(ranks):
+        if reason or version != ranks[0][0]:
+            reason = reason or f"its CUTLASS library is {version}, rank 0's {ranks[0][0]}"
+            return reason if ranks.count(ranks[0]) == len(ranks) else f"rank {rank}: {reason}"
+    return ""
 
 
 def forget() -> None:
@@ -243,16 +245,19 @@ def summary() -> str:
 def search(problem: Problem, device: int) -> list[Choice]:
     """Time what each maker has on random data; the best of each, the fastest first.
 
-    All candidates have a few runs, one by one; the fastest of each maker, and the first choice, then run alone for a
-    while (timing.py says why). The first choice stays where nothing is 1 % better. What gives another result than the
-    first choice is left out. Waits for the device, some two seconds for a problem.
+    The first choice is what runs without a search. All candidates have a few runs, one by one; the fastest of each
+    maker, and the first choice, then run alone for a while (timing.py says why). The first choice stays where nothing
+    is 1 % better. What gives another result than the first choice is left out. Waits for the device, some two seconds
+    for a problem.
     """
     makers = _makers(problem)
     with torch.cuda.device(device):
         operands = _Operands(problem)
-        candidates: list[Plan] = []
+        usual = plans.usual(problem, device, operands.pointers)
+        candidates: list[Plan] = [usual]
         for maker in makers:
-            candidates += maker.candidates(problem, device, operands.pointers)
+            of_maker = maker.candidates(problem, device, operands.pointers)
+            candidates += [plan for plan in of_maker if (plan.maker, plan.name) != (usual.maker, usual.name)]
         ran: list[Plan] = []
         expected = None
         for plan in candidates:

@@ -241,11 +241,16 @@ def _plan(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan | No
             return None
     plan = None if searched is None else searched(problem, device, pointers)
     if plan is None:
-        maker = next((maker for maker in makers if maker.takes(problem)), makers[-1])
-        plan = maker.candidates(problem, device, pointers, 1)[0]
+        plan = usual(problem, device, pointers)
     if on_plan is not None:
         on_plan(plan)
     return plan
+
+
+def usual(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan:
+    """What runs a problem where no search has chosen."""
+    maker = next((maker for maker in makers if maker.takes(problem)), makers[-1])
+    return maker.candidates(problem, device, pointers, 1)[0]
 
 
 def _aligned(x: torch.Tensor | None) -> torch.Tensor | None:

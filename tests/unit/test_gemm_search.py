@@ -158,14 +158,36 @@ def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
     assert asked[-1] == ["cublaslt"] and line.startswith("--fp8-gemm-search: cuBLASLt alone: they are not built; build")
 
 
-def test_cutlass_is_of_use_where_all_ranks_have_the_same_library(monkeypatch):
+def test_the_first_choice_is_what_runs_without_a_search(served, cutlass, timed):
+    """With backend auto that may be a kernel of ours: the search is to be faster than that."""
+    ours = ((128, 256), 8, 0)
+    timed.costs = {FIRST: 2.0, SECOND: 2.0, ours: 1.0}
+    a, b = scaled(M, K), scaled(N, K)
+    plans.serve((CUTLASS, CUBLASLT))
+    gemm_search.read(BOTH)
+    gemm(a, b, fast_accum=True)
+    (usual,) = plans.plans()
+    gemm_search.tune()
+    (choices,) = gemm_search.load(gemm_search.path("GPU")).values()
+    assert {choice.first_ms for choice in choices} == {choices[0].ms} and choices[0].name == usual.name
+    assert [choice.maker for choice in choices] == ["cutlass", "cublaslt"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [(None, ""), (Unavailable("not built"), "not built"), (PermissionError(13, "No entry"), "[Errno 13] No entry")],
+)
+def test_why_cutlass_does_not_serve(lib, monkeypatch, fails, said):
+    def prepare(build):
+        if fails:
+            raise fails
+
     maker = Cutlass()
-    monkeypatch.setattr(maker, "prepare", lambda build: setattr(maker, "_version", "1"))
-    assert gemm_search.why_not_built(maker) == ""
-    for other, reason in (("1", ""), ("2", "not all ranks have the same CUTLASS library"), ("", "not all ranks have")):
-        monkeypatch.setattr(gemm_search, "_gathered", lambda mine, other=other: [mine, [other]])
-        said = gemm_search.why_not_built(maker)
-        assert said.startswith(reason) and bool(said) == bool(reason)
+    monkeypatch.setattr(maker, "prepare", prepare)
+    assert gemm_search.why_not_built(maker) == said
+    monkeypatch.setattr(cublaslt, "bound", lambda: False)
+    monkeypatch.setattr(cublaslt, "why_not", lambda: "no library")
+    assert fails or gemm_search.why_not_built(maker).endswith("is not bound: no library")
 
 
 def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkeypatch):
@@ -228,6 +250,15 @@ assert gemm_search._among == (CUBLASLT, CUTLASS)
 CUTLASS._version = f"rank {rank}'s"
 gemm_search.read((CUBLASLT, CUTLASS))
 assert gemm_search._among == (CUBLASLT,)
+CUTLASS.prepare, gemm_search.cublaslt.bound = lambda build: None, lambda: True
+assert gemm_search.why_not_built(CUTLASS) == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
+CUTLASS._version = "a library"
+assert gemm_search.why_not_built(CUTLASS) == ""
+def prepare(build):
+    if rank == 1:
+        raise PermissionError(13, "Permission denied")
+CUTLASS.prepare = prepare  # and nobody waits for it
+assert gemm_search.why_not_built(CUTLASS) == "rank 1: [Errno 13] Permission denied"
 dist.destroy_process_group()
 """
 

@@ -66,7 +66,7 @@ NAMES = {
     ],
     kinds.NORM: [
         "_norm_rows_kernel",
-        "_norm_cast_kernel",
+        "_norm_recast_kernel",
         "_norm_backward_kernel",
         "_norm_sum_kernel",
         ANON + "vectorized_layer_norm_kernel<c10::BFloat16, float, true>(int, float, c10::BFloat16 const*)",
