@@ -4,6 +4,7 @@
     python benchmarks/gemm.py --csv gemm.csv
     python benchmarks/gemm.py --only "7B fc1"          the problems whose names begin so
     python benchmarks/gemm.py --plain                  without what has an epilogue
+    python benchmarks/gemm.py --usual --csv usual.csv  the backward's, without a search, of other shapes too
 
 The linears of GPT-7B and of GPT-175B at TP 8, and the LM head; of each the forward (E4M3 x E4M3, fast accumulation,
 BF16), dgrad (E5M2 x E4M3, BF16) and wgrad (E5M2 x E4M3, into FP32 and BF16), and with an epilogue: bias, bias +
@@ -20,6 +21,8 @@ turns, each with an empty L2 cache. "error" is the relative error of 64 rows aga
 sums in BF16 "once" is the share of elements that are the exact sum rounded once. The BF16 head's weight gradient is
 compared with what stock does without apex: a product in BF16, then a sum. At the end geometric means, and the
 microseconds of host time of a call.
+
+With --usual: cuBLASLt's first choice against CUTLASS's, and which of the two `--fp8-gemm-backend auto` runs.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import csv
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,7 +43,7 @@ from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import cublaslt, gemm_search, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass import CUTLASS, FASTER
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.plans import NAMES
 
@@ -54,6 +58,25 @@ SHAPES = {  # tokens, out, in
     "175B/8 fc2": (4096, 12288, 6144),
     "head, sequence 2048": (2048, 50304, 4096),
     "head": (8192, 50304, 4096),
+}
+OTHERS = {  # what the rule of cutlass.py's FASTER is to be right for too
+    "125M qkv": (32768, 2304, 768),
+    "125M proj": (32768, 768, 768),
+    "125M fc1": (32768, 6144, 768),
+    "125M fc2": (32768, 768, 3072),
+    "7B fc1, 2,048 tokens": (2048, 16384, 4096),
+    "Llama qkv": (8192, 6144, 4096),
+    "Llama fc1": (8192, 28672, 4096),
+    "Llama fc2": (8192, 4096, 14336),
+    "13B/2 qkv": (4096, 7680, 5120),
+    "13B/2 fc2": (4096, 5120, 10240),
+    "70B/8 qkv": (8192, 1280, 8192),
+    "70B/8 proj": (8192, 8192, 1024),
+    "70B/8 fc1": (8192, 7168, 8192),
+    "70B/8 fc2": (8192, 8192, 3584),
+    "175B/2 qkv": (4096, 18432, 12288),
+    "175B/2 fc2": (4096, 12288, 24576),
+    "small": (2048, 512, 512),
 }
 DEVICE = "cuda"
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -123,13 +146,42 @@ class Case:
         return y + before.double() if self.add else y
 
 
+def usual() -> list[dict]:
+    """A row for each product of the backward pass."""
+    rows = []
+    for name, (tokens, out_features, in_features) in (SHAPES | OTHERS).items():
+        x, w, dy = scaled(tokens, in_features), scaled(out_features, in_features), scaled(tokens, out_features, E5M2)
+        dx = torch.empty(tokens, in_features, dtype=BF16, device=DEVICE)
+        grads = {dtype: torch.zeros(out_features, in_features, dtype=dtype, device=DEVICE) for dtype in (BF16, FP32)}
+        cases = {"dgrad": Case(dy, w.T, dx, False), "wgrad": Case(dy.T, x.T, grads[BF16], False)}
+        cases |= {f"wgrad added {NAMES[dtype]}": Case(dy.T, x.T, grads[dtype], False, add=True) for dtype in grads}
+        for kind, case in cases.items():
+            p, stream = case.problem, torch.cuda.current_stream().cuda_stream
+            first = {maker.name: maker.candidates(p, 0, case._pointers, 1)[0] for maker in (CUBLASLT, CUTLASS)}
+            calls = {maker: lambda plan=plan, at=case._at: plan.run(*at, stream) for maker, plan in first.items()}
+            bursts = timing.in_turns(calls, REPETITIONS)
+            ms = timing.under_load(calls, bursts)
+            row: dict = {"name": name, "gemm": kind, "m": p.m, "n": p.n, "k": p.k}
+            row |= {f"{maker} ms": round(ms[maker], 4) for maker in calls}
+            row |= {f"{maker} burst ms": round(bursts[maker], 4) for maker in calls}
+            row |= {"gain": round(ms["cublaslt"] / ms["cutlass"], 3), "kernel": first["cutlass"].described()}
+            row |= {"auto runs": "cutlass" if FASTER.takes(p) else "cublaslt"}
+            rows.append(row)
+            print(f"{name:22} {kind:16} {row['gain']:6.3f} {row['auto runs']:9} {row['kernel']}", flush=True)
+    for which in ("cutlass", "cublaslt"):
+        gains = [row["gain"] for row in rows if row["auto runs"] == which]
+        if gains:
+            mean, of = math.exp(statistics.mean(map(math.log, gains))), f"{min(gains)} to {max(gains)}, {len(gains)}"
+            print(f"CUTLASS over cuBLASLt where auto runs {which}: {mean:.3f} ({of} products)")
+    return rows
+
+
 class Table:
     """Prints a row as it is measured, and keeps it."""
 
     def __init__(self) -> None:
         self.rows: list[dict] = []
-        self.where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cublas": cublaslt.version()}
-        self.where |= {"cutlass library": CUTLASS.version, "commit": commit()}
+        self.where = where()
         print(", ".join(f"{key} {value}" for key, value in self.where.items()))
         print(f"{'TFLOP/s, error':52} {''.join(f'{s:>9}' for s in SYSTEMS)}   {''.join(f'{s:>9}' for s in SYSTEMS)}")
 
@@ -183,10 +235,19 @@ class Table:
                 print(f"    {kind or 'all':30} {', '.join(shown)}")
 
     def write(self, path: str) -> None:
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, [*self.rows[0], *self.where])
-            writer.writeheader()
-            writer.writerows(row | self.where for row in self.rows)
+        write(path, self.rows, self.where)
+
+
+def write(path: str, rows: list[dict], where: dict) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *where])
+        writer.writeheader()
+        writer.writerows(row | where for row in rows)
+
+
+def where() -> dict:
+    versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cublas": cublaslt.version()}
+    return versions | {"cutlass library": CUTLASS.version, "commit": commit()}
 
 
 def linear(table: Table, name: str, tokens: int, out_features: int, in_features: int, plain: bool) -> None:
@@ -241,12 +302,21 @@ def main() -> None:
     parser.add_argument("--csv", help="write the table here")
     parser.add_argument("--only", default="", help="shapes whose names begin so")
     parser.add_argument("--plain", action="store_true", help="forward, dgrad and wgrad without an epilogue")
+    parser.add_argument("--usual", action="store_true", help="the backward's products without a search")
     args = parser.parse_args()
     torch.manual_seed(1)
     try:
         CUTLASS.prepare(build=False)
+        FASTER.prepare(build=False)
     except Unavailable as reason:
+        if args.usual:
+            sys.exit(f"--usual: {reason}")
         print(f"without CUTLASS: {reason}")
+    if args.usual:
+        rows = usual()
+        if args.csv:
+            write(args.csv, rows, where())
+        return
     begun, table = time.perf_counter(), Table()
     with tempfile.TemporaryDirectory() as nothing:
         os.environ["MEGATRON_FP8_CACHE"] = nothing  # what was searched before is not asked

@@ -15,7 +15,7 @@ from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import gemm_search, plans
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, Choice
+from megatron_fp8.ops.cutlass import CUTLASS, FASTER, Choice
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.gemm import Epilogue, Quantized, gemm, serving, use
 
@@ -242,6 +242,27 @@ def test_a_linears_three_products(serving_cutlass, monkeypatch):
         (E5M2.dtype, FP32, True),
         (E4M3.dtype, BF16, True),
     ]
+
+
+def test_without_a_search_ours_run_long_dgrads_alone(monkeypatch):
+    """A linear of 12,288 features from 4,096, 2,048 tokens, by the backend of a run that names none."""
+    launched = []
+    launch = FASTER.launch
+    monkeypatch.setattr(FASTER, "launch", lambda *args: (launched.append(args[1].k), launch(*args))[1])
+    x, w, dy = both_layouts(2048, 4096, E4M3), both_layouts(12288, 4096, E4M3), both_layouts(2048, 12288, E5M2)
+    by_cublaslt = gemm(dy, w.T)
+    before = serving("cuda").name
+    use("auto")
+    try:
+        for _ in range(2):
+            dx = gemm(dy, w.T)
+        gemm(x, w, fast_accum=True)
+        gemm(dy.T, x.T, Epilogue(into=torch.zeros(12288, 4096, dtype=BF16, device="cuda"), accumulate=True))
+    finally:
+        use(before)
+    assert launched == [12288]  # planned once
+    check(dx, *exact(dy, w.T))
+    assert not torch.equal(dx, by_cublaslt)  # other partial sums
 
 
 def test_what_follows_the_kernels_part(serving_cutlass):

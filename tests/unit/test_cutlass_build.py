@@ -325,10 +325,13 @@ extern const Entry entry = {}();
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
-    ["Tiled<E5M2, E4M3, BF16, 256, 128, 1, 2>::promoted<256>", "Tiled<E4M3, E4M3, BF16, 128, 192, 2, 1>::fast_pingpong"],
+    [
+        "Tiled<E5M2, E4M3, BF16, 256, 128, 1, 2>::promoted<256>",  # serves without a search
+        "Tiled<E4M3, E4M3, BF16, 128, 192, 2, 1>::fast_pingpong",  # most sums a thread
+    ],
 )
 def test_a_kernel_compiles(tmp_path, kernel):
-    """The one that serves without a search, and the one of most sums a thread: nothing is spilled, no MMA waits for another."""
+    """No registers are spilled, and no MMA waits for another one."""
     try:
         (nvcc, _), (include, _) = build._nvcc(), build._headers()
     except build.Unavailable as unavailable:

@@ -9,7 +9,7 @@ from gemm_libraries import Event
 from launch import ROOT
 
 from megatron_fp8.ops import cublaslt, gemm_search
-from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.cutlass import CUTLASS, FASTER
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gemm as benchmark
@@ -31,7 +31,8 @@ def test_every_row_is_measured_and_right(lib, cutlass, timed, monkeypatch, tmp_p
     monkeypatch.setattr(torch, "_scaled_mm", by_float64)
     by_torch = benchmark.Case.by_torch
     monkeypatch.setattr(benchmark.Case, "by_torch", lambda case: (Event.clock.ran("torch"), by_torch(case)))
-    monkeypatch.setattr(CUTLASS, "prepare", lambda build: None)
+    for maker in (CUTLASS, FASTER):
+        monkeypatch.setattr(maker, "prepare", lambda build: None)
     if not built:
         monkeypatch.setattr(CUTLASS, "kernels", ())
     monkeypatch.setattr(sys, "argv", ["gemm.py", "--csv", str(tmp_path / "gemm.csv")])
@@ -51,3 +52,23 @@ def test_every_row_is_measured_and_right(lib, cutlass, timed, monkeypatch, tmp_p
     printed = capsys.readouterr().out
     assert printed.count("geometric means") == 2 and ("cutlass" in printed.split("geometric means")[1]) == built
     assert bool(cutlass.calls) == built and not gemm_search._found
+
+
+def test_without_a_search_cublaslt_is_beside_cutlass_and_auto_named(lib, cutlass, timed, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "DEVICE", "cpu")
+    monkeypatch.setattr(benchmark, "SHAPES", {"small": (64, 48, 80)})
+    monkeypatch.setattr(benchmark, "OTHERS", {})
+    for maker in (CUTLASS, FASTER):
+        monkeypatch.setattr(maker, "prepare", lambda build: None)
+    monkeypatch.setattr(FASTER, "takes", lambda problem: problem.n == 80 and not problem.add)
+    ours, others = CUTLASS.candidates, cublaslt.CUBLASLT.candidates  # of dgrads the stand-in has no kernel
+    monkeypatch.setattr(CUTLASS, "candidates", lambda *args: ours(*args) or others(*args))
+    monkeypatch.setattr(sys, "argv", ["gemm.py", "--usual", "--csv", str(tmp_path / "usual.csv")])
+    timed.costs = {((128, 256), 8, 0): 0.5, ((128, 128), 8, 0): 0.5}
+    benchmark.main()
+    rows = list(csv.DictReader((tmp_path / "usual.csv").read_text().splitlines()))
+    assert [row["gemm"] for row in rows] == ["dgrad", "wgrad", "wgrad added BF16", "wgrad added FP32"]
+    assert [row["auto runs"] for row in rows] == ["cutlass", "cutlass", "cublaslt", "cublaslt"]
+    assert [(int(row["m"]), int(row["n"]), int(row["k"])) for row in rows] == [(64, 80, 48), *[(48, 80, 64)] * 3]
+    assert all(float(row["gain"]) > 0 and row["cublaslt burst ms"] for row in rows)
+    assert capsys.readouterr().out.count("CUTLASS over cuBLASLt where auto runs") == 2
