@@ -27,6 +27,7 @@ With --usual: cuBLASLt's first choice against CUTLASS's, and which of the two `-
 
 import argparse
 import csv
+import functools
 import math
 import os
 import statistics
@@ -156,9 +157,10 @@ def usual() -> list[dict]:
         cases = {"dgrad": Case(dy, w.T, dx, False), "wgrad": Case(dy.T, x.T, grads[BF16], False)}
         cases |= {f"wgrad added {NAMES[dtype]}": Case(dy.T, x.T, grads[dtype], False, add=True) for dtype in grads}
         for kind, case in cases.items():
-            p, stream = case.problem, torch.cuda.current_stream().cuda_stream
+            p = case.problem
             first = {maker.name: maker.candidates(p, 0, case._pointers, 1)[0] for maker in (CUBLASLT, CUTLASS)}
-            calls = {maker: lambda plan=plan, at=case._at: plan.run(*at, stream) for maker, plan in first.items()}
+            at = (*case._at, torch.cuda.current_stream().cuda_stream)
+            calls = {maker: functools.partial(plan.run, *at) for maker, plan in first.items()}
             bursts = timing.in_turns(calls, REPETITIONS)
             ms = timing.under_load(calls, bursts)
             row: dict = {"name": name, "gemm": kind, "m": p.m, "n": p.n, "k": p.k}
