@@ -148,8 +148,8 @@ class Case:
 
 
 def usual() -> list[dict]:
-    """A row for each product of the backward pass."""
-    rows = []
+    """A row for each product of the backward pass, two minutes in all."""
+    rows: list[dict] = []
     for name, (tokens, out_features, in_features) in (SHAPES | OTHERS).items():
         x, w, dy = scaled(tokens, in_features), scaled(out_features, in_features), scaled(tokens, out_features, E5M2)
         dx = torch.empty(tokens, in_features, dtype=BF16, device=DEVICE)

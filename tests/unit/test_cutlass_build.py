@@ -248,6 +248,7 @@ def test_the_usual_order_gives_way_where_it_would_waste_tiles():
         (4608, 12288, False),  # 13.09
         (12288, 1536, False),  # 4.36
         (2304, 768, False),  # 0.41
+        (32768, 768, False),  # 5.8, but no two tiles lie side by side unless one is outside
     ],
 )
 def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
