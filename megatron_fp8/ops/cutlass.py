@@ -140,7 +140,7 @@ class Cutlass:
         if not kernels or p.k < LONG or p.d != torch.bfloat16 or p.add:
             return False
         least = p.m * p.n / self._multiprocessors
-        side_by_side = [choice for choice in _choices(kernels) if choice.swizzle > 1]  # else operands are read too often
+        side_by_side = [choice for choice in _choices(kernels) if choice.swizzle > 1]  # else too much is read twice
         return least >= WHOLE * min(self._estimate(choice, p) for choice in side_by_side)
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
