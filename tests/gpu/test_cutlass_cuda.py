@@ -103,7 +103,7 @@ def test_every_kernel_at_every_tail(shape):
         a, b = scaled(m, k, dtypes[0]), scaled(n, k, dtypes[1])
         operands[dtypes] = (a, b, *exact(a, b))
     bias = torch.randn(n, device="cuda").to(BF16)
-    assert len(CUTLASS.kernels) >= 20
+    assert len(CUTLASS.kernels) >= 18
     for kernel in CUTLASS.kernels:
         a, b, product, magnitude = operands[kernel.a, kernel.b]
         added = torch.randn(m, n, device="cuda").to(kernel.out)

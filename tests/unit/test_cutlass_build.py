@@ -213,7 +213,7 @@ def test_the_cheapest_tile_wastes_no_wave(m, n, best):
 def test_an_estimate_counts_whole_clusters_and_whole_waves():
     problem = problem_of(128 * 132, 256, 4096)
     one = _estimate(Choice(kernel(128, 256)), problem)
-    assert one == pytest.approx(128 * 256 / 0.99)
+    assert one == 128 * 256
     outside = Choice(kernel(128, 256, (1, 2)), swizzle=1)
     assert _estimate(outside, problem) == 2 * one  # every second tile of a cluster
     longer = problem_of(128 * 133, 256, 4096)
@@ -228,7 +228,7 @@ def test_an_estimate_counts_whole_bundles(n, swizzle, across):
     rows_of_tiles = 128
     choice = Choice(kernel(256, 128, (1, 2)), swizzle)
     waves = -(-rows_of_tiles * across // 132)
-    assert _estimate(choice, problem_of(256 * rows_of_tiles, n, 4096)) == waves * 256 * 128
+    assert _estimate(choice, problem_of(256 * rows_of_tiles, n, 4096)) == pytest.approx(waves * 256 * 128 / 0.97)
 
 
 def test_the_usual_order_gives_way_where_it_would_waste_tiles():
@@ -299,7 +299,7 @@ def test_no_two_kernels_of_one_type_have_one_name():
     """A search's file names them so."""
     entries = "".join(path.read_text() for path in build.SOURCES.glob("*.cu"))
     kernels = re.findall(r"Tiled<([^>]*)>::(\w+)(?:<(\d+)[^>]*>)?\(\)", entries)
-    assert len(kernels) == len(set(kernels)) >= 20
+    assert len(kernels) == len(set(kernels)) >= 18
 
 
 def test_a_search_builds_nothing(machine):
@@ -327,7 +327,7 @@ extern const Entry entry = {}();
 @pytest.mark.parametrize(
     "kernel",
     [
-        "Tiled<E5M2, E4M3, BF16, 256, 128, 1, 2>::promoted<256>",  # serves without a search
+        "Tiled<E5M2, E4M3, BF16, 128, 256, 2, 1>::promoted<256, 128>",  # serves without a search
         "Tiled<E4M3, E4M3, BF16, 128, 192, 2, 1>::fast_pingpong",  # most sums a thread
     ],
 )

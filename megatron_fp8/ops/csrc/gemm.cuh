@@ -102,6 +102,8 @@ struct PromotedMmaOf {
 
 template <class Mainloop, class Epilogue>
 struct Launch {
+  static constexpr bool InTurns = std::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                                                    typename Mainloop::DispatchPolicy::Schedule>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Mainloop, Epilogue,
                                                       cutlass::gemm::PersistentScheduler>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -126,7 +128,9 @@ struct Launch {
         {{{{beta}, {nullptr}, {}}, {}, {{{1.f, 1.f}, {scale_a, scale_b}, {}}, {}, {bias, BF16(0), {}}, {}}, {}},
          c, rows_d, static_cast<Out*>(p.d), rows_d}};
     arguments.hw_info.device_id = p.device;
-    arguments.hw_info.sm_count = sms;
+    // A block a tile, handed out by the hardware: of as many blocks as multiprocessors those that find one taken, by a
+    // collective, would begin when the others have ended. Warp groups in turns need two tiles or more a block.
+    arguments.hw_info.sm_count = InTurns ? sms : 1 << 20;
     using Raster = cutlass::gemm::kernel::detail::RasterOrderOptions;
     arguments.scheduler.max_swizzle_size = p.swizzle;
     arguments.scheduler.raster_order = p.raster == MFP8_ALONG_M   ? Raster::AlongM
