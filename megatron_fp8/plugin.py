@@ -505,7 +505,7 @@ def _settle_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
     if cpu.needed():
         return list
     if fp8.gemm_backend == "auto" and fp8.gemm == "fp8" and serving("cuda").name != "auto":
-        reason = gemm_search.why_not_built(FASTER)
+        reason = gemm_search.why_not(FASTER)
         if reason:
             _log([f"FP8 GEMMs: without CUTLASS for large ones of the backward pass: {reason}"])
         else:

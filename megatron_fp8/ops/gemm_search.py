@@ -33,6 +33,7 @@ from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
 
 SCREENED = 4  # runs of every candidate, one by one: even
 KEPT = 3  # of each maker, the fastest of these, which then run under load
+AGREE = 0.01  # two results of one product: sums and their rounding differ by a tenth of it
 WORTH = 0.99  # of the first choice's time: what is closer is noise, and the first stays
 _DEVICE = "cuda"  # the current one
 
@@ -123,17 +124,21 @@ def read_for(backend: str) -> tuple[int, list[str]]:
 
     CUTLASS is chosen from where it is built: a search builds nothing, in the middle of a run.
     """
-    reason = "" if backend == "cublaslt" else why_not_built(CUTLASS)
+    reason = "" if backend == "cublaslt" else why_not(CUTLASS)
     have = {"auto": (CUBLASLT, CUTLASS), "cublaslt": (CUBLASLT,), "cutlass": (CUTLASS,)}[backend]
     count = read(tuple(maker for maker in have if maker is CUBLASLT or not reason))
     return count, [f"--fp8-gemm-search: cuBLASLt alone: {reason}"] if reason else []
 
 
-def why_not_built(maker: Cutlass) -> str:
-    """Why not all ranks have a CUTLASS maker's library in one version; "" where they do: it is loaded. Collective."""
+def why_not(maker: Cutlass) -> str:
+    """Why a CUTLASS maker may not serve; "" where it may: all ranks have loaded its library, in one version, and it is
+    right. Collective."""
     reason = "" if cublaslt.bound() else f"cuBLASLt, for what CUTLASS does not take, is not bound: {cublaslt.why_not()}"
     try:
         maker.prepare(build=False)
+        if torch.cuda.is_available() and not reason:
+            reason = _wrong(maker)
+            torch.cuda.empty_cache()
     except (OSError, RuntimeError) as error:  # Unavailable, or a disc's: no reason to leave the others waiting
         reason = " ".join(str(error).split())
     ranks = _gathered([maker.version, reason])
@@ -142,6 +147,24 @@ def why_not_built(maker: Cutlass) -> str:
             reason = reason or f"its CUTLASS library is {version}, rank 0's {ranks[0][0]}"
             return reason if ranks.count(ranks[0]) == len(ranks) else f"rank {rank}: {reason}"
     return ""
+
+
+def _wrong(maker: Cutlass, m: int = 2048, n: int = 4096, k: int = 6144) -> str:
+    """What is wrong with a maker's product, beside cuBLASLt's; "" where nothing is. Of random data, and more tiles than
+    a GPU has multiprocessors: a library is made by the compiler of some machine, and not every one has been right."""
+    noise = torch.Generator(_DEVICE).manual_seed(0)  # the run's own is left as it is
+    a, b = (torch.randn(rows, k, device=_DEVICE, generator=noise) for rows in (m, n))
+    a, b, one = a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn), torch.ones((), device=_DEVICE)
+    device, results = torch.cuda.current_device(), []
+    for by in (CUBLASLT, maker):
+        out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=_DEVICE)
+        problem = plans.problem_of(a, b, out, plans.ALIGNMENT, False, None, False)
+        (plan,) = by.candidates(problem, device, plans.pointers_of(one, one), 1)
+        plan.run(a.data_ptr(), b.data_ptr(), out.data_ptr(), out.data_ptr(), plans._stream(device))
+        results.append(out.float())
+    theirs, ours = results
+    off = float((ours - theirs).norm() / theirs.norm())
+    return "" if off < AGREE else f"its library is wrong, {off:.1g} off cuBLASLt's product; remove and rebuild it"
 
 
 def forget() -> None:
@@ -266,7 +289,7 @@ def search(problem: Problem, device: int) -> list[Choice]:
             except RuntimeError:
                 continue
             expected = result if expected is None else expected
-            if (result - expected).norm() <= 0.01 * expected.norm():
+            if (result - expected).norm() <= AGREE * expected.norm():
                 ran.append(plan)
         if not ran:
             raise RuntimeError(f"none of {len(candidates)} candidates ran: {problem}")

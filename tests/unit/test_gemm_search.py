@@ -9,7 +9,7 @@ from launch import forked
 
 from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_search, plans
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, Cutlass
+from megatron_fp8.ops.cutlass import CUTLASS, Cutlass, _describe
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.gemm_search import Choice
 
@@ -173,6 +173,24 @@ def test_the_first_choice_is_what_runs_without_a_search(served, cutlass, timed):
     assert [choice.maker for choice in choices] == ["cutlass", "cublaslt"]
 
 
+def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, timed, monkeypatch):
+    cutlass.KERNELS = ((1, 0, 2, 256, (128, 256)),)
+    monkeypatch.setattr(CUTLASS, "kernels", (_describe(cutlass, 0),))
+    state = torch.get_rng_state()
+    assert gemm_search._wrong(CUTLASS, M, N, K) == "" and torch.equal(state, torch.get_rng_state())
+    right = cutlass.mfp8_gemm
+
+    def half_of_it(index, args):
+        args._obj.m //= 2
+        return right(index, args)
+
+    cutlass.mfp8_gemm = half_of_it  # the rest is not written
+    assert gemm_search._wrong(CUTLASS, M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
+    cutlass.mfp8_gemm, cutlass.status = right, 3
+    with pytest.raises(RuntimeError, match="the launch failed"):  # which why_not tells all ranks
+        gemm_search._wrong(CUTLASS, M, N, K)
+
+
 @pytest.mark.parametrize(
     ("fails", "said"),
     [(None, ""), (Unavailable("not built"), "not built"), (PermissionError(13, "No entry"), "[Errno 13] No entry")],
@@ -184,10 +202,10 @@ def test_why_cutlass_does_not_serve(lib, monkeypatch, fails, said):
 
     maker = Cutlass()
     monkeypatch.setattr(maker, "prepare", prepare)
-    assert gemm_search.why_not_built(maker) == said
+    assert gemm_search.why_not(maker) == said
     monkeypatch.setattr(cublaslt, "bound", lambda: False)
     monkeypatch.setattr(cublaslt, "why_not", lambda: "no library")
-    assert fails or gemm_search.why_not_built(maker).endswith("is not bound: no library")
+    assert fails or gemm_search.why_not(maker).endswith("is not bound: no library")
 
 
 def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkeypatch):
@@ -250,15 +268,15 @@ assert gemm_search._among == (CUBLASLT, CUTLASS)
 CUTLASS._version = f"rank {rank}'s"
 gemm_search.read((CUBLASLT, CUTLASS))
 assert gemm_search._among == (CUBLASLT,)
-CUTLASS.prepare, gemm_search.cublaslt.bound = lambda build: None, lambda: True
-assert gemm_search.why_not_built(CUTLASS) == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
+CUTLASS.prepare, gemm_search.cublaslt.bound, gemm_search._wrong = lambda build: None, lambda: True, lambda maker: ""
+assert gemm_search.why_not(CUTLASS) == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
 CUTLASS._version = "a library"
-assert gemm_search.why_not_built(CUTLASS) == ""
+assert gemm_search.why_not(CUTLASS) == ""
 def prepare(build):
     if rank == 1:
         raise PermissionError(13, "Permission denied")
 CUTLASS.prepare = prepare  # and nobody waits for it
-assert gemm_search.why_not_built(CUTLASS) == "rank 1: [Errno 13] Permission denied"
+assert gemm_search.why_not(CUTLASS) == "rank 1: [Errno 13] Permission denied"
 dist.destroy_process_group()
 """
 

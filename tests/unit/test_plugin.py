@@ -187,7 +187,7 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "plugin.cpu.needed = lambda: False; cublaslt.bound = lambda: True; cutlass.FASTER.prepare = lambda: None\n"
         "cutlass.FASTER._version = '01-nvcc13-cutlass4'; what = 'CUTLASS for large ones of the backward pass'\n"
         "def settled(reason, *flags):\n"
-        "    gemm_search.why_not_built = lambda maker: reason\n"
+        "    gemm_search.why_not = lambda maker: reason\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
         "    args = sys.argv_of = arguments.parse_args()\n"
         "    lines.clear(); plugin._settle_gemms(plugin.config_from_args(args)); return serving('cuda').name\n"

@@ -129,8 +129,9 @@ struct Launch {
          c, rows_d, static_cast<Out*>(p.d), rows_d}};
     arguments.hw_info.device_id = p.device;
     // A block a tile, handed out by the hardware: of as many blocks as multiprocessors those that find one taken, by a
-    // collective, would begin when the others have ended. Warp groups in turns need two tiles or more a block.
-    arguments.hw_info.sm_count = InTurns ? sms : 1 << 20;
+    // collective, would begin when the others have ended. (A grid has 2^16 rows at most: beyond, blocks take several.)
+    // Warp groups in turns need two tiles or more a block.
+    arguments.hw_info.sm_count = InTurns ? sms : 1 << 15;
     using Raster = cutlass::gemm::kernel::detail::RasterOrderOptions;
     arguments.scheduler.max_swizzle_size = p.swizzle;
     arguments.scheduler.raster_order = p.raster == MFP8_ALONG_M   ? Raster::AlongM
