@@ -105,8 +105,10 @@ _of_process: Rebound = []  # by install(): what reads the flags of every run
 _of_run: Rebound = []  # for what the flags of one run ask for; put back when the next run's are read
 
 
-def install() -> None:
+def install(begins: bool = True) -> None:
     """Add `--fp8-level` to whatever Megatron script this process is about to run.
+
+    begins: a run begins with its flags; else they are read and checked, and left as they are asked for.
 
     Raises UserError outside the supported range of megatron-core versions, RuntimeError when a function we
     rebind does not have the signature we know.
@@ -120,7 +122,8 @@ def install() -> None:
 
     check_megatron_version(megatron.core.package_info.__version__)
     cpu.skip_dataset_compile()
-    _rebind(arguments, "parse_args", _parse_args, "extra_args_provider ignore_unknown_args", _of_process)
+    make = functools.partial(_parse_args, begins=begins)
+    _rebind(arguments, "parse_args", make, "extra_args_provider ignore_unknown_args", _of_process)
 
 
 def uninstall() -> None:
@@ -167,7 +170,7 @@ def _print_once(line: str) -> None:
     print(line, flush=True)
 
 
-def _parse_args(stock: Callable) -> Callable:
+def _parse_args(stock: Callable, begins: bool) -> Callable:
     def parse_args(extra_args_provider=None, ignore_unknown_args=False):
         def provider(parser):
             if extra_args_provider is not None:
@@ -188,32 +191,39 @@ def _parse_args(stock: Callable) -> Callable:
         if config is not None:
             check_script(config.level)
             check_evaluation(args)
-            if not cpu.needed() and not is_stock(LEVEL.given(args)):
-                _hook_weight_gradients()  # first: it is what adapt_stock_args looks for
-            _log(adapt_stock_args(args, config))
-            _log(set_max_connections(args))
-            if not cpu.needed():
-                check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
-            _hook_model(config)
-            _log(_hook_gemms(config))
-        if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
-            _hook_optimizer(config)
-        if args.load or args.save:
-            _hook_checkpoints(config)
-            if config is not None and args.save and not args.skip_train:
-                from .checkpoint.saves import claim
-
-                claim(args.save)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
-        _hook_probe(probe, bool(log.EXACT.given(args)), log.logs_update_norm(args))
         sharpness = sharpness_from_args(args)
-        if sharpness is not None:
-            _hook_sharpness(sharpness)
-        if begin():
-            _hook_metrics()
+        if begins:
+            _begin(args, config, probe, sharpness)
         return args
 
     return parse_args
+
+
+def _begin(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
+    """Adapt stock's flags to a run's, and hook into Megatron what they ask for."""
+    if config is not None:
+        if not cpu.needed() and not is_stock(LEVEL.given(args)):
+            _hook_weight_gradients()  # first: it is what adapt_stock_args looks for
+        _log(adapt_stock_args(args, config))
+        _log(set_max_connections(args))
+        if not cpu.needed():
+            check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
+        _hook_model(config)
+        _log(_hook_gemms(config))
+    if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
+        _hook_optimizer(config)
+    if args.load or args.save:
+        _hook_checkpoints(config)
+        if config is not None and args.save and not args.skip_train:
+            from .checkpoint.saves import claim
+
+            claim(args.save)
+    _hook_probe(probe, bool(log.EXACT.given(args)), log.logs_update_norm(args))
+    if sharpness is not None:
+        _hook_sharpness(sharpness)
+    if begin():
+        _hook_metrics()
 
 
 def _hook_model(fp8: Fp8Config) -> None:

@@ -14,12 +14,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .. import plugin
-from ..checkpoint import saves
 from ..errors import UserError
 from ..flags.level import CELLS, LEVEL, is_stock
 from ..flags.numbers import check_counts
 from ..flags.stock import plain
-from ..metrics import VARIABLE as METRICS
 from .memory import Job
 from .systems import System, asked_for, chosen
 from .workload import Workload
@@ -56,20 +54,16 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
     words = list(words[1:] if words[:1] == ["--"] else words)
-    before, variables, claim, adapt = sys.argv, dict(os.environ), saves.claim, plugin.adapt_stock_args
+    before, variables = sys.argv, dict(os.environ)
     try:
-        # A run would make these as it begins, and change flags that are asked for here.
-        saves.claim = lambda save: None  # type: ignore[assignment]
-        plugin.adapt_stock_args = lambda args, config: []  # type: ignore[assignment]
-        os.environ.pop(METRICS, None)
-        plugin.install()
+        plugin.install(begins=False)
         import megatron.training.arguments as arguments
 
         sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *words]
         with contextlib.redirect_stdout(io.StringIO()):
             args = arguments.parse_args()
     finally:
-        sys.argv, saves.claim, plugin.adapt_stock_args = before, claim, adapt
+        sys.argv = before
         plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)
