@@ -114,6 +114,7 @@ def install(begins: bool = True) -> None:
     rebind does not have the signature we know.
     """
     if _of_process:
+        assert begins, "flags are to be read without a run in the process of one"
         return
     if cpu.needed():
         cpu.install()
@@ -194,13 +195,13 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
         sharpness = sharpness_from_args(args)
         if begins:
-            _begin(args, config, probe, sharpness)
+            _start(args, config, probe, sharpness)
         return args
 
     return parse_args
 
 
-def _begin(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
+def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
     """Adapt stock's flags to a run's, and hook into Megatron what they ask for."""
     if config is not None:
         if not cpu.needed() and not is_stock(LEVEL.given(args)):

@@ -58,7 +58,7 @@ def gemms() -> Iterator[Finding]:
     """Each backend of the FP8 GEMMs that serves here, by a product against float64's."""
     import torch
 
-    from ..ops import cublaslt
+    from ..ops import cublaslt, gemm_search
     from ..ops.cutlass import CUTLASS
     from ..ops.cutlass_build import Unavailable
     from ..ops.gemm import known, serving
@@ -76,6 +76,8 @@ def gemms() -> Iterator[Finding]:
                 raise RuntimeError(cublaslt.why_not())
             if name == "cutlass":
                 CUTLASS.prepare(build=False)
+                if reason := gemm_search.fault(CUTLASS):  # what a run asks before it lets them serve
+                    raise RuntimeError(reason)
             backend = known(name)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -39,7 +39,7 @@ _CODES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 # Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
-SPEED = {(128, 256): 1.0, (256, 128): 0.97, (128, 192): 0.96, (128, 128): 0.87}
+SPEED = {(128, 256): 1.0, (128, 192): 0.96, (128, 128): 0.87}
 LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # FASTER's least: k, promotion, share of the multiprocessors' time in use
 ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 

@@ -137,7 +137,7 @@ def why_not(maker: Cutlass) -> str:
     try:
         maker.prepare(build=False)
         if torch.cuda.is_available() and not reason:
-            reason = _wrong(maker)
+            reason = fault(maker)
             torch.cuda.empty_cache()
     except (OSError, RuntimeError) as error:  # Unavailable, or a disc's: no reason to leave the others waiting
         reason = " ".join(str(error).split())
@@ -149,7 +149,7 @@ def why_not(maker: Cutlass) -> str:
     return ""
 
 
-def _wrong(maker: Cutlass, m: int = 2048, n: int = 4096, k: int = 6144) -> str:
+def fault(maker: Cutlass, m: int = 2048, n: int = 4096, k: int = 6144) -> str:
     """What is wrong with a maker's product, beside cuBLASLt's; "" where nothing is. Of random data, and more tiles than
     a GPU has multiprocessors: a library is made by the compiler of some machine, and not every one has been right."""
     noise = torch.Generator(_DEVICE).manual_seed(0)  # the run's own is left as it is

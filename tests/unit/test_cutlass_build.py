@@ -227,8 +227,8 @@ def test_an_estimate_counts_whole_bundles(n, swizzle, across):
     """768 columns of 32,768 rows by eights took 2.3 times as long as cuBLASLt, whose tiles are all inside."""
     rows_of_tiles = 128
     choice = Choice(kernel(256, 128, (1, 2)), swizzle)
-    waves = -(-rows_of_tiles * across // 132)
-    assert _estimate(choice, problem_of(256 * rows_of_tiles, n, 4096)) == pytest.approx(waves * 256 * 128 / 0.97)
+    waves, speed = -(-rows_of_tiles * across // 132), 0.9  # of a tile that has none
+    assert _estimate(choice, problem_of(256 * rows_of_tiles, n, 4096)) == pytest.approx(waves * 256 * 128 / speed)
 
 
 def test_the_usual_order_gives_way_where_it_would_waste_tiles():
@@ -253,8 +253,8 @@ def test_the_usual_order_gives_way_where_it_would_waste_tiles():
 )
 def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
     faster, all_of_them = Cutlass(only_faster=True), Cutlass()
-    shapes = (128, 256), (256, 128), (128, 128)
-    faster.kernels = all_of_them.kernels = tuple(kernel(*shape, (1, 2), 256) for shape in shapes)
+    shapes = (128, 256), (128, 128)  # as e5m2_promoted.cu has them
+    faster.kernels = all_of_them.kernels = tuple(kernel(*shape, (2, 1), 256) for shape in shapes)
     problem = problem_of(m, n, 8192)
     assert faster.takes(problem) == taken and all_of_them.takes(problem)
 

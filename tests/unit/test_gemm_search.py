@@ -177,7 +177,7 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
     cutlass.KERNELS = ((1, 0, 2, 256, (128, 256)),)
     monkeypatch.setattr(CUTLASS, "kernels", (_describe(cutlass, 0),))
     state = torch.get_rng_state()
-    assert gemm_search._wrong(CUTLASS, M, N, K) == "" and torch.equal(state, torch.get_rng_state())
+    assert gemm_search.fault(CUTLASS, M, N, K) == "" and torch.equal(state, torch.get_rng_state())
     right = cutlass.mfp8_gemm
 
     def half_of_it(index, args):
@@ -185,10 +185,10 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
         return right(index, args)
 
     cutlass.mfp8_gemm = half_of_it  # the rest is not written
-    assert gemm_search._wrong(CUTLASS, M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
+    assert gemm_search.fault(CUTLASS, M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
     cutlass.mfp8_gemm, cutlass.status = right, 3
     with pytest.raises(RuntimeError, match="the launch failed"):  # which why_not tells all ranks
-        gemm_search._wrong(CUTLASS, M, N, K)
+        gemm_search.fault(CUTLASS, M, N, K)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ assert gemm_search._among == (CUBLASLT, CUTLASS)
 CUTLASS._version = f"rank {rank}'s"
 gemm_search.read((CUBLASLT, CUTLASS))
 assert gemm_search._among == (CUBLASLT,)
-CUTLASS.prepare, gemm_search.cublaslt.bound, gemm_search._wrong = lambda build: None, lambda: True, lambda maker: ""
+CUTLASS.prepare, gemm_search.cublaslt.bound, gemm_search.fault = lambda build: None, lambda: True, lambda maker: ""
 assert gemm_search.why_not(CUTLASS) == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
 CUTLASS._version = "a library"
 assert gemm_search.why_not(CUTLASS) == ""

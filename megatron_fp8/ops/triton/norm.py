@@ -77,10 +77,10 @@ def _gain(w_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _affine(normalized, w_ptr, b_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """y of `normalized` (rows, columns); 0 beyond K."""
-    y = normalized * _gain(w_ptr, cols, K, ZERO_CENTERED)[None, :]
+    """y of `normalized` (rows, columns); 0 beyond K. cols: of its shape, or of one row."""
+    y = normalized * _gain(w_ptr, cols, K, ZERO_CENTERED)
     if b_ptr is not None:
-        y += tl.load(b_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(b_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
     return y
 
 
@@ -109,13 +109,8 @@ def _norm_rows_kernel(
     n = x * rstd[:, None]
     if kept_ptr is not None:
         tl.store(as_type(kept_ptr, tl.uint8) + offsets, fp8_quad(n, n * KEPT_SCALE, zero), mask=mask)
-    # Of x's shape, though all rows have the same: else they lie in other threads than y, and are moved between them.
-    gain = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        gain = tl.where(inside, gain + 1.0, 0.0)
-    y = n * gain
-    if b_ptr is not None:
-        y += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    # cols are of x's shape, though all rows have the same: else gain and bias lie in other threads, and are moved.
+    y = _affine(n, w_ptr, b_ptr, cols, K, ZERO_CENTERED)
     if amax_ptr is not None:
         raise_amax(amax_ptr, magnitude_bits(y))
     if scale_ptr is None:
@@ -133,7 +128,7 @@ def _again(
     """y (rows, columns) of n as it was kept; 0 beyond M, K."""
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     n = tl.load(kept_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, _affine(n * (1.0 / KEPT_SCALE), w_ptr, b_ptr, cols, K, ZERO_CENTERED), 0.0)
+    return tl.where(mask, _affine(n * (1.0 / KEPT_SCALE), w_ptr, b_ptr, cols[None, :], K, ZERO_CENTERED), 0.0)
 
 
 @launched
