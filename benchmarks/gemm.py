@@ -42,7 +42,7 @@ from stamp import commit
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, gemm_search, plans, timing
+from megatron_fp8.ops import cublaslt, gemm_race, gemm_search, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS, FASTER
 from megatron_fp8.ops.cutlass_build import Unavailable
@@ -112,7 +112,7 @@ class Case:
         """By system; makes the search."""
         first = CUBLASLT.candidates(self.problem, 0, self._pointers, 1)[0]
         self.plans["first"] = first
-        for choice in gemm_search.search(self.problem, 0):
+        for choice in gemm_race.race(self.problem, gemm_search.makers_of(self.problem), 0):
             maker = CUBLASLT if choice.maker == "cublaslt" else CUTLASS
             plan = maker.named(self.problem, 0, self._pointers, choice.name)
             self.plans[choice.maker] = first if plan is None else plan
@@ -309,7 +309,6 @@ def main() -> None:
     torch.manual_seed(1)
     try:
         CUTLASS.prepare(build=False)
-        FASTER.prepare(build=False)
     except Unavailable as reason:
         if args.usual:
             sys.exit(f"--usual: {reason}")

@@ -80,7 +80,7 @@ import torch
 
 from . import cpu
 from .engine.agreed import SameEverywhere
-from .errors import UserError
+from .engine.gemms import RunGemms
 from .flags import args_file, log
 from .flags.checks import (
     check_data_files,
@@ -203,6 +203,7 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
 
 def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
     """Adapt stock's flags to a run's, and hook into Megatron what they ask for."""
+    gemms = None
     if config is not None:
         if not cpu.needed() and not is_stock(LEVEL.given(args)):
             _hook_weight_gradients()  # first: it is what adapt_stock_args looks for
@@ -210,10 +211,11 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         _log(set_max_connections(args))
         if not cpu.needed():
             check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
-        _hook_model(config)
-        _log(_hook_gemms(config))
+        gemms = RunGemms(config, "cpu" if cpu.needed() else "cuda", _log, _of_run)
+        _hook_model(config, gemms)
+        gemms.choose()
     if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
-        _hook_optimizer(config)
+        _hook_optimizer(config, gemms)
     if args.load or args.save:
         _hook_checkpoints(config)
         if config is not None and args.save and not args.skip_train:
@@ -227,7 +229,7 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         _hook_metrics()
 
 
-def _hook_model(fp8: Fp8Config) -> None:
+def _hook_model(fp8: Fp8Config, gemms: RunGemms) -> None:
     import megatron.core.models.common.language_module.language_module as language_module
     import megatron.core.tensor_parallel as tensor_parallel
     import megatron.core.tensor_parallel.layers as tensor_parallel_layers
@@ -251,7 +253,7 @@ def _hook_model(fp8: Fp8Config) -> None:
     _rebind(RerunStateMachine, loop, checks.should_run_forward_backward, "self data_iterator")
     _rebind(RerunStateMachine, "_reduce_any", checks.reduce_any, "self value")
     parameters = "prefix forward_step_func data_iterator model iteration"
-    _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8), parameters)
+    _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8, gemms), parameters)
 
 
 def _hook_weight_gradients() -> None:
@@ -268,40 +270,11 @@ def _hook_weight_gradients() -> None:
     _replace(layers, "_grad_accum_fusion_available", True)
 
 
-def _hook_gemms(fp8: Fp8Config) -> list[str]:
-    """Choose the backend of the FP8 GEMMs; returns a line where none of those that the run asked for can serve."""
-    from .ops import cublaslt, gemm_search
-    from .ops.announce import announce
-    from .ops.cutlass_build import Unavailable
-    from .ops.gemm import serving, use
-
-    device, lines = "cuda", []
-    if cpu.needed():
-        device = "cpu"
-        if fp8.gemm_backend != "auto" or fp8.gemm_search:
-            lines = ["no CUDA device: --fp8-gemm-backend and --fp8-gemm-search have no effect"]
-    else:
-        if (fp8.gemm_search or fp8.gemm_backend in ("cublaslt", "cutlass")) and not cublaslt.bound():
-            flag = "--fp8-gemm-search" if fp8.gemm_search else f"--fp8-gemm-backend {fp8.gemm_backend}"
-            raise UserError(f"{flag}: cuBLASLt's library is not found ({cublaslt.why_not()}); remove it")
-        if fp8.gemm_backend != "auto":
-            _of_run.append(functools.partial(use, serving(device).name))
-            try:
-                use(fp8.gemm_backend)
-            except Unavailable as reason:
-                raise UserError(f"--fp8-gemm-backend {fp8.gemm_backend}: {reason}; or remove it") from reason
-        if fp8.gemm_search:
-            _of_run.append(gemm_search.forget)
-    if fp8.log_gemm:
-        _of_run.append(announce(device, lambda line: _log([line])))
-    return lines
-
-
-def _hook_optimizer(fp8: Fp8Config | None) -> None:
+def _hook_optimizer(fp8: Fp8Config | None, gemms: RunGemms | None) -> None:
     import megatron.training.training as training
 
     parameters, same = "config model_chunks config_overrides", SameEverywhere()
-    _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same), parameters)
+    _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same, gemms), parameters)
     if fp8 is not None:
         _rebind(training, "logical_and_across_model_parallel_group", same.logical_and, "input group")
         _rebind(training, "reduce_max_stat_across_model_parallel_group", same.largest, "stat group")
@@ -467,7 +440,7 @@ def _cross_entropy(stock: Callable):
     return vocab_parallel_cross_entropy
 
 
-def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
+def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: RunGemms | None):
     from megatron.training.global_vars import get_args
 
     from .checkpoint.archive import Archive
@@ -484,10 +457,10 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
     def make(stock):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
-            if fp8 is not None:
+            if fp8 is not None and gemms is not None:
                 check_model(fp8.level, model_chunks)
                 check_stage(get_args().save, model_chunks)
-                searches = _settle_gemms(fp8)
+                searches = gemms.settle()
                 _log(speed(get_args(), owned_weights(model_chunks)))
                 chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
                 engine, same.here = chain.engine, True
@@ -504,35 +477,6 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere):
         return get_megatron_optimizer
 
     return make
-
-
-def _settle_gemms(fp8: Fp8Config) -> Callable[[], list[str]]:
-    """Have all ranks choose from the same kernels, and with --fp8-gemm-search use what was found earlier; returns the
-    search of the rest."""
-    from .ops import gemm_search
-    from .ops.cutlass import FASTER
-    from .ops.gemm import serving, use
-
-    if cpu.needed():
-        return list
-    if fp8.gemm_backend == "auto" and fp8.gemm == "fp8" and serving("cuda").name != "auto":
-        reason = gemm_search.why_not(FASTER)
-        if reason:
-            _log([f"FP8 GEMMs: without CUTLASS for large ones of the backward pass: {reason}"])
-        else:
-            _of_run.append(functools.partial(use, serving("cuda").name))
-            use("auto")
-            _log([f"FP8 GEMMs: CUTLASS for large ones of the backward pass, cuBLASLt for the rest ({FASTER.version})"])
-    if not fp8.gemm_search:
-        return list
-    count, reasons = gemm_search.read_for(fp8.gemm_backend)
-    _log([f"--fp8-gemm-search: {count} GEMMs were searched earlier", *reasons])
-
-    def search() -> list[str]:
-        lines = gemm_search.tune()
-        return [*lines, gemm_search.summary()] if fp8.log_gemm else lines
-
-    return search
 
 
 def _around_train_step(around: Callable):
@@ -563,7 +507,7 @@ def _evaluate(plan: SharpnessPlan):
     return make
 
 
-def _evaluate_without_optimizer(fp8: Fp8Config):
+def _evaluate_without_optimizer(fp8: Fp8Config, gemms: RunGemms):
     """With --skip-train no optimizer is built, which would check the patterns and count the steps."""
     from megatron.training.global_vars import get_args
 
@@ -576,7 +520,7 @@ def _evaluate_without_optimizer(fp8: Fp8Config):
         def evaluate(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
             if get_args().skip_train:  # on all ranks alike, also where one has no FP8 linear
                 _log(check_chosen(fp8, model))
-                _settle_gemms(fp8)
+                gemms.settle()
                 for weight in owned_weights(model):
                     weight.step = max(1, iteration)
                 count_updates(model, lambda: max(1, iteration))

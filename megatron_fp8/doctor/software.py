@@ -58,7 +58,7 @@ def gemms() -> Iterator[Finding]:
     """Each backend of the FP8 GEMMs that serves here, by a product against float64's."""
     import torch
 
-    from ..ops import cublaslt, gemm_search
+    from ..ops import cublaslt, gemm_trust
     from ..ops.cutlass import CUTLASS
     from ..ops.cutlass_build import Unavailable
     from ..ops.gemm import known, serving
@@ -76,7 +76,7 @@ def gemms() -> Iterator[Finding]:
                 raise RuntimeError(cublaslt.why_not())
             if name == "cutlass":
                 CUTLASS.prepare(build=False)
-                if reason := gemm_search.fault(CUTLASS):  # what a run asks before it lets them serve
+                if reason := gemm_trust.fault():  # what a run asks before it lets them serve
                     raise RuntimeError(reason)
             backend = known(name)
             with warnings.catch_warnings():

@@ -3,7 +3,7 @@
     D (m, n) = a_scale b_scale A B^T (+ bias) (+ C)        A (m, k), B (n, k); C is D, or apart from it
 
 torch's call knows no beta, so that a weight gradient is a product and then a pass that adds it; and it takes the first
-algorithm of the library's heuristic, where gemm_search.py measures. What Hopper's cuBLASLt has:
+algorithm of the library's heuristic, where gemm_race.py measures. What Hopper's cuBLASLt has:
 
     A, B             scales    D                       layouts
     E4M3, E4M3       yes       BF16, FP16, FP32        both along k ("TN"), m, n, k and rows in multiples of 16 bytes

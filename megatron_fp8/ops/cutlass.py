@@ -106,15 +106,15 @@ class Launch:
 
 
 class Cutlass:
-    """The maker (plans.py) of such plans. Attributes: `promote`, the longest; `kernels`, once it is prepared.
+    """The maker (plans.py) of such plans.
 
-    only_faster: of what it takes only what is faster by it than by cuBLASLt, as far as is known without a search.
+    Attributes: `promote`, the longest; `kernels` and `multiprocessors`, the GPU's, once it is prepared.
     """
 
     name = "cutlass"
 
-    def __init__(self, only_faster: bool = False) -> None:
-        self.promote, self._only_faster, self._multiprocessors = 256, only_faster, 132
+    def __init__(self) -> None:
+        self.promote, self.multiprocessors = 256, 132
         self.kernels: tuple[Kernel, ...] = ()
         self._library: ctypes.CDLL | None = None
         self._version = ""
@@ -128,7 +128,7 @@ class Cutlass:
             path = cutlass_build.library(build=build)
             library = cutlass_build.load(path)
             if torch.cuda.is_available():
-                self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+                self.multiprocessors = torch.cuda.get_device_properties().multi_processor_count
             self.kernels = tuple(_describe(library, index) for index in range(library.mfp8_kernels()))
             self._library, self._version = library, cutlass_build.version(path)
 
@@ -137,23 +137,15 @@ class Cutlass:
         return self._version
 
     def takes(self, problem: Problem) -> bool:
-        p, kernels = problem, self._kernels(problem)
-        if not self._only_faster:
-            return bool(kernels)
-        kernels = [kernel for kernel in kernels if kernel.promote >= PROMOTE]
-        if not kernels or p.k < LONG or p.d != torch.bfloat16 or p.add:
-            return False
-        least = p.m * p.n / self._multiprocessors
-        side_by_side = [choice for choice in _choices(kernels) if choice.swizzle > 1]  # else too much is read twice
-        return least >= WHOLE * min(self._estimate(choice, p) for choice in side_by_side)
+        return bool(self._kernels(problem))
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
-        choices = _choices(self._kernels(problem))
-        choices.sort(key=lambda choice: (self._estimate(choice, problem), -choice.kernel.promote))
+        choices = self.choices(problem)
+        choices.sort(key=lambda choice: (self.estimate(choice, problem), -choice.kernel.promote))
         return [self.launch(choice, problem, device, pointers) for choice in choices[:count]]
 
     def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Launch | None:
-        choice = next((choice for choice in _choices(self._kernels(problem)) if str(choice) == name), None)
+        choice = next((choice for choice in self.choices(problem) if str(choice) == name), None)
         return None if choice is None else self.launch(choice, problem, device, pointers)
 
     def launch(self, choice: Choice, problem: Problem, device: int, pointers: tuple[int, ...]) -> Launch:
@@ -161,7 +153,11 @@ class Cutlass:
         assert self._library is not None  # whoever has a kernel has loaded it
         return Launch(self._library, problem, device, pointers, choice)
 
-    def _estimate(self, choice: Choice, problem: Problem) -> float:
+    def choices(self, problem: Problem) -> list[Choice]:
+        """All that it has of a problem."""
+        return [Choice(kernel, *order) for order in ORDERS for kernel in self._kernels(problem)]
+
+    def estimate(self, choice: Choice, problem: Problem) -> float:
         """Time of a problem, in products of a multiprocessor: whole waves of whole clusters and bundles of tiles."""
         kernel, sizes = choice.kernel, (problem.m, problem.n)
         clusters = [math.ceil(s / (tile * c)) for s, tile, c in zip(sizes, kernel.tile, kernel.cluster, strict=True)]
@@ -169,7 +165,7 @@ class Cutlass:
         # As CUTLASS has it: so many side by side at most as are asked for, and as the shorter side has tiles for.
         bundle = next(b for b, least in ((8, 6), (4, 3), (2, 2), (1, 0)) if choice.swizzle >= b and shorter >= least)
         tiles = math.prod(kernel.cluster) * math.prod(math.ceil(count / bundle) * bundle for count in clusters)
-        return math.ceil(tiles / self._multiprocessors) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
+        return math.ceil(tiles / self.multiprocessors) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
 
     def _kernels(self, problem: Problem) -> list[Kernel]:
         """Of a problem; where it may be fast and none is, the promoted ones."""
@@ -190,9 +186,33 @@ def _describe(library: ctypes.CDLL, index: int) -> Kernel:
     return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))
 
 
-def _choices(kernels: list[Kernel]) -> list[Choice]:
-    return [Choice(kernel, *order) for order in ORDERS for kernel in kernels]
+class Faster:
+    """The maker of those of another's plans that are faster than cuBLASLt's, as far as is known without a search."""
+
+    def __init__(self, of: Cutlass) -> None:
+        self._of, self.name = of, of.name
+
+    @property
+    def version(self) -> str:
+        return self._of.version
+
+    def prepare(self, build: bool = True) -> None:
+        self._of.prepare(build)
+
+    def takes(self, problem: Problem) -> bool:
+        p, by = problem, self._of
+        if p.k < LONG or p.d != torch.bfloat16 or p.add:
+            return False
+        long = [choice for choice in by.choices(p) if choice.kernel.promote >= PROMOTE]
+        times = [by.estimate(choice, p) for choice in long if choice.swizzle > 1]  # else too much is read twice
+        return bool(times) and p.m * p.n / by.multiprocessors >= WHOLE * min(times)
+
+    def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
+        return self._of.candidates(problem, device, pointers, count)
+
+    def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Launch | None:
+        return self._of.named(problem, device, pointers, name)
 
 
 CUTLASS = Cutlass()
-FASTER = Cutlass(only_faster=True)
+FASTER = Faster(CUTLASS)

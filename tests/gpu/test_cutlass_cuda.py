@@ -13,9 +13,9 @@ import torch
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import gemm_search, plans
+from megatron_fp8.ops import gemm_found, gemm_search, plans
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, FASTER, Choice
+from megatron_fp8.ops.cutlass import CUTLASS, Choice
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.gemm import Epilogue, Quantized, gemm, serving, use
 
@@ -247,8 +247,8 @@ def test_a_linears_three_products(serving_cutlass, monkeypatch):
 def test_without_a_search_ours_run_long_dgrads_alone(monkeypatch):
     """A linear of 12,288 features from 4,096, 2,048 tokens, by the backend of a run that names none."""
     launched = []
-    launch = FASTER.launch
-    monkeypatch.setattr(FASTER, "launch", lambda *args: (launched.append(args[1].k), launch(*args))[1])
+    launch = CUTLASS.launch
+    monkeypatch.setattr(CUTLASS, "launch", lambda *args: (launched.append(args[1].k), launch(*args))[1])
     x, w, dy = both_layouts(2048, 4096, E4M3), both_layouts(12288, 4096, E4M3), both_layouts(2048, 12288, E5M2)
     by_cublaslt = gemm(dy, w.T)
     before = serving("cuda").name
@@ -316,7 +316,7 @@ def test_a_search_chooses_between_both_and_its_file_serves_the_next_run(tmp_path
         assert len(lines) == 3 and all("TFLOP/s" in line and "BF16" in line for line in lines)
         found = [step(), [plan.name for plan in plans.plans()]]
         (file,) = (tmp_path / "gemm").iterdir()
-        assert all({one.maker for one in held} == {"cublaslt", "cutlass"} for held in gemm_search.load(file).values())
+        assert all({one.maker for one in held} == {"cublaslt", "cutlass"} for held in gemm_found.load(file).values())
         for got, operands in zip(found[0], ((x, w), (dy, w.T), (dy.T, x.T)), strict=True):
             check(got, *exact(*operands))
         gemm_search.forget()

@@ -15,7 +15,7 @@ import torch
 
 from megatron_fp8.cli import main
 from megatron_fp8.ops import cutlass_build as build
-from megatron_fp8.ops.cutlass import CUTLASS, FASTER, ORDERS, Choice, Cutlass, Kernel
+from megatron_fp8.ops.cutlass import CUTLASS, FASTER, ORDERS, Choice, Cutlass, Faster, Kernel
 from megatron_fp8.ops.gemm import known, serving, use
 from megatron_fp8.ops.plans import Problem
 
@@ -197,7 +197,7 @@ def problem_of(m, n, k, fast=False):
 
 
 def _estimate(choice, problem):
-    return CUTLASS._estimate(choice, problem)
+    return CUTLASS.estimate(choice, problem)
 
 
 @pytest.mark.parametrize(
@@ -252,25 +252,27 @@ def test_the_usual_order_gives_way_where_it_would_waste_tiles():
     ],
 )
 def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
-    faster, all_of_them = Cutlass(only_faster=True), Cutlass()
+    all_of_them = Cutlass()
+    faster = Faster(all_of_them)
     shapes = (128, 256), (128, 128)  # as e5m2_promoted.cu has them
-    faster.kernels = all_of_them.kernels = tuple(kernel(*shape, (2, 1), 256) for shape in shapes)
+    all_of_them.kernels = tuple(kernel(*shape, (2, 1), 256) for shape in shapes)
     problem = problem_of(m, n, 8192)
     assert faster.takes(problem) == taken and all_of_them.takes(problem)
 
 
 def test_without_a_search_it_takes_nothing_else():
     """It knows of no other that they are faster."""
-    faster = Cutlass(only_faster=True)
+    ours = Cutlass()
+    faster = Faster(ours)
     long, fast, fp32 = kernel(128, 256, (2, 1), 256), kernel(128, 256, (2, 1), 0), kernel(128, 256, (2, 1), 256)
-    faster.kernels = (long, fast, dataclasses.replace(fp32, out=FP32))
+    ours.kernels = (long, fast, dataclasses.replace(fp32, out=FP32))
     problem = problem_of(8192, 4096, 8192)
     assert faster.takes(problem)
     for other in ({"fast_accum": True}, {"d": FP32}, {"add": True}, {"k": 4096, "a_ld": 4096, "b_ld": 4096}):
         assert not faster.takes(problem._replace(**other)), other
-    faster._multiprocessors = 120  # where 1,024 tiles are 8.53 waves
+    ours.multiprocessors = 120  # where 1,024 tiles are 8.53 waves
     assert not faster.takes(problem)
-    faster.kernels = (kernel(128, 256, (2, 1), 128),)
+    ours.kernels = (kernel(128, 256, (2, 1), 128),)
     assert not faster.takes(problem)
 
 

@@ -31,8 +31,7 @@ def test_every_row_is_measured_and_right(lib, cutlass, timed, monkeypatch, tmp_p
     monkeypatch.setattr(torch, "_scaled_mm", by_float64)
     by_torch = benchmark.Case.by_torch
     monkeypatch.setattr(benchmark.Case, "by_torch", lambda case: (Event.clock.ran("torch"), by_torch(case)))
-    for maker in (CUTLASS, FASTER):
-        monkeypatch.setattr(maker, "prepare", lambda build: None)
+    monkeypatch.setattr(CUTLASS, "prepare", lambda build: None)
     if not built:
         monkeypatch.setattr(CUTLASS, "kernels", ())
     monkeypatch.setattr(sys, "argv", ["gemm.py", "--csv", str(tmp_path / "gemm.csv")])
@@ -58,8 +57,7 @@ def test_without_a_search_cublaslt_is_beside_cutlass_and_auto_named(lib, cutlass
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     monkeypatch.setattr(benchmark, "SHAPES", {"small": (64, 48, 80)})
     monkeypatch.setattr(benchmark, "OTHERS", {})
-    for maker in (CUTLASS, FASTER):
-        monkeypatch.setattr(maker, "prepare", lambda build: None)
+    monkeypatch.setattr(CUTLASS, "prepare", lambda build: None)
     monkeypatch.setattr(FASTER, "takes", lambda problem: problem.n == 80 and not problem.add)
     ours, others = CUTLASS.candidates, cublaslt.CUBLASLT.candidates  # of dgrads the stand-in has no kernel
     monkeypatch.setattr(CUTLASS, "candidates", lambda *args: ours(*args) or others(*args))

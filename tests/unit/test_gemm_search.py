@@ -7,11 +7,11 @@ import torch
 from gemm_libraries import BF16, K, M, N, close, exact, scaled
 from launch import forked
 
-from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_search, plans
+from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_found, gemm_race, gemm_search, gemm_trust, plans
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, Cutlass, _describe
+from megatron_fp8.ops.cutlass import CUTLASS, _describe
 from megatron_fp8.ops.cutlass_build import Unavailable
-from megatron_fp8.ops.gemm_search import Choice
+from megatron_fp8.ops.gemm_found import Choice
 
 if not cublaslt.bound():
     pytest.skip(f"no cuBLASLt: {cublaslt.why_not()}", allow_module_level=True)
@@ -38,26 +38,26 @@ def test_what_was_searched_is_used_if_it_runs_here(lib, timed):
 
 def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
-    file = gemm_search.path("NVIDIA H200 (x)")
+    file = gemm_found.path("NVIDIA H200 (x)")
     assert file == tmp_path / "gemm/NVIDIA-H200-x-.json"
     old, new, other = found("01"), found("02", 0.5), found("128x256 2x1 fast 8/0", 0.7, "cutlass")
     newer = found("03", version="140000")
-    assert gemm_search.load(file) == {}
-    gemm_search.save(file, {"a": [old]})
-    gemm_search.save(file, {"b": [other, old]})
-    gemm_search.save(file, {"b": [new], "a": [newer]})
+    assert gemm_found.load(file) == {}
+    gemm_found.save(file, {"a": [old]})
+    gemm_found.save(file, {"b": [other, old]})
+    gemm_found.save(file, {"b": [new], "a": [newer]})
     held = {"a": [newer, old], "b": [new, other]}  # one of a maker and version
-    assert gemm_search.load(file) == held and list(file.parent.iterdir()) == [file]
+    assert gemm_found.load(file) == held and list(file.parent.iterdir()) == [file]
     good = json.loads(file.read_text())["a"][0]
     for broken in ("", "[]", "{", '{"a": 3}', '{"a": [3]}', '{"a": [{"algo": "01", "ms": 1}]}'):
         file.write_text(broken)
-        assert gemm_search.load(file) == {}
+        assert gemm_found.load(file) == {}
     for wrong in ({"name": 3}, {"ms": 0}, {"first_ms": "1"}):
         file.write_text(json.dumps({"a": [good | wrong]}))
-        assert gemm_search.load(file) == {}
+        assert gemm_found.load(file) == {}
     broken = file.read_text()
     with pytest.raises(TypeError):
-        gemm_search.save(file, {"a": [found(b"1")]})  # cannot be written
+        gemm_found.save(file, {"a": [found(b"1")]})  # cannot be written
     assert file.read_text() == broken and list(file.parent.iterdir()) == [file]
 
 
@@ -84,7 +84,7 @@ def test_the_fastest_of_both_is_found_and_runs_from_then_on(served, cutlass, tim
     (plan,) = plans.plans()
     assert (plan.maker, plan.name) == fastest
     assert torch.equal(first, gemm(a, b, fast_accum=True)) and gemm_search.tune() == []
-    best, *rest = gemm_search.load(gemm_search.path("GPU"))[NAME]
+    best, *rest = gemm_found.load(gemm_found.path("GPU"))[NAME]
     assert {best.maker, *(one.maker for one in rest)} == {maker.name for maker in among}
     gemm_search.forget()
     assert gemm(a, b, fast_accum=True) is not None and plans.plans()[0].name == FIRST.hex()
@@ -96,7 +96,7 @@ def test_the_fastest_of_both_is_found_and_runs_from_then_on(served, cutlass, tim
 def test_what_gives_another_result_or_fails_is_left_out(served, cutlass, timed, monkeypatch):
     timed.costs = {FIRST: 1.0, SECOND: 0.9, ((128, 256), 8, 1): 0.1, ((128, 128), 8, 1): 0.2}
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
-    real = gemm_search._Operands.result_of
+    real = gemm_race._Operands.result_of
 
     def result_of(self, plan):
         if plan.name == "128x256 2x1 fast 8/1":
@@ -105,11 +105,11 @@ def test_what_gives_another_result_or_fails_is_left_out(served, cutlass, timed, 
             raise RuntimeError("no launch")
         return real(self, plan)
 
-    monkeypatch.setattr(gemm_search._Operands, "result_of", result_of)
+    monkeypatch.setattr(gemm_race._Operands, "result_of", result_of)
     gemm_search.read(BOTH)
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
     gemm_search.tune()
-    (choices,) = gemm_search.load(gemm_search.path("GPU")).values()
+    (choices,) = gemm_found.load(gemm_found.path("GPU")).values()
     assert choices[0].name == SECOND.hex() and not choices[1].name.endswith("8/1")
 
 
@@ -121,7 +121,7 @@ def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutl
         known = gemm_search.read(BOTH)  # cuBLASLt's is known in any case
         gemm(a, b, fast_accum=True)
         assert (known, len(gemm_search.tune())) == expected
-    versions = [one.version for one in gemm_search.load(gemm_search.path("GPU"))[NAME] if one.maker == "cutlass"]
+    versions = [one.version for one in gemm_found.load(gemm_found.path("GPU"))[NAME] if one.maker == "cutlass"]
     assert sorted(versions) == ["1" * 16, "2" * 16]
 
 
@@ -168,7 +168,7 @@ def test_the_first_choice_is_what_runs_without_a_search(served, cutlass, timed):
     gemm(a, b, fast_accum=True)
     (usual,) = plans.plans()
     gemm_search.tune()
-    (choices,) = gemm_search.load(gemm_search.path("GPU")).values()
+    (choices,) = gemm_found.load(gemm_found.path("GPU")).values()
     assert {choice.first_ms for choice in choices} == {choices[0].ms} and choices[0].name == usual.name
     assert [choice.maker for choice in choices] == ["cutlass", "cublaslt"]
 
@@ -177,7 +177,7 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
     cutlass.KERNELS = ((1, 0, 2, 256, (128, 256)),)
     monkeypatch.setattr(CUTLASS, "kernels", (_describe(cutlass, 0),))
     state = torch.get_rng_state()
-    assert gemm_search.fault(CUTLASS, M, N, K) == "" and torch.equal(state, torch.get_rng_state())
+    assert gemm_trust.fault(M, N, K) == "" and torch.equal(state, torch.get_rng_state())
     right = cutlass.mfp8_gemm
 
     def half_of_it(index, args):
@@ -185,10 +185,10 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
         return right(index, args)
 
     cutlass.mfp8_gemm = half_of_it  # the rest is not written
-    assert gemm_search.fault(CUTLASS, M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
+    assert gemm_trust.fault(M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
     cutlass.mfp8_gemm, cutlass.status = right, 3
     with pytest.raises(RuntimeError, match="the launch failed"):  # which why_not tells all ranks
-        gemm_search.fault(CUTLASS, M, N, K)
+        gemm_trust.fault(M, N, K)
 
 
 @pytest.mark.parametrize(
@@ -200,24 +200,23 @@ def test_why_cutlass_does_not_serve(lib, monkeypatch, fails, said):
         if fails:
             raise fails
 
-    maker = Cutlass()
-    monkeypatch.setattr(maker, "prepare", prepare)
-    assert gemm_search.why_not(maker) == said
+    monkeypatch.setattr(CUTLASS, "prepare", prepare)
+    assert gemm_trust.why_not() == said
     monkeypatch.setattr(cublaslt, "bound", lambda: False)
     monkeypatch.setattr(cublaslt, "why_not", lambda: "no library")
-    assert fails or gemm_search.why_not(maker).endswith("is not bound: no library")
+    assert fails or gemm_trust.why_not().endswith("is not bound: no library")
 
 
 def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkeypatch):
     asked = []
 
-    def search(problem, device):
+    def race(problem, makers, device):
         asked.append(str(problem))
         if problem.add:
             raise cublaslt.CublasLtError("cuBLASLt: nothing ran")
         return [found("02" * 64)]
 
-    monkeypatch.setattr(gemm_search, "search", search)
+    monkeypatch.setattr(gemm_race, "race", race)
     a, b, out = torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.zeros(M, N)
     assert gemm_search.read() == 0
     for add in (False, True):
@@ -237,10 +236,10 @@ def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkey
 
 RANKS = """
 import torch, torch.distributed as dist
-from megatron_fp8.ops import gemm_search, plans
+from megatron_fp8.ops import gemm_race, gemm_search, gemm_trust, plans
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS
-from megatron_fp8.ops.gemm_search import Choice
+from megatron_fp8.ops.gemm_found import Choice
 from megatron_fp8.ops.plans import Problem
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -251,10 +250,10 @@ problems = [Problem(m, 16, 32, bf16, bf16, bf16, *how) for m in (16, 32, 48)]
 met = [problems[:2], problems[1:]][rank]
 plans.plans = lambda: [type("Plan", (), {"problem": problem}) for problem in met]
 searched = []
-def search(problem, device):
+def race(problem, makers, device):
     searched.append(problem)
     return [Choice("cublaslt", CUBLASLT.version, f"{problem.m:02d}" * 64, 1.0, 2.0)]
-gemm_search.search = search
+gemm_race.race = race
 assert gemm_search.read() == 0
 lines = gemm_search.tune()
 assert len(searched) == len(lines) == (3 if rank == 0 else 0), (rank, searched)
@@ -268,15 +267,15 @@ assert gemm_search._among == (CUBLASLT, CUTLASS)
 CUTLASS._version = f"rank {rank}'s"
 gemm_search.read((CUBLASLT, CUTLASS))
 assert gemm_search._among == (CUBLASLT,)
-CUTLASS.prepare, gemm_search.cublaslt.bound, gemm_search.fault = lambda build: None, lambda: True, lambda maker: ""
-assert gemm_search.why_not(CUTLASS) == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
+CUTLASS.prepare, gemm_trust.cublaslt.bound, gemm_trust.fault = lambda build: None, lambda: True, lambda: ""
+assert gemm_trust.why_not() == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
 CUTLASS._version = "a library"
-assert gemm_search.why_not(CUTLASS) == ""
+assert gemm_trust.why_not() == ""
 def prepare(build):
     if rank == 1:
         raise PermissionError(13, "Permission denied")
 CUTLASS.prepare = prepare  # and nobody waits for it
-assert gemm_search.why_not(CUTLASS) == "rank 1: [Errno 13] Permission denied"
+assert gemm_trust.why_not() == "rank 1: [Errno 13] Permission denied"
 dist.destroy_process_group()
 """
 
