@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import stat
 import sys
@@ -168,6 +169,25 @@ def test_a_run_that_hangs_is_killed_and_has_failed(tmp_path):
     (row,) = states(tmp_path)
     assert row.state == FAILED and row.exit_code is None
     assert re.match("killed after 3 s, at step [0-4] of 30", row.error)  # a busy machine comes less far
+
+
+@pytest.mark.parametrize("full", ["store", "log"])
+def test_a_full_disc_is_one_line_and_leaves_no_run_behind(tmp_path, full):
+    """No file may grow beyond a limit, as on a disc without room: the store of long curves, or the log of many words."""
+    words, steps = {"store": (1, 3000), "log": (100_000, 60)}[full]
+    write(tmp_path, SLOW.replace("steps: 60", f"steps: {steps}"))
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text().replace('print("step"', f'print("x" * {words}'))
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))
+
+    process = lab(tmp_path, *SWEEP, "--jobs", "2", preexec_fn=limit)
+    output, _ = process.communicate(timeout=250)
+    file = "sweep.sqlite" if full == "store" else "sweep.runs"
+    assert process.returncode == 2 and "Traceback" not in output, output
+    assert re.search(rf"^megatron_fp8: \S*{file}: .+; mend that, and the same command continues$", output, re.MULTILINE)
+    assert families(tmp_path) == []
 
 
 def test_two_sweeps_share_a_store(tmp_path):

@@ -127,6 +127,7 @@ class _Active:
 class _Sweep:
     def __init__(self, store: Store, plan: SweepPlan, jobs: int, gpus: list[str]):
         self.store, self.plan, self.gpus = store, plan, gpus
+        self.folder = store.path.resolve().with_suffix(".runs")
         self.places = list(range(jobs))[::-1]  # free ones
         self.active: list[_Active] = []
         self.stopping = False
@@ -145,6 +146,8 @@ class _Sweep:
                     self._show(progress)
                 if self.stopping:
                     progress.say(f"stopping {len(self.active)} runs; the same command continues")
+        except OSError as error:  # no room for a run's folder or log
+            raise UserError(f"{self.folder}: {error.strerror}; mend that, and the same command continues") from None
         finally:
             self._abandon()
             for number, handler in before.items():
@@ -165,7 +168,7 @@ class _Sweep:
                 self.look_again = time.monotonic() + _BEAT
                 break
             place = self.places.pop()
-            folder = self.store.path.resolve().with_suffix(".runs") / _folder_name(row)
+            folder = self.folder / _folder_name(row)
             training = Training(row.command, self.plan.processes, folder, self._environment(place))
             self.active.append(_Active(row, training, place))
             self.store.write(row, [], training.identity)
@@ -228,10 +231,14 @@ class _Sweep:
         self.active.remove(active)
 
     def _abandon(self) -> None:
-        """Stop what still runs, and have it wait again."""
+        """Stop what still runs, and have it wait again.
+
+        Every run is stopped, whatever cannot be written: what the store still calls running is a dead worker's then.
+        """
         for active in list(self.active):
-            self._remove(active)
-            with contextlib.suppress(TakenAway):
+            with contextlib.suppress(OSError):
+                self._remove(active)
+            with contextlib.suppress(TakenAway, UserError):
                 self.store.release(active.row)
 
     def _show(self, progress: Progress) -> None:

@@ -28,7 +28,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,17 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+        """All of it or nothing. Raises UserError of one line where the disc, or who else uses the file, forbids it."""
         try:
+            self._db.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            raise UserError(f"{self.path}: {error}; mend that, and the same command continues") from None
+        finally:
+            if self._db.in_transaction:  # SQLite may have rolled it back itself
+                with suppress(sqlite3.OperationalError):
+                    self._db.execute("ROLLBACK")
 
     def _put(self, name: str, value: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
