@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.stats
 from lab_runs import reports
 
-from megatron_fp8.lab.report import onset_section, pieces, statistics
+from megatron_fp8.lab.report import onset_section, pieces, plots, sections, statistics
+from megatron_fp8.lab.report.curves import smooth
 from megatron_fp8.lab.report.main import html as as_html
 from megatron_fp8.lab.report.main import markdown
 from megatron_fp8.lab.report.pieces import Log, Picture, Section, Table
@@ -210,8 +212,8 @@ def test_what_is_seen_and_what_cannot_be(report):
         "0.001, E8M3: 0 of 8 runs diverged, of BF16's 0 of 8: no difference seen; only a rate of 70 % or more" in text
     )
     assert "0.01, E8M3: 7 of 8 runs diverged, of BF16's 0 of 8: more often (Fisher p 0.0014*)." in text
-    assert "Final loss: 1 pairs of which neither diverged: nothing can be said." in text
-    assert re.search(r"Final loss \+0.0\d+ nats \(\+1.\d+ %\): worse", text)
+    assert "Final loss: 1 pair of which neither diverged: nothing can be said." in text
+    assert re.search(r"Final loss \+0.0\d+ nats \(\+1.\d+ %, \+1.\d+ .. \+1.\d+ %\) over 8 pairs: worse", text)
     assert "16 failed of 48 runs are not in it" in text and "0.001, broken: no run has ended well" in text
     assert "not in the final loss's gap, which is of the lucky seeds alone: 0.01, E8M3 (7)." in text
     assert "One data set, d: nothing about others." in text and "centred, log_z, update_norm" in text
@@ -261,7 +263,8 @@ def test_too_few_diverged_for_a_warning_is_said(tmp_path):
     fill(tmp_path / "sweep.sqlite", plan(seeds=3), diverges=at_the_edge).close()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
     assert "Too few to judge any signal: at least 3 of either kind are needed" in text
-    assert "no difference seen, and none could be: with so few runs not even 100 % would be." in text
+    assert "no difference seen, and no higher rate could be: of so many runs not even 100 % would be." in text
+    assert "over 3 pairs: worse (by the t-test alone, p" in text
     assert "With 3 pairs, the sign test and Wilcoxon's cannot give p <= 0.05 at all" in text
 
 
@@ -349,6 +352,72 @@ def test_a_run_that_ended_itself_has_diverged(tmp_path):
     report = reports(tmp_path)
     assert [row["not finite"] for row in table(report, "Fisher p")] == ["1", "1", "0"]
     assert [row["ended by NaN"] for row in table(report, "ended by NaN")] == ["1", "1", "0"]
+
+
+def test_what_a_run_had_reached_before_it_ended_itself_is_not_its_final_loss(tmp_path):
+    """Such a run counts as its first loss, as one that goes on without a finite loss does."""
+    of = plan(seeds=1, arms=("BF16", "E8M3"))
+    store = Store(tmp_path / "sweep.sqlite", create=True)
+    store.add(of)
+    first = {}
+    while row := store.claim(""):
+        falls = (row.arm, row.learning_rate) == ("E8M3", 1e-2)
+        points = [point for point in curve(row, False) if not falls or point[0] < 100]
+        first[row.arm, row.learning_rate] = points[0][2]
+        store.write(row, [point for point in points if point[1] == "loss"])
+        store.finish(row, NOT_FINITE if falls else DONE, 0)
+    results = Results(store)
+    store.close()
+    assert results.outcome == "training"
+    (fallen,) = results.cell(Cell("d", 1e-2, "E8M3"))
+    assert fallen.training_loss < 3 and math.isnan(results.final(fallen))
+    (other,) = results.cell(Cell("d", 1e-3, "E8M3"))
+    start = np.mean([first["E8M3", rate] for rate in of.learning_rates])
+    found = sections._sensitivities(results, "d", "E8M3")
+    assert found == {1: pytest.approx((start - results.final(other)) / 2)}
+
+
+def test_what_is_left_open_is_said(tmp_path):
+    """Without a difference, the gaps that a t-test would not tell from the one seen."""
+    fill(tmp_path / "sweep.sqlite", plan(3, (1e-3,), arms=("BF16", "O3"))).close()
+    store = Store(tmp_path / "sweep.sqlite")
+    results = Results(store)
+    store.close()
+    pairs = results.pairs(Cell("d", 1e-3, "O3"))
+    shares = np.array([results.final(run) - results.final(base) for base, run in pairs])
+    shares *= 100 / np.mean([results.final(base) for base, _ in pairs])
+    test = scipy.stats.ttest_1samp(shares, 0)
+    assert test.pvalue > 0.05  # of these seeds
+    low, high = test.confidence_interval()
+    text = " ".join(Page(reports(tmp_path)["report.html"]).text)
+    assert f"left open: O3 ({shares.mean():+.2f} %, {low:+.2f} .. {high:+.2f} % over 3 pairs)." in text
+
+
+def test_pictures_show_what_diverged(report):
+    gaps = report["figures/gaps.svg"]
+    assert "E8M3 (8 pairs)" in gaps and "E8M3 (1 pair)" in gaps
+    cross = re.compile(r'<path id="([^"]+)" d="M -2\.5 2\.5')
+    losses = report["figures/losses.svg"]
+    (name,) = cross.findall(losses)
+    assert losses.count(f'href="#{name}"') == 7  # a run each
+
+
+def test_where_no_pair_is_healthy_the_picture_says_so(tmp_path):
+    fill(tmp_path / "sweep.sqlite", plan(2), diverges=lambda row: row.learning_rate == 1e-2).close()
+    assert reports(tmp_path)["figures/gaps.svg"].count("no pair without a divergence") == 1
+
+
+def test_a_curve_ends_with_its_last_finite_value():
+    values = np.array([4.0, math.nan, 2.0, math.nan, math.nan])
+    drawn = plots._drawn(values, 10)
+    assert np.array_equal(drawn[:3], smooth(values[:3])) and np.isnan(drawn[3:]).all()
+    assert np.isnan(plots._drawn(np.full(3, math.nan), 10)).all()
+
+
+def test_no_two_arms_look_alike():
+    arms = [f"arm {i}" for i in range(28)]
+    looks = [tuple(plots._look(SimpleNamespace(arms=arms), arm).values()) for arm in arms]
+    assert len(set(looks)) == len(arms)
 
 
 def test_a_sweep_that_has_just_begun_has_no_report(tmp_path):

@@ -173,7 +173,7 @@ def test_a_run_that_hangs_is_killed_and_has_failed(tmp_path):
 
 @pytest.mark.parametrize("full", ["store", "log"])
 def test_a_full_disc_is_one_line_and_leaves_no_run_behind(tmp_path, full):
-    """No file may grow beyond a limit, as on a disc without room: the store of long curves, or the log of many words."""
+    """No file may grow beyond a limit, as on a disc without room: the store of long curves, the log of many words."""
     words, steps = {"store": (1, 3000), "log": (100_000, 60)}[full]
     write(tmp_path, SLOW.replace("steps: 60", f"steps: {steps}"))
     script = tmp_path / "train.py"

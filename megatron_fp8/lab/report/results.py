@@ -127,7 +127,10 @@ class Results:
         return [(base[result.row.seed], result) for result in runs if result.row.seed in base]
 
     def final(self, result: Result) -> float:
-        """The final loss that is compared, nats."""
+        """The final loss that is compared, nats; NaN, no loss, of a run that ended itself: how low it was until then is
+        not where it ended."""
+        if result.row.state == NOT_FINITE:
+            return math.nan
         return result.validation_loss if self.outcome == "validation" else result.training_loss
 
     def named(self, cell: Cell) -> list[str]:

@@ -61,7 +61,7 @@ class _Comparison:
         self.gaps = np.array([results.final(other) - results.final(base) for base, other in both])
         self.base_loss = mean([results.final(base) for base, _ in both])
         self.test: Paired = paired(self.gaps)
-        self.band = mean_band(self.gaps)
+        self.interval = statistics.t_interval(self.test)
         self.detectable_gap = statistics.detectable_gap(self.test.deviation, self.test.n)
 
 
@@ -79,11 +79,12 @@ def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
         elif c.fisher <= ALPHA or c.test.t <= ALPHA:
             lines.append(f"{c.name}: {_rate_words(results, c, strict)} {_gap_words(c, strict)}")
         else:
-            quiet.append(c.name)
+            quiet.append(f"{c.name} ({_relative(c)} over {_pairs(c)})" if c.test.n > 1 else f"{c.name} ({_pairs(c)})")
     if quiet:
         lines.append(
-            f"No difference seen, neither in divergence nor in final loss: {'; '.join(quiet)}. What could have been "
-            "seen is in the last columns of the tables below."
+            "No difference seen, neither in divergence nor in final loss. There may be one all the same: behind each "
+            f"mean gap of the final loss, the 95 % interval of those that are left open: {'; '.join(quiet)}. Which "
+            "rates of divergence are left open is in the tables below."
         )
     lines += _order_words(results)
     if not comparisons:
@@ -122,23 +123,34 @@ def _rate_words(results: Results, c: _Comparison, strict: float) -> str:
         return f"{counts}: {'more' if higher else 'less'} often (Fisher p {_starred(c.fisher, strict)})."
     limit = c.detectable_rate
     if math.isnan(limit):
-        return f"{counts}: no difference seen, and none could be: with so few runs not even 100 % would be."
+        return f"{counts}: no difference seen, and no higher rate could be: of so many runs not even 100 % would be."
     return f"{counts}: no difference seen; only a rate of {percent(limit)} or more would probably have been."
 
 
 def _gap_words(c: _Comparison, strict: float) -> str:
     test = c.test
     if test.n < 2:
-        return f"Final loss: {test.n} pairs of which neither diverged: nothing can be said."
-    seen = f"Final loss {test.mean:+.4f} nats ({_relative(c)})"
+        return f"Final loss: {_pairs(c)} of which neither diverged: nothing can be said."
+    seen = f"Final loss {test.mean:+.4f} nats ({_relative(c)}) over {_pairs(c)}"
     if test.t <= ALPHA:
-        return f"{seen}: {'worse' if test.mean > 0 else 'better'} (t-test p {_starred(test.t, strict)})."
+        by = "t-test p" if test.n >= RANKABLE else "by the t-test alone, p"
+        return f"{seen}: {'worse' if test.mean > 0 else 'better'} ({by} {_starred(test.t, strict)})."
     limit = number(c.detectable_gap)
     return f"{seen}: no difference seen; one of {limit} or more probably would have been."
 
 
 def _relative(c: _Comparison) -> str:
-    return percent(c.test.mean / c.base_loss, 2, "+")
+    """As in "+0.70 %, +0.02 .. +1.38 %", of the baseline's loss."""
+    return ", ".join(_relative_cells(c))
+
+
+def _relative_cells(c: _Comparison) -> list[str]:
+    interval = between([100 * end / c.base_loss for end in c.interval], "+.2f")
+    return [percent(c.test.mean / c.base_loss, 2, "+"), interval if interval == "-" else f"{interval} %"]
+
+
+def _pairs(c: _Comparison) -> str:
+    return f"{c.test.n} pair{'s' * (c.test.n != 1)}"
 
 
 def _starred(p: float, strict: float) -> str:
@@ -161,7 +173,8 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
     for pairs in range(1, RANKABLE):
         if few := [c.name for c in comparisons if c.test.n == pairs]:
             lines.append(
-                f"With {pairs} pairs, the sign test and Wilcoxon's cannot give p <= {ALPHA:g} at all: {'; '.join(few)}."
+                f"With {pairs} pair{'s' * (pairs > 1)}, the sign test and Wilcoxon's cannot give p <= {ALPHA:g} at all:"
+                f" {'; '.join(few)}."
             )
     if left_out := [f"{c.name} ({c.left_out})" for c in comparisons if c.left_out]:
         lines.append(
@@ -178,7 +191,7 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
                 f"{statistics.POWER:g}): {percent(min(seen))} or more at best, {percent(max(seen))} at worst."
             )
         if blind:
-            lines.append(f"In {blind} of {len(limits)} comparisons no rate at all could have been told from it.")
+            lines.append(f"In {blind} of {len(limits)} comparisons no higher rate at all could have been told from it.")
     for names, what in ((results.data, "data set"), (results.rates, "learning rate")):
         if len(names) == 1:
             shown = names[0] if isinstance(names[0], str) else f"{names[0]:g}"
@@ -244,11 +257,11 @@ def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
         deviation = float(finals.std(ddof=1)) if len(finals) > 1 else math.nan
         row = [*results.named(cell), str(len(finals)), number(mean(finals)), number(deviation)]
         if c := against.get(cell):
-            row += [str(c.test.n), number(c.test.mean, "+.4f"), _relative(c), between(c.band, "+.4f")]
+            row += [str(c.test.n), number(c.test.mean, "+.4f"), *_relative_cells(c)]
             row += [p_value(c.test.sign), p_value(c.test.wilcoxon), p_value(c.test.t), number(c.detectable_gap)]
         rows.append(row + [""] * (len(results.labels()) + 11 - len(row)))
     labels = results.labels()
-    heads = [*labels, "healthy runs", "mean", "deviation", "pairs", "gap", "relative", "95 % band"]
+    heads = [*labels, "healthy runs", "mean", "deviation", "pairs", "gap", "relative", "95 % interval"]
     heads += ["sign p", "Wilcoxon p", "t p", "detectable gap"]
     kind = "The validation loss after the last step"
     if results.outcome != "validation":
@@ -256,9 +269,10 @@ def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
             f"The mean training loss of the last {percent(RULE.patience)} of steps (some runs lack a validation loss)"
         )
     text = (
-        f"{kind}, nats. Gap: to {results.baseline} with the same seed, over pairs of which neither diverged; its "
-        "band: bootstrap over seeds, too narrow with few of them. Detectable gap: what the t-test would see with "
-        f"probability {statistics.POWER:g}, at the spread of the gaps seen here."
+        f"{kind}, nats. Gap: to {results.baseline} with the same seed, over pairs of which neither diverged, mean and "
+        "its share of the baseline's loss; with the t-test's interval of that share, which is of each comparison by "
+        f"itself. Detectable gap: what the t-test would see with probability {statistics.POWER:g}, at the spread of "
+        "the gaps seen here."
     )
     return Section("Final loss", [text, Table(heads, rows, len(labels)), *plots.gaps(results)])
 

@@ -16,6 +16,9 @@ all tables it rejects,
 and is low: 0 against 10 % is seen with probability 0.03 at 18 seeds an arm, 0.82 at 80. The t-test's is that of the
 non-central t with n - 1 degrees and centre sqrt(n) gap / sd. "Detectable" is the smallest difference with power 0.8.
 
+An interval of a gap is the t-test's: mean(d) -+ t sd(d) / sqrt(n), all gaps that it would not tell from the one seen.
+It says what a test that sees nothing leaves open.
+
 Bands.  Seeds are drawn again with replacement, RESAMPLES times, by a generator with a fixed seed; a band is the
 middle 95 % of the means. All arms of a seed are drawn together, so a band of differences has the pairs' precision.
 With few seeds it is too narrow, by 1 - sqrt((n - 1) / n) at least (n = 8: 6 %): the t-test beside it is not.
@@ -102,6 +105,14 @@ def paired(differences: np.ndarray) -> Paired:
     if deviation <= _SAME * abs(centre):  # the same difference every time, but for rounding
         return Paired(n, centre, deviation, sign, rank, 0.0)
     return Paired(n, centre, deviation, sign, rank, float(stats.ttest_1samp(d, 0).pvalue))
+
+
+def t_interval(found: Paired) -> Interval:
+    """The gaps that the t-test does not tell from the mean seen, at CONFIDENCE; NaN for n < 2."""
+    if found.n < 2:
+        return Interval(math.nan, math.nan)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, found.n - 1)) * found.deviation / math.sqrt(found.n)
+    return Interval(found.mean - half, found.mean + half)
 
 
 def fisher_rejects(total: int, other_total: int, alpha: float = 1 - CONFIDENCE) -> np.ndarray:
