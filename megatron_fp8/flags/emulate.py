@@ -14,7 +14,9 @@ The steps from --fp8-emulate-from-step A until B are B - A. An operand is rounde
 
     forward   y = e(x) e(W)^T          dgrad   dx = e(dy) e(W)          wgrad   dW = e(dy)^T e(x)
 
-x being the activation, W the weight, dy the gradient. Validation is emulated as training is.
+x being the activation, W the weight, dy the gradient. Validation is emulated as training is. Under tensor parallelism
+a rank rounds the parts that its own GEMM reads: one scale "for the tensor" is one for each part, a row's one for its
+part of the row. Without scales and noise a number is rounded alike in every layout.
 """
 
 from argparse import Namespace
