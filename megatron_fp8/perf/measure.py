@@ -96,7 +96,7 @@ def run(args: Namespace, runner: Callable[[str, Namespace], dict] | None = None)
     runner = runner or bench.run
     file = Path(args.results or RESULTS)
     bench.check_columns(str(file), COLUMNS)
-    same, failed = _machine(bench), False
+    same, failed = _machine(bench, args.te_path), False
     for model in args.models:
         caps = [None] * (not args.only_cap) + [args.cap_gb] * (args.cap_gb is not None)
         for cap in caps:
@@ -236,7 +236,7 @@ def _command(args: Namespace, shape: str, extra: str, system: str, w: Workload, 
     return (f"CAP_GB={cap:g} " if cap else "") + shlex.join(words)
 
 
-def _machine(bench) -> dict[str, str]:
+def _machine(bench, te_path: str) -> dict[str, str]:
     """What all rows of a call have in common."""
     stamp = bench.stamp()
     query = ["nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader,nounits"]
@@ -247,16 +247,15 @@ def _machine(bench) -> dict[str, str]:
     power, _, driver = (said[0] if said else "").partition(", ")
     return {
         "GPU": stamp["gpu"], "Power W": power, "Driver": driver, "torch": stamp["torch"],
-        "megatron-core": _version("megatron-core"), "Transformer Engine": _version("transformer-engine"),
+        "megatron-core": _version("megatron-core"), "Transformer Engine": _version("transformer-engine", te_path),
         "Commit": stamp["commit"], "Date": datetime.date.today().isoformat(),
     }  # fmt: skip
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _version(package: str, folder: str = "") -> str:
+    """Of a package in a folder, else of this environment's; empty where there is none."""
+    found = importlib.metadata.distributions(name=package, path=[*[folder] * bool(folder), *sys.path])
+    return next((one.version for one in found), "")
 
 
 def _gpu_count() -> int:

@@ -190,6 +190,16 @@ def test_every_system_has_one_micro_batch_and_its_largest(tmp_path):
     assert "--mbs O3=8" in last["Command"] and "--position-embedding-type rope" in last["Command"]
 
 
+def test_a_row_names_the_transformer_engine_of_te_path(tmp_path):
+    """It is not in this environment but in a folder, which only the runs that need it have on their path."""
+    metadata = tmp_path / "te" / "transformer_engine-2.20.2.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
+    flags = f"--gpus 1 --models 7b --systems O3 --te-path {metadata.parent.parent}".split()
+    _, rows = measured(tmp_path, Gpus(150), *flags)
+    assert {row["Transformer Engine"] for row in rows} == {"2.20.2"} and rows[0]["megatron-core"]
+
+
 def test_what_does_not_fit_is_tried_smaller(tmp_path):
     """The estimate is too low by a third: the next smaller micro-batch is measured."""
     gpus = Gpus(150, scale=1.3)
