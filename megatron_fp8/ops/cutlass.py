@@ -12,7 +12,7 @@ few multiprocessors idle in the last wave, and large ones read less memory a pro
 the L2's sake come in whole bundles, and those of a bundle that are outside the matrix take as long as the others.
 
 Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
-added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256 is 5 to 8 % faster, and adds 0.3 % to the error of
+added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256 is 2 to 8 % faster, and adds 0.3 % to the error of
 a result in BF16; in FP32 it is 1.7e-4 of the result for 1.0e-4. 512, and pairs of partial sums, were slower
 (docs/performance.md).
 
