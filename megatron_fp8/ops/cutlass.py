@@ -16,8 +16,8 @@ added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256 is 2 to 8 
 a result in BF16; in FP32 it is 1.7e-4 of the result for 1.0e-4. 512, and pairs of partial sums, were slower
 (docs/performance.md).
 
-A block of threads is one tile's, and the hardware hands them out: a collective that holds some multiprocessors for a
-while delays only what would run there. (Of tiles "in turns", pingpong, a block has several.)
+A block of threads takes its tiles from a counter (csrc/counted.cuh): a collective that holds some multiprocessors for a
+while delays only what would run there. (Of tiles "in turns", pingpong, a block has its share.)
 
 `FASTER` has of these only what is faster than cuBLASLt on a GPU under load, without a search: long sums, promoted every
 256, that are not added to anything, of which its tiles leave no multiprocessor idle: dgrads of wide layers, and weight
@@ -39,7 +39,7 @@ _CODES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 # Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
-SPEED = {(128, 256): 1.0, (128, 192): 0.96, (128, 128): 0.87}
+SPEED = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.87}
 LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # FASTER's least: k, promotion, share of the multiprocessors' time in use
 ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 

@@ -4,7 +4,7 @@
 namespace mfp8 {
 
 static const Entry entries[] = {
-    Tiled<E5M2, E4M3, BF16, 128, 256, 2, 1>::promoted<256, 128>(),
+    Tiled<E5M2, E4M3, BF16, 256, 128, 1, 2>::promoted<256>(),
     Tiled<E5M2, E4M3, BF16, 128, 128, 2, 1>::promoted<256>(),
     Tiled<E5M2, E4M3, BF16, 128, 256, 2, 1>::promoted<128, 128>(),
     Tiled<E5M2, E4M3, BF16, 128, 128, 2, 1>::promoted<128>(),

@@ -14,6 +14,7 @@
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "counted.cuh"
 #include "promoted.cuh"
 #include "table.h"
 
@@ -104,11 +105,12 @@ template <class Mainloop, class Epilogue>
 struct Launch {
   static constexpr bool InTurns = std::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                                                     typename Mainloop::DispatchPolicy::Schedule>;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Mainloop, Epilogue,
-                                                      cutlass::gemm::PersistentScheduler>;
+  // Warp groups in turns need to know which tiles are whose; CUTLASS gives a block its share of them.
+  using Scheduler = std::conditional_t<InTurns, cutlass::gemm::PersistentScheduler, Counted>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static int run(const mfp8_args& p, int sms) {
+  static int run(const mfp8_args& p, int sms, uint32_t* counter) {
     using A = typename Kernel::ElementA;
     using B = typename Kernel::ElementB;
     using Out = typename Epilogue::ElementD;
@@ -128,10 +130,8 @@ struct Launch {
         {{{{beta}, {nullptr}, {}}, {}, {{{1.f, 1.f}, {scale_a, scale_b}, {}}, {}, {bias, BF16(0), {}}, {}}, {}},
          c, rows_d, static_cast<Out*>(p.d), rows_d}};
     arguments.hw_info.device_id = p.device;
-    // A block a tile, handed out by the hardware: of as many blocks as multiprocessors those that find one taken, by a
-    // collective, would begin when the others have ended. (A grid has 2^16 rows at most: beyond, blocks take several.)
-    // Warp groups in turns need two tiles or more a block.
-    arguments.hw_info.sm_count = InTurns ? sms : 1 << 15;
+    arguments.hw_info.sm_count = sms;
+    if constexpr (!InTurns) arguments.scheduler.counter = counter;
     using Raster = cutlass::gemm::kernel::detail::RasterOrderOptions;
     arguments.scheduler.max_swizzle_size = p.swizzle;
     arguments.scheduler.raster_order = p.raster == MFP8_ALONG_M   ? Raster::AlongM

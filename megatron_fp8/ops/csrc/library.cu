@@ -1,4 +1,6 @@
 // The library's functions: how many kernels there are, what each is, and a GEMM by one of them.
+#include <atomic>
+
 #include "table.h"
 
 #define MFP8_EXPORT __attribute__((visibility("default")))
@@ -18,15 +20,29 @@ static const Entry* find(int kernel) {
   return nullptr;
 }
 
-// Multiprocessors of a device, asked once; 0 where it cannot be asked.
-static int multiprocessors(int device) {
-  static int known[64];
-  if (device < 0 || device >= 64) return 0;
-  if (known[device] == 0 &&
-      cudaDeviceGetAttribute(&known[device], cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-    return known[device] = 0;
+// Launches in turns have a counter each (counted.cuh): more of them than wait on a GPU or run at a time.
+constexpr uint32_t Counters = 1 << 14;
+static __device__ uint32_t counters[Counters];
+static std::atomic<uint32_t> launches{0};
+
+// What a launch needs to know of a device, asked once; no multiprocessors where it cannot be asked.
+struct Device {
+  int multiprocessors;
+  uint32_t* counters;
+};
+
+static Device current(int device) {
+  static Device known[64];
+  if (device < 0 || device >= 64) return {0, nullptr};
+  Device& one = known[device];
+  if (one.multiprocessors == 0) {
+    void* at = nullptr;
+    int count = 0;
+    if (cudaGetSymbolAddress(&at, counters) != cudaSuccess) return {0, nullptr};
+    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return {0, nullptr};
+    one = {count, static_cast<uint32_t*>(at)};
   }
-  return known[device];
+  return one;
 }
 
 }  // namespace mfp8
@@ -55,8 +71,9 @@ MFP8_EXPORT int mfp8_gemm(int kernel, const mfp8_args* args) {
   int device = -1;  // where this library's own CUDA runtime stands in this thread, which need not be where torch's does
   if (cudaGetDevice(&device) != cudaSuccess) return MFP8_FAILED;
   if (device != args->device && cudaSetDevice(args->device) != cudaSuccess) return MFP8_FAILED;
-  int sms = mfp8::multiprocessors(args->device);
-  return sms == 0 ? MFP8_FAILED : entry->run(*args, sms);
+  mfp8::Device here = mfp8::current(args->device);
+  uint32_t turn = mfp8::launches++ % mfp8::Counters;
+  return here.multiprocessors == 0 ? MFP8_FAILED : entry->run(*args, here.multiprocessors, here.counters + turn);
 }
 
 }  // extern "C"

@@ -9,7 +9,7 @@ namespace mfp8 {
 
 struct Entry {
   mfp8_info info;
-  int (*run)(const mfp8_args&, int sms);
+  int (*run)(const mfp8_args&, int sms, uint32_t* counter);  // multiprocessors; a zero in global memory (counted.cuh)
 };
 
 struct Family {
