@@ -2,7 +2,8 @@
 
     choose()   as the flags are read, on each rank alone: the backend that --fp8-gemm-backend names
     settle()   before training, all ranks together: with "auto", CUTLASS where it is built and right on every rank; with
-               --fp8-gemm-search, what was found earlier; returns the search of the rest, for after the first step
+               --fp8-gemm-search, what was found earlier; returns the search of the rest, for after the first step.
+               Whether CUTLASS multiplies rightly is also asked where it is named
 
 All is put back when the next run of the process reads its flags.
 """
@@ -55,7 +56,10 @@ class RunGemms:
             self._undo.append(announce(self._device, lambda line: self._say([line])))
 
     def settle(self) -> Callable[[], list[str]]:
-        """Collective; a second time, for an evaluation after training, it changes nothing."""
+        """Collective; a second time, for an evaluation after training, it changes nothing.
+
+        Raises UserError, on all ranks, where what a flag names cannot serve on one of them.
+        """
         fp8 = self._fp8
         if self._device == "cpu":
             return list
@@ -65,6 +69,8 @@ class RunGemms:
             else:
                 self._use("auto")
                 self._say([f"FP8 GEMMs: {_OURS}, cuBLASLt for the rest ({CUTLASS.version})"])
+        if fp8.gemm_backend == "cutlass" and (reason := gemm_trust.why_not()):
+            raise UserError(f"--fp8-gemm-backend cutlass: {reason}; or remove it")
         if not fp8.gemm_search:
             return list
         count, reasons = gemm_search.read_for(fp8.gemm_backend)

@@ -14,6 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fp8.errors import UserError
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -31,8 +33,11 @@ class Choice:
 
 
 def path(gpu: str) -> Path:
-    """The file of a GPU."""
-    root = os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache/megatron_fp8"
+    """The file of a GPU. Raises UserError where it has no place."""
+    try:
+        root = os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache/megatron_fp8"
+    except RuntimeError as error:  # nobody's home
+        raise UserError(f"--fp8-gemm-search: {error}; set MEGATRON_FP8_CACHE to a folder for what it finds") from error
     return Path(root) / "gemm" / f"{re.sub(r'[^0-9A-Za-z]+', '-', gpu)}.json"
 
 

@@ -35,7 +35,8 @@ def read(among: tuple[Maker, ...] = (CUBLASLT,)) -> int:
     global _among
     everywhere = gathered([(maker.name, maker.version) for maker in among])
     _among = tuple(m for m in among if all((m.name, m.version) in versions for versions in everywhere))
-    table = load(_file()) if rank() == 0 else {}
+    file = _file()  # all ranks ask where it is: none is left waiting for one that nobody's home stops
+    table = load(file) if rank() == 0 else {}
     versions = {(maker.name, maker.version) for maker in (*_among, CUBLASLT)}
     ours = {problem: [one for one in held if (one.maker, one.version) in versions] for problem, held in table.items()}
     _found.clear()

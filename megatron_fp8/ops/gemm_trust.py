@@ -42,8 +42,10 @@ def fault(m: int = 2048, n: int = 4096, k: int = 6144) -> str:
     for by in (CUBLASLT, CUTLASS):
         out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=_DEVICE)
         problem = plans.problem_of(a, b, out, plans.ALIGNMENT, False, None, False)
-        (plan,) = by.candidates(problem, device, plans.pointers_of(one, one), 1)
-        plan.run(a.data_ptr(), b.data_ptr(), out.data_ptr(), out.data_ptr(), plans._stream(device))
+        found = by.candidates(problem, device, plans.pointers_of(one, one), 1)
+        if not found:
+            return f"its library has no kernel for {problem}; remove and rebuild it"
+        found[0].run(a.data_ptr(), b.data_ptr(), out.data_ptr(), out.data_ptr(), plans._stream(device))
         results.append(out.float())
     theirs, ours = results
     off = float((ours - theirs).norm() / theirs.norm())

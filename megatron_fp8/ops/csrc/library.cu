@@ -20,10 +20,11 @@ static const Entry* find(int kernel) {
   return nullptr;
 }
 
-// Launches in turns have a counter each (counted.cuh): more of them than wait on a GPU or run at a time.
+// Launches have a counter each (counted.cuh), in turns: more of them than run or wait on a GPU at a time. One in a CUDA
+// graph keeps its counter for all replays, so those have counters of their own.
 constexpr uint32_t Counters = 1 << 14;
-static __device__ uint32_t counters[Counters];
-static std::atomic<uint32_t> launches{0};
+static __device__ uint32_t counters[2][Counters];
+static std::atomic<uint32_t> launches[2];
 
 // What a launch needs to know of a device, asked once; no multiprocessors where it cannot be asked.
 struct Device {
@@ -72,8 +73,12 @@ MFP8_EXPORT int mfp8_gemm(int kernel, const mfp8_args* args) {
   if (cudaGetDevice(&device) != cudaSuccess) return MFP8_FAILED;
   if (device != args->device && cudaSetDevice(args->device) != cudaSuccess) return MFP8_FAILED;
   mfp8::Device here = mfp8::current(args->device);
-  uint32_t turn = mfp8::launches++ % mfp8::Counters;
-  return here.multiprocessors == 0 ? MFP8_FAILED : entry->run(*args, here.multiprocessors, here.counters + turn);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cudaError_t asked = cudaStreamIsCapturing(static_cast<cudaStream_t>(args->stream), &capture);
+  if (asked != cudaSuccess || here.multiprocessors == 0) return MFP8_FAILED;
+  int kept = capture != cudaStreamCaptureStatusNone;
+  uint32_t turn = mfp8::launches[kept]++ % mfp8::Counters;
+  return entry->run(*args, here.multiprocessors, here.counters + kept * mfp8::Counters + turn);
 }
 
 }  // extern "C"
