@@ -80,8 +80,23 @@ def scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
     return ScalingRule(**filled(args, (SCALING, *OF_AUTO)))
 
 
+def largest_batch(args: Namespace) -> int:
+    """Samples of the largest step: --global-batch-size, or the most of --step-batch-size-schedule; 0 of neither.
+
+    Megatron's validation sets the global batch size of a run with a schedule to one micro-batch on each rank.
+    """
+    if args.step_batch_size_schedule is None:
+        return args.global_batch_size or 0
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator as Stock
+
+    try:
+        return max((batch for _, batch in Stock._parse_schedule(args.step_batch_size_schedule, None)), default=0)
+    except ValueError:
+        return 0  # which Megatron says itself, later
+
+
 def _micro_batches(args: Namespace) -> int:
     """How many micro-batches a step adds up, before Megatron has worked it out."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = max(1, args.world_size // model)
-    return max(1, (args.global_batch_size or 1) // ((args.micro_batch_size or 1) * replicas))
+    return max(1, largest_batch(args) // ((args.micro_batch_size or 1) * replicas))

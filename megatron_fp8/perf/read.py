@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import plugin
 from ..errors import UserError
+from ..flags.gradients import largest_batch
 from ..flags.level import CELLS, LEVEL, is_stock
 from ..flags.numbers import check_counts
 from ..flags.stock import plain
@@ -103,7 +104,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         asked_for(system, overrides) if system.level else system,
         sequence=args.seq_length,
         micro_batch=args.micro_batch_size,
-        global_batch=args.global_batch_size or args.micro_batch_size * data // context,
+        global_batch=largest_batch(args) or args.micro_batch_size * data // context,
         sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
         context=context,
         virtual=virtual(args),

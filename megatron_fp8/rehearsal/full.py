@@ -17,6 +17,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.gradients import largest_batch
 from .command import Launch, words_of
 from .full_rank import MARK
 from .job import Job
@@ -77,7 +78,7 @@ def _flags(job: Job) -> tuple[list[str], int]:
     a = job.args
     assert a is not None
     chunks = a.virtual_pipeline_model_parallel_size or 1
-    count = a.global_batch_size // (a.micro_batch_size * a.data_parallel_size)
+    count = largest_batch(a) // (a.micro_batch_size * a.data_parallel_size)
     enough = 2 * a.pipeline_model_parallel_size if chunks > 1 else a.pipeline_model_parallel_size + 1
     batch = min(count, max(2, enough)) * a.micro_batch_size * a.data_parallel_size
     replaced = {*LENGTH, *FOLDERS, *DATA, *LEFT_OUT, "--global-batch-size", "--fake-process-group"}

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import UserError
+from ..flags.gradients import largest_batch
 from ..flags.numbers import GEMM_MULTIPLE
 from .command import Flags, flags_of
 
@@ -105,7 +106,7 @@ def shrink(
     data = _data_parallel(job, model_ranks, most_ranks, quick_ranks)
     sizes = _sizes(job, mock_data)
     layers = {} if all_layers or _names_layers(flags, job) else _fewer_layers(job)
-    micro_batches = job.global_batch_size // (job.micro_batch_size * job.data_parallel_size)
+    micro_batches = largest_batch(job) // (job.micro_batch_size * job.data_parallel_size)
     fewer = _fewer_micro_batches(job, micro_batches)
     batch = job.micro_batch_size * data * fewer
 

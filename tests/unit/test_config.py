@@ -193,6 +193,7 @@ def test_auto_scaling_as_given(parse):
         ("--global-batch-size 64 --fp8-grad-accum bf16", 2, "bf16", None),
         ("--global-batch-size 16 --fp8-grad-accum fp32", 1, "fp32", None),
         ("", 8, "fp8", "in FP8: 1 micro-batch a step ("),  # Megatron's default
+        ("--step-batch-size-schedule 0:2,1K:16,9K:8", 2, "bf16", "in BF16: 4 micro-batches a step"),  # at most
     ],
 )
 def test_many_micro_batches_are_stored_in_bf16_and_the_log_says_so(flags, world, storage, line, parse):

@@ -131,8 +131,8 @@ JOBS = {  # name: (GPUs, flags)
         64,
         "--num-layers 48 --hidden-size 6144 --num-attention-heads 48 --group-query-attention --num-query-groups 8 "
         "--swiglu --ffn-hidden-size 16384 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 "
-        "--num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 2 --global-batch-size 256 --fp8-level O2 "
-        "--rampup-batch-size 32 32 100000 --lr-decay-style WSD --lr-wsd-decay-samples 10",
+        "--num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 2 --fp8-level O2 "
+        "--step-batch-size-schedule 0:32,200M:256 --lr-decay-style WSD --lr-wsd-decay-samples 10",
     ),
     "uneven": (
         16,
@@ -281,6 +281,7 @@ def test_what_is_shrunk(shrunk):
     assert paper["cells"][1]["grad_accum"] == "bf16"  # as of 128 micro-batches
     assert shrunk["interleaved"]["changes"]["--num-layers"] == [48, 16]
     assert shrunk["interleaved"]["changes"]["--num-query-groups"] == [8, 4]
+    assert shrunk["interleaved"]["changes"]["micro-batches a step"] == [32, 8]  # at the end of its schedule
     assert shrunk["uneven"]["changes"]["--num-layers"] == [30, 1 + 2 + 2 + 2]
     assert shrunk["uneven"]["changes"]["--decoder-first-pipeline-num-layers"] == [6, 1]
     for name in ("by a layout", "experts", "named layers"):

@@ -50,8 +50,8 @@ def samples(row, parser, parse):
     if action.nargs == 0:
         values = [[row.flag], []]
     else:
-        usual = ("4,0",) if row.flag == "--window-size" else ("3", "0.25", "x", "attn", "moe_act", "msc://x")
-        values = [[row.flag, plain(v)] for v in action.choices or usual]
+        usual = ("4,0",) if row.flag == "--window-size" else ("3", "0.25", "x", "attn", "moe_act", "msc://x", "2 2 9")
+        values = [[row.flag, *plain(v).split()] for v in action.choices or usual]
     found = []
     for attention in ("torch", "te"):
         for value in values if not found else ():
