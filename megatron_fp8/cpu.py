@@ -162,10 +162,13 @@ class _Stream:
 
     cuda_stream = 0
     device = _CPU
-    wait_stream = wait_event = wait = record = record_event = synchronize = _nothing
+    wait_stream = wait_event = wait = record = synchronize = _nothing
 
     def __init__(self, *args, **kwargs):
         pass
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        return event or self
 
     def query(self) -> bool:
         return True

@@ -93,6 +93,8 @@ def test_streams_and_optimizers_work(installed):
     torch.cuda.synchronize()
     assert event.query()
     assert event.elapsed_time(event) == 0
+    torch.cuda.Stream().record_event().synchronize()  # as Megatron's all-to-all of experts
+    assert torch.cuda.Stream().record_event(event) is event
 
     weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
