@@ -12,7 +12,8 @@ process, for as long as it is installed:
      events that do nothing; memory figures of zero; and one random generator, the CPU's, for both devices.  What
      only the CPU's would draw is put back: a data loader's iterator takes a seed for its workers, and a run that
      resumes makes its iterators anew, after its checkpoint was read.  It went on with other dropout masks.
-  3. Two functions of Megatron that only warm up or build what a GPU machine needs become empty.
+  3. Two functions of Megatron that only warm up or build what a GPU machine needs become empty.  A third, which
+     brings the sizes of an all-to-all of experts to the host, makes of them what it makes of a GPU's.
 
 Communication goes through gloo (`adapt_args`), which has every collective that Megatron uses.
 
@@ -59,8 +60,10 @@ def install() -> None:
     _mode.__enter__()
     atexit.register(_leave_groups)
 
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.training.initialize as initialize
 
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
     # It would compile fused kernels, and draw from what is here the generator of the initial weights an
     # amount that depends on the tensor-parallel size: TP 1 and TP 2 would start from different networks.
     _replace(initialize, "_warmup_jit_function", _nothing)
@@ -155,6 +158,11 @@ def _nothing(*args, **kwargs) -> None:
 
 def _zero(*args, **kwargs) -> int:
     return 0
+
+
+def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """As Megatron's, which leaves a tensor alone that is on the CPU, where gloo takes no tensor for sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Stream:

@@ -143,6 +143,7 @@ def check(train, model: Model, layout: Layout, level: str, sums: str = "") -> No
 
 SHARDED = "--use-distributed-optimizer"
 SUMS = "--fp8-tp-reduce-scatter fp8"
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"  # else each rank gathers all tokens
 QUICK = [
     # What crashed: on the second tensor-parallel rank of a stage without biases, stock's parameters are all duplicates.
     # And all traffic of tensor parallelism in FP8, under 1F1B.
@@ -152,7 +153,9 @@ QUICK = [
     ),
     # A stage of the embedding alone, one of the loss alone.
     pytest.param(Model(4), Layout(pp=4, more="--pipeline-model-parallel-layout E|tt|tt|L"), "O2", "", id="no-layer"),
-    pytest.param(Model(2, experts=4), Layout(dp=2, ep=2, more=SHARDED), "O3", "", id="experts", marks=nightly),
+    pytest.param(
+        Model(2, experts=4), Layout(dp=2, ep=2, more=f"{SHARDED} {ALL_TO_ALL}"), "O3", "", id="experts", marks=nightly
+    ),
     pytest.param(Model(2, experts=4), Layout(dp=2, ep=2), "O1", "", id="experts-whole", marks=nightly),
     pytest.param(Model(4, experts=4), Layout(2, 2, 2, ep=2, sequence=True), "O2", "", id="experts-all", marks=nightly),
 ]
