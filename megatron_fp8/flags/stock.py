@@ -219,6 +219,7 @@ ANY_LAYOUT = (
 GROUPED = "remove it: it belongs to Transformer Engine's grouped linears; a level runs experts singly"
 GPT_ONLY = "remove it, or use --fp8-level O0: a level knows a GPT's layers only"
 PER_MODULE = "remove it: a level has one precision for its linears (see --first-last-layers-bf16, --fp8-gemm)"
+ONE_FORMAT = "use torch_dist: no other format holds the level's optimizer state"
 TWO_RECIPES = "use --fp8-recipe delayed or tensorwise: the level's GEMMs take one scale a tensor"
 MODELOPT = "remove it, or use --fp8-level O0: ModelOpt brings its own layers"
 TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which can do it"
@@ -383,7 +384,8 @@ TABLE: list[Row] = [
     *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--save --load", "give the path of a file system: a level's checkpoints need one", NO_FILES),
-    *_refuse("--ckpt-format", "use torch_dist: no other format holds the level's optimizer state", KEEPS_OPTIMIZER),
+    *_refuse("--ckpt-format", ONE_FORMAT, KEEPS_OPTIMIZER),
+    *_refuse("--ckpt-convert-format", ONE_FORMAT, one_of("torch")),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
     # --- same result, only slower without
     *_adapt("--no-gradient-accumulation-fusion", False, ABSENT, LEFT_ON, missing=FUSED_WGRAD),
