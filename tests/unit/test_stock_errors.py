@@ -182,3 +182,11 @@ def test_a_class_that_is_missing_is_named(line_of):
     except TypeError as error:
         line = stock_mistake(error)
     assert line.startswith("Megatron has no TESpecProvider here: Transformer Engine is not installed; install it")
+
+
+def test_a_package_that_megatron_needs_is_named(monkeypatch):
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)  # not installed
+    line = stock_mistake(error_of(get_async_strategy, "nvrx"))  # --async-save --use-persistent-ckpt-worker
+    assert "`nvidia-resiliency-ext` installation is required" in line and "\n" not in line
