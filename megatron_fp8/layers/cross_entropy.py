@@ -39,7 +39,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, group):
         logits = logits.contiguous()  # a copy is ours alone, and is overwritten like any
-        rows, labels = logits.view(-1, logits.shape[-1]), target.reshape(-1)
+        # A view of every second target, say, flattens to one that is not contiguous, which the kernels cannot read.
+        rows, labels = logits.view(-1, logits.shape[-1]), target.reshape(-1).contiguous()
         ranks, columns = group.size(), rows.shape[1]
         ctx.first = group.rank() * columns
         statistics = ops.cross_entropy_statistics(rows, labels, ctx.first)

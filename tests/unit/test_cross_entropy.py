@@ -109,6 +109,24 @@ def test_extremes(dtype, group):
     assert logits.grad[0, 5].float().tolist() == pytest.approx([*[1 / 19] * 3, -1, *[1 / 19] * 16], rel=4e-3)
 
 
+@pytest.mark.parametrize("name", ["cross_entropy_statistics", "cross_entropy_loss", "cross_entropy_gradient"])
+def test_targets_reach_the_kernels_one_after_the_other(name, group, monkeypatch):
+    """A kernel reads them by their first address, whatever their stride."""
+    logits, target, dloss = example(torch.float32)
+    spread = torch.stack([target, target + 1], -1).flatten(1)[:, ::2]
+    assert not spread.reshape(-1).is_contiguous()
+    made, seen = getattr(ops, name), []
+
+    def kernel(x, labels, *rest, **how):
+        seen.append(labels)
+        return made(x, labels, *rest, **how)
+
+    monkeypatch.setattr(ops, name, kernel)
+    cross_entropy(logits.requires_grad_(), spread, group).backward(dloss)
+    (labels,) = seen
+    assert labels.is_contiguous() and torch.equal(labels, target.flatten())
+
+
 def test_a_masked_row_is_zero_whatever_it_holds(group):
     logits, target = torch.full((1, 4, 10), NAN), torch.zeros(1, 4, dtype=torch.int64)
     logits[0, 3] = 0
