@@ -24,7 +24,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 INF, NAN = math.inf, math.nan
 ACCUMULATOR = 2.0**-9
 UNIT = {BF16: 2.0**-8, FP32: 2.0**-23}
-# (M, N, K): the least, odd multiples of 16, M of any kind, one tile, tails of every tile, few and many K tiles.
+# (M, N, K): the least, odd multiples of 16, M of any kind, one tile, tails of every tile, few and many K tiles; and
+# of the last, more of the largest tiles than a GPU has multiprocessors, so that blocks go from one to the next.
 SHAPES = [
     (16, 16, 16),
     (1, 16, 16),
@@ -36,6 +37,7 @@ SHAPES = [
     (300, 528, 4112),
     (129, 400, 640),
     (2064, 1552, 1536),
+    (4133, 1552, 400),
 ]
 
 
