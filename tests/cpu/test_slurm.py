@@ -1,5 +1,6 @@
 """`megatron-fp8 launch` on a real Slurm: a job that is told to stop, requeued, or stuck; its losses and its end."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import one_node_slurm
+import local_slurm
 import pytest
 from launch import ROOT, parse_step
 from megatron_runs import TINY_GPT, script_path
@@ -16,6 +17,7 @@ from megatron_fp8.rehearsal.command import flags_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(7200)]
 STEPS, INTERVAL = 160, 45
+TWO_NODES = ["--nodes", "2", "--tasks-per-node", "1"]  # of as many tasks as one node has otherwise
 PATIENCE = 3000  # seconds; two cores may be shared with much else
 
 
@@ -23,9 +25,9 @@ PATIENCE = 3000  # seconds; two cores may be shared with much else
 def slurm(tmp_path_factory):
     """The environment for Slurm's commands."""
     try:
-        with one_node_slurm.running(tmp_path_factory.mktemp("slurm")) as environment:
+        with local_slurm.running(tmp_path_factory.mktemp("slurm"), nodes=2) as environment:
             yield {**environment, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    except one_node_slurm.Unavailable as reason:
+    except local_slurm.Unavailable as reason:
         pytest.skip(f"needs a Slurm: {reason}")
 
 
@@ -101,8 +103,9 @@ def undisturbed(slurm, files, tmp_path_factory):
     return job
 
 
-def test_a_job_that_is_told_to_stop_comes_back_and_ends_as_if_it_had_not(slurm, files, undisturbed, tmp_path):
-    job = Job(slurm, tmp_path, files)
+@pytest.mark.parametrize("options", [[], TWO_NODES], ids=["one node", "two nodes"])
+def test_a_job_that_is_told_to_stop_comes_back_and_ends_as_if_it_had_not(slurm, files, undisturbed, tmp_path, options):
+    job = Job(slurm, tmp_path, files, *options)
     job.until(lambda: len(job.steps) > INTERVAL // 2)
     job.ask("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1 sends before the time limit
     assert job.end() == ("COMPLETED", 1), job.log[-5000:]
@@ -132,6 +135,66 @@ def test_a_bare_requeue_goes_back_to_the_last_save(slurm, files, undisturbed, tm
     back = int(re.search(r"start 1 on \S+ from step (\d+)", job.log)[1])
     assert back >= INTERVAL and back % INTERVAL == 0
     assert job.last == undisturbed.last
+
+
+def test_a_job_that_loses_a_node_goes_back_to_the_last_save(slurm, files, undisturbed, tmp_path):
+    """The one on which its script runs; the node comes back by itself, since its slurmd lives."""
+    job = Job(slurm, tmp_path, files, *TWO_NODES)
+    job.until(lambda: (tmp_path / f"checkpoints/iter_{INTERVAL:07d}/integrity.json").exists())
+    job.ask("scontrol", "update", "nodename=127.0.0.1", "state=down", "reason=test")
+    assert job.end() == ("COMPLETED", 1), job.log[-5000:]
+    back = int(re.search(r"start 1 on \S+ from step (\d+)", job.log)[1])
+    assert back >= INTERVAL and back % INTERVAL == 0
+    assert job.last == undisturbed.last
+
+
+def test_tasks_of_two_nodes(slurm, files, tmp_path):
+    """What they are given, though sbatch is told to export nothing; one is killed, and the other one does not wait for
+    it for ever; the job comes back, and both hear that they are to stop."""
+    script = tmp_path / "pretrain_gpt_fp8.py"
+    script.write_text(
+        "import json, os, pathlib, signal, sys, time\n"
+        "save = pathlib.Path(sys.argv[sys.argv.index('--save') + 1])\n"
+        "rank, told = os.environ['RANK'], []\n"
+        "def saves(step):\n"
+        "    (save / f'iter_{step:07d}').mkdir()\n"
+        "    (save / f'iter_{step:07d}/integrity.json').touch()\n"
+        "signal.signal(signal.SIGURG, lambda *_: told.append(1))\n"
+        "first = os.environ.get('SLURM_RESTART_COUNT', '0') == '0'\n"
+        "(save / f'{first}-{rank}.json').write_text(json.dumps(dict(os.environ)))\n"
+        "if first and rank == '0':\n"
+        f"    saves({INTERVAL})\n"
+        "while not told:\n"
+        f"    if first and rank == '1' and (save / 'iter_{INTERVAL:07d}/integrity.json').exists():\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    time.sleep(0.1)\n"
+        "(save / f'told-{rank}').touch()\n"
+        "while rank == '0' and not (save / 'told-1').exists():\n"
+        "    time.sleep(0.1)\n"
+        "if rank == '0':\n"
+        f"    saves({STEPS})\n"
+    )
+    job = Job(slurm, tmp_path / "job", files, *TWO_NODES, "--script", str(script), "--sbatch=--export=NONE")
+    save = tmp_path / "job/checkpoints"
+    job.until(lambda: len(list(save.glob("False-*.json"))) == 2)
+    job.ask("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.end() == ("COMPLETED", 1), job.log[-5000:]
+    assert [re.sub(r", for \d+ minutes", "", note) for note in job.notes] == [
+        f"start 0 on 127.0.0.[1-2], from step 0 of {STEPS}",
+        f"ended with code 143; step {INTERVAL} of {STEPS} is saved",
+        f"requeued, to go on from step {INTERVAL}",
+        f"start 1 on 127.0.0.[1-2], from step {INTERVAL} of {STEPS}",
+        "told to stop: the tasks save and end",
+        f"ended with code 0; step {STEPS} of {STEPS} is saved",
+        "done",
+    ]
+    given = [json.loads((save / f"False-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [[of[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] for of in given] == [
+        ["0", "0", "2", "1"],
+        ["1", "0", "2", "1"],
+    ]
+    assert [of["SLURMD_NODENAME"] for of in given] == ["127.0.0.1", "127.0.0.2"]
+    assert {(of["MASTER_ADDR"], of["MASTER_PORT"]) for of in given} == {("127.0.0.1", given[0]["MASTER_PORT"])}
 
 
 def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):

@@ -1,10 +1,13 @@
-"""A Slurm of one node on this machine, for tests and trials: slurmctld, slurmd and munged; no systemd, no database.
+"""A Slurm on this machine, for tests and trials: slurmctld, a slurmd a node and munged; no systemd, no database.
 
-    python tools/one_node_slurm.py FOLDER -- bash -c 'sinfo; sbatch --wait job.sh'
+    python tools/local_slurm.py FOLDER 2 -- bash -c 'sinfo; sbatch --wait --nodes 2 job.sh'
 
 Slurm's programs are the installed ones, or Debian's packages, only unpacked, into runs/slurm.  Everything that they
 write is under FOLDER.  It runs as root, or as the user who alone submits jobs.  There is no sacct: ask squeue and read
 the logs.
+
+Its nodes are called 127.0.0.1, 127.0.0.2 and so on, which Linux takes for addresses of this machine: tasks find one
+another by the names of their nodes. Each claims all cores of the machine, and they share its files.
 
 KillWait is 5 s in place of 30, and credentials expire after 5 s, so that a requeued job waits for seconds, not for two
 minutes; nothing else differs from a cluster's in what a job sees of signals and requeues.
@@ -31,7 +34,6 @@ CONFIGURATION = """
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -39,11 +41,11 @@ AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 {plugins}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -57,8 +59,8 @@ JobRequeue=1
 KillWait=5
 InactiveLimit=0
 SlurmdTimeout=60
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} RealMemory=1000 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
 
@@ -97,23 +99,26 @@ def _unpack() -> None:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[dict[str, str]]:
+def running(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
     """A Slurm that is up; the environment for its commands.  Raises Unavailable with the daemons' words."""
     root = programs()
     folder = folder.resolve()
-    for name in ("state", "spool"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "state").mkdir(parents=True, exist_ok=True)
+    names = [f"127.0.0.{number}" for number in range(1, nodes + 1)]
     key = folder / "munge.key"
     key.write_bytes(os.urandom(64))
     key.chmod(0o600)
+    host = socket.gethostname().split(".")[0]
     values = {
-        "host": socket.gethostname().split(".")[0],
+        "host": host,
         "user": getpass.getuser(),
-        "cores": os.cpu_count(),
         "folder": folder,
         "plugins": "" if root == Path("/") else f"PluginDir={root / LIBRARIES / 'slurm-wlm'}",
         "controller_port": _free_port(),
-        "node_port": _free_port(),
+        "nodes": "\n".join(
+            f"NodeName={name} NodeHostname={host} Port={_free_port()} CPUs={os.cpu_count()} RealMemory=1000"
+            for name in names
+        ),
     }
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
@@ -130,16 +135,16 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
             ("munged", "--force", "--num-threads=2", f"--key-file={key}", f"--socket={folder}/munge.socket",
              f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/seed"),
             ("slurmctld", "-c"),
-            ("slurmd", "-d", _program(root, "slurmstepd")),
+            *(("slurmd", "-N", name, "-d", _program(root, "slurmstepd")) for name in names),
         ):  # fmt: skip
             foreground = "--foreground" if name == "munged" else "-D"
-            log = stack.enter_context((folder / f"{name}.out").open("w"))
+            log = stack.enter_context((folder / f"{name}.out").open("a"))
             command = [_program(root, name), foreground, *options]
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
             stack.callback(_stop, process)
             if name == "munged":
                 _wait(lambda: (folder / "munge.socket").exists(), "munged", process, folder)
-        _wait(lambda: _state(environment) == "idle", "a node", process, folder)
+        _wait(lambda: _state(environment) == ["idle"] * nodes, "a node", process, folder)
         try:
             yield environment
         finally:
@@ -171,8 +176,8 @@ def _ask(environment: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout.strip()
 
 
-def _state(environment: dict[str, str]) -> str:
-    return _ask(environment, "sinfo", "--noheader", "--format=%T")
+def _state(environment: dict[str, str]) -> list[str]:
+    return _ask(environment, "sinfo", "--noheader", "--Node", "--format=%T").split()
 
 
 def _wait(there, what: str, process: subprocess.Popen, folder: Path) -> None:
@@ -197,14 +202,14 @@ def _stop(process: subprocess.Popen) -> None:
 
 def main() -> int:
     """Run a command while Slurm is up; its exit code."""
-    if len(sys.argv) < 4 or sys.argv[2] != "--":
-        print("usage: python tools/one_node_slurm.py FOLDER -- COMMAND", file=sys.stderr)
+    if len(sys.argv) < 5 or not sys.argv[2].isdecimal() or sys.argv[3] != "--":
+        print("usage: python tools/local_slurm.py FOLDER NODES -- COMMAND", file=sys.stderr)
         return 2
     try:
-        with running(Path(sys.argv[1])) as environment:
-            return subprocess.run(sys.argv[3:], env=environment).returncode
+        with running(Path(sys.argv[1]), int(sys.argv[2])) as environment:
+            return subprocess.run(sys.argv[4:], env=environment).returncode
     except Unavailable as reason:
-        print(f"one_node_slurm: {reason}", file=sys.stderr)
+        print(f"local_slurm: {reason}", file=sys.stderr)
         return 1
 
 
