@@ -110,6 +110,11 @@ def run(args: Namespace) -> int:
         sbatch=args.sbatch,
         max_restarts=args.max_restarts,
     )
+    if args.container:
+        for what, place in (("--folder", folder), ("--save", settings.save), ("the current folder", Path.cwd()),
+                            ("--script", settings.script.parent)):  # fmt: skip
+            if re.search("[,:]", str(place)):
+                raise UserError(f"{what} {place}: --container mounts it, and takes no ',' or ':' in it; use another")
     checked = _check(settings, words, variables)
     path = write_script(settings)
     print(f"{path}: {settings.steps} steps on {args.nodes} x {tasks} {'GPUs' if args.gpus_per_node else 'CPU tasks'}")
@@ -206,8 +211,12 @@ def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -
 
 
 def _submit(path: Path) -> str:
+    environment = dict(os.environ)
+    if "SLURM_JOB_ID" in environment:  # of a job, whose tasks' CPUs and places the new one's would inherit
+        kept = ("SLURM_CONF", "SLURM_JWT")
+        environment = {name: value for name, value in environment.items() if name in kept or name[:6] != "SLURM_"}
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, env=environment)
     except FileNotFoundError:
         raise UserError(f"--submit: no sbatch here; on a node that has it: sbatch {path}") from None
     if done.returncode:

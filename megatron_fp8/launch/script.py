@@ -84,7 +84,7 @@ def _settings(job: Settings) -> str:
     lines = ["", *(f"{name}={shlex.quote(value)}" for name, value in values.items())]
     # The shell that submits comes before the files; ${A-'x'} is x where A is not set.
     lines += [f"export {name}=${{{name}-{shlex.quote(value)}}}" for name, value in job.variables.items()]
-    lines.append(f"FIRST=({shlex.join(job.first)})")
+    lines += [f"FIRST=({shlex.join(job.first)})", f"VARIABLES=({shlex.join(job.variables)})"]
     flags: list[list[str]] = []
     for word in job.words:
         if word.startswith("--") or not flags:

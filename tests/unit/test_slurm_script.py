@@ -26,7 +26,7 @@ COMMANDS = {
     "srun": 'echo "$*" >"$FAKE/srun.log"; while [[ $1 != bash ]]; do shift; done; SLURM_PROCID=0 SLURM_LOCALID=0 "$@"',
     "scontrol": 'echo "$*" >>"$FAKE/scontrol.log"; case $1:$2 in *:hostnames) echo node1; echo node2;; --oneliner:*)'
     ' cat "$FAKE/state-$4" || echo "slurm_load_jobs error: Invalid job id specified" >&2;;'
-    " *:job) echo ' StartTime=x EndTime='$FAKE_END;; *) kill -TERM $PPID;; esac",
+    " *:job) echo ' StartTime=x EndTime='$FAKE_END;; *) [[ ! -e $FAKE/state-7 ]] && kill -TERM $PPID;; esac",
     "scancel": 'echo "$*" >>"$FAKE/scancel.log"; kill -URG "$(cat "$FAKE/pid")"',
 }
 # A training that saves step FAKE_STEP as FAKE_SEAL says, and ends with FAKE_CODE; at URG, where it is to wait for that.
@@ -108,6 +108,11 @@ def requeues(job) -> int:
     return (job.fake / "scontrol.log").read_text().count("requeue 7")
 
 
+def before_the_task(job, text: str) -> None:
+    """Lines for the fake srun."""
+    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{text}\n"))
+
+
 def task(job):
     import json
 
@@ -161,6 +166,20 @@ def test_a_crash_after_a_save_is_requeued_and_a_mistake_is_not(job):
     assert job(code=1, step=6, restarts=2)[1][-1] == "requeued, to go on from step 6"
 
 
+@pytest.mark.parametrize(
+    ("state", "code", "note"),
+    [
+        ("PENDING", 143, "Slurm has requeued it by itself, as it does when a node fails"),
+        ("COMPLETING", 143, "Slurm has requeued it by itself, as it does when a node fails"),
+        ("RUNNING", 1, "Slurm does not requeue this job: submit it again"),
+    ],
+)
+def test_a_requeue_that_slurm_refuses(job, state, code, note):
+    (job.fake / "state-7").write_text(f"JobId=7 JobName=x JobState={state} Reason=None\n")
+    ended, notes = job(code=1)
+    assert (ended, notes[-2:]) == (code, ["requeued, to go on from step 5", note])
+
+
 def test_restarts_have_a_cap(job):
     assert job(restarts=3)[0] == 1 and requeues(job) == 0
 
@@ -177,8 +196,7 @@ def test_an_exit_file(job):
 
 def test_a_warning_reaches_the_task(job, tmp_path):
     """A user's, by USR2; Slurm's own is USR1."""
-    warn = '(until [[ -e "$FAKE/pid" ]]; do sleep 0.1; done; kill -USR2 $PPID) &\n'
-    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{warn}"))
+    before_the_task(job, '(until [[ -e "$FAKE/pid" ]]; do sleep 0.1; done; kill -USR2 $PPID) &')
     _, notes = job(wait="yes")
     told = ["told to stop: the tasks save and end", "ended with code 0; step 5 of 9 is saved"]
     assert notes[1:] == [*told, "requeued, to go on from step 5"]
@@ -235,8 +253,7 @@ def test_a_lock_of_a_job_that_runs_no_more_is_taken_over(job, state):
 
 
 def test_a_lock_is_held_while_the_tasks_run_and_no_longer(job):
-    look = '(readlink "$FAKE/../job/save/lock" >"$FAKE/held")\n'
-    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{look}"))
+    before_the_task(job, 'readlink "$FAKE/../job/save/lock" >"$FAKE/held"')
     (job.save / "lock").parent.mkdir(parents=True)
     (job.save / "lock").symlink_to(job.records)  # its own, of a start that was killed
     for restarts, step in enumerate((5, 9)):
@@ -290,11 +307,25 @@ def test_a_container(job):
     assert given.count("--container-mounts=") == 1 and "--cpus-per-task=12" in given
 
 
+def test_an_images_variables_do_not_come_before_the_jobs(job):
+    """As pyxis sets them; and sbatch's --export=NONE, which srun takes over, does not come before them either."""
+    before_the_task(job, 'export NEW=images SHELLS=images MASTER_PORT=61007')
+    before_the_task(job, '[[ " $* " == *" --export=ALL "* ]] || exit 3')
+    assert job()[1][1] == "ended with code 0; step 5 of 9 is saved"
+    variables = task(job)[1]
+    assert (variables["NEW"], variables["SHELLS"], variables["MASTER_PORT"]) == ("it's {new}", "shell", "20049")
+    assert "it's {new}" not in (job.fake / "srun.log").read_text()  # where others may read it
+
+
 def test_the_network_between_nodes_is_named(job):
+    """That of this start: what NCCL said in an earlier one is gone."""
     job.records.mkdir(parents=True)
-    (job.records / "nccl.txt").write_text("Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0\n")
+    (job.records / "nccl.txt").write_text("Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0\n")
+    nccl = f'echo "Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0" >>"{job.records}/nccl.txt"'
     wait = 'until grep -q "that is TCP" "$FAKE/said"; do sleep 0.1; done'  # a job that ended at once would not say it
-    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{wait}\n"))
+    before_the_task(job, f"{nccl}\n{wait}")
+    (job.fake / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.1\n")  # it looks every 20 seconds
+    (job.fake / "sleep").chmod(0o755)
     notes = job(more={"SLURM_NNODES": "2"})[1]
     assert "NCCL between nodes: via NET/Socket" in notes
     assert "that is TCP, several times slower than InfiniBand: see megatron-fp8 doctor" in notes
@@ -374,6 +405,8 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--folder one.yaml", "one.yaml: File exists; use another"),
         ("--folder one.yaml/x", "one.yaml/x: Not a directory; use another"),
         ('--folder a"b', "Slurm takes no quote, backslash or line break; use another"),
+        ("--container image --folder at-12:30", "at-12:30: --container mounts it, and takes no ',' or ':' in it; use"),
+        ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and takes no ',' or ':' in it; use"),
         ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
     ],
 )
@@ -404,6 +437,21 @@ def test_submit(launch, tmp_path, monkeypatch):
         sbatch.chmod(0o755)
         found, said = launch("--submit")
         assert found == code and said.splitlines()[-1].startswith(line)
+
+
+def test_a_job_that_is_submitted_in_a_job_inherits_nothing_of_it(launch, tmp_path, monkeypatch):
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/bash\nenv >{tmp_path}/given; echo 12\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", "there")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    for inside, left in ((False, {"SLURM_CONF=there", "SLURM_CPUS_PER_TASK=1"}), (True, {"SLURM_CONF=there"})):
+        if inside:
+            monkeypatch.setenv("SLURM_JOB_ID", "11")
+        assert launch("--submit")[0] == 0
+        assert {line for line in (tmp_path / "given").read_text().splitlines() if line.startswith("SLURM_")} == left
 
 
 @pytest.mark.parametrize(
