@@ -19,7 +19,9 @@ FOLDERS = ". megatron_fp8 megatron_fp8/ops megatron_fp8/perf benchmarks benchmar
 # What a reader is told to write, what a run writes, and Megatron's script.
 ELSEWHERE = {"mine.yaml", "a.yaml", "b.yaml", "report.md", "runs.md", "loss.svg", "pretrain_gpt.py"}
 # torchrun's, Slurm's, nvidia-smi's; and one of `megatron-fp8 memory`, which makes it of an argument's name.
-OTHERS = set("--rdzv-id --rdzv-backend --rdzv-endpoint --partition --signal --query-gpu --data-parallel-size".split())
+OTHERS = set(
+    "--rdzv-id --rdzv-backend --rdzv-endpoint --partition --signal --export --query-gpu --data-parallel-size".split()
+)
 
 
 def anchors(page: Path) -> set[str]:
