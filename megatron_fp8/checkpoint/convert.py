@@ -15,6 +15,7 @@ in memory, to-megatron the whole model.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -28,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..errors import UserError, is_bug
-from ..flags.usage import hide_missing_package_warnings, one_line_usage_errors
+from ..flags.usage import hide_missing_package_warnings, one_line_usage_errors, refuse_empty_values
 from ..numerics import FORMATS, ScaledTensor
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
@@ -52,14 +53,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     directions = parser.add_subparsers(dest="direction", required=True, metavar="{to-hf,to-megatron}")
     to_hf_parser = directions.add_parser("to-hf", help="a Megatron checkpoint into a Hugging Face folder")
     to_hf_parser.add_argument("checkpoint", metavar="CKPT", help="what --save wrote, or one iteration's folder in it")
-    to_hf_parser.add_argument("--dtype", choices=("bf16", "e4m3"), default="bf16", help="of the four linears' weights")
+    to_hf_parser.add_argument("--dtype", choices=("bf16", "e4m3"), default="bf16", help="of linears' weights (bf16)")
     to_hf_parser.add_argument("--vocab-size", type=int, metavar="N", help="real tokens, if the checkpoint cannot tell")
-    to_hf_parser.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="of a file of weights")
+    to_hf_parser.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="of a weights file (5)")
     to_megatron_parser = directions.add_parser("to-megatron", help="a Hugging Face folder into a Megatron checkpoint")
     to_megatron_parser.add_argument("folder", metavar="HF", help="has config.json and model*.safetensors")
     for direction in (to_hf_parser, to_megatron_parser):
         direction.add_argument("out", metavar="OUT", help="a new or an empty folder")
         one_line_usage_errors(direction)
+        refuse_empty_values(direction)
 
 
 def run(args: Namespace) -> int:
@@ -67,6 +69,9 @@ def run(args: Namespace) -> int:
     hide_missing_package_warnings()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     if args.direction == "to-hf":
+        for flag, number in (("--max-shard-size", args.max_shard_size), ("--vocab-size", args.vocab_size)):
+            if number is not None and not 0 < number < math.inf:
+                raise UserError(f"{flag} {number}: use a number above 0")
         to_hf(args.checkpoint, args.out, args.dtype, args.vocab_size, int(args.max_shard_size * 10**9))
     else:
         to_megatron(args.folder, args.out)
@@ -241,6 +246,8 @@ def to_megatron(folder: str, out: str) -> None:
     UserError in one line for a model that Megatron does not compute, for missing, surplus or misshapen tensors.
     """
     path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: no config.json there; name a Hugging Face folder")
     with _damage_of(path):
         config = json.loads((path / "config.json").read_text())
         source = _Weights(path)

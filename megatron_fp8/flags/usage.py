@@ -78,8 +78,10 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
 
     def error(message: str):
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        close = did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
-        raise UserError(f"{message}{close} (--help lists every flag)")
+        hint = did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
+        if unknown and not hint and any(action.nargs == argparse.REMAINDER for action in parser._actions):
+            hint = "; flags of a training run go behind --"
+        raise UserError(f"{message}{hint} (--help lists every flag)")
 
     def get_value(action: argparse.Action, text: str):
         try:
@@ -95,6 +97,20 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
     parser.error = error  # type: ignore[method-assign]
     parser._get_value = get_value  # type: ignore[assignment, method-assign]
     remember_flags(parser)
+
+
+def refuse_empty_values(parser: argparse.ArgumentParser) -> None:
+    """Make an empty value a mistake, as of `--cluster "$SITE"` where SITE is not set: it would pass for a flag that was
+    not given.  Where nothing is the default (--flags) it stays one, and what stands behind -- is not the verb's own.
+    """
+    stock = parser._get_value
+
+    def get_value(action: argparse.Action, text: str):
+        if not text and action.default != "" and action.nargs not in (argparse.REMAINDER, argparse.PARSER):
+            raise argparse.ArgumentError(action, "an empty value; give one, or leave it out")
+        return stock(action, text)
+
+    parser._get_value = get_value  # type: ignore[assignment, method-assign]
 
 
 def add_verb(parser: argparse.ArgumentParser, verbs: Mapping[str, str]) -> None:
@@ -116,6 +132,7 @@ def run_verb(program: str, verbs: Mapping[str, str], chosen: argparse.Namespace)
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     one_line_usage_errors(parser)
+    refuse_empty_values(parser)
     module.add_arguments(parser)
     return module.run(parser.parse_args(rest))
 

@@ -201,7 +201,13 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
+    parser.add_argument("--jobs", type=_count, metavar="N", help="compilers at once (default: by cores and memory)")
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: use 1 or more")
+    return number
 
 
 def run(args: argparse.Namespace) -> int:

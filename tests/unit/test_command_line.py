@@ -8,7 +8,9 @@ import sys
 import types
 
 import pytest
+from commands import error_of
 
+from megatron_fp8 import cli
 from megatron_fp8.flags import usage as entry
 from megatron_fp8.flags.level import resolve
 
@@ -38,17 +40,55 @@ def test_wrong_flags_are_one_line(capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--", "--size", "3"], ["--own", "1", "--", "--size", "3"]])
-def test_what_stands_behind_two_dashes_is_not_the_verbs_own(monkeypatch, words):
+@pytest.fixture
+def look(monkeypatch):
+    """look(*words): the arguments of a verb with --own, --more and flags behind --."""
     verb = types.ModuleType("a_verb")
     verb.add_arguments = lambda parser: (
-        parser.add_argument("--own"), parser.add_argument("flags", nargs=argparse.REMAINDER)
-    )  # fmt: skip
-    verb.run = lambda args: args.flags
+        parser.add_argument("--own"),
+        parser.add_argument("--more", default=""),
+        parser.add_argument("flags", nargs=argparse.REMAINDER),
+    )
+    verb.run = lambda args: args
     monkeypatch.setitem(sys.modules, "a_verb", verb)
     parser = argparse.ArgumentParser()
     entry.add_verb(parser, {"look": "a_verb"})
-    assert entry.run_verb("tool", {"look": "a_verb"}, parser.parse_args(["look", *words]))[-2:] == ["--size", "3"]
+    return lambda *words: entry.run_verb("tool", {"look": "a_verb"}, parser.parse_args(["look", *words]))
+
+
+@pytest.mark.parametrize("words", [["--", "--size", "3"], ["--own", "1", "--", "--size", "3"]])
+def test_what_stands_behind_two_dashes_is_not_the_verbs_own(look, words):
+    assert look(*words).flags[-2:] == ["--size", "3"]
+
+
+def test_an_empty_value_is_a_mistake_but_where_it_is_the_default(look):
+    """As of --own "$NAME" where NAME is not set."""
+    for words in (["--own", ""], ["--own="]):
+        assert "argument --own: an empty value" in error_of(look, *words)
+    args = look("--more", "", "--", "--name", "")
+    assert (args.more, args.flags[-2:]) == ("", ["--name", ""])
+
+
+def test_flags_that_lack_their_two_dashes_are_told_so(look):
+    assert "unrecognized arguments: --size; flags of a training run go behind --" in error_of(look, "--size", "3")
+    assert "--onw, did you mean --own? (" in error_of(look, "--onw", "--", "3")
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_verb", interrupted)
+    assert cli.main(["doctor"]) == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_full_disk_is_one_line():
+    """Also where only the process' end would write what was printed."""
+    command = [sys.executable, "-m", "megatron_fp8.cli", "args", "model/gpt-7b"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "megatron_fp8: the output: No space left on device; make room, or write elsewhere\n"
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_a_mistake_is_one_line_and_reaches_torchrun(capsys, monkeypatch, tmp_path):

@@ -449,7 +449,11 @@ def test_truncated_files_are_refused(tmp_path):
         ("convert", "to-hf"),
         ("convert to-hf nowhere out --dtype fp4", "fp4"),
         ("convert to-hf nowhere out", "nowhere: no complete checkpoint"),
-        ("convert to-megatron nowhere out", "nowhere"),
+        ("convert to-hf nowhere out --max-shard-size nan", "--max-shard-size nan: use a number above 0"),
+        ("convert to-hf nowhere out --max-shard-size inf", "--max-shard-size inf: use a number above 0"),
+        ("convert to-hf nowhere out --vocab-size 0", "--vocab-size 0: use a number above 0"),
+        ("convert to-hf nowhere --dtype= out", "argument --dtype: an empty value"),
+        ("convert to-megatron nowhere out", "nowhere: no config.json there"),
     ],
 )
 def test_a_mistake_is_one_line(words, said, capsys):
