@@ -177,14 +177,23 @@ def test_what_the_command_keeps_in_bf16_stays(bisected):
     ("flags", "message"),
     [
         ("--steps 0", "--steps 0: use 1 or more"),
-        ("--processes 0", "--processes 0: use 1 or more"),
+        ("--processes 0", "--processes 0: use more than 0"),
         ("--share 1.5", "--share 1.5: use a share above 0, to 1"),
         ("--measure sharpness", "--measure sharpness: not logged; use one of loss, loss_scale, grad_norm"),
+        (f"--folder {__file__}", f"--folder {__file__}: File exists; name another folder"),
     ],
 )
 def test_mistakes_are_one_line(flags, message, bisected):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}[^\n]*$"):
         bisected(flags)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_what_is_no_bisects_is_not_gone_on_with(text, tmp_path, bisected):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/bisect.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"bisect\.json is no bisect's; take another folder$"):
+        bisected(folder="other")
 
 
 def test_a_command_without_fp8_is_refused(tmp_path):

@@ -141,7 +141,7 @@ def test_a_script_that_does_not_load_the_plugin_is_told(tmp_path):
 
 
 def test_ends_of_runs(tmp_path):
-    arms = "well: '', nan: --nan-at 7, failed: --fail-at 9, early: --stop-at 20, mute: --stop-at 1"
+    arms = "well: '', nan: --nan-at 7, failed: --fail-at 9 --log-interval x, early: --stop-at 20, mute: --stop-at 1"
     write(tmp_path, f"{{command: train.py --lr 0.1, steps: 30, seeds: 1, arms: {{{arms}}}}}")
     output = done(tmp_path, *SWEEP, "--jobs", "6", code=1)
     rows = {row.arm: row for row in states(tmp_path)}

@@ -48,6 +48,9 @@ def test_the_command_comes_last():
         (["--steps", "3", "--"], "^no training command"),
         (["--", "--lr", "3"], "^--lr: the command must begin with a script, or -m and a module"),
         (["--", "nowhere.py", "--lr", "3"], "^nowhere.py: no such script here"),
+        (["--stpes", "3", "--", __file__], "^3: no flag before the -- takes it; see --help$"),
+        (["--processes", "0", "--", __file__], "^--processes 0: use more than 0$"),
+        (["--timeout", "nan", "--", __file__], "^--timeout nan: use more than 0$"),
     ],
 )
 def test_mistakes_are_one_line(argv, message):
@@ -128,6 +131,7 @@ def test_a_folder_that_is_not_there(tmp_path, monkeypatch):
     assert error_of(check_folder_of, "--json", "no/found.json") == (
         "--json no/found.json: no such folder; make it, or name another file"
     )
+    assert error_of(check_folder_of, "--json", tmp_path) == f"--json {tmp_path}: is a folder; name a file"
 
 
 @pytest.fixture

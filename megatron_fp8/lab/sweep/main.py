@@ -208,9 +208,8 @@ class _Sweep:
         """Put an ended run, or one whose time is up (code None), into the store."""
         row, training = active.row, active.training
         self._write(active)
-        interval = int(flag_value(row.command, "--log-interval") or 1)
         error = None
-        if code == 0 and training.last > self.plan.steps - interval and LOSS in self.store.series(row.id):
+        if code == 0 and training.last > self.plan.steps - _interval(row) and LOSS in self.store.series(row.id):
             state = DONE
         elif training.not_finite:
             state, error = NOT_FINITE, training.end()
@@ -258,6 +257,12 @@ class _Sweep:
         if counts[FAILED]:
             print("failed runs: `megatron-fp8 lab report` shows the ends of their logs; --retry-failed runs them again")
         return _INTERRUPTED if self.stopping else 1 if counts[FAILED] else 0
+
+
+def _interval(row: Row) -> int:
+    """Steps from one line of the log to the next; 1 where the command says none, or no number, which ends its run."""
+    said = flag_value(row.command, "--log-interval") or ""
+    return int(said) if said.isdecimal() else 1
 
 
 def _folder_name(row: Row) -> str:

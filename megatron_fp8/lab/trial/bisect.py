@@ -66,12 +66,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Find the linears and print their flags; 130: interrupted."""
-    for flag, value in (("--steps", args.steps), ("--processes", args.processes)):
-        if value < 1:
-            raise UserError(f"{flag} {value}: use 1 or more")
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps}: use 1 or more")
     split_words("--floor", args.floor or "")
-    if Path(args.folder).exists() and not Path(args.folder).is_dir():
-        raise UserError(f"--folder {args.folder}: is a file; name a folder")
+    try:
+        Path(args.folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder {args.folder}: {error.strerror}; name another folder") from None
     if not 0 < args.share <= 1:
         raise UserError(f"--share {args.share}: use a share above 0, to 1")
     if flag_value(args.command, "--fp8-emulate") is None and is_stock(flag_value(args.command, "--fp8-level")):
@@ -126,7 +127,10 @@ class _Results:
         self.linears: list[str] = []  # of the whole model
         self.runs: dict[str, Curves] = {}  # by their flags
         if self._file.is_file():
-            found = json.loads(self._file.read_text())
+            try:
+                found = dict(json.loads(self._file.read_text()))
+            except (TypeError, ValueError):
+                raise UserError(f"--folder {self.folder}: bisect.json is no bisect's; take another folder") from None
             if any(found.get(key) != value for key, value in self._same.items()):
                 what = "another command, or of another checkpoint in --load"
                 raise UserError(f"--folder {self.folder}: has the runs of {what}; take another folder")

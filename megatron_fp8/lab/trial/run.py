@@ -35,7 +35,8 @@ NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 def add_command(parser: argparse.ArgumentParser) -> None:
     """The command, after every other argument (`args.command`), and how it is run: --processes and --timeout.
 
-    A command that is missing, or begins with a flag other than -m, is a UserError when arguments are parsed.
+    A command that is missing, or begins with a flag other than -m, and numbers of nothing are a UserError when
+    arguments are parsed.
     """
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="of each run, on this machine (1)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="after which a run has failed (none)")
@@ -56,7 +57,12 @@ class _Command(argparse.Action):
         if words[0].startswith("-") and words[0] != "-m":
             raise UserError(f"{words[0]}: the command must begin with a script, or -m and a module; put it last")
         if words[0] != "-m" and not Path(words[0]).is_file():
+            if "--" in words[words is not values :]:  # the value of a flag that is misspelt, most likely
+                raise UserError(f"{words[0]}: no flag before the -- takes it; see --help")
             raise UserError(f"{words[0]}: no such script here; start where its path begins")
+        for flag, number in (("--processes", namespace.processes), ("--timeout", namespace.timeout)):
+            if number is not None and not number > 0:
+                raise UserError(f"{flag} {number}: use more than 0")
         setattr(namespace, self.dest, words)
 
 
@@ -110,7 +116,9 @@ def has_dropout(command: Sequence[str]) -> bool:
 
 
 def check_folder_of(flag: str, file: str | Path | None) -> None:
-    """Raise UserError of one line where a file, a flag's value, cannot be made for want of its folder."""
+    """Raise UserError of one line where a file, a flag's value, is a folder, or cannot be made for want of its own."""
+    if file is not None and Path(file).is_dir():
+        raise UserError(f"{flag} {file}: is a folder; name a file")
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise UserError(f"{flag} {file}: no such folder; make it, or name another file")
 
