@@ -19,7 +19,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 args`."""
     parser.add_argument("--variables", action="store_true", help="print the variables instead, as exports")
     parser.add_argument("files", nargs="+", metavar="FILE", help="YAML files, or shipped ones' names: model/gpt-7b")
-    parser.add_argument("flags", nargs=REMAINDER, metavar="-- FLAGS", help="of the command line")
+    flags = parser.add_argument("flags", nargs=REMAINDER, metavar="-- FLAGS", help="of the command line")
+    flags.required = False  # argparse would list them as missing beside FILE
 
 
 def run(args: Namespace) -> int:

@@ -73,8 +73,8 @@ def run(args: Namespace) -> int:
         raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-', and more than dots")
     if args.mounts and not args.container:
         raise UserError(f"--mounts {args.mounts}: no container is there; add --container, or remove it")
-    if re.match(r"[^-]", args.sbatch):
-        raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash")
+    if re.match(r"[^-]", args.sbatch) or "\n" in args.sbatch:  # whose rest would be a command of the script
+        raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash, and stand on one line")
     words, variables = _read(args)
     given = _given(words)
     for flag in _OWN:
@@ -130,9 +130,12 @@ def run(args: Namespace) -> int:
 def _read(args: Namespace) -> tuple[list[str], dict[str, str]]:
     """The command line's words; the variables of the files and of the cluster, which the shell's own come before."""
     try:
-        words = [ARGS_FILE.name, *args.files, *shlex.split(args.flags)]
+        flags = shlex.split(args.flags)
     except ValueError as error:
         raise UserError(f"--flags {args.flags}: {error}; close it") from None
+    if flags and not flags[0].startswith("-"):  # which would be one more file
+        raise UserError(f"--flags {args.flags!r}: flags begin with a dash")
+    words = [ARGS_FILE.name, *args.files, *flags]
     if args.level:
         words += ["--fp8-level", args.level]
     own = read(str(find(name)) for name in args.files).variables
@@ -202,7 +205,7 @@ def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -
     gpus = settings.nodes * settings.tasks_per_node
     flags = list(flags_of([*words, "--save", str(settings.save)]))
     launch = Launch([str(settings.script)], flags, gpus, dict(variables))
-    job = examine(launch, gpus, unknown=settings.script.name != _SCRIPT)  # another script may have flags of its own
+    job = examine(launch, gpus)
     if job.error:
         raise UserError(f"on {gpus} ranks: {job.error}")
     if job.missing:

@@ -20,7 +20,7 @@ from .command import Flags, Launch, flags_of, words_of
 _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
                 "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
 
-
+_OUR_SCRIPT = "pretrain_gpt_fp8.py"  # which has no flags of its own
 _GPT2 = 50257  # tokens
 # What Transformer Engine's attention does, which is not to be had without a GPU: {flag: what stands on the page}.
 _CONTEXT = "--context-parallel-size"
@@ -58,10 +58,9 @@ class Job:
     unseen: tuple[str, ...] = ()
 
 
-def examine(launch: Launch, gpus: int, unknown: bool = True) -> Job:
-    """The job of a command on so many GPUs; that its data or Transformer Engine are not here is passed over.
-
-    unknown: whether flags that are neither Megatron's nor ours may be the script's own.
+def examine(launch: Launch, gpus: int) -> Job:
+    """The job of a command on so many GPUs; that its data or Transformer Engine are not here is passed over, and flags
+    that are neither Megatron's nor ours where they may be the script's own.
 
     Raises UserError where the job's sizes are not in its flags.
     """
@@ -69,6 +68,7 @@ def examine(launch: Launch, gpus: int, unknown: bool = True) -> Job:
     if "--use-checkpoint-args" in given:
         raise UserError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     context = size_of(given, _CONTEXT)
+    unknown = os.path.basename(launch.script[-1]) != _OUR_SCRIPT
     of_attention = (*_ATTENTION, *_WITH_TE) if given.get("--fp8-attention") == ["te"] else _ATTENTION
     unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in of_attention)
     job = _in_a_fork(launch, launch.flags, gpus, unknown)

@@ -206,9 +206,13 @@ def test_args_prints_a_command_line_for_a_shell(write, capsys, monkeypatch):
     assert shlex.split(capsys.readouterr().out) == [*WORDS[2:], "--seed", "7"]
     assert main(["args", "--variables", path]) == 0
     assert capsys.readouterr().out == "export CUBLAS_WORKSPACE_CONFIG=:4096:8\nexport NVTE_FUSED_ATTN=0\n"
-    with pytest.raises(SystemExit):
-        main(["args", path, "--variables"])
-    assert capsys.readouterr().err == "megatron_fp8: --variables: put it before the files\n"
+    for words, said in (
+        ([path, "--variables"], "--variables: put it before the files"),
+        ([], "the following arguments are required: FILE (--help lists every flag)"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["args", *words])
+        assert capsys.readouterr().err == f"megatron_fp8: {said}\n"
 
 
 def test_rehearse_reads_files_too(write):
