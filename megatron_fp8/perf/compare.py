@@ -59,7 +59,8 @@ def run(args: Namespace) -> int:
                   for other in others if not (largest := _largest(first, other, LOSS)) <= args.tolerance]  # fmt: skip
     verdict = found or ["equal"] * args.assert_equal
     if verdict:
-        print("\n" + "\n".join(verdict))
+        comment = "# " * (args.format == "csv")  # as table has it, for programs that read the rows
+        print("\n" + "\n".join(comment + line for line in verdict))
     if args.figure:
         _draw(runs, args.figure)
     return int(bool(found))

@@ -55,14 +55,17 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
     words = list(words[1:] if words[:1] == ["--"] else words)
-    before, variables = sys.argv, dict(os.environ)
+    before, variables, said = sys.argv, dict(os.environ), io.StringIO()
     try:
         plugin.install(begins=False)
         import megatron.training.arguments as arguments
 
         sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *words]
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(said):
             args = arguments.parse_args()
+    except SystemExit:  # of --help
+        print(said.getvalue(), end="")
+        raise
     finally:
         sys.argv = before
         plugin.uninstall()

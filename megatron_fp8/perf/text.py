@@ -88,6 +88,8 @@ def bars(path: str, title: str, names: Sequence[str], series: dict[str, Sequence
 def save(figure, path: str) -> None:
     """Write a figure in the form of its file's name.  Raises UserError where that cannot be."""
     try:
+        if not Path(path).suffix:  # matplotlib would add one: another file than was named
+            raise ValueError("a name without a form")
         figure.savefig(Path(path))
     except (OSError, ValueError) as error:
         raise UserError(f"--figure {path}: {error}; name a .svg, .png or .pdf in a folder that is there") from None

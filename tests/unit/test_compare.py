@@ -110,6 +110,12 @@ def test_tolerance(tmp_path, capsys):
     assert call(capsys, bad, bad, "--assert-equal")[0] == 0
 
 
+def test_a_verdict_is_a_comment_of_csv(tmp_path, capsys):
+    one = metrics(tmp_path / "a.jsonl")
+    _, text = call(capsys, one, one, "--assert-equal", "--format", "csv")
+    assert text.splitlines()[-1] == "# equal"
+
+
 @pytest.mark.parametrize("name", ["expected.jsonl", "expected.txt", "expected"])
 def test_a_result_is_exported_and_compared_with_later(tmp_path, capsys, name):
     one, file = metrics(tmp_path / "a.jsonl"), str(tmp_path / name)
@@ -153,6 +159,7 @@ def test_the_half_written_last_line_of_a_killed_run_is_left_out(tmp_path, capsys
         (("ONE", "ONE", "--steps", "9:"), "--steps 9:: a.jsonl has no loss there"),
         (("ONE", "ONE", "--tolerance", "-1"), "--tolerance -1.0: use 0 or more"),
         (("ONE", "--export-result", "/no/such/file"), "--export-result /no/such/file: No such file"),
+        (("ONE", "ONE", "--figure", "loss"), "--figure loss: a name without a form; name a .svg, .png or .pdf"),
     ],
 )
 def test_mistakes_are_said_in_one_line(tmp_path, capsys, argv, message):

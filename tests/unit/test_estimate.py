@@ -64,6 +64,12 @@ def test_json_and_csv_carry_the_same(capsys):
     assert o3["tokens_per_s_per_gpu"] == pytest.approx(64 * 2048 / 8 / o3["step_ms"] * 1e3, rel=1e-4)
 
 
+def test_megatrons_help_is_shown(capsys):
+    with pytest.raises(SystemExit) as end:
+        call(estimate, capsys, "", "--help")
+    assert end.value.code == 0 and "--tensor-model-parallel-size" in capsys.readouterr().out
+
+
 def test_nothing_that_fits_is_exit_code_1(capsys):
     assert call(estimate, capsys, "--gpus 1 --cap-gb 20 --systems bf16 O3")[0] == 1
     code, text = call(plan, capsys, "--gpus 2 --cap-gb 20 --system bf16")
