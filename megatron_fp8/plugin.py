@@ -92,7 +92,7 @@ from .flags.checks import (
     check_stage,
     set_max_connections,
 )
-from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, config_from_args
+from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, check_yaml, config_from_args
 from .flags.level import LEVEL, is_stock
 from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
@@ -183,6 +183,7 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
             return parser
 
         args_file.apply()  # where the script was not started by us
+        check_yaml(sys.argv[1:])
         args = stock(provider, ignore_unknown_args)
         _log(args_file.lines())
         config = config_from_args(args)

@@ -9,8 +9,8 @@ in numbers.py; what else a run needs before it may start, in checks.py. Every mi
 line: the flag, its value, and what to do.
 """
 
-import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UserError
@@ -141,6 +141,17 @@ def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def check_yaml(words: Sequence[str]) -> None:
+    """Refuse --yaml-cfg beside a flag of ours: Megatron puts the file in the place of all flags, while it parses them.
+
+    words: the command line.  Raises UserError of one line.
+    """
+    given = {word.partition("=")[0] for word in words}
+    for flag in ALL:
+        if "--yaml-cfg" in given and flag.name in given:
+            raise UserError(f"--yaml-cfg: its file replaces every flag, {flag.name} included; give flags instead")
+
+
 def config_from_args(args: Namespace) -> Fp8Config | None:
     """Read a run's flags.
 
@@ -247,9 +258,6 @@ def _check_stock_run(args: Namespace) -> None:
             f"--fp8-format {fmt} with --transformer-impl local and {without}: Megatron would train in BF16, "
             "silently; add --fp8-level O1, or use --transformer-impl transformer_engine"
         )
-    yaml = getattr(args, "yaml_cfg", None)
-    if yaml is not None and level is None and any(a.startswith("--fp8-level") for a in sys.argv):
-        raise UserError(f"--yaml-cfg {yaml}: replaces every flag, --fp8-level included; give flags instead")
 
 
 def _cells(args: Namespace, emulated: EmulationPlan | None) -> dict[str, str]:

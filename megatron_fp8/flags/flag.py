@@ -31,6 +31,11 @@ class Values:
 SWITCH = Values("")
 
 
+def named(shown: str) -> Values:
+    """A file or a folder; an empty name would be none, or the folder that the run started in."""
+    return Values(shown, test=bool, remedy="an empty name; give one")
+
+
 def one_of(*values: str) -> Values:
     *others, last = values
     remedy = f"no such value; use {', '.join(others)} or {last}"

@@ -10,7 +10,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from ..errors import UserError
-from .flag import Flag, Values, refuse
+from .flag import Flag, Values, named, refuse
 
 STEP = Flag(
     "--fp8-probe-step",
@@ -25,7 +25,7 @@ STEP = Flag(
 FOLDER = Flag(
     "--fp8-probe-dir",
     "Where --fp8-probe-step writes step-N.json, and how each linear fared.",
-    Values("DIR"),
+    named("DIR"),
     needs_level=False,
 )
 FLAGS = (STEP, FOLDER)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from ..errors import UserError
-from .flag import Flag, Values, filled, refuse, whole
+from .flag import Flag, filled, named, refuse, whole
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ FILE = Flag(
     "--fp8-sharpness-eval",
     "Measure it in evaluations, with --skip-train too, and write its quantiles to FILE as JSON "
     "(megatron-fp8 lab sharpness).",
-    Values("FILE"),
+    named("FILE"),
     "file",
     needs_level=False,
 )

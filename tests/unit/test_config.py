@@ -6,14 +6,13 @@ import dataclasses
 import json
 import random
 import re
-import sys
 
 import pytest
 from commands import MODEL, O1, error_of
 
 from megatron_fp8.flags import config as config_module
 from megatron_fp8.flags.checks import check_data_files, check_device, check_megatron_version
-from megatron_fp8.flags.config import ALL, Fp8Config, adapt_stock_args, config_from_args
+from megatron_fp8.flags.config import ALL, Fp8Config, adapt_stock_args, check_yaml, config_from_args
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -384,11 +383,11 @@ def test_first_and_last_layers(parse):
     assert (config.bf16_layers_start, config.bf16_layers_end) == (0, 0)
 
 
-def test_yaml_replaces_the_level(monkeypatch):
-    from_yaml = argparse.Namespace(yaml_cfg="run.yaml")
-    assert config_from_args(from_yaml) is None
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "run.yaml", "--fp8-level", "O1"])
-    assert error_of(config_from_args, from_yaml).startswith("--yaml-cfg run.yaml: ")
+def test_yaml_replaces_our_flags():
+    assert config_from_args(argparse.Namespace(yaml_cfg="run.yaml")) is None
+    check_yaml(["--yaml-cfg", "run.yaml", "--fp8-format", "hybrid"])
+    for words in (["--yaml-cfg", "run.yaml", "--fp8-level", "O1"], ["--fp8-level=O1", "--yaml-cfg=run.yaml"]):
+        assert error_of(check_yaml, words).startswith("--yaml-cfg: its file replaces every flag, --fp8-level included")
 
 
 def test_our_arguments_reach_no_stock_config():

@@ -233,6 +233,7 @@ def test_a_value_at_its_default_is_not_refused():
         (plan, "--gpus 8", MODEL + " --num-experts 8", "estimate: experts: not modelled"),
         (plan, "--gpus 8", MODEL + " --group-query-attention --num-query-groups 3", "--num-query-groups 3: does not"),
         (plan, "--gpus 8", MODEL.replace("--use-distributed-optimizer", ""), "; add --use-distributed-optimizer"),
+        (estimate, "", MODEL + " --fp8-level O1 --yaml-cfg run.yaml", "--yaml-cfg: its file replaces every flag"),
         (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],

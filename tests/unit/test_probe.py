@@ -306,6 +306,8 @@ class TestFlags:
 
     def test_one_without_the_other(self, parse):
         assert "add --fp8-probe-dir" in error_of(probe_from_args, parse(*O1, "--fp8-probe-step", "1"), True)
+        nowhere = parse(*O1, "--fp8-probe-step", "1", "--fp8-probe-dir", "")
+        assert error_of(probe_from_args, nowhere, True) == "--fp8-probe-dir : an empty name; give one"
         assert "add --fp8-probe-step" in error_of(probe_from_args, parse(*O1, "--fp8-probe-dir", "x"), True)
         both = parse(*O1, "--fp8-probe-step", "1", "--fp8-probe-dir", "x")
         assert "no GEMM of this run is FP8" in error_of(probe_from_args, both, False)

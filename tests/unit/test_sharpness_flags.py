@@ -37,6 +37,7 @@ def test_at_every_level_and_without_one(parse, run):
     "flags, words",
     [
         ("--fp8-sharpness-interval -1", "--fp8-sharpness-interval -1: use 0"),
+        ("--fp8-sharpness-eval=", "--fp8-sharpness-eval : an empty name; give one"),
         ("--fp8-sharpness-eval x --fp8-sharpness-iterations -2", "--fp8-sharpness-iterations -2: use 0"),
         ("--fp8-sharpness-interval 5 --fp8-sharpness-iterations 10", "add --fp8-sharpness-eval FILE"),
         ("--fp8-sharpness-interval 5 --cuda-graph-impl full_iteration", "--cuda-graph-impl full_iteration with --fp8"),
@@ -128,9 +129,10 @@ def test_the_verbs_run(tmp_path, monkeypatch, capsys):
     last = ("--", str(script), "--load", "here", "--tensorboard-dir", "logs", "--fp8-log-grad-snr")
     assert "--iterations -1: use 0 (not done) or more" in error_of(verb, "--iterations", "-1", *last)
     assert "no/found.json: no such folder" in error_of(verb, "--json", str(tmp_path / "no/found.json"), *last)
+    assert "is a folder; name a file" in error_of(verb, "--json", str(tmp_path), *last)
     assert not commands
-    with pytest.raises(IsADirectoryError):
-        verb("--json", str(tmp_path), *last)
+    with pytest.raises(OSError, match="No space left"):
+        verb("--json", "/dev/full", *last)
     assert "iteration 3 on validation set\n512" in capsys.readouterr().out
     assert not {"--tensorboard-dir", "logs", "--fp8-log-grad-snr"} & set(commands[0][0])
 
