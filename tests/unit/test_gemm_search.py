@@ -7,6 +7,7 @@ import torch
 from gemm_libraries import BF16, K, M, N, close, exact, scaled
 from launch import forked
 
+from megatron_fp8.errors import UserError
 from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_found, gemm_race, gemm_search, gemm_trust, plans
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS, _describe
@@ -40,6 +41,11 @@ def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, 
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
     file = gemm_found.path("NVIDIA H200 (x)")
     assert file == tmp_path / "gemm/NVIDIA-H200-x-.json"
+    with monkeypatch.context() as nobody:
+        nobody.delenv("MEGATRON_FP8_CACHE")
+        nobody.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+        with pytest.raises(UserError, match="--fp8-gemm-search: no home; set MEGATRON_FP8_CACHE"):
+            gemm_found.path("H200")
     old, new, other = found("01"), found("02", 0.5), found("128x256 2x1 fast 8/0", 0.7, "cutlass")
     newer = found("03", version="140000")
     assert gemm_found.load(file) == {}
@@ -186,6 +192,9 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
 
     cutlass.mfp8_gemm = half_of_it  # the rest is not written
     assert gemm_trust.fault(M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
+    with monkeypatch.context() as without:
+        without.setattr(CUTLASS, "kernels", ())
+        assert gemm_trust.fault(M, N, K).startswith(f"its library has no kernel for {M} x {N} x {K} E5M2 x E4M3")
     cutlass.mfp8_gemm, cutlass.status = right, 3
     with pytest.raises(RuntimeError, match="the launch failed"):  # which why_not tells all ranks
         gemm_trust.fault(M, N, K)

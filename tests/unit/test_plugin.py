@@ -201,6 +201,13 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "assert lines == [f'FP8 GEMMs: without {what}: it is not built']\n"
         "assert settled('', '--fp8-gemm-backend', 'cublaslt') == 'cublaslt' and not lines\n"
         "assert settled('', '--fp8-gemm', 'bf16') == 'cublaslt' and not lines\n"
+        "assert settled('', '--fp8-gemm-backend', 'cutlass') == 'cutlass' and not lines\n"
+        "try:\n"
+        "    settled('it is wrong', '--fp8-gemm-backend', 'cutlass')\n"
+        "except ValueError as error:\n"
+        "    assert str(error) == '--fp8-gemm-backend cutlass: it is wrong; or remove it'\n"
+        "else:\n"
+        "    raise AssertionError\n"
         "assert settled('') == 'auto'; plugin.uninstall(); assert serving('cuda').name == 'cublaslt'\n"
     )
 
