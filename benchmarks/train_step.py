@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -216,8 +217,8 @@ def append(path: str, columns: list[str], rows: list[dict]) -> None:
         writer.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
 
 
-def measure(args) -> list[dict]:
-    """Every system's figures, printed as they come; one that failed is told and left out."""
+def measure(args, keep: Callable[[dict], None] = lambda row: None) -> list[dict]:
+    """Every system's figures, printed and given to `keep` as they come; one that failed is told and left out."""
     rows = []
     for system in args.systems:
         try:
@@ -226,6 +227,7 @@ def measure(args) -> list[dict]:
             print(f"{system}: {error}", flush=True)
             continue
         rows.append(row)
+        keep(row)
         p = row["profile"]
         te = f"TE {row['te']}" if row["te"] != "none" else "no TE"
         print(
@@ -244,14 +246,13 @@ def measure(args) -> list[dict]:
 def main() -> None:
     args = arguments(__doc__.split("\n")[0], ["bf16", "te-delayed", "O1", "O2", "O3"])
     check_columns(args.csv, COLUMNS)
-    rows = measure(args)
-    if args.csv and rows:
-        same = {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
-        flat = [
-            same | {k: r[k] for k in RUN} | {f"profile_{k}": json.dumps(r["profile"].get(k)) for k in PROFILED}
-            for r in rows
-        ]
-        append(args.csv, COLUMNS, flat)
+    same = {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
+
+    def keep(row: dict) -> None:
+        profile = {f"profile_{k}": json.dumps(row["profile"].get(k)) for k in PROFILED}
+        append(args.csv, COLUMNS, [same | {k: row[k] for k in RUN} | profile])
+
+    measure(args, keep if args.csv else lambda row: None)  # what is measured stays, if the next system never ends
 
 
 if __name__ == "__main__":
