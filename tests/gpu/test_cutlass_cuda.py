@@ -205,6 +205,21 @@ def test_it_runs_on_the_stream_it_is_called_on_and_reads_scales_on_the_device():
     check(out, *exact(a, b))
 
 
+def test_launches_at_once_do_not_take_each_others_tiles():
+    """On four streams, more of them than there are counters (csrc/library.cu)."""
+    a, b = scaled(2064, 512, E5M2.dtype), scaled(1552, 512, E4M3.dtype)
+    kernel = next(one for one in CUTLASS.kernels if one.a == E5M2.dtype and one.promote and not one.pingpong)
+    alone = run(Choice(kernel), a, b, torch.empty(2064, 1552, dtype=kernel.out, device="cuda"))
+    streams, outs = [torch.cuda.Stream() for _ in range(4)], [torch.full_like(alone, NAN) for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in range(5000):
+        for stream, out in zip(streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                run(Choice(kernel), a, b, out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, alone) for out in outs)
+
+
 # ---- The seam ------------------------------------------------------------------------------------------
 
 
