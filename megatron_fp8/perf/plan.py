@@ -9,6 +9,7 @@ recomputation are the fastest that fit. The ranking is arithmetic beyond what pe
 """
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -70,6 +71,9 @@ def run(args: Namespace) -> int:
                           "error": measured.summary()}, indent=2))  # fmt: skip
     elif args.csv:
         write_csv(rows)
+        if not ranked:  # which rows cannot say
+            why_not = f"{lost[0].layout}: {lost[0].lost}"
+            print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
     else:
         own = flags.args
         mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, read.virtual(own))

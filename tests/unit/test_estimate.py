@@ -149,6 +149,14 @@ def test_a_plan_ranks_layouts_and_says_why(capsys):
     assert all(float(row[7]) < 82 for row in rows)
 
 
+def test_a_plan_in_csv_says_beside_it_that_nothing_fits(capsys, monkeypatch):
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
+    code, text = call(plan, capsys, "--gpus 1 --cap-gb 1 --csv")
+    assert code == 1 and not text.strip()
+    assert re.match(r"megatron-fp8 plan: none of \d+ layouts fits; TP 1.*: does not fit: ", said.getvalue())
+
+
 def test_every_layout_is_tried_and_divides(capsys):
     flags = read.parse(MODEL.split())
     from megatron_fp8.perf import hardware
