@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -25,16 +24,14 @@ def test_fifty_kills(tmp_path):
     command = [sys.executable, "-u", "pretrain_gpt_fp8.py", *TINY_GPT, *FLAGS.split()]
     command += ["--save", str(tmp_path), "--load", str(tmp_path)]
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # no torchrun: one process
+    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # no torchrun: one process
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any that is free when it starts
     printed: dict[int, tuple[float, float]] = {}
     reached, fell_back = 0, 0
     for kill in range(KILLS):
         saved = int((tmp_path / TRACKER).read_text() or 0) if (tmp_path / TRACKER).exists() else 0
         log = tmp_path / "log.txt"
         with log.open("w") as out:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                env["MASTER_PORT"] = str(free.getsockname()[1])
             process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=out)
             try:
                 _until_step(random.randrange(1, 12), process, log)
@@ -59,11 +56,12 @@ def test_fifty_kills(tmp_path):
 
 
 def _kill(process) -> None:
-    """And the helpers of Megatron's checkpoint writer, which would outlive it."""
-    parent = psutil.Process(process.pid)
-    for member in (parent, *parent.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
+    """And the helpers of Megatron's checkpoint writer, which would outlive it; one that has ended has none."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for member in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
     process.wait()
 
 
