@@ -248,11 +248,13 @@ def main() -> None:
     check_columns(args.csv, COLUMNS)
     same = {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
 
-    def keep(row: dict) -> None:
+    def keep(row: dict) -> None:  # at once: the next system may never end
+        if not args.csv:
+            return
         profile = {f"profile_{k}": json.dumps(row["profile"].get(k)) for k in PROFILED}
         append(args.csv, COLUMNS, [same | {k: row[k] for k in RUN} | profile])
 
-    measure(args, keep if args.csv else lambda row: None)  # what is measured stays, if the next system never ends
+    measure(args, keep)
 
 
 if __name__ == "__main__":

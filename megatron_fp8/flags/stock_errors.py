@@ -30,9 +30,9 @@ from typing import Any
 from ..errors import is_bug
 
 _KINDS = (
-    *(AssertionError, ValueError, RuntimeError, NotImplementedError, TypeError, Exception),
-    *(ImportError, ModuleNotFoundError),
-)
+    AssertionError, ValueError, RuntimeError, NotImplementedError, TypeError, Exception,
+    ImportError, ModuleNotFoundError,
+)  # fmt: skip
 _OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functions
     "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",

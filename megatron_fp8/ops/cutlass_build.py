@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_fp8.ops.cache import cache_folder
+
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma is in no other
 FLAGS = f"-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr {TARGET} -Xcompiler -fPIC,-fvisibility=hidden".split()
@@ -50,8 +52,8 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None, b
             raise Unavailable(f"MEGATRON_FP8_CUTLASS={given}: no such file; unset it to build the library")
         return Path(given)
     try:
-        cache = Path(os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache" / "megatron_fp8")
-    except RuntimeError as error:  # nobody's home
+        cache = cache_folder()
+    except OSError as error:
         raise Unavailable(f"{error}; set MEGATRON_FP8_CACHE") from error
     if there := sorted(cache.glob(f"{STEM}{key()}-*.so"), key=os.path.getmtime):
         return there[-1]

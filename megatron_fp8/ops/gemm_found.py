@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fp8.errors import UserError
+from megatron_fp8.ops.cache import cache_folder
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,8 @@ class Choice:
 
 
 def path(gpu: str) -> Path:
-    """The file of a GPU. Raises UserError where it has no place."""
-    try:
-        root = os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache/megatron_fp8"
-    except RuntimeError as error:  # nobody's home
-        raise UserError(f"--fp8-gemm-search: {error}; set MEGATRON_FP8_CACHE to a folder for what it finds") from error
-    return Path(root) / "gemm" / f"{re.sub(r'[^0-9A-Za-z]+', '-', gpu)}.json"
+    """The file of a GPU. Raises OSError where it has no place."""
+    return cache_folder() / "gemm" / f"{re.sub(r'[^0-9A-Za-z]+', '-', gpu)}.json"
 
 
 def load(file: Path) -> dict[str, list[Choice]]:

@@ -17,7 +17,6 @@ SCREENED = 4  # runs of every candidate, one by one: even
 KEPT = 3  # of each maker, the fastest of these, which then run under load
 AGREE = 0.01  # two results of one product: sums and their rounding differ by a tenth of it
 WORTH = 0.99  # of the first choice's time: what is closer is noise, and the first stays
-_DEVICE = "cuda"  # the current one
 
 
 def race(problem: Problem, makers: list[Maker], device: int) -> list[Choice]:
@@ -72,16 +71,16 @@ class _Operands:
 
     def __init__(self, problem: Problem):
         def random(rows: int, columns: int, ld: int, by_rows: bool, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(rows if by_rows else columns, ld, device=_DEVICE, dtype=torch.bfloat16).to(dtype)
+            return torch.randn(rows if by_rows else columns, ld, device=timing.DEVICE, dtype=torch.bfloat16).to(dtype)
 
         p = problem
         self._problem = p
         self._bf16: list[torch.Tensor] | None = None
         self._a = random(p.m, p.k, p.a_ld, p.a_rows, p.a)
         self._b = random(p.n, p.k, p.b_ld, p.b_rows, p.b)
-        self._out = torch.zeros(p.m, p.d_ld, device=_DEVICE, dtype=p.d)
-        self._bias = torch.randn(p.n, device=_DEVICE).to(p.bias or torch.bfloat16)
-        self._one = torch.ones((), device=_DEVICE)
+        self._out = torch.zeros(p.m, p.d_ld, device=timing.DEVICE, dtype=p.d)
+        self._bias = torch.randn(p.n, device=timing.DEVICE).to(p.bias or torch.bfloat16)
+        self._one = torch.ones((), device=timing.DEVICE)
         scale = self._one if p.a in FP8 else None
         self.pointers = plans.pointers_of(scale, scale, self._bias if p.bias is not None else None)
 
@@ -95,7 +94,7 @@ class _Operands:
         if self._bf16 is None:
             p = self._problem
             sizes = (p.m, p.k), (p.n, p.k), (p.m, p.n)
-            self._bf16 = [torch.randn(size, device=_DEVICE, dtype=torch.bfloat16) for size in sizes]
+            self._bf16 = [torch.randn(size, device=timing.DEVICE, dtype=torch.bfloat16) for size in sizes]
         x, w, y = self._bf16
         torch.mm(x, w.t(), out=y)
 

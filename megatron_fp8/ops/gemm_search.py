@@ -35,8 +35,7 @@ def read(among: tuple[Maker, ...] = (CUBLASLT,)) -> int:
     global _among
     everywhere = gathered([(maker.name, maker.version) for maker in among])
     _among = tuple(m for m in among if all((m.name, m.version) in versions for versions in everywhere))
-    file = _file()  # all ranks ask where it is: none is left waiting for one that nobody's home stops
-    table = load(file) if rank() == 0 else {}
+    table = _kept() if rank() == 0 else {}
     versions = {(maker.name, maker.version) for maker in (*_among, CUBLASLT)}
     ours = {problem: [one for one in held if (one.maker, one.version) in versions] for problem, held in table.items()}
     _found.clear()
@@ -155,6 +154,13 @@ def summary() -> str:
         if gain <= 1
     ]
     return line + (f"; no faster than BF16: {'; '.join(lost)}" if lost else "")
+
+
+def _kept() -> dict[str, list[Choice]]:
+    try:
+        return load(_file())
+    except OSError:  # it has no place: `tune` says so, when there is something to keep
+        return {}
 
 
 def _file() -> Path:

@@ -4,13 +4,11 @@ import math
 
 import torch
 
-from megatron_fp8.ops import cublaslt, plans
+from megatron_fp8.ops import cublaslt, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.ops.gemm_race import AGREE
 from megatron_fp8.ops.ranks import gathered
-
-AGREE = 0.01  # two results of one product: sums and their rounding differ by a tenth of it
-_DEVICE = "cuda"  # the current one
 
 
 def why_not() -> str:
@@ -35,12 +33,12 @@ def why_not() -> str:
 def fault(m: int = 2048, n: int = 4096, k: int = 6144) -> str:
     """What is wrong with CUTLASS's product, beside cuBLASLt's; "" where nothing is. Of random data, and more tiles than
     a GPU has multiprocessors: a library is made by the compiler of some machine, and not every one has been right."""
-    noise = torch.Generator(_DEVICE).manual_seed(0)  # the run's own is left as it is
-    a, b = (torch.randn(rows, k, device=_DEVICE, generator=noise) for rows in (m, n))
-    a, b, one = a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn), torch.ones((), device=_DEVICE)
+    noise = torch.Generator(timing.DEVICE).manual_seed(0)  # the run's own is left as it is
+    a, b = (torch.randn(rows, k, device=timing.DEVICE, generator=noise) for rows in (m, n))
+    a, b, one = a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn), torch.ones((), device=timing.DEVICE)
     device, results = torch.cuda.current_device(), []
     for by in (CUBLASLT, CUTLASS):
-        out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=_DEVICE)
+        out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=timing.DEVICE)
         problem = plans.problem_of(a, b, out, plans.ALIGNMENT, False, None, False)
         found = by.candidates(problem, device, plans.pointers_of(one, one), 1)
         if not found:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_fp8.numerics import E4M3
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, cublaslt_library, gemm_race, gemm_search, gemm_trust, plans, reference, timing
+from megatron_fp8.ops import cublaslt, cublaslt_library, gemm_search, plans, reference, timing
 from megatron_fp8.ops.cublaslt_library import CUDA_TYPES, DESC, SUCCESS
 from megatron_fp8.ops.cutlass import CUTLASS, _describe
 from megatron_fp8.ops.gemm import Planned, ScaledMM, register, use
@@ -190,8 +190,6 @@ def timed(lib, monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
     monkeypatch.setattr(timing, "FLUSH", 1024)
     monkeypatch.setattr(timing, "DEVICE", "cpu")
-    for module in gemm_race, gemm_trust:
-        monkeypatch.setattr(module, "_DEVICE", "cpu")
     for name, stand_in in {
         "Event": Event,
         "device": contextlib.nullcontext,
