@@ -458,7 +458,8 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
     def make(stock):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
-            if fp8 is not None and gemms is not None:
+            if fp8 is not None:
+                assert gemms is not None  # a run with a level has both
                 check_model(fp8.level, model_chunks)
                 check_stage(get_args().save, model_chunks)
                 searches = gemms.settle()
