@@ -11,11 +11,12 @@ other, at one micro-batch and at the largest that fits, without a cap and under 
 stands in --results, in the columns of Megatron Bridge's performance tables. docs/estimate.md has an example.
 
 Text fits a terminal: several figures share a cell, and what all rows have in common is said above them. Markdown and
-CSV have every figure in a column of its own.
+CSV have every figure in a column of its own; a CSV is one table, and what was measured has a file of its own.
 """
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..errors import UserError
 from . import hardware, measure
@@ -72,6 +73,9 @@ def run(args: Namespace) -> int:
     if args.table == "5" and args.format == "text":
         print(paragraph(_said_once(lines), args.format) + "\n")
         lines = merged(lines, _TEXT_5)
+    if args.format == "csv":
+        for above, line in pairwise(lines):  # for the eye a model is named once; a program sorts
+            line["model"] = line["model"] or above["model"]
     print(render(lines, args.format))
     if args.table == "5":
         print("\n" + paragraph(_deviations(found), args.format))
@@ -97,6 +101,9 @@ def _said_once(lines: Rows) -> str:
 def _print_measured(args: Namespace) -> None:
     results = measure.results(args)
     said = "Measured on hardware at hand"
+    if results and args.format == "csv":  # one table a file
+        print("\n" + paragraph(f"{said}: {args.results or measure.RESULTS}, a CSV of its own", args.format))
+        return
     if not results or args.format != "text":
         print("\n" + paragraph(said + (":" if results else ": nothing yet (--run)"), args.format))
         if results:
