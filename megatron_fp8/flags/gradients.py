@@ -10,6 +10,7 @@ from argparse import Namespace
 from ..errors import UserError
 from ..numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
 from .flag import Flag, Values, filled, one_of, positive, refuse, whole
+from .numbers import largest_batch
 
 FEW_MICRO_BATCHES = 1  # a step that adds up none is in FP8: sums are quicker and nearer in BF16 (docs/gradients.md)
 HIERARCHY = Flag(
@@ -78,21 +79,6 @@ def scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
     if SCALING.value(args) not in (None, AUTO):
         refuse(args, OF_AUTO, f" with {SCALING.shown(args)}: no effect; use auto")
     return ScalingRule(**filled(args, (SCALING, *OF_AUTO)))
-
-
-def largest_batch(args: Namespace) -> int:
-    """Samples of the largest step: --global-batch-size, or the most of --step-batch-size-schedule; 0 of neither.
-
-    Megatron's validation sets the global batch size of a run with a schedule to one micro-batch on each rank.
-    """
-    if args.step_batch_size_schedule is None:
-        return args.global_batch_size or 0
-    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator as Stock
-
-    try:
-        return max((batch for _, batch in Stock._parse_schedule(args.step_batch_size_schedule, None)), default=0)
-    except ValueError:
-        return 0  # which Megatron says itself, later
 
 
 def _micro_batches(args: Namespace) -> int:

@@ -1,5 +1,5 @@
 """Numbers and shapes that a run with a level cannot have, and what its formats cannot do: each a UserError of one line,
-flag, value and remedy."""
+flag, value and remedy. And the batch that the flags give the largest step."""
 
 import math
 from argparse import Namespace
@@ -58,6 +58,21 @@ def check_counts(args: Namespace) -> None:
     for flag in COUNTS:
         if (value := value_of(args, flag)) is not None and value < 1:
             raise UserError(f"{flag} {value}: use 1 or more")
+
+
+def largest_batch(args: Namespace) -> int:
+    """Samples of the largest step: --global-batch-size, or the most of --step-batch-size-schedule; 0 of neither.
+
+    Megatron's validation sets the global batch size of a run with a schedule to one micro-batch on each rank.
+    """
+    if args.step_batch_size_schedule is None:
+        return args.global_batch_size or 0
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator as Stock
+
+    try:
+        return max((batch for _, batch in Stock._parse_schedule(args.step_batch_size_schedule, None)), default=0)
+    except ValueError:
+        return 0  # which Megatron says itself, later
 
 
 def check_optimizer(args: Namespace, cells: dict[str, str]) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 
 from .. import plugin
 from ..errors import UserError
-from ..flags.gradients import largest_batch
 from ..flags.level import CELLS, LEVEL, is_stock
-from ..flags.numbers import check_counts
+from ..flags.numbers import check_counts, largest_batch
 from ..flags.stock import plain
 from .memory import Job
 from .systems import System, asked_for, chosen

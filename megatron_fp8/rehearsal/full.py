@@ -17,7 +17,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..errors import UserError
-from ..flags.gradients import largest_batch
+from ..flags.numbers import largest_batch
 from .command import Launch, words_of
 from .full_rank import MARK
 from .job import Job

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import UserError
-from ..flags.gradients import largest_batch
-from ..flags.numbers import GEMM_MULTIPLE
+from ..flags.numbers import GEMM_MULTIPLE, largest_batch
 from .command import Flags, flags_of
 
 HEAD = 16  # channels, the least that an FP8 GEMM sums over
