@@ -44,7 +44,7 @@ from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import cublaslt, gemm_race, gemm_search, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, FASTER
+from megatron_fp8.ops.cutlass import CUTLASS
 from megatron_fp8.ops.cutlass_build import Unavailable
 from megatron_fp8.ops.plans import NAMES
 
@@ -60,7 +60,7 @@ SHAPES = {  # tokens, out, in
     "head, sequence 2048": (2048, 50304, 4096),
     "head": (8192, 50304, 4096),
 }
-OTHERS = {  # what the rule of cutlass.py's FASTER is to be right for too
+OTHERS = {  # what the rule of cutlass.py's is_faster is to be right for too
     "125M qkv": (32768, 2304, 768),
     "125M proj": (32768, 768, 768),
     "125M fc1": (32768, 6144, 768),
@@ -167,7 +167,7 @@ def usual() -> list[dict]:
             row |= {f"{maker} ms": round(ms[maker], 4) for maker in calls}
             row |= {f"{maker} burst ms": round(bursts[maker], 4) for maker in calls}
             row |= {"gain": round(ms["cublaslt"] / ms["cutlass"], 3), "kernel": first["cutlass"].described()}
-            row |= {"auto runs": "cutlass" if FASTER.takes(p) else "cublaslt"}
+            row |= {"auto runs": "cutlass" if CUTLASS.is_faster(p) else "cublaslt"}
             rows.append(row)
             print(f"{name:22} {kind:16} {row['gain']:6.3f} {row['auto runs']:9} {row['kernel']}", flush=True)
     for which in ("cutlass", "cublaslt"):
@@ -283,12 +283,12 @@ def host_time(calls: int = 2000) -> None:
     scales = {"a_scale": a.scale_inv, "b_scale": b.scale_inv}
     runs = {"torch._scaled_mm": Case(a, b, out, False).by_torch}
     runs["by a plan, cuBLASLt's"] = lambda: plans.product(a.payload, b.payload, out, **scales)
-    served = [(name, call, (CUBLASLT,)) for name, call in runs.items()]
+    served = [(name, call, CUBLASLT) for name, call in runs.items()]
     if CUTLASS.kernels:
-        served.append(("by a plan, CUTLASS's", runs["by a plan, cuBLASLt's"], (CUTLASS, CUBLASLT)))
+        served.append(("by a plan, CUTLASS's", runs["by a plan, cuBLASLt's"], CUTLASS))
     print()
-    for name, call, makers in served:
-        plans.serve(makers)
+    for name, call, maker in served:
+        plans.serve(lambda problem, maker=maker: maker)
         for repeat in (100, calls):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -296,7 +296,7 @@ def host_time(calls: int = 2000) -> None:
                 call()
             took = time.perf_counter() - start
         print(f"host time of a call, {name}: {took / calls * 1e6:.1f} us")
-    plans.serve((CUBLASLT,))
+    plans.serve(lambda problem: CUBLASLT)
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def gemms() -> Iterator[Finding]:
     from ..ops import cublaslt, gemm_trust
     from ..ops.cutlass import CUTLASS
     from ..ops.cutlass_build import Unavailable
-    from ..ops.gemm import known, serving
+    from ..ops.gemm import prepared, serving
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     serves = serving(device).name
@@ -78,10 +78,9 @@ def gemms() -> Iterator[Finding]:
                 CUTLASS.prepare(build=False)
                 if reason := gemm_trust.fault():  # what a run asks before it lets them serve
                     raise RuntimeError(reason)
-            backend = known(name)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                getattr(backend, "prepare", lambda: None)()
+                backend = prepared(name)
             off = product_is_off(backend, device)
         except Unavailable as reason:
             yield good(what, f"not there, and optional ({' '.join(str(reason).split())[:120]})")

@@ -19,9 +19,9 @@ a result in BF16; in FP32 it is 1.7e-4 of the result for 1.0e-4. 512, and pairs 
 A block of threads takes its tiles from a counter (csrc/counted.cuh): a collective that holds some multiprocessors for a
 while delays only what would run there. (Of tiles "in turns", pingpong, a block has its share.)
 
-`FASTER` has of these only what is faster than cuBLASLt on a GPU under load, without a search: long sums, promoted every
-256, that are not added to anything, of which its tiles leave no multiprocessor idle: dgrads of wide layers, and weight
-gradients of many tokens where nothing is there yet.
+`is_faster` is true of what is faster than cuBLASLt's on a GPU under load, as is known without a search: long sums,
+promoted every 256, that are not added to anything, of which its tiles leave no multiprocessor idle: dgrads of wide
+layers, and weight gradients of many tokens where nothing is there yet.
 
 Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
 """
@@ -40,7 +40,7 @@ _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 # Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
 SPEED = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.87}
-LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # FASTER's least: k, promotion, share of the multiprocessors' time in use
+LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # is_faster's least: k, promotion, share of the multiprocessors' time in use
 ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 
 
@@ -139,6 +139,15 @@ class Cutlass:
     def takes(self, problem: Problem) -> bool:
         return bool(self._kernels(problem))
 
+    def is_faster(self, problem: Problem) -> bool:
+        """Whether it takes a problem and is faster than cuBLASLt, as far as is known without a search."""
+        p = problem
+        if p.k < LONG or p.d != torch.bfloat16 or p.add:
+            return False
+        long = [choice for choice in self.choices(p) if choice.kernel.promote >= PROMOTE]
+        times = [self.estimate(choice, p) for choice in long if choice.swizzle > 1]  # else too much is read twice
+        return bool(times) and p.m * p.n / self.multiprocessors >= WHOLE * min(times)
+
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
         choices = self.choices(problem)
         choices.sort(key=lambda choice: (self.estimate(choice, problem), -choice.kernel.promote))
@@ -186,33 +195,4 @@ def _describe(library: ctypes.CDLL, index: int) -> Kernel:
     return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))
 
 
-class Faster:
-    """The maker of those of another's plans that are faster than cuBLASLt's, as far as is known without a search."""
-
-    def __init__(self, of: Cutlass) -> None:
-        self._of, self.name = of, of.name
-
-    @property
-    def version(self) -> str:
-        return self._of.version
-
-    def prepare(self, build: bool = True) -> None:
-        self._of.prepare(build)
-
-    def takes(self, problem: Problem) -> bool:
-        p, by = problem, self._of
-        if p.k < LONG or p.d != torch.bfloat16 or p.add:
-            return False
-        long = [choice for choice in by.choices(p) if choice.kernel.promote >= PROMOTE]
-        times = [by.estimate(choice, p) for choice in long if choice.swizzle > 1]  # else too much is read twice
-        return bool(times) and p.m * p.n / by.multiprocessors >= WHOLE * min(times)
-
-    def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
-        return self._of.candidates(problem, device, pointers, count)
-
-    def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Launch | None:
-        return self._of.named(problem, device, pointers, name)
-
-
 CUTLASS = Cutlass()
-FASTER = Faster(CUTLASS)

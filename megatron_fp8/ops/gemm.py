@@ -42,7 +42,7 @@ from megatron_fp8.numerics.formats import E5M2, Format
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import cublaslt, plans, reference
 from megatron_fp8.ops.by_device import quantize
-from megatron_fp8.ops.cutlass import CUTLASS, FASTER
+from megatron_fp8.ops.cutlass import CUTLASS
 
 type Operand = ScaledTensor | torch.Tensor
 
@@ -146,18 +146,25 @@ class ScaledMM:
 
 
 class Planned:
-    """By plans (plans.py) of `makers`, or another backend where cuBLASLt is not bound. M, N and K: multiples of 16."""
+    """By plans (plans.py), or another backend where cuBLASLt is not bound. M, N and K: multiples of 16.
+
+    ours: whether a problem's plan is CUTLASS's, and not cuBLASLt's; None: it never is.
+    """
 
     devices = ("cuda",)
 
-    def __init__(self, name: str, makers: tuple[plans.Maker, ...], otherwise: Backend):
-        self.name, self.makers, self._otherwise = name, makers, otherwise
+    def __init__(self, name: str, otherwise: Backend, ours: Callable[[plans.Problem], bool] | None = None):
+        self.name, self._otherwise, self._ours = name, otherwise, ours
 
     def prepare(self) -> None:
-        """Raises cutlass_build.Unavailable where CUTLASS is a maker and has no library."""
-        for maker in self.makers:
-            getattr(maker, "prepare", lambda: None)()
-        plans.serve(self.makers)
+        """Raises cutlass_build.Unavailable where CUTLASS may make plans and has no library."""
+        if self._ours is not None:
+            CUTLASS.prepare()
+        plans.serve(self.maker_of)
+
+    def maker_of(self, problem: plans.Problem) -> plans.Maker:
+        """Who makes a problem's plan."""
+        return CUTLASS if self._ours is not None and self._ours(problem) else cublaslt.CUBLASLT
 
     @functools.cached_property
     def fuses(self) -> frozenset[str]:
@@ -208,18 +215,19 @@ def register(backend: Backend, serve: bool = True) -> None:
         use(backend.name)
 
 
-def known(name: str) -> Backend:
-    """The backend of that name; KeyError where there is none."""
-    return _backends[name]
+def prepared(name: str) -> Backend:
+    """The backend of that name; KeyError where there is none.
+
+    A backend with a `prepare` is prepared, which raises where it cannot serve.
+    """
+    backend = _backends[name]
+    getattr(backend, "prepare", lambda: None)()
+    return backend
 
 
 def use(name: str) -> None:
-    """Have the backend of that name serve its devices; KeyError where there is none.
-
-    A backend with a `prepare` is prepared first, which raises where it cannot serve.
-    """
-    backend = known(name)
-    getattr(backend, "prepare", lambda: None)()
+    """Have the backend of that name, prepared, serve its devices; raises what `prepared` does."""
+    backend = prepared(name)
     _serving.update(dict.fromkeys(backend.devices, backend))
 
 
@@ -230,9 +238,9 @@ def serving(device: str) -> Backend:
 
 _torch = ScaledMM()
 register(_torch)
-register(Planned("cutlass", (CUTLASS, cublaslt.CUBLASLT), _torch), serve=False)
-register(Planned("auto", (FASTER, cublaslt.CUBLASLT), _torch), serve=False)
-register(Planned("cublaslt", (cublaslt.CUBLASLT,), _torch))
+register(Planned("cutlass", _torch, CUTLASS.takes), serve=False)
+register(Planned("auto", _torch, CUTLASS.is_faster), serve=False)
+register(Planned("cublaslt", _torch))
 register(Reference())
 
 

@@ -3,8 +3,8 @@
     D (m, n) = a_scale b_scale A B^T (+ bias) (+ C)     A (m, k), B (n, k); C is D, to accumulate, or a residual
 
 A call's shape is a `Problem`. A `Maker` makes plans of it: cuBLASLt of its algorithms (cublaslt.py), CUTLASS of its
-kernels (cutlass.py). What a search chose comes first (gemm_search.py), then `makers`, in their order. A call waits for
-nothing, and can be captured in a CUDA graph.
+kernels (cutlass.py). What a search chose comes first (gemm_search.py), then the maker that the backend which serves has
+for the problem (`serve`). A call waits for nothing, and can be captured in a CUDA graph.
 
 Memory that a GEMM does not read or write as it lies, FP8 operands or their result at an address that is no multiple of
 16 bytes, goes by way of memory that it does: the same bits, for a copy. A result in FP8 is refused: no maker has it.
@@ -128,15 +128,15 @@ class Maker(Protocol):
 
 _lock = threading.Lock()  # autograd's thread and the caller's share plans
 _plans: dict[tuple, Plan | None] = {}  # by what `product` is given, addresses aside; None: by way of copies
-makers: tuple[Maker, ...] = ()  # the first that takes a problem makes its plan
+maker_of: Callable[[Problem], Maker]  # who makes a problem's plan
 searched: Callable[[Problem, int, tuple[int, ...]], Plan | None] | None = None  # what a search chose (gemm_search.py)
 on_plan: Callable[[Plan], None] | None = None  # is told of every plan that is made (announce.py)
 
 
-def serve(by: tuple[Maker, ...]) -> None:
-    """Have these make the plans from now on."""
-    global makers
-    makers = by
+def serve(by: Callable[[Problem], Maker]) -> None:
+    """From now on have the maker that `by` gives make a problem's plan."""
+    global maker_of
+    maker_of = by
     renew()
 
 
@@ -249,8 +249,7 @@ def _plan(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan | No
 
 def usual(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan:
     """What runs a problem where no search has chosen."""
-    maker = next((maker for maker in makers if maker.takes(problem)), makers[-1])
-    return maker.candidates(problem, device, pointers, 1)[0]
+    return maker_of(problem).candidates(problem, device, pointers, 1)[0]
 
 
 def _aligned(x: torch.Tensor | None) -> torch.Tensor | None:

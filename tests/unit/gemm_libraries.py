@@ -167,7 +167,7 @@ def lib(monkeypatch):
     monkeypatch.setattr(plans, "_stream", lambda device: 7)
     monkeypatch.setattr(plans, "_current_device", lambda: -1)
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "makers", (cublaslt.CUBLASLT,))
+    monkeypatch.setattr(plans, "maker_of", lambda problem: cublaslt.CUBLASLT)
     monkeypatch.setattr(Event, "clock", Clock())
     yield lib
     gemm_search.forget()
@@ -208,23 +208,23 @@ def timed(lib, monkeypatch, tmp_path):
 @pytest.fixture
 def served(lib):
     """The backend "cublaslt" serves the CPU."""
-    yield from serve("cublaslt", (cublaslt.CUBLASLT,), lib)
+    yield from serve("cublaslt", None, lib)
 
 
 @pytest.fixture
 def served_cutlass(cutlass):
     """The backend "cutlass" serves the CPU."""
-    yield from serve("cutlass", (CUTLASS, cublaslt.CUBLASLT), cutlass)
+    yield from serve("cutlass", CUTLASS.takes, cutlass)
 
 
-def serve(name, makers, library):
+def serve(name, ours, library):
     class Here(Planned):
         devices = ("cpu",)
 
-    before = plans.makers
-    register(Here(name, makers, ScaledMM()))
+    before = plans.maker_of
+    register(Here(name, ScaledMM(), ours))
     yield library
-    register(Planned(name, makers, ScaledMM()), serve=False)
+    register(Planned(name, ScaledMM(), ours), serve=False)
     use("reference")
     plans.serve(before)
 

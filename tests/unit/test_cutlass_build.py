@@ -15,8 +15,10 @@ import torch
 
 from megatron_fp8.cli import main
 from megatron_fp8.ops import cutlass_build as build
-from megatron_fp8.ops.cutlass import CUTLASS, FASTER, ORDERS, Choice, Cutlass, Faster, Kernel
-from megatron_fp8.ops.gemm import known, serving, use
+from megatron_fp8.ops import plans
+from megatron_fp8.ops.cublaslt import CUBLASLT
+from megatron_fp8.ops.cutlass import CUTLASS, ORDERS, Choice, Cutlass, Kernel
+from megatron_fp8.ops.gemm import prepared, serving, use
 from megatron_fp8.ops.plans import Problem
 
 NVCC = """#!/bin/sh
@@ -141,9 +143,18 @@ def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, mo
     assert serving("cuda").name != "cutlass"
 
 
-def test_it_waits_to_be_chosen():
-    assert known("cutlass").makers[0] is CUTLASS and known("auto").makers[0] is FASTER
+def test_it_waits_to_be_chosen(monkeypatch):
+    """By name it plans what it takes; with auto what it is faster for."""
     assert serving("cuda").name == "cublaslt"
+    monkeypatch.setattr(plans, "maker_of", plans.maker_of)  # which is put back
+    monkeypatch.setattr(CUTLASS, "prepare", lambda: None)
+    monkeypatch.setattr(CUTLASS, "kernels", (kernel(128, 256, (2, 1), 256),))
+    monkeypatch.setattr(CUTLASS, "multiprocessors", 132)
+    problems = problem_of(8192, 4096, 8192), problem_of(2304, 768, 8192), problem_of(64, 40, 32)
+    for name, ours in (("cutlass", 2), ("auto", 1), ("cublaslt", 0)):
+        makers = [CUTLASS] * ours + [CUBLASLT] * (3 - ours)
+        assert [prepared(name).maker_of(problem) for problem in problems] == makers, name
+        assert [plans.maker_of(problem) for problem in problems] == makers, name
 
 
 def test_the_verb_prints_where_it_lies_or_why_not(machine, monkeypatch, capsys):
@@ -256,27 +267,25 @@ def test_the_usual_order_gives_way_where_it_would_waste_tiles():
 )
 def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
     all_of_them = Cutlass()
-    faster = Faster(all_of_them)
     shapes = (128, 256), (128, 128)  # as e5m2_promoted.cu has them
     all_of_them.kernels = tuple(kernel(*shape, (2, 1), 256) for shape in shapes)
     problem = problem_of(m, n, 8192)
-    assert faster.takes(problem) == taken and all_of_them.takes(problem)
+    assert all_of_them.is_faster(problem) == taken and all_of_them.takes(problem)
 
 
 def test_without_a_search_it_takes_nothing_else():
     """It knows of no other that they are faster."""
     ours = Cutlass()
-    faster = Faster(ours)
     long, fast, fp32 = kernel(128, 256, (2, 1), 256), kernel(128, 256, (2, 1), 0), kernel(128, 256, (2, 1), 256)
     ours.kernels = (long, fast, dataclasses.replace(fp32, out=FP32))
     problem = problem_of(8192, 4096, 8192)
-    assert faster.takes(problem)
+    assert ours.is_faster(problem)
     for other in ({"fast_accum": True}, {"d": FP32}, {"add": True}, {"k": 4096, "a_ld": 4096, "b_ld": 4096}):
-        assert not faster.takes(problem._replace(**other)), other
+        assert not ours.is_faster(problem._replace(**other)), other
     ours.multiprocessors = 120  # where 1,024 tiles are 8.53 waves
-    assert not faster.takes(problem)
+    assert not ours.is_faster(problem)
     ours.kernels = (kernel(128, 256, (2, 1), 128),)
-    assert not faster.takes(problem)
+    assert not ours.is_faster(problem)
 
 
 def test_what_it_takes_and_by_which_kernels():

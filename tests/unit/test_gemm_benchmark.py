@@ -9,7 +9,7 @@ from gemm_libraries import Event
 from launch import ROOT
 
 from megatron_fp8.ops import cublaslt, gemm_search
-from megatron_fp8.ops.cutlass import CUTLASS, FASTER
+from megatron_fp8.ops.cutlass import CUTLASS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gemm as benchmark
@@ -58,7 +58,7 @@ def test_without_a_search_cublaslt_is_beside_cutlass_and_auto_named(lib, cutlass
     monkeypatch.setattr(benchmark, "SHAPES", {"small": (64, 48, 80)})
     monkeypatch.setattr(benchmark, "OTHERS", {})
     monkeypatch.setattr(CUTLASS, "prepare", lambda build: None)
-    monkeypatch.setattr(FASTER, "takes", lambda problem: problem.n == 80 and not problem.add)
+    monkeypatch.setattr(CUTLASS, "is_faster", lambda problem: problem.n == 80 and not problem.add)
     ours, others = CUTLASS.candidates, cublaslt.CUBLASLT.candidates  # of dgrads the stand-in has no kernel
     monkeypatch.setattr(CUTLASS, "candidates", lambda *args: ours(*args) or others(*args))
     monkeypatch.setattr(sys, "argv", ["gemm.py", "--usual", "--csv", str(tmp_path / "usual.csv")])
