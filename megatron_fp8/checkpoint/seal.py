@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from ..ops.ranks import gathered
 
 SEAL, MARK, METADATA = "integrity.json", "unsealed", "metadata.json"  # a mark: a save into the folder is under way
 # Megatron reads it in place of what the other files hold: one that was not there when the checkpoint was sealed is not
@@ -166,11 +168,7 @@ def _sha256_of(hashes: dict[str, str]) -> str:
 
 
 def _merge(mine: dict[str, str]) -> dict[str, str]:
-    every: Iterable[dict[str, str]] = [mine]
-    if dist.is_initialized():
-        every = [{}] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-    return {name: hash for share in every for name, hash in share.items()}
+    return {name: hash for share in gathered(mine) for name, hash in share.items()}
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from .. import ops
 from ..errors import UserError
 from ..numerics.blocks import BLOCK, PackedBlocks
+from ..ops.ranks import gathered
 from ..ops.states import Gradient
 from . import wire
 
@@ -188,8 +189,7 @@ def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
     Returns None where two levels would be one: L of 1, or L = R.  UserError, on all ranks, unless all nodes of all
     groups have the same number of ranks, one after the other.
     """
-    every: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size()
-    dist.all_gather_object(every, (socket.gethostname(), dist.get_process_group_ranks(group)))
+    every = gathered((socket.gethostname(), dist.get_process_group_ranks(group)))
     groups = sorted({tuple(ranks) for _, ranks in every})
     if ranks_per_node is None:
         runs = [len(list(run)) for ranks in groups for _, run in itertools.groupby(every[r][0] for r in ranks)]

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable
 
-import torch.distributed as dist
 from megatron.core import mpu
 
 from ..engine.owned import owned_weights
@@ -11,6 +10,7 @@ from ..errors import UserError
 from ..flags.config import BF16_FLAG, Fp8Config
 from ..flags.emulate import LM_HEAD, linear_name, matches
 from ..metrics import LINEARS, record
+from ..ops.ranks import gathered
 
 
 def emulates_head(config: Fp8Config) -> bool:
@@ -40,11 +40,8 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
     if not config.bf16_layers and config.emulate is None:
         return []
     own = [(w.path, w.layer_number) for w in owned_weights(chunks)]
-    stages = mpu.get_pipeline_model_parallel_group()
-    everywhere = [own] * stages.size()
-    if len(everywhere) > 1:
-        dist.all_gather_object(everywhere, own, group=stages)
-    linears = [linear for stage in everywhere for linear in stage]
+    stages = gathered(own, mpu.get_pipeline_model_parallel_group())
+    linears = [linear for stage in stages for linear in stage]
     if config.emulate is not None and config.emulate.lm_head:
         linears.append((LM_HEAD, 0))
     names = list(dict.fromkeys(linear_name(*linear) for linear in linears))  # experts share one

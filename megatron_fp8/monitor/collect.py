@@ -50,6 +50,7 @@ from ..numerics.blocks import block_scales
 from ..numerics.formats import E4M3
 from ..numerics.scaled import ScaledTensor
 from ..ops import Product, count_cast
+from ..ops.ranks import gathered
 from .write import CASTS, Tally, current_iteration, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
@@ -102,11 +103,7 @@ class Monitor(Observer):
             return
         tallies = self.counts.agree(self._sharing)
         self._forget()
-        stages: list[dict[str, Tally]] = [tallies]
-        if self._stages.size() > 1:
-            stages *= self._stages.size()
-            dist.all_gather_object(stages, tallies, group=self._stages)
-        found_everywhere = {name: tally for stage in stages for name, tally in stage.items()}
+        found_everywhere = {name: tally for stage in gathered(tallies, self._stages) for name, tally in stage.items()}
         write(found_everywhere, self._iteration)
         self.on_tallies(found_everywhere, self._iteration)
 

@@ -55,6 +55,7 @@ from ..flags.probe import ProbePlan
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
 from ..ops import count_cast
+from ..ops.ranks import gathered
 from .write import CASTS, current_iteration, say
 
 FPROP, DGRAD, WGRAD = range(3)
@@ -237,11 +238,7 @@ class Probe(Observer):
                 for i, name in enumerate(OPERANDS)
             }
             found[weight.name] = {**gemms, **operands}
-        everywhere: list[dict[str, Any]] = [found]
-        if stages.size() > 1:
-            everywhere *= stages.size()
-            dist.all_gather_object(everywhere, found, group=stages)
-        linears = {name: values for stage in everywhere for name, values in stage.items()}
+        linears = {name: values for stage in gathered(found, stages) for name, values in stage.items()}
         return dict(sorted(linears.items(), key=lambda item: _layer(item[0])))
 
 

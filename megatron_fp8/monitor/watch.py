@@ -42,6 +42,7 @@ from ..engine.optimizer import EngineOptimizer
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..flags.watch import FALLBACK, NO_FP8, SKIP, WatchPlan
+from ..ops.ranks import gathered
 from .collect import Monitor
 from .spikes import DOUBLED, Series
 from .write import Tally, current_iteration, say, together, write_scalars
@@ -278,11 +279,7 @@ class Watch(Observer):
         return found
 
     def _of_all_stages(self, names: list[str]) -> list[str]:
-        stages = [names]
-        if self._stages.size() > 1:
-            stages *= self._stages.size()
-            dist.all_gather_object(stages, names, group=self._stages)
-        return [name for stage in stages for name in stage]
+        return [name for stage in gathered(names, self._stages) for name in stage]
 
     def _choose_gemms(self) -> None:
         out = self._fallback.out()

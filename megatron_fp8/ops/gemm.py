@@ -129,7 +129,6 @@ class Backend(Protocol):
 
     def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> Any:
         """The product with an epilogue of what it fuses, of the epilogue's dtype or in `into`."""
-        ...
 
 
 class ScaledMM:

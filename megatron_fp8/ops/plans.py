@@ -94,15 +94,12 @@ class Plan(Protocol):
 
     def point(self, pointers: tuple[int, ...]) -> None:
         """Have it hold these addresses."""
-        ...
 
     def run(self, a: int, b: int, c: int, d: int, stream: int) -> None:
         """Launch it on these addresses; under `_lock`, as what it holds was pointed to before."""
-        ...
 
     def described(self) -> str:
         """For a line of the log."""
-        ...
 
 
 class Maker(Protocol):
@@ -115,15 +112,12 @@ class Maker(Protocol):
 
     def takes(self, problem: Problem) -> bool:
         """Whether it may have plans of a problem."""
-        ...
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
         """Its plans, its own favourite first, all or `count`; RuntimeError where it has none."""
-        ...
 
     def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Plan | None:
         """The plan of that name; None where it will not run here."""
-        ...
 
 
 _lock = threading.Lock()  # autograd's thread and the caller's share plans

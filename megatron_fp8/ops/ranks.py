@@ -16,10 +16,10 @@ def from_rank_0[T](mine: T) -> T:
     return held[0]
 
 
-def gathered[T](mine: T) -> list[T]:
-    """Of all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def gathered[T](mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Of all ranks, or of a group's, in their order."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [mine]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, mine, group=group)
     return everywhere

@@ -22,11 +22,9 @@ class Source(Protocol):
         self, fmt: Format, scale: torch.Tensor, *, rows: bool, columns: bool, amax_out: torch.Tensor | None
     ) -> Payloads:
         """In FP8, as reference.quantize does of what `values` gives, without its rounding."""
-        ...
 
     def values(self) -> torch.Tensor:
         """(M, K) in the type of the model's activations."""
-        ...
 
 
 type Castable = torch.Tensor | Source
