@@ -34,10 +34,12 @@ import torch._dynamo  # it inspects torch.cuda when it is first imported: that m
 from torch.overrides import TorchFunctionMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from .rebind import Rebound
+
 _GPU_PRESENT = torch.cuda.is_available()  # asked before anything is replaced
 _CPU = torch.device("cpu")
 _mode: TorchFunctionMode | None = None
-_replaced: list[tuple[Any, str, Any]] = []  # (owner, name, original), in the order of replacement
+_rebound = Rebound()
 
 
 def needed() -> bool:
@@ -55,7 +57,7 @@ def install() -> None:
         return
     for owner, substitutes in _substitutes():
         for name, value in substitutes.items():
-            _replace(owner, name, value)
+            _rebound.replace(owner, name, value)
     _mode = _CudaIsCpu()
     _mode.__enter__()
     atexit.register(_leave_groups)
@@ -63,10 +65,10 @@ def install() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.training.initialize as initialize
 
-    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
+    _rebound.replace(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
     # It would compile fused kernels, and draw from what is here the generator of the initial weights an
     # amount that depends on the tensor-parallel size: TP 1 and TP 2 would start from different networks.
-    _replace(initialize, "_warmup_jit_function", _nothing)
+    _rebound.replace(initialize, "_warmup_jit_function", _nothing)
 
 
 def uninstall() -> None:
@@ -76,8 +78,7 @@ def uninstall() -> None:
         _mode.__exit__(None, None, None)
         _mode = None
         atexit.unregister(_leave_groups)
-    while _replaced:
-        setattr(*_replaced.pop())
+    _rebound.put_back()
 
 
 def skip_dataset_compile() -> None:
@@ -91,7 +92,7 @@ def skip_dataset_compile() -> None:
     built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if built and not os.path.exists(makefile) and utils.compile_helpers is not _nothing:
-        _replace(utils, "compile_helpers", _nothing)
+        _rebound.replace(utils, "compile_helpers", _nothing)
 
 
 def adapt_args(args) -> list[str]:
@@ -107,11 +108,6 @@ def _leave_groups() -> None:
     """End gloo's threads before the process ends: otherwise they abort it now and then, after all is done."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    _replaced.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
 
 
 def _is_cuda(device: Any) -> bool:

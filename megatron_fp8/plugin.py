@@ -9,7 +9,7 @@ What is hooked, and why not something more official:
                                                 level changes.  `extra_args_provider` cannot do the second.  Before
                                                 that, --args-file is replaced in sys.argv by what the files say.
     GPTModel.__init__                           exchanges the layer spec, and what stands for the norms in the layers
-                                                that come out (layers/residual.py).  GPTModelConfig.builder is official,
+                                                that come out (layers/model.py).  GPTModelConfig.builder is official,
                                                 but scripts with a model_provider never look at it; both end here.
     language_module.fused_vocab_parallel_cross_entropy and tensor_parallel.vocab_parallel_cross_entropy
                                                 are ours (layers/cross_entropy.py): with --cross-entropy-loss-fusion
@@ -70,11 +70,9 @@ it would load a level's optimizer state it is told that it cannot.)
 """
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -99,10 +97,10 @@ from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.stock import installed
 from .flags.usage import escape_bad_help, one_line_usage_errors
 from .metrics import begin
+from .rebind import Rebound
 
-Rebound = list[Callable[[], Any]]  # what undoes each, in the order of rebinding
-_of_process: Rebound = []  # by install(): what reads the flags of every run
-_of_run: Rebound = []  # for what the flags of one run ask for; put back when the next run's are read
+_of_process = Rebound()  # by install(): what reads the flags of every run
+_of_run = Rebound()  # for what the flags of one run ask for; put back when the next run's are read
 
 
 def install(begins: bool = True) -> None:
@@ -124,39 +122,14 @@ def install(begins: bool = True) -> None:
     check_megatron_version(megatron.core.package_info.__version__)
     cpu.skip_dataset_compile()
     make = functools.partial(_parse_args, begins=begins)
-    _rebind(arguments, "parse_args", make, "extra_args_provider ignore_unknown_args", _of_process)
+    _of_process.rebind(arguments, "parse_args", make, "extra_args_provider ignore_unknown_args")
 
 
 def uninstall() -> None:
     """Undo install(), in reverse order.  Models already built keep what they have."""
-    _put_back(_of_run)
-    _put_back(_of_process)
+    _of_run.put_back()
+    _of_process.put_back()
     cpu.uninstall()
-
-
-def _put_back(rebound: Rebound) -> None:
-    while rebound:
-        rebound.pop()()
-
-
-def _rebind(
-    owner: Any, name: str, make: Callable[[Callable], Callable], parameters: str, rebound: Rebound = _of_run
-) -> None:
-    """Replace owner.name by make(original), if the original still has the parameters we know."""
-    original = getattr(owner, name)
-    known = parameters.split()
-    found = list(inspect.signature(original).parameters)
-    if found[: len(known)] != known:
-        raise RuntimeError(
-            f"megatron_fp8 does not know this {owner.__name__}.{name}({', '.join(found)}): it was written for "
-            f"({', '.join(known)}, ...); use megatron-core 0.19.x"
-        )
-    _replace(owner, name, make(original), rebound)
-
-
-def _replace(owner: Any, name: str, value: Any, rebound: Rebound = _of_run) -> None:
-    rebound.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-    setattr(owner, name, value)
 
 
 def _log(lines: list[str]) -> None:
@@ -189,7 +162,7 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
         config = config_from_args(args)
         check_data_files(args)
         _log(cpu.adapt_args(args))
-        _put_back(_of_run)  # of an earlier run in this process
+        _of_run.put_back()  # of an earlier run in this process
         if config is not None:
             check_script(config.level)
             check_evaluation(args)
@@ -239,22 +212,29 @@ def _hook_model(fp8: Fp8Config, gemms: RunGemms) -> None:
     from megatron.core.rerun_state_machine import RerunStateMachine
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
+    from .layers import cross_entropy
     from .layers.embedding import Functional
+    from .layers.model import built_with
     from .monitor.late_checks import LateChecks
 
-    _replace(tensor_parallel_layers, "F", Functional())
-    _rebind(GPTModel, "__init__", _gpt_model_init(fp8), "self config transformer_layer_spec")
-    logits = "vocab_parallel_logits target"
-    _rebind(language_module, "fused_vocab_parallel_cross_entropy", _fused_cross_entropy, f"{logits} tp_group")
-    _rebind(tensor_parallel, "vocab_parallel_cross_entropy", _cross_entropy, f"{logits} label_smoothing tp_group")
-    _rebind(CheckpointWithoutOutput, "__init__", lambda stock: lambda self, fp8=None: stock(self, None), "self fp8")
+    _of_run.replace(tensor_parallel_layers, "F", Functional())
+    _of_run.rebind(GPTModel, "__init__", built_with(fp8), "self config transformer_layer_spec")
+    parameters = "vocab_parallel_logits target tp_group"
+    _of_run.rebind(language_module, "fused_vocab_parallel_cross_entropy", cross_entropy.fused, parameters)
+    parameters = "vocab_parallel_logits target label_smoothing tp_group"
+    _of_run.rebind(tensor_parallel, "vocab_parallel_cross_entropy", cross_entropy.unfused, parameters)
+    _of_run.rebind(CheckpointWithoutOutput, "__init__", _without_fp8, "self fp8")
     checks = LateChecks()
-    _rebind(RerunStateMachine, "validate_result", checks.validate_result, "self result rejection_func message")
+    _of_run.rebind(RerunStateMachine, "validate_result", checks.validate_result, "self result rejection_func message")
     loop = "should_run_forward_backward"
-    _rebind(RerunStateMachine, loop, checks.should_run_forward_backward, "self data_iterator")
-    _rebind(RerunStateMachine, "_reduce_any", checks.reduce_any, "self value")
+    _of_run.rebind(RerunStateMachine, loop, checks.should_run_forward_backward, "self data_iterator")
+    _of_run.rebind(RerunStateMachine, "_reduce_any", checks.reduce_any, "self value")
     parameters = "prefix forward_step_func data_iterator model iteration"
-    _rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8, gemms), parameters)
+    _of_run.rebind(training, "evaluate_and_print_results", _evaluate_without_optimizer(fp8, gemms), parameters)
+
+
+def _without_fp8(stock: Callable):
+    return lambda self, fp8=None: stock(self, None)
 
 
 def _hook_weight_gradients() -> None:
@@ -268,24 +248,32 @@ def _hook_weight_gradients() -> None:
     _of_run.append(functools.partial(sys.modules.pop, wgrad.NAME, None))
     setattr(layers, wgrad.NAME, wgrad.MODULE)  # the import that failed left no name
     _of_run.append(functools.partial(delattr, layers, wgrad.NAME))
-    _replace(layers, "_grad_accum_fusion_available", True)
+    _of_run.replace(layers, "_grad_accum_fusion_available", True)
 
 
 def _hook_optimizer(fp8: Fp8Config | None, gemms: RunGemms | None) -> None:
     import megatron.training.training as training
 
     parameters, same = "config model_chunks config_overrides", SameEverywhere()
-    _rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same, gemms), parameters)
+    _of_run.rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same, gemms), parameters)
     if fp8 is not None:
-        _rebind(training, "logical_and_across_model_parallel_group", same.logical_and, "input group")
-        _rebind(training, "reduce_max_stat_across_model_parallel_group", same.largest, "stat group")
+        _of_run.rebind(training, "logical_and_across_model_parallel_group", same.logical_and, "input group")
+        _of_run.rebind(training, "reduce_max_stat_across_model_parallel_group", same.largest, "stat group")
 
 
 def _hook_train_step(around: Callable) -> None:
+    """around(model, optimizer, step) runs step(), stock's whole training step, and returns its result."""
     import megatron.training.training as training
 
-    parameters = "forward_step_func data_iterator model optimizer"
-    _rebind(training, "train_step", _around_train_step(around), parameters)
+    def make(stock):
+        @functools.wraps(stock)
+        def train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs):
+            step = functools.partial(stock, forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+            return around(model, optimizer, step)
+
+        return train_step
+
+    _of_run.rebind(training, "train_step", make, "forward_step_func data_iterator model optimizer")
 
 
 def _hook_probe(plan: ProbePlan | None, exact: bool, update_norm: bool) -> None:
@@ -316,7 +304,7 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
         _hook_train_step(around)
     if plan.file is not None:
         parameters = "prefix forward_step_func data_iterator model"
-        _rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
+        _of_run.rebind(training, "evaluate_and_print_results", _evaluate(plan), parameters)
 
 
 def _hook_metrics() -> None:
@@ -325,11 +313,12 @@ def _hook_metrics() -> None:
     from .monitor.logged import Logged
 
     logged = Logged()
-    parameters = "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter"
-    _rebind(training, "training_log", logged.training_log, f"{parameters} grad_norm params_norm num_zeros_in_grad")
-    _rebind(training, "evaluate", logged.evaluate, "forward_step_func data_iterator model")
+    parameters = "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
+    parameters += "grad_norm params_norm num_zeros_in_grad"
+    _of_run.rebind(training, "training_log", logged.training_log, parameters)
+    _of_run.rebind(training, "evaluate", logged.evaluate, "forward_step_func data_iterator model")
     parameters = "prefix forward_step_func data_iterator model iteration"
-    _rebind(training, "evaluate_and_print_results", logged.evaluate_and_print_results, parameters)
+    _of_run.rebind(training, "evaluate_and_print_results", logged.evaluate_and_print_results, parameters)
 
 
 def _hook_dumps(model_chunks) -> None:
@@ -337,20 +326,11 @@ def _hook_dumps(model_chunks) -> None:
     import megatron.training.dgrad_logging as dgrad_logging
     import megatron.training.training as training
 
-    from .checkpoint.dumps import readable_params
+    from .checkpoint.dumps import readable_of
 
-    def make(stock):
-        @functools.wraps(stock)
-        def save_grads(save_dir, state_dict, iteration, grad_label):
-            if grad_label == "params":
-                state_dict = readable_params(state_dict, model_chunks)
-            return stock(save_dir, state_dict, iteration, grad_label)
-
-        return save_grads
-
-    _rebind(training, "save_grads", make, "save_dir state_dict iteration grad_label")
+    _of_run.rebind(training, "save_grads", readable_of(model_chunks), "save_dir state_dict iteration grad_label")
     for logger in activation_logging, dgrad_logging:
-        _replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
+        _of_run.replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
 
 
 def _hook_checkpoints(fp8: Fp8Config | None) -> None:
@@ -359,86 +339,26 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.training.training as training
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
-    from .checkpoint import loads, pickles, saves
+    from .checkpoint import loads, pickles, saves, state
 
     sharded, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
     if fp8 is None:
-        _rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
-        _rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, to_load)
+        _of_run.rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
+        _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, to_load)
         return
-    _rebind(checkpointing, "_build_sharded_state_dict_metadata", _metadata(fp8), "args")
-    _rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
-    _rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
-    _rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
-    _rebind(checkpointing, "read_metadata", loads.name_finished, "tracker_filename")
-    _rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
+    _of_run.rebind(checkpointing, "_build_sharded_state_dict_metadata", state.says_contents(fp8), "args")
+    _of_run.rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
+    _of_run.rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
+    _of_run.rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
+    _of_run.rebind(checkpointing, "read_metadata", loads.name_finished, "tracker_filename")
+    _of_run.rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
     cleanup = "cleanup_old_non_persistent_checkpoint"
-    _rebind(checkpointing, cleanup, saves.keep_newest_whole, "save_dir leave_ckpt_num do_async")
-    _rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), to_load)
-    _rebind(dist_checkpointing, "load", loads.by_either_name, sharded)
-    _rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
-    _rebind(FileSystemReader, "read_metadata", pickles.data_only_metadata, "self args kwargs")
-    _rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")
-
-
-def _gpt_model_init(fp8: Fp8Config):
-    from .engine.owned import name_weights
-    from .layers.chosen import emulates_head, keep_in_bf16
-    from .layers.embedding import add_to_main_grad
-    from .layers.emulated_head import emulate_head
-    from .layers.fp8_head import head_in_fp8
-    from .layers.residual import join_residuals
-    from .layers.spec import accept_local_names, convert, convert_block
-
-    def make(stock):
-        def init(self, config, transformer_layer_spec, *args, mtp_block_spec=None, vp_stage=None, **kwargs):
-            stock(
-                self,
-                config,
-                convert_block(transformer_layer_spec, config, fp8, vp_stage),
-                *args,
-                mtp_block_spec=convert(mtp_block_spec, config, fp8),
-                vp_stage=vp_stage,
-                **kwargs,
-            )
-            name_weights([self])  # which patterns ask for, without an optimizer (--skip-train) too
-            keep_in_bf16(self, fp8, config.num_layers)
-            if emulates_head(fp8) and self.post_process:
-                rank = torch.distributed.get_rank()
-                emulate_head(self.output_layer, fp8.emulate, fp8.seed, rank)
-            if fp8.lm_head and self.post_process:
-                head_in_fp8(self.output_layer, fp8.grad_format)
-            add_to_main_grad(self)
-            join_residuals(self)
-            accept_local_names(self)
-
-        return init
-
-    return make
-
-
-def _fused_cross_entropy(stock: Callable):
-    from .layers.cross_entropy import cross_entropy
-
-    @functools.wraps(stock)
-    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group):
-        return cross_entropy(vocab_parallel_logits, target, tp_group)
-
-    return fused_vocab_parallel_cross_entropy
-
-
-def _cross_entropy(stock: Callable):
-    from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-    from .layers.cross_entropy import cross_entropy
-
-    @functools.wraps(stock)
-    def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
-        if label_smoothing:  # no GPT's: a script's own loss
-            return stock(vocab_parallel_logits, target, label_smoothing, tp_group)
-        return cross_entropy(vocab_parallel_logits, target, tp_group or get_tensor_model_parallel_group())
-
-    return vocab_parallel_cross_entropy
+    _of_run.rebind(checkpointing, cleanup, saves.keep_newest_whole, "save_dir leave_ckpt_num do_async")
+    _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), to_load)
+    _of_run.rebind(dist_checkpointing, "load", loads.by_either_name, sharded)
+    _of_run.rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
+    _of_run.rebind(FileSystemReader, "read_metadata", pickles.data_only_metadata, "self args kwargs")
+    _of_run.rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")
 
 
 def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: RunGemms | None):
@@ -481,20 +401,6 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
     return make
 
 
-def _around_train_step(around: Callable):
-    """around(model, optimizer, step) runs step(), stock's whole training step, and returns its result."""
-
-    def make(stock):
-        @functools.wraps(stock)
-        def train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs):
-            step = functools.partial(stock, forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-            return around(model, optimizer, step)
-
-        return train_step
-
-    return make
-
-
 def _evaluate(plan: SharpnessPlan):
     from .monitor.sharpness import watch_evaluation
 
@@ -529,17 +435,5 @@ def _evaluate_without_optimizer(fp8: Fp8Config, gemms: RunGemms):
             return stock(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
 
         return evaluate
-
-    return make
-
-
-def _metadata(fp8: Fp8Config):
-    from .checkpoint.state import CONTENTS, contents
-
-    def make(stock):
-        def metadata(args, *rest, **kwargs):
-            return {**stock(args, *rest, **kwargs), CONTENTS: contents(fp8, args)}
-
-        return metadata
 
     return make

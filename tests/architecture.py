@@ -108,8 +108,8 @@ def build(argv: list[str], level: bool) -> torch.nn.Module:
     from megatron.training.arguments import validate_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    from megatron_fp8 import plugin
     from megatron_fp8.flags.config import adapt_stock_args, config_from_args
+    from megatron_fp8.layers.model import built_with
 
     base = [flag for flag in BASE if flag != "--no-rope-fusion"] + LEVEL if level else BASE
     args = parser().parse_args([*base, *argv])
@@ -118,7 +118,7 @@ def build(argv: list[str], level: bool) -> torch.nn.Module:
     if level:
         fp8 = config_from_args(args)
         adapt_stock_args(args, fp8)
-        init = plugin._gpt_model_init(fp8)(init)
+        init = built_with(fp8)(init)
     environment = {"NVTE_APPLY_QK_LAYER_SCALING": str(int(args.apply_query_key_layer_scaling))}
     if args.deterministic_mode:
         environment |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}

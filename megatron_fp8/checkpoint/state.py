@@ -20,6 +20,8 @@ none, since it stays in BF16, has zeros there: a run in which others do (`--fp8-
 Of `--fp8-on-spike` its histories and the linears that are out of FP8: plain numbers, the same on all ranks.
 """
 
+from collections.abc import Callable
+
 import torch
 from megatron.core import mpu
 from megatron.core.dist_checkpointing import load_content_metadata
@@ -60,6 +62,18 @@ def contents(fp8: Fp8Config, args) -> dict:
         "scaling": fp8.recipe == "delayed" and fp8.gemm == "fp8",
         "compact": layout,
     }
+
+
+def says_contents(fp8: Fp8Config) -> Callable[[Callable], Callable]:
+    """What makes of Megatron's metadata of a checkpoint one that says what of ours it holds."""
+
+    def make(stock):
+        def metadata(args, *rest, **kwargs):
+            return {**stock(args, *rest, **kwargs), CONTENTS: contents(fp8, args)}
+
+        return metadata
+
+    return make
 
 
 def is_ours(common: dict | None) -> bool:

@@ -14,7 +14,9 @@ latency (8,192 rows are 96 KiB a rank), no pass waits for the maximum of all ran
 the same numbers in the same order.
 """
 
+import functools
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,29 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, group: dist.Proces
         group: the tensor-parallel group that shares the vocabulary.
     """
     return _CrossEntropy.apply(logits, target, group)
+
+
+def fused(stock: Callable) -> Callable:
+    """What stands for Megatron's fused_vocab_parallel_cross_entropy."""
+
+    @functools.wraps(stock)
+    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group):
+        return cross_entropy(vocab_parallel_logits, target, tp_group)
+
+    return fused_vocab_parallel_cross_entropy
+
+
+def unfused(stock: Callable) -> Callable:
+    """What stands for Megatron's vocab_parallel_cross_entropy."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    @functools.wraps(stock)
+    def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
+        if label_smoothing:  # no GPT's: a script's own loss
+            return stock(vocab_parallel_logits, target, label_smoothing, tp_group)
+        return cross_entropy(vocab_parallel_logits, target, tp_group or get_tensor_model_parallel_group())
+
+    return vocab_parallel_cross_entropy
 
 
 class _CrossEntropy(torch.autograd.Function):

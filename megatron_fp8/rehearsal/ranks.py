@@ -67,7 +67,7 @@ def warm_up(folder: str | None = None) -> None:
     from .. import plugin  # noqa: F401
     from ..checkpoint import convert  # noqa: F401
     from ..engine import build  # noqa: F401
-    from ..layers import spec  # noqa: F401
+    from ..layers import model  # noqa: F401
     from ..monitor import collect, watch  # noqa: F401
 
     # Of each rank that saves: a process of its own, which spawned would import all of this once more.
