@@ -1,7 +1,7 @@
 """What the cost model is asked about: a model, its layout, a batch, a system; and its parts by pipeline stage."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UserError
@@ -157,6 +157,3 @@ class Workload:
         if cells["grad_accum"] == "auto":
             cells["grad_accum"] = "fp8" if self.micro_batches <= FEW_MICRO_BATCHES else "bf16"
         return cells
-
-    def with_micro_batch(self, size: int) -> "Workload":
-        return replace(self, micro_batch=size)
