@@ -39,11 +39,16 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
     params = {id(p): p for chunk in model_chunks for p in chunk.parameters()}
     held: Counter[str] = Counter()
     wire: Counter[str] = Counter(sent_bytes)
-    ours = {id(w.param) for part in _engine(chain) for bucket in part.buckets for w in bucket.weights}
+    engines = [part for part in chain.chained_optimizers if isinstance(part, EngineOptimizer)]
+    ours = {id(weight.param) for engine in engines for bucket in engine.buckets for weight in bucket.weights}
     held["weight"] = sum(p.nbytes for i, p in params.items() if i not in ours)
-    for chunk in model_chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            held["grad"] += buffer.grad_data.nbytes
+    sharded = any(isinstance(part, DistributedOptimizer) for part in chain.chained_optimizers)
+    for buffer in (b for chunk in model_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        held["grad"] += buffer.grad_data.nbytes
+        kept = buffer.data_parallel_group.size()
+        wire["grad_reduce"] += (1 if sharded else 2) * buffer.grad_data.nbytes * (kept - 1) // kept
+        if sharded:
+            wire["weight_gather"] += buffer.param_data.nbytes * (kept - 1) // kept
     for part in chain.chained_optimizers:
         if part.optimizer is None:
             continue
@@ -57,11 +62,6 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
         for state in part.optimizer.state.values():
             for kind in ("exp_avg", "exp_avg_sq"):
                 held[kind] += state[kind].nbytes if kind in state else 0
-    for buffer, sharded in _stock_buffers(model_chunks, chain):
-        kept = buffer.data_parallel_group.size()
-        wire["grad_reduce"] += (1 if sharded else 2) * buffer.grad_data.nbytes * (kept - 1) // kept
-        if sharded:
-            wire["weight_gather"] += buffer.param_data.nbytes * (kept - 1) // kept
     total = sum(p.numel() for p in params.values()) or 1  # a pipeline stage may have no parameter
     return {"bytes_per_param": {k: v / total for k, v in held.items()}, "wire_bytes_per_step": dict(wire)}
 
@@ -81,14 +81,3 @@ def summary(report: dict[str, dict[str, float]]) -> list[str]:
         sent = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in linears.items())
         lines.append(f"MB sent a step by this rank's linears over tensor parallelism: {sent}")
     return lines
-
-
-def _engine(chain) -> list[EngineOptimizer]:
-    return [part for part in chain.chained_optimizers if isinstance(part, EngineOptimizer)]
-
-
-def _stock_buffers(model_chunks, chain):
-    sharded = any(isinstance(part, DistributedOptimizer) for part in chain.chained_optimizers)
-    for chunk in model_chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            yield buffer, sharded
