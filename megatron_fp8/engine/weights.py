@@ -85,10 +85,8 @@ class Bucket:
         sizes = [w.param.numel() for w in weights]
         assert all(size % BLOCK == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
         placed = place(sizes, group.size(), fp8.partition)
-        starts = placed.starts
-        self.gaps = placed.gaps
+        self.gaps, self.numel = placed.gaps, placed.numel
         device = weights[0].param.device
-        self.numel = placed.numel
         self.grads = grad_store(group.size(), placed.row, fp8.grad_accum, device)
         self._reduced: Reduced | None = None
         self._flight: wire.Flight | None = None
@@ -104,10 +102,10 @@ class Bucket:
         self.weight = torch.zeros(self.numel, dtype=dtype, device=device)
         self.spans: list[tuple[OwnedWeight, int, int]] = []
         self._sinks: list[GradSink] = []
-        for i, (weight, start, size) in enumerate(zip(weights, starts, sizes, strict=True)):
-            self.spans.append((weight, start, start + size))
+        for i, (weight, (start, stop)) in enumerate(zip(weights, placed.spans, strict=True)):
+            self.spans.append((weight, start, stop))
             values = weight.param.detach()
-            weight.param.data = self.weight[start : start + size].view_as(values)
+            weight.param.data = self.weight[start:stop].view_as(values)
             weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), group.rank()
             weight.sink = GradSink(self.grads, start, weight.param.shape, (weight.rank, *weight.identity))
             self._sinks.append(weight.sink)
@@ -116,7 +114,7 @@ class Bucket:
             if scaling is not None:
                 weight.load = functools.partial(self.load, i)
             if fp8.master == "fp32":  # what --log-params-norm looks at
-                lo, hi = self._owned(start, start + size)
+                lo, hi = self._owned(start, stop)
                 weight.param.main_param_sharded = self.sharded
                 weight.param.main_param = self.part("master", lo, hi) if lo < hi else None
 

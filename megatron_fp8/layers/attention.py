@@ -8,6 +8,7 @@ few K and V heads as they are; those of V may have another size (multi-latent at
 do not see each other, are a mask of booleans; the kernels that read one are slower.
 """
 
+import contextlib
 import functools
 import math
 
@@ -106,24 +107,19 @@ class TorchAttention(MegatronModule):
                 raise UserError("--reset-attention-mask: no attention mask has come to this layer; remove the flag")
             seen = seen & ~attention_mask
         dropout = self.dropout if self.training else 0.0
-        if dropout and not self.config.sequence_parallel:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                out = self._attend(q, k, v, seen, dropout)
-        else:
-            out = self._attend(q, k, v, seen, dropout)
+        forks = dropout and not self.config.sequence_parallel
+        drawing = tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext()
+        with drawing, sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+            grouped = k.shape[1] != q.shape[1]
+            out = F.scaled_dot_product_attention(
+                q, k, v, seen, dropout_p=dropout, is_causal=seen is None, scale=self.scale, enable_gqa=grouped
+            )
         sq, b = query.shape[:2]
         y = out.permute(2, 0, 1, 3).reshape(sq, b, -1)
         # The kernels' backward pass reads their output, and so keeps it; the one in plain torch does not.
         if hasattr(type(out.grad_fn), "_saved_output") and y.data_ptr() == out.data_ptr():
             hold(y)
         return y
-
-    def _attend(self, q, k, v, seen, dropout):
-        grouped = k.shape[1] != q.shape[1]
-        with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-            return F.scaled_dot_product_attention(
-                q, k, v, seen, dropout_p=dropout, is_causal=seen is None, scale=self.scale, enable_gqa=grouped
-            )
 
 
 class UnfusedAttention(DotProductAttention):

@@ -51,24 +51,22 @@ def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
     head.fp8_update = lambda: 1  # see `count_updates`
     calls = [0]  # of the head, for the noise
 
-    def how_to(operand: str):
-        step = head.fp8_update()
+    def rounded(by: type[torch.autograd.Function], operand: str, x: torch.Tensor) -> torch.Tensor:
+        step, noise = head.fp8_update(), None
         how = plan.for_operand(LM_HEAD, 1, operand, step)
-        if how is None or how.rounding != "stochastic":
-            return how, None
-        count = (step, 0) if operand == "weight" else (rank, calls[0])
-        return how, noise_seed(seed, OPERANDS.index(operand), *count, *LM_HEAD.encode())
+        if how is None:
+            return x
+        if how.rounding == "stochastic":
+            count = (step, 0) if operand == "weight" else (rank, calls[0])
+            noise = noise_seed(seed, OPERANDS.index(operand), *count, *LM_HEAD.encode())
+        return by.apply(x, how, noise)
 
     def forward(input_, weight=None, **kwargs):
         calls[0] += 1
-        weight = head.weight if weight is None else weight
-        how, noise = how_to("activation")
-        input_ = input_ if how is None else _Rounded.apply(input_, how, noise)
-        how, noise = how_to("weight")
-        weight = weight if how is None else _Rounded.apply(weight, how, noise)
+        input_ = rounded(_Rounded, "activation", input_)
+        weight = rounded(_Rounded, "weight", head.weight if weight is None else weight)
         output, bias = stock(input_, weight=weight, **kwargs)
-        how, noise = how_to("gradient")
-        return (output if how is None else _RoundedGradient.apply(output, how, noise)), bias
+        return rounded(_RoundedGradient, "gradient", output), bias
 
     head.forward = forward
 

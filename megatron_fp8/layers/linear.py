@@ -99,10 +99,7 @@ class _OwnedLinear:
     ):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
             raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
-        if self._given is not None:
-            call, given = self._given
-        else:
-            call, given = self.plan(), None
+        call, given = self._given or (self.plan(), None)
         stock_has = allreduce_dgrad, sequence_parallel
         assert (bool(call.sum_dx) and not call.scatter, call.gather is not None) == stock_has
         return product(input, self._anchor, call, given, bias, residual)

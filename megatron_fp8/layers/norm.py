@@ -70,9 +70,8 @@ class Normed:
         return y
 
 
-def _again(kind: NormKind, fmt, scale: torch.Tensor, *kept, rows: bool, columns: bool) -> Payloads:
-    """A norm's output in FP8 once more; kept: n, weight, bias."""
-    n, weight, bias = kept
+def _again(kind: NormKind, fmt, scale: torch.Tensor, n, weight, bias, *, rows: bool, columns: bool) -> Payloads:
+    """A norm's output in FP8 once more, of what was kept of it."""
     how = {"zero_centered": kind.zero_centered, "rows": rows, "columns": columns}
     return ops.norm_requantize(n, weight, bias, fmt, scale, **how)
 
