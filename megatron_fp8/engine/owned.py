@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from .. import ops
 from ..flags.config import Fp8Config
 from ..flags.emulate import linear_name
-from ..numerics.formats import Format
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
 from ..ops import source
@@ -62,19 +61,17 @@ class Casts:
         scaling, slots: delayed scaling's state and the places of INPUT and GRAD in it; None for tensorwise.
     """
 
-    def __init__(self, margin: int):
-        self._margin = margin
+    def __init__(self, config: Fp8Config):
+        self._config = config
         self.scaling: DelayedScaling | None = None
         self.slots: tuple[int, int] = (0, 0)
 
     def quantize(
-        self, x: Castable, role: int, fmt: Format, *, columns: bool, rows: bool = True, training: bool, group=None
+        self, x: Castable, role: int, *, columns: bool, rows: bool, training: bool, group
     ) -> tuple[ScaledTensor, torch.Tensor]:
-        """x (M, K) -> (the cast, in the layouts asked for; its scale). In training its amax counts.
-
-        group: the ranks that must use one scale, or None.
-        """
+        """OwnedWeight.cast, without whoever looks on."""
         scaling, slot, amax_out = self.scaling, self.slots[role], None
+        fmt = self._config.forward_format if role == INPUT else self._config.grad_format
         if scaling is not None and scaling.warm:
             scale, scale_inv = scaling.slot_scale(slot), scaling.slot_scale_inv(slot)
             amax_out = scaling.slot_amax(slot) if training else None
@@ -86,7 +83,7 @@ class Casts:
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
             if scaling is not None and training:
                 scaling.record(slot, amax)
-            scale = compute_scale(amax, fmt, margin=self._margin)
+            scale = compute_scale(amax, fmt, margin=self._config.margin)
             scale_inv = scale.reciprocal()
         payload, payload_t = source.cast(x, fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
         return ScaledTensor(payload, scale_inv, payload_t), scale
@@ -135,7 +132,7 @@ class OwnedWeight:
         self.stored: ScaledTensor | None = None
         self.load: Callable[[torch.Tensor], None] = lambda values: None
         self.sink: GradSink | None = None
-        self.casts = Casts(config.margin)
+        self.casts = Casts(config)
         self.events, self.scratch = UNSEEN, Scratch()
         self.on_use: Callable[[], None] | None = None
         self.on_gradient: Callable[[OwnedWeight], None] = lambda weight: None
@@ -199,13 +196,16 @@ class OwnedWeight:
         return ScaledTensor(ops.transpose(w.payload, out=self.scratch.like(w.payload, (k, n))), w.scale_inv)
 
     def cast(
-        self, x: Castable, role: int, fmt: Format, *, columns: bool, rows: bool = True, training: bool, group=None
+        self, x: Castable, role: int, *, columns: bool, rows: bool = True, training: bool, group=None
     ) -> tuple[ScaledTensor, torch.Tensor]:
-        """Casts.quantize of x (M, K); whoever looks on in training sees it, and has the rows made."""
+        """x (M, K), an INPUT or a GRAD -> (its cast to the format of its role, in the layouts asked for; the scale).
+
+        In training its amax counts, and whoever looks on sees it, and has the rows made.
+        group: the ranks that must use one scale, or None.
+        """
         looks = self.events.cast if training else ()
-        q, scale = self.casts.quantize(
-            x, role, fmt, columns=columns, rows=rows or bool(looks), training=training, group=group
-        )
+        rows = rows or bool(looks)
+        q, scale = self.casts.quantize(x, role, columns=columns, rows=rows, training=training, group=group)
         if looks:
             seen = source.values(x)
             for look in looks:

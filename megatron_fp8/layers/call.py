@@ -147,8 +147,7 @@ def cast_input(call: Call, x: Castable, recipe: Recipe | None = None) -> tuple[S
     """
     columns = call.keep and call.wgrad_fp8 and call.gather is None and recipe is None
     group = call.group if call.gather == "fp8" else None
-    fmt = call.weight.config.forward_format
-    return call.weight.cast(x, INPUT, fmt, columns=columns, training=call.training, group=group)
+    return call.weight.cast(x, INPUT, columns=columns, training=call.training, group=group)
 
 
 def takes_fp8(call: Call) -> bool:

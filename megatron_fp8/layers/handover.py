@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from .. import ops
 from ..engine.owned import GRAD
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Castable
-from .again import Late, Recipe
+from .again import Recipe
 from .call import Call, Posted, cast_input
 
 
@@ -70,13 +69,7 @@ def maker_of(y: torch.Tensor) -> Call | None:
 def post(call: Call, dy: Castable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Cast the gradient dy (M, N) of a call's result; what autograd is to be given for it: of the result's shape, and
     the type of `like`."""
-    weight = call.weight
-    q, _ = weight.cast(dy, GRAD, weight.config.grad_format, columns=True, training=call.training)
+    q, _ = call.weight.cast(dy, GRAD, columns=True, training=call.training)
     sent = ticket(shape, like)
     call.mailbox.append(Posted(q, sent, source.values(dy) if call.seen else None))
     return sent
-
-
-def finish(call: Call, late: Late, columns: torch.Tensor) -> None:
-    """Hand the weight of a call its gradient, with q(x^T)."""
-    call.weight.take_gradient(ops.Product(late.dy, ScaledTensor(columns, late.scale_inv)))

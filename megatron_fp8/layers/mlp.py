@@ -20,11 +20,12 @@ from megatron.core.transformer.mlp import MLP
 from .. import ops
 from ..numerics.blocks import RowBlocks
 from ..numerics.formats import Format
+from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Payloads
 from .again import Recipe
 from .call import Call, takes_fp8
-from .handover import finish, give, hand_over, maker_of, post
+from .handover import give, hand_over, maker_of, post
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
 
 
@@ -130,7 +131,7 @@ class ActivationCast(torch.autograd.Function):
             if columns is None:  # dh was made in memory, so that a scale could be found
                 _, columns = _again(ctx.kind, fmt, late.scale, *h, rows=False, columns=True)
             assert columns is not None
-            finish(call, late, columns)
+            call.weight.take_gradient(ops.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
         return None, None, dh, gradient.dbias, None, None
 
 

@@ -181,16 +181,16 @@ def _cast_gradient(
         if dy.data_ptr() != posted.ticket.data_ptr() or any(dy.stride()):
             raise RuntimeError("the gradient of an FP8 linear was added to on its way: its result had a second reader")
         return posted.q, posted.exact, None, None
-    flat, fmt = source.rows(dy), call.weight.config.grad_format
+    flat = source.rows(dy)
     if call.gather_dy == "fp8":
-        q, _ = call.weight.cast(flat, GRAD, fmt, columns=False, training=call.training, group=call.group)
+        q, _ = call.weight.cast(flat, GRAD, columns=False, training=call.training, group=call.group)
         dy_rows = call.start_gather(q.payload)
         return q, call.start_gather(flat).land() if call.seen else None, None, dy_rows
     if call.gather_dy:
         flat = call.start_gather(flat).land()
     gradient = BiasedGradient(flat) if ctx.needs_input_grad[4] else flat
     rows = ctx.needs_input_grad[0] or not call.wgrad_fp8 or call.seen
-    q, _ = call.weight.cast(gradient, GRAD, fmt, rows=rows, columns=call.wgrad_fp8, training=call.training)
+    q, _ = call.weight.cast(gradient, GRAD, rows=rows, columns=call.wgrad_fp8, training=call.training)
     return q, flat, gradient.dbias if isinstance(gradient, BiasedGradient) else None, None
 
 

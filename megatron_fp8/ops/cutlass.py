@@ -108,7 +108,7 @@ class Launch:
 class Cutlass:
     """The maker (plans.py) of such plans.
 
-    Attributes: `promote`, the longest; `kernels` and `multiprocessors`, the GPU's, once it is prepared.
+    Attributes: `promote`, the longest; `kernels` and `multiprocessors`, the GPU's, and `version`, once it is prepared.
     """
 
     name = "cutlass"
@@ -117,7 +117,7 @@ class Cutlass:
         self.promote, self.multiprocessors = 256, 132
         self.kernels: tuple[Kernel, ...] = ()
         self._library: ctypes.CDLL | None = None
-        self._version = ""
+        self.version = ""
 
     def prepare(self, build: bool = True) -> None:
         """Load the library, built first if it must and may be. Raises cutlass_build.Unavailable: why not, in a line."""
@@ -130,11 +130,7 @@ class Cutlass:
             if torch.cuda.is_available():
                 self.multiprocessors = torch.cuda.get_device_properties().multi_processor_count
             self.kernels = tuple(_describe(library, index) for index in range(library.mfp8_kernels()))
-            self._library, self._version = library, cutlass_build.version(path)
-
-    @property
-    def version(self) -> str:
-        return self._version
+            self._library, self.version = library, cutlass_build.version(path)
 
     def takes(self, problem: Problem) -> bool:
         return bool(self._kernels(problem))

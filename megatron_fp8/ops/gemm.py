@@ -40,8 +40,7 @@ import torch.nn.functional as F
 
 from megatron_fp8.numerics.formats import E5M2, Format
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, plans, reference
-from megatron_fp8.ops.by_device import quantize
+from megatron_fp8.ops import cublaslt, plans, reference, source
 from megatron_fp8.ops.cutlass import CUTLASS
 
 type Operand = ScaledTensor | torch.Tensor
@@ -275,17 +274,12 @@ def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tens
         y = ACTIVATIONS[epilogue.activation](y)
     if "residual" in parts:
         y = y + epilogue.residual
-    if epilogue.quantize is not None:
-        return _quantized(y, epilogue.quantize)
+    if (to := epilogue.quantize) is not None:
+        payload, columns = source.cast(y, to.fmt, to.scale, rows=to.rows, columns=to.columns, amax_out=to.amax)
+        return ScaledTensor(payload, to.scale.reciprocal(), columns)
     if epilogue.accumulate and epilogue.into is not None:
         return epilogue.into.add_(y)
     return y.to(epilogue.dtype) if epilogue.into is None else epilogue.into.copy_(y)
-
-
-def _quantized(y: torch.Tensor, to: Quantized) -> ScaledTensor:
-    out = quantize(y, to.fmt, to.scale, transpose=to.columns, rows=to.rows, amax_out=to.amax)
-    payload, columns = out if to.columns else (out, None)
-    return ScaledTensor(payload, to.scale.reciprocal(), columns)
 
 
 @dataclass(frozen=True, eq=False)

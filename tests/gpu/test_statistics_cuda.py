@@ -153,7 +153,7 @@ def test_the_host_does_not_wait(monkeypatch):
     from megatron_fp8.monitor import collect
 
     config = SimpleNamespace(
-        gemm="fp8", weight="bf16", forward_format=E4M3, margin=0,
+        gemm="fp8", weight="bf16", forward_format=E4M3, grad_format=E5M2, margin=0,
         log_interval=2, log_grad_snr=False, grad_reduce="block", emulate=None,
     )  # fmt: skip
     weight = OwnedWeight(torch.nn.Parameter(torch.randn(64, 32, device=DEVICE).bfloat16()), config)
@@ -170,8 +170,8 @@ def test_the_host_does_not_wait(monkeypatch):
 
     def step():
         monitor.begin_step()
-        weight.cast(x, INPUT, E4M3, columns=True, training=True)
-        weight.cast(dy, GRAD, E5M2, columns=True, training=True)
+        weight.cast(x, INPUT, columns=True, training=True)
+        weight.cast(dy, GRAD, columns=True, training=True)
         weight.sink = GradSink(buckets[1].grads, 0, weight.param.shape, (1, 2, 3))
         for _ in range(3):
             weight.take_gradient(ops.Product(dy.t(), x.t()))

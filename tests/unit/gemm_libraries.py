@@ -179,7 +179,7 @@ def cutlass(lib, monkeypatch):
     """The CUTLASS library, there already."""
     library = CutlassLibrary()
     monkeypatch.setattr(CUTLASS, "_library", library)
-    monkeypatch.setattr(CUTLASS, "_version", "0123456789abcdef")
+    monkeypatch.setattr(CUTLASS, "version", "0123456789abcdef")
     monkeypatch.setattr(CUTLASS, "kernels", tuple(_describe(library, index) for index in range(library.mfp8_kernels())))
     return library
 

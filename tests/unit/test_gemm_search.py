@@ -134,7 +134,7 @@ def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutl
     timed.costs = {FIRST: 1.0, ((128, 256), 8, 0): 0.5}
     a, b = scaled(M, K), scaled(N, K)
     for version, expected in (("1" * 16, (0, 1)), ("2" * 16, (1, 1)), ("1" * 16, (1, 0))):
-        monkeypatch.setattr(CUTLASS, "_version", version)
+        monkeypatch.setattr(CUTLASS, "version", version)
         known = gemm_search.read(BOTH)  # cuBLASLt's is known in any case
         gemm(a, b, fast_accum=True)
         assert (known, len(gemm_search.tune())) == expected
@@ -280,16 +280,16 @@ assert len(searched) == len(lines) == (3 if rank == 0 else 0), (rank, searched)
 assert [gemm_search.chosen(problem).name[:2] for problem in problems] == ["16", "32", "48"]
 gemm_search.forget()
 assert plans.searched is None and gemm_search.chosen(problems[0]) is None
-CUTLASS._version = "a library"
+CUTLASS.version = "a library"
 assert gemm_search.read((CUBLASLT, CUTLASS)) == 3  # rank 0's file: the other's has another name
 assert [gemm_search.chosen(problem).name[:2] for problem in problems] == ["16", "32", "48"]
 assert gemm_search._among == (CUBLASLT, CUTLASS)
-CUTLASS._version = f"rank {rank}'s"
+CUTLASS.version = f"rank {rank}'s"
 gemm_search.read((CUBLASLT, CUTLASS))
 assert gemm_search._among == (CUBLASLT,)
 CUTLASS.prepare, gemm_trust.cublaslt.bound, gemm_trust.fault = lambda build: None, lambda: True, lambda: ""
 assert gemm_trust.why_not() == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
-CUTLASS._version = "a library"
+CUTLASS.version = "a library"
 assert gemm_trust.why_not() == ""
 def prepare(build):
     if rank == 1:

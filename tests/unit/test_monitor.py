@@ -81,9 +81,9 @@ class Setup:
 
     def __init__(self, group, monkeypatch, storage="fp8", wire="block", snr=True):
         config = SimpleNamespace(
-            gemm="fp8", forward_format=E4M3, margin=0, log_interval=2, log_grad_snr=snr, grad_reduce=wire,
-            grad_accum=storage, partition="even", weight="bf16", exp_avg="fp32", exp_avg_sq="fp32", master="fp32",
-            emulate=None, seed=1,
+            gemm="fp8", forward_format=E4M3, grad_format=E5M2, margin=0, log_interval=2, log_grad_snr=snr,
+            grad_reduce=wire, grad_accum=storage, partition="even", weight="bf16", exp_avg="fp32", exp_avg_sq="fp32",
+            master="fp32", emulate=None, seed=1,
         )  # fmt: skip
         params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((48, 32), (16, 16))]
         self.weights = [OwnedWeight(param, config) for param in params]
@@ -259,10 +259,10 @@ class TestMonitor:
         setup.monitor.begin_step()
         weight = setup.weights[0]
         x, dy = torch.randn(33, 32).bfloat16(), torch.randn(33, 48).mul(9).exp().bfloat16()
-        for role, tensor, fmt in ((INPUT, x, E4M3), (GRAD, dy, E5M2)):
-            weight.cast(tensor, role, fmt, columns=True, training=False)
-            weight.cast(tensor, role, fmt, columns=False, training=True)
-            weight.cast(tensor, role, fmt, columns=True, rows=False, training=True)  # which are made to be looked at
+        for role, tensor in ((INPUT, x), (GRAD, dy)):
+            weight.cast(tensor, role, columns=True, training=False)
+            weight.cast(tensor, role, columns=False, training=True)
+            weight.cast(tensor, role, columns=True, rows=False, training=True)  # which are made to be looked at
         weight.take_gradient(Known(torch.ones(48, 32)))
         setup.bucket.launch()
         setup.bucket.land()

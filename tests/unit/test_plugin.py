@@ -187,7 +187,7 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
         "plugin.cpu.needed = lambda: False; cublaslt.bound = lambda: True\n"
         "cutlass.CUTLASS.prepare = lambda build=True: None\n"
-        "cutlass.CUTLASS._version = '01-nvcc13-cutlass4'; what = 'CUTLASS for large ones of the backward pass'\n"
+        "cutlass.CUTLASS.version = '01-nvcc13-cutlass4'; what = 'CUTLASS for large ones of the backward pass'\n"
         "def settled(reason, *flags):\n"
         "    gemm_trust.why_not = lambda: reason\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
