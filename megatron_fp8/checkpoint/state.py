@@ -164,17 +164,14 @@ def load_engine_state(buckets: list[Bucket], state: dict) -> None:
     Weights are loaded already.  A master from which the weight is rounded, or which the weight is part of, sets the
     weight too; a coarser one leaves it: weights are rounded from what Adam computed, not from what it stored.
     """
-    index = 0
+    first = 0  # of the bucket's weights, among all
     for bucket in buckets:
-        begin = bucket.shard.start
-        pieces = {i: (lo, hi) for i, lo, hi in bucket.pieces()}
-        for i, (_, start, _) in enumerate(bucket.spans):
-            if i in pieces:
-                lo, hi = pieces[i]
-                part = slice(begin + lo - start, begin + hi - start)
-                for name in STATES:
-                    write_shard(bucket, name, i, lo, hi, state[name][index].reshape(-1)[part].to(bucket.weight.device))
-            index += 1
+        for i, lo, hi in bucket.pieces():
+            before = bucket.shard.start - bucket.spans[i][1]
+            for name in STATES:
+                part = state[name][first + i].reshape(-1)[before + lo : before + hi]
+                write_shard(bucket, name, i, lo, hi, part.to(bucket.weight.device))
+        first += len(bucket.weights)
 
 
 def read_shard(bucket: Bucket, name: str) -> torch.Tensor:

@@ -104,10 +104,8 @@ class GatheredShards:
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares, 0-d FP32."""
-        return torch.stack([row.square_sum() for row in self._rows()]).sum()
-
-    def _rows(self) -> list[BlockShards]:
-        return [BlockShards(PackedBlocks(row[None])) for row in self.packed.data]
+        rows = (BlockShards(PackedBlocks(row[None])) for row in self.packed.data)
+        return torch.stack([row.square_sum() for row in rows]).sum()
 
 
 @dataclass(frozen=True)

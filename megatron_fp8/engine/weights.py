@@ -172,7 +172,7 @@ class Bucket:
                 stored = self.weights[i].stored
                 assert stored is not None
                 weight = ScaledTensor(flat, stored.scale_inv)
-                scale, amax = self.scaling.weight_scale(self._first + i), self.scaling.weight_amax(self._first + i)
+                scale, amax = self.scaling.slot_scale(self._first + i), self.scaling.slot_amax(self._first + i)
             gradient = self.reduced.gradient(lo, hi)
             adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
         self._reduced = None
@@ -209,7 +209,7 @@ class Bucket:
         """The weights are others now, or their scales."""
         for i, weight in enumerate(self.weights):
             if self.scaling is not None:
-                weight.stored = ScaledTensor(weight.param.data, self.scaling.weight_scale_inv(self._first + i))
+                weight.stored = ScaledTensor(weight.param.data, self.scaling.slot_scale_inv(self._first + i))
             weight.invalidate()
 
     @torch.no_grad()

@@ -208,13 +208,11 @@ class Counts(Observer):
 
     def _compare(self, bucket: Bucket, reduced: Reduced, reference: torch.Tensor) -> None:
         """Signal and noise of this rank's shard against the reference's."""
-        values, shard = reduced.look(), bucket.shard
-        for weight, a, b in bucket.spans:
-            lo, hi = max(a, shard.start) - shard.start, min(b, shard.stop) - shard.start
-            if lo < hi:
-                row = self._reduced[self._row[weight]]
-                row[2] += _square_sum(reference[lo:hi])
-                row[3] += _square_sum(values[lo:hi] - reference[lo:hi])
+        values = reduced.look()
+        for i, lo, hi in bucket.pieces():
+            row = self._reduced[self._row[bucket.weights[i]]]
+            row[2] += _square_sum(reference[lo:hi])
+            row[3] += _square_sum(values[lo:hi] - reference[lo:hi])
 
     @torch.no_grad()
     def agree(self, sharing) -> dict[str, Tally]:

@@ -78,13 +78,39 @@ class Elements:
         return self._views[i]
 
 
-class DelayedScaling:
-    """The amax history and the scales of `num_slots` tensors, one column each, on one device.
+class Slots:
+    """The scales of n tensors, a slot each, on one device, and views of a slot that cost the host little.
 
-    amax_history (history_len, num_slots), newest row first; amax (num_slots,), this step's running maximum,
-    which kernels write in place; scale (num_slots,), replaced and never written, so that a captured scale
-    stays true. formats: one Format a slot. algo: "most_recent" or "max". Until the first update (`warm` is
-    False) the scales are 1 and mean nothing: callers scale just in time.
+    amax (n,), a step's running maximum, which kernels write in place; scale (n,), replaced and never written, so that a
+    captured scale stays true; scale_inv (n,), its inverse.
+    """
+
+    def __init__(self, count: int, device: torch.device | str):
+        self.amax = torch.zeros(count, device=device)
+        self._amaxes, self._scales, self._inverses = Elements(), Elements(), Elements()
+        self._set(torch.ones(count, device=device))
+
+    def _set(self, scale: torch.Tensor) -> None:
+        self.scale, self.scale_inv = scale, _aligned(scale.reciprocal())
+
+    def slot_scale(self, i: int) -> torch.Tensor:
+        """Slot i's scale now, 0-d; it keeps its value when the next is set."""
+        return self._scales.get(self.scale, i)
+
+    def slot_scale_inv(self, i: int) -> torch.Tensor:
+        """The inverse of `slot_scale`, as a GEMM takes it."""
+        return self._inverses.get(self.scale_inv, i)
+
+    def slot_amax(self, i: int) -> torch.Tensor:
+        """Slot i's maximum of the step, 0-d, for kernels to write."""
+        return self._amaxes.get(self.amax, i)
+
+
+class DelayedScaling(Slots):
+    """The amax history and the scales of `num_slots` tensors, one column each.
+
+    amax_history (history_len, num_slots), newest row first. formats: one Format a slot. algo: "most_recent" or
+    "max". Until the first update (`warm` is False) the scales are 1 and mean nothing: callers scale just in time.
     """
 
     def __init__(
@@ -102,27 +128,12 @@ class DelayedScaling:
             raise ValueError(f"--fp8-amax-history-len {history_len}: use 1 or more")
         if len(formats) != num_slots:
             raise ValueError(f"{num_slots} slots need as many formats, not {len(formats)}")
+        super().__init__(num_slots, device)
         self.algo = algo
         self.warm = False
         self.amax_history = torch.zeros(history_len, num_slots, device=device)
-        self.amax = torch.zeros(num_slots, device=device)
-        self.scale = torch.ones(num_slots, device=device)
-        self.scale_inv = _aligned(self.scale)
-        self._amaxes, self._scales, self._inverses = Elements(), Elements(), Elements()
         self._largest = torch.tensor([fmt.max for fmt in formats], device=device)
         self._target = self._largest * 2.0**-margin
-
-    def slot_scale(self, i: int) -> torch.Tensor:
-        """Slot i's scale now, 0-d; it keeps its value when `update` sets the next."""
-        return self._scales.get(self.scale, i)
-
-    def slot_scale_inv(self, i: int) -> torch.Tensor:
-        """The inverse of `slot_scale`, as a GEMM takes it."""
-        return self._inverses.get(self.scale_inv, i)
-
-    def slot_amax(self, i: int) -> torch.Tensor:
-        """Slot i's maximum of the step, 0-d, for kernels to write."""
-        return self._amaxes.get(self.amax, i)
 
     def record(self, i: int, amax: torch.Tensor) -> None:
         """Take `amax` (0-d float32) into slot i's maximum of the step; NaN and infinity stay until update."""
@@ -153,8 +164,7 @@ class DelayedScaling:
         newest = self.amax.nan_to_num(nan=0.0, posinf=0.0)
         self.amax_history = torch.cat([newest[None], self.amax_history[:-1]])
         amax = newest if self.algo == "most_recent" else self.amax_history.amax(0)
-        self.scale = _scale(self._target, amax, self.scale)
-        self.scale_inv = _aligned(self.scale.reciprocal())
+        self._set(_scale(self._target, amax, self.scale))
         self.amax.zero_()
         self.warm = True
 
@@ -178,8 +188,7 @@ class DelayedScaling:
         self.amax_history = torch.zeros_like(self.amax_history)
         self.amax_history[:rows] = state["amax_history"][:rows]
         self.amax.copy_(state["amax"])
-        self.scale = state["scale"].to(self.scale.device)
-        self.scale_inv = _aligned(self.scale.reciprocal())
+        self._set(state["scale"].to(self.scale.device))
         self.warm = bool(state["warm"])
 
 
@@ -203,34 +212,16 @@ def adam_growth(lr: float, beta1: float, beta2: float, step: int) -> float:
     return lr * rounding * first * second * math.sqrt((1 - r**step) / (1 - r))
 
 
-class WeightScaling:
-    """Scales of T stored weights, powers of two, each chosen before the step that encodes with it.
+class WeightScaling(Slots):
+    """Scales of stored weights, a slot each, powers of two, each chosen before the step that encodes with it.
 
-    amax (T,): max|w| of the last step, which a step's kernels write; scale (T,): replaced, never written;
-    scale_inv (T,): its inverse, aligned for GEMMs. The group shares the weights' parts.
+    amax: max|w| of the last step. The group shares the weights' parts.
     """
 
     def __init__(self, weights: int, fmt: Format, margin: int, group, device: torch.device | str):
+        super().__init__(weights, device)
         self.fmt, self.margin, self.group = fmt, margin, group
-        self.amax = torch.zeros(weights, device=device)
         self._handle: Any = None
-        self._amaxes, self._scales, self._inverses = Elements(), Elements(), Elements()
-        self._set(torch.ones(weights, device=device))
-
-    def _set(self, scale: torch.Tensor) -> None:
-        self.scale, self.scale_inv = scale, _aligned(scale.reciprocal())
-
-    def weight_scale(self, i: int) -> torch.Tensor:
-        """Weight i's scale now, 0-d; it keeps its value when another is chosen."""
-        return self._scales.get(self.scale, i)
-
-    def weight_scale_inv(self, i: int) -> torch.Tensor:
-        """The inverse of `weight_scale`, as a GEMM takes it."""
-        return self._inverses.get(self.scale_inv, i)
-
-    def weight_amax(self, i: int) -> torch.Tensor:
-        """Weight i's amax, 0-d, for kernels to write."""
-        return self._amaxes.get(self.amax, i)
 
     def begin_step(self, growth: float) -> None:
         """Choose the scales of a step that may add `growth` to any |w|; `amax` then collects the step's."""
