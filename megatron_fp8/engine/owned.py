@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from .. import ops
 from ..flags.config import Fp8Config
 from ..flags.emulate import linear_name
 from ..numerics.scaled import ScaledTensor
-from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
+from ..numerics.scaling import DelayedScaling, all_reduce_largest, compute_scale, power_of_two_scale
 from ..ops import source
 from ..ops.source import Castable
 from .events import Events
@@ -79,8 +78,7 @@ class Casts:
             x = source.values(x)
             amax = ops.amax(x)
             if group is not None:
-                amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum may drop NaN, differently on each rank
-                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+                all_reduce_largest(amax, group)
             if scaling is not None and training:
                 scaling.record(slot, amax)
             scale = compute_scale(amax, fmt, margin=self._config.margin)

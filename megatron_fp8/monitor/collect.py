@@ -49,6 +49,7 @@ from ..flags.config import Fp8Config
 from ..numerics.blocks import block_scales
 from ..numerics.formats import E4M3
 from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import all_reduce_largest
 from ..ops import Product, count_cast
 from ..ops.ranks import gathered
 from .write import CASTS, Tally, current_iteration, write
@@ -217,12 +218,11 @@ class Counts(Observer):
     @torch.no_grad()
     def agree(self, sharing) -> dict[str, Tally]:
         """What the ranks that share the weights found together, by the weight's name."""
-        extremes = self._extremes.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=sharing)  # which may drop a NaN, but no infinity
+        all_reduce_largest(self._extremes, sharing)
         sums = torch.cat([self._casts.flatten(1), self._reduced], 1)  # float64: exact to 2^53
         dist.all_reduce(sums, group=sharing)
         mu = [torch.cat(self._mu)[:, None]] if self._mu else []
-        found = torch.cat([sums, extremes.flatten(1), *mu], 1).cpu()  # the one wait
+        found = torch.cat([sums, self._extremes.flatten(1), *mu], 1).cpu()  # the one wait
         tallies = {}
         for weight, row in zip(self._weights, found, strict=True):
             casts, reduced, largest, own_mu = row.split([3 * len(CASTS), 4, 3 * len(CASTS), len(mu)])

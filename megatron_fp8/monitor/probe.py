@@ -54,6 +54,7 @@ from ..engine.weights import Bucket
 from ..flags.probe import ProbePlan
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import all_reduce_largest
 from ..ops import count_cast
 from ..ops.ranks import gathered
 from .write import CASTS, current_iteration, say
@@ -226,12 +227,11 @@ class Probe(Observer):
             stages: the pipeline-parallel group, whose ranks hold different layers.
         """
         self._masters.clear()
-        extremes = self._extremes.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=sharing)  # which may drop a NaN, but no infinity
+        all_reduce_largest(self._extremes, sharing)
         sums = torch.cat([self._gemms, self._counts, self._sums], 2)  # FP64: counts are exact to 2^53
         dist.all_reduce(sums, group=sharing)
-        found = {}
-        for row, (weight, own, largest) in enumerate(zip(self.weights, sums.tolist(), extremes.tolist(), strict=True)):
+        found, extremes = {}, self._extremes.tolist()
+        for row, (weight, own, largest) in enumerate(zip(self.weights, sums.tolist(), extremes, strict=True)):
             gemms = {name: gemm_statistics(own[i][:3]) for i, name in enumerate(GEMMS)}
             operands = {
                 name: operand_statistics(self._formats.get((row, i), ""), own[i][3:6], own[i][6:], largest[i])

@@ -64,6 +64,15 @@ def _aligned(values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(values[:, None], (0, 3))[:, 0]
 
 
+def all_reduce_largest(values: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
+    """The largest of all ranks' `values` (any shape, float), in place; returns all_reduce's handle, if async_op.
+
+    NaN counts as infinity: it is no larger than anything, so a reduction may drop it, and differently on each rank.
+    """
+    values.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=async_op)
+
+
 class Elements:
     """The elements of a vector (n,) as 0-d views, made once for a vector: a view at each use costs the host more."""
 
@@ -158,9 +167,7 @@ class DelayedScaling(Slots):
         history as zero: the lost step neither sets a scale nor lingers in the maximum of the history.
         """
         if group is not None:
-            # NaN is no larger than anything, so a reduction may drop it, and differently on each rank.
-            self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-            dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=group)
+            all_reduce_largest(self.amax, group)
         newest = self.amax.nan_to_num(nan=0.0, posinf=0.0)
         self.amax_history = torch.cat([newest[None], self.amax_history[:-1]])
         amax = newest if self.algo == "most_recent" else self.amax_history.amax(0)
@@ -231,9 +238,7 @@ class WeightScaling(Slots):
 
     def end_step(self) -> None:
         """Agree the step's amax; nobody waits for it before the next."""
-        # NaN is no larger than anything, so a reduction may drop it, and differently on each rank.
-        self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        self._handle = dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._handle = all_reduce_largest(self.amax, self.group, async_op=True)
 
     def wait(self) -> None:
         """Have `amax` valid for what the current stream does next."""

@@ -251,7 +251,7 @@ class TestMonitor:
         for i in range(2):
             found = setup.tally(i).statistics()
             assert found["wgrad_overflows%"] == 0.0 and found["wgrad_reduced_snr_db"] == -math.inf
-            assert found["wgrad_cur_amax"] == math.inf  # a NaN would be lost between ranks: see Counts.agree
+            assert found["wgrad_cur_amax"] == math.inf  # a NaN would be lost between ranks: see all_reduce_largest
 
     def test_activations_and_gradients_are_counted_while_training_only(self, group, monkeypatch):
         setup = Setup(group, monkeypatch)

@@ -170,7 +170,8 @@ def test_warm_from_the_first_update():
 def test_one_reduction_of_every_slot_over_the_group(monkeypatch):
     calls = []
 
-    def all_reduce(tensor, op, group):
+    def all_reduce(tensor, op, group, async_op):
+        assert not async_op
         calls.append((tensor.clone(), op, group))
         tensor.copy_(torch.maximum(tensor, torch.tensor([1.0, 14.0, 1.0])))  # the other rank's
 
