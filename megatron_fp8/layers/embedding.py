@@ -74,20 +74,13 @@ class Functional:
 
     @staticmethod
     def embedding(tokens, weight, *args, **kwargs):
-        if args or kwargs:
-            return F.embedding(tokens, weight, *args, **kwargs)
-        return _embed(tokens, weight)
-
-
-def _embed(tokens: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
-    """weight[tokens]; its gradient as above where the weight takes it so."""
-    if adds(weight):
-        return _Embedding.apply(tokens, weight)
-    return F.embedding(tokens, weight)
+        if adds(weight) and not (args or kwargs):
+            return _Embedding.apply(tokens, weight)
+        return F.embedding(tokens, weight, *args, **kwargs)
 
 
 def _look_up(table: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-    return _embed(ids, table.weight)
+    return Functional.embedding(ids, table.weight)
 
 
 def _head_product(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

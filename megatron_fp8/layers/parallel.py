@@ -49,19 +49,19 @@ def gathered_product(
 
 
 def summed_product(
-    q: ScaledTensor, w: ScaledTensor, group, dtype: torch.dtype, scatter: bool, fp8: bool, fast_accum: bool = False
+    q: ScaledTensor, w: ScaledTensor, group, dtype: torch.dtype, scatter: bool, fp8: bool
 ) -> torch.Tensor:
-    """The sum over the ranks of q w^T (M, N), or with `scatter` this rank's rows (M/T, N) of it."""
+    """A forward pass's sum over the ranks of q w^T (M, N), or with `scatter` this rank's rows (M/T, N) of it."""
     (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
     m //= ranks
     if not (scatter and _splits(m, n, k)):
-        y = ops.gemm(q, w, ops.Epilogue(dtype), fast_accum=fast_accum)
+        y = ops.gemm(q, w, ops.Epilogue(dtype), fast_accum=True)
         return Flight(tensor.add(y, group, scatter, fp8)).land()
 
     def multiply(first: int, out: torch.Tensor) -> None:
         if len(out):
             part = ScaledTensor(q.payload[first * m : (first + len(out)) * m], q.scale_inv)
-            ops.gemm(part, w, ops.Epilogue(dtype, into=out.view(-1, n)), fast_accum=fast_accum)
+            ops.gemm(part, w, ops.Epilogue(dtype, into=out.view(-1, n)), fast_accum=True)
 
     others = q.payload.new_empty(ranks - 1, m, n, dtype=dtype)
     room = others.new_empty(1 if fp8 else ranks, m, n)

@@ -105,7 +105,7 @@ class Fp8Product(torch.autograd.Function):
             y, read = gathered_product(q, arriving, call.group, w, epilogue, fast_accum=True)
         elif call.sum_y:
             assert bias is None and residual is None  # which are added to the sum
-            y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8", fast_accum=True)
+            y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8")
         else:
             y = ops.gemm(q, w, epilogue, fast_accum=True)
         kept: tuple[torch.Tensor | None, ...] = (x,)

@@ -100,6 +100,7 @@ def _is_norm(spec) -> bool:
 def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) -> TransformerLayerSubmodules:
     """Fuse each norm into the linear that follows it, where both are ours."""
     changed = {}
+    row = functools.partial(Fp8RowParallelLinear, fp8_config=fp8)
     attention = layer.self_attention
     if _is_gpt_attention(attention):
         column, normed = _column_after(layer.input_layernorm, attention.submodules.linear_qkv, fp8)
@@ -111,7 +112,7 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
             submodules=dataclasses.replace(
                 attention.submodules,
                 linear_qkv=column,
-                linear_proj=functools.partial(Fp8RowParallelLinear, fp8_config=fp8),
+                linear_proj=row,
                 core_attention=_core_attention(attention, config, fp8),
                 **({"q_layernorm": L2Norm, "k_layernorm": L2Norm} if config.qk_l2_norm else {}),
             ),
@@ -122,7 +123,6 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
         mlp, submodules = layer.mlp, layer.mlp.keywords["submodules"]
         column, normed = _column_after(layer.pre_mlp_layernorm, submodules.linear_fc1, fp8)
         changed["pre_mlp_layernorm"] = IdentityOp if normed else layer.pre_mlp_layernorm
-        row = functools.partial(Fp8RowParallelLinear, fp8_config=fp8)
         submodules = dataclasses.replace(submodules, linear_fc1=column, linear_fc2=row)
         build = Fp8Mlp.as_mlp_submodule if mlp.func.__self__ is MLP else mlp.func
         changed["mlp"] = functools.partial(build, *mlp.args, **{**mlp.keywords, "submodules": submodules})

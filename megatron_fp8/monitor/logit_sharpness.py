@@ -171,8 +171,8 @@ class Statistics:
     """Count, mean and quantiles of several quantities over any number of values, which add up over batches and ranks.
 
     A value is counted by its rounding to BF16, in one of 65,536 counters a quantity: a quantile is within 2^-8 of its
-    value, whatever the range, and two Statistics are added by adding counters (0.5 MiB a quantity).  Means come from
-    FP64 sums.  Infinities and NaNs are counted, and enter neither mean nor quantiles.  Everything stays on the device,
+    value, whatever the range, and ranks add up by adding counters (0.5 MiB a quantity).  Means come from FP64
+    sums.  Infinities and NaNs are counted, and enter neither mean nor quantiles.  Everything stays on the device,
     without a wait for the host, until `summary`.
 
     Attributes:
@@ -196,11 +196,6 @@ class Statistics:
             finite, counted = finite & valid, counted * valid
         self.counts.scatter_add_(1, order, counted)
         self.total += torch.where(finite, values, 0).sum(1, dtype=torch.float64)
-
-    def merge(self, other: "Statistics") -> None:
-        """Add the values of `other`, of the same quantities, to these."""
-        self.counts += other.counts.to(self.counts.device)
-        self.total += other.total.to(self.total.device)
 
     def reduce(self, group: dist.ProcessGroup) -> None:
         """Add the values of all ranks of the group, on each of them."""

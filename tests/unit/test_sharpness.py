@@ -231,14 +231,12 @@ class TestStatistics:
         values = torch.randn(3, 500)
         valid = torch.rand(500) < 0.7
         values[0, ~valid] = math.nan
-        parts = [Statistics(("a", "b", "c")) for _ in range(2)]
-        parts[0].add(values[:, :200], valid[:200])
-        parts[1].add(values[:, 200:].double(), valid[200:])
-        parts[0].merge(parts[1])
-        only = Statistics(("a", "b", "c"))
+        parts, only = (Statistics(("a", "b", "c")) for _ in range(2))
+        parts.add(values[:, :200], valid[:200])
+        parts.add(values[:, 200:].double(), valid[200:])
         only.add(values[:, valid])
-        assert torch.equal(parts[0].counts, only.counts)
-        assert torch.allclose(parts[0].total, only.total, rtol=1e-12)
+        assert torch.equal(parts.counts, only.counts)
+        assert torch.allclose(parts.total, only.total, rtol=1e-12)
         assert only.summary()["a"]["count"] == valid.sum()
 
     def test_what_is_not_finite_is_counted_apart(self):
