@@ -228,11 +228,8 @@ def load_scaling_state(scaling: DelayedScaling, weights: list[OwnedWeight], stat
         table = state[weight.key].t()
         slots = list(weight.casts.slots)
         history[:, slots], scale[slots] = table[1:], table[0]
-    amax = torch.zeros_like(scaling.amax)
     used = scale > 0
-    known = torch.tensor(warm and bool(used.all()))
-    scale = torch.where(used, scale, 1.0)
-    scaling.load_state_dict({"amax_history": history, "scale": scale, "amax": amax, "warm": known})
+    scaling.load(history, torch.where(used, scale, 1.0), warm and bool(used.all()))
 
 
 def sharded_mu_state(mu: torch.Tensor, weights: list[OwnedWeight]) -> dict:

@@ -219,7 +219,6 @@ def _attach_scaling(fp8: Fp8Config, weights: list[OwnedWeight]) -> DelayedScalin
     if fp8.recipe != "delayed" or not users:
         return None
     scaling = DelayedScaling(
-        2 * len(users),
         [fp8.forward_format, fp8.grad_format] * len(users),
         fp8.amax_history_len,
         fp8.amax_compute_algo,

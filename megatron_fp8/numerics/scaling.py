@@ -116,31 +116,20 @@ class Slots:
 
 
 class DelayedScaling(Slots):
-    """The amax history and the scales of `num_slots` tensors, one column each.
+    """The amax history and the scales of n tensors, whose Formats are given.
 
-    amax_history (history_len, num_slots), newest row first. formats: one Format a slot. algo: "most_recent" or
-    "max". Until the first update (`warm` is False) the scales are 1 and mean nothing: callers scale just in time.
+    amax_history (history_len, n), newest row first; history_len is 1 or more. algo: "most_recent" or "max". Until the
+    first update (`warm` is False) the scales are 1 and mean nothing: callers scale just in time.
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        formats: list[Format],
-        history_len: int,
-        algo: str,
-        margin: int,
-        device: torch.device | str,
+        self, formats: list[Format], history_len: int, algo: str, margin: int, device: torch.device | str
     ):
-        if algo not in ("most_recent", "max"):
-            raise ValueError(f"--fp8-amax-compute-algo {algo}: use most_recent or max")
-        if history_len < 1:
-            raise ValueError(f"--fp8-amax-history-len {history_len}: use 1 or more")
-        if len(formats) != num_slots:
-            raise ValueError(f"{num_slots} slots need as many formats, not {len(formats)}")
-        super().__init__(num_slots, device)
+        assert algo in ("most_recent", "max") and history_len >= 1  # as the flags are checked
+        super().__init__(len(formats), device)
         self.algo = algo
         self.warm = False
-        self.amax_history = torch.zeros(history_len, num_slots, device=device)
+        self.amax_history = torch.zeros(history_len, len(formats), device=device)
         self._largest = torch.tensor([fmt.max for fmt in formats], device=device)
         self._target = self._largest * 2.0**-margin
 
@@ -152,7 +141,7 @@ class DelayedScaling(Slots):
     def clipped(self, factor: float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Which tensors of the step have a value beyond `factor` times what their scale can hold, or not finite.
 
-        (num_slots,) bool, agreed over `group` (None: with nobody), before `update`.
+        (n,) bool, agreed over `group` (None: with nobody), before `update`.
         """
         fits = self.amax * self.scale <= self._largest * factor
         found = (~fits).to(torch.uint8)  # true for NaN
@@ -175,28 +164,11 @@ class DelayedScaling(Slots):
         self.amax.zero_()
         self.warm = True
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the state as plain tensors: amax_history, amax, scale, and warm (bool, 0-d)."""
-        state = {name: getattr(self, name).clone() for name in ("amax_history", "amax", "scale")}
-        return state | {"warm": torch.tensor(self.warm)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore `state_dict()`'s state. A history of another length keeps the newest rows that fit.
-
-        ValueError where the number of slots differs.
-        """
-        saved, slots = state["scale"].numel(), self.scale.numel()
-        if saved != slots:
-            raise ValueError(
-                f"the checkpoint holds {saved} FP8 scales a rank, this model {slots}: "
-                "load it with the layer count and parallel sizes that it was saved with"
-            )
-        rows = min(len(self.amax_history), len(state["amax_history"]))
-        self.amax_history = torch.zeros_like(self.amax_history)
-        self.amax_history[:rows] = state["amax_history"][:rows]
-        self.amax.copy_(state["amax"])
-        self._set(state["scale"].to(self.scale.device))
-        self.warm = bool(state["warm"])
+    def load(self, amax_history: torch.Tensor, scale: torch.Tensor, warm: bool) -> None:
+        """Begin a step with another history and other scales, which it takes over; whether they are `warm`."""
+        self.amax_history, self.warm = amax_history, warm
+        self.amax.zero_()
+        self._set(scale)
 
 
 def power_of_two_scale(

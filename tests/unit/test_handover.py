@@ -61,7 +61,7 @@ class Mlp:
         self.kind, self.norm, self.anchor = kind, norm, torch.zeros(0, requires_grad=True)
         self.fc1 = OneWeight(torch.randn(width, K).bfloat16(), group, activations=activations)
         self.fc2 = OneWeight(torch.randn(K, F).bfloat16(), group, activations=activations)
-        self.scaling = DelayedScaling(4, [E4M3, E5M2] * 2, 4, "max", 0, "cpu")
+        self.scaling = DelayedScaling([E4M3, E5M2] * 2, 4, "max", 0, "cpu")
         self.scaling.scale = torch.tensor([90.0, 3e4, 20.0, 5e4])
         self.scaling.scale_inv = self.scaling.scale.reciprocal()
         self.scaling.warm = warm
@@ -210,7 +210,7 @@ def test_a_bias_and_its_gradient(group, warm):
     found = []
     for inside in (False, True):
         one = OneWeight(torch.randn(F, K, generator=torch.Generator().manual_seed(2)).bfloat16(), group)
-        one.weight.casts.scaling = DelayedScaling(2, [E4M3, E5M2], 4, "max", 0, "cpu")
+        one.weight.casts.scaling = DelayedScaling([E4M3, E5M2], 4, "max", 0, "cpu")
         one.weight.casts.scaling.warm = warm
         leaves = [t.clone().requires_grad_() for t in (x, bias)]
         call = plan(one.weight, None, False, False, training=True)

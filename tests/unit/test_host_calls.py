@@ -57,7 +57,7 @@ class Linears:
 
     def __init__(self, group):
         self.ones = [OneWeight(torch.randn(*shape).bfloat16(), group, storage="fp8") for shape in ((2 * F, K), (K, F))]
-        scaling = DelayedScaling(4, [E4M3, E5M2] * 2, 4, "max", 0, "cpu")
+        scaling = DelayedScaling([E4M3, E5M2] * 2, 4, "max", 0, "cpu")
         scaling.update()
         for i, one in enumerate(self.ones):
             one.weight.casts.scaling, one.weight.casts.slots = scaling, (2 * i, 2 * i + 1)

@@ -94,7 +94,7 @@ def test_every_scale_belongs_to_its_micro_batch(group, kind, gather, wgrad, scal
         one = OneWeight(torch.randn(N, K).bfloat16(), group, wgrad=wgrad)
         one.weight.config.tp_gather = gather
         if scaling != "tensorwise":
-            one.weight.casts.scaling = state = DelayedScaling(2, [E4M3, E5M2], 4, "max", 0, "cpu")
+            one.weight.casts.scaling = state = DelayedScaling([E4M3, E5M2], 4, "max", 0, "cpu")
             state.warm = scaling == "delayed"
         row = kind == "row"
 

@@ -107,7 +107,7 @@ def prepared(rank, ranks, kind, sequence, gather, how):
     one = OneWeight(w.chunk(ranks, cut)[rank].contiguous(), _alone)
     config = one.weight.config
     config.tp_gather, config.tp_reduce_scatter = gather, how
-    one.weight.casts.scaling = DelayedScaling(2, [E4M3, E5M2], 4, "max", 0, "cpu")
+    one.weight.casts.scaling = DelayedScaling([E4M3, E5M2], 4, "max", 0, "cpu")
     one.weight.casts.scaling.warm, one.weight.casts.slots = True, (0, 1)
     if kind == "column":
         x, dy = (x.chunk(ranks, 0)[rank] if sequence else x), dy.chunk(ranks, 2)[rank].contiguous()

@@ -126,7 +126,7 @@ class Run:
 
     def __init__(self, action, group, monkeypatch, recipe="delayed", window=16):
         config = SimpleNamespace(gemm="fp8", weight="bf16", emulate=None, margin=0)
-        self.scaling = DelayedScaling(4, [E4M3, E5M2] * 2, 1, "most_recent", 0, "cpu") if recipe == "delayed" else None
+        self.scaling = DelayedScaling([E4M3, E5M2] * 2, 1, "most_recent", 0, "cpu") if recipe == "delayed" else None
         self.weights = [OwnedWeight(torch.nn.Parameter(torch.randn(16, 16).bfloat16()), config) for _ in "ab"]
         for i, weight in enumerate(self.weights):
             weight.path, weight.layer_number = f"decoder.layers.{'ab'[i]}", 1
@@ -251,7 +251,7 @@ def test_a_loss_that_climbs_slowly_is_told(run, capsys):
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_clipped_is_beyond_so_many_times_what_the_scale_holds(fmt, margin, group):
     values = [0.0, 2.0**-140, 1.0, 2.0, 2.001, 3.0e38, math.inf, math.nan]
-    scaling = DelayedScaling(len(values), [fmt] * len(values), 1, "most_recent", margin, "cpu")
+    scaling = DelayedScaling([fmt] * len(values), 1, "most_recent", margin, "cpu")
     scaling.amax.fill_(0.5 * 2.0**-margin)  # of the step before: 0.5 is then what the scale can hold
     scaling.update()
     scaling.amax.copy_(torch.tensor(values))
