@@ -29,33 +29,30 @@ class ChunkGather:
 
     def __init__(self, buckets: list[Bucket], overlap: bool):
         self.buckets, self.overlap = buckets, overlap
-        self._place = {id(bucket): i for i, bucket in enumerate(buckets)}
         self._started = self._arrived = len(buckets)
 
     def begin(self) -> None:
         """All own shards are written: start."""
         self._started = self._arrived = 0
-        for bucket in self.buckets:
+        for count, bucket in enumerate(self.buckets, 1):
             for weight in bucket.weights:
-                weight.on_use = functools.partial(self._need, bucket)
+                weight.on_use = functools.partial(self._need, count)
         self._start(1)
         if not self.overlap:
             self.finish()
 
     def finish(self) -> None:
         """Have everything."""
-        if self.buckets:
-            self._need(self.buckets[-1])
+        self._need(len(self.buckets))
 
     def _start(self, count: int) -> None:
         for bucket in self.buckets[self._started : count]:
             bucket.gather()
         self._started = max(self._started, min(count, len(self.buckets)))
 
-    def _need(self, bucket: Bucket) -> None:
-        """Have `bucket`, and all before it; start the one after it."""
-        last = self._place[id(bucket)] + 1
-        while self._arrived < last:
+    def _need(self, count: int) -> None:
+        """Have the first `count` buckets; start the one after them."""
+        while self._arrived < count:
             self._start(self._arrived + 2)
             self.buckets[self._arrived].land_weights()
             self._arrived += 1

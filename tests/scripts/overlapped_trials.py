@@ -187,5 +187,5 @@ if PRESSURE:
 if BREAK == "landing":
     wire.Flight._wait = lambda flight: flight._handles.clear()
 if BREAK == "gather":
-    ChunkGather._need = lambda gather, bucket: gather._start(len(gather.buckets))
+    ChunkGather._need = lambda gather, count: gather._start(len(gather.buckets))
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
