@@ -15,6 +15,7 @@ from ..comm.wire import Stages
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
+from ..ops.ranks import gathered
 from .chain import Fp8ChainedOptimizer
 from .events import Events
 from .gather import ChunkGather
@@ -40,7 +41,7 @@ def build_optimizer(
     all ranks decide together.  Raises UserError when no rank has one.
     """
     weights = owned_weights(model_chunks)
-    if _most(len(weights)) == 0:
+    if not any(gathered(len(weights))):  # on all ranks alike
         raise UserError(
             f"--fp8-level {fp8.level}: the model has no GPT transformer layer to train in FP8; use --fp8-level O0"
         )
@@ -96,15 +97,6 @@ class _Build:
             gathers.append(ChunkGather(buckets[::-1], chunk.ddp_config.overlap_param_gather))
         casts = _attach_scaling(fp8, weights)
         return OwnedSet(of, reducers, gathers, casts, weight_scaling, shared_scale, self.device)
-
-
-def _most(count: int) -> int:
-    """The largest count of any rank, so that all ranks stop together."""
-    if not torch.distributed.is_initialized():
-        return count
-    largest = torch.tensor([count], device="cuda")
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return int(largest)
 
 
 def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
