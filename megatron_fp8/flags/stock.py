@@ -296,7 +296,7 @@ TABLE: list[Row] = [
     *_honour("--attention-softmax-in-fp32", "of Megatron's unfused attention; the other kernels always do"),
     *_honour("--apply-query-key-layer-scaling", "as in stock"),
     *_honour("--moe-router-dtype", "the router is stock's"),
-    *_honour("--deterministic-mode", "as in stock; the level's own sums run in rank order"),
+    *_honour("--deterministic-mode", "as in stock; attention then takes torch's flash kernel: cuDNN's dQ varies"),
     *_refuse("--batch-invariant-mode", "remove it: an FP8 scale depends on the whole batch"),
     # --- layers
     *_adapt(
