@@ -1,40 +1,38 @@
-"""A function in real gloo groups: one process a rank, all of them children of one that imports everything once."""
+"""A function in real gloo groups: one process a rank, forked as the tests' runs are (tools/launch.py)."""
 
-import multiprocessing
+import importlib
 import os
-import time
+import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from launch import ROOT, forked
+
+from megatron_fp8 import cpu
+
+WHERE = os.pathsep.join(str(ROOT / folder) for folder in ("", "tools", "tests", "tests/unit"))
 
 
-def run_ranks(work: Callable[[int, int], Any], ranks: int, folder: Path, imports: list[str], limit=600) -> list[Any]:
-    """What work(rank, ranks) returns on each rank; `imports`: modules to have before the ranks are forked."""
-    multiprocessing.set_forkserver_preload(["torch", *imports])
-    context = torch.multiprocessing.start_processes(
-        _begin, (work, ranks, str(folder)), nprocs=ranks, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + limit
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "the ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()
+def run_ranks(work: Callable[[int, int], Any], ranks: int, folder: Path) -> list[Any]:
+    """What work(rank, ranks), a function of a test's module, returns on each rank; `folder`: empty, for the results."""
+    command = [__file__, work.__module__, work.__qualname__, str(folder)]
+    forked(ranks, command, folder / "log", timeout=600, env={"PYTHONPATH": WHERE})
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _begin(rank: int, work: Callable[[int, int], Any], ranks: int, folder: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600))
+def _be_a_rank(module: str, name: str, folder: str) -> None:
+    cpu.uninstall()  # the process that this one is forked from takes "cuda" for the CPU
+    work = getattr(importlib.import_module(module), name)
+    dist.init_process_group("gloo")
     try:
-        torch.save(work(rank, ranks), f"{folder}/{rank}.pt")
+        rank = dist.get_rank()
+        torch.save(work(rank, dist.get_world_size()), f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _be_a_rank(*sys.argv[1:])

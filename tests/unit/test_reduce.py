@@ -248,7 +248,7 @@ def reduce_a_padded_bucket(rank, ranks, record):
 def run(request, tmp_path_factory):
     """.ranks, .found[rank][name] and .sent[rank][name] of every reduction."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
-    saved = run_ranks(work, ranks, folder, ["megatron_fp8.comm.shared", "megatron_fp8.engine.weights"])
+    saved = run_ranks(work, ranks, folder)
     found, sent = zip(*saved, strict=True)
     return SimpleNamespace(ranks=ranks, found=found, sent=sent)
 

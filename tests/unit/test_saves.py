@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+from launch import RunFailed, forked
 from small_checkpoints import STOCKS, TRACKER, load, one_rank, save, unsealed
 
 from megatron_fp8.checkpoint import saves
@@ -198,7 +199,7 @@ def test_a_folder_without_room(tmp_path, monkeypatch, error, why):
     assert not list((tmp_path / "a/b").iterdir())
 
 
-HOLD = "import sys, time; from megatron_fp8.checkpoint import saves; saves.claim(sys.argv[1]); print('held', flush=1); "
+HOLD = "import sys, time; from megatron_fp8.checkpoint import saves; saves.claim(sys.argv[1]); print('held', flush=1)\n"
 
 
 def test_two_runs_of_one_folder(tmp_path):
@@ -223,18 +224,22 @@ def test_two_runs_of_one_folder(tmp_path):
 def test_a_run_that_ends_leaves_no_lock(tmp_path):
     """Refused after it has begun, not even the folders that it made; done, its checkpoints; a second one, the first's
     lock."""
+    script, log = tmp_path / "run.py", tmp_path / "log"
 
     def run(then: str) -> int:
-        command = [sys.executable, "-W", "ignore", "-c", HOLD + then, str(tmp_path / "a/b")]
-        said = {"capture_output": True, "env": {**os.environ, "PYTHONPATH": "."}}
-        return subprocess.run(command, **said).returncode
+        script.write_text(HOLD + then)
+        try:
+            forked(1, [str(script), str(tmp_path / "a/b")], log, timeout=600)
+        except RunFailed as failure:
+            return failure.code
+        return 0
 
     assert run("sys.exit(2)") == 2
-    assert not list(tmp_path.iterdir())
+    assert sorted(tmp_path.iterdir()) == [log, script] and log.read_text().startswith("held\n")
     assert run("import os; os.mkdir(sys.argv[1] + '/iter_0000001')") == 0
     assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["iter_0000001"]
     saves.claim(str(tmp_path / "a/b"))
-    assert run("") == 1 and (tmp_path / "a/b" / saves.LOCK).exists()
+    assert run("") == 1 and "another run saves there" in log.read_text() and (tmp_path / "a/b" / saves.LOCK).exists()
 
 
 def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch):

@@ -2,14 +2,13 @@
 
 import contextlib
 import math
-import multiprocessing
 import sys
 
 import mpmath
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from gloo_ranks import run_ranks
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -399,9 +398,7 @@ class TestProbe:
 # --- tensor parallelism: two processes, each with half of the vocabulary
 
 
-def work(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+def work(rank: int, ranks: int) -> dict:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     tp = parallel_state.get_tensor_model_parallel_group()
     found = {}
@@ -422,9 +419,7 @@ def work(rank: int, ranks: int, folder: str) -> None:
     model.pg_collection.dp_cp_gtp_remat = dist.group.WORLD  # as if the two were data-parallel
     probe.reduce()
     found["reduced"] = (probe.tokens.counts, probe.tokens.total)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def cases(ranks: int):
@@ -436,12 +431,7 @@ def cases(ranks: int):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharpness")
-    multiprocessing.set_forkserver_preload(
-        ["megatron_fp8.monitor.sharpness_probe", "megatron.core.models.gpt.gpt_model"]
-    )
-    torch.multiprocessing.start_processes(work, (2, str(folder)), nprocs=2, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_ranks(work, 2, tmp_path_factory.mktemp("sharpness"))
 
 
 class TestShardedVocabulary:

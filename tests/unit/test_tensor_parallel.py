@@ -188,7 +188,7 @@ def order(rank, ranks):
 def run(request, tmp_path_factory):
     """.ranks and .found[rank][name]."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
-    found = run_ranks(work, ranks, folder, ["megatron_fp8.engine.weights", "megatron_fp8.layers.products"])
+    found = run_ranks(work, ranks, folder)
     return SimpleNamespace(ranks=ranks, found=found)
 
 
