@@ -1,5 +1,6 @@
 """Sweeps: what they run and say, and that no way of ending one makes a difference to its report."""
 
+import argparse
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from lab_runs import PLAN, done, lab, reports, wait_for, write
 
+from megatron_fp8 import processes
 from megatron_fp8.lab.sweep import main as sweep
 from megatron_fp8.lab.sweep.plan_file import read_plan
 from megatron_fp8.lab.sweep.store import DONE, FAILED, NOT_FINITE, WAITING, Store
@@ -169,6 +171,28 @@ def test_a_run_that_hangs_is_killed_and_has_failed(tmp_path):
     (row,) = states(tmp_path)
     assert row.state == FAILED and row.exit_code is None
     assert re.match("killed after 3 s, at step [0-4] of 30", row.error)  # a busy machine comes less far
+
+
+def test_the_end_of_a_run_that_says_nothing_more_is_not_slept_over(tmp_path, monkeypatch):
+    """For a second, at every run's end, in a wait for the output of none and then in a sleep."""
+    write(tmp_path, "{command: train.py --lr 0.1, steps: 3, seeds: 1, arms: {a: ''}}")
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text() + "os.close(1)\nos.close(2)\ntime.sleep(0.3)\n")
+    watched = []
+
+    def select(reading, *others):
+        watched.append(len(reading))
+        return select_(reading, *others)
+
+    select_ = sweep.select.select
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
+    monkeypatch.setattr(sweep.select, "select", select)
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    assert sweep.run(parser.parse_args([*SWEEP[1:], "--jobs", "1"])) == 0
+    assert watched and 0 not in watched and [row.state for row in states(tmp_path)] == [DONE]
 
 
 @pytest.mark.parametrize("full", ["store", "log"])

@@ -184,8 +184,10 @@ class _Sweep:
     def _follow(self, progress: Progress) -> None:
         """Wait a moment for output, take it in, and see which runs have ended."""
         open_ = [active.training for active in self.active if not active.training.silent]
-        if not select.select(open_, [], [], _WAIT)[0] and not open_:
-            time.sleep(_WAIT)
+        if open_:
+            select.select(open_, [], [], _WAIT)
+        else:
+            self.active[0].training.wait()  # for its end, of which no output tells
         for active in list(self.active):
             code = active.training.poll()  # before reading: what is printed until the end is then there
             for step, values in active.training.read():
