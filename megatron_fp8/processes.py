@@ -34,9 +34,16 @@ def living(identity_: str | None) -> psutil.Process | None:
     pid, _, born = (identity_ or "").partition(":")
     with contextlib.suppress(psutil.NoSuchProcess, ValueError):
         process = psutil.Process(int(pid))
-        if abs(process.create_time() - float(born)) < 2 and process.status() != psutil.STATUS_ZOMBIE:
+        if abs(process.create_time() - float(born)) < 2 and _lives(process):
             return process
     return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that nobody has waited for, as in a container without an init, has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def stop(process: psutil.Process) -> None:
@@ -44,11 +51,19 @@ def stop(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [process, *process.children(recursive=True)]
         process.terminate()  # torchrun then ends its workers
-        _, left = psutil.wait_procs(family, timeout=_PATIENCE)
+        left = _left_of(family)
         for member in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        psutil.wait_procs(left, timeout=_PATIENCE)
+        _left_of(left)
+
+
+def _left_of(family: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Wait for the end of all, some seconds; those that live even so."""
+    deadline = time.monotonic() + _PATIENCE
+    while (left := [member for member in family if _lives(member)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
 
 
 @contextlib.contextmanager

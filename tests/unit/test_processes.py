@@ -7,7 +7,7 @@ import psutil
 from lab_runs import gone, wait_for
 
 from megatron_fp8 import processes
-from megatron_fp8.processes import TorchRun, identity, last_words, living
+from megatron_fp8.processes import TorchRun, identity, last_words, living, stop
 
 
 def test_torchrun_starts_every_process_and_its_failure_is_told(tmp_path):
@@ -61,6 +61,21 @@ def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):
     run.close()
     for process in family:
         wait_for(lambda process=process: gone(process.pid))
+
+
+def test_a_process_that_has_ended_is_not_waited_for_though_its_parent_never_asks(monkeypatch):
+    """Twice ten seconds a run that a killed sweep left, where the first process of a container waits for nobody."""
+    parent = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    killed = []
+    monkeypatch.setattr(processes, "_PATIENCE", 5)
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: killed.append(process.pid))
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as unaware:
+        try:
+            child = psutil.Process(int(unaware.stdout.readline()))
+            stop(child)
+            assert child.status() == psutil.STATUS_ZOMBIE and not killed
+        finally:
+            unaware.kill()
 
 
 def test_lines_are_whole_but_for_the_last_of_all(tmp_path, monkeypatch):
