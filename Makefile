@@ -9,6 +9,9 @@ FIND_PYTHON = for p in python3.12 "$$(pyenv prefix 3.12 2>/dev/null)/bin/python"
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done
 # Several processes share the cores: one thread each is faster, and makes sums reproducible.
 export OMP_NUM_THREADS ?= 1
+# Images of containers often set it. Every process of the tests would compile again all that it imports, and pytest
+# rewrite all assertions: ten seconds a worker before its first test.
+unexport PYTHONDONTWRITEBYTECODE
 # A file's tests stay together: they share runs. In the order of tests/conftest.py: the long ones first.
 AT_ONCE := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 

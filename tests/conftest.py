@@ -6,11 +6,12 @@ import pytest
 
 # Before torch is imported. The runs that tests start are several processes on a few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Files that take 20 to 90 seconds of a core, the longest first: a worker of xdist takes a file as a whole, and nobody
-# should begin a long one when the others have nothing left.
-LONG = """test_triton_interpreter test_layouts test_levels test_architecture test_lab_sweep test_probe_runs
-test_gradient_runs test_reduce test_stock_equality test_safety test_watch_runs test_checkpoints test_fp8_head
-test_lab_report test_overlap_runs""".split()
+# Files that take 10 to 70 seconds of a worker, the longest first (--durations, 2026-11-23): a worker of xdist takes a
+# file as a whole, and nobody should begin a long one when the others have nothing left.
+LONG = """test_triton_interpreter test_layouts test_architecture test_lab_report test_levels test_lab_sweep test_safety
+test_stock_equality test_probe_runs test_overlap_runs test_gradient_runs test_watch_runs test_entry test_activation_runs
+test_reduce test_benchmarks test_fp8_head test_checkpoints test_metrics_runs test_saves test_forked_runs test_rehearsal
+test_sharpness_runs test_monitor_runs test_full_rank test_seams test_rehearsal_runs test_slurm_script""".split()
 
 
 def _why_no_fp8_gpu() -> str | None:
