@@ -1,13 +1,17 @@
 """Start Megatron runs from tests: `run_megatron(2, TINY_GPT + ["--fp8-level", "O1"]).losses`."""
 
+import functools
 import os
 import re
+import secrets
+import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from launch import ROOT, Step, forked, parse_step, parse_validation, torchrun
+from launch import ROOT, Step, forked, parse_step, parse_validation, torchrun, warm_server
 
 from megatron_fp8 import processes
 
@@ -36,12 +40,31 @@ def script_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH")]))
 
 
-def start_without_torchrun(monkeypatch) -> None:
-    """Have the lab start its runs of one process by themselves: torchrun's own imports take as long as a rank's."""
-    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setenv(name, value)  # port 0: any that is free
+def start_forked(monkeypatch) -> None:
+    """Have the lab start its runs of one process as `run_megatron` does: a cold one imports for five seconds."""
+    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable, str(ROOT / "tests/scripts/forked_run.py"), _door()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@functools.cache
+def _door() -> str:
+    """A name, of Linux' own and no file's, under which another process asks this one's warm process for a run."""
+    name = secrets.token_hex(16)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"\0{name}")
+    listening.listen()
+
+    def hand_over() -> None:
+        while True:
+            connection, _ = listening.accept()
+            with connection:
+                text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+                socket.send_fds(warm_server(), [text], descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    threading.Thread(target=hand_over, daemon=True).start()
+    return name
 
 
 @dataclass(frozen=True)

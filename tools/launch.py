@@ -113,7 +113,7 @@ def torchrun(
 
 
 @functools.cache
-def _warm_server() -> socket.socket:
+def warm_server() -> socket.socket:
     """Of this process, started at the first use."""
     ours, its = socket.socketpair()
     process = subprocess.Popen(
@@ -149,7 +149,7 @@ def forked(
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **(env or {})}
     request = {"count": nproc, "command": command, "env": environment, "cwd": str(ROOT), "timeout": timeout}
     try:
-        socket.send_fds(_warm_server(), [json.dumps(request).encode()], [written, ending])
+        socket.send_fds(warm_server(), [json.dumps(request).encode()], [written, ending])
     finally:
         os.close(written)
         os.close(ending)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron, start_without_torchrun
+from megatron_runs import TINY_GPT, run_megatron, start_forked
 
 from megatron_fp8.cli import main
 from megatron_fp8.lab.trial import invariants
@@ -128,7 +128,7 @@ def test_probing_changes_nothing_whatever_the_layout(tmp_path, nproc, flags):
 
 
 def test_the_verb_on_a_checkpoint(tmp_path, monkeypatch, capsys):
-    start_without_torchrun(monkeypatch)
+    start_forked(monkeypatch)
     flags = [*TINY_GPT, "--fp8-level", "O2"]
     saved = str(tmp_path / "saved")
     run_megatron(1, [*flags, "--save", saved, "--save-interval", "2", "--exit-interval", "2"])
@@ -148,7 +148,7 @@ def test_the_verb_on_a_checkpoint(tmp_path, monkeypatch, capsys):
 def trials(tmp_path, monkeypatch):
     def trials(flags, script="pretrain_gpt_fp8.py", processes=1):
         if processes == 1:
-            start_without_torchrun(monkeypatch)
+            start_forked(monkeypatch)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         return Trials([str(ROOT / script), *TINY_GPT, *flags.split()], processes, 900, 1, 4, tmp_path)
 

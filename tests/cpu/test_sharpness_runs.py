@@ -6,7 +6,7 @@ import re
 
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, run_megatron, start_without_torchrun
+from megatron_runs import TINY_GPT, run_megatron, start_forked
 
 from megatron_fp8.lab import main
 
@@ -41,7 +41,7 @@ def trained(folder, base: list[str]) -> dict:
 def lab_sharpness(folder, base: list[str], monkeypatch, *options: str) -> dict:
     """What `megatron-fp8 lab sharpness` finds of that checkpoint."""
     monkeypatch.chdir(ROOT)
-    start_without_torchrun(monkeypatch)
+    start_forked(monkeypatch)
     parser = argparse.ArgumentParser()
     main.add_arguments(parser)
     command = ["pretrain_gpt_fp8.py", *base, *EVALUATED, "--train-iters", "2", "--load", str(folder)]

@@ -1,0 +1,22 @@
+"""In place of torchrun: a run of one rank, forked from the warm process of the test that started this one.
+
+    DOOR COMMAND ...   DOOR: the name that megatron_runs.start_forked gives
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+door, *command = sys.argv[1:]
+ended, ending = os.pipe()
+request = {"count": 1, "command": command, "env": dict(os.environ), "cwd": os.getcwd(), "timeout": 600}
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(f"\0{door}")
+    socket.send_fds(connection, [json.dumps(request).encode()], [1, ending])
+os.close(ending)
+with os.fdopen(ended) as result:
+    supervisor = int(result.readline())
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(supervisor, signal.SIGTERM))
+    sys.exit(int(result.readline()))
