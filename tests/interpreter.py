@@ -14,6 +14,7 @@ of each sum of integers for an overflow, whose finding is thrown away, is not ma
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -157,5 +158,6 @@ def run(file: str) -> tuple[int, str]:
 if __name__ == "__main__":
     hasten()
     mend()
+    gc.freeze()  # of what is there nothing goes away, and no fork looks for it again
     for line in sys.stdin:
         print(json.dumps(run(line.strip())), flush=True)
