@@ -15,12 +15,6 @@ UNEVEN = "--num-layers 3 --pipeline-model-parallel-size 2 --fp8-level O1"
 BIASED = [flag for flag in TINY_GPT if flag != "--disable-bias-linear"]
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    """Run Python in one process without torchrun, without a GPU."""
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-
-
 def test_trains_alike_in_one_and_two_processes():
     one = run_megatron(1, TINY_GPT)
     two = run_megatron(2, [*TINY_GPT, "--use-distributed-optimizer"])
@@ -66,10 +60,18 @@ def the_one_line(printed: str) -> str:
     return line
 
 
-def test_a_mistake_of_a_process_that_nobody_launched_is_one_line():
-    result = command("pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-level", "O7")
-    assert result.returncode == 2
-    assert "--fp8-level O7" in the_one_line(result.stderr)
+def test_a_mistake_of_a_process_that_nobody_launched_is_one_line(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import os, runpy\n"
+        "for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):\n"
+        "    del os.environ[name]\n"
+        "runpy.run_path('pretrain_gpt_fp8.py', run_name='__main__')\n"
+    )
+    with pytest.raises(RunFailed) as failure:
+        forked(1, [str(script), *TINY_GPT, "--fp8-level", "O7"], tmp_path / "log", timeout=600)
+    assert failure.value.code == 2
+    assert "--fp8-level O7" in the_one_line((tmp_path / "log").read_text())
 
 
 @pytest.mark.parametrize(
@@ -113,8 +115,10 @@ def test_a_mistake_under_torchrun_is_said_once():
 
 
 def test_help_shows_our_flags(tmp_path):
-    """In a warm process too, which has read its words before."""
-    result = command("pretrain_gpt_fp8.py", "--help")
+    """Of a process of its own; and of a warm one, which has read its words before."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "pretrain_gpt_fp8.py", "--help"]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-500:]
     assert "--fp8-level" in result.stdout
     warm = forked(1, ["pretrain_gpt_fp8.py", "--help"], tmp_path / "log", timeout=600)
