@@ -79,6 +79,7 @@ def warm_up(folder: str | None = None) -> None:
     gc.freeze()  # what exists is never looked at again, so its pages stay shared
 
 
+@functools.cache
 def _read_help_once() -> None:
     """Keep what Megatron's parser takes out of the source of its configurations, {class: {field: help}}."""
     from megatron.training import argument_utils, arguments

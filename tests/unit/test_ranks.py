@@ -49,6 +49,12 @@ def test_a_rank_is_a_fresh_script_of_a_warm_process(run, tmp_path):
     assert all(rank["OURS"] is None for rank in ranks_of(run("")))  # nothing of an earlier run is left
 
 
+def test_a_warm_process_is_warmed_up_once_more(run):
+    """As it says of itself; the words of Megatron's help were read by what had taken their reader's place."""
+    (line,) = run("from megatron_fp8.rehearsal import ranks\nranks.warm_up()\nsay('still warm')\n", count=1)[-1:]
+    assert line == "still warm"
+
+
 def test_the_first_rank_that_fails_ends_the_others(run, tmp_path):
     with pytest.raises(RunFailed, match="rank 1 of 3 failed first, with exit code 7") as failure:
         run("if os.environ['RANK'] == '1':\n    sys.exit(7)\n" + HANG)
