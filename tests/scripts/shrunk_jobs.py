@@ -1,10 +1,11 @@
-"""Shrink the jobs that are given as lines of JSON, {"gpus": N, "flags": [...]}, and let Megatron validate both sizes.
+"""Shrink the jobs of a file of JSON lines, {"gpus": N, "flags": [...]}, and let Megatron validate both sizes.
 
 Prints a line of JSON a job: what failed, or what the rehearsal is.
 """
 
 import json
 import sys
+from pathlib import Path
 
 from launch import ROOT
 
@@ -18,8 +19,7 @@ from megatron_fp8.rehearsal.page import Outcome, Start, warnings, write
 from megatron_fp8.rehearsal.shrink import STEPS, shrink
 
 SCRIPT = str(ROOT / "pretrain_gpt_fp8.py")
-for line in sys.stdin:
-    request = json.loads(line)
+for request in map(json.loads, Path(sys.argv[1]).read_text().splitlines()):
     job = examine(take_apart([SCRIPT, *request["flags"]]), request["gpus"])
     if job.args is None:
         print(json.dumps({"error": job.error}), flush=True)

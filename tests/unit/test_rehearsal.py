@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ from types import SimpleNamespace
 import plants
 import pytest
 from commands import error_of
-from launch import ROOT
+from launch import ROOT, forked
 from megatron_runs import script_path
 
 from megatron_fp8.rehearsal import full, main, page, shrink
@@ -234,7 +232,7 @@ JOBS = {  # name: (GPUs, flags)
 
 
 @pytest.fixture(scope="module")
-def shrunk() -> dict[str, dict]:
+def shrunk(tmp_path_factory) -> dict[str, dict]:
     """{name of a job: what tests/scripts/shrunk_jobs.py says of it}."""
     lines = []
     for name, (gpus, flags) in JOBS.items():
@@ -243,17 +241,12 @@ def shrunk() -> dict[str, dict]:
             common = GPT.replace("--mock-data --tokenizer-type NullTokenizer --vocab-size 50303", "")
         common = common if name == "evaluates never" else f"{common} --eval-interval 1000"
         lines.append(json.dumps({"gpus": gpus, "flags": [*common.split(), *flags.split()]}))
-    done = subprocess.run(
-        [sys.executable, "tests/scripts/shrunk_jobs.py"],
-        input="\n".join(lines),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == len(JOBS), done.stderr[-3000:]
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "jobs").write_text("\n".join(lines))
+    command = [str(ROOT / "tests/scripts/shrunk_jobs.py"), str(folder / "jobs")]
+    printed = forked(1, command, folder / "log", timeout=600, env={"PYTHONPATH": script_path()})
+    found = [json.loads(line) for line in printed if line.startswith("{")]
+    assert len(found) == len(JOBS), printed[-25:]
     return dict(zip(JOBS, found, strict=True))
 
 
