@@ -7,9 +7,10 @@ import subprocess
 import sys
 from argparse import Namespace
 from itertools import islice
+from pathlib import Path
 
 import pytest
-from launch import ROOT
+from launch import ROOT, RunFailed, forked
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.rehearsal import full
@@ -24,10 +25,10 @@ JOB = """torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_fp8.py --bf16 --num
 --save-interval 10"""
 
 
-def rehearse(*argv: str, flags: str = "--fp8-level O3", job: str = JOB):
-    verb = [sys.executable, "-m", "megatron_fp8.cli", "rehearse", "--full", *argv]
-    command = [*verb, "--", *job.split(), *flags.split()]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+def rehearse(log: Path, *argv: str, flags: str = "--fp8-level O3", job: str = JOB) -> str:
+    """What the verb prints, forked: of the processes that a user sees, the rank that it starts is a cold one here."""
+    command = ["-m", "megatron_fp8.cli", "rehearse", "--full", *argv, "--", *job.split(), *flags.split()]
+    return "\n".join(forked(1, command, log, timeout=900))
 
 
 def iterations(log: str) -> list[str]:
@@ -36,14 +37,13 @@ def iterations(log: str) -> list[str]:
 
 def trains(tmp_path, *argv: str, flags: str, job: str = JOB) -> str:
     """The page of a rank that took its steps, none skipped."""
-    run = rehearse(*argv, "--folder", str(tmp_path), flags=flags, job=job)
-    assert run.returncode == 0, run.stdout + run.stderr
+    page = rehearse(tmp_path / "verb.log", *argv, "--folder", str(tmp_path), flags=flags, job=job)
     steps = iterations((tmp_path / "full.log").read_text())
     assert len(steps) == full.STEPS
     for step in steps:
         assert re.search(r"grad norm: [\d.]+ \| number of skipped iterations:   0 \|", step), step
     assert not os.path.exists("/no/such")  # folders of the job are left alone
-    return run.stdout
+    return page
 
 
 def test_the_first_rank_of_the_last_stage(tmp_path):
@@ -86,10 +86,11 @@ def test_a_plain_fake_process_group_trains_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_the_job_does_not_have_and_one_without_full():
-    run = rehearse("--rank", "16")
-    assert run.returncode == 2
-    assert run.stderr.splitlines()[-1].endswith("--rank 16: the job has ranks 0 to 15; give one of them")
+def test_a_rank_that_the_job_does_not_have_and_one_without_full(tmp_path):
+    with pytest.raises(RunFailed) as failure:
+        rehearse(tmp_path / "log", "--rank", "16")
+    assert failure.value.code == 2
+    assert "--rank 16: the job has ranks 0 to 15; give one of them\n" in (tmp_path / "log").read_text()
 
 
 def test_what_is_of_transformer_engines_attention_is_refused_or_said():
