@@ -40,15 +40,16 @@ def test_constants_agree_with_torch(fmt):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (7, 3, 5)])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (7, 3, 5), (8193,)])
 def test_decode_is_torchs_own_conversion(fmt, shape):
     payload = torch.randint(0, 256, shape, dtype=torch.uint8).view(fmt.dtype)
     assert same(decode(payload), payload.float())
 
 
-def test_decode_of_a_transposed_and_of_an_offset_view():
-    payload = torch.randint(0, 256, (33, 17), dtype=torch.uint8).view(E4M3.dtype)
-    assert same(decode(payload.t()), payload.float().t())
+@pytest.mark.parametrize("shape", [(33, 17), (150, 70)], ids=["few", "many"])
+def test_decode_of_a_transposed_and_of_an_offset_view(shape):
+    payload = torch.randint(0, 256, shape, dtype=torch.uint8).view(E4M3.dtype)
+    assert same(decode(payload.t()), payload.float().t()) and decode(payload.t()).is_contiguous()
     assert same(decode(payload[3:, 1:]), payload.float()[3:, 1:])
 
 
