@@ -55,13 +55,14 @@ def _door() -> str:
     listening.listen()
 
     def hand_over() -> None:
-        while True:
-            connection, _ = listening.accept()
-            with connection:
-                text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
-                socket.send_fds(warm_server(), [text], descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
+        with listening:  # closed by an error, it refuses who comes next, and lets nobody wait
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+                    socket.send_fds(warm_server(), [text], descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
 
     threading.Thread(target=hand_over, daemon=True).start()
     return name

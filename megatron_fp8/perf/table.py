@@ -11,7 +11,7 @@ other, at one micro-batch and at the largest that fits, without a cap and under 
 stands in --results, in the columns of Megatron Bridge's performance tables. docs/estimate.md has an example.
 
 Text fits a terminal: several figures share a cell, and what all rows have in common is said above them. Markdown and
-CSV have every figure in a column of its own; a CSV is one table, and what was measured has a file of its own.
+CSV have every figure in a column of its own; a CSV is one table: of what was measured where --results names its file.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -68,13 +68,16 @@ def run(args: Namespace) -> int:
         raise UserError(f"table {args.table}: measured are those of table 5; remove --run and --results")
     found = rows(hardware.load(args.hardware))
     code = measure.run(args) if args.run else 0
+    if args.format == "csv" and args.results:  # a CSV is one table
+        print(render(measure.results(args), args.format))
+        return code
     print(paragraph(f"{_TITLES[args.table]}; model: {args.hardware}", args.format) + "\n")
     lines: Rows = {"5": _table_5, "7": _table_7, "8": _table_8}[args.table](found)
     if args.table == "5" and args.format == "text":
         print(paragraph(_said_once(lines), args.format) + "\n")
         lines = merged(lines, _TEXT_5)
     if args.format == "csv":
-        for above, line in pairwise(lines):  # for the eye a model is named once; a program sorts
+        for above, line in pairwise(lines):  # our O3, which the paper has not, is of the model above it
             line["model"] = line["model"] or above["model"]
     print(render(lines, args.format))
     if args.table == "5":
@@ -101,8 +104,8 @@ def _said_once(lines: Rows) -> str:
 def _print_measured(args: Namespace) -> None:
     results = measure.results(args)
     said = "Measured on hardware at hand"
-    if results and args.format == "csv":  # one table a file
-        print("\n" + paragraph(f"{said}: {args.results or measure.RESULTS}, a CSV of its own", args.format))
+    if results and args.format == "csv":
+        print("\n" + paragraph(f"{said}: --results {measure.RESULTS}", args.format))
         return
     if not results or args.format != "text":
         print("\n" + paragraph(said + (":" if results else ": nothing yet (--run)"), args.format))

@@ -122,7 +122,7 @@ def test_the_shapes_of_real_models(name):
 
 def test_it_is_the_backend_and_what_is_not_16_is_refused_with_its_shape():
     assert isinstance(serving("cuda"), Planned) and serving("cuda").fuses == {"bias", "residual", "accumulate"}
-    assert plans.maker_of == serving("cuda").maker_of
+    assert serving("cuda").name == "cublaslt" and plans.maker_of == serving("cuda").maker_of
     a, b = scaled(32, 48), scaled(32, 48)
     with pytest.raises(cublaslt.CublasLtError, match="32 x 32 x 40 E4M3 x E4M3"):
         ops.gemm(ScaledTensor(a.payload[:, :40], a.scale_inv), ScaledTensor(b.payload[:, :40].clone(), b.scale_inv))

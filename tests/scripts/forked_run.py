@@ -10,6 +10,7 @@ import socket
 import sys
 
 door, *command = sys.argv[1:]
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until there is somebody to tell
 ended, ending = os.pipe()
 request = {"count": 1, "command": command, "env": dict(os.environ), "cwd": os.getcwd(), "timeout": 600}
 with socket.socket(socket.AF_UNIX) as connection:
@@ -19,4 +20,5 @@ os.close(ending)
 with os.fdopen(ended) as result:
     supervisor = int(result.readline())
     signal.signal(signal.SIGTERM, lambda *_: os.kill(supervisor, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     sys.exit(int(result.readline()))

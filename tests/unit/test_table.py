@@ -114,7 +114,7 @@ def test_text_says_what_csv_says(capsys):
     text = printed(capsys, "5", "--results", "")
     assert "989.5 TFLOP/s (BF16) and 1979 TFLOP/s (FP8)" in " ".join(text.split())
     lines = iter(text.splitlines())
-    csv_lines = printed(capsys, "5", "--results", str(MEASURED), "--format", "csv").splitlines()
+    csv_lines = printed(capsys, "5", "--results", "", "--format", "csv").splitlines()
     rows = list(csv.DictReader(line for line in csv_lines if line and not line.startswith("#")))
     assert len(rows) == 18 and rows[0]["samples/s: model"] == "163.0" and rows[3]["system"] == "our O3"
     assert all(row["model"] in ("7b", "13b", "175b") for row in rows)  # one table, whose rows stand alone
@@ -125,6 +125,15 @@ def test_text_says_what_csv_says(capsys):
         assert all(cell in text for cell in said)
         words = [word for cell in row.values() for word in cell.split()]
         assert words in (line.split() for line in lines)  # in this order
+
+
+def test_what_was_measured_is_a_csv_of_its_own(capsys):
+    """With the estimate beside each figure."""
+    rows = list(csv.DictReader(printed(capsys, "5", "--results", str(MEASURED), "--format", "csv").splitlines()))
+    with MEASURED.open(newline="") as file:
+        assert [row["ms"] for row in rows] == [row["ms"] for row in csv.DictReader(file)]
+    assert all(abs(float(row["GB: +-"].rstrip("%"))) < 2 for row in rows if row["Peak GB"])
+    assert sum(bool(row["ms: model"]) for row in rows) > 10
 
 
 def test_a_figure(tmp_path, capsys):
