@@ -234,6 +234,7 @@ def _hook_model(fp8: Fp8Config, gemms: RunGemms) -> None:
 
 
 def _without_fp8(stock: Callable):
+    """Of CheckpointWithoutOutput.__init__: one without Transformer Engine's contexts, which config.fp8 asks for."""
     return lambda self, fp8=None: stock(self, None)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ops.ranks import gathered
+from ..ranks import gathered
 
 SEAL, MARK, METADATA = "integrity.json", "unsealed", "metadata.json"  # a mark: a save into the folder is under way
 # Megatron reads it in place of what the other files hold: one that was not there when the checkpoint was sealed is not

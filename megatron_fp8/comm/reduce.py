@@ -42,8 +42,8 @@ import torch.distributed as dist
 from .. import ops
 from ..errors import UserError
 from ..numerics.blocks import BLOCK, PackedBlocks
-from ..ops.ranks import gathered
 from ..ops.states import Gradient
+from ..ranks import gathered
 from . import wire
 
 
@@ -136,8 +136,8 @@ def reduce_blocks(
         return shards, [handle]
     yield [handle]
     summed = _pack(shards.look(), shards=1)
-    gathered, handle = wire.all_gather(summed.data.view(-1), group)
-    return GatheredShards(PackedBlocks(gathered)), [handle]
+    every, handle = wire.all_gather(summed.data.view(-1), group)
+    return GatheredShards(PackedBlocks(every)), [handle]
 
 
 def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:

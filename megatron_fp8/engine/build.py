@@ -15,7 +15,7 @@ from ..comm.wire import Stages
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
-from ..ops.ranks import gathered
+from ..ranks import gathered
 from .chain import Fp8ChainedOptimizer
 from .events import Events
 from .gather import ChunkGather

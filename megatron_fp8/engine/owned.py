@@ -24,9 +24,10 @@ from .. import ops
 from ..flags.config import Fp8Config
 from ..flags.emulate import linear_name
 from ..numerics.scaled import ScaledTensor
-from ..numerics.scaling import DelayedScaling, all_reduce_largest, compute_scale, power_of_two_scale
+from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
 from ..ops import source
 from ..ops.source import Castable
+from ..ranks import all_reduce_largest
 from .events import Events
 from .gradients import GradSink
 

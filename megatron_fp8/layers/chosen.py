@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..flags.config import BF16_FLAG, Fp8Config
 from ..flags.emulate import LM_HEAD, linear_name, matches
 from ..metrics import LINEARS, record
-from ..ops.ranks import gathered
+from ..ranks import gathered
 
 
 def emulates_head(config: Fp8Config) -> bool:

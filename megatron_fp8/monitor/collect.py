@@ -49,9 +49,8 @@ from ..flags.config import Fp8Config
 from ..numerics.blocks import block_scales
 from ..numerics.formats import E4M3
 from ..numerics.scaled import ScaledTensor
-from ..numerics.scaling import all_reduce_largest
 from ..ops import Product, count_cast
-from ..ops.ranks import gathered
+from ..ranks import all_reduce_largest, gathered
 from .write import CASTS, Tally, current_iteration, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD

@@ -54,9 +54,8 @@ from ..engine.weights import Bucket
 from ..flags.probe import ProbePlan
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
-from ..numerics.scaling import all_reduce_largest
 from ..ops import count_cast
-from ..ops.ranks import gathered
+from ..ranks import all_reduce_largest, gathered
 from .write import CASTS, current_iteration, say
 
 FPROP, DGRAD, WGRAD = range(3)

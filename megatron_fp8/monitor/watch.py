@@ -42,7 +42,7 @@ from ..engine.optimizer import EngineOptimizer
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..flags.watch import FALLBACK, NO_FP8, SKIP, WatchPlan
-from ..ops.ranks import gathered
+from ..ranks import gathered
 from .collect import Monitor
 from .spikes import DOUBLED, Series
 from .write import Tally, current_iteration, say, together, write_scalars

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp8.numerics.formats import Format
+from megatron_fp8.ranks import all_reduce_largest
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
@@ -62,15 +63,6 @@ def compute_scale(
 def _aligned(values: torch.Tensor) -> torch.Tensor:
     """A copy in which each element sits at a multiple of 16 bytes: cuBLASLt refuses other scale pointers."""
     return torch.nn.functional.pad(values[:, None], (0, 3))[:, 0]
-
-
-def all_reduce_largest(values: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
-    """The largest of all ranks' `values` (any shape, float), in place; returns all_reduce's handle, if async_op.
-
-    NaN counts as infinity: it is no larger than anything, so a reduction may drop it, and differently on each rank.
-    """
-    values.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=async_op)
 
 
 class Elements:

@@ -20,7 +20,7 @@ from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS
 from megatron_fp8.ops.gemm_found import Choice, load, path, save
 from megatron_fp8.ops.plans import FP8, Maker, Plan, Problem
-from megatron_fp8.ops.ranks import from_rank_0, gathered, rank
+from megatron_fp8.ranks import from_rank_0, gathered, rank
 
 _among: tuple[Maker, ...] = (CUBLASLT,)  # who is chosen from
 _found: dict[str, list[Choice]] = {}  # the file's, by the problem's text

@@ -8,7 +8,7 @@ from megatron_fp8.ops import cublaslt, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS
 from megatron_fp8.ops.gemm_race import AGREE
-from megatron_fp8.ops.ranks import gathered
+from megatron_fp8.ranks import gathered
 
 
 def why_not() -> str:

@@ -1,7 +1,8 @@
-"""What all ranks of a run know together, or rank 0 tells them; in a process without ranks it is alone."""
+"""What ranks know together, what rank 0 tells them, what is the largest of any; a process without ranks is alone."""
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -23,3 +24,12 @@ def gathered[T](mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     everywhere: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, mine, group=group)
     return everywhere
+
+
+def all_reduce_largest(values: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
+    """The largest of all ranks' `values` (any shape, float), in place; returns all_reduce's handle, if async_op.
+
+    NaN counts as infinity: it is no larger than anything, so a reduction may drop it, and differently on each rank.
+    """
+    values.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=async_op)
