@@ -40,6 +40,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 {plugins}
+PlugStackConfig={plugstack}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -99,8 +100,9 @@ def _unpack() -> None:
 
 
 @contextlib.contextmanager
-def running(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
-    """A Slurm that is up; the environment for its commands.  Raises Unavailable with the daemons' words."""
+def running(folder: Path, nodes: int = 1, plugin: str = "") -> Iterator[dict[str, str]]:
+    """A Slurm that is up, with a SPANK plugin if one is given, its file and its options; the environment for its
+    commands.  Raises Unavailable with the daemons' words."""
     root = programs()
     folder = folder.resolve()
     (folder / "state").mkdir(parents=True, exist_ok=True)
@@ -114,12 +116,14 @@ def running(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
         "user": getpass.getuser(),
         "folder": folder,
         "plugins": "" if root == Path("/") else f"PluginDir={root / LIBRARIES / 'slurm-wlm'}",
+        "plugstack": folder / "plugstack.conf",
         "controller_port": _free_port(),
         "nodes": "\n".join(
             f"NodeName={name} NodeHostname={host} Port={_free_port()} CPUs={os.cpu_count()} RealMemory=1000"
             for name in names
         ),
     }
+    (folder / "plugstack.conf").write_text(f"required {plugin}\n" if plugin else "")
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
     environment = {

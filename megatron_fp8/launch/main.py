@@ -26,6 +26,7 @@ from pathlib import Path
 from ..errors import UserError, did_you_mean
 from ..flags.args_file import ARGS_FILE, expand, find, read
 from ..shipped import shipped
+from .places import unseen
 from .script import Settings, steps_of, write_script
 
 _FIRST = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "--pretrained-checkpoint")
@@ -120,6 +121,8 @@ def run(args: Namespace) -> int:
     print(f"{path}: {settings.steps} steps on {args.nodes} x {tasks} {'GPUs' if args.gpus_per_node else 'CPU tasks'}")
     said = "its flags passed Megatron's and the level's checks"
     print(said if checked else "its flags were not checked: torch and Megatron are not here")
+    for line in unseen(settings, given):
+        print(f"note: {line}")
     if not args.submit:
         print(f"submit it: sbatch {path}")
         return 0

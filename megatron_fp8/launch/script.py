@@ -79,7 +79,7 @@ def _settings(job: Settings) -> str:
         "CONTAINER": job.container,
         "MOUNTS": job.mounts,
         "MAX_RESTARTS": str(job.max_restarts),
-        "MAX_STALLS": "2",
+        "MAX_STALLS": "3",
     }
     lines = ["", *(f"{name}={shlex.quote(value)}" for name, value in values.items())]
     # The shell that submits comes before the files; ${A-'x'} is x where A is not set.

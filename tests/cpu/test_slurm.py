@@ -18,6 +18,8 @@ from megatron_fp8.rehearsal.command import flags_of
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(7200)]
 STEPS, INTERVAL = 160, 45
 TWO_NODES = ["--nodes", "2", "--tasks-per-node", "1"]  # of as many tasks as one node has otherwise
+PYXIS = os.environ.get("PYXIS", "")  # the plugin's file and its options
+IMAGE = os.environ.get("PYXIS_IMAGE", "")  # of a system that this machine's Python runs in
 PATIENCE = 3000  # seconds; two cores may be shared with much else
 
 
@@ -25,7 +27,7 @@ PATIENCE = 3000  # seconds; two cores may be shared with much else
 def slurm(tmp_path_factory):
     """The environment for Slurm's commands."""
     try:
-        with local_slurm.running(tmp_path_factory.mktemp("slurm"), nodes=2) as environment:
+        with local_slurm.running(tmp_path_factory.mktemp("slurm"), nodes=2, plugin=PYXIS) as environment:
             yield {**environment, "PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     except local_slurm.Unavailable as reason:
         pytest.skip(f"needs a Slurm: {reason}")
@@ -126,6 +128,25 @@ def test_a_job_that_is_told_to_stop_comes_back_and_ends_as_if_it_had_not(slurm, 
     assert all((step.loss, step.grad_norm) == of_one[step.iteration] for step in resumed)
 
 
+@pytest.mark.skipif(not (PYXIS and IMAGE), reason="needs pyxis, enroot and an image: docs/launch.md, Containers")
+@pytest.mark.parametrize("disturb", ["told to stop", "requeued"])
+def test_a_job_in_a_container_ends_as_one_without(slurm, files, undisturbed, tmp_path, disturb):
+    """The code's folder, the job's and what --mounts names are all that it sees of here.  On one node: the two of this
+    machine would make one container twice."""
+    cache = re.search(r"--data-cache-path: (.*)", Path(files[0]).read_text())[1]
+    seen = {sys.base_prefix, sys.prefix, cache}
+    options = ["--container", IMAGE, "--python", sys.executable, "--mounts", ",".join(f"{it}:{it}" for it in seen)]
+    job = Job(slurm, tmp_path, files, *options)
+    if disturb == "told to stop":
+        job.until(lambda: len(job.steps) > INTERVAL // 2)
+        job.ask("scancel", "--batch", "--signal=USR1", job.number)
+    else:
+        job.until(lambda: (tmp_path / f"checkpoints/iter_{INTERVAL:07d}/integrity.json").exists())
+        job.ask("scontrol", "requeue", job.number)
+    assert job.end() == ("COMPLETED", 1), job.log[-5000:]
+    assert job.last == undisturbed.last
+
+
 def test_a_bare_requeue_goes_back_to_the_last_save(slurm, files, undisturbed, tmp_path):
     job = Job(slurm, tmp_path, files)
     job.until(lambda: (tmp_path / f"checkpoints/iter_{INTERVAL:07d}/integrity.json").exists())
@@ -209,9 +230,9 @@ def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):
         "sys.exit(3)\n"
     )
     job = Job(slurm, tmp_path / "job", files, "--script", str(script))
-    assert job.end() == ("FAILED", 1), job.log[-5000:]
-    assert job.notes[-1] == "started 2 times from step 0, and saved nothing: failed"
-    assert sum(f"; step 0 of {STEPS} is saved" in note for note in job.notes) == 2
+    assert job.end() == ("FAILED", 2), job.log[-5000:]
+    assert job.notes[-1] == "started 3 times from step 0, and saved nothing: failed"
+    assert sum(f"; step 0 of {STEPS} is saved" in note for note in job.notes) == 3
 
 
 def test_a_mistake_is_not_tried_again(slurm, files, tmp_path):

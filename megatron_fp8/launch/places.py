@@ -1,0 +1,37 @@
+"""Which of a job's files its tasks will not find: those outside a container's mounts, and those in a node's own /tmp.
+
+A job would learn of them after it has waited for its nodes. Both may be right, as an image may hold a file, and a
+cluster share its /tmp: so they are said, and not refused.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .script import Settings
+
+_CACHE = "--data-cache-path"  # rank 0 writes the samples' index there, and all ranks read it
+_FILES = (
+    _CACHE, "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
+    "--per-split-data-args-path", "--tokenizer-model", "--vocab-file", "--merge-file", "--load",
+    "--pretrained-checkpoint", "--tensorboard-dir",
+)  # fmt: skip
+_OF_A_NODE = "/tmp", "/var/tmp", "/dev/shm", "/run"
+
+
+def unseen(job: Settings, given: Mapping[str, list[str]]) -> list[str]:
+    """A line a place among the flags `given` that the job's tasks, or those on other nodes, may not see."""
+    mounts = [mount.split(":") for mount in job.mounts.split(",") if mount]
+    inside = [Path((mount + mount)[1]) for mount in mounts]  # FROM alone is its own TO
+    inside += Path.cwd(), job.script.parent, job.folder, job.save
+    lines = []
+    for flag in _FILES:
+        for value in given.get(flag, []):
+            if not value.startswith("/"):  # of this folder, which is mounted; or a weight of a blend
+                continue
+            place = Path(value)
+            if job.container and not any(place.is_relative_to(mounted) for mounted in inside):
+                add = f"--mounts {place.parent}:{place.parent}"
+                lines.append(f"{flag} {value}: in no mount of the container; unless the image holds it, add {add}")
+            elif flag == _CACHE and job.nodes > 1 and any(place.is_relative_to(local) for local in _OF_A_NODE):
+                lines.append(f"{flag} {value}: on most clusters each node has its own; use a folder that all share")
+    return lines
