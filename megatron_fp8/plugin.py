@@ -190,7 +190,7 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         gemms.choose()
     if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
         _hook_optimizer(config, gemms)
-    if args.load or args.save:
+    if args.load or args.save or args.pretrained_checkpoint:
         _hook_checkpoints(config)
         if config is not None and args.save and not args.skip_train:
             from .checkpoint.saves import claim
