@@ -237,6 +237,7 @@ ANY_LAYOUT = (
 GROUPED = "remove it: it belongs to Transformer Engine's grouped linears; a level runs experts singly"
 GPT_ONLY = "remove it, or use --fp8-level O0: a level knows a GPT's layers only"
 PER_MODULE = "remove it: a level has one precision for its linears (see --first-last-layers-bf16, --fp8-gemm)"
+FILES = "give the path of a file system: a level's checkpoints need one"
 ONE_FORMAT = "use torch_dist: no other format holds the level's optimizer state"
 TWO_RECIPES = "use --fp8-recipe delayed or tensorwise: the level's GEMMs take one scale a tensor"
 MODELOPT = "remove it, or use --fp8-level O0: ModelOpt brings its own layers"
@@ -383,6 +384,7 @@ TABLE: list[Row] = [
     *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced while the backward goes on"),
     *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
     *_honour("--check-weight-hash-across-dp-replicas-interval", "of the linears too, once all parts have arrived"),
+    *_honour("--log-params-norm", "of the linears' FP32 masters, or else of the weights as the model has them"),
     *_honour("--verify-integrity", "every checkpoint of a level is hashed and verified, by all ranks, without it too"),
     *_adapt("--dist-ckpt-optim-fully-reshardable", True, ANY_LAYOUT, CUT_AS_BUFFERS),
     *_honour("--distrib-optim-fully-reshardable-mem-efficient", f"{STOCKS_OWN}: gathered on one rank, slower"),
@@ -402,7 +404,7 @@ TABLE: list[Row] = [
     *_honour("--save-dgrads-interval --save-activations-interval", "of the level's linears too", WITH_SAVE),
     *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
-    *_refuse("--save --load --pretrained-checkpoint", "give the path of a file system: a level's checkpoints need one", NO_FILES),
+    *_refuse("--save --load --pretrained-checkpoint", FILES, NO_FILES),
     *_refuse("--ckpt-format", ONE_FORMAT, KEEPS_OPTIMIZER),
     *_refuse("--ckpt-convert-format", ONE_FORMAT, one_of("torch")),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
