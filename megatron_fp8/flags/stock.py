@@ -222,6 +222,7 @@ MASKED = "torch's attention reads a mask then, in slower kernels than the causal
 UNFUSED = "attention runs in Megatron's unfused kernel: memory grows with the square of --seq-length"
 STOCKS_OWN = "for stock's own parameters: embeddings, norms, biases, LM head, experts"
 FP32_SUMS = f"{STOCKS_OWN}; for the linears see --fp8-grad-accum fp32"
+READ_NOWHERE = "no effect: megatron-core 0.19 reads it nowhere"
 SKIPPED = "a step whose gradient norm is not finite is skipped, the run not aborted; the loss is checked as in stock"
 BF16_WEIGHTS = "remove it, or use --fp8-level O3: at this one the linears' weights are BF16"
 STATES = "remove it: the level decides the optimizer's formats (see --fp8-exp-avg, --fp8-master)"
@@ -338,6 +339,7 @@ TABLE: list[Row] = [
     *_note("--num-experts", "the experts stay in BF16"),
     *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse here what it fuses", UNFUSABLE),
     *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
+    *_note("--openai-gelu --apply-residual-connection-post-layernorm", READ_NOWHERE),
     *_note("--rope-scaling-factor", "no effect: megatron-core 0.19 hands it to no model", other_than("8.0")),
     *_refuse("--moe-latent-size", "install Transformer Engine, whose layers it uses", missing=TE),
     *_refuse("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", GROUPED),
