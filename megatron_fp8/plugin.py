@@ -19,6 +19,8 @@ What is hooked, and why not something more official:
                                                 (monitor/late_checks.py).
     training.training.logical_and_across_model_parallel_group and reduce_max_stat_across_model_parallel_group
                                                 answer without the GPU what all ranks know (engine/agreed.py).
+    training.training.calc_params_l2_norm       reads E4M3 weights, and has those that are on their way
+                                                (engine/params_norm.py).
     CheckpointWithoutOutput.__init__            says that stock's FP8 is off: it takes silence for FP8, and fails where
                                                 Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
@@ -190,7 +192,7 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         gemms.choose()
     if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
         _hook_optimizer(config, gemms)
-    if args.load or args.save:
+    if args.load or args.save or args.pretrained_checkpoint:
         _hook_checkpoints(config)
         if config is not None and args.save and not args.skip_train:
             from .checkpoint.saves import claim
@@ -255,11 +257,14 @@ def _hook_weight_gradients() -> None:
 def _hook_optimizer(fp8: Fp8Config | None, gemms: RunGemms | None) -> None:
     import megatron.training.training as training
 
+    from .engine import params_norm
+
     parameters, same = "config model_chunks config_overrides", SameEverywhere()
     _of_run.rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same, gemms), parameters)
     if fp8 is not None:
         _of_run.rebind(training, "logical_and_across_model_parallel_group", same.logical_and, "input group")
         _of_run.rebind(training, "reduce_max_stat_across_model_parallel_group", same.largest, "stat group")
+        _of_run.rebind(training, "calc_params_l2_norm", params_norm.readable, "model force_create_fp32_copy")
 
 
 def _hook_train_step(around: Callable) -> None:

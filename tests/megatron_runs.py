@@ -128,6 +128,6 @@ def run_megatron(
     steps = [step for step in map(parse_step, lines) if step]
     validation_losses = [loss for loss in map(parse_validation, lines) if loss is not None]
     run = Run(lines, steps, validation_losses)
-    if not env and "--save" not in flags and "--load" not in flags:
+    if not env and not {"--save", "--load", "--pretrained-checkpoint"} & set(flags):
         _finished[command] = run
     return run

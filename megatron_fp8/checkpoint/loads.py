@@ -110,17 +110,17 @@ def load_whole(fp8: Fp8Config) -> Callable:
             given = load_dir, args, rank0, *rest
             if load_dir is None:
                 return stock(*given, **kwargs)
-            with without_tracker(Path(load_dir), args):
+            with _naming_its_flag(load_dir, args), without_tracker(Path(load_dir), args):
                 with _one_line(load_dir, "cannot be read", lambda error: isinstance(error, OSError)):
                     folder = choose(Path(load_dir), args) if rank0 else None
                 if folder is None:
                     return stock(*given, **kwargs)
                 with _one_line(load_dir, f"{folder.name} cannot be read", lambda error: not is_bug(error)):
                     loaded = stock(*given, **kwargs)
-            if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
-                missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
-                raise UserError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
-            check_fits(loaded[0], args, fp8)
+                if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
+                    missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
+                    raise UserError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
+                check_fits(loaded[0], args, fp8)
             describe(contents_of(loaded[0]))
             return loaded
 
@@ -135,8 +135,9 @@ def refuse_levels(stock: Callable) -> Callable:
     def load_base_checkpoint(load_dir, args, rank0=False, *rest, **kwargs):
         loaded = stock(load_dir, args, rank0, *rest, **kwargs)
         if rank0 and is_ours(loaded[0]):
-            _require_whole(Path(load_dir), Path(loaded[1]))
-            check_fits(loaded[0], args, None)
+            with _naming_its_flag(load_dir, args):
+                _require_whole(Path(load_dir), Path(loaded[1]))
+                check_fits(loaded[0], args, None)
         return loaded
 
     return load_base_checkpoint
@@ -146,7 +147,9 @@ def load_in_one_line(stock: Callable) -> Callable:
     """Around training.load_checkpoint: what says that the checkpoint does not fit is a user's mistake."""
 
     def load_checkpoint(*given, **kwargs):
-        with _one_line(get_args().load, "the checkpoint does not fit this run", _is_misfit):
+        args = get_args()
+        folder = _loaded_from(args)
+        with _naming_its_flag(folder, args), _one_line(folder, "the checkpoint does not fit this run", _is_misfit):
             return stock(*given, **kwargs)
 
     return load_checkpoint
@@ -187,12 +190,33 @@ def find_without_tracker(stock: Callable) -> Callable:
     return checkpoint_exists
 
 
+def _loaded_from(args: Namespace) -> str:
+    """Of --load and --pretrained-checkpoint, as Megatron has it: the second where the first has no checkpoint."""
+    if args.pretrained_checkpoint and (args.load is None or named(Path(args.load))[0] < 0):
+        return str(args.pretrained_checkpoint)
+    return args.load
+
+
+@contextlib.contextmanager
+def _naming_its_flag(folder: str, args: Namespace) -> Iterator[None]:
+    """What says --load says --pretrained-checkpoint where that one named the folder."""
+    try:
+        yield
+    except UserError as error:
+        if folder != getattr(args, "pretrained_checkpoint", None) or folder == args.load:
+            raise
+        said = str(error).replace(f"--load {folder}", f"--pretrained-checkpoint {folder}", 1)
+        raise UserError(said) from error
+
+
 def _is_misfit(error: BaseException) -> bool:
     """Whether Megatron or torch says so, or the checkpoint lacks a part."""
     if isinstance(error, CheckpointException):
         return not is_bug(error)
     if isinstance(error, CheckpointingException):
         return True
+    if isinstance(error, FileNotFoundError):  # --pretrained-checkpoint has none
+        return is_check(error)
     return _lacks_part(error) or (isinstance(error, KeyError | AssertionError) and is_check(error))
 
 

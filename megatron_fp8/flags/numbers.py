@@ -77,19 +77,11 @@ def largest_batch(args: Namespace) -> int:
 
 def check_optimizer(args: Namespace, cells: dict[str, str]) -> None:
     """Refuse what the formats of weights and states cannot do."""
-    if args.log_params_norm and args.overlap_param_gather and cells["master"] != "fp32":
+    if cells["weight"] == "fp8" and not args.adam_beta1**2 < args.adam_beta2:
         raise UserError(
-            "--log-params-norm with --overlap-param-gather: Megatron would read weights that are still on their way; "
-            "remove one, or add --fp8-master fp32"
+            f"--adam-beta1 {args.adam_beta1} with --adam-beta2 {args.adam_beta2}: E4M3 weights need beta1^2 < beta2, "
+            "which bounds a step; change one, or add --fp8-weight bf16"
         )
-    if cells["weight"] == "fp8":
-        if not args.adam_beta1**2 < args.adam_beta2:
-            raise UserError(
-                f"--adam-beta1 {args.adam_beta1} with --adam-beta2 {args.adam_beta2}: E4M3 weights need beta1^2 < "
-                "beta2, which bounds a step; change one, or add --fp8-weight bf16"
-            )
-        if args.log_params_norm:
-            raise UserError("--log-params-norm: stock cannot read E4M3 weights; remove it, or add --fp8-weight bf16")
     if cells["partition"] == "greedy" and args.overlap_grad_reduce:
         raise UserError(
             "--overlap-grad-reduce with --fp8-partition greedy: whole weights need one bucket, and nothing overlaps; "

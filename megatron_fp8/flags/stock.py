@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from .level import CELLS, LEVEL, LOWEST
+
 HONOURED, NOTED, ADAPTED, REFUSED = "honoured", "noted", "adapted", "refused"
 
 
@@ -150,6 +152,20 @@ OTHER_THAN_TP = When(
     "other than --tensor-model-parallel-size",
     lambda value, args: value not in (None, getattr(args, "tensor_model_parallel_size", None)),
 )
+WEIGHT = next(cell for cell in CELLS if cell.name == "weight")
+
+
+def _weights(args: Namespace) -> str:
+    """The cell weight: of the flag, or else of the level."""
+    return getattr(args, WEIGHT.dest, None) or WEIGHT.at(LEVEL.given(args) or LOWEST)
+
+
+WITH_FP8_WEIGHTS = When(
+    "given, at O3 or with --fp8-weight fp8", lambda value, args: bool(value) and _weights(args) == "fp8"
+)
+WITH_BF16_WEIGHTS = When(
+    "given, at O1, O2 or with --fp8-weight bf16", lambda value, args: bool(value) and _weights(args) != "fp8"
+)
 FUSED_KERNELS, UNFUSED_KERNELS = one_of("flash", "fused"), one_of("unfused", "local")
 KEEPS_OPTIMIZER = When(
     "torch, torch_dcp or fsdp_dtensor, with --save, or --load of the optimizer",
@@ -200,12 +216,15 @@ TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is
 NO_GRAPHS = "switched off: a level runs without CUDA graphs (same result)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
 NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
+OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8, and gathers them so"
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
 MASKED = "torch's attention reads a mask then, in slower kernels than the causal one"
 UNFUSED = "attention runs in Megatron's unfused kernel: memory grows with the square of --seq-length"
 STOCKS_OWN = "for stock's own parameters: embeddings, norms, biases, LM head, experts"
+FP32_SUMS = f"{STOCKS_OWN}; for the linears see --fp8-grad-accum fp32"
+READ_NOWHERE = "no effect: megatron-core 0.19 reads it nowhere"
 SKIPPED = "a step whose gradient norm is not finite is skipped, the run not aborted; the loss is checked as in stock"
-LEVEL_DECIDES = "remove it: the level decides how the linears' weights are stored, sent and updated"
+BF16_WEIGHTS = "remove it, or use --fp8-level O3: at this one the linears' weights are BF16"
 STATES = "remove it: the level decides the optimizer's formats (see --fp8-exp-avg, --fp8-master)"
 NO_FP4 = "remove it: a level trains in FP8 (FP4: --fp8-level O0 and Transformer Engine)"
 NO_FSDP = "remove it: it owns the weights that the level owns; use --use-distributed-optimizer"
@@ -219,6 +238,7 @@ ANY_LAYOUT = (
 GROUPED = "remove it: it belongs to Transformer Engine's grouped linears; a level runs experts singly"
 GPT_ONLY = "remove it, or use --fp8-level O0: a level knows a GPT's layers only"
 PER_MODULE = "remove it: a level has one precision for its linears (see --first-last-layers-bf16, --fp8-gemm)"
+FILES = "give the path of a file system: a level's checkpoints need one"
 ONE_FORMAT = "use torch_dist: no other format holds the level's optimizer state"
 TWO_RECIPES = "use --fp8-recipe delayed or tensorwise: the level's GEMMs take one scale a tensor"
 MODELOPT = "remove it, or use --fp8-level O0: ModelOpt brings its own layers"
@@ -277,8 +297,9 @@ TABLE: list[Row] = [
         "keeps each weight's transposed FP8 copy: a byte a weight for one pass a micro-batch",
         field="keep_transpose_cache",
     ),
-    *_refuse("--fp8-param-gather", LEVEL_DECIDES),
-    *_refuse("--fp8-output-proj", "remove it: the LM head stays in BF16"),
+    *_adapt("--fp8-param-gather", False, OWN_GATHER, WITH_FP8_WEIGHTS),
+    *_refuse("--fp8-param-gather", BF16_WEIGHTS, WITH_BF16_WEIGHTS),
+    *_refuse("--fp8-output-proj", "remove it: it is Transformer Engine's, for MXFP8 (see --fp8-lm-head)"),
     *_refuse("--reuse-grad-buf-for-mxfp8-param-ag", TWO_RECIPES),
     *_adapt("--moe-router-padding-for-quantization --moe-router-padding-for-fp8", False, NO_PADDING),
     *_refuse("--fp4-format --fp4-param-gather --fp4-quantizer-factory", NO_FP4),
@@ -318,6 +339,7 @@ TABLE: list[Row] = [
     *_note("--num-experts", "the experts stay in BF16"),
     *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse here what it fuses", UNFUSABLE),
     *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
+    *_note("--openai-gelu --apply-residual-connection-post-layernorm", READ_NOWHERE),
     *_note("--rope-scaling-factor", "no effect: megatron-core 0.19 hands it to no model", other_than("8.0")),
     *_refuse("--moe-latent-size", "install Transformer Engine, whose layers it uses", missing=TE),
     *_refuse("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", GROUPED),
@@ -355,22 +377,23 @@ TABLE: list[Row] = [
     *_honour("--accumulate-allreduce-grads-in-fp32", f"{STOCKS_OWN}; for the linears see --fp8-grad-accum"),
     *_honour("--grad-reduce-in-bf16", f"{STOCKS_OWN}; for the linears see --fp8-grad-reduce"),
     *_honour("--ddp-reduce-scatter-with-fp32-accumulation", f"{STOCKS_OWN}; the linears always do"),
-    *_honour("--ddp-param-name-patterns-for-fp32-local-accumulation", STOCKS_OWN),
+    *_note("--ddp-param-name-patterns-for-fp32-local-accumulation", FP32_SUMS),
     *_honour("--ddp-average-in-collective", f"{STOCKS_OWN}; the linears' mean follows their FP32 sum"),
     *_honour("--ddp-num-buckets --ddp-bucket-size", "of the linears' buckets and of stock's own"),
     *_honour("--use-nccl-ub", STOCKS_OWN),
     *_honour("--no-check-for-nan-in-loss-and-grad", SKIPPED),
-    *_honour("--check-for-large-grads", STOCKS_OWN),
+    *_note("--check-for-large-grads", f"{STOCKS_OWN}; for the linears see --fp8-on-spike"),
     *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced while the backward goes on"),
     *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
     *_honour("--check-weight-hash-across-dp-replicas-interval", "of the linears too, once all parts have arrived"),
+    *_honour("--log-params-norm", "of the linears' FP32 masters, or else of the weights as the model has them"),
     *_honour("--verify-integrity", "every checkpoint of a level is hashed and verified, by all ranks, without it too"),
     *_adapt("--dist-ckpt-optim-fully-reshardable", True, ANY_LAYOUT, CUT_AS_BUFFERS),
     *_honour("--distrib-optim-fully-reshardable-mem-efficient", f"{STOCKS_OWN}: gathered on one rank, slower"),
     *_honour("--use-distributed-optimizer", "shards the linears' master weights and moments too"),
     *_note("--rampup-batch-size", "no effect: megatron-core 0.19 reads it nowhere (see --step-batch-size-schedule)"),
     *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
-    *_honour("--dump-param-to-param-group-map", STOCKS_OWN),
+    *_note("--dump-param-to-param-group-map", f"{STOCKS_OWN}; the linears are not in the file"),
     *_refuse("--num-distributed-optimizer-instances", "remove it: one instance a run", other_than("1")),
     *_refuse("--rerun-mode", "use another one: megatron-core 0.19 cannot start with it", one_of("report_stats")),
     *_refuse("--mtp-detach-heads", "remove it: the level clips all its linears by one gradient norm"),
@@ -383,7 +406,7 @@ TABLE: list[Row] = [
     *_honour("--save-dgrads-interval --save-activations-interval", "of the level's linears too", WITH_SAVE),
     *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
-    *_refuse("--save --load", "give the path of a file system: a level's checkpoints need one", NO_FILES),
+    *_refuse("--save --load --pretrained-checkpoint", FILES, NO_FILES),
     *_refuse("--ckpt-format", ONE_FORMAT, KEEPS_OPTIMIZER),
     *_refuse("--ckpt-convert-format", ONE_FORMAT, one_of("torch")),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),

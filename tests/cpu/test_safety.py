@@ -1,10 +1,11 @@
 """What must not go wrong quietly: non-finite gradients, frozen inputs, resumed runs, BF16 checkpoints."""
 
 import pytest
-from launch import ROOT
+from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
 O1 = ["--fp8-level", "O1"]
+FIVE = ["--train-iters", "5", "--lr-decay-iters", "10"]
 TOOLS = {"PYTHONPATH": script_path()}
 
 
@@ -115,3 +116,26 @@ def test_an_o1_checkpoint_loads_in_stock(tmp_path):
     ours = run_megatron(2, [*TINY_GPT, *O1, *save])
     stock = run_megatron(1, [*TINY_GPT, "--load", str(tmp_path), "--finetune", "--train-iters", "4"])
     assert stock.losses[0] == pytest.approx(ours.losses[-1], abs=0.1)
+
+
+def test_a_pretrained_checkpoint_is_read_as_one_that_is_loaded(tmp_path):
+    """Alone, without --load and --save: verified, found without its tracker, refused in one line."""
+    folder = tmp_path / "first"
+    run_megatron(1, [*TINY_GPT, "--fp8-level", "O3", "--save", str(folder), "--save-interval", "5", *FIVE])
+    start = [*TINY_GPT, "--fp8-level", "O3", "--train-iters", "3"]
+    pretrained = [*start, "--pretrained-checkpoint", str(folder)]
+    loaded = run_megatron(1, [*start, "--load", str(folder), "--finetune"])
+    assert run_megatron(1, pretrained).losses == loaded.losses
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    assert run_megatron(1, pretrained).losses == loaded.losses
+    file = max(folder.glob("iter_0000005/*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RunFailed, match=rf"--pretrained-checkpoint {folder}: iter_0000005/{file.name} is damaged"):
+        run_megatron(1, pretrained)
+    for extra in ([], ["--load", str(tmp_path / "none")]):
+        with pytest.raises(RunFailed, match="No checkpoint found in load directory") as failed:
+            run_megatron(1, [*start, *extra, "--pretrained-checkpoint", str(tmp_path)])
+        assert f"megatron_fp8: --pretrained-checkpoint {tmp_path}: " in str(failed.value)
+        assert "Traceback" not in str(failed.value)

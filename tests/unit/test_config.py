@@ -329,7 +329,6 @@ def test_stocks_silent_bf16_is_refused(fmt, level, parse):
             "--fp8-tp-reduce-scatter forward: the GEMMs of this run are BF16's",
         ),
         ("--fp8-level O3 --adam-beta1 0.95 --adam-beta2 0.9", "--adam-beta1 0.95 with --adam-beta2 0.9: E4M3 weights"),
-        ("--fp8-level O3 --log-params-norm", "--log-params-norm: stock cannot read E4M3 weights"),
         ("--fp8-level O2 --fp8-partition greedy --overlap-grad-reduce", "--overlap-grad-reduce with --fp8-partition"),
         ("--fp8-level O1 --fp8-attention flash", "--fp8-attention flash: no such value; use torch or te"),
         ("--fp8-level O1 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: use 1 or more"),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import O1, error_of
+from commands import MODEL, O1, error_of
 
 from megatron_fp8.flags import stock as stock_flags
 from megatron_fp8.flags.config import adapt_stock_args, config_from_args
@@ -30,6 +30,7 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     "--num-experts": ["--disable-bias-linear"],
     "--qk-l2-norm": ["--multi-latent-attention"],
     "--no-bias-gelu-fusion": ["--num-experts", "4"],
+    stock_flags.WITH_FP8_WEIGHTS.text: ["--fp8-level", "O3"],
     stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
@@ -156,6 +157,25 @@ def test_noted(row, parser, parse, everything_installed):
         assert not row.field or getattr(config, row.field)
 
 
+@pytest.mark.parametrize(
+    ("flags", "switched_off"),
+    [
+        ("--fp8-level O3", True),
+        ("--fp8-level O1 --fp8-weight fp8", True),
+        ("--fp8-level O2", False),
+        ("--fp8-level O3 --fp8-weight bf16", False),
+        ("--fp8-emulate E8M3", False),
+    ],
+)
+def test_fp8_weights_of_te_become_the_levels_own_or_are_refused(flags, switched_off, parse):
+    args = parse(*MODEL, *flags.split(), "--fp8-param-gather")
+    if switched_off:
+        lines = adapt_stock_args(args, config_from_args(args))
+        assert not args.fp8_param_gather and any(line.startswith("--fp8-param-gather: switched off") for line in lines)
+    else:
+        assert error_of(config_from_args, args).startswith("--fp8-param-gather: remove it, or use --fp8-level O3")
+
+
 def test_missing_kernels_take_one_log_line(parse):
     args = parse(*O1, "--moe-permute-fusion", "--position-embedding-type", "rope")
     lines = adapt_stock_args(args, config_from_args(args))
@@ -184,6 +204,17 @@ COMMANDS = {  # stock commands, as written for Transformer Engine and apex: (wor
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --moe-router-padding-for-fp8 "
         "--disable-bias-linear",
+    ),
+    "llama 3 8B of Megatron's examples": (
+        1,
+        "--use-mcore-models --group-query-attention --num-query-groups 2 --kv-channels 16 --rotary-base 1000000 "
+        "--position-embedding-type rope --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu "
+        "--init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --grad-reduce-in-bf16 "
+        "--cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 "
+        "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather "
+        "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--no-create-attention-mask-in-dataloader --no-mmap-bin-files --ckpt-format torch_dist --fp8-level O3",
     ),
     "pipeline": (
         2,
