@@ -66,7 +66,7 @@ def examine(launch: Launch, gpus: int) -> Job:
     """
     given = dict(launch.flags)
     if "--use-checkpoint-args" in given:
-        raise UserError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
+        raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     context = size_of(given, _CONTEXT)
     unknown = os.path.basename(launch.script[-1]) != _OUR_SCRIPT
     of_attention = (*_ATTENTION, *_WITH_TE) if given.get("--fp8-attention") == ["te"] else _ATTENTION
@@ -145,6 +145,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
                 args.log_max_attention_logit = False  # the level has looked; stock asks for Transformer Engine here
             arguments.validate_args(args)
             args.context_parallel_size = 1
+            if fp8 is not None and not unknown and args.yaml_cfg is None:  # what the model's configuration refuses
+                arguments.core_transformer_config_from_args(args)
     except SystemExit as end:
         said = complaints.getvalue().strip().splitlines()
         job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"

@@ -316,7 +316,7 @@ def test_torchs_attention_is_rehearsed(shrunk):
 
 
 def test_sizes_in_a_checkpoint_are_not_known(tmp_path):
-    with pytest.raises(ValueError, match="--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
+    with pytest.raises(ValueError, match="^--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
         examine(take_apart(f"{SCRIPT} --use-checkpoint-args --load {tmp_path}".split()), 8)
 
 
@@ -341,6 +341,18 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     launch = take_apart(f"{command} --num-layer 3".split())
     assert "--num-layer 3, did you mean --num-layers?" in examine(launch, 128).error
     assert examine(replace(launch, script=["other.py"]), 128).error == ""
+
+
+def test_what_the_models_configuration_refuses_is_said_before_the_job_waits(parser):
+    """Megatron makes the configuration after it has validated its flags."""
+    for flags, line in (
+        ("--recompute-granularity full", 'recompute_method must be "block" or "uniform"'),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", ""),
+    ):
+        model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 24"
+        command = f"{SCRIPT} {GPT} {model} --eval-interval 1000 --fp8-level O3 {flags}"
+        error = examine(take_apart(command.split()), 8).error
+        assert line in error and bool(error) == bool(line), error
 
 
 TE = "--fp8-attention te"
