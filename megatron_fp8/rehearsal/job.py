@@ -19,6 +19,7 @@ from .command import Flags, Launch, flags_of, words_of
 
 _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
                 "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
+_ABSENT = ": there is no "  # what they say of a file (flags/checks.py)
 
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"  # which has no flags of its own
 _GPT2 = 50257  # tokens
@@ -72,7 +73,7 @@ def examine(launch: Launch, gpus: int) -> Job:
     of_attention = (*_ATTENTION, *_WITH_TE) if given.get("--fp8-attention") == ["te"] else _ATTENTION
     unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in of_attention)
     job = _in_a_fork(launch, launch.flags, gpus, unknown)
-    if job.error.startswith(_DATA_ERRORS):
+    if job.error.startswith(_DATA_ERRORS) and _ABSENT in job.error:
         missing, guessed = job.error, ""
         flags_without = [(flag, values) for flag, values in launch.flags if flag not in _DATA_ERRORS]
         mock = "--mock-data --tokenizer-type NullTokenizer".split()

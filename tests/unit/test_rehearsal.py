@@ -316,7 +316,7 @@ def test_torchs_attention_is_rehearsed(shrunk):
 
 
 def test_sizes_in_a_checkpoint_are_not_known(tmp_path):
-    with pytest.raises(ValueError, match="^--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
+    with pytest.raises(ValueError, match=r"^--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
         examine(take_apart(f"{SCRIPT} --use-checkpoint-args --load {tmp_path}".split()), 8)
 
 
@@ -341,6 +341,13 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     launch = take_apart(f"{command} --num-layer 3".split())
     assert "--num-layer 3, did you mean --num-layers?" in examine(launch, 128).error
     assert examine(replace(launch, script=["other.py"]), 128).error == ""
+
+
+def test_a_blend_in_one_word_is_no_data_that_is_elsewhere(parser):
+    launch = take_apart(f"{SCRIPT} {GPT} {JOBS['175b'][1]} --eval-interval 1000".split())
+    flags = [(flag, values) for flag, values in launch.flags if flag != "--mock-data"]
+    job = examine(replace(launch, flags=[*flags, ("--data-path", ["0.3 /data/a 0.7 /data/b"])]), 128)
+    assert job.error.startswith("--data-path '0.3 /data/a 0.7 /data/b': is one word") and not job.missing
 
 
 def test_what_the_models_configuration_refuses_is_said_before_the_job_waits(parser):
