@@ -412,6 +412,15 @@ def test_a_script_that_logs_no_step_is_said_so(monkeypatch):
     assert found[0] == "No step was logged here: whether the script trains cannot be said."
 
 
+def test_the_page_has_the_line_that_a_start_failed_with(monkeypatch):
+    """--folder keeps the log beside the page, but the page is what is read."""
+    monkeypatch.setattr(page, "_counted", lambda job: "nothing")
+    start = page.read("train", 2, 1.0, ["a warning", "megatron_fp8: --flag 3: use 4", "[ranks] rank 0 failed"], [])
+    job = SimpleNamespace(args=SimpleNamespace(data_parallel_size=1, save="there"), missing="", unseen=())
+    found = list(page.warnings(job, SimpleNamespace(data_parallel=1), page.Outcome(start)))
+    assert found[0].startswith("The start to train failed here, ") and found[0].endswith(": --flag 3: use 4")
+
+
 def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):
     args = SimpleNamespace(timeout=1, folder=None)
     late = "import time; print('begun', flush=True); time.sleep(60)"
