@@ -131,6 +131,11 @@ def test_other_weights_and_states_are_counted():
     assert found(f"--fp8-level O2 {fp32}")[1] == pytest.approx(o1, rel=0.03)
 
 
+def test_files_of_data_may_be_elsewhere():
+    files = "--vocab-file /nowhere/vocab.json --merge-file /nowhere/merges.txt --data-args-path /nowhere/blend.txt"
+    assert read.parse([*MODEL.split(), *files.split()]).args.vocab_file == "/nowhere/vocab.json"
+
+
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
     """Neither the folder that it saves to, nor the file of its metrics."""
     monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
