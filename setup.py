@@ -1,6 +1,6 @@
-"""Metadata lives in pyproject.toml. Here: a wheel carries configs/ and scripts/ too, inside the package.
+"""Metadata lives in pyproject.toml. Here: a wheel carries configs/, scripts/ and the entry point too, in the package.
 
-`megatron-fp8 launch` and --args-file look for them there and, in a checkout, beside it.
+`megatron-fp8 launch` and --args-file look for them there and, in a checkout, beside it (megatron_fp8/shipped.py).
 """
 
 import shutil
@@ -10,6 +10,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = "configs", "scripts"
+SCRIPT = "pretrain_gpt_fp8.py"  # in scripts/: a script's folder is the first that Python looks for modules in
 
 
 class BuildWithShipped(build_py):
@@ -18,6 +19,7 @@ class BuildWithShipped(build_py):
         if not self.editable_mode:
             for folder in SHIPPED:
                 shutil.copytree(folder, Path(self.build_lib, "megatron_fp8", folder), dirs_exist_ok=True)
+            shutil.copy(SCRIPT, Path(self.build_lib, "megatron_fp8/scripts"))
 
 
 setup(cmdclass={"build_py": BuildWithShipped})

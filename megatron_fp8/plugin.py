@@ -162,7 +162,8 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
         args = stock(provider, ignore_unknown_args)
         _log(args_file.lines())
         config = config_from_args(args)
-        check_data_files(args)
+        if begins:
+            check_data_files(args)
         _log(cpu.adapt_args(args))
         _of_run.put_back()  # of an earlier run in this process
         if config is not None:

@@ -141,6 +141,9 @@ def check_data_files(args: Namespace) -> None:
     for flag, prefix in () if args.mock_data else _data_prefixes(args):
         for path in (prefix,) if args.sft else (f"{prefix}.bin", f"{prefix}.idx"):
             if not _is_there(path):
+                if len(words := prefix.split()) > 1 and _is_number(words[0]):  # a blend, as a YAML file had it
+                    remedy = f"leave out its quotes, or in a file of flags write [{prefix}]"
+                    raise UserError(f"{flag} {prefix!r}: is one word; {remedy}")
                 raise UserError(
                     f"{flag} {prefix}: there is no {path}; give the path without .bin or .idx "
                     "(tools/prepare_data.py makes both files from text)"

@@ -12,6 +12,8 @@ reads none, where it was called from; and where it stands.  Anything else, an op
 its traceback; but for the call of a class that Megatron has set to None since the package it comes from is missing.
 Where Megatron raises one error from another, the first is judged.  Where the code that Megatron called back handed it
 what it does not take, the mistake may be that code's: the line has the traceback above it (`through_callback`).
+
+One check is torch's: that a launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import ast
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -70,6 +73,8 @@ def stock_mistake(error: BaseException) -> str | None:
     if type(error) not in _KINDS or not frames or _has_trained(frames):
         return None
     frame, line = frames[-1]
+    if unset := re.search(r"env:// rendezvous: environment variable (\w+) expected", str(error)):
+        return f"{unset[1]} is not set: no launcher started this; write torchrun --nproc-per-node N SCRIPT FLAGS"
     if not _is_megatrons(frame):
         return None
     statement = _statement(frame, line)

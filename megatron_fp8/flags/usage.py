@@ -21,6 +21,7 @@ from ..errors import UserError, did_you_mean
 from .stock_errors import remember_flags, stock_mistake, through_callback
 
 PATIENCE = 10  # seconds
+_SHOWN = 12  # words of what no flag is known for: a whole command may be
 
 
 @contextlib.contextmanager
@@ -81,6 +82,8 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
         hint = did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
         if unknown and not hint and any(action.nargs == argparse.REMAINDER for action in parser._actions):
             hint = "; flags of a training run go behind --"
+        if unknown and len(words := message.split()) > _SHOWN:
+            message = " ".join(words[:_SHOWN]) + f" ... and {len(words) - _SHOWN} words more"
         raise UserError(f"{message}{hint} (--help lists every flag)")
 
     def get_value(action: argparse.Action, text: str):

@@ -9,6 +9,7 @@ leaves bare was read off the profiled collectives of the runs on four GPUs.
 
 import csv
 import statistics
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -125,9 +126,10 @@ def summary(held_out: bool = True) -> dict[str, float]:
 def line() -> str:
     """What stands beside every estimate."""
     s = summary()
-    return (
+    return textwrap.fill(
         f"Error on {s['runs']} runs it was not fitted to (H200, one to four GPUs): step {s['ms']:.1%} in the median, "
         f"{s['ms at worst']:.1%} at worst, and {s["host's ms at worst"]:.0%} where the host is the bound or nearly, "
         f"for hosts differ; peak memory {s['GB']:.1%}, {s['GB at worst']:.1%}. Beyond one node, for pipelines, "
-        "recomputation and other GPUs nothing was measured: there it is arithmetic."
+        "recomputation and other GPUs nothing was measured: there it is arithmetic.",
+        width=100,
     )

@@ -54,6 +54,8 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
     words = list(words[1:] if words[:1] == ["--"] else words)
+    if words and not words[0].startswith("-"):
+        raise UserError(f"{words[0]}: is no flag; give the flags alone behind --, without torchrun and the script")
     before, variables, said = sys.argv, dict(os.environ), io.StringIO()
     try:
         plugin.install(begins=False)

@@ -19,6 +19,7 @@ from .command import Flags, Launch, flags_of, words_of
 
 _DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
                 "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
+_ABSENT = ": there is no "  # what they say of a file (flags/checks.py)
 
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"  # which has no flags of its own
 _GPT2 = 50257  # tokens
@@ -66,13 +67,13 @@ def examine(launch: Launch, gpus: int) -> Job:
     """
     given = dict(launch.flags)
     if "--use-checkpoint-args" in given:
-        raise UserError("rehearse: --use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
+        raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     context = size_of(given, _CONTEXT)
     unknown = os.path.basename(launch.script[-1]) != _OUR_SCRIPT
     of_attention = (*_ATTENTION, *_WITH_TE) if given.get("--fp8-attention") == ["te"] else _ATTENTION
     unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in of_attention)
     job = _in_a_fork(launch, launch.flags, gpus, unknown)
-    if job.error.startswith(_DATA_ERRORS):
+    if job.error.startswith(_DATA_ERRORS) and _ABSENT in job.error:
         missing, guessed = job.error, ""
         flags_without = [(flag, values) for flag, values in launch.flags if flag not in _DATA_ERRORS]
         mock = "--mock-data --tokenizer-type NullTokenizer".split()
@@ -145,6 +146,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
                 args.log_max_attention_logit = False  # the level has looked; stock asks for Transformer Engine here
             arguments.validate_args(args)
             args.context_parallel_size = 1
+            if fp8 is not None and not unknown and args.yaml_cfg is None:  # what the model's configuration refuses
+                arguments.core_transformer_config_from_args(args)
     except SystemExit as end:
         said = complaints.getvalue().strip().splitlines()
         job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"

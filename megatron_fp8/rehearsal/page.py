@@ -12,6 +12,7 @@ from .job import Job
 from .shrink import SAVED, STEPS, Rehearsal
 
 _ENDING = 25  # lines of a log that failed
+_MISTAKE = "megatron_fp8: "  # as flags/usage.py prints it
 _H100 = 80e9  # bytes
 _NOISE = re.compile(r"Warning|warnings\.warn|return func\(|^\s*$|torch/distributed/elastic")
 
@@ -52,6 +53,12 @@ class Outcome:
             return False
         first, again = (start.steps.get(STEPS, {}) for start in (self.train, self.resume))
         return bool(first) and all(first.get(name) == again.get(name) for name in (LOSS, "grad_norm"))
+
+    @property
+    def mistake(self) -> str:
+        """The line that a start ended with, where it failed for a mistake of the command's; else nothing."""
+        lines = self.failed.lines if self.failed else []
+        return next((line.partition(_MISTAKE)[2] for line in lines if line.startswith(_MISTAKE)), "")
 
     @property
     def end_of_log(self) -> str:
@@ -183,7 +190,11 @@ def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     args = job.args
     assert args is not None
     if outcome.failed:
-        yield f"The start to {outcome.failed.name} failed here with exit code {outcome.failed.code}; so it will there."
+        start = f"The start to {outcome.failed.name} failed here"
+        if outcome.mistake:
+            yield f"{start}, and the job's will, unless only this machine is the cause: {outcome.mistake}"
+        else:
+            yield f"{start} with exit code {outcome.failed.code}; so it will there."
     elif outcome.train is not None and not outcome.train.steps:
         yield "No step was logged here: whether the script trains cannot be said."
     elif not outcome.repeats:

@@ -40,6 +40,14 @@ def test_wrong_flags_are_one_line(capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_whole_command_that_is_unknown_is_not_repeated(capsys):
+    parser = argparse.ArgumentParser()
+    entry.one_line_usage_errors(parser)
+    with pytest.raises(SystemExit), entry.one_line_errors():
+        parser.parse_args([word for n in range(50) for word in (f"--a{n}", "1")])
+    assert "unrecognized arguments: --a0 1 --a1 1 --a2 1 --a3 1 --a4 1 ... and 90 words more" in capsys.readouterr().err
+
+
 @pytest.fixture
 def look(monkeypatch):
     """look(*words): the arguments of a verb with --own, --more and flags behind --."""

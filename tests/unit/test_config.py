@@ -596,3 +596,11 @@ def test_data_that_is_missing(flags, flag, value, data):
     assert ("tools/prepare_data.py" in message) == ("such file" not in message)
     args.rank = 1
     check_data_files(args)
+
+
+def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):
+    args = data("")
+    args.mock_data, args.data_path = False, ["0.3 /data/a 0.7 /data/b"]
+    message = error_of(check_data_files, args)
+    assert message.startswith("--data-path '0.3 /data/a 0.7 /data/b': is one word; ")
+    assert message.endswith("in a file of flags write [0.3 /data/a 0.7 /data/b]")

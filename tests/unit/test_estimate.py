@@ -38,6 +38,7 @@ def test_a_column_a_system_with_the_error_below(capsys):
                 "ms: optimizer", "gradients: linears", "largest micro-batch"):  # fmt: skip
         assert row in text
     assert re.search(r"Error on \d+ runs it was not fitted to .*: step \d\.\d% in the median", text)
+    assert max(map(len, text[text.index("Error on") :].splitlines())) <= 100
     assert re.search(r"Megatron's own theory of stock BF16: \d\d\.\d GB of weights and optimizer, \d+\.\d of", text)
     assert "NO," in text  # Transformer Engine's does not fit 70 GB
 
@@ -128,6 +129,11 @@ def test_other_weights_and_states_are_counted():
     assert found("--fp8-level O2 --fp8-weight fp8")[0] == sent_o3
     fp32 = "--fp8-exp-avg fp32 --fp8-exp-avg-sq fp32 --fp8-master fp32"
     assert found(f"--fp8-level O2 {fp32}")[1] == pytest.approx(o1, rel=0.03)
+
+
+def test_files_of_data_may_be_elsewhere():
+    files = "--vocab-file /nowhere/vocab.json --merge-file /nowhere/merges.txt --data-args-path /nowhere/blend.txt"
+    assert read.parse([*MODEL.split(), *files.split()]).args.vocab_file == "/nowhere/vocab.json"
 
 
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
@@ -242,6 +248,7 @@ def test_a_value_at_its_default_is_not_refused():
         (plan, "--gpus 8", MODEL + " --group-query-attention --num-query-groups 3", "--num-query-groups 3: does not"),
         (plan, "--gpus 8", MODEL.replace("--use-distributed-optimizer", ""), "; add --use-distributed-optimizer"),
         (estimate, "", MODEL + " --fp8-level O1 --yaml-cfg run.yaml", "--yaml-cfg: its file replaces every flag"),
+        (estimate, "", "torchrun --nnodes 4 pretrain_gpt.py " + MODEL, "torchrun: is no flag; give the flags alone"),
         (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],

@@ -316,7 +316,7 @@ def test_torchs_attention_is_rehearsed(shrunk):
 
 
 def test_sizes_in_a_checkpoint_are_not_known(tmp_path):
-    with pytest.raises(ValueError, match="--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
+    with pytest.raises(ValueError, match=r"^--use-checkpoint-args: the sizes are in a checkpoint; give them as flags"):
         examine(take_apart(f"{SCRIPT} --use-checkpoint-args --load {tmp_path}".split()), 8)
 
 
@@ -341,6 +341,25 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     launch = take_apart(f"{command} --num-layer 3".split())
     assert "--num-layer 3, did you mean --num-layers?" in examine(launch, 128).error
     assert examine(replace(launch, script=["other.py"]), 128).error == ""
+
+
+def test_a_blend_in_one_word_is_no_data_that_is_elsewhere(parser):
+    launch = take_apart(f"{SCRIPT} {GPT} {JOBS['175b'][1]} --eval-interval 1000".split())
+    flags = [(flag, values) for flag, values in launch.flags if flag != "--mock-data"]
+    job = examine(replace(launch, flags=[*flags, ("--data-path", ["0.3 /data/a 0.7 /data/b"])]), 128)
+    assert job.error.startswith("--data-path '0.3 /data/a 0.7 /data/b': is one word") and not job.missing
+
+
+def test_what_the_models_configuration_refuses_is_said_before_the_job_waits(parser):
+    """Megatron makes the configuration after it has validated its flags."""
+    for flags, line in (
+        ("--recompute-granularity full", 'recompute_method must be "block" or "uniform"'),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", ""),
+    ):
+        model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 24"
+        command = f"{SCRIPT} {GPT} {model} --eval-interval 1000 --fp8-level O3 {flags}"
+        error = examine(take_apart(command.split()), 8).error
+        assert line in error and bool(error) == bool(line), error
 
 
 TE = "--fp8-attention te"
@@ -391,6 +410,15 @@ def test_a_script_that_logs_no_step_is_said_so(monkeypatch):
     job = SimpleNamespace(args=SimpleNamespace(data_parallel_size=1, save="there"), missing="", unseen=())
     found = list(page.warnings(job, SimpleNamespace(data_parallel=1), page.Outcome(start, start)))
     assert found[0] == "No step was logged here: whether the script trains cannot be said."
+
+
+def test_the_page_has_the_line_that_a_start_failed_with(monkeypatch):
+    """--folder keeps the log beside the page, but the page is what is read."""
+    monkeypatch.setattr(page, "_counted", lambda job: "nothing")
+    start = page.read("train", 2, 1.0, ["a warning", "megatron_fp8: --flag 3: use 4", "[ranks] rank 0 failed"], [])
+    job = SimpleNamespace(args=SimpleNamespace(data_parallel_size=1, save="there"), missing="", unseen=())
+    found = list(page.warnings(job, SimpleNamespace(data_parallel=1), page.Outcome(start)))
+    assert found[0].startswith("The start to train failed here, ") and found[0].endswith(": --flag 3: use 4")
 
 
 def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):

@@ -91,6 +91,17 @@ def test_an_operation_that_fails_keeps_its_traceback(line_of, monkeypatch):
     assert line_of(1, "--sequence-parallel") is None
 
 
+def test_a_script_that_no_launcher_started_is_told_how(monkeypatch):
+    import torch
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError) as raised:
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1)  # as Megatron does
+    line = stock_mistake(raised.value)
+    assert line == "MASTER_ADDR is not set: no launcher started this; write torchrun --nproc-per-node N SCRIPT FLAGS"
+
+
 def test_so_does_what_others_raise():
     for wrong in (lambda: int("x"), lambda: [][0], lambda: (_ for _ in ()).throw(ValueError("not Megatron's"))):
         try:

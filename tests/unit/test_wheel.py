@@ -25,7 +25,8 @@ def test_an_installed_package_launches_a_shipped_job(tmp_path):
     assert found.stdout.strip() == str(built / "megatron_fp8/configs/model/gpt-7b.yaml"), found.stderr
     files = ["model/gpt-125m", "layout/gpt-125m-8gpus", "recipe/pretrain", "recipe/gpt-125m", "recipe/mock-data"]
     launch = [sys.executable, "-m", "megatron_fp8.cli", "launch", *files, "--nodes", "1", "--cluster", "infiniband"]
-    done = subprocess.run([*launch, "--script", str(source / "pretrain_gpt_fp8.py")], cwd=tmp_path, env=where,
-                          capture_output=True, text=True, timeout=500)  # fmt: skip
+    done = subprocess.run(launch, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    assert "export NCCL_DEBUG=" in (tmp_path / "runs/gpt-125m/gpt-125m.sbatch").read_text()
+    job = (tmp_path / "runs/gpt-125m/gpt-125m.sbatch").read_text()
+    assert "export NCCL_DEBUG=" in job
+    assert f"SCRIPT={built}/megatron_fp8/scripts/pretrain_gpt_fp8.py\n" in job

@@ -189,7 +189,7 @@ class Store:
                 elif run is not None and run != _planned(row):
                     old, new = _first_difference(row.command, run.command)
                     raise UserError(
-                        f"{self.path}: {row.name} was run with {old!r} where the plan has {new!r}; take another --store"
+                        f"{self.path}: {row.name} was run with {old} where the plan has {new}; take another --store"
                     )
             self._db.executemany(
                 "INSERT OR IGNORE INTO runs (arm, seed, learning_rate, data, command) VALUES (?, ?, ?, ?, ?)",
@@ -309,6 +309,12 @@ def _planned(row: Row) -> SweepRun:
 
 
 def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, str]:
+    """The first word of each that differs, a value behind its flag."""
     size = max(len(old), len(new))
     pairs = zip(old + ("",) * (size - len(old)), new + ("",) * (size - len(new)), strict=True)
-    return next(pair for pair in pairs if pair[0] != pair[1])
+    at, pair = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    before = old[at - 1] if at else ""
+    if not before.startswith("-") or any(word.startswith("-") for word in pair):
+        before = ""
+    one, other = (f"{before} {word}".strip() or "nothing" for word in pair)
+    return one, other
