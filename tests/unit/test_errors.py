@@ -58,7 +58,7 @@ def load_checkpoint(one_rank, monkeypatch):  # noqa: F811
     """load_checkpoint(stock): the hook around Megatron's, which is `stock`."""
     from megatron_fp8.checkpoint import loads
 
-    monkeypatch.setattr(loads, "get_args", lambda: Namespace(load="there"))
+    monkeypatch.setattr(loads, "get_args", lambda: Namespace(load="there", pretrained_checkpoint=None))
     return lambda stock: loads.load_in_one_line(stock)()
 
 
