@@ -16,7 +16,8 @@ same batches in the same order.  Two judgements:
 
 Runs share the GPU, `--jobs` at a time: nothing is timed.  A row is written when its run ends; one that is cut off keeps
 its losses, without a held-out one.  Stock's runs that FILE has, of the same GPU, torch, steps and flags, are not
-repeated.  The arm TE is stock with Transformer Engine's FP8 (delayed scaling) and its attention.
+repeated.  The arms with Transformer Engine are stock with its layers and attention: TE with its FP8 (delayed scaling),
+"O0, TE" in BF16, which is as far from O0 as kernels are, and far faster.
 """
 
 import argparse
@@ -51,8 +52,11 @@ ARMS = {
     "O3 --fp8-activations": "--fp8-level O3 --fp8-activations",
     "O3, all": "--fp8-level O3 --fp8-lm-head --fp8-activations --fp8-grad-accum fp8",
     "TE": f"{train_step.TE_FP8} --fp8-recipe delayed",
+    "O0, TE": "--fp8-level O0",
 }
 BY_DEFAULT = list(ARMS)[:6]
+STOCK, WITH_TE = ("O0", "O0, TE"), ("TE", "O0, TE")
+NAMES = {"O0": "stock BF16", "O0, TE": "stock BF16 with TE", "TE": "Transformer Engine"}  # in the figure
 MODEL = f"{train_step.SHAPES['125m'].flags} --seq-length {CONTEXT} --max-position-embeddings {CONTEXT} "
 TRAINING = (
     f"--micro-batch-size {BATCH // 2} --global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
@@ -71,7 +75,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict | None:
     flags = f"{MODEL} {TRAINING} --train-iters {args.steps} --eval-interval {args.steps + 1} "
     flags += f"--lr-warmup-iters {args.steps // 5} --eval-iters {held_out // BATCH} --seed {seed} {ARMS[arm]} "
     env = {}
-    if arm == "TE":
+    if arm in WITH_TE:
         env["PYTHONPATH"] = f"{args.te_path}:{os.environ.get('PYTHONPATH', '')}"
     else:
         flags += train_step.LOCAL
@@ -146,8 +150,9 @@ def paired(rows: list[dict], reference: str = "O0") -> list[str]:
     return lines if found else [f"training loss: no run of {reference} with an arm's seed to compare with"]
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Left, losses of O0's seeds; right, each arm's less O0's: the mean over seeds, and a standard error about it."""
+def plot(rows: list[dict], path: Path, reference: str = "O0") -> None:
+    """Left, losses of the reference's seeds; right, each arm's less those: the mean over seeds, and a standard error
+    about it."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 
@@ -158,11 +163,11 @@ def plot(rows: list[dict], path: Path) -> None:
         return [(i + 0.5) * SMOOTHED for i in range(len(points))]
 
     for row in rows:
-        if row["arm"] == "O0":
+        if row["arm"] == reference:
             points = smooth([float(loss) for loss in row["losses"].split()])
             left.plot(at(points), points, color="black", linewidth=0.8, label=f"seed {row['seed']}")
-    left.set_title("stock BF16: training loss, nats a byte", fontsize=9)
-    for color, (arm, seeds) in enumerate(differences(rows).items()):
+    left.set_title(f"{NAMES.get(reference, reference)}: training loss, nats a byte", fontsize=9)
+    for color, (arm, seeds) in enumerate(differences(rows, reference).items()):
         curves = list(zip(*map(smooth, seeds.values()), strict=False))
         mean = [statistics.mean(point) for point in curves]
         error = [statistics.stdev(point) / len(point) ** 0.5 if len(point) > 1 else 0.0 for point in curves]
@@ -171,7 +176,7 @@ def plot(rows: list[dict], path: Path) -> None:
         right.fill_between(at(mean), low, high, color=f"C{color}", alpha=0.2, linewidth=0)
     right.axhline(0, color="black", linewidth=0.8)
     right.set_yscale("symlog", linthresh=0.01)
-    right.set_title("less stock BF16's, same seed and batches", fontsize=9)
+    right.set_title(f"less {NAMES.get(reference, reference)}'s, same seed and batches", fontsize=9)
     right.legend()
     for panel in (left, right):
         panel.set_xlabel("step")
@@ -180,10 +185,21 @@ def plot(rows: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def known(path: str | None, same: dict, *, every_arm: bool) -> dict[tuple[str, int], dict]:
+    """The file's rows of these steps and flags by (arm, seed), the last of each; of stock alone, and of this GPU and
+    torch, unless every arm is wanted."""
+    if not path or not Path(path).exists():
+        return {}
+    with Path(path).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if every_arm or row["arm"] in STOCK]
+    alike = [key for key in ("gpu", "torch", "steps", "flags") if key in same]  # stock is stock at every commit
+    return {(row["arm"], int(row["seed"])): row for row in rows if all(row[key] == same[key] for key in alike)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=BY_DEFAULT)
-    parser.add_argument("--seeds", type=int, default=2, choices=range(1, 5), help="of each arm; O0 has all four")
+    parser.add_argument("--seeds", type=int, default=2, choices=range(1, 5), help="of each arm; of stock all four")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
@@ -197,8 +213,8 @@ def main() -> None:
         parser.error(f"{fixed[0]}: all runs are judged by the same text in the same batches; leave it")
     if args.read and not args.csv:
         parser.error("--read: name the rows' file by --csv FILE")
-    if "TE" in args.arms and not args.te_path and not args.read:
-        parser.error("--arms TE: name Transformer Engine's folder by --te-path DIR")
+    if set(WITH_TE).intersection(args.arms) and not args.te_path and not args.read:
+        parser.error("--arms: of those with TE, name Transformer Engine's folder by --te-path DIR")
     os.chdir(ROOT)
     train_step.check_columns(args.csv, COLUMNS)
     same = {"steps": str(args.steps), "flags": shlex.join(args.extra)}
@@ -208,7 +224,7 @@ def main() -> None:
     if not args.read:
         if not Path(f"{TEXT}_heldout.idx").exists():
             prepare_data.prepare([], TEXT, prepare_data.Bytes(), held_out=HELD_OUT)
-        todo = [(arm, seed) for arm in args.arms for seed in (SEEDS if arm == "O0" else SEEDS[: args.seeds])]
+        todo = [(arm, seed) for arm in args.arms for seed in (SEEDS if arm in STOCK else SEEDS[: args.seeds])]
 
         def one(run: tuple[str, int]) -> None:
             if run not in rows and (row := train(*run, args)):
@@ -223,18 +239,7 @@ def main() -> None:
     found = [rows[run] for run in sorted(rows, key=lambda run: (list(ARMS).index(run[0]), run[1]))]
     print("\n".join(gaps(found, args.reference) + paired(found, args.reference)))
     if args.plot:
-        plot(found, Path(args.plot))
-
-
-def known(path: str | None, same: dict, *, every_arm: bool) -> dict[tuple[str, int], dict]:
-    """The file's rows of these steps and flags by (arm, seed), the last of each; of stock alone, and of this GPU and
-    torch, unless every arm is wanted."""
-    if not path or not Path(path).exists():
-        return {}
-    with Path(path).open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if every_arm or row["arm"] == "O0"]
-    alike = [key for key in ("gpu", "torch", "steps", "flags") if key in same]  # stock is stock at every commit
-    return {(row["arm"], int(row["seed"])): row for row in rows if all(row[key] == same[key] for key in alike)}
+        plot(found, Path(args.plot), args.reference)
 
 
 if __name__ == "__main__":
