@@ -56,7 +56,7 @@ ARMS = {
 }
 BY_DEFAULT = list(ARMS)[:6]
 STOCK, WITH_TE = ("O0", "O0, TE"), ("TE", "O0, TE")
-NAMES = {"O0": "stock BF16", "O0, TE": "stock BF16 with TE", "TE": "Transformer Engine"}  # in the figure
+NAMES = {"O0": "stock BF16", "O0, TE": "stock BF16 (TE)", "TE": "Transformer Engine"}  # in the figure
 MODEL = f"{train_step.SHAPES['125m'].flags} --seq-length {CONTEXT} --max-position-embeddings {CONTEXT} "
 TRAINING = (
     f"--micro-batch-size {BATCH // 2} --global-batch-size {BATCH} --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
