@@ -16,6 +16,10 @@ class UserError(ValueError):
     """A flag, a file or a model that a run cannot take: one line that names flag, value and remedy."""
 
 
+class NoSuchFile(UserError):
+    """A file that a flag names is not on this machine; it may be on the job's."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """", did you mean ...?" for a word that is none of the known ones and close to one; else nothing."""
     found = difflib.get_close_matches(word, list(known), 1)

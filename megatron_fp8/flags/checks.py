@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .. import cpu
-from ..errors import UserError
+from ..errors import NoSuchFile, UserError
 
 MEGATRON_SERIES = "0.19"
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -128,7 +128,7 @@ def check_evaluation(args: Namespace) -> None:
 
 
 def check_data_files(args: Namespace) -> None:
-    """Raise UserError for the first data or tokenizer file on the command line that is not there.
+    """Raise NoSuchFile for the first data or tokenizer file on the command line that is not there.
 
     Megatron would say it minutes later, from the depths. Only rank 0 looks, since not every rank need see the
     data, and only at files: s3:// and msc:// paths are taken on trust.
@@ -137,14 +137,14 @@ def check_data_files(args: Namespace) -> None:
         return
     for flag, path in _named_files(args):
         if path is not None and not _is_there(path):
-            raise UserError(f"{flag} {path}: there is no such file; give the path of one")
+            raise NoSuchFile(f"{flag} {path}: there is no such file; give the path of one")
     for flag, prefix in () if args.mock_data else _data_prefixes(args):
         for path in (prefix,) if args.sft else (f"{prefix}.bin", f"{prefix}.idx"):
             if not _is_there(path):
                 if len(words := prefix.split()) > 1 and _is_number(words[0]):  # a blend, as a YAML file had it
                     remedy = f"leave out its quotes, or in a file of flags write [{prefix}]"
                     raise UserError(f"{flag} {prefix!r}: is one word; {remedy}")
-                raise UserError(
+                raise NoSuchFile(
                     f"{flag} {prefix}: there is no {path}; give the path without .bin or .idx "
                     "(tools/prepare_data.py makes both files from text)"
                 )

@@ -386,7 +386,7 @@ TABLE: list[Row] = [
     *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced while the backward goes on"),
     *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
     *_honour("--check-weight-hash-across-dp-replicas-interval", "of the linears too, once all parts have arrived"),
-    *_honour("--log-params-norm", "of the linears' FP32 masters, or else of the weights as the model has them"),
+    *_honour("--log-params-norm", "of the linears' FP32 masters, or else of the weights as gathered for the next step"),
     *_honour("--verify-integrity", "every checkpoint of a level is hashed and verified, by all ranks, without it too"),
     *_adapt("--dist-ckpt-optim-fully-reshardable", True, ANY_LAYOUT, CUT_AS_BUFFERS),
     *_honour("--distrib-optim-fully-reshardable-mem-efficient", f"{STOCKS_OWN}: gathered on one rank, slower"),

@@ -13,14 +13,12 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import UserError
+from ..errors import NoSuchFile, UserError
 from ..metrics import VARIABLE as METRICS
 from .command import Flags, Launch, flags_of, words_of
 
-_DATA_ERRORS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
-                "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
-_ABSENT = ": there is no "  # what they say of a file (flags/checks.py)
-
+_OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
+            "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"  # which has no flags of its own
 _GPT2 = 50257  # tokens
 # What Transformer Engine's attention does, which is not to be had without a GPU: {flag: what stands on the page}.
@@ -73,9 +71,9 @@ def examine(launch: Launch, gpus: int) -> Job:
     of_attention = (*_ATTENTION, *_WITH_TE) if given.get("--fp8-attention") == ["te"] else _ATTENTION
     unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in of_attention)
     job = _in_a_fork(launch, launch.flags, gpus, unknown)
-    if job.error.startswith(_DATA_ERRORS) and _ABSENT in job.error:
-        missing, guessed = job.error, ""
-        flags_without = [(flag, values) for flag, values in launch.flags if flag not in _DATA_ERRORS]
+    if job.missing:
+        missing, guessed = job.missing, ""
+        flags_without = [(flag, values) for flag, values in launch.flags if flag not in _OF_DATA]
         mock = "--mock-data --tokenizer-type NullTokenizer".split()
         if "--vocab-size" not in given:
             mock += ["--vocab-size", str(_GPT2)]
@@ -156,6 +154,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
         if mistake is None:  # no check of a flag: it may be a bug of ours
             traceback.print_exc()
         job.error = mistake or " ".join(f"{type(error).__name__}: {error}".split())
+        job.missing = job.error if isinstance(error, NoSuchFile) else ""
     else:
         job.args = Namespace(**{name: value for name, value in vars(args).items() if _travels(value)})
         if fp8 is not None:
