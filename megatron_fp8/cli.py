@@ -9,22 +9,23 @@ import errno
 import os
 import sys
 
+from . import __version__
 from .errors import UserError
-from .flags.usage import add_verb, hide_missing_package_warnings, one_line_errors, run_verb
+from .flags.usage import Verb, add_verb, hide_missing_package_warnings, one_line_errors, run_verb
 
 VERBS = {
-    "args": "megatron_fp8.launch.args",
-    "build": "megatron_fp8.ops.cutlass_build",
-    "compare": "megatron_fp8.perf.compare",
-    "convert": "megatron_fp8.checkpoint.convert",
-    "doctor": "megatron_fp8.doctor.main",
-    "estimate": "megatron_fp8.perf.estimate",
-    "lab": "megatron_fp8.lab.main",
-    "launch": "megatron_fp8.launch.main",
-    "memory": "megatron_fp8.perf.memory",
-    "plan": "megatron_fp8.perf.plan",
-    "rehearse": "megatron_fp8.rehearsal.main",
-    "table": "megatron_fp8.perf.table",
+    "args": Verb("megatron_fp8.launch.args", "the command line that --args-file makes of files of flags"),
+    "build": Verb("megatron_fp8.ops.cutlass_build", "compile our CUTLASS GEMMs, once for a machine"),
+    "compare": Verb("megatron_fp8.perf.compare", "runs beside each other: speed, memory, losses"),
+    "convert": Verb("megatron_fp8.checkpoint.convert", "checkpoints to Hugging Face's form, and back"),
+    "doctor": Verb("megatron_fp8.doctor.main", "what this machine or cluster lacks"),
+    "estimate": Verb("megatron_fp8.perf.estimate", "whether a job fits, and how fast it is"),
+    "lab": Verb("megatron_fp8.lab.main", "the stability lab: sweeps, reports, which linears are at fault"),
+    "launch": Verb("megatron_fp8.launch.main", "a Slurm job of files of flags"),
+    "memory": Verb("megatron_fp8.perf.memory", "what each rank of a job holds between two steps"),
+    "plan": Verb("megatron_fp8.perf.plan", "the fastest layouts of a job on so many GPUs"),
+    "rehearse": Verb("megatron_fp8.rehearsal.main", "a cluster job's command on this machine, small, with every rank"),
+    "table": Verb("megatron_fp8.perf.table", "FP8-LM's tables beside the cost model and measured runs"),
 }
 
 
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     code = 1
     with one_line_errors():
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
+        parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
         add_verb(parser, VERBS)
         chosen = parser.parse_args(argv)
         hide_missing_package_warnings()

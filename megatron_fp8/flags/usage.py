@@ -16,12 +16,20 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from ..errors import UserError, did_you_mean
 from .stock_errors import remember_flags, stock_mistake, through_callback
 
 PATIENCE = 10  # seconds
 _SHOWN = 12  # words of what no flag is known for: a whole command may be
+
+
+class Verb(NamedTuple):
+    """A word of the command line: the module that does it, imported when it is used, and what `--help` says of it."""
+
+    module: str
+    help: str
 
 
 @contextlib.contextmanager
@@ -116,19 +124,22 @@ def refuse_empty_values(parser: argparse.ArgumentParser) -> None:
     parser._get_value = get_value  # type: ignore[assignment, method-assign]
 
 
-def add_verb(parser: argparse.ArgumentParser, verbs: Mapping[str, str]) -> None:
-    """Let `parser` take a verb of {verb: module} and leave the rest to it.
+def add_verb(parser: argparse.ArgumentParser, verbs: Mapping[str, Verb]) -> None:
+    """Let `parser` take a verb of {name: Verb} and leave the rest to it; `--help` lists them.
 
     One argument for both: behind a `verb` of its own argparse would drop the -- of `VERB -- FLAGS`.
     """
-    parser.add_argument("verb", nargs=argparse.PARSER, choices=verbs, help="and its own arguments")
+    parser.add_argument("verb", nargs=argparse.PARSER, choices=verbs, metavar="VERB", help="and its own arguments")
+    width = max(map(len, verbs))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["verbs:", *(f"  {name:{width}}  {verb.help}" for name, verb in verbs.items())])
     one_line_usage_errors(parser)
 
 
-def run_verb(program: str, verbs: Mapping[str, str], chosen: argparse.Namespace) -> int:
+def run_verb(program: str, verbs: Mapping[str, Verb], chosen: argparse.Namespace) -> int:
     """Import the chosen verb's module, which offers `add_arguments(parser)` and `run(args)`; returns its exit code."""
     verb, *rest = chosen.verb
-    module = importlib.import_module(verbs[verb])
+    module = importlib.import_module(verbs[verb].module)
     parser = argparse.ArgumentParser(
         prog=f"{program} {verb}",
         description=module.__doc__,

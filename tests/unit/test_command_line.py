@@ -1,18 +1,24 @@
 """What the command line shows: help that prints, and one line for a mistake."""
 
 import argparse
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import types
 
 import pytest
 from commands import error_of
+from launch import ROOT
 
+import megatron_fp8
 from megatron_fp8 import cli
 from megatron_fp8.flags import usage as entry
 from megatron_fp8.flags.level import resolve
+from megatron_fp8.lab import main as lab
 
 
 def test_help_with_a_bare_percent_sign_prints():
@@ -60,8 +66,9 @@ def look(monkeypatch):
     verb.run = lambda args: args
     monkeypatch.setitem(sys.modules, "a_verb", verb)
     parser = argparse.ArgumentParser()
-    entry.add_verb(parser, {"look": "a_verb"})
-    return lambda *words: entry.run_verb("tool", {"look": "a_verb"}, parser.parse_args(["look", *words]))
+    verbs = {"look": entry.Verb("a_verb", "looks")}
+    entry.add_verb(parser, verbs)
+    return lambda *words: entry.run_verb("tool", verbs, parser.parse_args(["look", *words]))
 
 
 @pytest.mark.parametrize("words", [["--", "--size", "3"], ["--own", "1", "--", "--size", "3"]])
@@ -80,6 +87,31 @@ def test_an_empty_value_is_a_mistake_but_where_it_is_the_default(look):
 def test_flags_that_lack_their_two_dashes_are_told_so(look):
     assert "unrecognized arguments: --size; flags of a training run go behind --" in error_of(look, "--size", "3")
     assert "--onw, did you mean --own? (" in error_of(look, "--onw", "--", "3")
+
+
+@pytest.mark.parametrize("words, verbs", [((), cli.VERBS), (("lab",), lab.VERBS)])
+def test_help_says_a_word_of_every_verb(words, verbs, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and max(map(len, lines)) <= 120
+    for name, verb in verbs.items():
+        assert [line for line in lines if re.fullmatch(rf"  {name} +{re.escape(verb.help)}", line)]
+
+
+def test_the_version_is_pyprojects(capsys, monkeypatch):
+    def nowhere(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    here = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert megatron_fp8.__version__ == here
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"megatron-fp8 {here}\n"
+    monkeypatch.setattr(importlib.metadata, "version", nowhere)  # a checkout that is not installed
+    assert megatron_fp8.__version__ == "unknown"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = megatron_fp8.nothing
 
 
 def test_ctrl_c_is_one_line(monkeypatch, capsys):

@@ -30,7 +30,7 @@ def imports(package) -> set[tuple[str, str]]:
             else:
                 continue
             for first, *rest in ([part for part in parts if part] for parts in modules):
-                if first == package.name:
+                if first == package.name and rest != ["__version__"]:  # which is the package's own word, and no room's
                     found.add((str(file), ".".join(rest)))
     return found
 

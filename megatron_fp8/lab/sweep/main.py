@@ -25,9 +25,9 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
+from ... import __version__
 from ...errors import UserError
 from ...metrics import LOSS
 from ...processes import living, stop
@@ -104,13 +104,11 @@ def _fitting(processes: int) -> int:
 
 
 def code_version() -> str:
-    """The commit that the runs start in, with "-dirty" where files were changed; else the installed version."""
+    """The commit that the runs start in, with "-dirty" where files were changed; else the installed package's version."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return f"megatron_fp8 {metadata.version('megatron-fp8')}"
-    return "unknown"
+    return f"megatron_fp8 {__version__}"
 
 
 @dataclass
