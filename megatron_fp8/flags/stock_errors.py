@@ -49,6 +49,7 @@ _MANY = 4  # flags, that nobody has typed
 _AROUND = tuple(
     f"megatron_fp8.{n}" for n in ("plugin", "cpu", "flags.usage", "__main__", "checkpoint.saves", "checkpoint.loads")
 )
+_OF_TWO = ("expected iteration-based", "expected sample-based")  # training: steps are counted in one of the two
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _flags: dict[str, argparse.Action] = {}  # by the name of the value
@@ -91,6 +92,8 @@ def stock_mistake(error: BaseException) -> str | None:
     given = [flag for flag in given if not text.startswith(flag)]
     head = f"{', '.join(given)}: " if given else ""
     tail = f" (without {', '.join(missing)})" if missing else ""
+    if len(given) > 1 and text.startswith(_OF_TWO):
+        tail = "; remove one"
     return f"{head}{text.rstrip('.')}{tail}; Megatron checks it in {place}"
 
 

@@ -19,7 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +33,23 @@ _FIRST = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-st
 _OWN = ("--exit-signal", "--exit-signal-handler", "--exit-duration-in-mins")
 _SCRIPT = "pretrain_gpt_fp8.py"
 _LEVELS = ("O0", "O1", "O2", "O3")
+
+
+# Of sbatch, that one is tempted to give to launch. Those with which a short form of launch's own would not be unique
+# (--node, --cont) are left out.
+_OF_SBATCH = """--account/-A --partition/-p --qos/-q --constraint/-C --reservation --gres --mem --cpus-per-task/-c
+    --exclude/-x --dependency/-d --begin/-b --licenses/-L --comment --mail-type --mail-user""".split()
+
+
+class _OfSbatch(Action):
+    """An option that launch has only to say where it goes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given, option = f"{option_string}", self.option_strings[0]
+        if self.nargs != 0:
+            given = f"{given} {values}"
+            option += f"='{values}'" if " " in values else f"={values}"
+        raise UserError(f'{given}: an option of sbatch\'s; write --sbatch="{option}", with all others of its in one')
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,6 +73,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help="of the whole training, where the flags do not say")
     add("--max-restarts", type=int, default=100, metavar="N", help="after which the job ends as failed (100)")
     add("--submit", action="store_true", help="submit it too")
+    for names in _OF_SBATCH:
+        add(*names.split("/"), action=_OfSbatch, help=SUPPRESS)
+    add("--exclusive", action=_OfSbatch, nargs=0, help=SUPPRESS)
 
 
 def run(args: Namespace) -> int:

@@ -410,6 +410,12 @@ def test_launch_writes_a_script(launch, tmp_path):
         ('--folder a"b', "Slurm takes no quote, backslash or line break; use another"),
         ("--container image --folder at-12:30", "at-12:30: --container mounts it, and takes no ',' or ':' in it; use"),
         ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and takes no ',' or ':' in it; use"),
+        ("--partition gpu", '--partition gpu: an option of sbatch\'s; write --sbatch="--partition=gpu", with all others'),
+        ("-A me", '-A me: an option of sbatch\'s; write --sbatch="--account=me", with'),
+        ("--qos=high", '--qos high: an option of sbatch\'s; write --sbatch="--qos=high", with'),
+        ("--gres gpu:8", 'write --sbatch="--gres=gpu:8", with'),
+        ("--constraint h100&ib", 'write --sbatch="--constraint=h100&ib", with'),
+        ("--exclusive", '--exclusive: an option of sbatch\'s; write --sbatch="--exclusive", with'),
         ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
     ],
 )
@@ -420,6 +426,15 @@ def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
     monkeypatch.setenv("PATH", "/nowhere")
     code, said = launch(*words.split())
     assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
+
+
+def test_an_option_of_sbatchs_with_a_space_is_quoted(launch):
+    assert "write --sbatch=\"--comment='two words'\", with" in launch("--comment", "two words")[1]
+
+
+def test_launchs_own_short_forms_stay(launch):
+    """Of which sbatch's options, though launch knows some of them, are none."""
+    assert "--nodes 0: use 1 or more" in launch("--node=0")[1]
 
 
 @pytest.mark.parametrize("flags", ["--save", "--save=", "--save ''", "--save a b"])
