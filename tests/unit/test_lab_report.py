@@ -18,7 +18,7 @@ from megatron_fp8.lab.report.main import html as as_html
 from megatron_fp8.lab.report.main import markdown
 from megatron_fp8.lab.report.pieces import Log, Picture, Section, Table
 from megatron_fp8.lab.report.results import Cell, Results
-from megatron_fp8.lab.sweep.plan_file import SweepPlan
+from megatron_fp8.lab.sweep.plan_file import UNNAMED, SweepPlan
 from megatron_fp8.lab.sweep.store import DONE, FAILED, NOT_FINITE, Store
 
 STEPS = 120
@@ -321,6 +321,13 @@ def test_the_ends_of_failed_logs_are_text(report):
     assert "http://example.com <b>the cause</b> | `x`" in "".join(page.text) and "b" not in page.names
     assert "    http://example.com <b>the cause</b> | `x`" in report["runs.md"]
     assert "version 1" in report["runs.html"] and "version 1" not in report["report.html"]
+
+
+def test_a_plan_that_names_no_data_has_the_commands(tmp_path):
+    fill(tmp_path / "sweep.sqlite", plan(seeds=2, rates=(1e-3,), data=(UNNAMED,), arms=("BF16", "E8M3"))).close()
+    text = " ".join(Page(reports(tmp_path)["report.html"]).text)
+    assert "learning rates 0.001, the command's data. Runs of one seed" in text
+    assert "One data set, the command's: nothing about others." in text
 
 
 def test_one_arm_one_rate_two_data_sets(tmp_path):

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 
 from ...metrics import LOSS
+from ..sweep.plan_file import UNNAMED
 from ..sweep.store import DONE, FAILED, NOT_FINITE, RUNNING, WAITING
 from . import onset_section, plots, signal_sections, statistics
 from .curves import CAUSES, RULE, spike_score, steps_ratio
@@ -192,10 +193,11 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
             )
         if blind:
             lines.append(f"In {blind} of {len(limits)} comparisons no higher rate at all could have been told from it.")
-    for names, what in ((results.data, "data set"), (results.rates, "learning rate")):
-        if len(names) == 1:
-            shown = names[0] if isinstance(names[0], str) else f"{names[0]:g}"
-            lines.append(f"One {what}, {shown}: nothing about others.")
+    if len(results.data) == 1:
+        shown = "the command's" if results.data == [UNNAMED] else results.data[0]
+        lines.append(f"One data set, {shown}: nothing about others.")
+    if len(results.rates) == 1:
+        lines.append(f"One learning rate, {results.rates[0]:g}: nothing about others.")
     lines.append(f"Runs of {results.steps} steps: nothing about what comes later in training.")
     if absent := signal_sections.absent(results):
         lines.append(f"Not logged, so not judged: {', '.join(absent)}.")
@@ -210,9 +212,10 @@ def _what_ran(results: Results) -> Section:
         rows.append([arm, str(len(states)), *counts])
     heads = ["arm", "runs", "done", "ended by NaN", "failed", "running", "waiting"]
     seeds = len({row.seed for row in results.rows})
+    data = "the command's data" if results.data == [UNNAMED] else f"data {', '.join(results.data)}"
     text = (
         f"{len(results.rows)} runs of {results.steps} steps: {len(results.arms)} arms, {seeds} seeds, learning "
-        f"rates {', '.join(f'{rate:g}' for rate in results.rates)}, data {', '.join(results.data)}. Runs of one "
+        f"rates {', '.join(f'{rate:g}' for rate in results.rates)}, {data}. Runs of one "
         "seed begin with the same weights and see the same data in the same order. Only runs that are done, or "
         "ended by NaN, are judged."
     )

@@ -31,6 +31,7 @@ from ...errors import UserError
 OWN = {"--seed": "seeds", "--train-iters": "steps"}  # flags that the plan sets, and the key that says them
 RATES = {"--lr": "learning_rates", "--min-lr": "learning_rates"}
 FOLDER = "{run}"
+UNNAMED = "data"  # the data set of a plan that names none: what the command says
 _MOST_SEEDS = 10_000
 _WRITTEN = ("--save", "--tensorboard-dir", "--wandb-save-dir")
 _KEYS = ("command", "steps", "seeds", "arms", "learning_rates", "data", "processes", "timeout")
@@ -184,7 +185,7 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
         _seeds(content["seeds"]),
         _named("arms", content["arms"]),
         _rates(content.get("learning_rates", ["1x"]), float(multiplied)),
-        _named("data", content.get("data", {"data": ""})),
+        _named("data", content.get("data", {UNNAMED: ""})),
         _whole("processes", content.get("processes", 1)),
         _timeout(content.get("timeout")),
     )
