@@ -25,6 +25,7 @@ from pathlib import Path
 
 from ..errors import UserError, did_you_mean
 from ..flags.args_file import ARGS_FILE, expand, find, read
+from ..flags.command import Launch, flags_of
 from ..shipped import shipped
 from .places import unseen
 from .script import Settings, steps_of, write_script
@@ -111,7 +112,7 @@ def run(args: Namespace) -> int:
             raise UserError(f"{what} {str(place)!r}: Slurm takes no quote, backslash or line break; use another")
     first = [word for flag in _FIRST if flag in given for word in (flag, *given[flag])]
     save = given.get("--save") or [str(folder / "checkpoints")]
-    words = [word for flag, values in _flags_of(words) if flag not in (*_FIRST, "--save") for word in (flag, *values)]
+    words = [word for flag, values in flags_of(words) if flag not in (*_FIRST, "--save") for word in (flag, *values)]
     settings = Settings(
         name=name,
         nodes=args.nodes,
@@ -198,14 +199,8 @@ def _cluster(name: str) -> dict[str, str]:
     return variables
 
 
-def _flags_of(words: list[str]):
-    from ..rehearsal.command import flags_of
-
-    return flags_of(words)
-
-
 def _given(words: list[str]) -> dict[str, list[str]]:
-    return dict(_flags_of(words))
+    return dict(flags_of(words))
 
 
 def _script(given: str | None) -> Path:
@@ -220,7 +215,6 @@ def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -
     if not all(map(importlib.util.find_spec, ("torch", "megatron"))):
         return False
     from ..rehearsal import ranks
-    from ..rehearsal.command import Launch, flags_of
 
     ranks.warm_up(str(settings.script.parent))
     from ..rehearsal.job import examine

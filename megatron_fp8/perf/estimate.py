@@ -3,10 +3,10 @@
     megatron-fp8 estimate --gpus 128 --hardware h100-80gb-sxm -- FLAGS          a table, a column a system
     megatron-fp8 estimate --gpus 128 --systems bf16 O3 --tokens 40e9 --json -- FLAGS
 
-FLAGS are Megatron's, of a dense GPT, with the level's own. Nothing is built; no GPU is needed. Systems: bf16 (stock),
-te (Transformer Engine's FP8, delayed scaling, QKV split repaired), O1, O2, O3; without --systems stock's two and the
-flags' level, or all. Under the table stands the model's error on measured runs (perf/measured.csv). More is in
-docs/estimate.md.
+FLAGS are Megatron's, of a dense GPT, with the level's own; or a job's whole command, launcher and script in front.
+Nothing is built; no GPU is needed. Systems: bf16 (stock), te (Transformer Engine's FP8, delayed scaling, QKV split
+repaired), O1, O2, O3; without --systems stock's two and the flags' level, or all. Under the table stands the model's
+error on measured runs (perf/measured.csv). More is in docs/estimate.md.
 """
 
 import csv
@@ -35,12 +35,12 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=float, metavar="N", help="also the days that a training of so many takes")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--csv", action="store_true", help="print CSV")
-    parser.add_argument("flags", nargs=REMAINDER, help="-- and Megatron's flags")
+    parser.add_argument("flags", nargs=REMAINDER, help="-- and Megatron's flags, or a job's whole command")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 estimate`."""
-    parser.add_argument("--gpus", type=int, metavar="N", help="of the job (those of one replica)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="of the job (what its command says, or one replica's)")
     parser.add_argument("--systems", nargs="+", metavar="SYSTEM", help=f"of {', '.join(SYSTEMS)}")
     add_model_arguments(parser)
 
@@ -49,8 +49,7 @@ def run(args: Namespace) -> int:
     """Print the estimates; returns 0, or 1 where none fits."""
     check(args)
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
-    a = flags.args
-    gpus = args.gpus or a.tensor_model_parallel_size * a.pipeline_model_parallel_size * a.context_parallel_size
+    gpus = args.gpus or flags.gpus or flags.replica
     names = args.systems or (["bf16", "te", flags.level] if flags.level else list(SYSTEMS))
     found = [estimate(read.workload(flags, gpus, name), on) for name in names]
     rows = [record(e, args.cap_gb, args.tokens) for e in found]

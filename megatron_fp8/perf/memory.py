@@ -1,5 +1,8 @@
 """`megatron-fp8 memory`: what every rank of a job holds between two steps, without building the model.
 
+    megatron-fp8 memory --model 7b --data-parallel-size 256        a model of FP8-LM's, or one given by Megatron's flags
+    megatron-fp8 memory --gpus 128 -- FLAGS                        a job's flags, or its whole command
+
     on each rank        elements                       bytes an element
     linears, O1 to O3   the engine's buckets, R * m    weight, gradients                  (engine/partition.py has R, m)
                         its row of each, m             master, exp_avg, exp_avg_sq
@@ -19,8 +22,8 @@ each), amax histories, the allocator's fragments, NCCL's buffers. At O0 the line
 moves padding only.
 """
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -270,26 +273,35 @@ def add_arguments(parser: ArgumentParser) -> None:
             choices = get_args(field.type) if get_origin(field.type) is Literal else None
             parser.add_argument(_flag(field.name), choices=choices, type=str if choices else int)
     parser.add_argument(
-        "--fp8-level", nargs="+", choices=LEVELS, default=LEVELS, help="a column each; all four where not given"
+        "--fp8-level", nargs="+", choices=LEVELS, help="a column each (the job's, or all four)"
     )
     for cell in _CELLS:
         parser.add_argument(cell.flag, choices=cell.available, help=cell.meaning)
+    parser.add_argument("--gpus", type=int, metavar="N", help="of a job (what its command says, or one replica's)")
+    parser.add_argument("flags", nargs=REMAINDER, help="-- and a job's flags, or its whole command")
 
 
 def run(args: Namespace) -> int:
     """Print what a rank holds, a column for each level: least .. most over the ranks where these differ."""
-    job = _job(args)
+    given = {field.name: value for field in fields(Job) if (value := getattr(args, field.name)) is not None}
     overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
-    all_stock = all(map(is_stock, args.fp8_level))
+    asked: Sequence[str] = args.fp8_level or LEVELS
+    if args.flags:
+        job, of_job, level = _behind_dashes(args, given)
+        overrides = of_job | overrides
+        asked = args.fp8_level or ([level] if level else LEVELS)
+    else:
+        job = _job(args, given)
+    all_stock = all(map(is_stock, asked))
     if overrides and all_stock:
         cell = next(c for c in _CELLS if c.name in overrides)
         raise UserError(f"{cell.flag} {overrides[cell.name]} with --fp8-level O0: no effect; take a level above it")
     levels = {
         level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
-        for level in args.fp8_level
+        for level in asked
     }
     print("\n".join(table(job, levels)))
-    if args.fp8_grad_accum in (None, "auto") and not all_stock:
+    if overrides.get("grad_accum") in (None, "auto") and not all_stock:
         print(f"\nGradients in FP8: {FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more")
     return 0
 
@@ -326,14 +338,32 @@ def _range(values: list[int]) -> str:
     return least if least == most else f"{least} .. {most}"
 
 
-def _job(args: Namespace) -> Job:
-    given = {field.name: value for field in fields(Job) if (value := getattr(args, field.name)) is not None}
+def _job(args: Namespace, given: dict[str, Any]) -> Job:
+    if args.gpus is not None:
+        raise UserError(f"--gpus {args.gpus}: of a job, whose flags go behind --; or give --data-parallel-size")
     if args.model is not None:
         return replace(MODELS[args.model], **given)
     for field in fields(Job):
         if field.default is MISSING and field.name not in given:
-            raise UserError(f"{_flag(field.name)} is missing: give it, or --model")
+            raise UserError(f"{_flag(field.name)} is missing: give it, or --model, or a job's flags behind --")
     return Job(**given)
+
+
+def _behind_dashes(args: Namespace, given: dict[str, Any]) -> tuple[Job, dict[str, str], str | None]:
+    """(Job, {cell: value}, level or None) of the flags behind --, with what was `given` before on top."""
+    from . import read  # which takes its Job from here
+
+    if args.model is not None:
+        raise UserError(f"--model {args.model}: the flags behind -- are of another; remove one")
+    if args.gpus is not None and args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: use 1 or more")
+    flags = read.parse(args.flags)
+    read.check_given(flags.args)
+    read.check_counted(flags.args)
+    data = given.get("data_parallel_size") or read.data_parallel(flags.args, args.gpus or flags.gpus or flags.replica)
+    read.check_optimizer(flags.args, data)
+    of_job = {name: value for name, value in read.cells_given(flags.args).items() if name in {c.name for c in _CELLS}}
+    return replace(read.job(flags.args, data), **given), of_job, flags.level
 
 
 def _flag(name: str) -> str:

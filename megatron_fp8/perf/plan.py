@@ -49,7 +49,7 @@ class Candidate:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 plan`."""
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="of the job")
+    parser.add_argument("--gpus", type=int, metavar="N", help="of the job (what its command says)")
     parser.add_argument("--system", metavar="SYSTEM", help="bf16, te, O1, O2, O3 (the flags' level, or O3)")
     parser.add_argument("--most", type=int, default=8, metavar="N", help="layouts to print (8)")
     add_model_arguments(parser)
@@ -61,6 +61,9 @@ def run(args: Namespace) -> int:
     if args.most < 1:
         raise UserError(f"--most {args.most}: use 1 or more")
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
+    args.gpus = args.gpus or flags.gpus
+    if args.gpus is None:
+        raise UserError("--gpus is missing: give it, or behind -- a command whose launcher says how many")
     system = args.system or flags.level or "O3"
     found = search(flags, args.gpus, system, on, args.cap_gb)
     ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]

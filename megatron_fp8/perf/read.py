@@ -15,9 +15,10 @@ from typing import Any
 
 from .. import plugin
 from ..errors import UserError
+from ..flags.command import job_of
 from ..flags.level import CELLS, LEVEL, is_stock
 from ..flags.numbers import check_counts, largest_batch
-from ..flags.stock import plain
+from ..flags.stock import ADAPTED, plain, rows
 from .memory import Job
 from .systems import System, asked_for, chosen
 from .workload import Workload
@@ -35,6 +36,12 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
     "num_distributed_optimizer_instances": ("1",),
 }  # fmt: skip
+# What of a job neither the memory report nor the cost model counts.
+_UNCOUNTED = {"num_experts": "experts", "multi_latent_attention": "multi-latent attention"} | dict.fromkeys(
+    ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
+     "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "uneven stages",
+)  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
 
 
@@ -45,23 +52,30 @@ class Flags:
     Attributes:
         args: as Megatron's parser returns them, with the level's flags; not validated.
         level: --fp8-level, None where it is not given or O0.
+        gpus: of the job, where its launcher was given and says how many.
     """
 
     args: Namespace
     level: str | None
+    gpus: int | None = None
+
+    @property
+    def replica(self) -> int:
+        """GPUs of one."""
+        args = self.args
+        return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 
 def parse(words: Sequence[str]) -> Flags:
-    """Read Megatron's flags; "--" in front is passed over.  Raises UserError as a run would."""
-    words = list(words[1:] if words[:1] == ["--"] else words)
-    if words and not words[0].startswith("-"):
-        raise UserError(f"{words[0]}: is no flag; give the flags alone behind --, without torchrun and the script")
+    """Read a job's command, or its flags alone; "--" in front is passed over.  Raises UserError as a run would."""
+    command = job_of(words)
     before, variables, said = sys.argv, dict(os.environ), io.StringIO()
     try:
+        os.environ.update(command.variables)
         plugin.install(begins=False)
         import megatron.training.arguments as arguments
 
-        sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *words]
+        sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *command.words]
         with contextlib.redirect_stdout(said):
             args = arguments.parse_args()
     except SystemExit:  # of --help
@@ -74,7 +88,19 @@ def parse(words: Sequence[str]) -> Flags:
         os.environ.update(variables)
     check_counts(args)  # of stock's runs too
     level = LEVEL.given(args)
-    return Flags(args, None if level is None or is_stock(level) else level)
+    if level is None or is_stock(level):
+        level = None
+    else:
+        _switch_off(args)
+    return Flags(args, level, None if command.gpus == 1 else command.gpus)  # 1: no launcher, or one that does not say
+
+
+def _switch_off(args: Namespace) -> None:
+    """What a level switches off, which without one is not modelled."""
+    for row in rows(args, ADAPTED):
+        if row.flag == "--fp8-param-gather":
+            print(f"[fp8] {row.shown(args)}: {row.note}", file=sys.stderr)
+            row.adapt(args)
 
 
 def workload(flags: Flags, gpus: int, system: System | str | None = None, **changes: Any) -> Workload:
@@ -86,23 +112,13 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     args = Namespace(**{**vars(flags.args), **changes})
     if isinstance(system, str) or system is None:
         system = chosen(system or flags.level or ("te" if args.fp8 else "bf16"))
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
-        if getattr(args, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing: give it behind --")
-    tensor, pipeline, context = (
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    )  # fmt: skip
-    if gpus % (tensor * pipeline * context):
-        raise UserError(
-            f"--gpus {gpus}: no multiple of --tensor-model-parallel-size {tensor} times "
-            f"--pipeline-model-parallel-size {pipeline} times --context-parallel-size {context}; change one"
-        )
-    data = gpus // (tensor * pipeline)
+    check_given(args, "seq_length", "micro_batch_size")
+    data, tensor, context = data_parallel(args, gpus), args.tensor_model_parallel_size, args.context_parallel_size
     _refuse(args)
     check_optimizer(args, data)
     again = getattr(args, "recompute_activations", False)  # which validation turns into the other flag
     modules = tuple(args.recompute_modules or ("core_attn",))
-    overrides = {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
+    overrides = cells_given(args)
     return Workload(
         job(args, data),
         asked_for(system, overrides) if system.level else system,
@@ -126,6 +142,31 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     )
 
 
+def cells_given(args: Namespace) -> dict[str, str]:
+    """{cell: value} of the flags that change a level's table."""
+    return {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
+
+
+def check_given(args: Namespace, *more: str) -> None:
+    """Raise UserError where the model's sizes, or `more` of Megatron's arguments, are missing."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads", *more):
+        if getattr(args, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is missing: give it behind --")
+
+
+def data_parallel(args: Namespace, gpus: int) -> int:
+    """Data-parallel ranks on so many GPUs, context-parallel ones too.  Raises UserError where they do not divide."""
+    tensor, pipeline, context = (
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    )  # fmt: skip
+    if gpus % (tensor * pipeline * context):
+        raise UserError(
+            f"--gpus {gpus}: no multiple of --tensor-model-parallel-size {tensor} times "
+            f"--pipeline-model-parallel-size {pipeline} times --context-parallel-size {context}; change one"
+        )
+    return gpus // (tensor * pipeline)
+
+
 def job(args: Namespace, data: int) -> Job:
     """The memory report's Job of Megatron's arguments, on `data` data-parallel ranks (context-parallel ones too)."""
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
@@ -141,13 +182,15 @@ def job(args: Namespace, data: int) -> Job:
 
 def uncounted(args: Namespace) -> list[str]:
     """What of a job neither the memory report nor the cost model counts."""
-    uneven = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
-              "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers",
-              "decoder_last_pipeline_num_layers")  # fmt: skip
-    return [name for name, is_so in (
-        ("experts", args.num_experts), ("multi-latent attention", args.multi_latent_attention),
-        ("uneven stages", any(getattr(args, name, None) for name in uneven)),
-    ) if is_so]  # fmt: skip
+    return list(dict.fromkeys(what for name, what in _UNCOUNTED.items() if getattr(args, name, None)))
+
+
+def check_counted(args: Namespace) -> None:
+    """Raise UserError for a job of which they would leave something out."""
+    for name in _UNCOUNTED:
+        if value := getattr(args, name, None):
+            flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {plain(value)}")
+            raise UserError(f"{flag}: not modelled; give a dense GPT with even stages")
 
 
 def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
@@ -171,12 +214,11 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
 def check_optimizer(args: Namespace, data: int) -> None:
     """Raise UserError where it is not the distributed one, on more than one data-parallel rank."""
     if not args.use_distributed_optimizer and data > 1:
-        raise UserError("estimate: only the distributed optimizer is modelled; add --use-distributed-optimizer")
+        raise UserError("the distributed optimizer alone is modelled; add --use-distributed-optimizer")
 
 
 def _refuse(args: Namespace) -> None:
-    if found := uncounted(args):
-        raise UserError(f"estimate: {' and '.join(found)}: not modelled; estimate a dense GPT with even stages")
+    check_counted(args)
     for name, passing in _NOT_MODELLED.items():
         if (value := getattr(args, name, None)) and plain(value) not in passing:
             said = "" if value is True else f" {plain(value)}"

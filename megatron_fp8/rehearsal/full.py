@@ -17,8 +17,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.command import Launch, words_of
 from ..flags.numbers import largest_batch
-from .command import Launch, words_of
 from .full_rank import MARK
 from .job import Job
 from .shrink import DATA, FOLDERS, LEFT_OUT, LENGTH

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import NoSuchFile, UserError
+from ..flags.command import Flags, Launch, flags_of, words_of
 from ..metrics import VARIABLE as METRICS
-from .command import Flags, Launch, flags_of, words_of
 
 _OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
             "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.command import Flags, Launch, take_apart, words_of
 from ..flags.level import is_stock
 from ..metrics import LOSS, VARIABLE, Reader
 from . import ranks
-from .command import Flags, Launch, take_apart, words_of
 
 _RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
 _RANKS_A_CORE = 8  # with more, a second replica takes too long

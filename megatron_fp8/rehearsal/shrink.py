@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import UserError
+from ..flags.command import Flags, flags_of
 from ..flags.numbers import GEMM_MULTIPLE, largest_batch
-from .command import Flags, flags_of
 
 HEAD = 16  # channels, the least that an FP8 GEMM sums over
 STEPS, SAVED = 4, 3  # the last step, and the one that is saved and gone on from

@@ -4,7 +4,7 @@ import pytest
 from launch import RunFailed
 from megatron_runs import TINY_GPT, run_megatron
 
-from megatron_fp8.rehearsal.command import flags_of
+from megatron_fp8.flags.command import flags_of
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from launch import ROOT, RunFailed, forked
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.flags.command import Launch
 from megatron_fp8.rehearsal import full
-from megatron_fp8.rehearsal.command import Launch
 from megatron_fp8.rehearsal.job import Job
 
 JOB = """torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_fp8.py --bf16 --num-layers 4 --hidden-size 64

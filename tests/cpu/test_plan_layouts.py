@@ -15,7 +15,7 @@ SCRIPT = f'''
 from megatron_fp8.rehearsal import ranks
 ranks.warm_up({str(ROOT)!r})  # which a GPU must not outlive: hence a process of its own
 from megatron_fp8.perf import hardware, plan, read
-from megatron_fp8.rehearsal.command import take_apart
+from megatron_fp8.flags.command import take_apart
 from megatron_fp8.rehearsal.job import examine
 
 words = {FLAGS.split()!r}

@@ -13,7 +13,7 @@ import pytest
 from launch import ROOT, parse_step
 from megatron_runs import TINY_GPT, script_path
 
-from megatron_fp8.rehearsal.command import flags_of
+from megatron_fp8.flags.command import flags_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(7200)]
 STEPS, INTERVAL = 160, 45

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8.rehearsal import ranks
 
 ranks.warm_up()
-from megatron_fp8.rehearsal.command import Launch, take_apart
+from megatron_fp8.flags.command import Launch, take_apart
 from megatron_fp8.rehearsal.job import examine
 from megatron_fp8.rehearsal.page import Outcome, Start, warnings, write
 from megatron_fp8.rehearsal.shrink import STEPS, shrink

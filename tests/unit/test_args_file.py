@@ -14,8 +14,8 @@ from launch import ROOT
 from megatron_fp8.cli import main
 from megatron_fp8.flags import args_file
 from megatron_fp8.flags.args_file import Expanded, expand, find, read
+from megatron_fp8.flags.command import take_apart
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.rehearsal.command import take_apart
 
 # In the form of Megatron-LM's functional tests: its keys, anchors, lists and ways to write a number.
 FILE = """

@@ -10,8 +10,8 @@ import pytest
 from launch import ROOT
 
 from megatron_fp8.flags.args_file import read
+from megatron_fp8.flags.command import take_apart
 from megatron_fp8.perf.memory import MODELS, Job
-from megatron_fp8.rehearsal.command import take_apart
 from megatron_fp8.rehearsal.job import examine
 
 CONFIGS = ROOT / "configs"

@@ -1,8 +1,10 @@
 """`megatron-fp8 estimate` and `plan`: what they print, and mistakes in one line."""
 
+import argparse
 import csv
 import io
 import json
+import os
 import re
 
 import pytest
@@ -20,8 +22,6 @@ MODEL = (
 
 def call(verb, capsys, before: str, flags: str = MODEL) -> tuple[int, str]:
     """(Exit code, what `megatron-fp8 VERB BEFORE -- FLAGS` prints)."""
-    import argparse
-
     parser = argparse.ArgumentParser()
     one_line_usage_errors(parser)
     verb.add_arguments(parser)
@@ -63,6 +63,32 @@ def test_json_and_csv_carry_the_same(capsys):
     assert [float(row["step_ms"]) for row in rows] == [e["step_ms"] for e in found["estimates"]]
     o3 = found["estimates"][-1]
     assert o3["tokens_per_s_per_gpu"] == pytest.approx(64 * 2048 / 8 / o3["step_ms"] * 1e3, rel=1e-4)
+
+
+def test_a_whole_command_is_read_as_its_flags_are(capsys, monkeypatch):
+    """Its launcher says how many GPUs, unless --gpus does, and sets variables; the script need not be here."""
+    monkeypatch.delenv("CHOSEN", raising=False)
+    command = "CHOSEN=model/gpt-7b srun -N 2 torchrun --nnodes 2 --nproc-per-node 4 -m megatron_fp8 nowhere.py "
+    for verb, asked in ((estimate, ""), (plan, "--most 1 ")):
+        alone = call(verb, capsys, f"{asked}--gpus 8")
+        assert alone[0] == 0 and call(verb, capsys, asked, command + MODEL) == alone
+    assert "H200 141 GB SXM, 16 GPUs" in call(estimate, capsys, "--gpus 16", command + MODEL)[1]
+    assert "H200 141 GB SXM, 1 GPUs" in call(estimate, capsys, "", f"python nowhere.py {MODEL}")[1]
+    assert os.environ.get("CHOSEN") is None
+
+
+def test_what_a_level_switches_off_is_switched_off(capsys):
+    """As training does it, with its line; without E4M3 weights training refuses it, and so does this."""
+    flags = f"{MODEL} --fp8-level O3"
+    alone = call(estimate, capsys, "", flags)
+    parser = argparse.ArgumentParser()
+    estimate.add_arguments(parser)
+    code = estimate.run(parser.parse_args(["--", *flags.split(), "--fp8-param-gather"]))
+    said = capsys.readouterr()
+    assert (code, said.out) == alone
+    assert said.err.startswith("[fp8] --fp8-param-gather: switched off: ") and said.err.count("\n") == 1
+    with pytest.raises(UserError, match="--fp8-param-gather: remove it, or use --fp8-level O3"):
+        call(estimate, capsys, "", f"{MODEL} --fp8-level O1 --fp8-param-gather")
 
 
 def test_megatrons_help_is_shown(capsys):
@@ -226,7 +252,7 @@ def test_a_value_at_its_default_is_not_refused():
         (estimate, "--gpus 0", MODEL, "--gpus 0: use more than 0"),
         (estimate, "--json --csv", MODEL, "--json with --csv: take one"),
         (estimate, "--systems O4", MODEL, "--systems O4: no such system; use bf16, te"),
-        (estimate, "", MODEL + " --num-experts 8", "experts: not modelled"),
+        (estimate, "", MODEL + " --num-experts 8", "--num-experts 8: not modelled; give a dense GPT"),
         (estimate, "", MODEL + " --no-such-flag", "unrecognized arguments: --no-such-flag"),
         (estimate, "--gpus 12", MODEL, "--global-batch-size 64: no multiple of"),
         (estimate, "", MODEL + " --recompute-granularity selective --recompute-modules moe", "moe: not modelled"),
@@ -244,11 +270,12 @@ def test_a_value_at_its_default_is_not_refused():
         (plan, "--gpus 8", MODEL + " --context-parallel-size 0", "--context-parallel-size 0: use 1 or more"),
         (plan, "--gpus 8", MODEL + " --context-parallel-size 3", "--gpus 8: no multiple of --context-parallel-size 3"),
         (plan, "--gpus 8 --system nope", MODEL, "--system nope: no such system; use bf16, te"),
-        (plan, "--gpus 8", MODEL + " --num-experts 8", "estimate: experts: not modelled"),
+        (plan, "--gpus 8", MODEL + " --multi-latent-attention", "--multi-latent-attention: not modelled; give a dense"),
+        (plan, "", MODEL, "--gpus is missing: give it, or behind -- a command whose launcher says how many"),
         (plan, "--gpus 8", MODEL + " --group-query-attention --num-query-groups 3", "--num-query-groups 3: does not"),
         (plan, "--gpus 8", MODEL.replace("--use-distributed-optimizer", ""), "; add --use-distributed-optimizer"),
         (estimate, "", MODEL + " --fp8-level O1 --yaml-cfg run.yaml", "--yaml-cfg: its file replaces every flag"),
-        (estimate, "", "torchrun --nnodes 4 pretrain_gpt.py " + MODEL, "torchrun: is no flag; give the flags alone"),
+        (estimate, "", "torchrun --nnodes 4 " + MODEL, "torchrun: is no flag, and no script follows; give a job's"),
         (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],
@@ -257,3 +284,4 @@ def test_mistakes_are_said_in_one_line(verb, before, flags, message, capsys):
     with pytest.raises(UserError, match=re.escape(message)) as error:
         call(verb, capsys, before, flags)
     assert "\n" not in str(error.value)
+    assert not str(error.value).startswith(("estimate", "plan"))  # which may be the other verb

@@ -307,9 +307,42 @@ def test_flags_change_a_model_and_a_model_may_be_given_by_flags(capsys):
     assert by_name != printed(capsys, "--model", "125m")
 
 
+JOB = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 50304 --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --use-distributed-optimizer --bf16 "
+    "--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 2 --lr 1e-4"
+)
+
+
+def test_a_job_is_given_by_its_flags_or_its_whole_command(capsys):
+    by_name = printed(capsys, "--model", "7b")
+    assert printed(capsys, "--gpus", "32", "--", *JOB.split()) == by_name
+    command = "torchrun --nnodes 4 --nproc-per-node 8 nowhere.py"
+    assert printed(capsys, "--", *command.split(), *JOB.split()) == by_name
+    assert printed(capsys, "--data-parallel-size", "32", "--", *JOB.split()) == by_name
+    assert printed(capsys, "--gpus", "2", "--", *JOB.split()) == printed(
+        capsys, "--model", "7b", "--data-parallel-size", "2"
+    )
+
+
+def test_a_jobs_level_and_cells_are_its_columns(capsys):
+    level, partition = ("--fp8-level", "O3"), ("--fp8-partition", "greedy")
+    by_name = printed(capsys, "--model", "7b", *level, *partition)
+    assert printed(capsys, "--gpus", "32", "--", *JOB.split(), *level, *partition) == by_name
+    assert printed(capsys, "--gpus", "32", *partition, "--", *JOB.split(), *level) == by_name
+    two = printed(capsys, "--gpus", "32", "--fp8-level", "O0", "O3", "--", *JOB.split(), *level, *partition)
+    assert two["all"][1:] == by_name["all"] and len(two["all"]) == 2
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
+        (f"--model 7b -- {JOB}", "--model 7b: the flags behind -- are of another"),
+        ("--model 7b --gpus 8", "--gpus 8: of a job, whose flags go behind --; or give --data-parallel-size"),
+        (f"--gpus 0 -- {JOB}", "--gpus 0: use 1 or more"),
+        (f"--gpus 3 -- {JOB} --tensor-model-parallel-size 2", "--gpus 3: no multiple of --tensor-model-parallel-size"),
+        (f"-- {JOB} --num-experts 8", "--num-experts 8: not modelled; give a dense GPT"),
+        ("-- --num-layers 4", "--hidden-size is missing: give it behind --"),
         ("--num-layers 4", "--hidden-size is missing: give it, or --model"),
         ("--model 7b --num-layers 0", "--num-layers 0: use 1 or more"),
         ("--model 7b --tensor-model-parallel-size 3", "does not divide --num-attention-heads 32"),

@@ -13,8 +13,8 @@ from commands import error_of
 from launch import ROOT, forked
 from megatron_runs import script_path
 
+from megatron_fp8.flags.command import flags_of, job_of, take_apart
 from megatron_fp8.rehearsal import full, main, page, shrink
-from megatron_fp8.rehearsal.command import flags_of, take_apart
 from megatron_fp8.rehearsal.job import examine
 
 SCRIPT = "pretrain_gpt_fp8.py"
@@ -54,7 +54,8 @@ def test_a_launcher_says_how_many(command, gpus):
     ],
 )
 def test_variables_in_front_are_the_jobs(front, expected):
-    assert take_apart(f"{front} {SCRIPT} --bf16".split()).variables == expected
+    words = f"{front} {SCRIPT} --bf16".split()
+    assert take_apart(words).variables == job_of(words).variables == expected
 
 
 # Flags that name files and are kept: what is read, what belongs to other scripts, what only says how.

@@ -410,7 +410,7 @@ def test_launch_writes_a_script(launch, tmp_path):
         ('--folder a"b', "Slurm takes no quote, backslash or line break; use another"),
         ("--container image --folder at-12:30", "at-12:30: --container mounts it, and takes no ',' or ':' in it; use"),
         ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and takes no ',' or ':' in it; use"),
-        ("--partition gpu", '--partition gpu: an option of sbatch\'s; write --sbatch="--partition=gpu", with all others'),
+        ("--partition gpu", '--partition gpu: an option of sbatch\'s; write --sbatch="--partition=gpu", with all'),
         ("-A me", '-A me: an option of sbatch\'s; write --sbatch="--account=me", with'),
         ("--qos=high", '--qos high: an option of sbatch\'s; write --sbatch="--qos=high", with'),
         ("--gres gpu:8", 'write --sbatch="--gres=gpu:8", with'),

@@ -36,7 +36,7 @@ WRONG = [  # (world size, flags, how the line begins)
     (1, "--expert-model-parallel-size 2", "--expert-model-parallel-size 2: num_experts must be non None to use"),
     (1, "--seq-length 128", "--seq-length 128, --max-position-embeddings 96: max_position_embeddings (96) must be"),
     (1, "--train-samples 100", "--train-iters 2, --train-samples 100: expected iteration-based training; remove one; "),
-    (1, "--lr-decay-samples 9", "--train-iters 2, --lr-decay-samples 9: expected iteration-based learning rate decay; r"),
+    (1, "--lr-decay-samples 9", "--train-iters 2, --lr-decay-samples 9: expected iteration-based learning rate decay;"),
     (1, "--recompute-granularity full", "--recompute-granularity full: Using recompute_granularity: full so"),
     (1, "--recompute-granularity selective --recompute-modules foo", "--recompute-modules foo: Invalid choices for"),
     (1, "--squared-relu --swiglu", "--squared-relu, --swiglu: Megatron needs not swiglu; change it"),

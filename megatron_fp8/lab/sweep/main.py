@@ -104,7 +104,7 @@ def _fitting(processes: int) -> int:
 
 
 def code_version() -> str:
-    """The commit that the runs start in, with "-dirty" where files were changed; else the installed package's version."""
+    """The commit that the runs start in, with "-dirty" where files were changed; else what is installed."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -38,18 +38,50 @@ class Launch:
     variables: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Job:
+    """What the flags of a job say, and its launcher: no script is looked for.
+
+    Attributes:
+        words: the flags, as they were given.
+        gpus, variables: as Launch has them.
+    """
+
+    words: list[str]
+    gpus: int | None
+    variables: dict[str, str]
+
+
+def job_of(words: Sequence[str]) -> Job:
+    """A whole launch command, or its flags alone; "--" in front is passed over.  Raises UserError for neither."""
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if not words or words[0].startswith("-"):
+        return Job(words, None, {})
+    first, place = _script_at(words)
+    if place is None:
+        raise UserError(f"{words[0]}: is no flag, and no script follows; give a job's flags behind --, or its command")
+    return Job(words[place + 1 :], _gpus(words[:first]), _variables(words[:first]))
+
+
 def take_apart(words: Sequence[str]) -> Launch:
     """The parts of a launch command.  Raises UserError where it names no script, or one that is not here."""
-    place = next((i for i, word in enumerate(words) if _is_script(word)), None)
+    first, place = _script_at(words)
     if place is None:
         raise UserError("rehearse: the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS")
-    first = place - 2 if words[max(place - 2, 0) : place] == ["-m", "megatron_fp8"] else place
     if not os.path.isfile(words[place]):
         raise UserError(f"{words[place]}: no such script here; go to the folder that the job starts in")
     variables = _variables(words[:first])
     found = expand(words[place + 1 :], {**os.environ, **variables})
     script, flags = list(words[first : place + 1]), list(flags_of(found.words))
     return Launch(script, flags, _gpus(words[:first]), found.variables | variables)
+
+
+def _script_at(words: Sequence[str]) -> tuple[int, int | None]:
+    """Where what Python is given begins, and the script; None where there is none."""
+    place = next((i for i, word in enumerate(words) if _is_script(word)), None)
+    if place is None:
+        return 0, None
+    return (place - 2 if words[max(place - 2, 0) : place] == ["-m", "megatron_fp8"] else place), place
 
 
 def words_of(flags: Flags) -> list[str]:
