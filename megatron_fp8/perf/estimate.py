@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import UserError
 from . import hardware, measured, read
+from .collectives import Traffic
 from .hardware import Hardware
 from .step import Estimate, estimate
 from .systems import SYSTEMS
@@ -151,10 +152,12 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
         row(f"days for {tokens:.3g} tokens", (f"{e.days(tokens):.1f}" for e in found))
     row("**peak memory, GB**", (f"{e.peak:.1f}" for e in found))
     row("held between steps, GB", (f"{e.held:.1f}" for e in found))
-    row("fits", (f"yes, {room:.1f} GB left" if (room := e.room(cap_gb)) >= 0 else f"NO, {-room:.1f} GB too much"
-                 for e in found))  # fmt: skip
-    row("largest micro-batch that fits", (f"{e.workload.micro_batch}: {e.tokens_a_second:,.0f} tokens/s/GPU"
-                                          if e else "none" for e in largest))  # fmt: skip
+    if w.pipeline > 1:
+        row("memory is of the fullest stage, from 0", (str(e.stage) for e in found))
+    row("fits, GB left", (f"yes, {room:.1f}" if (room := e.room(cap_gb)) >= 0 else f"NO, {-room:.1f} over"
+                          for e in found))  # fmt: skip
+    row("largest micro-batch that fits", (str(e.workload.micro_batch) if e else "none" for e in largest))
+    row("tokens/s/GPU with it", (f"{e.tokens_a_second:,.0f}" if e else "" for e in largest))
     row("bound by", ("the host" if e.host_ms > e.gpu_ms else "the GPU" for e in found))
     row("host, ms", (f"{e.host_ms:,.0f}" for e in found))
     for title, of, unit in (("ms", [e.parts for e in found], 1), ("GB", [e.memory for e in found], 3)):
@@ -162,14 +165,21 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
             row(f"{title}: {kind}", (f"{parts[kind]:,.{unit}f}" if kind in parts else "" for parts in of))
     kinds = list(dict.fromkeys(kind for e in found for kind in e.traffic))
     if kinds:
-        lines += ["", "Collectives of a rank and step: GB inside a node + between nodes, ms, of these bare", ""]
+        lines += ["", "Collectives of a rank and step: GB inside a node + between nodes; ms / of these bare", ""]
         lines += ["| | " + " | ".join(e.workload.system.title for e in found) + " |", "|---" * (1 + len(found)) + "|"]
     for kind in kinds:
-        row(kind, (f"{t.inside / 1e9:.2f} + {t.between / 1e9:.2f}, {t.ms:.1f}, {t.bare:.1f}"
-                   if (t := e.traffic.get(kind)) else "" for e in found))  # fmt: skip
-    stages = {e.stage for e in found}
-    if w.pipeline > 1:
-        lines.append(f"\nMemory is that of pipeline stage {', '.join(map(str, sorted(stages)))} (from 0), the fullest.")
+        sent = [e.traffic.get(kind) for e in found]
+        row(f"GB: {kind}", (_gigabytes(t) if t else "" for t in sent))
+        row(f"ms: {kind}", (f"{_short(t.ms)} / {_short(t.bare)}" if t else "" for t in sent))
     return lines
+
+
+def _gigabytes(t: Traffic) -> str:
+    """Sent inside a node, and between nodes where anything is: a table of five systems fits a terminal."""
+    return f"{t.inside / 1e9:.2f}" + (f" + {t.between / 1e9:.2f}" if t.between else "")
+
+
+def _short(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}"
 
 

@@ -23,8 +23,8 @@ _WORKSPACE = 90e6  # cuBLAS' and small buffers, of every system measured; measur
 @dataclass(frozen=True)
 class Estimate:
     """Attributes:
-    held, peak: GB (10^9 bytes) of torch's allocator between two steps and at most, of the fullest rank.
-    memory: {kind: GB} of the rank with the largest peak; stage: its pipeline stage.
+    held, peak: GB (10^9 bytes) of torch's allocator between two steps and at most, of the rank with the largest peak.
+    memory: {kind: GB} of it at its peak; stage: its pipeline stage.
     parts: {kind: ms} of the slowest stage's GPU, and of the step around it; they add up to gpu_ms.
     traffic: of a rank of the slowest stage.
     """
@@ -140,11 +140,11 @@ def _recomputed(w: Workload, linear: float, attention: float, of_passes: float) 
 
 
 def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
-    """(GB held, GB at the peak, its stage, {kind: GB} there), of the fullest ranks."""
+    """(GB held, GB at the peak, stage, {kind: GB} at the peak), of the rank with the largest peak."""
     found = [(sum(held.values()), held | beside) for held, beside in stages(w)]
-    stage, (_, kinds) = max(enumerate(found), key=lambda item: sum(item[1][1].values()))
+    stage, (held, kinds) = max(enumerate(found), key=lambda item: sum(item[1][1].values()))
     in_gb = {kind: size / 1e9 for kind, size in kinds.items() if size}
-    return max(held for held, _ in found) / 1e9, sum(in_gb.values()), stage, in_gb
+    return held / 1e9, sum(in_gb.values()), stage, in_gb
 
 
 def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:

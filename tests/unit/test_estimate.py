@@ -43,6 +43,35 @@ def test_a_column_a_system_with_the_error_below(capsys):
     assert "NO," in text  # Transformer Engine's does not fit 70 GB
 
 
+WIDE = (
+    MODEL + " --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --sequence-parallel "
+    "--global-batch-size 1024 --micro-batch-size 4"
+)
+
+
+@pytest.mark.parametrize("level", ["", "--fp8-level O3"])
+def test_the_table_fits_a_terminal(level, capsys):
+    """Of five systems, and of three; over nodes, with pipelines, and whether it fits or not."""
+    for cap in ("", " --cap-gb 2"):
+        _, text = call(estimate, capsys, f"--gpus 128{cap}", f"{WIDE} {level}")
+        assert "GB: tensor: reduce-scatters" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_a_column_of_memory_is_of_one_stage(capsys):
+    """Of the stage that is the fullest at its peak, which the table names; here others hold more between steps."""
+    flags = read.parse(f"{WIDE} --untie-embeddings-and-output-weights --fp8-level O3".split())
+    w = read.workload(flags, 128)
+    e = step.estimate(w, hardware.load("h200"))
+    held = [sum(held.values()) / 1e9 for held, _ in step.stages(w)]
+    assert e.stage == 0 and e.held == pytest.approx(held[0]) and max(held) > held[0]
+    assert e.held == pytest.approx(sum(e.memory[kind] for kind in e.memory if kind in (
+        "weight", "weight fp8 copy", "transpose scratch", "grad", "optimizer states", "buffers"
+    )))  # fmt: skip
+    _, text = call(estimate, capsys, "--gpus 128 --systems O3", f"{WIDE} --untie-embeddings-and-output-weights")
+    assert "| memory is of the fullest stage, from 0 | 0 |" in text
+    assert f"held between steps, GB | {e.held:.1f} |" in text
+
+
 def test_megatrons_theory_holds_as_much_as_ours():
     """Its weights and optimizer states; its activations are those of layers with dropout."""
     flags = read.parse(MODEL.split())
