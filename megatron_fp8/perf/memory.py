@@ -25,6 +25,7 @@ moves padding only.
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -211,9 +212,11 @@ def stock_buckets(sizes: list[int], ranks: int) -> list[Placement]:
     layout = DistributedOptimizer._compute_per_buffer_param_layout(
         params, bucket_size(None, None, sum(sizes), ranks), ranks, config
     )
+    of_bucket: list[list[tuple[int, int]]] = [[] for _ in layout.bucket_indices]
+    for first, last, bucket in layout.param_index_map.values():
+        of_bucket[bucket].append((first, last))
     buckets = []
-    for number, (start, stop) in enumerate(layout.bucket_indices):
-        spans = [(first, last) for first, last, bucket in layout.param_index_map.values() if bucket == number]
+    for (start, stop), spans in zip(layout.bucket_indices, of_bucket, strict=True):
         starts, lengths = [first - start for first, _ in spans], [last - first for first, last in spans]
         buckets.append(Placement((stop - start) // ranks, starts, lengths, ranks))
     return buckets
@@ -251,10 +254,16 @@ def ranks_bytes(
     linears = stock_buckets(sizes, data) if cells is None else engine_buckets(sizes, data, cells["partition"])
     states = sum(BYTES["fp32" if cells is None else cells[state]] for state in STATES)
     for stage in range(job.pipeline_model_parallel_size) if stages is None else stages:
-        others = stock_buckets(job.others(stage), data)
+        others = _buckets_of_others(job, stage)
         for rank in range(data) if ranks is None else ranks:
             ours = stock_bytes(linears, rank) if cells is None else engine_bytes(linears, cells)
             yield Rank(ours, stock_bytes(others, rank), int(owned(linears, rank) * states))
+
+
+@lru_cache(maxsize=64)
+def _buckets_of_others(job: Job, stage: int) -> list[Placement]:
+    """Which no level changes."""
+    return stock_buckets(job.others(stage), job.data_parallel_size)
 
 
 def parameters(job: Job) -> tuple[int, int]:

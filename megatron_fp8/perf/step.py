@@ -10,11 +10,12 @@ Memory is what torch's allocator holds: the peak is that of its counters. `fits`
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from . import activations, collectives, flops, gemm_time, passes
 from .collectives import Traffic
 from .hardware import Hardware
-from .memory import STATES, ranks_bytes
+from .memory import STATES, Job, Rank, ranks_bytes
 from .workload import Workload
 
 _WORKSPACE = 90e6  # cuBLAS' and small buffers, of every system measured; measured 85 to 120 MB
@@ -147,10 +148,17 @@ def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
     return held / 1e9, sum(in_gb.values()), stage, in_gb
 
 
+@lru_cache(maxsize=32)
+def _first_ranks(job: Job, cells: tuple[tuple[str, str], ...] | None) -> tuple[Rank, ...]:
+    """Data-parallel rank 0 of each stage: bytes that no micro-batch changes, so that many share one count of layers."""
+    return tuple(ranks_bytes(job, None if cells is None else dict(cells), ranks=[0]))
+
+
 def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
     """For each pipeline stage: {kind: bytes} held between two steps, and beside it at the peak."""
     system, table = w.system, w.vocabulary * w.job.hidden_size / w.tensor
-    for stage, rank in enumerate(ranks_bytes(w.job, w.cells(), ranks=[0])):
+    cells = w.cells()
+    for stage, rank in enumerate(_first_ranks(w.job, None if cells is None else tuple(cells.items()))):
         kinds: dict[str, float] = {}
         for part in (rank.linears, rank.others):
             for kind, size in part.items():

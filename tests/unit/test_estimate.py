@@ -11,7 +11,8 @@ import pytest
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.perf import estimate, hardware, plan, read, step
+from megatron_fp8.perf import estimate, hardware, measured, plan, read, step
+from megatron_fp8.perf.memory import ranks_bytes
 
 MODEL = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 "
@@ -70,6 +71,21 @@ def test_a_column_of_memory_is_of_one_stage(capsys):
     _, text = call(estimate, capsys, "--gpus 128 --systems O3", f"{WIDE} --untie-embeddings-and-output-weights")
     assert "| memory is of the fullest stage, from 0 | 0 |" in text
     assert f"held between steps, GB | {e.held:.1f} |" in text
+
+
+def test_what_no_micro_batch_changes_is_cut_once(capsys, monkeypatch):
+    """Ten micro-batches are tried of each system, twice; of many layers a cut takes seconds."""
+    cuts = []
+
+    def counted(job, cells, **more):
+        cuts.append(job)
+        return ranks_bytes(job, cells, **more)
+
+    measured.runs()  # whose own are not counted
+    step._first_ranks.cache_clear()
+    monkeypatch.setattr(step, "ranks_bytes", counted)
+    call(estimate, capsys, "--gpus 1 --cap-gb 1e6", f"{MODEL.replace('64', '512')} --fp8-level O3")
+    assert 1 <= len(cuts) <= 3  # stock's and Transformer Engine's are one; gradients of O3 are FP8's, or BF16's
 
 
 def test_megatrons_theory_holds_as_much_as_ours():
