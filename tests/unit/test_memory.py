@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import time
 
 import pytest
 import torch
@@ -16,16 +15,7 @@ from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.perf import memory
-from megatron_fp8.perf.memory import (
-    BYTES,
-    MODELS,
-    STATES,
-    Job,
-    engine_buckets,
-    engine_bytes,
-    ranks_bytes,
-    stock_buckets,
-)
+from megatron_fp8.perf.memory import BYTES, MODELS, STATES, Job, engine_buckets, engine_bytes, ranks_bytes
 
 BLOCKS = 1 / 128
 
@@ -214,13 +204,6 @@ def test_stock_owns_every_parameter_once_in_18_bytes(ranks):
         buffers = sum(part[kind] for part in (rank.linears, rank.others) for kind in ("weight", "grad"))
         padding = 2 * 128 * ranks + 64 * (len(given.linears()) + len(given.others(0)))
         assert 6 * count <= buffers <= 6 * (count + padding)
-
-
-def test_stocks_buckets_take_a_time_of_their_number():
-    """Of 16,000 buckets: less than a second, and not the eight that their number's square takes."""
-    began = time.process_time()
-    assert len(stock_buckets([50_000_000] * 16_000, 8)) == 16_000
-    assert time.process_time() - began < 4
 
 
 def test_stocks_bucket_rule_is_that_of_its_configuration():
