@@ -7,7 +7,8 @@ What is hooked, and why not something more official:
 
     megatron.training.arguments.parse_args      our flags and, before stock validates them, the stock flags that a
                                                 level changes.  `extra_args_provider` cannot do the second.  Before
-                                                that, --args-file is replaced in sys.argv by what the files say.
+                                                that, --args-file is replaced in sys.argv by what the files say.  With
+                                                a level, --use-checkpoint-args is done here: what it sets is read too.
     GPTModel.__init__                           exchanges the layer spec, and what stands for the norms in the layers
                                                 that come out (layers/model.py).  GPTModelConfig.builder is official,
                                                 but scripts with a model_provider never look at it; both end here.
@@ -92,7 +93,14 @@ from .flags.checks import (
     check_stage,
     set_max_connections,
 )
-from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, check_yaml, config_from_args
+from .flags.config import (
+    Fp8Config,
+    adapt_stock_args,
+    add_fp8_arguments,
+    asks_for_level,
+    check_yaml,
+    config_from_args,
+)
 from .flags.level import LEVEL, is_stock
 from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
@@ -102,6 +110,7 @@ from .metrics import begin
 from .rebind import Rebound
 
 _of_process = Rebound()  # by install(): what reads the flags of every run
+_TO_LOAD = "load_dir args rank0"  # parameters of _load_base_checkpoint
 _of_run = Rebound()  # for what the flags of one run ask for; put back when the next run's are read
 
 
@@ -161,11 +170,13 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
         check_yaml(sys.argv[1:])
         args = stock(provider, ignore_unknown_args)
         _log(args_file.lines())
+        _of_run.put_back()  # of an earlier run in this process
+        if begins and asks_for_level(args):
+            _read_checkpoint_args(args)
         config = config_from_args(args)
         if begins:
             check_data_files(args)
         _log(cpu.adapt_args(args))
-        _of_run.put_back()  # of an earlier run in this process
         if config is not None:
             check_script(config.level)
             check_evaluation(args)
@@ -176,6 +187,28 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
         return args
 
     return parse_args
+
+
+def _read_checkpoint_args(args) -> None:
+    """--use-checkpoint-args, before we read the flags: Megatron sets some by a checkpoint when its parser is done.
+
+    Then it is not asked for any more, since Megatron would undo what a level adapts.  Where it cannot be, Megatron says
+    so itself.
+    """
+    if not args.use_checkpoint_args or not (args.load or args.pretrained_checkpoint):
+        return
+    if args.non_persistent_ckpt_type == "local":
+        return
+    import megatron.training.checkpointing as checkpointing
+
+    reading = Rebound()
+    _hook_loading(reading, None)
+    try:
+        for folder in "pretrained_checkpoint", "load":
+            checkpointing.load_args_from_checkpoint(args, load_arg=folder)
+    finally:
+        reading.put_back()
+    args.use_checkpoint_args = False
 
 
 def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
@@ -344,28 +377,37 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
-    from .checkpoint import loads, pickles, saves, state
+    from .checkpoint import loads, saves, state
 
-    sharded, to_load = "sharded_state_dict checkpoint_dir", "load_dir args rank0"
+    sharded = "sharded_state_dict checkpoint_dir"
     if fp8 is None:
         _of_run.rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
-        _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, to_load)
+        _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, _TO_LOAD)
         return
     _of_run.rebind(checkpointing, "_build_sharded_state_dict_metadata", state.says_contents(fp8), "args")
     _of_run.rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
     _of_run.rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
     _of_run.rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
-    _of_run.rebind(checkpointing, "read_metadata", loads.name_finished, "tracker_filename")
     _of_run.rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
     cleanup = "cleanup_old_non_persistent_checkpoint"
     _of_run.rebind(checkpointing, cleanup, saves.keep_newest_whole, "save_dir leave_ckpt_num do_async")
-    _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), to_load)
     _of_run.rebind(dist_checkpointing, "load", loads.by_either_name, sharded)
     _of_run.rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
-    _of_run.rebind(FileSystemReader, "read_metadata", pickles.data_only_metadata, "self args kwargs")
-    _of_run.rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")
+    _hook_loading(_of_run, fp8)
+
+
+def _hook_loading(hooked: Rebound, fp8: Fp8Config | None) -> None:
+    """fp8: None where the arguments alone are read, before the run's are known."""
+    import megatron.training.checkpointing as checkpointing
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+    from .checkpoint import loads, pickles
+
+    hooked.rebind(checkpointing, "read_metadata", loads.name_finished, "tracker_filename")
+    hooked.rebind(checkpointing, "_load_base_checkpoint", loads.load_whole(fp8), _TO_LOAD)
+    hooked.rebind(FileSystemReader, "read_metadata", pickles.data_only_metadata, "self args kwargs")
+    hooked.rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")
 
 
 def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: RunGemms | None):

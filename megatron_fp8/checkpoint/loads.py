@@ -102,8 +102,11 @@ def name_finished(stock: Callable) -> Callable:
     return read_metadata
 
 
-def load_whole(fp8: Fp8Config) -> Callable:
-    """Around checkpointing._load_base_checkpoint: with `rank0` what every rank reads first, then the rest."""
+def load_whole(fp8: Fp8Config | None) -> Callable:
+    """Around checkpointing._load_base_checkpoint: with `rank0` what every rank reads first, then the rest.
+
+    fp8: None where the arguments alone are read (--use-checkpoint-args): whether the rest fits is not known yet.
+    """
 
     def make(stock: Callable) -> Callable:
         def load_base_checkpoint(load_dir, args, rank0=False, *rest, **kwargs):
@@ -120,7 +123,8 @@ def load_whole(fp8: Fp8Config) -> Callable:
                 if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
                     missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
                     raise UserError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
-                check_fits(loaded[0], args, fp8)
+                if fp8 is not None:
+                    check_fits(loaded[0], args, fp8)
             describe(contents_of(loaded[0]))
             return loaded
 

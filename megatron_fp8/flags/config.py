@@ -152,6 +152,12 @@ def check_yaml(words: Sequence[str]) -> None:
             raise UserError(f"--yaml-cfg: its file replaces every flag, {flag.name} included; give flags instead")
 
 
+def asks_for_level(args: Namespace) -> bool:
+    """Whether a run has a level, or emulates: else it is stock Megatron's, and nothing of it is touched."""
+    level = LEVEL.given(args)
+    return not is_stock(level) or (level is None and emulate.EMULATE.given(args) is not None)
+
+
 def config_from_args(args: Namespace) -> Fp8Config | None:
     """Read a run's flags.
 
@@ -166,7 +172,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     """
     level = LEVEL.given(args)
     emulated = None if level == STOCK else emulation_from_args(args)
-    if is_stock(level) and emulated is None:
+    if not asks_for_level(args):
         _check_stock_run(args)
         return None
     cells = _cells(args, emulated)

@@ -86,6 +86,8 @@ def parse(words: Sequence[str]) -> Flags:
         plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)
+    if args.use_checkpoint_args:
+        raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     check_counts(args)  # of stock's runs too
     level = LEVEL.given(args)
     if level is None or is_stock(level):

@@ -78,6 +78,29 @@ def test_what_a_run_rebinds_goes_with_the_run_and_what_the_process_does_stays(ru
     )
 
 
+def test_what_a_level_switches_off_a_checkpoint_does_not_switch_on(run):
+    """--use-checkpoint-args, of a checkpoint with the grouped GEMMs of Transformer Engine's layers."""
+    from commands import MODEL
+
+    run(
+        "import argparse\n"
+        "import megatron.training.checkpointing as checkpointing\n"
+        "saved = argparse.Namespace(num_experts=2, moe_grouped_gemm=True, moe_router_topk=1, swiglu=True)\n"
+        "state = {'args': saved, 'iteration': 3, 'checkpoint_version': 3.0}\n"
+        "read = lambda load_dir, args, rank0=False, checkpointing_context=None: (state, '', False, None)\n"
+        "checkpointing._load_base_checkpoint = read\n"
+        "arguments.set_global_variables = lambda args: None\n"
+        "plugin.install()\n"
+        f"sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--load', '/no/such/folder',"
+        "    '--use-checkpoint-args', '--disable-bias-linear', '--train-iters=9', '--lr=1', '--fp8-level', 'O1']\n"
+        "args = arguments.parse_and_validate_args()\n"
+        "assert (args.num_experts, args.swiglu, args.moe_grouped_gemm) == (2, True, False)\n"
+        "assert checkpointing._load_base_checkpoint is not read\n"
+        "plugin.uninstall()\n"
+        "assert checkpointing._load_base_checkpoint is read\n"
+    )
+
+
 def test_the_losses_are_ours_under_a_level_and_stocks_without(run):
     from commands import MODEL
 
