@@ -8,6 +8,7 @@ from megatron.training.global_vars import get_args
 
 from ..engine.chain import Fp8ChainedOptimizer
 from ..engine.optimizer import EngineOptimizer
+from ..flags.numbers import largest_batch
 from .compact import load_compact_state, sharded_compact_state
 from .state import (
     CONTENTS,
@@ -92,6 +93,9 @@ class Archive:
 
 
 def _gradient_share() -> float:
-    """The share of a step's gradient that one micro-batch has: scales of gradients that are predicted go with it."""
+    """The share of a step's gradient that one micro-batch has: scales of gradients that are predicted go with it.
+
+    Of --step-batch-size-schedule in its largest step: what a run's own course changes is no reason to scale anew.
+    """
     args = get_args()
-    return args.micro_batch_size * args.data_parallel_size / args.global_batch_size
+    return args.micro_batch_size * args.data_parallel_size / largest_batch(args)
