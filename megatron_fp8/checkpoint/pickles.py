@@ -4,7 +4,8 @@ torch's .metadata is a pickle, and so are Megatron's arguments and random states
 with weights_only=False, and a pickle may call whatever it names.  So each is first read by a reader that knows classes
 of data only; what passes is then read by torch as ever.  Of .metadata these are the data classes of
 torch.distributed.checkpoint; of the others what torch.load(weights_only=True) knows, with Megatron's own list
-(megatron.core.safe_globals) and what a script has added with torch.serialization.add_safe_globals.
+(megatron.core.safe_globals), what that forgets of the check that failed where Megatron saves in the middle of a step,
+to make it again on another GPU, and what a script has added with torch.serialization.add_safe_globals.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from pathlib import PosixPath
 from typing import Any
 
 import torch
+from megatron.core.rerun_state_machine import Call, Caller
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 
 from ..errors import UserError
@@ -68,7 +70,8 @@ def data_only_objects(stock: Callable) -> Callable:
 
     def load_bytes(self, read_item, value):
         try:
-            torch.load(value, weights_only=True)
+            with torch.serialization.safe_globals([Call, Caller]):
+                torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))  # in a page of advice
             raise (_no_data(named[1]) if named else error) from None

@@ -139,3 +139,14 @@ def test_a_pretrained_checkpoint_is_read_as_one_that_is_loaded(tmp_path):
             run_megatron(1, [*start, *extra, "--pretrained-checkpoint", str(tmp_path)])
         assert f"megatron_fp8: --pretrained-checkpoint {tmp_path}: " in str(failed.value)
         assert "Traceback" not in str(failed.value)
+
+
+def test_a_step_that_failed_is_made_again_from_its_checkpoint(tmp_path):
+    """Stock makes a step with a bad loss twice; if it stays so, it saves, ends, and wants another GPU to judge."""
+    run = [*TINY_GPT, "--fp8-level", "O3", "--save", str(tmp_path), "--save-interval", "100"]
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(1, [*run, *"--error-injection-rate 3 --error-injection-type correct_result".split()])
+    assert failed.value.code == 16 and "successfully saved checkpoint from iteration       1" in str(failed.value)
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(1, [*run, "--load", str(tmp_path)])
+    assert failed.value.code == 16 and "Got rescheduled on the same GPU" in str(failed.value), str(failed.value)
