@@ -3,7 +3,7 @@
 The paper's GPUs and software of 2023 are not ours: from its three BF16 rows, and from nothing else, come one factor on
 time and one offset of memory (`Fit`), which all rows get; the FP8 rows are then predictions. O3 has rows too, under the
 same fit: what it would do there. Times are the GPU's: those rows show that the paper's hosts took less than our host's
-4.24 ms a layer and micro-batch, and not how much less.
+4.15 ms a layer and micro-batch, and not how much less.
 
 Its GB of memory are taken for 10^9 bytes, as they are written; those of its communication volumes are 2^30
 (test_cost_model.py). Read as 2^30 the offset would be 11 GiB, and one row less within 10 %.

@@ -98,7 +98,7 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     calls = m * w.layers
     parts["gaps"] = hardware.border_ms + hardware.layer_gap_ms * calls
     parts = {kind: ms for kind, ms in parts.items() if ms}
-    host = hardware.host_ms + hardware.host_layer_ms * calls
+    host = hardware.host_ms + w.system.host + hardware.host_layer_ms * calls
     return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
 
 

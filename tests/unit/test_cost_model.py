@@ -113,14 +113,16 @@ def test_held_out_runs_are_predicted():
     s = measured.summary()
     page, below = (ROOT / "docs/estimate.md").read_text(), " ".join(measured.line().split())
     assert f"peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}." in below
+    assert f"bound | {100 * s['ms']:.1f} % | {100 * s['ms at worst']:.1f} % (" in page
+    assert f"or nearly | {100 * s["host's ms"]:.0f} % | {100 * s["host's ms at worst"]:.0f} %: hosts differ" in page
     assert f"| peak memory | {100 * s['GB']:.2f} % | {100 * s['GB at worst']:.1f} % (" in page
     assert s["runs"] >= 8
-    assert s["ms"] < 0.04 and s["GB"] < 0.01 and s["host's ms at worst"] < 0.25
+    assert s["ms"] < 0.03 and s["GB"] < 0.01 and s["host's ms at worst"] < 0.18
     out = [run for run in measured.runs() if run.held_out]
     for run in out:
         assert abs(run.error_peak) < 0.02 and abs(run.error_held) < 0.03, run.row
         assert run.bound_by_host == (run.row["model"] == "125m")
-        assert run.bound_by_host or abs(run.error_ms) < 0.08, run.row
+        assert run.bound_by_host or abs(run.error_ms) < 0.07, run.row
     assert len({(run.row["model"], run.row["system"], run.row["gpus"]) for run in out}) >= 8
 
 
@@ -284,7 +286,7 @@ def test_shipped_hardware_loads():
         (("copy_gb_s: 4200", ""), "copy_gb_s is None; give a number"),
         (("copy_gb_s: 4200", "copy_gb_s: 0"), "copy_gb_s is 0; give more than 0"),
         (("copy_gb_s: 4200", "copy_gb_s: .inf"), "copy_gb_s is inf; give a number"),
-        (("host_ms: 44.5", "host_ms: .nan"), "host_ms is nan; give a number"),
+        (("host_ms: 36", "host_ms: .nan"), "host_ms is nan; give a number"),
         (("gpus_per_node: 8", "gpus_per_node: 8.5"), "gpus_per_node is 8.5; give a whole number"),
         (("copy_gb_s: 4200", "copy_gb_s: 4200\ncolour: red"), "colour is no name the model knows"),
         (("name: H200", "name: [H200"), "correct the file"),
@@ -317,6 +319,6 @@ def test_cases_that_others_published(monkeypatch):
     eight = [case for case in found if case.name.startswith("llama3-70b, 12 layers, TP 8")]
     others = [case for case in found if case not in eight and not case.gave_the_factor]
     assert (len(eight), len(others)) == (3, 20)
-    assert all(abs(case.ours_ms) < 0.075 for case in others) and all(abs(case.ours_ms) < 0.2 for case in eight)
+    assert all(abs(case.ours_ms) < 0.08 for case in others) and all(abs(case.ours_ms) < 0.2 for case in eight)
     assert all(0 < case.ours_gib < 0.043 for case in found)
     assert all(abs(case.simumax_ms) < 0.12 and abs(case.simumax_gib) < 0.006 for case in found)

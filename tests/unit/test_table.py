@@ -57,10 +57,10 @@ def test_the_fit_comes_from_the_bf16_rows_alone(monkeypatch):
 
 
 def test_fp8_rows_are_predicted_within_what_docs_say():
-    """docs/estimate.md: throughput all within 15 %, six within 5; memory 7 of 9 within 10, all within 21."""
+    """docs/estimate.md: throughput all within 15 %, seven within 5; memory 7 of 9 within 10, all within 21."""
     fp8 = [row for row in paper.rows(H100) if row.published and row.published.system != "BF16"]
     assert len(fp8) == 9
-    assert sum(abs(row.deviation("samples")) < 0.05 for row in fp8) >= 6
+    assert sum(abs(row.deviation("samples")) < 0.05 for row in fp8) >= 7
     assert sum(abs(row.deviation("memory_gb")) < 0.10 for row in fp8) >= 7
     for row in fp8:
         assert abs(row.deviation("samples")) < 0.15 and abs(row.deviation("memory_gb")) < 0.21
@@ -116,7 +116,7 @@ def test_text_says_what_csv_says(capsys):
     lines = iter(text.splitlines())
     csv_lines = printed(capsys, "5", "--results", "", "--format", "csv").splitlines()
     rows = list(csv.DictReader(line for line in csv_lines if line and not line.startswith("#")))
-    assert len(rows) == 18 and rows[0]["samples/s: model"] == "163.0" and rows[3]["system"] == "our O3"
+    assert len(rows) == 18 and rows[0]["samples/s: model"] == "163.6" and rows[3]["system"] == "our O3"
     assert all(row["model"] in ("7b", "13b", "175b") for row in rows)  # one table, whose rows stand alone
     for row in rows:
         row["model"] = "" if row["system"] == "our O3" else row["model"]
