@@ -55,6 +55,13 @@ SHAPES = {
         f"--num-layers 8 {WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention "
         "--num-query-groups 8 --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096",
     ),
+    "1b": Shape(  # Llama 3.2's
+        16,
+        4,
+        f"--num-layers 16 --hidden-size 2048 --num-attention-heads 32 {LLAMA_LAYER} --ffn-hidden-size 8192 "
+        "--group-query-attention --num-query-groups 8 --vocab-size 128255 --seq-length 4096 "
+        "--max-position-embeddings 4096",
+    ),
     "125m": Shape(
         64,
         32,
