@@ -205,7 +205,14 @@ def _workload(model: str, system: str, gpus: int, micro_batch: int, batch: int) 
     else:
         job = replace(MODELS[model], tensor_model_parallel_size=1)
     job = replace(job, data_parallel_size=gpus)
-    return Workload(job, SYSTEMS[ESTIMATED[system]], 64 if model == "tiny" else 2048, micro_batch, batch)
+    return Workload(
+        job,
+        SYSTEMS[ESTIMATED[system]],
+        sequence=64 if model == "tiny" else 2048,
+        micro_batch=micro_batch,
+        global_batch=batch,
+        repaired=_train_step().SYSTEMS[system].te != "unrepaired",
+    )
 
 
 def _needs(w: Workload) -> float:

@@ -444,7 +444,7 @@ def test_truncated_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "verb"),
+        ("", "VERB"),
         ("transmute", "transmute"),
         ("convert", "to-hf"),
         ("convert to-hf nowhere out --dtype fp4", "fp4"),
