@@ -68,6 +68,13 @@ SHAPES = {
         f"--num-layers 12 --hidden-size 768 --num-attention-heads 12 {LLAMA_LAYER} "
         "--seq-length 1024 --max-position-embeddings 1024",
     ),
+    "llama3-8b": Shape(  # whole, at its own sequence
+        8,
+        1,
+        f"--num-layers 32 {WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention "
+        "--num-query-groups 8 --untie-embeddings-and-output-weights --vocab-size 128255 --rotary-base 500000 "
+        "--norm-epsilon 1e-5 --seq-length 8192 --max-position-embeddings 8192",
+    ),
     "7b-whole": Shape(16, 4, f"--num-layers 32 {WIDTH_4096}"),
     "13b-whole": Shape(4, 2, "--num-layers 40 --hidden-size 5120 --num-attention-heads 40"),
     "175b": Shape(16, 2, "--num-layers 4 --hidden-size 12288 --num-attention-heads 96"),

@@ -46,7 +46,7 @@ class _OfSbatch(Action):
     """An option that launch has only to say where it goes."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        given, option = f"{option_string}", self.option_strings[0]
+        given, option = option_string, self.option_strings[0]
         if self.nargs != 0:
             given = f"{given} {values}"
             option += f"='{values}'" if " " in values else f"={values}"
