@@ -26,6 +26,7 @@ What is hooked, and why not something more official:
                                                 Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
                                                 MEGATRON_FP8_REPORT, at every level).
+    FullCudaGraphWrapper.__call__               records and replays a level's step (engine/step_graph.py).
     training.training.train_step and            the beginning and end of what --fp8-sharpness-interval and
     evaluate_and_print_results                  --fp8-sharpness-eval measure, with the model chunks at hand; likewise
                                                 --fp8-probe-step, --fp8-log-exact and --fp8-log-update-norm.  With
@@ -373,6 +374,15 @@ def _hook_dumps(model_chunks) -> None:
         _of_run.replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
 
 
+def _hook_graph(engine) -> None:
+    """Of --cuda-graph-impl full_iteration; without it nobody calls what is bound here."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    from .engine.step_graph import StepGraph
+
+    _of_run.rebind(FullCudaGraphWrapper, "__call__", StepGraph(engine, _log).around, "self args kwargs")
+
+
 def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     import megatron.core.dist_checkpointing as dist_checkpointing
     import megatron.training.checkpointing as checkpointing
@@ -442,6 +452,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()
                 _hook_dumps(model_chunks)
+                _hook_graph(engine)
             write_at_exit(model_chunks, chain)
             return chain
 

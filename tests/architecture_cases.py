@@ -255,7 +255,7 @@ EXCLUDED = {
         --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --moe-permute-fusion
         --moe-router-fusion --use-transformer-engine-op-fuser --cross-entropy-fusion-impl
         --defer-embedding-wgrad-compute --wgrad-deferral-limit""",
-    "CUDA graphs; switched off by a level (test_stock_flags.py)": """
+    "CUDA graphs; of whole steps, or switched off by a level (test_step_graph.py, test_stock_flags.py)": """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl --cuda-graph-modules --cuda-graph-warmup-steps
         --inference-cuda-graph-scope""",
     "of FP8 GEMMs, a level's own or refused (test_stock_flags.py, test_config.py)": """

@@ -36,20 +36,23 @@ UNSEEN = Events()  # of a model without an engine
 
 
 class Scratch:
-    """Memory for what lives until the next call on the same stream: one buffer, as large as the largest asked for."""
+    """Memory for what lives until the next call on the same stream: one buffer, as large as the largest asked for.
+
+    memory: the buffer, or None.
+    """
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
         self._views: dict[tuple, torch.Tensor] = {}  # of the memory there is
 
     def like(self, payload: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Room for `shape`, of the payload's one-byte type, on its device."""
         view = self._views.get((payload.dtype, shape))
         if view is None:
-            if self._memory is None or self._memory.numel() < payload.numel():
-                self._memory = torch.empty(payload.numel(), dtype=torch.uint8, device=payload.device)
+            if self.memory is None or self.memory.numel() < payload.numel():
+                self.memory = torch.empty(payload.numel(), dtype=torch.uint8, device=payload.device)
                 self._views.clear()
-            view = self._memory[: payload.numel()].view(payload.dtype).view(shape)
+            view = self.memory[: payload.numel()].view(payload.dtype).view(shape)
             self._views[payload.dtype, shape] = view
         return view
 

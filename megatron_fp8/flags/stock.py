@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from . import graphs
 from .level import CELLS, LEVEL, LOWEST
 
 HONOURED, NOTED, ADAPTED, REFUSED = "honoured", "noted", "adapted", "refused"
@@ -202,6 +203,19 @@ WITHOUT_MASK = When(
     "given, with --no-create-attention-mask-in-dataloader",
     lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
 )
+PARTLY_GRAPHED = When(
+    "local or transformer_engine", lambda value, args: plain(value) != "none" and not graphs.asked(args)
+)
+GRAPHED_ON_MANY = When(
+    "full_iteration, without a GPU or in several processes",
+    lambda value, args: graphs.asked(args) and not graphs.one_gpu(args),
+)
+GRAPHED_BUT_DIFFERING = When(
+    f"full_iteration, with {', '.join(graphs.BY_THE_STEP)} or {graphs.NOISY}",
+    lambda value, args: graphs.asked(args) and graphs.one_gpu(args) and graphs.differ(args),
+)
+UNGRAPHED = When("given, without a graph of whole steps", lambda value, args: bool(value) and not graphs.graphed(args))
+GRAPHED = When("not given, with a graph of whole steps", lambda value, args: not value and graphs.graphed(args))
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
 WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
 WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
@@ -213,7 +227,13 @@ OWN_ROTATION = "the level's own kernel rotates in FP32; where stock rotates, it 
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
 OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
 TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
-NO_GRAPHS = "switched off: a level runs without CUDA graphs (same result)"
+NO_GRAPHS = "switched off: a level graphs whole steps, --cuda-graph-impl full_iteration (same result)"
+ONE_GPU = "switched off: a level graphs the steps of one GPU only (same result)"
+STEPS_DIFFER = (
+    f"switched off: with {', '.join(graphs.BY_THE_STEP)} or {graphs.NOISY} the host does in each step what a replay "
+    "would leave out (same result)"
+)
+GRAPHED_NOISE = "added: a CUDA graph draws its random numbers so (Megatron's own where there is no Transformer Engine)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
 NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
 OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8, and gathers them so"
@@ -417,7 +437,9 @@ TABLE: list[Row] = [
     *_adapt("--no-persist-layer-norm", True, ABSENT, NOT_GIVEN, missing="apex.contrib.layer_norm.layer_norm"),
     *_adapt("--no-rope-fusion", False, OWN_ROTATION, LEFT_ON, missing=TE),
     *_honour("--no-rope-fusion", "rotates as stock's unfused code, which rounds to BF16", OFF, field="fuses_rotary"),
-    *_adapt("--moe-permute-fusion --moe-router-fusion --te-rng-tracker", False, ABSENT, missing=TE),
+    *_adapt("--moe-permute-fusion --moe-router-fusion", False, ABSENT, missing=TE),
+    *_adapt("--te-rng-tracker", False, ABSENT, UNGRAPHED, missing=TE),
+    *_adapt("--te-rng-tracker", True, GRAPHED_NOISE, GRAPHED),
     *_adapt("--cross-entropy-fusion-impl", "native", "native instead, as stock has it", one_of("te")),
     *_honour("--wgrad-deferral-limit", "of the LM head"),
     *_adapt("--tp-comm-overlap", False, OWN_OVERLAP),
@@ -430,9 +452,11 @@ TABLE: list[Row] = [
     *_adapt("--symmetric-ar-type", None, TE_LAYERS),
     *_adapt("--overlap-param-gather-with-optimizer-step", False, TWO_OPTIMIZERS),
     *_adapt("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", False, NO_GRAPHS),
-    *_adapt("--cuda-graph-impl", "none", NO_GRAPHS, other_than("none")),
-    *_adapt("--cuda-graph-scope --inference-cuda-graph-scope", None, NO_GRAPHS),
-    *_adapt("--cuda-graph-modules", [], NO_GRAPHS),
+    *_adapt("--cuda-graph-impl", "none", NO_GRAPHS, PARTLY_GRAPHED),
+    *_adapt("--cuda-graph-impl", "none", ONE_GPU, GRAPHED_ON_MANY),
+    *_adapt("--cuda-graph-impl", "none", STEPS_DIFFER, GRAPHED_BUT_DIFFERING),
+    *_adapt("--cuda-graph-scope --inference-cuda-graph-scope", None, NO_GRAPHS, UNGRAPHED),
+    *_adapt("--cuda-graph-modules", [], NO_GRAPHS, UNGRAPHED),
 ]
 
 # Flags whose names look numeric and that no level can meet, with the reason.

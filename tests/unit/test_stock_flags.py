@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import MODEL, O1, error_of
 
+from megatron_fp8.flags import graphs
 from megatron_fp8.flags import stock as stock_flags
 from megatron_fp8.flags.config import adapt_stock_args, config_from_args
 from megatron_fp8.flags.stock import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, plain
@@ -33,6 +34,8 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     stock_flags.WITH_FP8_WEIGHTS.text: ["--fp8-level", "O3"],
     stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
+    stock_flags.GRAPHED.text: ["--cuda-graph-impl", "full_iteration"],
+    stock_flags.GRAPHED_BUT_DIFFERING.text: ["--fp8-grad-accum", "fp8"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
 }
 
@@ -65,6 +68,23 @@ def samples(row, parser, parse):
                 found.append(args)
     assert found
     return found
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", "local --cuda-graph-scope full_iteration"])
+def test_a_graph_of_whole_steps(scope, parse, monkeypatch):
+    """On one GPU both of Megatron's spellings are left as they are, and it sets up its random numbers for a graph."""
+    args = parse(*O1, "--cuda-graph-impl", *scope.split())
+    before = args.cuda_graph_impl, args.cuda_graph_scope_deprecated
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs.cpu, "needed", lambda: False)
+        args.world_size = 2
+        assert not graphs.graphed(args)
+        args.world_size = 1
+        adapt_stock_args(args, config_from_args(args))
+        assert graphs.graphed(args) and (args.cuda_graph_impl, args.cuda_graph_scope_deprecated) == before
+    assert args.te_rng_tracker
+    adapt_stock_args(args, config_from_args(args))  # no GPU here
+    assert (args.cuda_graph_impl, args.cuda_graph_scope_deprecated) == ("none", None)
 
 
 def of(verdict):
@@ -129,6 +149,8 @@ def test_honoured(row, parser, parse, everything_installed):
 
 @of(ADAPTED)
 def test_adapted(row, parser, parse, monkeypatch):
+    if row.when in (stock_flags.GRAPHED, stock_flags.GRAPHED_BUT_DIFFERING):
+        monkeypatch.setattr(graphs, "one_gpu", lambda args: True)
     for args in samples(row, parser, parse):
         config = config_from_args(args)
         shown = row.shown(args)
