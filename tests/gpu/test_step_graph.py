@@ -9,15 +9,15 @@ GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 BOTH = "--no-check-for-nan-in-loss-and-grad --eval-iters 2 --eval-interval 4 --split 8,1,1 --train-iters 12"
 CASES = {
     "O1": "--fp8-level O1",
-    "O2, dropout": "--fp8-level O2 --attention-dropout 0.1 --hidden-dropout 0.1",
+    "O2-dropout": "--fp8-level O2 --attention-dropout 0.1 --hidden-dropout 0.1",
     "O3": "--fp8-level O3",
-    "O3, scales just in time": "--fp8-level O3 --fp8-recipe tensorwise --keep-fp8-transpose-cache",
-    "O3, all in FP8": "--fp8-level O3 --fp8-lm-head --fp8-activations",
-    "O3, recomputed": "--fp8-level O3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "O1, looked at": "--fp8-level O1 --fp8-log-interval 3",
-    "O3, spikes": "--fp8-level O3 --fp8-on-spike bf16-fallback --fp8-spike-sigma 0.5 --fp8-spike-window 3",
-    "O3, more micro-batches": "--fp8-level O3 --step-batch-size-schedule 0:4,1536:8",  # tokens: from step 7 on
-    "O3, GPT": "--fp8-level O3 --calculate-per-token-loss --accumulate-allreduce-grads-in-fp32",
+    "O3-just-in-time": "--fp8-level O3 --fp8-recipe tensorwise --keep-fp8-transpose-cache",
+    "O3-all": "--fp8-level O3 --fp8-lm-head --fp8-activations",
+    "O3-recomputed": "--fp8-level O3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "O1-looked-at": "--fp8-level O1 --fp8-log-interval 3",
+    "O3-spikes": "--fp8-level O3 --fp8-on-spike bf16-fallback --fp8-spike-sigma 0.5 --fp8-spike-window 3",
+    "O3-more-micro-batches": "--fp8-level O3 --step-batch-size-schedule 0:4,1536:8",  # tokens: from step 7 on
+    "O3-per-token": "--fp8-level O3 --calculate-per-token-loss --accumulate-allreduce-grads-in-fp32",
 }
 
 
