@@ -15,7 +15,7 @@ CASES = {
     "O3-all": "--fp8-level O3 --fp8-lm-head --fp8-activations",
     "O3-recomputed": "--fp8-level O3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "O1-looked-at": "--fp8-level O1 --fp8-log-interval 3",
-    "O3-spikes": "--fp8-level O3 --fp8-on-spike bf16-fallback --fp8-spike-sigma 0.5 --fp8-spike-window 3",
+    "O3-spikes": "--fp8-level O3 --fp8-on-spike skip --fp8-spike-sigma 0.5 --fp8-spike-window 16 --train-iters 24",
     "O3-more-micro-batches": "--fp8-level O3 --step-batch-size-schedule 0:4,1536:8",  # tokens: from step 7 on
     "O3-per-token": "--fp8-level O3 --calculate-per-token-loss --accumulate-allreduce-grads-in-fp32",
 }
@@ -30,6 +30,6 @@ def test_graphed_steps_are_the_steps(case):
     graphed = run_megatron(1, [*flags, *GRAPH.split()], gpu=True, timeout=120)
     assert sum("is a CUDA graph from now on" in line for line in graphed.lines) == 1
     plain = run_megatron(1, flags, gpu=True, timeout=120)
-    assert graphed.losses == plain.losses and len(plain.losses) == 12
-    assert graphed.grad_norms == plain.grad_norms
-    assert graphed.validation_losses == plain.validation_losses != []
+    assert str(graphed.losses) == str(plain.losses)  # a skipped step's is NaN
+    assert str(graphed.grad_norms) == str(plain.grad_norms)
+    assert len(plain.losses) >= 12 and graphed.validation_losses == plain.validation_losses != []
