@@ -17,8 +17,8 @@ whatever the host of a level does anew in each step must be done beside it:
 
 A step that somebody looks at (statistics, a probe, a watch) or that is not the recorded one (another number of
 micro-batches while the batch ramps up, linears in BF16 for a while after a spike) is run as without a graph, and so are
-evaluations; what they need of memory is beside the graph's, which keeps a step's activations for good. The bits are the same either way. What the host decides anew in every step rules a graph out from the
-start (flags/stock.py).
+evaluations; their memory comes on top of the graph's, which keeps a step's activations for good. The bits are the same
+either way. What the host decides anew in every step rules a graph out from the start (flags/graphs.py).
 """
 
 import functools
