@@ -10,7 +10,7 @@ _WHOLE = "full_iteration"
 # With these the host does something in a step that a replay would leave out: noise and formats of the step, counts,
 # looks at losses and at what passes, other shapes.
 BY_THE_STEP = """--fp8-emulate --num-experts --mtp-num-layers --check-for-spiky-loss --save-activations-interval
---save-dgrads-interval --sft""".split()
+--save-dgrads-interval --log-straggler --sft""".split()
 NOISY = "--fp8-grad-accum fp8"
 
 

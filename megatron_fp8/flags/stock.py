@@ -215,6 +215,7 @@ GRAPHED_BUT_DIFFERING = When(
     lambda value, args: graphs.asked(args) and graphs.one_gpu(args) and graphs.differ(args),
 )
 UNGRAPHED = When("given, without a graph of whole steps", lambda value, args: bool(value) and not graphs.graphed(args))
+WITH_GRAPH = When("given, with a graph of whole steps", lambda value, args: bool(value) and graphs.graphed(args))
 GRAPHED = When("not given, with a graph of whole steps", lambda value, args: not value and graphs.graphed(args))
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
 WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
@@ -233,6 +234,7 @@ STEPS_DIFFER = (
     f"switched off: with {', '.join(graphs.BY_THE_STEP)} or {graphs.NOISY} the host does in each step what a replay "
     "would leave out (same result)"
 )
+ALONE = "switched off: the one GPU whose step is a graph has nobody to talk to (same result)"
 GRAPHED_NOISE = "added: a CUDA graph draws its random numbers so (Megatron's own where there is no Transformer Engine)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
 NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
@@ -452,6 +454,7 @@ TABLE: list[Row] = [
     *_adapt("--symmetric-ar-type", None, TE_LAYERS),
     *_adapt("--overlap-param-gather-with-optimizer-step", False, TWO_OPTIMIZERS),
     *_adapt("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", False, NO_GRAPHS),
+    *_adapt("--overlap-grad-reduce --overlap-param-gather", False, ALONE, WITH_GRAPH),
     *_adapt("--cuda-graph-impl", "none", NO_GRAPHS, PARTLY_GRAPHED),
     *_adapt("--cuda-graph-impl", "none", ONE_GPU, GRAPHED_ON_MANY),
     *_adapt("--cuda-graph-impl", "none", STEPS_DIFFER, GRAPHED_BUT_DIFFERING),

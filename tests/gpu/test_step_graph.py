@@ -17,6 +17,7 @@ CASES = {
     "O1-looked-at": "--fp8-level O1 --fp8-log-interval 3",
     "O3-spikes": "--fp8-level O3 --fp8-on-spike skip --fp8-spike-sigma 0.5 --fp8-spike-window 16 --train-iters 24",
     "O3-more-micro-batches": "--fp8-level O3 --step-batch-size-schedule 0:4,1536:8",  # tokens: from step 7 on
+    "O3-overlapped": "--fp8-level O3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "O3-per-token": "--fp8-level O3 --calculate-per-token-loss --accumulate-allreduce-grads-in-fp32",
 }
 

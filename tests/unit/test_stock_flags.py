@@ -34,6 +34,7 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     stock_flags.WITH_FP8_WEIGHTS.text: ["--fp8-level", "O3"],
     stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
+    stock_flags.WITH_GRAPH.text: ["--cuda-graph-impl", "full_iteration"],
     stock_flags.GRAPHED.text: ["--cuda-graph-impl", "full_iteration"],
     stock_flags.GRAPHED_BUT_DIFFERING.text: ["--fp8-grad-accum", "fp8"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
@@ -149,7 +150,7 @@ def test_honoured(row, parser, parse, everything_installed):
 
 @of(ADAPTED)
 def test_adapted(row, parser, parse, monkeypatch):
-    if row.when in (stock_flags.GRAPHED, stock_flags.GRAPHED_BUT_DIFFERING):
+    if row.when in (stock_flags.GRAPHED, stock_flags.WITH_GRAPH, stock_flags.GRAPHED_BUT_DIFFERING):
         monkeypatch.setattr(graphs, "one_gpu", lambda args: True)
     for args in samples(row, parser, parse):
         config = config_from_args(args)
