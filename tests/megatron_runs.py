@@ -41,8 +41,9 @@ def script_path() -> str:
 
 
 def start_forked(monkeypatch) -> None:
-    """Have the lab start its runs of one process as `run_megatron` does: a cold one imports for five seconds."""
-    monkeypatch.setattr(processes, "LAUNCHER", (sys.executable, str(ROOT / "tests/scripts/forked_run.py"), _door()))
+    """Have the lab start its runs as `run_megatron` does: in a cold one each rank imports for five seconds."""
+    forked_run = (sys.executable, str(ROOT / "tests/scripts/forked_run.py"), _door(), "{processes}")
+    monkeypatch.setattr(processes, "LAUNCHER", forked_run)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 

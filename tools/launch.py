@@ -167,6 +167,7 @@ def forked(
         except BaseException:  # this process was interrupted
             with contextlib.suppress(ProcessLookupError):
                 os.kill(supervisor, signal.SIGTERM)
+                result.readline()  # nothing of the run is left when this returns
             raise
     if code:
         raise RunFailed(f"exit code {code}\n{last_words(lines)}\nfull log: {log}", code)

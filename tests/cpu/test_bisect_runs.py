@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 from launch import RunFailed
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, start_forked
 
 from megatron_fp8.lab.trial import bisect
 
@@ -86,7 +86,7 @@ def test_a_pattern_that_matches_nothing_is_one_line(flags, line):
 
 @pytest.mark.slow
 def test_a_planted_culprit_is_found(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    start_forked(monkeypatch)
     flags = "--num-layers 4 --fp8-emulate activation=E8M1 --fp8-emulate-layers decoder.layers.1.mlp.linear_fc2"
     folder = ["--folder", str(tmp_path), "--steps", "3"]
     parser = argparse.ArgumentParser()

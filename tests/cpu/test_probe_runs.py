@@ -147,9 +147,7 @@ def test_the_verb_on_a_checkpoint(tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def trials(tmp_path, monkeypatch):
     def trials(flags, script="pretrain_gpt_fp8.py", processes=1):
-        if processes == 1:
-            start_forked(monkeypatch)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        start_forked(monkeypatch)
         return Trials([str(ROOT / script), *TINY_GPT, *flags.split()], processes, 900, 1, 4, tmp_path)
 
     return trials

@@ -1,6 +1,6 @@
-"""In place of torchrun: a run of one rank, forked from the warm process of the test that started this one.
+"""In place of torchrun: a run forked from the warm process of the test that started this one.
 
-    DOOR COMMAND ...   DOOR: the name that megatron_runs.start_forked gives
+    DOOR RANKS COMMAND ...   DOOR: the name that megatron_runs.start_forked gives
 """
 
 import json
@@ -9,10 +9,10 @@ import signal
 import socket
 import sys
 
-door, *command = sys.argv[1:]
+door, ranks, *command = sys.argv[1:]
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until there is somebody to tell
 ended, ending = os.pipe()
-request = {"count": 1, "command": command, "env": dict(os.environ), "cwd": os.getcwd(), "timeout": 600}
+request = {"count": int(ranks), "command": command, "env": dict(os.environ), "cwd": os.getcwd(), "timeout": 600}
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(f"\0{door}")
     socket.send_fds(connection, [json.dumps(request).encode()], [1, ending])
