@@ -15,8 +15,11 @@ NOISY = "--fp8-grad-accum fp8"
 
 
 def asked(args: Namespace) -> bool:
-    """Whether whole steps are to be graphed; Megatron's older spelling is --cuda-graph-scope full_iteration."""
-    scopes = [*(args.cuda_graph_scope_deprecated or ()), *(args.cuda_graph_modules or ())]
+    """Whether whole steps are to be graphed; Megatron's older spelling is --cuda-graph-scope full_iteration.
+
+    args: before Megatron's validation or after it, which translates the older spelling and deletes its attribute.
+    """
+    scopes = [*(getattr(args, "cuda_graph_scope_deprecated", None) or ()), *(args.cuda_graph_modules or ())]
     return args.cuda_graph_impl == _WHOLE or (args.cuda_graph_impl == "local" and _WHOLE in scopes)
 
 

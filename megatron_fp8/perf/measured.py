@@ -100,6 +100,7 @@ def workload(row: Mapping[str, str]) -> Workload:
         overlap_gather=overlap,
         fp8_head=row["fp8_head"] == "1",
         repaired=row["repaired"] == "1",
+        graphed=row["graph"] == "1",
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import plugin
 from ..errors import UserError
+from ..flags import graphs
 from ..flags.command import job_of
 from ..flags.level import CELLS, LEVEL, is_stock
 from ..flags.numbers import check_counts, largest_batch
@@ -139,6 +140,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
         keeps_transposes=bool(args.keep_fp8_transpose_cache) and system.level is not None,
         dropout=args.hidden_dropout > 0,
+        graphed=graphs.asked(args) and (system.level is None or (gpus == 1 and not graphs.differ(args))),
         two_levels=getattr(args, "fp8_grad_reduce_hierarchy", None) == "node",
         overrides=overrides if system.level else None,
     )

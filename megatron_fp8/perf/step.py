@@ -19,6 +19,9 @@ from .memory import STATES, Job, Rank, ranks_bytes
 from .workload import Workload
 
 _WORKSPACE = 90e6  # cuBLAS' and small buffers, of every system measured; measured 85 to 120 MB
+_GRAPH_POOL = 70e6  # what a CUDA graph keeps beside, of every system measured: 66 MiB or little more
+# Of the gaps between a layer's kernels what a CUDA graph leaves: set by three runs of small micro-batches.
+_GRAPH_GAPS = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,9 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     for kind, of_kind in traffic.items():
         parts[f"bare: {kind.partition(':')[0]}"] = parts.get(f"bare: {kind.partition(':')[0]}", 0.0) + of_kind.bare
     calls = m * w.layers
-    parts["gaps"] = hardware.border_ms + hardware.layer_gap_ms * calls
+    parts["gaps"] = hardware.border_ms + hardware.layer_gap_ms * calls * (_GRAPH_GAPS if w.graphed else 1)
     parts = {kind: ms for kind, ms in parts.items() if ms}
-    host = hardware.host_ms + w.system.host + hardware.host_layer_ms * calls
+    host = 0 if w.graphed else hardware.host_ms + w.system.host + hardware.host_layer_ms * calls
     return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
 
 
@@ -167,7 +170,7 @@ def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
         kinds["weight"] += system.weight_copies * sum(w.job.linears())
         if w.keeps_transposes:
             kinds.pop("transpose scratch", None)  # activations.py has those that are kept
-        kinds["buffers"] = _WORKSPACE
+        kinds["buffers"] = _WORKSPACE + _GRAPH_POOL * w.graphed
         if system.keeps_wgrads:
             kinds["buffers"] += 2 * sum(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
             kinds["buffers"] += 2 * table * (stage == w.pipeline - 1)

@@ -23,6 +23,7 @@ class Workload:
         (None: all).
     keeps_transposes: whether a level keeps W^T of its FP8 weights from one micro-batch to the next.
     dropout: whether hidden states have any.
+    graphed: whether a step is one CUDA graph.
     two_levels: whether a level's gradients are reduced inside a node first.
     overrides: {cell: value} of the level's table.
     """
@@ -44,6 +45,7 @@ class Workload:
     fp8_activations: bool = False
     keeps_transposes: bool = False
     dropout: bool = False
+    graphed: bool = False
     two_levels: bool = False
     repaired: bool = True  # Transformer Engine's QKV split
     overrides: Mapping[str, str] | None = None
