@@ -281,12 +281,13 @@ def _unlike(what: str, stock: dict, ours: dict) -> list[str]:
 
 
 def computed_apart(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], bound: float) -> list[str]:
-    """What two models compute differently.  A gradient far below the largest is a sum of nothing."""
+    """What two models compute differently.  A gradient far below the largest is a sum of nothing: that of
+    a bias on every key, which no softmax sees, is rounding alone, and differs between CPUs."""
     largest = max(float(value.abs().max()) for name, value in stock.items() if name != "loss")
     found = []
     for name in sorted(stock.keys() & ours.keys()):
         a, b = stock[name], ours[name]
-        error = float((a - b).abs().max() / a.abs().max().clamp(min=1e-3 * largest)) if a.shape == b.shape else 0.0
+        error = float((a - b).abs().max() / a.abs().max().clamp(min=1e-2 * largest)) if a.shape == b.shape else 0.0
         if not error < bound:
             found.append(f"{name}: {error:.1e} away from stock's")
     return found

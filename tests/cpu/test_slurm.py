@@ -170,8 +170,9 @@ def test_a_job_that_loses_a_node_goes_back_to_the_last_save(slurm, files, undist
 
 
 def test_tasks_of_two_nodes(slurm, files, tmp_path):
-    """What they are given, though sbatch is told to export nothing; one is killed, and the other one does not wait for
-    it for ever; the job comes back, and both hear that they are to stop."""
+    """What they are given, though sbatch is told to export nothing but where Slurm's own programs and libraries are (a
+    login shell may not find them); one is killed, and the other one does not wait for it for ever; the job comes back,
+    and both hear that they are to stop."""
     script = tmp_path / "pretrain_gpt_fp8.py"
     script.write_text(
         "import json, os, pathlib, signal, sys, time\n"
@@ -195,7 +196,8 @@ def test_tasks_of_two_nodes(slurm, files, tmp_path):
         "if rank == '0':\n"
         f"    saves({STEPS})\n"
     )
-    job = Job(slurm, tmp_path / "job", files, *TWO_NODES, "--script", str(script), "--sbatch=--export=NONE")
+    export = "--sbatch=--export=PATH,LD_LIBRARY_PATH"
+    job = Job(slurm, tmp_path / "job", files, *TWO_NODES, "--script", str(script), export)
     save = tmp_path / "job/checkpoints"
     job.until(lambda: len(list(save.glob("False-*.json"))) == 2)
     job.ask("scancel", "--batch", "--signal=USR1", job.number)
