@@ -104,7 +104,8 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def prepare_te(state: str) -> None:
-    """Transformer Engine "repaired", "unrepaired" as Megatron has it, or "none" at all; before Megatron is imported.
+    """Transformer Engine "repaired", "unrepaired" as Megatron has it, or "none" at all, nor apex' weight gradients;
+    before Megatron is imported.
 
     Where apex is not installed, ours stands in for its weight gradients in FP32 (ops/wgrad.py), so that stock's LM head
     adds in its GEMM as it does with apex.
@@ -114,8 +115,11 @@ def prepare_te(state: str) -> None:
     a step of 479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was
     repaired on disk can be measured unrepaired too.
     """
+    from megatron_fp8.ops import wgrad
+
     if state == "none":
-        sys.modules["transformer_engine"] = None  # an import of it fails, installed or not
+        for name in ("transformer_engine", wgrad.NAME):
+            sys.modules[name] = None  # an import of it fails, installed or not
         return
     import transformer_engine.pytorch.attention as attention
     from transformer_engine.pytorch.utils import SplitAlongDim
@@ -123,8 +127,6 @@ def prepare_te(state: str) -> None:
     vars(attention).pop("_SplitAlongDim", None)
     if state == "repaired":
         attention._SplitAlongDim = SplitAlongDim
-    from megatron_fp8.ops import wgrad
-
     if wgrad.NAME not in sys.modules and importlib.util.find_spec(wgrad.NAME) is None:
         sys.modules[wgrad.NAME] = wgrad.MODULE
 

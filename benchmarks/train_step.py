@@ -260,7 +260,7 @@ def measure(args, keep: Callable[[dict], None] = lambda row: None) -> list[dict]
 def main() -> None:
     args = arguments(__doc__.split("\n")[0], ["bf16", "te-delayed", "O1", "O2", "O3"])
     check_columns(args.csv, COLUMNS)
-    same = {**stamp(), "shape": args.shape, "nproc": args.nproc, "gbs": args.gbs}
+    same = {**stamp(), "shape": " ".join([args.shape, *args.extra]), "nproc": args.nproc, "gbs": args.gbs}
 
     def keep(row: dict) -> None:  # at once: the next system may never end
         if not args.csv:
