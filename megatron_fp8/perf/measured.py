@@ -88,7 +88,7 @@ class Run:
 def workload(row: Mapping[str, str]) -> Workload:
     gpus, tensor = int(row["gpus"]), int(row["tensor"])
     job = replace(MODELS[row["model"]], tensor_model_parallel_size=tensor, data_parallel_size=gpus // tensor)
-    overlap = job.data_parallel_size > 1  # as those runs had it
+    overlap = row["overlap"] == "1"
     return Workload(
         job,
         SYSTEMS[row["system"]],
@@ -108,11 +108,12 @@ def workload(row: Mapping[str, str]) -> Workload:
 def runs() -> tuple[Run, ...]:
     with FILE.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    on = hardware.load(HARDWARE)
+    on = {name: hardware.load(name) for name in {row["hardware"] for row in rows}}
     return tuple(
-        Run(row, estimate(workload(row), on), float(row["ms"]), _gb(row["held_mib"]), _gb(row["peak_mib"]))
+        Run(row, estimate(workload(row), on[row["hardware"]]), float(row["ms"]), _gb(row["held_mib"]),
+            _gb(row["peak_mib"]))
         for row in rows
-    )
+    )  # fmt: skip
 
 
 def _gb(mib: str) -> float | None:
@@ -137,8 +138,8 @@ def line() -> str:
     """What stands beside every estimate."""
     s = summary()
     return textwrap.fill(
-        f"Error on {s['runs']} runs it was not fitted to (H200, one to four GPUs): step {s['ms']:.1%} in the median, "
-        f"{s['ms at worst']:.1%} at worst, and {s["host's ms at worst"]:.0%} where the host is the bound or nearly, "
+        f"Error on {s['runs']} runs it was not fitted to (H200 and H100, one to four GPUs): step {s['ms']:.1%} in the "
+        f"median, {s['ms at worst']:.1%} at worst, and {s["host's ms at worst"]:.0%} where the host is the bound or nearly, "
         f"for hosts differ; peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}. Beyond one node, for pipelines, "
         "recomputation and other GPUs nothing was measured: there it is arithmetic.",
         width=100,

@@ -7,7 +7,7 @@ import pytest
 from launch import ROOT
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.perf import activations, collectives, flops, hardware, measured, read
+from megatron_fp8.perf import activations, collectives, flops, hardware, measure, measured, read
 from megatron_fp8.perf.memory import MODELS
 from megatron_fp8.perf.step import estimate
 from megatron_fp8.perf.systems import PAPERS, SYSTEMS
@@ -85,9 +85,16 @@ def test_what_the_table_of_runs_says_is_in_its_sources():
             rows = [row for row in csv.DictReader(file) if (float(row["ms"]), row.get("call", "")) == (run.ms, call)]
         assert [row["commit"] for row in rows] == [run.row["commit"]]
         (row,) = rows
-        assert [int(row["nproc"]), int(row["gbs"]), row["shape"]] == [
+        shape, *added = row["shape"].split()
+        added = [word for word in added if "overlap" not in word]
+        papers = f"{shape.removesuffix('-whole')}-paper"  # train_step.py's, with the flags that make it the paper's
+        assert [int(row["nproc"]), int(row["gbs"]), papers if added else shape] == [
             int(run.row["gpus"]), int(run.row["global_batch"]), run.row["model"]
         ]  # fmt: skip
+        assert added == (measure.SHAPES["7b"][1].split() if added else [])
+        assert row["gpu"].split()[1].lower() == run.row["hardware"].split("-")[0]
+        if len(added) < len(row["shape"].split()) - 1:
+            assert run.row["overlap"] == "1"
         # train_step.py's GB are a thousand MiB, to three digits
         assert [round(float(row[key]) * 1000) for key in ("gb", "gb_peak")] == [
             int(run.row["held_mib"]), int(run.row["peak_mib"])
