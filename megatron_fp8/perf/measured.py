@@ -139,8 +139,8 @@ def line() -> str:
     s = summary()
     return textwrap.fill(
         f"Error on {s['runs']} runs it was not fitted to (H200 and H100, one to four GPUs): step {s['ms']:.1%} in the "
-        f"median, {s['ms at worst']:.1%} at worst, and {s["host's ms at worst"]:.0%} where the host is the bound or nearly, "
-        f"for hosts differ; peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}. Beyond one node, for pipelines, "
+        f"median, {s['ms at worst']:.1%} at worst, and {s["host's ms at worst"]:.0%} where the host is the bound or "
+        f"nearly, for hosts differ; peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}. Beyond one node, for pipelines, "
         "recomputation and other GPUs nothing was measured: there it is arithmetic.",
         width=100,
     )
