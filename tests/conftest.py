@@ -6,11 +6,13 @@ import pytest
 
 # Before torch is imported. The runs that tests start are several processes on a few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Files that take 10 to 70 seconds of a worker, the longest first (--durations, 2026-11-23): a worker of xdist takes a
-# file as a whole, and nobody should begin a long one when the others have nothing left.
-LONG = """test_triton_interpreter test_layouts test_architecture test_lab_report test_levels test_lab_sweep test_safety
+# Files that take long, the longest first: a worker of xdist takes a file as a whole, and nobody should begin a long one
+# when the others have nothing left. First those of the nightly tests, 4 to 27 minutes of a worker each, of which
+# Slurm's mostly wait; then what takes 10 to 70 seconds of every change's tests (--durations, 2026-11-24 and 23).
+LONG = """test_layouts test_checkpoints test_slurm test_config_rehearsals test_kills test_latent_runs test_forked_runs
+test_emulation_runs test_triton_interpreter test_architecture test_lab_report test_levels test_lab_sweep test_safety
 test_stock_equality test_probe_runs test_overlap_runs test_gradient_runs test_watch_runs test_entry test_activation_runs
-test_reduce test_benchmarks test_fp8_head test_checkpoints test_metrics_runs test_saves test_forked_runs test_rehearsal
+test_reduce test_benchmarks test_fp8_head test_metrics_runs test_saves test_rehearsal test_tutorial
 test_sharpness_runs test_monitor_runs test_full_rank test_seams test_rehearsal_runs test_slurm_script""".split()
 
 
