@@ -70,6 +70,9 @@ class Fork(IdentityOp):
     def forward(self, x, *args, **kwargs):
         linear, normed = getattr(self._reader[0], self._name), None
         if torch.is_grad_enabled() and isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear):
+            # Megatron's own hooks: before a module runs they wait for its weights (--overlap-param-gather), the norm's too.
+            for wait in linear._forward_pre_hooks.values():
+                wait(linear, (x,))
             normed, x = linear.begin(x)
         if self._add is not None:
             self._add.offer(x)

@@ -4,7 +4,7 @@ What a CPU cannot show, a kernel that is not waited for, tests/gpu/test_overlap.
 """
 
 import pytest
-from megatron_runs import TINY_GPT
+from megatron_runs import TINY_GPT, run_megatron
 from overlapped import OVERLAP, digests, prepare
 
 
@@ -15,3 +15,22 @@ def test_trials_are_equal_and_a_fault_shows(level, tmp_path):
     overlapped = [*flags, *OVERLAP.split()]
     assert digests(overlapped, 3, PRESSURE="1") == [waiting] * 3
     assert waiting not in digests(overlapped, 2, PRESSURE="1", BREAK="sent")
+
+
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", ["", pytest.param("--num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
+                                                     marks=pytest.mark.slow)])  # fmt: skip
+def test_stages_wait_for_their_norms(stages, level):
+    """Of a stage without an embedding nothing is used before the first layer's norm, whose weight comes from two ranks:
+    that one waits for it."""
+    flags = f"--fp8-level {level} --pipeline-model-parallel-size 2 --use-distributed-optimizer --train-iters 4"
+    flags += f" --clip-grad 0 --lr 1e-2 --lr-warmup-iters 0 --fp8-log-exact {stages}"
+    waiting, overlapped = (run_megatron(4, [*TINY_GPT, *flags.split(), *more.split()]) for more in ("", OVERLAP))
+    assert exact(overlapped.lines) == exact(waiting.lines)
+
+
+def exact(lines: list[str]) -> list[str]:
+    """Losses and gradient norms with all their digits."""
+    found = [line[line.index("[fp8] iteration") :] for line in lines if "[fp8] iteration" in line]
+    assert len(found) == 4, lines[-20:]
+    return found
