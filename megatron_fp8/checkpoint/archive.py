@@ -59,10 +59,9 @@ class Archive:
         """The reverse."""
         if "weight_scale" in state:
             load_weight_scales(engine.buckets, state["weight_scale"])
-        if STATES[0] in state["state"]:
-            load_engine_state(engine.buckets, state["state"])
-        else:
-            load_compact_state(engine.buckets, state["state"])
+        held = state.get("state", {})  # a rank without a linear of ours finds none
+        load = load_engine_state if STATES[0] in held else load_compact_state
+        load(engine.buckets, held)
         engine.weights_changed()  # what the owners rounded from their masters
         engine.steps = state["step"]
         same = state.get("gradient_share", _gradient_share()) == _gradient_share()
@@ -84,7 +83,8 @@ class Archive:
 
     def chain_parts(self, chain: Fp8ChainedOptimizer, state: dict) -> dict:
         """Of what was loaded, the state for each part of the chain."""
-        *stock, ours = (state[i] for i in range(len(chain.chained_optimizers)))
+        last = len(chain.chained_optimizers) - 1
+        stock, ours = [state[i] for i in range(last)], state.get(last, {})
         for part in (part for i, part in state.items() if isinstance(i, int)):  # it may have had another place
             ours.update({key: part[key] for key in ("step", "gradient_share", "watch") if key in part})
         ours.setdefault("step", step_of(state))

@@ -52,6 +52,8 @@ def contents(fp8: Fp8Config, args) -> dict:
         parts += [f"{size} {getattr(args, f'{size}_parallel_size')}" for size in sizes[3:]]
         kept = " ".join([f"{fp8.bf16_layers_start} + {fp8.bf16_layers_end}", *fp8.bf16_layers])
         parts.append(f"BF16 layers {kept}")
+        if args.pipeline_model_parallel_layout is not None:
+            parts.append(f"stages {args.pipeline_model_parallel_layout}")
         parts.append(f"distributed optimizer {args.use_distributed_optimizer}")
         parts.append(f"buckets {args.ddp_num_buckets or args.ddp_bucket_size}")
         parts += [f"{cell} {getattr(fp8, cell)}" for cell in ("exp_avg", "exp_avg_sq", "master", "weight", "partition")]

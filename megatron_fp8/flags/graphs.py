@@ -8,9 +8,11 @@ from .. import cpu
 
 _WHOLE = "full_iteration"
 # With these the host does something in a step that a replay would leave out: noise and formats of the step, counts,
-# looks at losses and at what passes, other shapes.
+# looks at losses and at what passes, other shapes; or somebody else takes, or saves the place of, data that a replay
+# has read ahead.
 BY_THE_STEP = """--fp8-emulate --num-experts --mtp-num-layers --check-for-spiky-loss --save-activations-interval
---save-dgrads-interval --log-straggler --sft""".split()
+--save-dgrads-interval --log-straggler --sft --iterations-to-skip --result-rejected-tracker-filename
+--dataloader-save""".split()
 NOISY = "--fp8-grad-accum fp8"
 
 

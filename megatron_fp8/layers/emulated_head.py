@@ -49,24 +49,30 @@ def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
     stock = head.forward
     head.gradient_accumulation_fusion = False  # a rounded weight has no main_grad to add to
     head.fp8_update = lambda: 1  # see `count_updates`
-    calls = [0]  # of the head, for the noise
+    # For the noise: the update under way, its forward passes that keep nothing for a backward pass, and those that do.
+    step, forwards = 0, [0, 0]
 
-    def rounded(by: type[torch.autograd.Function], operand: str, x: torch.Tensor) -> torch.Tensor:
-        step, noise = head.fp8_update(), None
+    def rounded(by: type[torch.autograd.Function], operand: str, x: torch.Tensor, count: int) -> torch.Tensor:
         how = plan.for_operand(LM_HEAD, 1, operand, step)
         if how is None:
             return x
-        if how.rounding == "stochastic":
-            count = (step, 0) if operand == "weight" else (rank, calls[0])
-            noise = noise_seed(seed, OPERANDS.index(operand), *count, *LM_HEAD.encode())
+        noise = None
+        if how.rounding == "stochastic":  # the weight is one, and rounded alike, on all ranks and in all micro-batches
+            at = (step, 0, 0) if operand == "weight" else (step, 1 + rank, count)
+            noise = noise_seed(seed, OPERANDS.index(operand), *at, *LM_HEAD.encode())
         return by.apply(x, how, noise)
 
     def forward(input_, weight=None, **kwargs):
-        calls[0] += 1
-        input_ = rounded(_Rounded, "activation", input_)
-        weight = rounded(_Rounded, "weight", head.weight if weight is None else weight)
+        nonlocal step
+        keep = torch.is_grad_enabled()
+        if step != head.fp8_update():
+            step, forwards[:] = head.fp8_update(), [0, 0]
+        count = forwards[keep]
+        forwards[keep] += 1
+        input_ = rounded(_Rounded, "activation", input_, count)
+        weight = rounded(_Rounded, "weight", head.weight if weight is None else weight, count)
         output, bias = stock(input_, weight=weight, **kwargs)
-        return rounded(_RoundedGradient, "gradient", output), bias
+        return rounded(_RoundedGradient, "gradient", output, count), bias
 
     head.forward = forward
 

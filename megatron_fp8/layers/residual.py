@@ -70,7 +70,7 @@ class Fork(IdentityOp):
     def forward(self, x, *args, **kwargs):
         linear, normed = getattr(self._reader[0], self._name), None
         if torch.is_grad_enabled() and isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear):
-            # Megatron's own hooks: before a module runs they wait for its weights (--overlap-param-gather), the norm's too.
+            # Megatron's own hooks, by which a module waits for its weights, the norm's too (--overlap-param-gather).
             for wait in linear._forward_pre_hooks.values():
                 wait(linear, (x,))
             normed, x = linear.begin(x)
