@@ -16,6 +16,10 @@ class UserError(ValueError):
     """A flag, a file or a model that a run cannot take: one line that names flag, value and remedy."""
 
 
+class PassingError(UserError):
+    """No mistake in the command: another start may not meet it, as storage that fails for a moment."""
+
+
 class NoSuchFile(UserError):
     """A file that a flag names is not on this machine; it may be on the job's."""
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException
 
-from ..errors import UserError
+from ..errors import PassingError, UserError
 from .loads import TRACKER, folder_name, is_named, is_tracker, named, read_tracker, said_by, sealed_iterations
 from .pickles import check_arguments
 from .seal import MARK, METADATA, SEAL, is_finished, is_sealed, on_rank_0, seal, sealed_files, write_whole
@@ -59,7 +59,8 @@ def claim(save: str) -> None:
                 _put_back(aside.parent)
             _mend_tracker(place)
     except BlockingIOError:
-        raise UserError(f"--save {save}: another run saves there ({LOCK} is held); give another folder") from None
+        said = f"--save {save}: another run saves there ({LOCK} is held); give another folder"
+        raise PassingError(said) from None  # a lock of a node that was lost is held on NFS until that node is back
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
         raise UserError(f"--save {save}: cannot be written to ({reason}); give another folder") from None
@@ -92,6 +93,7 @@ def _lock(folder: Path) -> int:
         os.close(lock)
         return _lock(folder)
     os.pwrite(lock, os.urandom(16).hex().encode(), 0)
+    os.fsync(lock)  # NFS would keep it for a while
     return lock
 
 
@@ -250,4 +252,4 @@ def _nothing_lost(save: str) -> Iterator[None]:
                 _give_up(folder)
         last, _ = named(Path(save))
         rest = f"{folder_name(last)} is there to go on from" if last > 0 else "there is none yet to go on from"
-        raise UserError(f"--save {save}: {names} could not be written ({said}); mend that: {rest}") from error
+        raise PassingError(f"--save {save}: {names} could not be written ({said}); mend that: {rest}") from error

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..errors import UserError, did_you_mean
+from ..errors import PassingError, UserError, did_you_mean
 from .stock_errors import remember_flags, stock_mistake, through_callback
 
 PATIENCE = 10  # seconds
@@ -55,8 +55,10 @@ def one_line_errors() -> Iterator[None]:
             line = f"{traceback.format_exc()}\n{line}"
         print(line, file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            # torchrun ends with a long report of its own: this puts the line into it, as the root cause
-            details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            # torchrun ends with a long report of its own: this puts the line into it, as the root cause. A job's script
+            # reads there whether another start is of use (scripts/slurm/train.sbatch).
+            passing = isinstance(error, PassingError)
+            details = {"py_callstack": line, "timestamp": str(int(time.time())), "passing": passing}
             with open(report, "w") as file:
                 json.dump({"message": {"message": line, "extraInfo": details}}, file)
         sys.exit(2)

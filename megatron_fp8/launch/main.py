@@ -28,7 +28,7 @@ from ..flags.args_file import ARGS_FILE, expand, find, read
 from ..flags.command import Launch, flags_of
 from ..shipped import shipped
 from .places import unseen
-from .script import Settings, steps_of, write_script
+from .script import Settings, check_sbatch, last_saved, steps_of, write_script
 
 _FIRST = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "--pretrained-checkpoint")
 _OWN = ("--exit-signal", "--exit-signal-handler", "--exit-duration-in-mins")
@@ -59,18 +59,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("files", nargs="+", metavar="FILE", help="YAML files, or shipped ones' names: model/gpt-7b")
     add("--nodes", type=int, required=True, metavar="N")
     add("--level", choices=_LEVELS, help="--fp8-level, whatever the files say")
-    add("--flags", default="", metavar="FLAGS", help='Megatron\'s and ours, over the files: --flags="--lr 1e-4"')
+    add("--flags", action="append", metavar="FLAGS", help='Megatron\'s and ours, over the files: --flags="--lr 1e-4"')
     add("--gpus-per-node", type=int, default=8, metavar="N", help="and as many tasks (8); 0: none")
     add("--tasks-per-node", type=int, metavar="N", help="where a node has no GPU")
     add("--time", default="24:00:00", metavar="TIME", help="as sbatch takes it (24:00:00)")
     add("--name", metavar="NAME", help="of the job (the first file's)")
     add("--folder", metavar="FOLDER", help="on storage that all nodes share (runs/NAME)")
-    add("--cluster", metavar="NAME", help="variables of a site: a file, or a shipped one's name: infiniband")
+    add("--cluster", action="append", metavar="NAME", help="variables of a site: a file, or a shipped one's name")
     add("--container", metavar="IMAGE", help="run in it, by pyxis and enroot")
-    add("--mounts", metavar="FROM:TO,...", help="of the container, beside this folder and FOLDER")
+    add("--mounts", action="append", metavar="FROM:TO,...", help="of the container, beside this folder and FOLDER")
     add("--script", metavar="FILE", help=f"the training script ({_SCRIPT})")
     add("--python", metavar="PROGRAM", help="that runs it (this one; in a container python)")
-    add("--sbatch", default="", metavar="OPTIONS", help='more of Slurm\'s: --sbatch="--partition=gpu --account=me"')
+    add("--sbatch", action="append", metavar="OPTIONS", help='more of Slurm\'s: --sbatch="--partition=gpu -A me"')
     add("--steps", type=int, metavar="N", help="of the whole training, where the flags do not say")
     add("--max-restarts", type=int, default=100, metavar="N", help="after which the job ends as failed (100)")
     add("--submit", action="store_true", help="submit it too")
@@ -81,6 +81,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Write the script, and submit it; returns the exit code."""
+    args.flags, args.sbatch = " ".join(args.flags or ()), " ".join(args.sbatch or ())  # whoever gives two means both
+    args.mounts = ",".join(args.mounts or ())
     if args.gpus_per_node < 0:
         raise UserError(f"--gpus-per-node {args.gpus_per_node}: use 0 or more")
     if args.gpus_per_node and args.tasks_per_node is not None:
@@ -97,6 +99,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--mounts {args.mounts}: no container is there; add --container, or remove it")
     if re.match(r"[^-]", args.sbatch) or "\n" in args.sbatch:  # whose rest would be a command of the script
         raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash, and stand on one line")
+    check_sbatch(args.sbatch)
     words, variables = _read(args)
     given = _given(words)
     for flag in _OWN:
@@ -127,8 +130,8 @@ def run(args: Namespace) -> int:
         variables=variables,
         script=_script(args.script),
         python=args.python or ("python" if args.container else sys.executable),
-        container=args.container or "",
-        mounts=args.mounts or "",
+        container=_image(args.container or ""),
+        mounts=args.mounts,
         sbatch=args.sbatch,
         max_restarts=args.max_restarts,
     )
@@ -137,12 +140,13 @@ def run(args: Namespace) -> int:
                             ("--script", settings.script.parent)):  # fmt: skip
             if re.search("[,:]", str(place)):
                 raise UserError(f"{what} {place}: --container mounts it, and takes no ',' or ':' in it; use another")
+    goes_on = _of_first_start(settings, given)
     checked = _check(settings, words, variables)
     path = write_script(settings)
     print(f"{path}: {settings.steps} steps on {args.nodes} x {tasks} {'GPUs' if args.gpus_per_node else 'CPU tasks'}")
     said = "its flags passed Megatron's and the level's checks"
     print(said if checked else "its flags were not checked: torch and Megatron are not here")
-    for line in unseen(settings, given):
+    for line in [*goes_on, *unseen(settings, given)]:
         print(f"note: {line}")
     if not args.submit:
         print(f"submit it: sbatch {path}")
@@ -164,8 +168,8 @@ def _read(args: Namespace) -> tuple[list[str], dict[str, str]]:
         words += ["--fp8-level", args.level]
     own = read(str(find(name)) for name in args.files).variables
     variables = expand(words, {name: value for name, value in os.environ.items() if name not in own}).variables
-    if args.cluster:
-        variables |= _cluster(args.cluster)
+    for site in args.cluster or ():
+        variables |= _cluster(site)
     return expand(words, os.environ).words, variables
 
 
@@ -193,10 +197,32 @@ def _cluster(name: str) -> dict[str, str]:
         if "$" in value or value.startswith("~"):  # nobody would fill it in: the script has values as they are
             raise UserError(f"{path}:{number}: {text}: taken letter for letter; write it out, or set it in the shell")
         try:
-            variables[variable] = " ".join(shlex.split(value, comments=True))
+            words = shlex.split(value, comments=True)
         except ValueError as error:
             raise UserError(f"{path}:{number}: {text}: {error}; close it") from None
+        if len(words) > 1:
+            raise UserError(f"{path}:{number}: {text}: one value; quote it, or put # before a remark")
+        variables[variable] = "".join(words)
     return variables
+
+
+def _of_first_start(job: Settings, given: Mapping[str, list[str]]) -> list[str]:
+    """What is to be said of flags of the first start where the job would go on from an earlier one's save."""
+    step, loads = last_saved(job.save), given.get("--load", [])
+    elsewhere = bool(loads) and Path(loads[0]).absolute() != job.save
+    if not step or not job.first or (not elsewhere and job.first[:1] == ["--load"] and len(job.first) == 2):
+        return []
+    if "--ckpt-step" in given and not elsewhere:
+        remedy = f"train into another --save, with --load {job.save}"
+        raise UserError(f"--ckpt-step {' '.join(given['--ckpt-step'])}: {job.save} has step {step} too, and a job goes "
+                        f"on from its last one; {remedy}")  # fmt: skip
+    flags = " ".join(job.first)
+    return [f"{flags}: of a first start alone; this job goes on from step {step}, which {job.save} has"]
+
+
+def _image(given: str) -> str:
+    """A container's image; a file's path in full, since a bare name is a registry's to pyxis."""
+    return str(Path(given).absolute()) if given and Path(given).is_file() else given
 
 
 def _given(words: list[str]) -> dict[str, list[str]]:

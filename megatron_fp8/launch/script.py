@@ -10,6 +10,11 @@ from ..errors import UserError
 from ..shipped import shipped
 
 _WARNING = 600  # seconds before the time limit: one step, one save
+_OURS = {  # an option of sbatch's that launch writes: launch's own flag for it
+    ("--time", "-t"): "--time", ("--nodes", "-N"): "--nodes", ("--job-name", "-J"): "--name",
+    ("--ntasks", "-n"): "--gpus-per-node", ("--ntasks-per-node",): "--gpus-per-node",
+    ("--output", "-o"): "--folder", ("--chdir", "-D"): "", ("--signal",): "", ("--no-requeue",): "",
+}  # fmt: skip
 _TEMPLATE = "scripts/slurm/train.sbatch"
 
 
@@ -52,7 +57,6 @@ def write_script(settings: Settings) -> Path:
 
 
 def _header(job: Settings) -> str:
-    warning = min(_WARNING, seconds(job.time) // 5)
     options = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
@@ -60,13 +64,40 @@ def _header(job: Settings) -> str:
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
         *("--exclusive", "--mem=0", "--wait-all-nodes=1"),
         f"--time={job.time}",
-        f"--signal=B:USR1@{warning}",
+        f"--signal=B:USR1@{_warning(job)}",
         *("--requeue", "--open-mode=append"),
         f'--output="{job.folder}/log-%j.txt"',
         f'--chdir="{Path.cwd()}"',
         *([job.sbatch] if job.sbatch else []),  # the last one of an option counts
     ]
     return "".join(["#!/bin/bash\n", *(f"#SBATCH {option}\n" for option in options)])
+
+
+def _warning(job: Settings) -> int:
+    return min(_WARNING, seconds(job.time) // 5)
+
+
+def check_sbatch(options: str) -> None:
+    """UserError for what would override an option that the script or its checks rest on."""
+    for word in options.split():
+        for names, ours in _OURS.items():
+            if word.split("=")[0] in names or (word[:2] in names and word[1] != "-"):
+                remedy = f"use {ours} of launch" if ours else "remove it"
+                raise UserError(f"--sbatch {word}: the job's script is written for another; {remedy}")
+
+
+def last_saved(save: Path) -> int:
+    """The step that the job would go on from, as its script finds it; 0: none."""
+    tracker = save / "latest_checkpointed_iteration.txt"
+    said = tracker.read_text().strip() if tracker.is_file() else ""
+    if said.isdecimal() and _is_whole(save / f"iter_{int(said):07d}"):
+        return int(said)
+    sealed = [path for path in save.glob("iter_*") if (path / "integrity.json").is_file() and _is_whole(path)]
+    return max((int(path.name[5:]) for path in sealed if path.name[5:].isdecimal()), default=0)
+
+
+def _is_whole(folder: Path) -> bool:
+    return folder.is_dir() and not (folder / "unsealed").exists()
 
 
 def _settings(job: Settings) -> str:
@@ -80,6 +111,7 @@ def _settings(job: Settings) -> str:
         "MOUNTS": job.mounts,
         "MAX_RESTARTS": str(job.max_restarts),
         "MAX_STALLS": "3",
+        "WARNING": str(_warning(job)),
     }
     lines = ["", *(f"{name}={shlex.quote(value)}" for name, value in values.items())]
     # The shell that submits comes before the files; ${A-'x'} is x where A is not set.

@@ -4,6 +4,7 @@ On a real Slurm: tests/cpu/test_slurm.py.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -114,8 +115,6 @@ def before_the_task(job, text: str) -> None:
 
 
 def task(job):
-    import json
-
     return json.loads((job.fake / "task.json").read_text())
 
 
@@ -154,6 +153,25 @@ def test_a_sealed_checkpoint_with_a_save_under_way_is_none(job):
     assert job(restarts=1, step=4, code=1)[1][0].startswith("start 1 on node[1-2], from step 0 of 9")
 
 
+@pytest.mark.parametrize("copy", ["iter_0000005_20250101", "iter_0000005_good", "iter_0000005.bak", "iter_5_9"])
+def test_a_copy_of_a_checkpoint_is_none(job, copy):
+    job()
+    shutil.copytree(job.save / "iter_0000005", job.save / copy)
+    assert job(restarts=1, step=6)[1][-2:] == [
+        "ended with code 0; step 6 of 9 is saved", "requeued, to go on from step 6"
+    ]  # fmt: skip
+
+
+def test_who_turns_the_tracker_back_goes_on_from_there(job):
+    """As loads.py does."""
+    job()
+    (job.save / "iter_0000003").mkdir()
+    (job.save / "latest_checkpointed_iteration.txt").write_text("3\n")
+    assert job(restarts=1)[1][0].startswith("start 1 on node[1-2], from step 3 of 9")
+    (job.save / "latest_checkpointed_iteration.txt").write_text("4")  # which is not there
+    assert job(restarts=2)[1][0].startswith("start 2 on node[1-2], from step 5 of 9")
+
+
 def test_stocks_checkpoints_count_by_its_tracker(job):
     job.save.mkdir(parents=True)
     (job.save / "latest_checkpointed_iteration.txt").write_text("5")
@@ -165,6 +183,38 @@ def test_a_crash_after_a_save_is_requeued_and_a_mistake_is_not(job):
     ended, notes = job(code=2, restarts=1)
     assert ended == 2 and notes[-1] == "a mistake in the command, see above: not requeued"
     assert job(code=1, step=6, restarts=2)[1][-1] == "requeued, to go on from step 6"
+
+
+def test_what_passes_is_no_mistake(job):
+    """flags/usage.py says so in the same file."""
+    said = json.dumps({"message": {"extraInfo": {"passing": True}}})
+    before_the_task(job, f"echo '{said}' >{job.records}/mistake.json")
+    assert job(code=1, seal="metadata.json")[1][-1] == "requeued, to go on from step 0"
+
+
+def test_what_hangs_does_not_end_the_job(job):
+    """Slurm does not bring back a job that its time limit ends: the step is killed before."""
+    (job.fake / "scancel").write_text('#!/bin/bash\necho "$*" >>"$FAKE/scancel.log"; kill -KILL "$(cat "$FAKE/pid")"\n')
+    (job.fake / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.1\n")
+    (job.fake / "sleep").chmod(0o755)
+    before_the_task(job, "exec 2>/dev/null")  # what bash says of a task that was killed
+    # Two hours pass as the task begins.
+    date = 'if [[ $1 == +%s && -e $FAKE/pid ]]; then echo $(($(/bin/date +%s) + 7200)); else exec /bin/date "$@"; fi'
+    (job.fake / "date").write_text(f"#!/bin/bash\n{date}\n")
+    (job.fake / "date").chmod(0o755)
+    _, notes = job(wait="yes")
+    assert notes[1:] == ["the tasks have not ended: killed, for the time is over",
+                         "ended with code 137; step 0 of 9 is saved", "requeued, to go on from step 0"]  # fmt: skip
+    assert (job.fake / "scancel.log").read_text() == "--signal=KILL 7.0\n"
+
+
+def test_a_start_without_time_to_train(job):
+    """Of sbatch --time=10, say: told to stop from its first second, each start would train one step."""
+    code, notes = job(more={"SLURM_JOB_END_TIME": str(int(time.time()) + 590)})
+    assert code == 2 and re.fullmatch(
+        r"not started: 5\d\d seconds are left, and 600 before the end it would be told to stop", notes[0]
+    )
+    assert not (job.fake / "task.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +266,7 @@ def test_what_a_task_is_given(job, tmp_path):
     assert variables == ranks | place and cache.startswith("/tmp/")
     job(first=["--load", "there", "--finetune"], restarts=1, more={"SLURM_JOB_END_TIME": "", "FAKE_END": "Unknown"})
     assert task(job)[0] == [*flags, "--load", str(job.save), *own[:-1]]
-    job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 605)})
+    job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 655)})
     assert task(job)[0][-1] == "8"  # of ten minutes four fifths
 
 
@@ -300,12 +350,16 @@ def test_another_script_gets_the_plugin(job, tmp_path):
     assert (job.records / "command.txt").read_text().startswith(f"true -u {tmp_path}/pretrain_gpt_fp8.py --lr 1 ")
 
 
-def test_a_container(job):
+def test_a_container(job, tmp_path):
     job(container="image.sqsh", mounts="/data:/data", more={"SLURM_CPUS_PER_TASK": "12"})
     given = (job.fake / "srun.log").read_text()
     assert "--container-image=image.sqsh" in given and "--no-container-mount-home" in given
     assert f",{job.save.parent}:{job.save.parent},{job.save}:{job.save},/data:/data " in given
     assert given.count("--container-mounts=") == 1 and "--cpus-per-task=12" in given
+    (tmp_path / "image.sqsh").touch()  # pyxis looks for a bare name in a registry
+    job(container="image.sqsh", more={"SLURM_CPUS_PER_TASK": "1"})
+    given = (job.fake / "srun.log").read_text()
+    assert f"--container-image={tmp_path}/image.sqsh" in given and "--cpus-per-task" not in given
 
 
 def test_an_images_variables_do_not_come_before_the_jobs(job):
@@ -417,15 +471,54 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--constraint h100&ib", 'write --sbatch="--constraint=h100&ib", with'),
         ("--exclusive", '--exclusive: an option of sbatch\'s; write --sbatch="--exclusive", with'),
         ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
+        ("--sbatch=--time=10", "--time=10: the job's script is written for another; use --time of launch"),
+        ("--sbatch=-N4", "--sbatch -N4: the job's script is written for another; use --nodes of launch"),
+        ("--sbatch=--signal=B:USR1@60", "--signal=B:USR1@60: the job's script is written for another; remove it"),
+        ("--cluster remark.env", "remark.env:1: HCA=mlx5   which adapters: one value; quote it, or put # before a"),
+        ("--flags=--save=had --flags=--load=had --flags=--ckpt-step=3", "/had has step 5 too, and a job goes on from"),
     ],
 )
 def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
     (tmp_path / "bytes.env").write_bytes(b"\xff\xfe")
     (tmp_path / "wrong.env").write_text("two words\n")
     (tmp_path / "shell.env").write_text("B=1\nA=/x:$A\n")
+    (tmp_path / "remark.env").write_text("HCA=mlx5   which adapters\n")
+    (tmp_path / "had/iter_0000005").mkdir(parents=True)
+    (tmp_path / "had/iter_0000005/integrity.json").touch()
     monkeypatch.setenv("PATH", "/nowhere")
     code, said = launch(*words.split())
     assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
+
+
+def test_options_given_twice_both_count(launch, tmp_path):
+    (tmp_path / "a.env").write_text("A=1\n")
+    words = "--flags=--lr=3 --flags=--seed=7 --sbatch=--partition=gpu --sbatch=--qos=high --mounts=/a:/a --mounts=/b:/b"
+    assert launch(*words.split(), "--container", "x", "--cluster", "a.env", "--cluster", "infiniband")[0] == 0
+    text = (tmp_path / "runs/one/one.sbatch").read_text()
+    for line in ("#SBATCH --partition=gpu --qos=high", "MOUNTS=/a:/a,/b:/b", "    --lr 3 \\", "    --seed 7",
+                 "export A=${A-1}", "export NCCL_DEBUG=${NCCL_DEBUG-WARN}"):  # fmt: skip
+        assert f"\n{line}\n" in text, line
+
+
+@pytest.mark.parametrize("name", ["infiniband", "ethernet"])
+def test_every_line_of_a_shipped_cluster_may_be_taken(launch, tmp_path, name):
+    text = (ROOT / f"configs/cluster/{name}.env").read_text()
+    assert re.subn(r"(?m)^# (?=[A-Z_]+=)", "", text)[1] > 2
+    (tmp_path / "mine.env").write_text(re.sub(r"(?m)^# (?=[A-Z_]+=)", "", text))
+    assert launch("--cluster", "mine.env")[0] == 0
+    script = (tmp_path / "runs/one/one.sbatch").read_text()
+    assert all(" " not in value for value in re.findall(r"(?m)^export (?:NCCL|GLOO)_\w+=(.*)", script))
+
+
+def test_flags_of_a_first_start_in_a_folder_that_has_a_checkpoint(launch, tmp_path):
+    assert "note: --load there" not in launch("--flags=--save=had")[1]
+    (tmp_path / "had/iter_0000005").mkdir(parents=True)
+    (tmp_path / "had/iter_0000005/integrity.json").touch()
+    note = "note: --load there --finetune: of a first start alone; this job goes on from step 5, "
+    note += f"which {tmp_path}/had has"
+    assert note in launch("--flags=--save=had")[1].splitlines()
+    (tmp_path / "had/iter_0000005/unsealed").touch()
+    assert "note: --load there" not in launch("--flags=--save=had")[1]
 
 
 def test_an_option_of_sbatchs_with_a_space_is_quoted(launch):
