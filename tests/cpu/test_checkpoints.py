@@ -71,14 +71,14 @@ def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path) -> Non
     ("nproc", "flags", "steps"),
     [
         (2, f"--fp8-level O3 {OVERLAP}", 50),
-        (1, "--fp8-level O2", 50),
+        (1, "--fp8-level O2", 20),
         (2, f"--fp8-level O2 --fp8-ckpt-compact {DISTRIBUTED}", 20),
-        (2, f"--fp8-level O1 {OVERLAP}", 50),
+        (2, f"--fp8-level O1 {OVERLAP}", 20),
         (1, "--fp8-level O1", 20),
-        (2, f"--fp8-level O2 {OVERLAP}", 50),
+        (2, f"--fp8-level O2 {OVERLAP}", 20),
         (2, f"--fp8-level O3 --fp8-ckpt-compact {OVERLAP}", 20),
         (2, f"--fp8-level O3 {DISTRIBUTED}", 20),
-        (2, f"--fp8-level O3 --async-save {OVERLAP}", 50),
+        (2, f"--fp8-level O3 --async-save {OVERLAP}", 20),
         (2, "--fp8-level O3", 20),
         (1, "--fp8-level O3 --fp8-ckpt-compact", 20),
         (1, "--fp8-level O3 --fp8-master fp16", 20),
@@ -87,7 +87,7 @@ def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path) -> Non
     ],
 )
 def test_a_restart_in_the_middle(nproc, flags, steps, tmp_path):
-    """Fifty steps where a level meets all that overlaps, fewer where a flag changes what is stored."""
+    """Fifty steps where the last level meets all that overlaps, fewer elsewhere."""
     goes_on_bit_for_bit(nproc, f"{flags} --train-iters {steps}", steps, tmp_path)
 
 

@@ -133,8 +133,9 @@ def check(train, model: Model, layout: Layout, level: str, sums: str = "") -> No
     run, alone = train(model, layout, f"{flags} {sums}".strip(), batch), train(model, one, flags, batch)
     compare(f"{level} {sums}", run, alone, first, (1e-2, 0.1))
     off = train(model, layout, FP8_OFF, batch)
-    # Stock's local layers, without Transformer Engine or apex, refuse sequence parallelism, and experts need it.
-    if not (model.experts and layout.tp > 1):
+    # Stock's local layers, without Transformer Engine or apex, refuse sequence parallelism, and experts need it. More
+    # than 16 ranks take minutes a run, and are compared with one process alone.
+    if not (model.experts and layout.tp > 1) and layout.ranks <= 16:
         stock = train(model, dataclasses.replace(layout, sequence=False), "", batch)
         compare("FP8 off, stock's layout", off, stock, (2e-6, 2e-3), (1e-3, 0.02))
     first = (5e-4, 2e-3) if layout.tp > 1 else (2e-6, 2e-3)
@@ -185,7 +186,7 @@ def grid():
             more.append("--decoder-first-pipeline-num-layers 1")
             more.append(f"--decoder-last-pipeline-num-layers {3 if pp == 2 else 1}")
         if number % 4 and dp == 2 and number % 3:
-            more.append("--overlap-grad-reduce" + (" --overlap-param-gather" if virtual or pp == 1 else ""))
+            more.append("--overlap-grad-reduce --overlap-param-gather")
         model = Model(layers, tied=bool(number // 2 % 2), biases=bool(number // 3 % 2))
         layout = Layout(tp, pp, dp, virtual=virtual, sequence=tp > 1 and bool(number % 5 % 2), more=" ".join(more))
         name = f"{level}-tp{tp}-pp{pp}-dp{dp}" + "-virtual" * virtual + "-sp" * layout.sequence
@@ -231,8 +232,9 @@ RESUMED = {  # the paper's own, and the least in which a rank's own parameters a
 
 
 @nightly
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("layout", RESUMED)
+@pytest.mark.parametrize(
+    ("layout", "level"), [("175b", "O3"), ("duplicates", "O1"), ("duplicates", "O2"), ("duplicates", "O3")]
+)
 def test_a_layout_is_saved_and_resumed(initial, layout, level, tmp_path):
     """The losses and gradient norms of one process, and a resume that goes on as it was."""
     model, layout = RESUMED[layout]
