@@ -237,6 +237,29 @@ def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):
     assert sum(f"; step 0 of {STEPS} is saved" in note for note in job.notes) == 3
 
 
+def test_a_job_that_hangs_until_its_time_limit_comes_back(slurm, files, tmp_path):
+    """Slurm does not bring back what its limit ends.  The task hears nothing, as one that waits for a lost rank."""
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "if os.environ.get('SLURM_RESTART_COUNT', '0') == '0':\n"
+        "    time.sleep(3600)\n"
+        f"save = pathlib.Path(sys.argv[sys.argv.index('--save') + 1]) / 'iter_{STEPS:07d}'\n"
+        "save.mkdir(exist_ok=True)\n"
+        "(save / 'integrity.json').touch()\n"
+    )
+    job = Job(slurm, tmp_path / "job", files, "--script", str(script), "--time", "2")
+    assert job.end() == ("COMPLETED", 1), job.log[-5000:]
+    assert [note for note in job.notes if not note.startswith("start")] == [
+        "told to stop: the tasks save and end",
+        "the tasks have not ended: killed, for the time is over",
+        f"ended with code 137; step 0 of {STEPS} is saved",
+        "requeued, to go on from step 0",
+        f"ended with code 0; step {STEPS} of {STEPS} is saved",
+        "done",
+    ]
+
+
 def test_a_mistake_is_not_tried_again(slurm, files, tmp_path):
     """Of two tasks one says it; the other is killed, and its code is the step's."""
     (tmp_path / "data.yaml").write_text("MODEL_ARGS:\n  --mock-data: false\n  --data-path: /nowhere/at_all\n")
