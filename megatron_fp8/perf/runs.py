@@ -5,7 +5,13 @@
     log          as printed, seven digits        any other file with Megatron's iteration lines
     tensorboard  FP32                            a folder with events.out.tfevents.* files, or such a file
 
-TensorBoard's files are records of protocol buffers, few fields of which are read here: its package is not needed.
+With --log-interval above 1 a loss of the first two forms is the mean of the iterations since the last line, but for
+skipped ones; NaN where all were. Megatron prints no loss that is NaN, and 0 where all were skipped; and a start's
+second line has the first iteration once more, its loss and whether it was skipped.
+
+TensorBoard has each iteration's own loss, a skipped one's too, and all evaluations under one tag: after the last step
+that of the test set comes second. Its files are records of protocol buffers, few fields of which are read here: its
+package is not needed.
 """
 
 import json
@@ -18,12 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..metrics import LOSS, STEP, STEP_MS, VALIDATION_LOSS
+from ..metrics import LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
 from .text import MIB
 
-GRAD_NORM = "grad_norm"
+GRAD_NORM, TEST_LOSS = "grad_norm", "test_loss"
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
-_PRINTED = {LOSS: "lm loss", GRAD_NORM: "grad norm", STEP_MS: "elapsed time per iteration (ms)"}
+_NUMBER = r" *(-?(?:\d+\.?\d*(?:E[-+]\d+)?|NAN|INF)) \|"  # whole, as the bar behind it says
+_TITLES = {LOSS: "lm loss", GRAD_NORM: "grad norm", STEP_MS: "elapsed time per iteration (ms)",
+           SKIPPED: "number of skipped iterations"}  # fmt: skip
+_PRINTED = {name: re.compile(rf"\| {re.escape(title)}:{_NUMBER}", re.I) for name, title in _TITLES.items()}
+_EVALUATION = re.compile(rf"validation loss at iteration (\d+)( on test set)? .*?\| lm loss value:{_NUMBER}", re.I)
 _TAGS = {"lm loss": LOSS, "grad-norm": GRAD_NORM, "iteration-time": STEP_MS, "lm loss validation": VALIDATION_LOSS}
 
 
@@ -98,15 +108,15 @@ def _log(name: str, text: str) -> Run:
     run = Run(name, "log", rounded=lambda key, value: float(format(value, digits.get(key, ".6E"))))
     for line in text.splitlines():
         if found := _ITERATION.search(line):
-            values = run.steps.setdefault(int(found[1]), {})
-            for key, title in _PRINTED.items():
-                if value := re.search(rf"\| {re.escape(title)}: ([-+.\dEenaif]+)", line):
-                    values[key] = float(value[1])
+            values = {key: float(value[1]) for key, printed in _PRINTED.items() if (value := printed.search(line))}
+            if SKIPPED in values and (LOSS not in values or values[LOSS] == 0 < values[SKIPPED]):
+                values[LOSS] = math.nan  # without a count the line was cut off
+            run.steps.setdefault(int(found[1]), {}).update(values)
         elif found := re.search(r"memory \(MB\) \| allocated: ([\d.]+) \| max allocated: ([\d.]+)", line):
             memory = float(found[1]) * MIB, float(found[2]) * MIB
             run.memory = max(run.memory or memory, memory, key=lambda pair: pair[1])
-        elif found := re.search(r"validation loss at iteration (\d+) .*?lm loss value: ([\d.E+-]+)", line):
-            run.steps.setdefault(int(found[1]), {})[VALIDATION_LOSS] = float(found[2])
+        elif found := _EVALUATION.search(line):
+            run.steps.setdefault(int(found[1]), {})[TEST_LOSS if found[2] else VALIDATION_LOSS] = float(found[3])
     return run
 
 
@@ -122,14 +132,19 @@ def _tensorboard(name: str, path: Path) -> Run:
 
 
 def _add_events(run: Run, file: Path) -> None:
+    found: dict[int, dict[str, float]] = {}
     for record in _records(file.read_bytes()):
         event = dict(_fields(record))
         for number, summary in _fields(event.get(5, b"")):
             value = dict(_fields(summary)) if number == 1 else {}
             tag = value.get(1, b"").decode(errors="replace")
             if tag in _TAGS and isinstance(value.get(2), float):
-                scale = 1000 if tag == "iteration-time" else 1  # seconds
-                run.steps.setdefault(event.get(2, 0), {})[_TAGS[tag]] = value[2] * scale
+                name, scale = _TAGS[tag], 1000 if tag == "iteration-time" else 1  # seconds
+                values = found.setdefault(event.get(2, 0), {})
+                if name != VALIDATION_LOSS or name not in values:  # the test set's comes after it, under the same tag
+                    values[name] = value[2] * scale
+    for step, values in found.items():
+        run.steps.setdefault(step, {}).update(values)
 
 
 def _records(content: bytes) -> Iterator[bytes]:

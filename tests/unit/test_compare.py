@@ -1,12 +1,15 @@
 """`megatron-fp8 compare`: three forms of runs, equality, exit codes."""
 
 import argparse
+import inspect
 import json
+import math
 import re
 import struct
 
 import pytest
 
+from megatron_fp8 import cpu
 from megatron_fp8.errors import UserError
 from megatron_fp8.perf import compare
 from megatron_fp8.perf.runs import read
@@ -21,15 +24,19 @@ def metrics(path, losses=LOSSES, norm=1.5, ms=100.0):
     return str(path)
 
 
-def log(path, losses=LOSSES, norm=1.5):
-    """As megatron-core 0.19.2 prints it."""
-    lines = [
+def line(step, loss, norm=1.5, skipped=0):
+    """As megatron-core 0.19.2 prints it: no loss that is NaN, no norm of a skipped step."""
+    return (
         f" [2026-11-22 10:00:00.0] iteration {step:8d}/{4:8d} | consumed samples: {16 * step:12d} | elapsed time per "
         f"iteration (ms): 200.0 | throughput per GPU (TFLOP/s/GPU): 800.1 | learning rate: 1.000000E-04 | global batch "
-        f"size:    16 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {norm * step:.3f} | number of skipped "
-        f"iterations:   0 | number of nan iterations:   0 |"
-        for step, loss in losses.items()
-    ]
+        f"size:    16 |{f' lm loss: {loss:.6E} |' if loss >= 0 else ''} loss scale: 1.0 |"
+        f"{f' grad norm: {norm * step:.3f} |' if norm else ''} number of skipped iterations: {skipped:3d} | number of "
+        "nan iterations:   0 |"
+    )
+
+
+def log(path, losses=LOSSES, norm=1.5):
+    lines = [line(step, loss, norm) for step, loss in losses.items()]
     memory = "memory (MB) | allocated: 1000.00 | max allocated: 2000.00 | reserved: 1"
     lines.insert(1, f"[Rank 0] (after 1 iterations) {memory}")
     path.write_text("\n".join(lines))
@@ -44,13 +51,14 @@ def part(number: int, content: bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
-def tensorboard(folder, losses=LOSSES):
+def tensorboard(folder, losses=LOSSES, evaluations=()):
     """Events as SummaryWriter.add_scalar writes them: TFRecords of Event(2: step, 5: (1: (1: tag, 2: value)))."""
     folder.mkdir()
     content = b""
-    for step, loss in losses.items():
-        value = part(1, b"lm loss") + b"\x15" + struct.pack("<f", loss)
-        other = part(1, b"lm loss vs samples") + b"\x15" + struct.pack("<f", 0.0)
+    scalars = [("lm loss", step, loss) for step, loss in losses.items()]
+    for tag, step, loss in scalars + [("lm loss validation", *evaluation) for evaluation in evaluations]:
+        value = part(1, tag.encode()) + b"\x15" + struct.pack("<f", loss)
+        other = part(1, f"{tag} vs samples".encode()) + b"\x15" + struct.pack("<f", 0.0)
         event = b"\x09" + struct.pack("<d", 1.7e9) + b"\x10" + varint(step) + part(5, part(1, value) + part(1, other))
         content += struct.pack("<Q", len(event)) + b"crc1" + event + b"crc2"
     (folder / "events.out.tfevents.1.host").write_bytes(content + b"\x20\0\0")  # and a record that was cut off
@@ -73,6 +81,61 @@ def test_three_forms_say_the_same(tmp_path, capsys):
     assert call(capsys, *runs, "--assert-equal")[0] == 0
     code, text = call(capsys, *runs, "--format", "csv")
     assert code == 0 and "1.0 / 2.1" in text and ",200.0," in text and ",0.500" in text
+
+
+def test_what_a_log_does_not_print_is_nan(tmp_path, capsys):
+    lines = [line(1, 9.0), line(2, 8.0), line(3, math.nan), line(4, 0.0, norm=None, skipped=1), line(5, math.inf)]
+    (tmp_path / "a.log").write_text("\n".join([*lines, line(6, math.nan)]))
+    run = read(str(tmp_path / "a.log"))
+    nan = math.nan
+    assert list(run.series("loss")) == [1, 2, 3, 4, 5, 6]
+    assert [*run.series("loss").values()] == pytest.approx([9.0, 8.0, nan, nan, math.inf, nan], nan_ok=True)
+    assert run.series("number_of_skipped_iterations") == {1: 0, 2: 0, 3: 0, 4: 1, 5: 0, 6: 0}
+    sound = log(tmp_path / "b.log", dict.fromkeys(range(1, 7), 8.0))
+    code, text = call(capsys, sound, str(tmp_path / "a.log"), "--tolerance", "0.5")
+    assert code == 1 and re.search(r"last loss +8\.0+ +nan", text) and re.search(r"skipped +0 +1\n", text)
+
+
+def test_a_mean_of_several_steps_is_nan_where_all_were_skipped(tmp_path):
+    """Of --log-interval 2, the first two skipped: a loss has not been summed yet, and is not printed."""
+    lines = [line(1, math.nan, None, 1), line(2, math.nan, None, 2), line(4, 6.0, skipped=1), line(6, 0.0, None, 2)]
+    (tmp_path / "a.log").write_text("\n".join([*lines, line(8, 0.0), line(10, 5.0)[:-40], line(12, 5.0)[:230]]))
+    losses = read(str(tmp_path / "a.log")).series("loss")
+    assert math.isnan(losses.pop(1)) and math.isnan(losses.pop(2)) and math.isnan(losses.pop(6))
+    assert losses == {4: 6.0, 8: 0.0, 10: 5.0}  # a true 0; of lines that were cut off what is whole
+
+
+def test_a_step_that_was_made_again_is_nan_if_it_was_the_second_time(tmp_path):
+    (tmp_path / "a.log").write_text("\n".join([line(1, 9.0), line(2, 8.0), line(2, math.nan)]))
+    assert math.isnan(read(str(tmp_path / "a.log")).series("loss")[2])
+
+
+def test_megatron_prints_so():
+    if cpu.needed():
+        cpu.install()
+    try:
+        from megatron.training import training
+
+        source = inspect.getsource(training.training_log)
+        assert "if avg >= 0.0:\n" in source and "max(1, total_loss_dict[advanced_iters_key])" in source
+        assert "log_string += ' number of skipped iterations: {:3d} |'" in source
+        assert "'{} validation{}'.format(key, suffix)" in inspect.getsource(training.evaluate_and_print_results)
+        source = inspect.getsource(training.pretrain)
+        assert 0 < source.index("{iteration} on validation set'") < source.index("{iteration} on test set'")
+    finally:
+        cpu.uninstall()
+
+
+def test_the_test_sets_loss_is_not_the_validation_loss(tmp_path):
+    evaluated = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 1.000000E+01 | "
+    lines = [evaluated.format("2", 5.0), evaluated.format("4", 4.0), evaluated.format("4 on validation set", 4.5)]
+    (tmp_path / "a.log").write_text("\n".join([line(4, 3.0), *lines, evaluated.format("4 on test set", 7.0)]))
+    run = read(str(tmp_path / "a.log"))
+    assert run.series("validation_loss") == {2: 5.0, 4: 4.5} and run.series("test_loss") == {4: 7.0}
+    board = read(tensorboard(tmp_path / "c", evaluations=[(2, 5.0), (4, 4.5), (4, 7.0)]))
+    assert board.series("validation_loss") == {2: 5.0, 4: 4.5}
+    (tmp_path / "b.log").write_text("\n".join([line(4, 3.0), evaluated.format("4", math.nan)]))
+    assert math.isnan(read(str(tmp_path / "b.log")).series("validation_loss")[4])
 
 
 def test_the_last_digit_counts(tmp_path, capsys):
