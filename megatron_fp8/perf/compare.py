@@ -7,8 +7,9 @@
 
 A run is [NAME=]PATH: a file that MEGATRON_FP8_METRICS names (every digit), Megatron's log (seven), or TensorBoard's
 folder (FP32). Runs of two forms are compared to the digits of the coarser; Megatron logs as its second loss the mean of
-the first two, which metrics do not. Exit code 0; 1 where --assert-equal finds a difference, --tolerance is exceeded, or
-no step is common; 2: a mistake.
+the first two, which metrics do not. Both have the mean of --log-interval steps, TensorBoard single ones: where runs
+differ in that it is said, and --assert-equal and --tolerance are refused. Exit code 0; 1 where --assert-equal finds a
+difference, --tolerance is exceeded, or no step is common; 2: a mistake.
 """
 
 import json
@@ -16,11 +17,12 @@ import math
 import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from ..errors import UserError
 from ..metrics import LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
-from .runs import GRAD_NORM, Run, read, same
+from .runs import GRAD_NORM, TENSORBOARD, Run, read, same
 from .text import FORMATS, render, save
 
 _WARM_UP = 3  # steps whose time does not count
@@ -46,10 +48,13 @@ def run(args: Namespace) -> int:
         raise UserError(f"--tolerance {args.tolerance}: use 0 or more")
     if len(runs) < 2 and (args.assert_equal or args.tolerance is not None):
         raise UserError("--assert-equal, --tolerance: there is one run; give another, or --import-result FILE")
+    first, others = runs[0], runs[1:]
+    said = [line for other in others if (line := unlike(first, other))]
+    if said and (args.assert_equal or args.tolerance is not None):
+        raise UserError(f"--assert-equal, --tolerance: {said[0]}; log all at one --log-interval, 1 beside TensorBoard")
     _keep(runs, args.steps)
     if args.export_result:
         _export(runs[-1 if args.import_result else 0], args.export_result)
-    first, others = runs[0], runs[1:]
     print(render([row(run, first) for run in runs], args.format))
     found = [line for other in others for line in differences(first, other)] if args.assert_equal else []
     found += [f"{other.name}: no step in common with {first.name}"
@@ -57,10 +62,10 @@ def run(args: Namespace) -> int:
     if args.tolerance is not None:
         found += [f"{other.name}: losses differ by {largest:.3e}, more than --tolerance {args.tolerance:g}"
                   for other in others if not (largest := _largest(first, other, LOSS)) <= args.tolerance]  # fmt: skip
-    verdict = found or ["equal"] * args.assert_equal
-    if verdict:
+    said += found or ["equal"] * args.assert_equal
+    if said:
         comment = "# " * (args.format == "csv")  # as table has it, for programs that read the rows
-        print("\n" + "\n".join(comment + line for line in verdict))
+        print("\n" + "\n".join(comment + line for line in said))
     if args.figure:
         _draw(runs, args.figure)
     return int(bool(found))
@@ -92,6 +97,23 @@ def row(run: Run, first: Run) -> dict[str, str]:
         "norm: largest": f"{_largest(first, run, GRAD_NORM):.2e}" if _common(first, run, GRAD_NORM) else "",
         "x faster": f"{statistics.median(before) / statistics.median(times):.3f}" if before and times else "",
     }  # fmt: skip
+
+
+def unlike(first: Run, other: Run) -> str | None:
+    """What keeps the runs' losses from being compared: a line; None: nothing that is known."""
+    spans = _span(first), _span(other)
+    if None in spans or spans[0] == spans[1]:
+        return None
+    mine, theirs = ("of single steps" if span == 1 else f"means of {span} steps" for span in spans)
+    return f"{other.name}: its losses are {theirs}, {first.name}'s are {mine}"
+
+
+def _span(run: Run) -> int | None:
+    """Steps of which each loss is the mean; None: one line, or an exported result, does not say."""
+    lines = list(run.series(STEP_MS))  # those of Megatron's log
+    if run.form == TENSORBOARD:
+        return 1
+    return round(statistics.median(b - a for a, b in pairwise(lines))) if len(lines) > 1 else None
 
 
 def differences(first: Run, other: Run) -> list[str]:

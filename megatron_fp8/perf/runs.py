@@ -28,6 +28,7 @@ from ..metrics import LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
 from .text import MIB
 
 GRAD_NORM, TEST_LOSS = "grad_norm", "test_loss"
+TENSORBOARD = "tensorboard"  # a form
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
 _NUMBER = r" *(-?(?:\d+\.?\d*(?:E[-+]\d+)?|NAN|INF)) \|"  # whole, as the bar behind it says
 _TITLES = {LOSS: "lm loss", GRAD_NORM: "grad norm", STEP_MS: "elapsed time per iteration (ms)",
@@ -122,7 +123,7 @@ def _log(name: str, text: str) -> Run:
 
 def _tensorboard(name: str, path: Path) -> Run:
     files = sorted(path.glob("**/events.out.tfevents*")) if path.is_dir() else [path]
-    run = Run(name, "tensorboard", rounded=lambda key, value: struct.unpack("f", struct.pack("f", value))[0])
+    run = Run(name, TENSORBOARD, rounded=lambda key, value: struct.unpack("f", struct.pack("f", value))[0])
     for file in files:
         try:
             _add_events(run, file)

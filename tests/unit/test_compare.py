@@ -163,6 +163,29 @@ def test_norms_and_missing_steps_count_too(tmp_path, capsys):
     assert code == 1 and "d.jsonl: no step in common with a.jsonl" in text
 
 
+def test_means_are_not_compared_with_single_steps(tmp_path, capsys):
+    """--log-interval 2: the first line, which is always there, and every second step."""
+    every = {step: 9 - step / 8 for step in range(1, 13)}
+    means = {1: every[1]} | {step: (every[step - 1] + every[step]) / 2 for step in range(2, 13, 2)}
+    single, seldom = tensorboard(tmp_path / "c", every), tensorboard(tmp_path / "d", {4: every[4], 8: every[8]})
+    for rough in (log(tmp_path / "b.log", means), metrics(tmp_path / "b.jsonl", means)):
+        name = rough.rpartition("/")[2]
+        code, text = call(capsys, rough, single)
+        assert code == 0 and f"\nc: its losses are of single steps, {name}'s are means of 2 steps\n" in text
+        code, text = call(capsys, single, rough, "--format", "csv")
+        assert code == 0 and text.endswith(f"\n# {name}: its losses are means of 2 steps, c's are of single steps\n")
+        for verdict in (["--assert-equal"], ["--tolerance", "1"]):
+            for other in (single, seldom, metrics(tmp_path / "a.jsonl", every)):
+                with pytest.raises(UserError, match=r"of single steps, .*; log all at one --log-interval, 1 beside"):
+                    call(capsys, rough, other, *verdict)
+            assert call(capsys, rough, rough, *verdict)[0] == 0
+    whole = metrics(tmp_path / "a.jsonl", every)
+    for one, other in ((whole, single), (whole, seldom), (single, seldom)):
+        assert call(capsys, one, other, "--tolerance", "1e-6") == (0, call(capsys, one, other)[1])
+    assert call(capsys, seldom, "--export-result", str(tmp_path / "kept"))[0] == 0  # which does not say
+    assert call(capsys, seldom, "--import-result", str(tmp_path / "kept"), "--assert-equal")[0] == 0
+
+
 def test_tolerance(tmp_path, capsys):
     one, other = metrics(tmp_path / "a.jsonl"), metrics(tmp_path / "b.jsonl", {**LOSSES, 4: 9.105 * 1.001})
     assert call(capsys, one, other, "--tolerance", "2e-3")[0] == 0
