@@ -101,6 +101,24 @@ def test_patience_is_in_steps_whatever_the_interval(rng):
     assert divergence(STEPS, losses, rule=curves.Rule(half_life=1)) is None
 
 
+def test_a_run_from_a_checkpoint_is_judged_by_the_steps_that_it_made(rng):
+    """Of all its curves the run from step 10,000 says what the one from the start does, 10,000 steps later."""
+    lost, risen, above, brief = (falling(rng) for _ in range(4))
+    lost[200:] = NAN
+    risen[250:] += 1.0
+    above[300:] = np.linspace(2, 20, 100)
+    brief[250:262] += 1.0
+    for losses in (lost, risen, above, brief, falling(rng)):
+        expected, found = divergence(STEPS, losses), divergence(STEPS + 10_000, losses)
+        assert found == (expected and expected._replace(onset=expected.onset + 10_000))
+        final = curves.final_loss(STEPS, losses)
+        assert curves.final_loss(STEPS + 10_000, losses) == pytest.approx(final, nan_ok=True)
+    assert divergence(STEPS + 10_000, lost).cause == NOT_FINITE and divergence(STEPS + 10_000, brief) is None
+    slow, fast = 2 + 5 * np.exp(-STEPS / 100), 2 + 5 * np.exp(-STEPS / 50)
+    ratio = curves.steps_ratio((STEPS, slow), (STEPS, fast))
+    assert curves.steps_ratio((STEPS + 10_000, slow), (STEPS + 10_000, fast)) == pytest.approx(ratio) and ratio > 1.2
+
+
 def test_the_final_loss_is_the_mean_of_the_end():
     losses = np.arange(400.0)
     assert curves.final_loss(STEPS, losses) == pytest.approx(np.mean(losses[-20:]))

@@ -5,6 +5,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +15,8 @@ from lab_runs import reports
 
 from megatron_fp8.lab.report import onset_section, pieces, plots, sections, statistics
 from megatron_fp8.lab.report.curves import smooth
+from megatron_fp8.lab.report.main import _milliseconds, markdown
 from megatron_fp8.lab.report.main import html as as_html
-from megatron_fp8.lab.report.main import markdown
 from megatron_fp8.lab.report.pieces import Log, Picture, Section, Table
 from megatron_fp8.lab.report.results import Cell, Results
 from megatron_fp8.lab.sweep.plan_file import UNNAMED, SweepPlan
@@ -47,10 +48,13 @@ def curve(row, diverges: bool) -> list[tuple[int, str, float]]:
     return [*points, (STEPS, "validation_loss", loss + 0.1)]
 
 
-def fill(path, of=None, order=None, diverges=lambda row: False, without=()) -> Store:
-    """A store of a plan whose runs have ended, in this order of seeds; those of the arm "broken" failed."""
+def fill(path, of=None, order=None, diverges=lambda row: False, without=(), start=0) -> Store:
+    """A store of a plan whose runs have ended, in this order of seeds; those of the arm "broken" failed.
+
+    start: the step of the checkpoint that they began from.
+    """
     store = Store(path, create=True)
-    store.add(of or plan())
+    store.add(replace(of or plan(), steps=start + STEPS))
     rows = []
     while row := store.claim("version 1"):
         rows.append(row)
@@ -58,7 +62,8 @@ def fill(path, of=None, order=None, diverges=lambda row: False, without=()) -> S
         if row.arm == "broken":
             store.finish(row, FAILED, 3, "exit code 3\nhttp://example.com <b>the cause</b> | `x`")
             continue
-        store.write(row, [point for point in curve(row, diverges(row)) if point[1] not in without])
+        points = [(start + step, name, value) for step, name, value in curve(row, diverges(row))]
+        store.write(row, [point for point in points if point[1] not in without])
         store.finish(row, DONE, 0)
     return store
 
@@ -257,6 +262,48 @@ def test_earlier(base, run, expected):
 def test_without_a_divergence_nothing_falls(tmp_path):
     fill(tmp_path / "sweep.sqlite", plan(seeds=3)).close()
     assert "In no pair did one run diverge before the other." in reports(tmp_path)["report.md"]
+
+
+def test_runs_from_a_checkpoint_are_judged_by_the_steps_that_they_made(tmp_path):
+    """The same curves from step 10,000 on: the same report but for the steps' numbers."""
+    found = []
+    for start in (0, 10_000):
+        folder = tmp_path / str(start)
+        folder.mkdir()
+        fill(folder / "sweep.sqlite", plan(seeds=16), diverges=at_the_edge, start=start).close()
+        found.append(reports(folder))
+    begun, later = found
+    for head in ("McNemar p", "Wilcoxon p", "sensitivity", "at 10 %", "within", "median lead", "ratio"):
+        expected = table(begun, head)
+        for row in expected:
+            if row.get("median step", "-") != "-":
+                row["median step"] = str(10_000 + int(row["median step"]))
+        assert table(later, head) == expected
+    assert "96 runs of 120 steps: 3 arms" in begun["report.md"]
+    assert "96 runs of 120 steps after step 10000: 3 arms" in later["report.md"]
+    assert "Runs of 120 steps after step 10000: nothing about what comes later" in later["report.md"]
+    assert Page(later["runs.html"]).tables[0] == Page(begun["runs.html"]).tables[0]
+
+
+def test_the_first_tenth_of_a_run_is_no_measure_of_its_speed():
+    times = np.array([100.0, 100.0] + [1.0, 2.0] * 9)
+    for start in (0, 10_000):
+        series = {"elapsed_time_per_iteration_ms": (np.arange(start + 1, start + 21), times)}
+        assert _milliseconds(SimpleNamespace(series=series)) == 1.5
+
+
+def test_a_run_that_ended_before_its_first_step_began_where_the_others_did(tmp_path):
+    store = Store(tmp_path / "sweep.sqlite", create=True)
+    store.add(replace(plan(seeds=1, rates=(1e-3,), arms=("BF16", "E8M3")), steps=10_400))
+    for losses in ([3.0] * 200 + [math.nan] * 200, []):
+        row = store.claim("")
+        store.write(row, [(10_000 + step, "loss", loss) for step, loss in enumerate(losses, 1)])
+        store.finish(row, DONE if losses else NOT_FINITE, 0)
+    results = Results(store)
+    store.close()
+    assert (results.start, results.made) == (10_000, 400)
+    (lost,), (unborn,) = (results.cell(Cell("d", 1e-3, arm)) for arm in ("BF16", "E8M3"))
+    assert lost.divergence == ("not finite", 10_201) and unborn.divergence == ("not finite", 10_001)
 
 
 def test_too_few_diverged_for_a_warning_is_said(tmp_path):

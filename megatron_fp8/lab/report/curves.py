@@ -6,7 +6,7 @@ is finite and with a half-life of h points:
     E_t = sum_{s <= t} k^(t - s) l_s / sum_{s <= t} k^(t - s),      k = 2^(-1 / h)
 
 Divergence.  A run diverged if one of these holds, and its onset is the first step of the earliest that does. P is 5 %
-of its steps, 10 at least.
+of the steps that it made, 10 at least: a run from a checkpoint of step 10,000 has made 400 at step 10,400.
 
     not finite            the last P steps have no finite loss, or the run ended itself for a loss or a gradient that
                           was not finite; onset: the first step after the last finite loss
@@ -49,12 +49,20 @@ class Rule:
     at_least: int = 10
     half_life: float = 10.0
 
-    def steps(self, last: int) -> float:
-        """P of a run of `last` steps."""
-        return max(self.at_least, self.patience * last)
+    def steps(self, logged: np.ndarray) -> float:
+        """P of a run that logged these steps (n,), n >= 1."""
+        return max(self.at_least, self.patience * (int(logged[-1]) - began(logged)))
 
 
 RULE = Rule()
+
+
+def began(logged: np.ndarray) -> int:
+    """The step that a run began from, 0 or its checkpoint's, by its logged steps (n,), n >= 1.
+
+    Megatron logs the first step that a run makes, whatever the interval.
+    """
+    return int(logged[0]) - 1
 
 
 class Divergence(NamedTuple):
@@ -83,7 +91,7 @@ def divergence(steps: np.ndarray, losses: np.ndarray, ended: bool = False, rule:
         ended: whether the run ended itself for a loss or a gradient that was not finite.
     """
     finite = np.flatnonzero(np.isfinite(losses))
-    patience = rule.steps(int(steps[-1]))
+    patience = rule.steps(steps)
     late = steps > steps[-1] - patience
     onsets = {}
     if ended or not np.isfinite(losses[late]).any():
@@ -108,7 +116,7 @@ def _first_stretch(steps: np.ndarray, holds: np.ndarray, patience: float) -> int
     """Where the first stretch of at least `patience` steps begins in which `holds` is true; None: there is none."""
     edges = np.diff(np.concatenate([[0], holds.astype(int), [0]]))
     for begin, end in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
-        before = steps[begin - 1] if begin else 0
+        before = steps[begin - 1] if begin else began(steps)
         if steps[end - 1] - before >= patience:
             return int(begin)
     return None
@@ -116,7 +124,7 @@ def _first_stretch(steps: np.ndarray, holds: np.ndarray, patience: float) -> int
 
 def final_loss(steps: np.ndarray, losses: np.ndarray, rule: Rule = RULE) -> float:
     """The mean of the finite losses of the last P steps; NaN where there is none."""
-    late = losses[steps > steps[-1] - rule.steps(int(steps[-1]))]
+    late = losses[steps > steps[-1] - rule.steps(steps)]
     late = late[np.isfinite(late)]
     return float(late.mean()) if len(late) else math.nan
 
@@ -173,9 +181,10 @@ def steps_to_loss(steps: np.ndarray, losses: np.ndarray, target: float, rule: Ru
 
 
 def steps_ratio(base: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], rule: Rule = RULE) -> float:
-    """Steps of one run over those of another, (steps, losses) each, until E is at the higher one of their lowest E.
+    """Steps made of one run over those of another, (steps, losses) each, until E is at the higher of their lowest E.
 
     Times the other's speed over the first's: how much faster it gets to the same loss, its loss-matched speed-up.
     """
     target = max(float(np.nanmin(smooth(losses, rule.half_life))) for _, losses in (base, other))
-    return steps_to_loss(*base, target, rule) / steps_to_loss(*other, target, rule)
+    made, other_made = (steps_to_loss(*run, target, rule) - began(run[0]) for run in (base, other))
+    return made / other_made

@@ -18,7 +18,7 @@ from ...errors import UserError
 from ...metrics import STEP_MS
 from ..sweep.progress import duration
 from ..sweep.store import DONE, FAILED, NOT_FINITE, Store
-from .curves import steps_ratio
+from .curves import began, steps_ratio
 from .pieces import Log, Picture, Section, Table, between, number
 from .results import Result, Results, healthy
 from .sections import sections
@@ -166,7 +166,8 @@ def _milliseconds(run: Result) -> float:
     if STEP_MS not in run.series:
         return math.nan
     steps, times = run.series[STEP_MS]
-    return median(times[steps > 0.1 * steps[-1]])
+    made = steps - began(steps)
+    return median(times[made > 0.1 * made[-1]])
 
 
 def _speed(results: Results) -> Section:

@@ -182,7 +182,7 @@ def gaps(results: Results) -> list[Picture]:
                 panel.fill_between(steps[at], low, high, color=look["color"], alpha=0.2, linewidth=0)
             panel.set_ylabel(f"loss less {results.baseline}'s (nats)")
             if not panel.get_legend_handles_labels()[1]:
-                panel.set(xlim=(0, results.steps), yticks=[])
+                panel.set(xlim=(results.start, results.steps), yticks=[])
                 panel.text(0.5, 0.6, "no pair without a divergence", transform=panel.transAxes, ha="center")
             _legend(panel)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...metrics import LOSS, VALIDATION_LOSS
 from ..sweep.store import DONE, NOT_FINITE, Row, Store
-from .curves import Divergence, divergence, final_loss
+from .curves import Divergence, began, divergence, final_loss
 
 Series = tuple[np.ndarray, np.ndarray]  # steps, values
 _EMPTY = np.zeros(0)
@@ -63,9 +63,9 @@ class Result:
         return float(finite[0]) if len(finite) else math.nan
 
 
-def _judge(row: Row, series: dict[str, Series]) -> Result:
+def _judge(row: Row, series: dict[str, Series], start: int) -> Result:
     if LOSS not in series:  # it ended before its first step
-        series = {**series, LOSS: (np.array([1]), np.array([math.nan]))}
+        series = {**series, LOSS: (np.array([start + 1]), np.array([math.nan]))}
     steps, losses = series[LOSS]
     evaluated, values = series.get(VALIDATION_LOSS, (_EMPTY, _EMPTY))
     validation = float(values[-1]) if len(values) and evaluated[-1] >= steps[-1] else math.nan
@@ -79,7 +79,8 @@ class Results:
 
     Attributes:
         rows: all runs, waiting and failed ones too.
-        steps: of each run, as planned.
+        start: the step that the runs began from, 0 or a checkpoint's; the first one, if they differ.
+        steps: the step at which they end, as planned.
         arms, data, rates: in the plan's order; what the plan no longer has comes after it.
         signals: names of all that was logged.
         outcome: which final loss is compared: "validation" where every run that ended well has it, else "training".
@@ -93,7 +94,9 @@ class Results:
         self.data: list[str] = _ordered(outline["data"], {row.data for row in self.rows})
         self.rates = sorted({row.learning_rate for row in self.rows})
         ended = [row for row in self.rows if row.state in (DONE, NOT_FINITE)]
-        self._results = {(_cell(row), row.seed): _judge(row, store.series(row.id)) for row in ended}
+        series = {row.id: store.series(row.id) for row in ended}
+        self.start = min((began(own[LOSS][0]) for own in series.values() if LOSS in own), default=0)
+        self._results = {(_cell(row), row.seed): _judge(row, series[row.id], self.start) for row in ended}
         self.signals = sorted({name for result in self._results.values() for name in result.series})
         well = [result for result in self._results.values() if result.divergence is None]
         validated = bool(well) and all(math.isfinite(result.validation_loss) for result in well)
@@ -103,6 +106,16 @@ class Results:
     def baseline(self) -> str:
         """The arm that others are compared with."""
         return self.arms[0]
+
+    @property
+    def made(self) -> int:
+        """Steps of each run, as planned."""
+        return self.steps - self.start
+
+    @property
+    def length(self) -> str:
+        """The same in words: 400 steps, or 400 steps after step 10000."""
+        return f"{self.made} steps" + f" after step {self.start}" * (self.start > 0)
 
     def cells(self) -> Iterator[tuple[Cell, list[Result]]]:
         """Every cell of which a run has ended, and those runs by seed."""

@@ -198,7 +198,7 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
         lines.append(f"One data set, {shown}: nothing about others.")
     if len(results.rates) == 1:
         lines.append(f"One learning rate, {results.rates[0]:g}: nothing about others.")
-    lines.append(f"Runs of {results.steps} steps: nothing about what comes later in training.")
+    lines.append(f"Runs of {results.length}: nothing about what comes later in training.")
     if absent := signal_sections.absent(results):
         lines.append(f"Not logged, so not judged: {', '.join(absent)}.")
     return Section("What they cannot show", [lines])
@@ -214,7 +214,7 @@ def _what_ran(results: Results) -> Section:
     seeds = len({row.seed for row in results.rows})
     data = "the command's data" if results.data == [UNNAMED] else f"data {', '.join(results.data)}"
     text = (
-        f"{len(results.rows)} runs of {results.steps} steps: {len(results.arms)} arms, {seeds} seeds, learning "
+        f"{len(results.rows)} runs of {results.length}: {len(results.arms)} arms, {seeds} seeds, learning "
         f"rates {', '.join(f'{rate:g}' for rate in results.rates)}, {data}. Runs of one "
         "seed begin with the same weights and see the same data in the same order. Only runs that are done, or "
         "ended by NaN, are judged."

@@ -35,7 +35,7 @@ def over_time(results: Results) -> Section:
             row = [name, *results.named(cell)]
             for share in (0.1, 0.5, 1.0):
                 here = [_signal(cell, run, name, "level") for run in runs if name in run.series]
-                row.append(number(median([signal.at(share * results.steps) for signal in here]), ".4g"))
+                row.append(number(median([signal.at(results.start + share * results.made) for signal in here]), ".4g"))
             rows.append(row)
     labels = ["signal", *results.labels()]
     heads = [*labels, "at 10 %", "at 50 %", "at the end"]
@@ -65,7 +65,7 @@ def warnings(results: Results) -> Section:
             "apart."
         )
         return section
-    leads = [max(1, round(share * results.steps)) for share in LEADS]
+    leads = [max(1, round(share * results.made)) for share in LEADS]
     ranked, alarmed = [], []
     for name in _watched(results):
         for view in ("level", "rise"):
