@@ -172,13 +172,43 @@ def test_tritons_cache(tmp_path):
 
 
 def test_slurm():
-    config = "KillWait                = {} sec\nPreemptMode             = {}\nSlurmctldParameters     = {}\n"
+    config = "KillWait                = {} sec\nPowerPlugin             = \nPreemptMode             = {}\n"
+    config += "SlurmctldParameters     = {}\n"
     config += "JobRequeue              = 1\nSLURM_VERSION           = 22.05.8\n"
     assert list(scheduler.slurm("")) == []
     findings = list(scheduler.slurm(config.format(30, "OFF", "(null)")))
     assert verdicts(findings) == [GOOD] * 3 and findings[0].found == "22.05.8"
     assert verdicts(scheduler.slurm(config.format(5, "REQUEUE", "(null)"))) == [GOOD, DEGRADED, DEGRADED]
-    assert verdicts(scheduler.slurm(config.format(60, "REQUEUE", "preempt_send_user_signal"))) == [GOOD] * 3
+
+
+# As `scontrol --oneliner show partition` of Slurm 22.05 says it; the one of the highest tier preempts the others.
+PARTITION = (
+    "PartitionName={} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=NO QoS=N/A "
+    "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime={} Hidden=NO MaxNodes=UNLIMITED Nodes=n[1-4] "
+    "PriorityJobFactor=1 PriorityTier={} RootOnly=NO OverTimeLimit=NONE PreemptMode={} State=UP JobDefaults=(null)\n"
+)
+HIGH = PARTITION.format("high", 0, 10, "REQUEUE")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "verdict", "found"),
+    [
+        ("partition_prio", HIGH + PARTITION.format("low", 600, 1, "REQUEUE"), GOOD, "first, 600 s before the end"),
+        ("partition_prio", HIGH + PARTITION.format("low", 0, 1, "REQUEUE"), DEGRADED, "a GraceTime of 0 s in low"),
+        ("partition_prio", HIGH + PARTITION.format("low", 59, 1, "CANCEL"), DEGRADED, "a GraceTime of 59 s in low"),
+        ("partition_prio", HIGH + PARTITION.format("safe", 0, 1, "OFF"), GOOD, "the job's own signal is sent first"),
+        ("partition_prio", None, DEGRADED, "an unknown GraceTime"),
+        ("qos", "high|00:00:00|low,idle\nlow|00:10:00|\nidle|1-00:01:00|\n", GOOD, "600 s before"),
+        ("qos", "high|00:00:00|low,idle\nlow|00:10:00|\nidle|00:00:30|\n", DEGRADED, "30 s in idle"),
+        ("qos", None, DEGRADED, "an unknown GraceTime"),
+    ],
+)
+def test_a_preempted_job_is_warned_if_it_has_time(monkeypatch, kind, said, verdict, found):
+    ask = {"partition_prio": "scontrol", "qos": "sacctmgr"}[kind]
+    monkeypatch.setattr(scheduler, "output_of", lambda *command: said if command[0] == ask else "nonsense")
+    config = f"PreemptMode = REQUEUE\nPreemptType = preempt/{kind}\nSlurmctldParameters = preempt_send_user_signal\n"
+    (finding,) = (finding for finding in scheduler.slurm(config) if finding.what == "preemption")
+    assert finding.verdict == verdict and finding.found.startswith("REQUEUE, ") and found in finding.found
 
 
 def test_a_command_that_is_not_there_says_nothing():
