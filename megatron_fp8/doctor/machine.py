@@ -28,13 +28,18 @@ dist.destroy_process_group()
 """
 
 
-def gpus() -> Iterator[Finding]:
-    """GPUs with FP8 tensor cores."""
+def gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[Finding]:
+    """GPUs with FP8 tensor cores. Where Slurm constrains devices a job that did not ask for them has none."""
     import torch
 
     if not torch.cuda.is_available():
-        found = "none: a run trains on the CPU, for trials"
-        yield degraded("GPU", found, "nothing on a laptop or login node; else see nvidia-smi")
+        there = len(list(driver.glob("*")))
+        if there and "SLURM_JOB_ID" in os.environ:
+            remedy = f"ask Slurm for them, --gpus-per-node {there} --exclusive; if you have, see nvidia-smi"
+            yield blocking("GPU", f"this job sees none of the node's {there}", remedy)
+        else:
+            found = "none: a run trains on the CPU, for trials"
+            yield degraded("GPU", found, "nothing on a laptop or login node; else see nvidia-smi")
         return
     for index in range(torch.cuda.device_count()):
         of = torch.cuda.get_device_properties(index)

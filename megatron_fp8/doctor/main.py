@@ -1,8 +1,10 @@
 """Look at this machine before a run: versions, GPUs, links, limits, Slurm, the FP8 GEMMs and a linear's arithmetic.
 
     megatron-fp8 doctor                      here
-    srun -N 16 --ntasks-per-node 1 -l megatron-fp8 doctor --bad      on every node of a job, what is not good
     megatron-fp8 doctor --json
+    srun -N 16 --ntasks-per-node 1 --gpus-per-node 8 --exclusive -l megatron-fp8 doctor --bad
+
+The last one, on every node, says what is not good; without --gpus-per-node Slurm may let a job see no GPU.
 
 Each line is good; or degraded: a run works, more slowly or with less safety; or blocking.  Exit code 0: nothing blocks;
 1: something does.  Seconds; with two GPUs or more, NCCL's look takes ten more.  Bandwidth and speed are not measured.

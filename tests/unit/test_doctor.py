@@ -1,6 +1,7 @@
 """`megatron-fp8 doctor`: each line from what the machine says, by its own words; the verdicts, the exit code, JSON."""
 
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def verdicts(findings):
     return [finding.verdict for finding in findings]
 
 
-def test_here_nothing_blocks_and_a_linear_is_right(capsys):
+def test_here_nothing_blocks_and_a_linear_is_right(monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)  # of a job that hides its GPUs from these tests
     assert main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     lines = {line["what"]: line for line in said["lines"]}
@@ -103,6 +105,32 @@ def test_transformer_engines_stale_import(monkeypatch, tmp_path, name, verdict):
     assert finding.verdict == verdict and ("stale" in finding.found) == (verdict == DEGRADED)
     for module in [module for module in sys.modules if module.startswith("transformer_engine")]:
         del sys.modules[module]  # monkeypatch would put it back
+
+
+@pytest.mark.parametrize(
+    ("of_node", "in_a_job", "verdict"),
+    [(2, True, BLOCKING), (2, False, DEGRADED), (0, True, DEGRADED)],  # a node's shell, a node without GPUs
+)
+def test_a_job_that_sees_none_of_its_nodes_gpus_has_not_asked_for_them(
+    monkeypatch, tmp_path, of_node, in_a_job, verdict
+):
+    for number in range(of_node):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if in_a_job:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (finding,) = machine.gpus(tmp_path)
+    assert finding.verdict == verdict
+    assert ("--gpus-per-node 2 --exclusive" in finding.remedy) == (verdict == BLOCKING)
+
+
+def test_the_documented_command_for_all_nodes_asks_for_the_gpus():
+    root = Path(__file__).resolve().parents[2]
+    texts = [doctor.__doc__, *((root / "docs" / name).read_text() for name in ("tutorial.md", "launch.md"))]
+    for text in texts:
+        (command,) = re.findall(r"srun -N .* megatron-fp8 doctor", text)
+        assert "--gpus-per-node 8 --exclusive" in command
 
 
 def test_power():
