@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import plugin
 from ..errors import UserError
-from ..flags import graphs
+from ..flags import config, graphs
 from ..flags.command import job_of
 from ..flags.level import CELLS, LEVEL, is_stock
 from ..flags.numbers import check_counts, largest_batch
@@ -68,10 +68,12 @@ class Flags:
 
 
 def parse(words: Sequence[str]) -> Flags:
-    """Read a job's command, or its flags alone; "--" in front is passed over.  Raises UserError as a run would."""
+    """Read a job's command, or its flags alone; "--" in front is passed over.  Raises UserError as a run would, but
+    where Transformer Engine is missing here."""
     command = job_of(words)
-    before, variables, said = sys.argv, dict(os.environ), io.StringIO()
+    before, variables, installed, said = sys.argv, dict(os.environ), config.installed, io.StringIO()
     try:
+        config.installed = lambda module: True  # for its attention: the job's machines may have it
         os.environ.update(command.variables)
         plugin.install(begins=False)
         import megatron.training.arguments as arguments
@@ -83,7 +85,7 @@ def parse(words: Sequence[str]) -> Flags:
         print(said.getvalue(), end="")
         raise
     finally:
-        sys.argv = before
+        sys.argv, config.installed = before, installed
         plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)

@@ -10,8 +10,9 @@ import re
 import pytest
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.flags import config
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.perf import estimate, hardware, measured, plan, read, step
+from megatron_fp8.perf import estimate, hardware, measured, memory, plan, read, step
 from megatron_fp8.perf.memory import ranks_bytes
 
 MODEL = (
@@ -200,6 +201,21 @@ def test_other_weights_and_states_are_counted():
     assert found("--fp8-level O2 --fp8-weight fp8")[0] == sent_o3
     fp32 = "--fp8-exp-avg fp32 --fp8-exp-avg-sq fp32 --fp8-master fp32"
     assert found(f"--fp8-level O2 {fp32}")[1] == pytest.approx(o1, rel=0.03)
+
+
+def test_transformer_engine_may_be_elsewhere(capsys, monkeypatch):
+    """Its attention does context parallelism, which a level alone does not have."""
+    absent = "--fp8-attention te: Transformer Engine is not installed"
+    monkeypatch.setattr(config, "installed", lambda module: False)
+    flags = f"{MODEL} --context-parallel-size 2 --fp8-level O3 --fp8-attention te"
+    w = read.workload(read.parse(flags.split()), 8)
+    assert (w.context, w.data, w.gpus) == (2, 4, 8)
+    for verb, gpus in ((estimate, "--gpus 8"), (memory, "--gpus 8"), (plan, "--gpus 8 --most 1")):
+        assert call(verb, capsys, gpus, flags)[0] == 0
+    args = read.parse(MODEL.split()).args
+    args.fp8_level, args.fp8_attention = "O3", "te"
+    with pytest.raises(UserError, match=absent):  # a run here says it still
+        config.config_from_args(args)
 
 
 def test_files_of_data_may_be_elsewhere():
