@@ -367,6 +367,7 @@ def _behind_dashes(args: Namespace, given: dict[str, Any]) -> tuple[Job, dict[st
     if args.gpus is not None and args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: use 1 or more")
     flags = read.parse(args.flags)
+    flags = replace(flags, args=Namespace(**{**vars(flags.args), **given}))  # whose layout is what GPUs are divided by
     read.check_given(flags.args)
     read.check_counted(flags.args)
     data = given.get("data_parallel_size") or read.data_parallel(flags.args, args.gpus or flags.gpus or flags.replica)

@@ -325,6 +325,15 @@ def test_a_job_is_given_by_its_flags_or_its_whole_command(capsys):
     )
 
 
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4"])
+@pytest.mark.parametrize("gpus", ["--gpus 16", ""])
+def test_a_layout_in_front_is_as_one_in_the_job(capsys, layout, gpus):
+    """As many GPUs; data parallelism is what the layout in front leaves of them."""
+    of_job = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+    front = printed(capsys, *gpus.split(), *layout.split(), "--", *JOB.split(), *of_job.split())
+    assert front == printed(capsys, *gpus.split(), "--", *JOB.split(), *of_job.split(), *layout.split())
+
+
 def test_a_jobs_level_and_cells_are_its_columns(capsys):
     level, partition = ("--fp8-level", "O3"), ("--fp8-partition", "greedy")
     by_name = printed(capsys, "--model", "7b", *level, *partition)
