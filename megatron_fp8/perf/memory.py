@@ -37,7 +37,7 @@ from ..engine.build import bucket_size
 from ..engine.partition import Placement, place
 from ..engine.weights import cut
 from ..errors import UserError
-from ..flags.gradients import FEW_MICRO_BATCHES
+from ..flags import gradients
 from ..flags.level import CELLS, LEVELS, is_stock
 from ..flags.numbers import GEMM_MULTIPLE
 
@@ -53,6 +53,10 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 KINDS = ("weight", "weight fp8 copy", "transpose scratch", "grad", *STATES)
 _CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight", "partition")]
 _GB = 1e9
+# What --fp8-grad-accum auto comes to where no micro-batch is given: nobody knows, and FP8 is counted.
+_UNKNOWN = "auto", (
+    f"Gradients in FP8: {gradients.FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more"
+)
 
 
 @dataclass(frozen=True)
@@ -295,8 +299,9 @@ def run(args: Namespace) -> int:
     given = {field.name: value for field in fields(Job) if (value := getattr(args, field.name)) is not None}
     overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
     asked: Sequence[str] = args.fp8_level or LEVELS
+    auto = _UNKNOWN
     if args.flags:
-        job, of_job, level = _behind_dashes(args, given)
+        job, of_job, level, auto = _behind_dashes(args, given)
         overrides = of_job | overrides
         asked = args.fp8_level or ([level] if level else LEVELS)
     else:
@@ -305,13 +310,16 @@ def run(args: Namespace) -> int:
     if overrides and all_stock:
         cell = next(c for c in _CELLS if c.name in overrides)
         raise UserError(f"{cell.flag} {overrides[cell.name]} with --fp8-level O0: no effect; take a level above it")
+    decided = overrides.get("grad_accum", "auto") != "auto"
+    if not decided:
+        overrides["grad_accum"], said = auto
     levels = {
         level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
         for level in asked
     }
     print("\n".join(table(job, levels)))
-    if overrides.get("grad_accum") in (None, "auto") and not all_stock:
-        print(f"\nGradients in FP8: {FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more")
+    if not decided and not all_stock:
+        print(f"\n{said}")
     return 0
 
 
@@ -358,8 +366,10 @@ def _job(args: Namespace, given: dict[str, Any]) -> Job:
     return Job(**given)
 
 
-def _behind_dashes(args: Namespace, given: dict[str, Any]) -> tuple[Job, dict[str, str], str | None]:
-    """(Job, {cell: value}, level or None) of the flags behind --, with what was `given` before on top."""
+def _behind_dashes(
+    args: Namespace, given: dict[str, Any]
+) -> tuple[Job, dict[str, str], str | None, tuple[str, str]]:
+    """(Job, {cell: value}, level or None, `_auto`) of the flags behind --, with what was `given` before on top."""
     from . import read  # which takes its Job from here
 
     if args.model is not None:
@@ -373,7 +383,20 @@ def _behind_dashes(args: Namespace, given: dict[str, Any]) -> tuple[Job, dict[st
     data = given.get("data_parallel_size") or read.data_parallel(flags.args, args.gpus or flags.gpus or flags.replica)
     read.check_optimizer(flags.args, data)
     of_job = {name: value for name, value in read.cells_given(flags.args).items() if name in {c.name for c in _CELLS}}
-    return replace(read.job(flags.args, data), **given), of_job, flags.level
+    job = replace(read.job(flags.args, data), **given)
+    return job, of_job, flags.level, _auto(flags.args, job)
+
+
+def _auto(args: Namespace, job: Job) -> tuple[str, str]:
+    """(The storage that --fp8-grad-accum auto comes to in a job, a line about it): by its micro-batches, as training
+    decides it."""
+    if args.micro_batch_size is None:
+        return _UNKNOWN
+    gpus = job.tensor_model_parallel_size * job.pipeline_model_parallel_size * job.data_parallel_size
+    args = Namespace(**{**vars(args), "world_size": gpus, "fp8_grad_accum": "auto"})
+    storage = gradients.storage(args, "auto")
+    (line,) = gradients.storage_line(args, storage)
+    return storage, line[0].upper() + line[1:]
 
 
 def _flag(name: str) -> str:

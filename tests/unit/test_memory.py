@@ -344,6 +344,43 @@ def test_a_jobs_level_and_cells_are_its_columns(capsys):
 
 
 @pytest.mark.parametrize(
+    "flags, storage",
+    [
+        ("--gpus 16 -- {JOB} --global-batch-size 64", "bf16"),  # 2 micro-batches of 2 on each of 16 ranks
+        ("--gpus 32 -- {JOB} --global-batch-size 64", "fp8"),
+        ("--gpus 32 --tensor-model-parallel-size 2 -- {JOB} --global-batch-size 64", "bf16"),
+        ("--data-parallel-size 16 -- {JOB} --global-batch-size 64 --fp8-level O2 --fp8-grad-accum auto", "bf16"),
+        ("--gpus 16 -- {JOB} --step-batch-size-schedule 0:32,200M:64", "bf16"),
+        ("--gpus 16 -- {JOB}", "fp8"),  # a step of one micro-batch, Megatron's default
+        ("--gpus 16 --fp8-grad-accum fp32 -- {JOB} --global-batch-size 64", "fp32"),
+    ],
+)
+def test_gradients_are_stored_as_the_jobs_micro_batches_have_it(capsys, flags, storage):
+    """As training and `estimate` decide --fp8-grad-accum auto."""
+    words = [word for part in flags.split() for word in (JOB.split() if part == "{JOB}" else [part])]
+    asked = ["--fp8-level", "O3", "--fp8-grad-accum", storage]
+    where = words.index("--")
+    assert printed(capsys, *words[:where], "--fp8-level", "O3", *words[where:]) == printed(
+        capsys, *words[:where], *asked, *words[where:]
+    )
+
+
+def test_below_the_table_stands_why_gradients_are_stored_so(capsys):
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+
+    def last(flags: str) -> str:
+        assert memory.run(parser.parse_args(flags.split())) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    known = f"--gpus 16 -- {JOB} --global-batch-size"
+    assert last(f"{known} 64").startswith("Gradients are stored in BF16: 2 micro-batches a step")
+    assert last(f"{known} 32").startswith("Gradients are stored in FP8: 1 micro-batch a step")
+    assert last("--model 7b").startswith("Gradients in FP8: 1 micro-batch a step, or ")
+    assert last(f"{known} 64 --fp8-level O2 --fp8-grad-accum bf16").startswith("| bytes a parameter: all")
+
+
+@pytest.mark.parametrize(
     "flags, message",
     [
         (f"--model 7b -- {JOB}", "--model 7b: the flags behind -- are of another"),
