@@ -9,7 +9,7 @@ import io
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,20 +24,22 @@ from .memory import Job
 from .systems import System, asked_for, chosen
 from .workload import Workload
 
-# What would change bytes or time and is not modelled: {name in Megatron's arguments: values that pass}.
-_NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
-    "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "distribute_saved_activations",
-    "cpu_offloading_num_layers", "fine_grained_activation_offloading", "mtp_num_layers", "hybrid_layer_pattern",
+# What changes weights, gradients or states and is not counted: {name in Megatron's arguments: values that pass}.
+_NOT_COUNTED: dict[str, tuple[str, ...]] = dict.fromkeys((
+    "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "mtp_num_layers", "hybrid_layer_pattern",
     "hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json", "window_size", "fp16", "fp32_residual_connection",
-    "use_precision_aware_optimizer", "grad_reduce_in_bf16", "first_last_layers_bf16", "fp8_bf16_layers",
-    "fp8_emulate", "fp8_param_gather", "reset_attention_mask",
+    "heterogeneous_layers_config_encoded_json", "fp16", "use_precision_aware_optimizer", "grad_reduce_in_bf16",
+    "first_last_layers_bf16", "fp8_bf16_layers", "fp8_emulate", "fp8_param_gather",
+), ()) | {"optimizer": ("adam",), "num_distributed_optimizer_instances": ("1",)}  # fmt: skip
+# What changes only time or activations, and is not modelled.
+_NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
+    "distribute_saved_activations", "cpu_offloading_num_layers", "fine_grained_activation_offloading", "window_size",
+    "fp32_residual_connection", "reset_attention_mask",
 ), ()) | {
-    "optimizer": ("adam",), "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",),
-    "fp8_recipe": ("delayed",), "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
-    "num_distributed_optimizer_instances": ("1",),
+    "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",), "fp8_recipe": ("delayed",),
+    "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
 }  # fmt: skip
-# What of a job neither the memory report nor the cost model counts.
+# Nor what a page has a word for.
 _UNCOUNTED = {"num_experts": "experts", "multi_latent_attention": "multi-latent attention"} | dict.fromkeys(
     ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
      "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
@@ -188,15 +190,27 @@ def job(args: Namespace, data: int) -> Job:
 
 def uncounted(args: Namespace) -> list[str]:
     """What of a job neither the memory report nor the cost model counts."""
-    return list(dict.fromkeys(what for name, what in _UNCOUNTED.items() if getattr(args, name, None)))
+    found = [what for name, what in _UNCOUNTED.items() if getattr(args, name, None)]
+    return list(dict.fromkeys([*found, *(shown for _, shown in _other(args, _NOT_COUNTED))]))
 
 
 def check_counted(args: Namespace) -> None:
     """Raise UserError for a job of which they would leave something out."""
-    for name in _UNCOUNTED:
-        if value := getattr(args, name, None):
-            flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {plain(value)}")
-            raise UserError(f"{flag}: not modelled; give a dense GPT with even stages")
+    for _, shown in _other(args, dict.fromkeys(_UNCOUNTED, ())):
+        raise UserError(f"{shown}: not modelled; give a dense GPT with even stages")
+    _check_modelled(args, _NOT_COUNTED)
+
+
+def _check_modelled(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> None:
+    for name, shown in _other(args, table):
+        raise UserError(f"{shown}: not modelled; {'use --bf16 instead' if name == 'fp16' else 'remove it'}")
+
+
+def _other(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    """(Name, flag with its value) of what a job has of a table, and does not pass."""
+    for name, passing in table.items():
+        if (value := getattr(args, name, None)) and plain(value) not in passing:
+            yield name, f"--{name.replace('_', '-')}" + ("" if value is True else f" {plain(value)}")
 
 
 def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
@@ -225,11 +239,7 @@ def check_optimizer(args: Namespace, data: int) -> None:
 
 def _refuse(args: Namespace) -> None:
     check_counted(args)
-    for name, passing in _NOT_MODELLED.items():
-        if (value := getattr(args, name, None)) and plain(value) not in passing:
-            said = "" if value is True else f" {plain(value)}"
-            remedy = "use --bf16 instead" if name == "fp16" else "remove it"
-            raise UserError(f"--{name.replace('_', '-')}{said}: not modelled; {remedy}")
+    _check_modelled(args, _NOT_MODELLED)
     if not args.fp8_wgrad:
         raise UserError("--no-fp8-wgrad: not modelled; remove it")
     if args.recompute_granularity == "full":

@@ -380,6 +380,29 @@ def test_below_the_table_stands_why_gradients_are_stored_so(capsys):
     assert last(f"{known} 64 --fp8-level O2 --fp8-grad-accum bf16").startswith("| bytes a parameter: all")
 
 
+OTHER_BYTES = (  # of weights, gradients or states
+    "--mtp-num-layers 1",
+    "--grad-reduce-in-bf16",
+    "--use-precision-aware-optimizer",
+    "--optimizer sgd",
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+    "--optimizer-cpu-offload",
+    "--num-distributed-optimizer-instances 2",
+    "--first-last-layers-bf16",
+    "--fp8-param-gather",
+)
+
+
+def test_what_only_takes_time_passes(capsys):
+    """And what only changes activations: `estimate` alone refuses it."""
+    given = "--window-size 128,0 --no-fp8-wgrad --fp8-recipe tensorwise --fp8-grad-reduce fp32"
+    level = ("--fp8-level", "O3")
+    assert printed(capsys, "--gpus", "32", "--", *JOB.split(), *level, *given.split()) == printed(
+        capsys, "--model", "7b", *level
+    )
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -388,6 +411,10 @@ def test_below_the_table_stands_why_gradients_are_stored_so(capsys):
         (f"--gpus 0 -- {JOB}", "--gpus 0: use 1 or more"),
         (f"--gpus 3 -- {JOB} --tensor-model-parallel-size 2", "--gpus 3: no multiple of --tensor-model-parallel-size"),
         (f"-- {JOB} --num-experts 8", "--num-experts 8: not modelled; give a dense GPT"),
+        *((f"-- {JOB} {flag}", f"{flag}: not modelled; remove it") for flag in OTHER_BYTES),
+        (f"-- {JOB} --fp16", "--fp16: not modelled; use --bf16 instead"),
+        (f"-- {JOB} --fp8-level O3 --fp8-bf16-layers *.linear_fc1", "--fp8-bf16-layers *.linear_fc1: not modelled"),
+        (f"-- {JOB} --fp8-level O3 --fp8-emulate E8M3", "--fp8-emulate E8M3: not modelled"),
         ("-- --num-layers 4", "--hidden-size is missing: give it behind --"),
         ("--num-layers 4", "--hidden-size is missing: give it, or --model"),
         ("--model 7b --num-layers 0", "--num-layers 0: use 1 or more"),

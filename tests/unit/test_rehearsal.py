@@ -291,6 +291,15 @@ def test_what_would_fail_at_full_size(shrunk):
     assert said.startswith("--save: not given")
 
 
+def test_what_is_not_counted_at_full_size_is_named(shrunk):
+    for name, what in (
+        ("experts", "experts"), ("uneven", "uneven stages"), ("few query groups", "--first-last-layers-bf16"),
+        ("named layers", "--fp8-bf16-layers decoder.layers.31.*,*.linear_fc1"),
+    ):  # fmt: skip
+        assert f"Not computed: `megatron-fp8 memory` does not count {what}." in shrunk[name]["page"]
+        assert not any("GB before the first activation" in line for line in shrunk[name]["warnings"])
+
+
 def test_a_job_that_cannot_start_says_why(shrunk):
     assert "--global-batch-size 7" in shrunk["7 in a batch"]["error"] and "\n" not in shrunk["7 in a batch"]["error"]
     assert "--save-interval" in shrunk["saves never"]["error"]
