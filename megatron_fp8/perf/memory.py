@@ -74,6 +74,8 @@ class Job:
     num_query_groups: int | None = None
     kv_channels: int | None = None
     swiglu: bool = False
+    quick_geglu: bool = False
+    attention_output_gate: bool = False
     disable_bias_linear: bool = False
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
@@ -121,7 +123,8 @@ class Job:
         hidden, heads = self.hidden_size, self.num_attention_heads
         channels = self.kv_channels or hidden // heads
         ffn = self.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if self.swiglu else 4 * hidden)
-        qkv, fc1 = (heads + 2 * (self.num_query_groups or heads)) * channels, ffn * (1 + self.swiglu)
+        queries, gated = heads * (1 + self.attention_output_gate), self.swiglu or self.quick_geglu
+        qkv, fc1 = (queries + 2 * (self.num_query_groups or heads)) * channels, ffn * (1 + gated)
         return [
             (qkv, hidden, True),
             (hidden, heads * channels, False),

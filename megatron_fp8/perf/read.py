@@ -31,10 +31,10 @@ _NOT_COUNTED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "heterogeneous_layers_config_encoded_json", "fp16", "use_precision_aware_optimizer", "grad_reduce_in_bf16",
     "first_last_layers_bf16", "fp8_bf16_layers", "fp8_emulate", "fp8_param_gather",
 ), ()) | {"optimizer": ("adam",), "num_distributed_optimizer_instances": ("1",)}  # fmt: skip
-# What changes only time or activations, and is not modelled.
+# What changes time or activations, and is not modelled; of the gates the weights are counted.
 _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "distribute_saved_activations", "cpu_offloading_num_layers", "fine_grained_activation_offloading", "window_size",
-    "fp32_residual_connection", "reset_attention_mask",
+    "fp32_residual_connection", "reset_attention_mask", "quick_geglu", "attention_output_gate",
 ), ()) | {
     "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",), "fp8_recipe": ("delayed",),
     "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),

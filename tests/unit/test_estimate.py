@@ -291,6 +291,8 @@ def test_every_layout_is_tried_and_divides(capsys):
         ("--fp8-level O1 --fp8-recipe tensorwise", "--fp8-recipe tensorwise"),
         ("--fp8-level O1 --no-fp8-wgrad", "--no-fp8-wgrad"),
         ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
+        ("--quick-geglu", "--quick-geglu"),
+        ("--fp8-level O3 --attention-output-gate", "--attention-output-gate"),
     ],
 )
 def test_what_is_not_modelled_is_refused(given, said):

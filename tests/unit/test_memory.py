@@ -14,7 +14,7 @@ from megatron_fp8.engine.partition import place
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.perf import memory
+from megatron_fp8.perf import memory, read
 from megatron_fp8.perf.memory import BYTES, MODELS, STATES, Job, engine_buckets, engine_bytes, ranks_bytes
 
 BLOCKS = 1 / 128
@@ -96,6 +96,25 @@ def whole(rank: memory.Rank) -> int:
 )
 def test_published_models_have_their_published_number_of_parameters(model, count):
     assert sum(memory.parameters(model)) == count
+
+
+@pytest.mark.parametrize(
+    "gates, count",
+    [
+        ("", 108_160),
+        ("--attention-output-gate", 116_480),
+        ("--quick-geglu", 141_440),
+        ("--quick-geglu --attention-output-gate", 149_760),
+    ],
+)
+def test_gates_have_the_weights_that_megatron_gives_them(gates, count):
+    """As its GPTModel of these sizes counts them: fc1 is twice as wide, and qkv has a gate for each query."""
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+        "--vocab-size 128 --position-embedding-type rope --untie-embeddings-and-output-weights --bf16"
+    )
+    args = read.parse(f"{flags} {gates}".split()).args
+    assert sum(memory.parameters(read.job(args, 1))) == count
 
 
 def test_the_backward_pass_begins_with_the_last_linear_of_a_layer():
