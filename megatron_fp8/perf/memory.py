@@ -9,7 +9,9 @@
                         all                            1: the E4M3 copy of a BF16 weight that its GEMMs take
                         the largest linear's           1: where W^T is made, for all layers
     linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
-    all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments (--use-distributed-optimizer)
+    all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
+
+Without --use-distributed-optimizer every rank has all states, and stock's buckets no padding.
 
 The buckets are those of the engine and of Megatron themselves: the same functions cut them, for a job's sizes in place
 of a model's weights. Ranks differ by their pipeline stage: the first has the embedding, the last the head (or, tied, a
@@ -26,6 +28,7 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -61,7 +64,8 @@ _UNKNOWN = "auto", (
 
 @dataclass(frozen=True)
 class Job:
-    """A GPT and its parallel layout: Megatron's flags, with Megatron's defaults, and the data-parallel size.
+    """A GPT and its parallel layout: Megatron's flags, and the data-parallel size. Defaults are Megatron's, but for the
+    distributed optimizer.
 
     data_parallel_size counts context-parallel ranks too. UserError for what Megatron or the GEMMs could not cut.
     """
@@ -85,6 +89,7 @@ class Job:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     data_parallel_size: int = 1
+    use_distributed_optimizer: bool = True
 
     def __post_init__(self):
         for field in fields(self):
@@ -193,13 +198,15 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> list[Placement]:
     return [place([weight.param.numel() for weight in run], ranks, how) for run in runs]
 
 
-def engine_bytes(buckets: list[Placement], cells: Mapping[str, str]) -> dict[str, int]:
+def engine_bytes(buckets: list[Placement], cells: Mapping[str, str], sharded: bool = True) -> dict[str, int]:
     """Bytes, by kind, that every data-parallel rank holds for the weights of its model chunks' buckets.
 
-    cells: {cell of flags/level.py: value}; grad_accum may be auto, which counts as fp8.
+    cells: {cell of flags/level.py: value}; grad_accum may be auto, which counts as fp8.  sharded: whether a rank has
+    the states of its row alone.
     """
     whole = sum(bucket.numel for bucket in buckets)
     sizes = [size for bucket in buckets for size in bucket.sizes]
+    of_states = sum(bucket.row for bucket in buckets) if sharded else whole
     stored, storage = cells["weight"], cells["grad_accum"]
     in_fp8 = cells["gemm"] == "fp8"
     held = {
@@ -207,13 +214,16 @@ def engine_bytes(buckets: list[Placement], cells: Mapping[str, str]) -> dict[str
         "weight fp8 copy": sum(sizes) * BYTES["e4m3"] * (in_fp8 and stored != "fp8"),
         "transpose scratch": max(sizes) * BYTES["e4m3"] * in_fp8,
         "grad": whole * BYTES["fp8" if storage == "auto" else storage],
-        **{state: sum(bucket.row for bucket in buckets) * BYTES[cells[state]] for state in STATES},
+        **{state: of_states * BYTES[cells[state]] for state in STATES},
     }
     return {kind: int(size) for kind, size in held.items()}
 
 
-def stock_buckets(sizes: list[int], ranks: int) -> list[Placement]:
-    """Stock Megatron's buckets for parameters of `sizes` elements; rows and starts are of Megatron's multiples."""
+def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> list[Placement]:
+    """Stock Megatron's buckets for parameters of `sizes` elements; rows and starts are of Megatron's multiples.  Where
+    states are not sharded one of one row, unpadded: a rank owns all."""
+    if not sharded:
+        return [Placement(sum(sizes), [0, *accumulate(sizes[:-1])], sizes, 1)]
     params = [torch.empty(size, device="meta") for size in reversed(sizes)]  # the layout reverses them again
     config = DistributedDataParallelConfig()
     layout = DistributedOptimizer._compute_per_buffer_param_layout(
@@ -230,7 +240,7 @@ def stock_buckets(sizes: list[int], ranks: int) -> list[Placement]:
 
 
 def stock_bytes(buckets: list[Placement], rank: int) -> dict[str, int]:
-    """Bytes, by kind, that data-parallel rank `rank` holds in stock Megatron with the distributed optimizer."""
+    """Bytes, by kind, that the owner of row `rank` holds in stock Megatron."""
     whole = sum(bucket.numel for bucket in buckets)
     held = {"weight": whole * BYTES["bf16"], "grad": whole * BYTES["fp32"]}
     held |= dict.fromkeys(STATES, owned(buckets, rank) * BYTES["fp32"])
@@ -257,20 +267,22 @@ def ranks_bytes(
 
     cells: {cell: value}, or None for stock Megatron (O0). Data-parallel rank 0 holds as much as any other.
     """
-    sizes, data = job.linears(), job.data_parallel_size
-    linears = stock_buckets(sizes, data) if cells is None else engine_buckets(sizes, data, cells["partition"])
+    sizes, data, sharded = job.linears(), job.data_parallel_size, job.use_distributed_optimizer
+    linears = stock_buckets(sizes, data, sharded) if cells is None else engine_buckets(sizes, data, cells["partition"])
     states = sum(BYTES["fp32" if cells is None else cells[state]] for state in STATES)
     for stage in range(job.pipeline_model_parallel_size) if stages is None else stages:
         others = _buckets_of_others(job, stage)
         for rank in range(data) if ranks is None else ranks:
-            ours = stock_bytes(linears, rank) if cells is None else engine_bytes(linears, cells)
-            yield Rank(ours, stock_bytes(others, rank), int(owned(linears, rank) * states))
+            row = rank if sharded else 0
+            ours = stock_bytes(linears, row) if cells is None else engine_bytes(linears, cells, sharded)
+            used = owned(linears, row) if sharded else sum(sizes)
+            yield Rank(ours, stock_bytes(others, row), int(used * states))
 
 
 @lru_cache(maxsize=64)
 def _buckets_of_others(job: Job, stage: int) -> list[Placement]:
     """Which no level changes."""
-    return stock_buckets(job.others(stage), job.data_parallel_size)
+    return stock_buckets(job.others(stage), job.data_parallel_size, job.use_distributed_optimizer)
 
 
 def parameters(job: Job) -> tuple[int, int]:
@@ -330,7 +342,8 @@ def table(job: Job, levels: Mapping[str, Mapping[str, str] | None]) -> list[str]
     """Lines of a Markdown table of what a rank holds, a column a level: {its name: its cells, or None for stock}."""
     columns = [_column(job, cells) for cells in levels.values()]
     tensor, pipeline, data = job.tensor_model_parallel_size, job.pipeline_model_parallel_size, job.data_parallel_size
-    lines = [f"| GB on a rank; TP {tensor}, PP {pipeline}, DP {data} | " + " | ".join(levels) + " |"]
+    whole = "" if job.use_distributed_optimizer or data == 1 else ", with whole states"
+    lines = [f"| GB on a rank; TP {tensor}, PP {pipeline}, DP {data}{whole} | " + " | ".join(levels) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
     for row in columns[0]:
         if any(column[row] for column in columns):
@@ -384,7 +397,6 @@ def _behind_dashes(
     read.check_given(flags.args)
     read.check_counted(flags.args)
     data = given.get("data_parallel_size") or read.data_parallel(flags.args, args.gpus or flags.gpus or flags.replica)
-    read.check_optimizer(flags.args, data)
     of_job = {name: value for name, value in read.cells_given(flags.args).items() if name in {c.name for c in _CELLS}}
     job = replace(read.job(flags.args, data), **given)
     return job, of_job, flags.level, _auto(flags.args, job)

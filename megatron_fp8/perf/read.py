@@ -232,7 +232,8 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
 
 
 def check_optimizer(args: Namespace, data: int) -> None:
-    """Raise UserError where it is not the distributed one, on more than one data-parallel rank."""
+    """Raise UserError where it is not the distributed one, on more than one data-parallel rank: its memory is counted,
+    its time not modelled."""
     if not args.use_distributed_optimizer and data > 1:
         raise UserError("the distributed optimizer alone is modelled; add --use-distributed-optimizer")
 

@@ -2,15 +2,21 @@
 
 import argparse
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_parts import one_set
 from megatron.core.distributed import DistributedDataParallelConfig
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from megatron_fp8 import ops
 from megatron_fp8.engine import states
+from megatron_fp8.engine.events import Events
 from megatron_fp8.engine.gradients import grad_store
+from megatron_fp8.engine.owned import OwnedWeight, Scratch
 from megatron_fp8.engine.partition import place
+from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.formats import E4M3
@@ -225,6 +231,29 @@ def test_stock_owns_every_parameter_once_in_18_bytes(ranks):
         assert 6 * count <= buffers <= 6 * (count + padding)
 
 
+def test_without_the_distributed_optimizer_stock_has_18_bytes_on_every_rank():
+    given = job(num_layers=3, data_parallel_size=4, use_distributed_optimizer=False)
+    count = sum(memory.parameters(given))
+    held = list(ranks_bytes(given, None))
+    assert [whole(rank) for rank in held] == [18 * count] * 4
+    assert all(rank.used == 12 * sum(given.linears()) for rank in held)
+
+
+@pytest.mark.parametrize("how", ["even", "greedy"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_bucket_has_the_states_that_are_counted(how, sharded):
+    """The engine's, of four ranks: a row of it, or the whole."""
+    shapes, at_o2 = ((48, 32), (64, 80), (4 * 48, 128)), cells("O2", partition=how, grad_accum="bf16")
+    fp8 = SimpleNamespace(**at_o2, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None, seed=1)
+    weights = [OwnedWeight(torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)), fp8) for shape in shapes]
+    group = FakeProcessGroup._create_internal(1, 4)
+    bucket = Bucket(weights, one_set(group), sharded, fp8, None, 0, None, Events(), Scratch())
+    held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in bucket.buffers().items()}
+    counted = engine_bytes(engine_buckets([rows * columns for rows, columns in shapes], 4, how), at_o2, sharded)
+    for kind in ("weight", "grad", *STATES):
+        assert held[kind] == counted[kind]
+
+
 def test_stocks_bucket_rule_is_that_of_its_configuration():
     config = DistributedDataParallelConfig()  # what the estimate takes the defaults from
     assert config.bucket_size is None and config.num_buckets is None and not config.pad_buckets_for_high_nccl_busbw
@@ -351,6 +380,16 @@ def test_a_layout_in_front_is_as_one_in_the_job(capsys, layout, gpus):
     of_job = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
     front = printed(capsys, *gpus.split(), *layout.split(), "--", *JOB.split(), *of_job.split())
     assert front == printed(capsys, *gpus.split(), "--", *JOB.split(), *of_job.split(), *layout.split())
+
+
+def test_a_job_without_the_distributed_optimizer_has_whole_states(capsys):
+    without = JOB.replace("--use-distributed-optimizer", "").split()
+    table = printed(capsys, "--gpus", "32", "--", *without)
+    assert table["GB on a rank; TP 1, PP 1, DP 32, with whole states"] == ["O0", "O1", "O2", "O3"]
+    assert table["bytes a parameter: all"][0] == "18.000"
+    one = printed(capsys, "--gpus", "1", "--", *without)
+    rows = [f"linears: {state}" for state in STATES]
+    assert one["GB on a rank; TP 1, PP 1, DP 1"] and [one[row] for row in rows] == [table[row] for row in rows]
 
 
 def test_a_jobs_level_and_cells_are_its_columns(capsys):

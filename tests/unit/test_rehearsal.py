@@ -291,6 +291,21 @@ def test_what_would_fail_at_full_size(shrunk):
     assert said.startswith("--save: not given")
 
 
+def test_whole_states_are_counted_where_each_rank_keeps_them(parser):
+    """7B on 8 ranks at O1: 113 GB, and with the distributed optimizer 44."""
+    model = (
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 2 --global-batch-size 64 "
+        "--eval-interval 1000 --fp8-level O1"
+    )
+    start = page.read("train", 0, 1.0, [], [])
+    for flag, gb in (("", "113"), ("--use-distributed-optimizer", "")):
+        job = examine(take_apart(f"{SCRIPT} {GPT} {model} {flag}".split()), 8)
+        found = page.warnings(job, SimpleNamespace(data_parallel=1, ranks=1), page.Outcome(start, start))
+        said = [line for line in found if "before the first activation" in line]
+        assert said == [f"A rank holds {gb} GB before the first activation; an H100 has 80 GB, an H200 141."] * bool(gb)
+        assert ("DP 8, with whole states |" in "\n".join(page._full_size(job))) == bool(gb)
+
+
 def test_what_is_not_counted_at_full_size_is_named(shrunk):
     for name, what in (
         ("experts", "experts"), ("uneven", "uneven stages"), ("few query groups", "--first-last-layers-bf16"),
