@@ -77,16 +77,18 @@ def check(args: Namespace) -> None:
 
 
 def largest_micro_batch(w: Workload, on: Hardware, cap_gb: float | None = None) -> Estimate | None:
-    """The estimate with the largest micro-batch that fits and divides the batch; None where none does."""
+    """The estimate with the largest micro-batch that fits and divides the batch; None where none does.
+
+    All are tried: where one is a step's only one, its gradients may be in FP8, and it fits where a smaller does not.
+    """
     best = None
     for size in divisors(w.global_batch // w.data):
         try:
             found = estimate(replace(w, micro_batch=size), on)
         except UserError:  # virtual stages want a number of micro-batches that it does not leave
             continue
-        if found.room(cap_gb) < 0:
-            break
-        best = found
+        if found.room(cap_gb) >= 0:
+            best = found
     return best
 
 

@@ -3,9 +3,9 @@
     megatron-fp8 plan --gpus 128 --hardware h100-80gb-sxm -- FLAGS --fp8-level O3
 
 Searched: tensor parallelism inside a node (with sequence parallelism), pipeline stages and their virtual chunks, data
-parallelism with what is left, micro-batches, and no, selective or full recomputation. Of FLAGS the model, the global
-batch, context parallelism and the level count; their own layout is marked, where it is one. A layout's micro-batch and
-recomputation are the fastest that fit. The ranking is arithmetic beyond what perf/measured.csv holds.
+parallelism with what is left, every micro-batch, and no, selective or full recomputation. Of FLAGS the model, the
+global batch, context parallelism and the level count; their own layout is marked, where it is one. A layout's
+micro-batch and recomputation are the fastest that fit. The ranking is arithmetic beyond what perf/measured.csv holds.
 """
 
 import json
@@ -24,7 +24,7 @@ from .read import Flags
 from .step import Estimate, estimate
 from .systems import chosen
 
-_MOST_CHUNKS, _LARGEST_MICRO_BATCH = 8, 16
+_MOST_CHUNKS = 8
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 
 
@@ -117,8 +117,6 @@ def _best(
     if flags.args.global_batch_size % data:
         return Candidate(layout, None, f"not divisible: DP {data} does not divide the global batch")
     for size in divisors(flags.args.global_batch_size // data):
-        if size > _LARGEST_MICRO_BATCH:
-            break
         for recompute in RECOMPUTE:
             try:
                 found = estimate(_workload(flags, gpus, system, layout, size, recompute), on)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -265,6 +266,28 @@ def test_every_layout_is_tried_and_divides(capsys):
     assert any(c.lost.startswith("not divisible") for c in plan.search(
         read.parse(MODEL.replace("batch-size 64", "batch-size 6").split()), 16, "bf16", hardware.load("h200"), None
     ))  # fmt: skip
+
+
+PAPER = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
+    "--position-embedding-type rope --disable-bias-linear --vocab-size 50304 --bf16 --use-distributed-optimizer "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 "
+    "--global-batch-size 64"
+)
+
+
+def test_a_plan_tries_every_micro_batch():
+    """Of a small model the fastest is large; of a large one only the whole step's fits, whose gradients are in FP8."""
+    small = read.parse(f"{MODEL} --num-layers 12 --hidden-size 1024 --global-batch-size 1024".split())
+    found = plan.search(small, 8, "O3", hardware.load("h200"), None)
+    fastest = max((c.best for c in found if c.best), key=lambda e: e.tokens_a_second)
+    assert fastest.workload.micro_batch > 16
+    flags, h100 = read.parse(PAPER.split()), hardware.load("h100-80gb-sxm")
+    (layout,) = (c for c in plan.search(flags, 64, "O3", h100, None) if c.layout == plan.Layout(2, 4, 1))
+    w = layout.best.workload
+    assert (w.micro_batch, w.micro_batches, w.cells()["grad_accum"]) == (8, 1, "fp8")
+    assert all(step.estimate(replace(w, micro_batch=size), h100).room() < 0 for size in (1, 2, 4))
+    assert estimate.largest_micro_batch(replace(w, micro_batch=1), h100).workload == w
 
 
 @pytest.mark.parametrize(
