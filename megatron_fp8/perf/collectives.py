@@ -12,6 +12,8 @@ all-to-all sends as much, but to each rank its own: what is for another node lea
     pipeline    an activation forward and a gradient backward, a micro-batch and boundary
     context     keys and values round the ring, forward, and with their gradients backward. Its bare share is assumed
 
+What recomputation repeats of a layer's forward pass, its collectives repeat too.
+
 How much overlap hides was read off profiled steps (systems.py: bare_*). A collective that nothing is to hide is bare.
 Of our tensor parallelism it follows from what runs beside each collective (layers/parallel.py): `_beside_gemms`. What
 is hidden is not free: two ranks' profiled steps (train_step_tp2.csv, four calls) have 3 to 7 ms bare, and forward GEMMs
@@ -63,7 +65,8 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict
         ms = times * (size / rate / 1e6 + hardware.collective_ms)
         found["pipeline"] = Traffic(0 if crosses else times * size, times * size if crosses else 0, ms, ms)
     if w.context > 1:
-        size = 3 * 2 * 2 * w.groups / w.tensor * w.tokens * w.context  # K and V; backward again, and their gradients
+        often = 3 + w.again("core_attn")  # K and V; backward again, and their gradients
+        size = often * 2 * 2 * w.groups / w.tensor * w.tokens * w.context
         rounds = w.micro_batches * w.layers
         found["context"] = _ring(w, hardware, w.context, w.tensor, size, _BARE_CONTEXT, rounds)
     return found
@@ -73,15 +76,16 @@ def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     times = w.micro_batches * w.layers
     size = 2.0 * w.tokens * w.job.hidden_size
     bare = w.system.bare_tensor
+    forward = 2 + w.again("attention") + w.again("mlp")  # passes of one of the two
     if not w.sequence_parallel:  # a sum for all each, forward and backward, of attention and of the MLP
         y, dx = _summed(w)
-        return {"tensor: sums": _ring(w, hardware, w.tensor, 1, 2 * size * (y + dx), 1.0, times)}
+        return {"tensor: sums": _ring(w, hardware, w.tensor, 1, size * (forward * y + 2 * dx), 1.0, times)}
     if w.system.ours:
         return _beside_gemms(w, hardware)
-    gathers = (2 + 2) * w.system.gather_bytes / 2 + 2  # x, as the system sends it, both ways; dy in BF16
+    gathers = (forward + 2) * w.system.gather_bytes / 2 + 2  # x, as the system sends it, both ways; dy in BF16
     return {
-        "tensor: gathers": _ring(w, hardware, w.tensor, 1, gathers * size, bare, times, 6),
-        "tensor: reduce-scatters": _ring(w, hardware, w.tensor, 1, 4 * size, bare, times, 4),
+        "tensor: gathers": _ring(w, hardware, w.tensor, 1, gathers * size, bare, times, forward + 4),
+        "tensor: reduce-scatters": _ring(w, hardware, w.tensor, 1, (forward + 2) * size, bare, times, forward + 2),
     }
 
 
@@ -102,20 +106,22 @@ def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     times, how = w.micro_batches * w.layers, w.overrides or {}
     fp8 = w.fp8 and how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
     a_row, (of_y, of_dx) = 1.0 if fp8 else 2.0, _summed(w)
-    gathers: list[tuple[float, float]] = []  # (bytes, ms of what runs beside)
-    sums: list[tuple[float, float]] = []
-    for product in products(w, hardware):
+    gathers: list[tuple[float, float, float]] = []  # (bytes, ms of what runs beside, how often in a layer)
+    sums: list[tuple[float, float, float]] = []
+    for product, part in zip(products(w, hardware), ("attention", "attention", "mlp", "mlp"), strict=True):
+        forward = 1 + w.again(part)
         x, y = w.tokens * product.k, w.tokens * product.n
         own, back = product.forward / w.tensor, product.dgrad / w.tensor
         if product.across:
-            gathers += [(x * a_row, own * fp8), (x * a_row, product.dgrad)]
-            sums.append((of_dx * x, product.wgrad))
+            gathers += [(x * a_row, own * fp8, forward), (x * a_row, product.dgrad, 1)]
+            sums.append((of_dx * x, product.wgrad, 1))
         else:
-            gathers.append((y * a_row, back * fp8))
-            sums.append((of_y * y, own))
+            gathers.append((y * a_row, back * fp8, 1))
+            sums.append((of_y * y, own, forward))
 
-    def total(sent: list[tuple[float, float]]) -> Traffic:
-        each = [(_ring(w, hardware, w.tensor, 1, payload, 1.0, times), times * hidden) for payload, hidden in sent]
+    def total(sent: list[tuple[float, float, float]]) -> Traffic:
+        each = [(_ring(w, hardware, w.tensor, 1, payload, 1.0, often * times), often * times * hidden)
+                for payload, hidden, often in sent]  # fmt: skip
         inside, between, ms = (sum(part) for part in zip(*(one[:3] for one, _ in each), strict=True))
         bare = sum(max(0.0, one.ms - hidden) for one, hidden in each)
         return Traffic(inside, between, ms, bare + _OF_HIDDEN * (ms - bare))
@@ -130,8 +136,8 @@ def _ring(
     stride: int,
     payload: float,
     bare: float,
-    times: int = 1,
-    calls: int = 1,
+    times: float = 1,
+    calls: float = 1,
 ) -> Traffic:
     """`times` times collectives of `payload` bytes, over ranks that lie `stride` GPUs apart."""
     a_node = min(ranks, max(1, hardware.gpus_per_node // stride))  # of them in one node

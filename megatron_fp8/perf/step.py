@@ -131,16 +131,10 @@ def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
 def _recomputed(w: Workload, linear: float, attention: float, of_passes: float) -> float:
     """Ms of a stage; of the passes a third is the forward's."""
     if w.recompute == "full":
-        chunk = w.layers // w.virtual
-        layers = w.virtual * (chunk if w.recomputed_layers is None else min(w.recomputed_layers, chunk))
-        return layers * (linear + attention + of_passes / 3)
-    if w.recompute == "selective":
-        ms = attention * ("core_attn" in w.modules)
-        if "mlp" in w.modules:
-            ffn = sum(rows * columns for rows, columns, _ in w.job.linear_sizes[2:])
-            ms += linear * ffn / sum(rows * columns for rows, columns, _ in w.job.linear_sizes)
-        return w.layers * ms
-    return 0.0
+        return w.layers * w.again("layer") * (linear + attention + of_passes / 3)
+    sizes = [rows * columns for rows, columns, _ in w.job.linear_sizes]
+    mlp = linear * sum(sizes[2:]) / sum(sizes)
+    return w.layers * (attention * w.again("core_attn") + mlp * w.again("mlp"))
 
 
 def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:

@@ -106,6 +106,14 @@ class Workload:
         """Of a stage."""
         return self.job.num_layers // self.pipeline
 
+    def again(self, part: str) -> float:
+        """Share of the layers that run a part of theirs forward once more in the backward pass: of MODULES, or another,
+        which only whole layers repeat."""
+        if self.recompute == "full":
+            chunk = self.layers // self.virtual
+            return 1.0 if self.recomputed_layers is None else min(self.recomputed_layers, chunk) / chunk
+        return float(self.recompute == "selective" and part in self.modules)
+
     @property
     def heads(self) -> int:
         """Channels of all heads."""

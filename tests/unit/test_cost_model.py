@@ -231,6 +231,42 @@ def test_recomputation_takes_time_and_gives_memory(system):
     assert all_.peak < half.peak < one.peak and one.gpu_ms < half.gpu_ms < all_.gpu_ms
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_recomputation_repeats_the_forward_passs_collectives(system):
+    """A layer's forward pass gathers the inputs of qkv and fc1 and sums the outputs of proj and fc2."""
+    w = laid_out(slice_7b(system), tensor=8)
+    plain = estimate(w, H200)
+
+    def more(**how):
+        """Bytes of gathers and of sums, for one without recomputation."""
+        found = estimate(replace(w, **how), H200)
+        kinds = "tensor: gathers", "tensor: reduce-scatters"
+        bare = [found.traffic[kind].bare / plain.traffic[kind].bare for kind in kinds]
+        sent = [found.traffic[kind].inside / plain.traffic[kind].inside for kind in kinds]
+        assert all((b > 1) == (s > 1) for b, s in zip(bare, sent, strict=True))
+        assert found.parts["bare: tensor"] == pytest.approx(sum(found.traffic[kind].bare for kind in kinds))
+        return sent
+
+    assert more(recompute="full") == pytest.approx([8 / 6, 6 / 4])
+    assert more(recompute="full", recomputed_layers=4) == pytest.approx([7 / 6, 5 / 4])  # of 8
+    assert more(recompute="selective", modules=("mlp",)) == pytest.approx([7 / 6, 5 / 4])
+    assert more(recompute="selective", modules=("core_attn", "layernorm")) == [1, 1]
+    alone = replace(w, sequence_parallel=False)
+    sums, twice = (
+        estimate(replace(alone, recompute=how), H200).traffic["tensor: sums"] for how in ("none", "full")
+    )
+    assert (twice.inside, twice.bare) == (pytest.approx(1.5 * sums.inside), twice.ms)
+
+
+def test_recomputed_attention_passes_keys_and_values_once_more():
+    w = replace(slice_7b(), job=replace(slice_7b().job, data_parallel_size=2), context=2)
+    once, *again, mlp = (
+        estimate(replace(w, recompute=how, modules=modules), H200).traffic["context"].inside
+        for how, modules in (("none", ()), ("full", ()), ("selective", ("core_attn",)), ("selective", ("mlp",)))
+    )
+    assert again == [pytest.approx(once * 4 / 3)] * 2 and mlp == once
+
+
 def test_micro_batches_in_flight():
     w = laid_out(slice_7b(global_batch=64), pipeline=4)
     assert [activations.in_flight(w, stage) for stage in range(4)] == [4, 3, 2, 1]
