@@ -41,7 +41,7 @@ class Traffic(NamedTuple):
 
 
 def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, Traffic]:
-    """{kind: Traffic}; linears, others: parameters that the rank holds."""
+    """{kind: Traffic} of data parallelism, once a step; linears, others: parameters that the rank holds."""
     found = {}
     ranks, stride = w.job.data_parallel_size, w.tensor
     s = w.system
@@ -55,8 +55,12 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict
         bare = s.bare_weights if w.overlap_gather else 1.0
         found["weights: linears"] = _ring(w, hardware, ranks, stride, s.weight_wire * linears, bare)
         found["weights: all else"] = _ring(w, hardware, ranks, stride, 2 * others, bare)
-    if w.tensor > 1:
-        found |= _tensor(w, hardware)
+    return found
+
+
+def micro_batches(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
+    """{kind: Traffic} of all of a step's micro-batches, in whose passes it lies."""
+    found = _tensor(w, hardware) if w.tensor > 1 else {}
     if w.pipeline > 1:
         size = 2 * w.tokens * w.job.hidden_size / w.split
         times = 2 * w.micro_batches * w.virtual

@@ -1,8 +1,8 @@
 """An estimate: the memory of every rank and the time of a step, added up from the other modules.
 
-    stage     forward and backward of its layers, passes and products, and its tensor-parallel collectives
+    stage     forward and backward of its layers, passes and products, what is bare of its collectives, gaps
     pipeline  sum of the stages' times + (m - 1) times the slowest; interleaved, the sum's part divided by the chunks
-    GPU       pipeline + optimizer + what of the data-parallel collectives is bare + gaps
+    GPU       pipeline + optimizer + what of the data-parallel collectives is bare + the gap at a step's ends
     step      the longer of the GPU's time and the host's
 
 Memory is what torch's allocator holds: the peak is that of its counters. `fits` adds what it does not see.
@@ -92,14 +92,17 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     m, times = w.micro_batches, [sum(parts.values()) for parts in passing]
     slowest = max(range(w.pipeline), key=times.__getitem__)
     parts = {kind: m * ms for kind, ms in passing[slowest].items()}
-    parts["pipeline bubble"] = (sum(times) - times[slowest]) / w.virtual
+    in_passes = collectives.micro_batches(w, hardware)
+    gaps = w.layers * hardware.layer_gap_ms * (_GRAPH_GAPS if w.graphed else 1)
+    waits = sum(of_kind.bare for of_kind in in_passes.values()) / m + gaps  # of every stage, a micro-batch
+    parts["pipeline bubble"] = (sum(times) - times[slowest] + (w.pipeline - 1) * waits) / w.virtual
     linears, others = sum(w.job.linears()), sum(w.job.others(slowest))
     parts |= passes.step(w, hardware, linears, others)
-    traffic = collectives.step(w, hardware, linears, others)
+    traffic = collectives.step(w, hardware, linears, others) | in_passes
     for kind, of_kind in traffic.items():
         parts[f"bare: {kind.partition(':')[0]}"] = parts.get(f"bare: {kind.partition(':')[0]}", 0.0) + of_kind.bare
+    parts["gaps"] = hardware.border_ms + m * gaps
     calls = m * w.layers
-    parts["gaps"] = hardware.border_ms + hardware.layer_gap_ms * calls * (_GRAPH_GAPS if w.graphed else 1)
     parts = {kind: ms for kind, ms in parts.items() if ms}
     host = 0 if w.graphed else hardware.host_ms + w.system.host + hardware.host_layer_ms * calls
     return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
