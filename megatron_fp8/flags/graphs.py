@@ -32,7 +32,8 @@ def one_gpu(args: Namespace) -> bool:
 
 def differ(args: Namespace) -> bool:
     """Whether the host's part differs between steps."""
-    given = (getattr(args, flag.removeprefix("--").replace("-", "_")) for flag in BY_THE_STEP)
+    # --dataloader-save is a flag of some scripts only.
+    given = (getattr(args, flag.removeprefix("--").replace("-", "_"), None) for flag in BY_THE_STEP)
     return args.fp8_grad_accum == "fp8" or any(given)
 
 
