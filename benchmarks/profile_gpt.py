@@ -27,6 +27,7 @@ COLLECTIVES = ("SendRecv", "ReduceScatter", "AllGather", "AllReduce")  # SendRec
 SYNCHRONISES = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 WAITS = (*SYNCHRONISES, "aten::item")
 STEP = "the profiled train_step"
+RANGES = (STEP, "Optimizer.", "nccl:")  # not kernels
 FULL_QUEUE_US = 200  # a launch takes 5; one that takes so long waits until the GPU's queue has room
 
 
@@ -57,7 +58,7 @@ def summary(profile) -> dict:
             elif event.name in SYNCHRONISES or full_queue:
                 host_waited.append(interval)
             continue
-        if event.name == STEP or event.name.startswith("Optimizer."):  # a range, not a kernel
+        if event.name.startswith(RANGES):  # torch gives a range the time of the kernels inside it
             continue
         kernels += not event.name.startswith(("Memcpy", "Memset"))
         if event.name.startswith("Memcpy DtoH"):

@@ -188,11 +188,14 @@ def test_summary_counts():
         event("_tile_kernel", 2000, 4000),
         event("nvjet_sm90_qqtst_x", 3000, 6000),
         event("Memcpy DtoH (Device -> Pinned)", 6500, 7000),
+        event("nccl:all_to_all", 8000, 8500),  # torch's name for a collective, beside NCCL's kernel
+        event("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 8000, 8500),
     ]
     found = profile_gpt.summary(SimpleNamespace(events=lambda: events))
-    assert found["ms"] == {kinds.FORWARD: 3.0, kinds.CAST: 2.0, kinds.COPY: 0.5}
-    assert (found["busy"], found["span"]) == (4.5, 5.0)
-    assert (found["kernels"], found["aten_calls"], found["host_ms"]) == (2, 2, 5.0)
+    assert found["ms"] == {kinds.FORWARD: 3.0, kinds.CAST: 2.0, kinds.COPY: 0.5, kinds.COMMUNICATION: 0.5}
+    assert found["collectives"] == {"SendRecv": {"kernels": 1, "ms": 0.5, "exposed_ms": 0.5}}
+    assert (found["busy"], found["span"]) == (5.0, 6.5)
+    assert (found["kernels"], found["aten_calls"], found["host_ms"]) == (3, 2, 5.0)
     waits = ("aten::item", "copy to host", "cudaDeviceSynchronize", "cudaStreamSynchronize")
     assert found["waits"] == dict.fromkeys(waits, 1)
 
