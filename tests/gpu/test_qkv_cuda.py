@@ -35,6 +35,9 @@ SHAPES = [
     (34, 2, 2, 1, 64, 0),  # nothing rotated: by cast.py's tiles, in words
     (7, 3, 3, 4, 48, 0),  # in bytes
     (3, 1, 2, 2, 40, 0),  # too narrow for them
+    (35, 1, 2, 1, 64, 64),  # whole heads rotated: by tiles too, in bytes
+    (34, 2, 1, 2, 32, 32),  # in words
+    (5, 1, 1, 1, 256, 256),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -160,11 +163,11 @@ def test_join_of_any_type(dtype, fmt):
 
 
 @pairings
-@pytest.mark.parametrize("r", [1, 3])
-def test_any_bits(r, interleaved):
+@pytest.mark.parametrize(("r", "d"), [(1, 24), (3, 32)])
+def test_any_bits(r, d, interleaved):
     """Denormals, infinities and NaN included, through angles of which some are zero."""
     groups, hn, s, b = 2, 32, 8, 2
-    cos, sin = tables(s, 24)
+    cos, sin = tables(s, d)
     cos[0], sin[0] = 1.0, 0.0
     width = groups * (r + 2) * hn
     mixed = random_bits(s * b * width, torch.bfloat16)[: s * b * width].view(s, b, width)
