@@ -9,9 +9,9 @@ every head, they would move more bytes than the heads. Of a head it takes pairs,
 itself what is not rotated. Blocks are powers of two with masks, so a head may have any size.
 
 A join in FP8 with columns is a cast of tiles whose rows lie in heads: cast.py's, and as fast, where nothing is rotated.
-Where whole heads are, by halves, a program turns two such tiles, its head's halves, into each other. One head a
-program: of 201 M elements, heads of 128, it takes 246 us on an H200, with four or eight heads in turn 290, as below 333,
-and with one table for both halves, which nobody promises, 225.
+Where whole heads are, by halves, a program turns two such tiles, its head's halves, into each other: 246 us for 201 M
+elements in heads of 128 on an H200; with four or eight heads in turn 290, as below 333, with one table for both halves,
+which nobody promises, 225.
 
 In place no thread may read what another has written: a pair is read and written by one thread, since a tile has more
 pairs than the program threads.
