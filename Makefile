@@ -27,7 +27,7 @@ test: $(READY) ## the tests for every change
 	@$(BIN)/python -m pytest $(AT_ONCE) -m "not slow"
 
 test-slow: $(READY) ## every test, the slow ones too (nightly)
-	@$(BIN)/python -m pytest $(AT_ONCE)
+	@$(BIN)/python -m pytest $(AT_ONCE) --durations 20
 
 # Kernels that are not ours are left out; without torch's cache each tensor has bounds of its own.
 sanitize: $(READY) ## compute-sanitizer's memcheck over the kernels' smoke tests (a GPU, two minutes)

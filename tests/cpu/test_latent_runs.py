@@ -49,7 +49,8 @@ def test_trains(nproc, flags):
 def test_computes_what_stock_does_in_every_layout(model, tmp_path):
     start = f"--load {tmp_path} --finetune"
     stock(1, f"{model} --save {tmp_path} --save-interval 1 --exit-interval 1 --lr 1e-9 --min-lr 0")
-    for nproc, layout in (1, ""), (2, f"{TP} --sequence-parallel"), (2, TP), (2, PP):
+    layouts = [(1, ""), (2, f"{TP} --sequence-parallel")]
+    for nproc, layout in [*layouts, (2, TP), (2, PP)] if model == COMPRESSED else layouts:
         ours, theirs = (run(nproc, f"{model} {start} {layout} {more}") for run, more in ((train, EXACT), (stock, "")))
         assert ours.losses == pytest.approx(theirs.losses, abs=1.5e-4)
         assert ours.losses[:2] == pytest.approx(theirs.losses[:2], abs=5e-5)  # before weights differ

@@ -168,13 +168,16 @@ def test_a_layout_trains_as_one_process(train, model, layout, level, sums):
 
 
 def grid():
-    """Every combination of TP, PP, virtual stages and DP; the rest in turns, so that any two meet somewhere."""
+    """Every combination of TP, PP, virtual stages and DP, but of 24 and 32 ranks the last alone; the rest in turns, so
+    that any two meet somewhere."""
     sizes = itertools.product((1, 2, 4), (1, 2, 3, 4), (1, 2), (False, True))
     number = 0
     for tp, pp, dp, virtual in sizes:
         if (virtual and pp == 1) or tp * pp * dp == 1:
             continue
         number += 1
+        if tp * pp * dp > 16 and (tp, pp, virtual) != (4, 4, True):
+            continue
         level = f"O{1 + number % 3}"
         layers = pp * 2 if virtual or pp < 3 else pp
         more = []

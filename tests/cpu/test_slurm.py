@@ -249,6 +249,8 @@ def test_a_job_that_hangs_until_its_time_limit_comes_back(slurm, files, tmp_path
         "(save / 'integrity.json').touch()\n"
     )
     job = Job(slurm, tmp_path / "job", files, "--script", str(script), "--time", "2")
+    job.until(lambda: any(note.startswith("requeued") for note in job.notes))
+    job.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")  # a busy machine's start takes minutes
     assert job.end() == ("COMPLETED", 1), job.log[-5000:]
     assert [note for note in job.notes if not note.startswith("start")] == [
         "told to stop: the tasks save and end",
