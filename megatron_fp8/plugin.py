@@ -443,7 +443,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 check_stage(get_args().save, model_chunks)
                 searches = gemms.settle()
                 _log(speed(get_args(), owned_weights(model_chunks)))
-                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive())
+                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive(fp8.grad_format))
                 engine, same.here = chain.engine, True
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))

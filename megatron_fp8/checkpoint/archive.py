@@ -9,6 +9,8 @@ from megatron.training.global_vars import get_args
 from ..engine.chain import Fp8ChainedOptimizer
 from ..engine.optimizer import EngineOptimizer
 from ..flags.numbers import largest_batch
+from ..numerics.auto_scaling import AUTO
+from ..numerics.formats import Format
 from .compact import load_compact_state, sharded_compact_state
 from .state import (
     CONTENTS,
@@ -26,7 +28,13 @@ from .stock_state import adopt, ask_for_masters, step_of
 
 
 class Archive:
-    """Makes the state dicts of EngineOptimizer and Fp8ChainedOptimizer, in the form that the metadata names."""
+    """Makes the state dicts of EngineOptimizer and Fp8ChainedOptimizer, in the form that the metadata names.
+
+    grad_format: the activation gradients'.
+    """
+
+    def __init__(self, grad_format: Format):
+        self._grad_format = grad_format
 
     def engine_state(self, engine: EngineOptimizer, model: dict, is_loading: bool, metadata: dict | None) -> dict:
         """Optimizer state, in the form for every layout and level or in the compact one (state.py)."""
@@ -38,7 +46,9 @@ class Archive:
         else:
             state = {"state": sharded_engine_state(engine.buckets, model, is_loading)}
         weights = [weight for owned in engine.sets for weight in owned.weights]
-        state["step"], state["gradient_share"] = engine.steps, _gradient_share()
+        # Of scales that are still another run's, for no step was made since, nobody says again what they are for.
+        warm = all(owned.scaling is None or owned.scaling.warm for owned in engine.sets)
+        state["step"], state["scaled_for"] = engine.steps, self._scaled_for() if warm else ""
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
         mu = [
             torch.zeros(len(owned.weights), device=engine.device)
@@ -64,11 +74,12 @@ class Archive:
         load(engine.buckets, held)
         engine.weights_changed()  # what the owners rounded from their masters
         engine.steps = state["step"]
-        same = state.get("gradient_share", _gradient_share()) == _gradient_share()
+        same = state.get("scaled_for", self._scaled_for()) == self._scaled_for()
         for owned in engine.sets:
-            if owned.shared_scale is not None and "mu" in state:
+            shared = owned.shared_scale
+            if shared is not None and shared.rule.mode == AUTO and same and "mu" in state:
                 mu = load_mu_state(owned.weights, state["mu"], engine.device)
-                owned.shared_scale.mu = torch.where(mu > 0, mu, owned.shared_scale.mu)
+                shared.mu = torch.where(mu > 0, mu, shared.mu)
             if owned.scaling is not None and "scaling" in state:
                 load_scaling_state(owned.scaling, owned.weights, state["scaling"], warm=same and engine.steps > 0)
         if engine.watch is not None and "watch" in state:
@@ -86,16 +97,19 @@ class Archive:
         last = len(chain.chained_optimizers) - 1
         stock, ours = [state[i] for i in range(last)], state.get(last, {})
         for part in (part for i, part in state.items() if isinstance(i, int)):  # it may have had another place
-            ours.update({key: part[key] for key in ("step", "gradient_share", "watch") if key in part})
+            ours.update({key: part[key] for key in ("step", "scaled_for", "watch") if key in part})
         ours.setdefault("step", step_of(state))
         stock = [adopt(part, found, state) for part, found in zip(chain.chained_optimizers, stock, strict=False)]
         return dict(enumerate([*stock, ours]))
 
+    def _scaled_for(self) -> str:
+        """What gradients the delayed scales and mu are for: their format, their size and how many ranks sum them.
 
-def _gradient_share() -> float:
-    """The share of a step's gradient that one micro-batch has: scales of gradients that are predicted go with it.
-
-    Of --step-batch-size-schedule in its largest step: what a run's own course changes is no reason to scale anew.
-    """
-    args = get_args()
-    return args.micro_batch_size * args.data_parallel_size / largest_batch(args)
+        A token's gradient is a share of its rank's mean: twice the ranks, each with half of a step's tokens, have
+        gradients twice as large, whatever the micro-batches. With --calculate-per-token-loss it is no share. Of
+        --step-batch-size-schedule the largest step counts: what a run's own course changes is no reason to scale anew.
+        """
+        args = get_args()
+        ranks = args.data_parallel_size * args.context_parallel_size
+        tokens = 1 if args.calculate_per_token_loss else largest_batch(args) * args.seq_length / ranks
+        return f"{self._grad_format.name}, 1 / {tokens}, {args.data_parallel_size} ranks"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.training.checkpointing import CheckpointType
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
@@ -63,6 +64,9 @@ def choose(load: Path, args: Namespace) -> Path | None:
         other = Path(args.non_persistent_global_ckpt_dir or load / "non_persistent")
         newest = on_rank_0(lambda: named(other)[0] if (other / TRACKER).exists() else -1)
         if newest >= max(iteration, 0):
+            if args.ckpt_step:
+                newer = f"with --non-persistent-ckpt-type global Megatron goes on from {other / folder_name(newest)}"
+                raise UserError(f"--ckpt-step {iteration}: {newer}, which is newer; move that away")
             iteration, folder = newest, other / folder_name(newest)
     if iteration < 0:
         if written := on_rank_0(lambda: read_tracker(load)):
@@ -124,6 +128,9 @@ def load_whole(fp8: Fp8Config | None) -> Callable:
                     missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
                     raise UserError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
                 if fp8 is not None:
+                    if loaded[3] is CheckpointType.LEGACY and not (args.finetune or args.no_load_optim):
+                        says = "a checkpoint of --ckpt-format torch, of whose optimizer state a level reads nothing"
+                        raise UserError(f"--load {load_dir}: {says}; add --no-load-optim or --finetune")
                     check_fits(loaded[0], args, fp8)
             describe(contents_of(loaded[0]))
             return loaded

@@ -45,25 +45,27 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 def contents(fp8: Fp8Config, args) -> dict:
     """What a checkpoint of this run holds: the version of the format, what it has, of compact ones the layout."""
-    layout = ""
-    if fp8.ckpt_compact:
-        sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "data")
-        parts = [f"{size} {getattr(args, f'{size}_model_parallel_size', None) or 1}" for size in sizes[:3]]
-        parts += [f"{size} {getattr(args, f'{size}_parallel_size')}" for size in sizes[3:]]
-        kept = " ".join([f"{fp8.bf16_layers_start} + {fp8.bf16_layers_end}", *fp8.bf16_layers])
-        parts.append(f"BF16 layers {kept}")
-        if args.pipeline_model_parallel_layout is not None:
-            parts.append(f"stages {args.pipeline_model_parallel_layout}")
-        parts.append(f"distributed optimizer {args.use_distributed_optimizer}")
-        parts.append(f"buckets {args.ddp_num_buckets or args.ddp_bucket_size}")
-        parts += [f"{cell} {getattr(fp8, cell)}" for cell in ("exp_avg", "exp_avg_sq", "master", "weight", "partition")]
-        layout = ", ".join(parts)
     return {
         "version": VERSION,
         "weight_scale": fp8.weight == "fp8",
         "scaling": fp8.recipe == "delayed" and fp8.gemm == "fp8",
-        "compact": layout,
+        "compact": _compact_layout(fp8, args) if fp8.ckpt_compact else "",
     }
+
+
+def _compact_layout(fp8: Fp8Config, args) -> str:
+    """What a compact checkpoint depends on."""
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "data")
+    parts = [f"{size} {getattr(args, f'{size}_model_parallel_size', None) or 1}" for size in sizes[:3]]
+    parts += [f"{size} {getattr(args, f'{size}_parallel_size')}" for size in sizes[3:]]
+    kept = " ".join([f"{fp8.bf16_layers_start} + {fp8.bf16_layers_end}", *fp8.bf16_layers])
+    parts.append(f"BF16 layers {kept}")
+    if args.pipeline_model_parallel_layout is not None:
+        parts.append(f"stages {args.pipeline_model_parallel_layout}")
+    parts.append(f"distributed optimizer {args.use_distributed_optimizer}")
+    parts.append(f"buckets {args.ddp_num_buckets or args.ddp_bucket_size}")
+    parts += [f"{cell} {getattr(fp8, cell)}" for cell in ("exp_avg", "exp_avg_sq", "master", "weight", "partition")]
+    return ", ".join(parts)
 
 
 def says_contents(fp8: Fp8Config) -> Callable[[Callable], Callable]:
@@ -97,7 +99,7 @@ def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
     if not torch.distributed.is_initialized():
         return  # --use-checkpoint-args: the layout is not known yet
     if ours is not None:
-        _check_ours(ours, contents(fp8, args), args.load)
+        _check_ours(ours, _compact_layout(fp8, args), args.load)
     if form in (None, RESHARDABLE):
         return
     if ours is None:
@@ -113,17 +115,17 @@ def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
         )
 
 
-def _check_ours(found: dict, mine: dict, load: str) -> None:
+def _check_ours(found: dict, layout: str, load: str) -> None:
     if found["version"] > VERSION:
         raise UserError(
             f"--load {load}: the checkpoint's FP8 format is version {found['version']}, newer than {VERSION}, which "
             "this version of megatron_fp8 knows; update megatron_fp8, or add --no-load-optim"
         )
-    if found["compact"] and found["compact"] != mine["compact"]:
+    if found["compact"] not in ("", layout):
         raise UserError(
             f"--load {load}: the checkpoint was saved with --fp8-ckpt-compact, for its own layout only "
-            f"({found['compact']}), not this run's ({mine['compact'] or 'without --fp8-ckpt-compact'}); load it with "
-            "that layout and save without --fp8-ckpt-compact, or add --no-load-optim"
+            f"({found['compact']}), not this run's ({layout}); load it with that layout and save it without "
+            "--fp8-ckpt-compact, or add --no-load-optim"
         )
 
 

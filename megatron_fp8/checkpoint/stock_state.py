@@ -76,10 +76,11 @@ def step_of(saved: dict) -> int:
 
 
 def _saved_group(group: dict, saved: dict) -> dict:
-    """What was saved of a group of parameters, in whichever part it was."""
+    """What was saved of a group of parameters, in whichever part; Adam's numbers are the run's, as linears' are."""
+    own = {key: group[key] for key in ("is_expert_parallel", "betas", "eps") if key in group}
     for found in _groups(saved):
         if _identity(found) == _identity(group):
-            return {**found, "is_expert_parallel": group["is_expert_parallel"]}
+            return {**found, **own}
     raise CheckpointingException(f"no group of parameters in it has {_identity(group)}; add --no-load-optim")
 
 

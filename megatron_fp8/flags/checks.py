@@ -16,6 +16,7 @@ import torch
 
 from .. import cpu
 from ..errors import NoSuchFile, UserError
+from ..ranks import gathered
 
 MEGATRON_SERIES = "0.19"
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -104,15 +105,34 @@ def check_model(level: str, model_chunks) -> None:
 
 
 def check_stage(save: str | None, model_chunks) -> None:
-    """Raise UserError for a pipeline stage without a parameter in a run that saves: Megatron fails at the first save.
+    """Raise UserError, on all ranks, for a stage in a run that saves at whose first save Megatron fails: one without a
+    parameter, or the last one of tied embeddings where it predicts more tokens.
 
     save: the value of --save.
     """
-    if save and not any(True for chunk in model_chunks for _ in chunk.parameters()):
-        raise UserError(
-            f"--save {save}: rank {os.environ.get('RANK', '0')} is of a stage without any parameter, which Megatron "
-            "cannot save; give each stage a layer in --pipeline-model-parallel-layout"
+    from megatron.core.utils import unwrap_model
+
+    mistake = ""
+    if any(map(_has_tied_copies, unwrap_model(model_chunks))):
+        mistake = (
+            "of several stages Megatron cannot save tied embeddings with --mtp-num-layers; add "
+            "--untie-embeddings-and-output-weights"
         )
+    if not any(True for chunk in model_chunks for _ in chunk.parameters()):
+        mistake = (
+            f"rank {os.environ.get('RANK', '0')} is of a stage without any parameter, which Megatron cannot save; give "
+            "each stage a layer in --pipeline-model-parallel-layout"
+        )
+    for found in gathered(mistake) if save else ():
+        if found:
+            raise UserError(f"--save {save}: {found}")
+
+
+def _has_tied_copies(model) -> bool:
+    """Of the embeddings, which are another stage's: one that multi-token prediction reads and the LM head's."""
+    if not getattr(model, "mtp_process", False):
+        return False
+    return model.share_embeddings_and_output_weights and model.post_process and not model.pre_process
 
 
 def _only_gpt(level: str, model: str) -> UserError:

@@ -1,0 +1,111 @@
+"""What a checkpoint holds for one kind of run, and another kind must not take over: scales, mu, forms."""
+
+import re
+import shutil
+
+import pytest
+from launch import RunFailed
+from megatron_runs import TINY_GPT, run_megatron
+from test_checkpoints import UNTIED, tensors, train
+
+nightly = pytest.mark.slow
+AGAIN = "--override-opt_param-scheduler"
+STILL = f"--train-iters 5 {AGAIN}"  # what is loaded is saved again
+SAVED_BY = "--fp8-level O3 --micro-batch-size 8"  # and of one rank
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of step 5."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(1, SAVED_BY, folder, save=5, until=5)
+    return folder
+
+
+def said(nproc: int, flags: list[str]) -> str:
+    """The line with which a run ends."""
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(nproc, flags)
+    assert "Traceback" not in str(failed.value)
+    return next(line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: "))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        pytest.param(4, "--micro-batch-size 2", id="as many micro-batches"),
+        pytest.param(1, "--calculate-per-token-loss", id="no share", marks=nightly),
+        pytest.param(1, "--seq-length 32", id="shorter", marks=nightly),
+        pytest.param(1, "--fp8-format e4m3", id="another range"),
+    ],
+)
+def test_gradients_of_another_size_are_scaled_anew(nproc, flags, saved):
+    """As the recipe does that always goes by what there is: the saved scales cut them off, a norm of 0.72 for 0.75."""
+    first = {}
+    for recipe in ("delayed", "tensorwise"):
+        run = train(nproc, f"{SAVED_BY} {flags} --fp8-recipe {recipe}", saved, load=True, until=6)
+        first[recipe] = (run.losses, run.grad_norms)
+    assert len(first["delayed"][0]) == 1 and first["delayed"] == first["tensorwise"]
+
+
+@nightly
+def test_scales_that_were_only_saved_again_are_nobodys(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    many = f"{SAVED_BY} --micro-batch-size 2"
+    train(4, f"{many} {STILL}", tmp_path, save=4, load=True)
+    runs = [
+        train(4, f"{many} {AGAIN} --fp8-recipe {recipe}", tmp_path, load=True, until=6)
+        for recipe in ("delayed", "tensorwise")
+    ]
+    assert runs[0].grad_norms == runs[1].grad_norms
+
+
+def test_mu_is_the_checkpoints_where_it_moves_alone(tmp_path):
+    shared = "--fp8-level O1 --fp8-grad-reduce shared --fp8-grad-scaling"
+    train(1, f"{shared} post", tmp_path, save=5, until=5)
+    train(2, f"{shared} pre {STILL}", tmp_path, save=4, load=True)
+    mu = [tensor for name, tensor in tensors(tmp_path, 5).items() if ".fp8_grad_mu." in name]
+    assert mu and all(tensor == 0.5 for tensor in mu)
+
+
+def test_a_compact_checkpoint_is_loaded_without_the_flag_and_leaves_its_form(tmp_path):
+    train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, save=5, until=5)
+    before = train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, load=True, until=6)
+    after = train(1, "--fp8-level O2", tmp_path, load=True, until=6)
+    assert (after.losses, after.grad_norms) == (before.losses, before.grad_norms)
+    train(1, f"--fp8-level O2 {STILL}", tmp_path, save=4, load=True)
+    elsewhere = train(2, f"--fp8-level O2 --tensor-model-parallel-size 2 {AGAIN}", tmp_path, load=True, until=6)
+    assert elsewhere.losses == pytest.approx(before.losses, abs=1e-3)
+
+
+def test_a_checkpoint_of_stocks_older_format_gives_its_weights(tmp_path):
+    stock = [
+        *TINY_GPT,
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "2",
+        "--exit-interval",
+        "2",
+        "--ckpt-format",
+        "torch",
+    ]
+    run_megatron(1, stock)
+    ours = [*TINY_GPT, "--fp8-level", "O3", "--load", str(tmp_path), "--train-iters", "3"]
+    assert re.search(
+        r"--load .*: a checkpoint of --ckpt-format torch.* add --no-load-optim or --finetune", said(1, ours)
+    )
+    assert len(run_megatron(1, [*ours, "--no-load-optim"]).losses) == 1
+
+
+def test_tied_embeddings_that_megatron_cannot_save_are_refused(tmp_path):
+    flags = f"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --fp8-level O1 --save {tmp_path} --save-interval 5"
+    tied = [flag for flag in TINY_GPT if flag != UNTIED]
+    assert f"--save {tmp_path}: of several stages Megatron cannot save tied" in said(2, [*tied, *flags.split()])
+
+
+def test_a_step_by_name_is_not_passed_over_for_a_newer_one(tmp_path):
+    flags = "--fp8-level O1 --non-persistent-ckpt-type global --non-persistent-save-interval 3"
+    train(1, flags, tmp_path, save=2, until=3)
+    back = [*TINY_GPT, *flags.split(), "--load", str(tmp_path), "--ckpt-step", "2"]
+    assert f"--ckpt-step 2: with --non-persistent-ckpt-type global Megatron goes on from {tmp_path}" in said(1, back)
