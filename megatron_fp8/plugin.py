@@ -22,6 +22,8 @@ What is hooked, and why not something more official:
                                                 answer without the GPU what all ranks know (engine/agreed.py).
     training.training.calc_params_l2_norm       reads E4M3 weights, and has those that are on their way
                                                 (engine/params_norm.py).
+    training.training.disable_forward_pre_hook  leave hooks alone that no step has put there yet (engine/chain.py).
+    and enable_forward_pre_hook
     CheckpointWithoutOutput.__init__            says that stock's FP8 is off: it takes silence for FP8, and fails where
                                                 Transformer Engine is missing (--recompute-modules layernorm).
     training.training.get_megatron_optimizer    appends our part to the optimizer chain (and sees the buffers for
@@ -293,6 +295,7 @@ def _hook_optimizer(fp8: Fp8Config | None, gemms: RunGemms | None) -> None:
     import megatron.training.training as training
 
     from .engine import params_norm
+    from .engine.chain import WaitsForWeights
 
     parameters, same = "config model_chunks config_overrides", SameEverywhere()
     _of_run.rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same, gemms), parameters)
@@ -300,6 +303,9 @@ def _hook_optimizer(fp8: Fp8Config | None, gemms: RunGemms | None) -> None:
         _of_run.rebind(training, "logical_and_across_model_parallel_group", same.logical_and, "input group")
         _of_run.rebind(training, "reduce_max_stat_across_model_parallel_group", same.largest, "stat group")
         _of_run.rebind(training, "calc_params_l2_norm", params_norm.readable, "model force_create_fp32_copy")
+        waits = WaitsForWeights()
+        _of_run.rebind(training, "disable_forward_pre_hook", waits.disable, "model_chunks optimizer param_sync")
+        _of_run.rebind(training, "enable_forward_pre_hook", waits.enable, "model_chunks")
 
 
 def _hook_train_step(around: Callable) -> None:

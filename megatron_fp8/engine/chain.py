@@ -120,6 +120,34 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return success
 
 
+class WaitsForWeights:
+    """Around what takes Megatron's hooks off by which modules wait for their weights (--overlap-param-gather), for an
+    evaluation say, and puts them back.
+
+    Until a step is made there are none. Stock, which aborts where a level skips, takes that for impossible: an
+    evaluation after a skipped first step ended with a KeyError.
+    """
+
+    def __init__(self) -> None:
+        self._none = False
+
+    def disable(self, stock: Callable) -> Callable:
+        def disable_forward_pre_hook(model_chunks, *rest, **kwargs):
+            self._none = not any(chunk.remove_forward_pre_hook_handles for chunk in model_chunks)
+            if not self._none:
+                stock(model_chunks, *rest, **kwargs)
+
+        return disable_forward_pre_hook
+
+    def enable(self, stock: Callable) -> Callable:
+        def enable_forward_pre_hook(model_chunks):
+            there, self._none = not self._none, False
+            if there:
+                stock(model_chunks)
+
+        return enable_forward_pre_hook
+
+
 def _allocate_state(adam) -> None:
     """Create the state of one of torch's Adams before its first step, to load into.
 

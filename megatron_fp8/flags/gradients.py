@@ -43,21 +43,22 @@ FLAGS = (HIERARCHY, SCALING, *OF_AUTO)
 
 def storage(args: Namespace, chosen: str) -> str:
     """The cell grad_accum, where "auto" is chosen for it too."""
-    few = _micro_batches(args) <= FEW_MICRO_BATCHES
+    few = _gradients(args) <= FEW_MICRO_BATCHES
     return ("fp8" if few else "bf16") if chosen == "auto" else chosen
 
 
 def storage_line(args: Namespace, storage: str) -> list[str]:
     """What the log should say of how gradients are stored, of the cell grad_accum's value."""
-    count = _micro_batches(args)
+    count = _gradients(args)
+    many = "micro-batches" if _parts(args) == 1 else "gradients of a weight"
     few, chosen = count <= FEW_MICRO_BATCHES, args.fp8_grad_accum in (None, "auto") and storage != "fp32"
     noise = f"an unbiased error of about {0.0375 * ((count + 1) / 2) ** 0.5:.0%}"
     if chosen and few:
         return ["gradients are stored in FP8: 1 micro-batch a step (--fp8-grad-accum)"]
     if chosen:
-        return [f"gradients are stored in BF16: {count} micro-batches a step, in FP8 {noise} (--fp8-grad-accum fp8)"]
+        return [f"gradients are stored in BF16: {count} {many} a step, in FP8 {noise} (--fp8-grad-accum fp8)"]
     if storage == "fp8" and not few:
-        return [f"--fp8-grad-accum fp8: {count} micro-batches a step, {noise}; bf16: 1 %, for a byte a parameter more"]
+        return [f"--fp8-grad-accum fp8: {count} {many} a step, {noise}; bf16: 1 %, for a byte a parameter more"]
     return []
 
 
@@ -81,8 +82,14 @@ def scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
     return ScalingRule(**filled(args, (SCALING, *OF_AUTO)))
 
 
-def _micro_batches(args: Namespace) -> int:
-    """How many micro-batches a step adds up, before Megatron has worked it out."""
+def _parts(args: Namespace) -> int:
+    """How many gradients a micro-batch has of a weight, at most: of an MLP in pieces, of a layer that is repeated."""
+    repeats = args.mtp_num_layers if args.mtp_use_repeated_layer else 1
+    return max(args.mlp_chunks_for_training or 1, repeats or 1)
+
+
+def _gradients(args: Namespace) -> int:
+    """How many gradients of a weight a step adds up, before Megatron has worked it out."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = max(1, args.world_size // model)
-    return max(1, largest_batch(args) // ((args.micro_batch_size or 1) * replicas))
+    return max(1, largest_batch(args) // ((args.micro_batch_size or 1) * replicas)) * _parts(args)

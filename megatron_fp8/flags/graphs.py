@@ -12,7 +12,7 @@ _WHOLE = "full_iteration"
 # has read ahead.
 BY_THE_STEP = """--fp8-emulate --num-experts --mtp-num-layers --check-for-spiky-loss --save-activations-interval
 --save-dgrads-interval --log-straggler --sft --iterations-to-skip --result-rejected-tracker-filename
---dataloader-save""".split()
+--dataloader-save --dataloader-inter-document-masking --logits-load-dir""".split()
 NOISY = "--fp8-grad-accum fp8"
 
 
@@ -32,7 +32,7 @@ def one_gpu(args: Namespace) -> bool:
 
 def differ(args: Namespace) -> bool:
     """Whether the host's part differs between steps."""
-    # --dataloader-save is a flag of some scripts only.
+    # The last are flags of some scripts only.
     given = (getattr(args, flag.removeprefix("--").replace("-", "_"), None) for flag in BY_THE_STEP)
     return args.fp8_grad_accum == "fp8" or any(given)
 

@@ -217,6 +217,10 @@ GRAPHED_BUT_DIFFERING = When(
 UNGRAPHED = When("given, without a graph of whole steps", lambda value, args: bool(value) and not graphs.graphed(args))
 WITH_GRAPH = When("given, with a graph of whole steps", lambda value, args: bool(value) and graphs.graphed(args))
 GRAPHED = When("not given, with a graph of whole steps", lambda value, args: not value and graphs.graphed(args))
+UNGATHERED_GATE = When(
+    "given, with --moe-shared-expert-gate and --overlap-param-gather",
+    lambda value, args: bool(value) and args.moe_shared_expert_gate and args.overlap_param_gather,
+)
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
 WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
 WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
@@ -227,6 +231,8 @@ ABSENT = "switched off: needs apex or Transformer Engine, not installed here (sa
 OWN_ROTATION = "the level's own kernel rotates in FP32; where stock rotates, it is unfused without Transformer Engine"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
 OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
+DEFERRED = "switched off: stock's code for it takes each column-parallel linear for an LM head (same result)"
+GATED_TOO_SOON = "switched off: stock would read the gate's weight before it has arrived (same result)"
 TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
 NO_GRAPHS = "switched off: a level graphs whole steps, --cuda-graph-impl full_iteration (same result)"
 ONE_GPU = "switched off: a level graphs the steps of one GPU only (same result)"
@@ -434,7 +440,7 @@ TABLE: list[Row] = [
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
     # --- same result, only slower without
     *_adapt("--no-gradient-accumulation-fusion", False, ABSENT, LEFT_ON, missing=FUSED_WGRAD),
-    *_adapt("--defer-embedding-wgrad-compute", False, ABSENT, missing=FUSED_WGRAD),
+    *_adapt("--defer-embedding-wgrad-compute", False, DEFERRED),
     *_adapt("--no-masked-softmax-fusion", False, ABSENT, LEFT_ON, missing="scaled_masked_softmax_cuda"),
     *_adapt("--no-persist-layer-norm", True, ABSENT, NOT_GIVEN, missing="apex.contrib.layer_norm.layer_norm"),
     *_adapt("--no-rope-fusion", False, OWN_ROTATION, LEFT_ON, missing=TE),
@@ -443,7 +449,8 @@ TABLE: list[Row] = [
     *_adapt("--te-rng-tracker", False, ABSENT, UNGRAPHED, missing=TE),
     *_adapt("--te-rng-tracker", True, GRAPHED_NOISE, GRAPHED),
     *_adapt("--cross-entropy-fusion-impl", "native", "native instead, as stock has it", one_of("te")),
-    *_honour("--wgrad-deferral-limit", "of the LM head"),
+    *_note("--wgrad-deferral-limit", "no effect: --defer-embedding-wgrad-compute is switched off"),
+    *_adapt("--moe-shared-expert-overlap", False, GATED_TOO_SOON, UNGATHERED_GATE),
     *_adapt("--tp-comm-overlap", False, OWN_OVERLAP),
     *_adapt("--delay-wgrad-compute --overlap-moe-expert-parallel-comm", False, TE_LAYERS),
     *_adapt("--ep-overlap-early-attn-memory-release", False, TE_LAYERS),

@@ -58,18 +58,23 @@ def _has_been_added(x_with_bias, residual, prob):
 
 
 class Fork(IdentityOp):
-    """x -> (what the linear `name` of `reader` is to be given, x for the residual), or x, which that linear norms.
+    """x -> (what the linear `name` of the layer's `part` is to be given, x for the residual), or x, which it norms.
 
     An IdentityOp still, to stock: there is no norm of the layer's own that it could recompute.
     """
 
-    def __init__(self, reader: torch.nn.Module, name: str, add: ResidualSum | None):
+    def __init__(self, layer: TransformerLayer, part: str, name: str, add: ResidualSum | None):
         super().__init__()
-        self._reader, self._name, self._add = (reader,), name, add  # in a tuple it is no part of this module
+        self._place = layer, getattr(layer, part)  # in a tuple they are no part of this module
+        self._part, self._name, self._add = part, name, add
 
     def forward(self, x, *args, **kwargs):
-        linear, normed = getattr(self._reader[0], self._name), None
-        if torch.is_grad_enabled() and isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear):
+        layer, reader = self._place
+        linear, normed = getattr(reader, self._name), None
+        # Somebody's wrapper by now, and hooks, would look into a tensor without memory.
+        alone = getattr(layer, self._part) is reader and not hooked(reader)
+        ours = isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear)
+        if torch.is_grad_enabled() and alone and ours:
             # Megatron's own hooks, by which a module waits for its weights, the norm's too (--overlap-param-gather).
             for wait in linear._forward_pre_hooks.values():
                 wait(linear, (x,))
@@ -87,12 +92,12 @@ def join_residuals(model: torch.nn.Module) -> None:
             continue
         if type(layer.input_layernorm) is IdentityOp and type(layer.self_attention) is FusedSelfAttention:
             add = _sum(layer, "self_attn_bda", "self_attention", "linear_proj")
-            layer.input_layernorm = Fork(layer.self_attention, "linear_qkv", add)
+            layer.input_layernorm = Fork(layer, "self_attention", "linear_qkv", add)
         chunks = layer.config.mlp_chunks_for_training, layer.config.mlp_chunks_for_prefill
         whole = not layer.recompute_mlp and chunks == (1, 1)
         if type(layer.pre_mlp_layernorm) is IdentityOp and type(layer.mlp) is Fp8Mlp and whole:
             add = _sum(layer, "mlp_bda", "mlp", "linear_fc2")
-            layer.pre_mlp_layernorm = Fork(layer.mlp, "linear_fc1", add)
+            layer.pre_mlp_layernorm = Fork(layer, "mlp", "linear_fc1", add)
 
 
 def _sum(layer: TransformerLayer, bda: str, part: str, name: str) -> ResidualSum | None:

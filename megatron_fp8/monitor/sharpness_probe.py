@@ -31,6 +31,7 @@ from megatron.core.utils import unwrap_model
 from .logit_sharpness import Search, Sharpness, Statistics, closed_form, lbfgsb
 
 LAST = ("closed_form", "lbfgsb")
+_LOSS = "compute_language_model_loss"
 
 
 class SharpnessProbe:
@@ -52,6 +53,7 @@ class SharpnessProbe:
         self._models = [model for model in models if isinstance(model, LanguageModule) and model.post_process]
         self._iterations = iterations
         self._handles: list[Any] = []
+        self._stocks: list[Any] = []
         self._labels = self._mask = None
         self.tokens: Statistics | None = None
         self.last: Statistics | None = None
@@ -63,15 +65,19 @@ class SharpnessProbe:
     def __enter__(self) -> "SharpnessProbe":
         for model in self._models:
             self._handles.append(model.register_forward_pre_hook(self._note, with_kwargs=True))
-            model.compute_language_model_loss = self._looking(model, model.compute_language_model_loss)
+            self._stocks.append(vars(model).get(_LOSS))  # --logits-save-dir has put one there
+            setattr(model, _LOSS, self._looking(model, getattr(model, _LOSS)))
         return self
 
     def __exit__(self, *raised: Any) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for model in self._models:
-            del model.compute_language_model_loss  # the class's is found again
+        for model, stock in zip(self._models, self._stocks, strict=True):
+            delattr(model, _LOSS)  # the class's is found again
+            if stock is not None:
+                setattr(model, _LOSS, stock)
+        self._stocks.clear()
 
     def reduce(self) -> None:
         """Add up what the ranks of data and context parallelism saw, on each of them."""

@@ -45,6 +45,15 @@ def test_it_learns_the_same(base, ranks, flags):
         assert sorted(added) == sorted([reads * micro_batches] * (ranks // stages) + [0] * (ranks - ranks // stages))
 
 
+def test_nothing_is_deferred():
+    """Stock would keep inputs of all column-parallel linears, where an LM head alone has a list for them."""
+    flags = [*UNTIED, *"--fp8-level O3 --pipeline-model-parallel-size 2".split()]
+    script, env = str(ROOT / "tests/scripts/fused_weight_gradients.py"), {"PYTHONPATH": script_path()}
+    deferred = run_megatron(2, [*flags, "--defer-embedding-wgrad-compute"], script=script, env=env)
+    assert sum("defer-embedding-wgrad-compute: switched off" in line for line in deferred.lines) == 1
+    assert deferred.losses == run_megatron(2, flags, script=script, env=env).losses
+
+
 def test_an_emulated_tied_head_leaves_it_to_autograd():
     """Its gradient comes in autograd, so that the embedding's must too."""
     flags = [*TIED, "--fp8-level", "O1", "--fp8-emulate", "E8M7", "--fp8-emulate-lm-head"]

@@ -39,6 +39,20 @@ def test_a_non_finite_gradient_skips_the_step_everywhere(value, rank, at, flags)
         assert sum(line.count(f"rank {r}: skipped without a trace") for line in run.lines) == 1
 
 
+def test_a_run_evaluates_after_a_first_step_that_was_skipped():
+    """Stock waits for no weight yet then, and fails where it would stop waiting."""
+    flags = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --train-iters 3"
+    evaluates = "--eval-interval 1 --eval-iters 1 --split 8,1,1 --check-weight-hash-across-dp-replicas-interval 1"
+    run = run_megatron(
+        2,
+        [*TINY_GPT, *O1, *flags.split(), *evaluates.split()],
+        script=str(ROOT / "tests/scripts/poisoned_gradient.py"),
+        env={**TOOLS, "POISON": "nan", "POISONED_RANK": "0", "POISON_AT": "storage", "POISON_STEP": "1"},
+    )
+    assert [step.skipped for step in run.steps] == [1, 0, 0] and len(run.validation_losses) >= 3
+    assert run.validation_losses[0] > run.validation_losses[2]
+
+
 def test_a_step_over_stocks_threshold_is_skipped_and_told():
     """OptimizerConfig.grad_norm_skip_threshold: on all ranks, also where a stage's rank has no parameter of stock's."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --disable-bias-linear".split()

@@ -1,4 +1,4 @@
-"""Train at a level; at the third step one rank's weight gradient is poisoned.  The step must leave no trace.
+"""Train at a level; at step 3, or POISON_STEP, one rank's weight gradient is poisoned.  It must leave no trace.
 
 Every rank compares every bit of its state before and after that step, and fails the run if one changed.
 `POISON` is the value, `POISONED_RANK` the rank.  `POISON_AT`: "storage", where it is written into the stored gradient
@@ -22,13 +22,14 @@ from megatron_fp8.engine.gradients import GradSink, GradStore
 from megatron_fp8.engine.optimizer import EngineOptimizer
 
 VALUE, RANK, AT = float(os.environ["POISON"]), int(os.environ["POISONED_RANK"]), os.environ["POISON_AT"]
+STEP = int(os.environ.get("POISON_STEP", "3"))
 PLACE = 3 * 64 + 5  # in a weight's gradient
 calls = {"reduce": 0, "step": 0}
 finalize, step, take = EngineOptimizer.finalize_grads, Fp8ChainedOptimizer.step, GradSink.take
 
 
 def now(where: str) -> bool:
-    return where == AT and calls["reduce"] == 2 and torch.distributed.get_rank() == RANK
+    return where == AT and calls["reduce"] == STEP - 1 and torch.distributed.get_rank() == RANK
 
 
 def poison(store: GradStore, place: int) -> None:
@@ -82,8 +83,8 @@ def checked_step(self):
     before = state(self)
     result = step(self)
     after = state(self)
-    changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=calls["step"] > 1))
-    if calls["step"] == 3:
+    changed = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=calls["step"] > 2))
+    if calls["step"] == STEP:
         assert result[0] is False, "the poisoned step was not skipped"
         assert changed == 0, f"{changed} tensors changed in the skipped step"
         print(f"rank {torch.distributed.get_rank()}: skipped without a trace", flush=True)

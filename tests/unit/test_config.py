@@ -186,6 +186,8 @@ def test_auto_scaling_as_given(parse):
         ("--global-batch-size 2", 1, "fp8", "in FP8: 1 micro-batch a step ("),  # of micro-batches of 2
         ("--global-batch-size 18", 1, "bf16", "in BF16: 9 micro-batches a step, in FP8 an unbiased error of about 8%"),
         ("--global-batch-size 8", 4, "fp8", "in FP8: 1 micro-batch a step ("),
+        ("--global-batch-size 2 --mlp-chunks-for-training 2", 1, "bf16", "in BF16: 2 gradients of a weight a step"),
+        ("--global-batch-size 2 --mtp-num-layers 3 --mtp-use-repeated-layer", 1, "bf16", "3 gradients of a weight"),
         ("--global-batch-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, "bf16", "32 mi"),
         ("--global-batch-size 64 --fp8-grad-accum auto", 2, "bf16", "16 micro-batches"),
         ("--global-batch-size 64 --fp8-grad-accum fp8", 2, "fp8", "--fp8-grad-accum fp8: 16 micro-batches a step"),

@@ -191,6 +191,26 @@ def with_dropout(layer):
     layer.hidden_dropout = 0.3
 
 
+def seen_by_a_hook(layer, seen):
+    layer.mlp.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach().clone()))
+
+
+def seen_by_a_wrapper(layer, seen):
+    layer.mlp = Doubled(layer.mlp)
+    layer.mlp.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach().clone()))
+
+
+@pytest.mark.parametrize("look", [seen_by_a_hook, seen_by_a_wrapper], ids=["hook", "wrapper"])
+def test_who_looks_before_a_module_sees_the_residual_stream(look):
+    """As in stock, whose linear norms it, and not the tensor without memory that a norm hands to its linear."""
+    model, seen, stream = build(""), [], []
+    layer = model.decoder.layers[1]
+    layer.pre_mlp_layernorm.register_forward_pre_hook(lambda module, given: stream.append(given[0].detach().clone()))
+    look(layer, seen)
+    architecture.run(model)
+    assert seen and all(torch.equal(one, other) and one.std() > 0 for one, other in zip(seen, stream, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "left"),
     [(doubled_by_hooks, 2), (doubled_in_a_wrapper, 2), (doubled_inside, 2), (with_dropout, 0)],
