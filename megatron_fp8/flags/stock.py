@@ -279,8 +279,8 @@ def _honour(flags: str, note: str, when: When = ANY, field: str = "") -> list[Ro
     return [Row(flag, when, HONOURED, note, field=field) for flag in flags.split()]
 
 
-def _note(flags: str, note: str, when: When = GIVEN, field: str = "") -> list[Row]:
-    return [Row(flag, when, NOTED, note, field=field) for flag in flags.split()]
+def _note(flags: str, note: str, when: When = GIVEN, **more: str) -> list[Row]:
+    return [Row(flag, when, NOTED, note, **more) for flag in flags.split()]
 
 
 def _adapt(flags: str, to: Any, note: str, when: When = GIVEN, **more: str) -> list[Row]:
@@ -435,6 +435,8 @@ TABLE: list[Row] = [
     *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--save --load --pretrained-checkpoint", FILES, NO_FILES),
+    *_note("--tensorboard-dir", "nothing is written: pip install tensorboard", missing="tensorboard"),
+    *_refuse("--wandb-project", "pip install wandb, or remove it", missing="wandb"),
     *_refuse("--ckpt-format", ONE_FORMAT, KEEPS_OPTIMIZER),
     *_refuse("--ckpt-convert-format", ONE_FORMAT, one_of("torch")),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
