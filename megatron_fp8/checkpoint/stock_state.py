@@ -19,9 +19,11 @@ from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
+from megatron.training.global_vars import get_args
 
 FORM, RESHARDABLE = "distrib_optim_sharding_type", "fully_reshardable"
 _MASTERS = "megatron_fp8_masters"
+_SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def describe(metadata: dict) -> None:
@@ -76,17 +78,31 @@ def step_of(saved: dict) -> int:
 
 
 def _saved_group(group: dict, saved: dict) -> dict:
-    """What was saved of a group of parameters, in whichever part; Adam's numbers are the run's, as linears' are."""
+    """What was saved of a group of parameters, in whichever part; Adam's numbers are the run's, as linears' are.
+
+    Stock knows a group again by its learning rates too, and takes no others with --override-opt_param-scheduler either.
+    """
     own = {key: group[key] for key in ("is_expert_parallel", "betas", "eps") if key in group}
-    for found in _groups(saved):
-        if _identity(found) == _identity(group):
+    alike = [found for found in _groups(saved) if _identity(found) == _identity(group)]
+    if not alike:
+        raise CheckpointingException(f"no group of parameters in it has {_identity(group)}; add --no-load-optim")
+    for found in alike:
+        if _schedule(found) == _schedule(group):
             return {**found, **own}
-    raise CheckpointingException(f"no group of parameters in it has {_identity(group)}; add --no-load-optim")
+    if not get_args().override_opt_param_scheduler:
+        theirs, ours = (", ".join(f"{key} {value}" for key, value in _schedule(g).items()) for g in (alike[0], group))
+        raise CheckpointingException(f"it has {theirs}, this run {ours}; add --override-opt_param-scheduler for these")
+    return {**alike[0], **own, **_schedule(group)}
 
 
 def _identity(group: dict) -> dict:
-    """By what stock knows a group again, but for its part of the chain."""
-    return {key: group.get(key) for key in param_group_identifier_keys if key != "is_expert_parallel"}
+    """By what a group is known again, but for its part of the chain and its schedule."""
+    others = {"is_expert_parallel", *_SCHEDULE}
+    return {key: group.get(key) for key in param_group_identifier_keys if key not in others}
+
+
+def _schedule(group: dict) -> dict:
+    return {key: group[key] for key in _SCHEDULE if group.get(key) is not None}
 
 
 def _groups(saved: dict) -> list[dict]:

@@ -68,6 +68,24 @@ def test_mu_is_the_checkpoints_where_it_moves_alone(tmp_path):
     assert mu and all(tensor == 0.5 for tensor in mu)
 
 
+def test_another_learning_rate_goes_on_where_it_is_asked_for(saved):
+    flags = [
+        *TINY_GPT,
+        *SAVED_BY.split(),
+        "--load",
+        str(saved),
+        "--lr",
+        "5e-4",
+        "--train-iters",
+        "7",
+        "--lr-decay-style",
+    ]
+    flags += ["constant", "--lr-warmup-iters", "0"]
+    assert "max_lr 0.001, min_lr 0.0001, this run max_lr 0.0005" in said(1, flags)
+    run = run_megatron(1, [*flags, AGAIN])
+    assert sum("learning rate: 5.000000E-04" in line for line in run.lines) == 2
+
+
 def test_a_compact_checkpoint_is_loaded_without_the_flag_and_leaves_its_form(tmp_path):
     train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, save=5, until=5)
     before = train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, load=True, until=6)
