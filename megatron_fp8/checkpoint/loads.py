@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from ..errors import UserError, is_bug
 from ..flags.config import Fp8Config
 from ..flags.stock_errors import is_check
+from ..ranks import all_reduce_largest
 from .seal import MARK, SEAL, Broken, is_sealed, on_rank_0, require_finished, verify
 from .state import check_fits, contents_of, is_ours
 from .stock_state import describe
@@ -171,15 +173,26 @@ _NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_
 
 
 def by_either_name(stock: Callable) -> Callable:
-    """Around dist_checkpointing.load: stock's local spec saves the norm before experts as one before a dense MLP."""
+    """Around dist_checkpointing.load: stock's local spec saves the norm before experts as one before a dense MLP.
+
+    What no rank's model has of the checkpoint's, as a head that is tied by now, stock leaves out without a word.
+    """
 
     def load(sharded_state_dict, checkpoint_dir, *rest, **kwargs):
-        if get_args().num_experts:
-            stored = set(on_rank_0(lambda: _stored(checkpoint_dir)))
-            for entry in nested_values(sharded_state_dict):
-                if isinstance(entry, ShardedTensor) and entry.key not in stored:
-                    local = entry.key.replace(_NORM, _NORM_IN_LOCAL_SPEC)
-                    entry.key = local if local in stored else entry.key
+        stored = on_rank_0(lambda: _stored(checkpoint_dir))
+        asked = set()
+        for entry in nested_values(sharded_state_dict):
+            if get_args().num_experts and isinstance(entry, ShardedTensor) and entry.key not in stored:
+                local = entry.key.replace(_NORM, _NORM_IN_LOCAL_SPEC)
+                entry.key = local if local in stored else entry.key
+            asked.add(getattr(entry, "key", None))
+        of_model = [name for name in stored if "/" not in name and not name.startswith("optimizer.")]
+        wanted = torch.tensor([float(name in asked) for name in of_model], device="cuda")
+        if of_model:  # as on all ranks
+            all_reduce_largest(wanted, None)
+        if left := [name for name, found in zip(of_model, wanted.tolist(), strict=True) if not found]:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            _say(f"{checkpoint_dir}: {', '.join(left[:3])}{more} left out, which this run's model has not")
         return stock(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
 
     return load
@@ -265,8 +278,12 @@ def said_by(error: BaseException) -> str:
 
 @functools.cache  # Megatron looks for the checkpoint twice or more
 def _say_going_back_to(folder: Path) -> None:
+    _say(f"{folder.parent}: the last save was interrupted; going back to {folder.name}")
+
+
+def _say(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"[fp8] --load {folder.parent}: the last save was interrupted; going back to {folder.name}", flush=True)
+        print(f"[fp8] --load {line}", flush=True)
 
 
 def _require_whole(load: Path, folder: Path) -> None:

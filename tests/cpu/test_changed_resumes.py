@@ -86,6 +86,14 @@ def test_another_learning_rate_goes_on_where_it_is_asked_for(saved):
     assert sum("learning rate: 5.000000E-04" in line for line in run.lines) == 2
 
 
+def test_what_a_model_lacks_of_a_checkpoint_is_named(saved):
+    flags = [*TINY_GPT, *SAVED_BY.split(), "--load", str(saved), "--exit-interval", "6"]
+    left = "output_layer.weight left out, which this run's model has not"
+    assert not any(left in line for line in run_megatron(1, flags).lines)
+    tied = [flag for flag in flags if flag != UNTIED]
+    assert sum(left in line for line in run_megatron(2, [*tied, "--pipeline-model-parallel-size", "2"]).lines) == 1
+
+
 def test_a_compact_checkpoint_is_loaded_without_the_flag_and_leaves_its_form(tmp_path):
     train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, save=5, until=5)
     before = train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, load=True, until=6)
