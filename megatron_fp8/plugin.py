@@ -50,6 +50,9 @@ What is hooked, and why not something more official:
     training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
     cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint; dist_checkpointing.load
                                                 find a whole checkpoint, or refuse in one line (checkpoint/loads.py).
+    training.checkpointing.check_checkpoint_args
+                                                compares what the checkpoint has: a converted one is of no run
+                                                (checkpoint/loads.py).  Without a level too.
     FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
                                                 read data, and nothing that runs (checkpoint/pickles.py).
     tensor_parallel.layers.fused_weight_gradient_mlp_cuda and _grad_accum_fusion_available, and the module itself
@@ -390,7 +393,8 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 
     from .checkpoint import loads, saves, state
 
-    sharded = "sharded_state_dict checkpoint_dir"
+    sharded, compared = "sharded_state_dict checkpoint_dir", "checkpoint_args skip_args"
+    _of_run.rebind(checkpointing, "check_checkpoint_args", loads.compare_what_is_there, compared)
     if fp8 is None:
         _of_run.rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
         _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, _TO_LOAD)

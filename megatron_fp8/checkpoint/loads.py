@@ -159,6 +159,15 @@ def load_in_one_line(stock: Callable) -> Callable:
     return load_checkpoint
 
 
+def compare_what_is_there(stock: Callable) -> Callable:
+    """Around checkpointing.check_checkpoint_args: a converted checkpoint is of no run, and has no tokenizer."""
+
+    def check_checkpoint_args(checkpoint_args, skip_args=None):
+        return stock(checkpoint_args, (skip_args or set()) | (vars(get_args()).keys() - vars(checkpoint_args).keys()))
+
+    return check_checkpoint_args
+
+
 # What stands before experts, by Transformer Engine's spec and a level, and by the local spec.
 _NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
 
