@@ -142,8 +142,13 @@ def begin(folder: Path) -> None:
 def finish(folder: Path) -> None:
     """Seal a checkpoint that Megatron has written; collective."""
 
+    def say_so() -> None:
+        _forget(folder)
+        if read_tracker(folder.parent) == "release":  # Megatron reads it with int(), with --save-retain-interval
+            write_whole(folder.parent / TRACKER, str(int(folder.name[5:])))
+
     seal(folder)
-    on_rank_0(lambda: _forget(folder))
+    on_rank_0(say_so)
     _begun.remove(folder)
 
 

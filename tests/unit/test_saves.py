@@ -287,6 +287,23 @@ def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
     assert not (tmp_path / "new" / TRACKER).exists() and load(tmp_path / "new") is None
 
 
+def test_the_first_save_beside_a_converted_checkpoint(load, tmp_path):
+    """With --save-retain-interval Megatron reads what the tracker says with int(), and then writes it."""
+    save(tmp_path, 0).rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    assert load(tmp_path) == 0
+
+    def as_megatron_reads_it(stock):
+        def save(*args, **kwargs):
+            saves.seal_saves(stock)(*args, **kwargs)
+            assert int((tmp_path / TRACKER).read_text()) == 20
+
+        return save
+
+    save(tmp_path, 20, as_megatron_reads_it)
+    assert load(tmp_path) == 20 and (tmp_path / "release" / SEAL).exists()
+
+
 def test_the_newest_whole_non_persistent_checkpoint_is_kept(one_rank, tmp_path):
     """Megatron makes room before it saves, and would keep the newest, which an interrupted save left."""
     import megatron.training.checkpointing as checkpointing
