@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from ..errors import UserError, is_bug
 from ..flags.config import Fp8Config
 from ..flags.stock_errors import is_check
-from .seal import MARK, SEAL, Broken, is_sealed, on_rank_0, require_finished, verify
+from .seal import MARK, SEAL, Broken, is_finished, is_sealed, on_rank_0, require_finished, verify
 from .state import check_fits, contents_of, is_ours
 from .stock_state import describe
 
@@ -65,6 +65,8 @@ def choose(load: Path, args: Namespace) -> Path | None:
         if newest >= max(iteration, 0):
             iteration, folder = newest, other / folder_name(newest)
     if iteration < 0:
+        if mistaken := on_rank_0(lambda: _mistaken(load)):
+            raise UserError(f"--load {load}: {mistaken}")
         if written := on_rank_0(lambda: read_tracker(load)):
             says = f"{TRACKER} says {written[:20]!r}, and no checkpoint is there"
             raise UserError(f"--load {load}: {says}; give another folder")
@@ -73,6 +75,17 @@ def choose(load: Path, args: Namespace) -> Path | None:
         _say_going_back_to(folder)
     _require_whole(load, folder)
     return folder
+
+
+def _mistaken(load: Path) -> str:
+    """What is wrong with a folder in which no checkpoint is found, though it looks as if one was meant; or nothing."""
+    if load.is_file():
+        return "it is a file; give the folder that --save wrote"
+    if is_finished(load) or (load / MARK).exists():
+        own = load.resolve()
+        step = f" and --ckpt-step {int(own.name[5:])}" if re.fullmatch(r"iter_[0-9]{7,18}", own.name) else ""
+        return f"it is one checkpoint's own folder; give the one above it, {own.parent}{step}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -195,10 +208,16 @@ def _stored(folder: str) -> list[str]:
 
 
 def find_without_tracker(stock: Callable) -> Callable:
-    """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew."""
+    """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew.
+
+    A mistaken folder is said to have one, so that what loads it says what is wrong.
+    """
 
     def checkpoint_exists(checkpoints_path):
-        return stock(checkpoints_path) or (checkpoints_path is not None and named(Path(checkpoints_path))[0] > 0)
+        if checkpoints_path is None:
+            return False
+        path = Path(checkpoints_path)
+        return stock(checkpoints_path) or named(path)[0] > 0 or bool(_mistaken(path))
 
     return checkpoint_exists
 
@@ -218,7 +237,7 @@ def _naming_its_flag(folder: str, args: Namespace) -> Iterator[None]:
     except UserError as error:
         if folder != getattr(args, "pretrained_checkpoint", None) or folder == args.load:
             raise
-        said = str(error).replace(f"--load {folder}", f"--pretrained-checkpoint {folder}", 1)
+        said = str(error).replace(f"--load {folder}:", f"--pretrained-checkpoint {folder}:", 1)
         raise UserError(said) from error
 
 
@@ -293,7 +312,7 @@ def _remedy(load: Path, folder: Path) -> str:
                 return f"{found}: add --ckpt-step {iteration}"
         except Broken:
             continue
-    return "no other there is whole: restore it from a copy"
+    return on_rank_0(lambda: _mistaken(load)) or "no other there is whole: restore it from a copy"
 
 
 def read_tracker(load: Path) -> str:

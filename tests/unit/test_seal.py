@@ -302,6 +302,27 @@ def test_an_empty_folder_and_one_where_nothing_is_left(load, tmp_path):
     assert "iter_0000030/metadata.json is missing; no other there is whole" in line_of(lambda: load(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["iter_0000005", "latest", "release"])
+def test_one_checkpoints_own_folder(load, folder, name):
+    """Which convert takes; Megatron would begin anew with it."""
+    own = folder / name
+    if name == "latest":
+        own.symlink_to(folder / "iter_0000005")
+    elif name == "release":
+        (folder / "iter_0000005").rename(own)
+    mistake = f"it is one checkpoint's own folder; give the one above it, {folder}"
+    mistake += "" if name == "release" else " and --ckpt-step 5"
+    assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
+    assert line_of(lambda: load(own, ckpt_step=5)) == f"--load {own}: iter_0000005 is not there; {mistake}"
+    (own / "unsealed").touch()
+    assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
+
+
+def test_a_file_is_no_folder_of_checkpoints(load, folder):
+    line = line_of(lambda: load(folder / TRACKER))
+    assert line == f"--load {folder / TRACKER}: it is a file; give the folder that --save wrote"
+
+
 def test_folders_that_are_links_or_read_only(load, folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     (folder / "iter_0000010").rename(tmp_path / "elsewhere")
@@ -342,3 +363,17 @@ def test_without_tracker_a_pretrained_checkpoint_is_not_begun_with_again(folder,
     assert exists(str(folder)) and not exists(None)
     (folder / TRACKER).unlink()
     assert exists(str(folder)) and not exists(str(tmp_path))
+    assert exists(str(folder / "iter_0000005"))  # whose mistake is said by what loads it
+
+
+def test_a_flag_is_named_by_its_whole_folder(folder):
+    from argparse import Namespace
+
+    from megatron_fp8.checkpoint.loads import _naming_its_flag
+    from megatron_fp8.errors import UserError
+
+    own = f"{folder}/iter_0000005"
+    args = Namespace(load=own, pretrained_checkpoint=str(folder))
+    for given, flag in (own, "--load"), (str(folder), "--pretrained-checkpoint"):
+        with pytest.raises(ValueError, match=rf"^{flag} {given}: "), _naming_its_flag(str(folder), args):
+            raise UserError(f"--load {given}: it is not right")
