@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from ..errors import UserError, is_bug
 from ..flags.config import Fp8Config
 from ..flags.stock_errors import is_check
-from .seal import MARK, SEAL, Broken, is_finished, is_sealed, on_rank_0, require_finished, verify
+from .seal import MARK, SEAL, Broken, how_to_put_back, is_finished, is_sealed, on_rank_0, require_finished, verify
 from .state import check_fits, contents_of, is_ours
 from .stock_state import describe
 
@@ -59,13 +59,15 @@ def choose(load: Path, args: Namespace) -> Path | None:
     """
     iteration, release = (args.ckpt_step, False) if args.ckpt_step else on_rank_0(lambda: named(load))
     folder = load / ("release" if release else folder_name(iteration))
+    places = [load]
     if args.non_persistent_ckpt_type == "global":
         other = Path(args.non_persistent_global_ckpt_dir or load / "non_persistent")
+        places.append(other)
         newest = on_rank_0(lambda: named(other)[0] if (other / TRACKER).exists() else -1)
         if newest >= max(iteration, 0):
             iteration, folder = newest, other / folder_name(newest)
     if iteration < 0:
-        if mistaken := on_rank_0(lambda: _mistaken(load)):
+        if mistaken := on_rank_0(lambda: _mistaken(*places)):
             raise UserError(f"--load {load}: {mistaken}")
         if written := on_rank_0(lambda: read_tracker(load)):
             says = f"{TRACKER} says {written[:20]!r}, and no checkpoint is there"
@@ -77,15 +79,19 @@ def choose(load: Path, args: Namespace) -> Path | None:
     return folder
 
 
-def _mistaken(load: Path) -> str:
-    """What is wrong with a folder in which no checkpoint is found, though it looks as if one was meant; or nothing."""
+def _mistaken(load: Path, *others: Path) -> str:
+    """What is wrong with a folder in which no checkpoint is found, though it looks as if one was meant; or nothing.
+
+    others: where checkpoints might lie besides.
+    """
     if load.is_file():
         return "it is a file; give the folder that --save wrote"
     if is_finished(load) or (load / MARK).exists():
         own = load.resolve()
         step = f" and --ckpt-step {int(own.name[5:])}" if re.fullmatch(r"iter_[0-9]{7,18}", own.name) else ""
         return f"it is one checkpoint's own folder; give the one above it, {own.parent}{step}"
-    return ""
+    folders = [folder for place in (load, *others) for folder in sorted(place.glob("iter_*"), reverse=True)]
+    return next(filter(None, map(how_to_put_back, folders)), "")
 
 
 @contextlib.contextmanager

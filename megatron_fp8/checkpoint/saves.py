@@ -27,9 +27,21 @@ from torch.distributed.checkpoint import CheckpointException
 from ..errors import PassingError, UserError
 from .loads import TRACKER, folder_name, is_named, is_tracker, named, read_tracker, said_by, sealed_iterations
 from .pickles import check_arguments
-from .seal import MARK, METADATA, SEAL, is_finished, is_sealed, on_rank_0, seal, sealed_files, write_whole
+from .seal import (
+    ASIDE,
+    MARK,
+    METADATA,
+    SEAL,
+    is_finished,
+    is_kept,
+    is_sealed,
+    on_rank_0,
+    seal,
+    sealed_files,
+    write_whole,
+)
 
-LOCK, ASIDE = "saving.lock", "replaced"
+LOCK = "saving.lock"
 _ROOM = 2**20  # bytes that a folder must take when a run begins
 _locks: dict[Path, int] = {}  # file descriptors, held while this process lives
 _begun: list[Path] = []  # checkpoints being written
@@ -55,8 +67,8 @@ def claim(save: str) -> None:
         if folder.resolve() not in _locks:
             _locks[folder.resolve()] = _lock(folder)
         for place in (folder, folder / "non_persistent"):
-            for aside in place.glob(f"iter_*/{ASIDE}"):
-                _put_back(aside.parent)
+            for mark in place.glob(f"iter_*/{MARK}"):
+                _put_back(mark.parent)
             _mend_tracker(place)
     except BlockingIOError:
         said = f"--save {save}: another run saves there ({LOCK} is held); give another folder"
@@ -157,9 +169,9 @@ def _put_back(folder: Path) -> bool:
 
     A seal is put aside first and comes back last: where there is one, the files are those that were sealed.
     """
-    aside, mark = folder / ASIDE, folder / MARK
-    if not mark.exists() or not (aside.is_dir() or is_sealed(folder)):
+    if not is_kept(folder):
         return False
+    aside = folder / ASIDE
     if not is_sealed(folder):
         for path in sorted(aside.iterdir(), key=lambda path: path.name == SEAL):
             path.replace(folder / path.name)

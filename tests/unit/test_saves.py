@@ -97,6 +97,13 @@ def test_killed_at_every_point_of_a_save_over_the_only_checkpoint(load, tmp_path
     assert 10 < kills < 50
 
 
+def test_killed_when_it_had_sealed_what_nothing_was_put_aside_for(load, tmp_path):
+    """A save over what another had left, killed before its mark went: the next run finds it whole."""
+    (save(tmp_path, 10) / "unsealed").touch()
+    saves.claim(str(tmp_path))
+    assert load(tmp_path) == 10
+
+
 def test_a_killed_save_is_cleared_away(load, tmp_path):
     """A smaller run saves where a larger one was killed: nothing of that is in the new checkpoint."""
     save(tmp_path, 5)
@@ -272,7 +279,7 @@ def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
     """With --save-retain-interval Megatron reads it after a save."""
     for folder in (tmp_path, tmp_path / "non_persistent"):
         save(folder, 10)
-        (save(folder, 20) / "unsealed").touch()
+        (save(folder, 20) / SEAL).rename(folder / "iter_0000020/unsealed")
         (folder / TRACKER).write_text(written)
     saves.claim(str(tmp_path))
     assert (tmp_path / TRACKER).read_text() == (tmp_path / "non_persistent" / TRACKER).read_text() == "10"

@@ -10,7 +10,9 @@ import pytest
 import torch.distributed as dist
 from small_checkpoints import CONTENTS, STOCKS, TRACKER, load, one_rank, save, unsealed
 
-from megatron_fp8.checkpoint.seal import SEAL, Broken, verify
+from megatron_fp8.checkpoint.convert import to_hf
+from megatron_fp8.checkpoint.saves import claim
+from megatron_fp8.checkpoint.seal import ASIDE, SEAL, Broken, verify
 
 __all__ = ["load", "one_rank"]
 FILES = (".metadata", "__0_0.distcp", "metadata.json", SEAL)
@@ -218,7 +220,7 @@ def test_what_is_asked_for_is_refused_too(load, folder):
         lambda: load(folder, ckpt_step=5)
     )
     (folder / "iter_0000010/unsealed").touch()
-    assert "iter_0000010 is not finished: its save was interrupted; no other there is whole" in line_of(
+    assert "iter_0000010 is not finished: its save was interrupted; a save over" in line_of(
         lambda: load(folder, ckpt_step=10)
     )
 
@@ -321,6 +323,31 @@ def test_one_checkpoints_own_folder(load, folder, name):
 def test_a_file_is_no_folder_of_checkpoints(load, folder):
     line = line_of(lambda: load(folder / TRACKER))
     assert line == f"--load {folder / TRACKER}: it is a file; give the folder that --save wrote"
+
+
+@pytest.mark.parametrize(
+    ("where", "tracker"), [("", True), ("", False), ("non_persistent", True), ("elsewhere", True)]
+)
+def test_what_an_interrupted_save_has_put_aside(load, tmp_path, where, tracker):
+    """It is whole, and a run that saves there has it again: not one to begin anew beside."""
+    saved = tmp_path / where
+    checkpoint = save(saved, 10)
+    (checkpoint / "unsealed").touch()
+    (checkpoint / ASIDE).mkdir()
+    for name in FILES:
+        (checkpoint / name).rename(checkpoint / ASIDE / name)
+    if not tracker:
+        (saved / TRACKER).unlink()
+    flags = {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": str(saved)} if where else {}
+    says = f"a save over {checkpoint} was interrupted, and a whole checkpoint is kept in it; a training run with "
+    says += f"--save {saved} puts it back as it begins"
+    assert line_of(lambda: load(tmp_path, **flags)) == f"--load {tmp_path}: {says}"
+    if not where:
+        assert line_of(lambda: load(tmp_path, ckpt_step=10)).endswith(f"its save was interrupted; {says}")
+        line = line_of(lambda: to_hf(str(checkpoint if not tracker else tmp_path), str(tmp_path / "hf")))
+        assert line.endswith(f": {says}")
+    claim(str(saved))
+    assert load(tmp_path, **flags) == 10
 
 
 def test_folders_that_are_links_or_read_only(load, folder, tmp_path):
