@@ -205,6 +205,7 @@ def _read_checkpoint_args(args) -> None:
         return
     import megatron.training.checkpointing as checkpointing
 
+    _claim_folders(args)  # a checkpoint may have to be put back before it can be read
     reading = Rebound()
     _hook_loading(reading, None)
     try:
@@ -213,6 +214,14 @@ def _read_checkpoint_args(args) -> None:
     finally:
         reading.put_back()
     args.use_checkpoint_args = False
+
+
+def _claim_folders(args) -> None:
+    if args.save and not args.skip_train:
+        from .checkpoint import saves
+
+        for flag, folder in saves.folders_of(args).items():
+            saves.claim(folder, flag)
 
 
 def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
@@ -232,10 +241,8 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         _hook_optimizer(config, gemms)
     if args.load or args.save or args.pretrained_checkpoint:
         _hook_checkpoints(config)
-        if config is not None and args.save and not args.skip_train:
-            from .checkpoint.saves import claim
-
-            claim(args.save)
+        if config is not None:
+            _claim_folders(args)
     _hook_probe(probe, bool(log.EXACT.given(args)), log.logs_update_norm(args))
     if sharpness is not None:
         _hook_sharpness(sharpness)

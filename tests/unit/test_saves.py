@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from launch import RunFailed, forked
@@ -15,6 +16,7 @@ from megatron_fp8.checkpoint import saves
 from megatron_fp8.checkpoint.seal import SEAL, verify
 
 __all__ = ["load", "one_rank"]
+NON_PERSISTENT = "--non-persistent-global-ckpt-dir"
 
 
 class Killed(BaseException):
@@ -53,8 +55,6 @@ def killed_at(count, monkeypatch, act) -> bool:
             return stock(self, *args, **kwargs)
 
         return change
-
-    from pathlib import Path
 
     with monkeypatch.context() as patch:
         for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "touch"):
@@ -119,8 +119,6 @@ def test_a_killed_save_is_cleared_away(load, tmp_path):
 def full_disc(monkeypatch, at):
     """Writing the file `at` fails from here on."""
     import io
-    from pathlib import Path
-
     def no_room(stock):
         def write(path, *args, **kwargs):
             if at in str(path) and "w" in (args[0] if args else kwargs.get("mode", "r")):
@@ -192,6 +190,8 @@ def test_folders_that_cannot_be_saved_to(tmp_path, make):
         line = rf"^--save {path}: cannot be written to \([^)]+\); give another folder$"
         with pytest.raises(ValueError, match=line):
             saves.claim(str(path))
+        with pytest.raises(ValueError, match=line.replace("--save", NON_PERSISTENT)):
+            saves.claim(str(path), NON_PERSISTENT)
 
 
 @pytest.mark.parametrize(("error", "why"), [(28, "No space left on device"), (30, "Read-only file system")])
@@ -249,19 +249,37 @@ def test_a_run_that_ends_leaves_no_lock(tmp_path):
     assert run("") == 1 and "another run saves there" in log.read_text() and (tmp_path / "a/b" / saves.LOCK).exists()
 
 
-def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch):
-    saves.claim(str(tmp_path))
-    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+def saving_to(folder, elsewhere=None) -> Namespace:
+    kind = None if elsewhere is None else "global"
+    where = None if elsewhere is None else str(elsewhere)
+    return Namespace(save=str(folder), non_persistent_ckpt_type=kind, non_persistent_global_ckpt_dir=where)
+
+
+def test_where_a_run_saves(tmp_path):
+    assert saves.folders_of(saving_to(tmp_path)) == {"--save": str(tmp_path)}
+    args = saving_to(tmp_path, tmp_path / "other")
+    assert saves.folders_of(args) == {"--save": str(tmp_path), NON_PERSISTENT: str(tmp_path / "other")}
+    args.non_persistent_ckpt_type = "local"
+    assert saves.folders_of(args) == {"--save": str(tmp_path)}
+
+
+@pytest.mark.parametrize("flag", ["--save", NON_PERSISTENT])
+def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch, flag):
+    args = saving_to(tmp_path / "a", tmp_path / "b")
+    for name, claimed in saves.folders_of(args).items():
+        saves.claim(claimed, name)
+    monkeypatch.setattr(saves, "get_args", lambda: args)
     saves.check_saving()
     monkeypatch.setattr(saves.dist, "get_rank", lambda: 3)
     monkeypatch.setattr(saves, "on_rank_0", lambda act: act())
     saves.check_saving()
+    folder = Path(saves.folders_of(args)[flag])
     for spoil in (lambda lock: lock.write_text("another machine's"), lambda lock: lock.unlink()):
-        written = (tmp_path / saves.LOCK).read_bytes()
-        spoil(tmp_path / saves.LOCK)
+        written = (folder / saves.LOCK).read_bytes()
+        spoil(folder / saves.LOCK)
         with monkeypatch.context() as patch:
-            patch.setattr(saves, "on_rank_0", lambda act, w=written: [(tmp_path / saves.LOCK, w)])
-            with pytest.raises(ValueError, match=rf"^--save {tmp_path}: rank 3 does not see what rank 0 writes there"):
+            patch.setattr(saves, "on_rank_0", lambda act, w=written: [(flag, folder / saves.LOCK, w)])
+            with pytest.raises(ValueError, match=rf"^{flag} {folder}: rank 3 does not see what rank 0 writes there"):
                 saves.check_saving()
 
 
