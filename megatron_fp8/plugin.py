@@ -52,6 +52,9 @@ What is hooked, and why not something more official:
     training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
     cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint; dist_checkpointing.load
                                                 find a whole checkpoint, or refuse in one line (checkpoint/loads.py).
+    training.checkpointing.check_checkpoint_args
+                                                compares what the checkpoint has: a converted one is of no run
+                                                (checkpoint/loads.py).  Without a level too.
     FileSystemReader.read_metadata and DefaultLoadPlanner.load_bytes, both torch's
                                                 read data, and nothing that runs (checkpoint/pickles.py).
     tensor_parallel.layers.fused_weight_gradient_mlp_cuda and _grad_accum_fusion_available, and the module itself
@@ -204,6 +207,7 @@ def _read_checkpoint_args(args) -> None:
         return
     import megatron.training.checkpointing as checkpointing
 
+    _claim_folders(args)  # a checkpoint may have to be put back before it can be read
     reading = Rebound()
     _hook_loading(reading, None)
     try:
@@ -212,6 +216,14 @@ def _read_checkpoint_args(args) -> None:
     finally:
         reading.put_back()
     args.use_checkpoint_args = False
+
+
+def _claim_folders(args) -> None:
+    if args.save and not args.skip_train:
+        from .checkpoint import saves
+
+        for flag, folder in saves.folders_of(args).items():
+            saves.claim(folder, flag)
 
 
 def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
@@ -231,10 +243,8 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         _hook_optimizer(config, gemms)
     if args.load or args.save or args.pretrained_checkpoint:
         _hook_checkpoints(config)
-        if config is not None and args.save and not args.skip_train:
-            from .checkpoint.saves import claim
-
-            claim(args.save)
+        if config is not None:
+            _claim_folders(args)
     _hook_probe(probe, bool(log.EXACT.given(args)), log.logs_update_norm(args))
     if sharpness is not None:
         _hook_sharpness(sharpness)
@@ -396,7 +406,8 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 
     from .checkpoint import loads, saves, state
 
-    sharded = "sharded_state_dict checkpoint_dir"
+    sharded, compared = "sharded_state_dict checkpoint_dir", "checkpoint_args skip_args"
+    _of_run.rebind(checkpointing, "check_checkpoint_args", loads.compare_what_is_there, compared)
     if fp8 is None:
         _of_run.rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
         _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, _TO_LOAD)

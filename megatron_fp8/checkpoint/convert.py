@@ -34,7 +34,7 @@ from ..numerics import FORMATS, ScaledTensor
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
 from .pickles import data_only
-from .seal import Broken, is_finished, seal, verify
+from .seal import Broken, how_to_put_back, is_finished, seal, verify
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -123,6 +123,8 @@ def _iteration_folder(path: Path) -> Path:
     if (path / TRACKER).is_file():
         last = (path / TRACKER).read_text().strip()
         folder = path / (f"iter_{int(last):07d}" if last.isdigit() else last)
+    if kept := how_to_put_back(folder):
+        raise UserError(f"{path}: {kept}")
     try:
         verify(folder)
     except Broken as broken:

@@ -29,7 +29,7 @@ from ..errors import UserError, is_bug
 from ..flags.config import Fp8Config
 from ..flags.stock_errors import is_check
 from ..ranks import all_reduce_largest
-from .seal import MARK, SEAL, Broken, is_sealed, on_rank_0, require_finished, verify
+from .seal import MARK, SEAL, Broken, how_to_put_back, is_finished, is_sealed, on_rank_0, require_finished, verify
 from .state import check_fits, contents_of, is_ours
 from .stock_state import describe
 
@@ -62,8 +62,10 @@ def choose(load: Path, args: Namespace) -> Path | None:
     """
     iteration, release = (args.ckpt_step, False) if args.ckpt_step else on_rank_0(lambda: named(load))
     folder = load / ("release" if release else folder_name(iteration))
+    places = [load]
     if args.non_persistent_ckpt_type == "global":
         other = Path(args.non_persistent_global_ckpt_dir or load / "non_persistent")
+        places.append(other)
         newest = on_rank_0(lambda: named(other)[0] if (other / TRACKER).exists() else -1)
         if newest >= max(iteration, 0):
             if args.ckpt_step:
@@ -71,6 +73,8 @@ def choose(load: Path, args: Namespace) -> Path | None:
                 raise UserError(f"--ckpt-step {iteration}: {newer}, which is newer; move that away")
             iteration, folder = newest, other / folder_name(newest)
     if iteration < 0:
+        if mistaken := on_rank_0(lambda: _mistaken(*places)):
+            raise UserError(f"--load {load}: {mistaken}")
         if written := on_rank_0(lambda: read_tracker(load)):
             says = f"{TRACKER} says {written[:20]!r}, and no checkpoint is there"
             raise UserError(f"--load {load}: {says}; give another folder")
@@ -79,6 +83,21 @@ def choose(load: Path, args: Namespace) -> Path | None:
         _say_going_back_to(folder)
     _require_whole(load, folder)
     return folder
+
+
+def _mistaken(load: Path, *others: Path) -> str:
+    """What is wrong with a folder in which no checkpoint is found, though it looks as if one was meant; or nothing.
+
+    others: where checkpoints might lie besides.
+    """
+    if load.is_file():
+        return "it is a file; give the folder that --save wrote"
+    if is_finished(load) or (load / MARK).exists():
+        own = load.resolve()
+        step = f" and --ckpt-step {int(own.name[5:])}" if re.fullmatch(r"iter_[0-9]{7,18}", own.name) else ""
+        return f"it is one checkpoint's own folder; give the one above it, {own.parent}{step}"
+    folders = [folder for place in (load, *others) for folder in sorted(place.glob("iter_*"), reverse=True)]
+    return next(filter(None, map(how_to_put_back, folders)), "")
 
 
 @contextlib.contextmanager
@@ -168,6 +187,15 @@ def load_in_one_line(stock: Callable) -> Callable:
     return load_checkpoint
 
 
+def compare_what_is_there(stock: Callable) -> Callable:
+    """Around checkpointing.check_checkpoint_args: a converted checkpoint is of no run, and has no tokenizer."""
+
+    def check_checkpoint_args(checkpoint_args, skip_args=None):
+        return stock(checkpoint_args, (skip_args or set()) | (vars(get_args()).keys() - vars(checkpoint_args).keys()))
+
+    return check_checkpoint_args
+
+
 # What stands before experts, by Transformer Engine's spec and a level, and by the local spec.
 _NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
 
@@ -206,10 +234,16 @@ def _stored(folder: str) -> list[str]:
 
 
 def find_without_tracker(stock: Callable) -> Callable:
-    """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew."""
+    """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew.
+
+    A mistaken folder is said to have one, so that what loads it says what is wrong.
+    """
 
     def checkpoint_exists(checkpoints_path):
-        return stock(checkpoints_path) or (checkpoints_path is not None and named(Path(checkpoints_path))[0] > 0)
+        if checkpoints_path is None:
+            return False
+        path = Path(checkpoints_path)
+        return stock(checkpoints_path) or named(path)[0] > 0 or bool(_mistaken(path))
 
     return checkpoint_exists
 
@@ -229,7 +263,7 @@ def _naming_its_flag(folder: str, args: Namespace) -> Iterator[None]:
     except UserError as error:
         if folder != getattr(args, "pretrained_checkpoint", None) or folder == args.load:
             raise
-        said = str(error).replace(f"--load {folder}", f"--pretrained-checkpoint {folder}", 1)
+        said = str(error).replace(f"--load {folder}:", f"--pretrained-checkpoint {folder}:", 1)
         raise UserError(said) from error
 
 
@@ -308,7 +342,7 @@ def _remedy(load: Path, folder: Path) -> str:
                 return f"{found}: add --ckpt-step {iteration}"
         except Broken:
             continue
-    return "no other there is whole: restore it from a copy"
+    return on_rank_0(lambda: _mistaken(load)) or "no other there is whole: restore it from a copy"
 
 
 def read_tracker(load: Path) -> str:

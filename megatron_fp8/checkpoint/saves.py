@@ -1,6 +1,6 @@
 """How a checkpoint is written so that none is lost.
 
-    a run begins    rank 0 locks the folder of --save: of two runs that write one checkpoint none has it
+    a run begins    rank 0 locks the folders it saves to: of two runs that write one checkpoint none has it
     it ends         the lock goes, refused or done, and the folders made for it, where nothing came to lie in them
     save            what iter_N holds is put aside, in iter_N/replaced, and the mark iter_N/unsealed set -> Megatron
                     writes its files -> they are sealed (seal.py) -> the mark goes, then what was put aside -> tracker
@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,15 +28,33 @@ from torch.distributed.checkpoint import CheckpointException
 from ..errors import PassingError, UserError
 from .loads import TRACKER, folder_name, is_named, is_tracker, named, read_tracker, said_by, sealed_iterations
 from .pickles import check_arguments
-from .seal import MARK, METADATA, SEAL, is_finished, is_sealed, on_rank_0, seal, sealed_files, write_whole
+from .seal import (
+    ASIDE,
+    MARK,
+    METADATA,
+    SEAL,
+    is_finished,
+    is_kept,
+    is_sealed,
+    on_rank_0,
+    seal,
+    sealed_files,
+    write_whole,
+)
 
-LOCK, ASIDE = "saving.lock", "replaced"
+LOCK = "saving.lock"
 _ROOM = 2**20  # bytes that a folder must take when a run begins
 _locks: dict[Path, int] = {}  # file descriptors, held while this process lives
 _begun: list[Path] = []  # checkpoints being written
 
 
-def claim(save: str) -> None:
+def folders_of(args: Namespace) -> dict[str, str]:
+    """{flag: folder} of where a run with --save saves; its non-persistent checkpoints may lie elsewhere."""
+    elsewhere = args.non_persistent_ckpt_type == "global" and args.non_persistent_global_ckpt_dir
+    return {"--save": args.save} | ({"--non-persistent-global-ckpt-dir": elsewhere} if elsewhere else {})
+
+
+def claim(save: str, flag: str = "--save") -> None:
     """As a run begins: UserError on rank 0 unless the folder takes files, and no other run saves there; locks it.
 
     The lock ends with the process, however that ends, and its children do not inherit it (POSIX's lockf).
@@ -55,15 +74,15 @@ def claim(save: str) -> None:
         if folder.resolve() not in _locks:
             _locks[folder.resolve()] = _lock(folder)
         for place in (folder, folder / "non_persistent"):
-            for aside in place.glob(f"iter_*/{ASIDE}"):
-                _put_back(aside.parent)
+            for mark in place.glob(f"iter_*/{MARK}"):
+                _put_back(mark.parent)
             _mend_tracker(place)
     except BlockingIOError:
-        said = f"--save {save}: another run saves there ({LOCK} is held); give another folder"
+        said = f"{flag} {save}: another run saves there ({LOCK} is held); give another folder"
         raise PassingError(said) from None  # a lock of a node that was lost is held on NFS until that node is back
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
-        raise UserError(f"--save {save}: cannot be written to ({reason}); give another folder") from None
+        raise UserError(f"{flag} {save}: cannot be written to ({reason}); give another folder") from None
 
 
 def _leave(folder: Path, made: list[Path], process: int) -> None:
@@ -107,15 +126,22 @@ def _mend_tracker(folder: Path) -> None:
 def check_saving() -> None:
     """Before the first step: UserError on a rank that does not see what rank 0 has written to the folder it claimed,
     and for arguments that would not be read back; collective."""
-    if get_args().save:
-        check_arguments(get_args())
-    claimed = on_rank_0(lambda: [(folder / LOCK, os.pread(lock, 32, 0)) for folder, lock in _locks.items()])
-    for path, written in claimed if dist.get_rank() else ():  # rank 0 would end its lock by closing the file
+    args = get_args()
+    if not args.save:
+        return
+    check_arguments(args)
+
+    def written() -> list[tuple[str, Path, bytes]]:
+        claimed = {flag: Path(folder).resolve() for flag, folder in folders_of(args).items()}
+        return [(flag, at / LOCK, os.pread(_locks[at], 32, 0)) for flag, at in claimed.items() if at in _locks]
+
+    claimed = on_rank_0(written)
+    for flag, path, text in claimed if dist.get_rank() else ():  # rank 0 would end its lock by closing the file
         with contextlib.suppress(OSError):
-            if path.read_bytes() == written:
+            if path.read_bytes() == text:
                 continue
         raise UserError(
-            f"--save {path.parent}: rank {dist.get_rank()} does not see what rank 0 writes there; give a folder that "
+            f"{flag} {path.parent}: rank {dist.get_rank()} does not see what rank 0 writes there; give a folder that "
             "all share"
         )
 
@@ -142,8 +168,13 @@ def begin(folder: Path) -> None:
 def finish(folder: Path) -> None:
     """Seal a checkpoint that Megatron has written; collective."""
 
+    def say_so() -> None:
+        _forget(folder)
+        if read_tracker(folder.parent) == "release":  # Megatron reads it with int(), with --save-retain-interval
+            write_whole(folder.parent / TRACKER, str(int(folder.name[5:])))
+
     seal(folder)
-    on_rank_0(lambda: _forget(folder))
+    on_rank_0(say_so)
     _begun.remove(folder)
 
 
@@ -152,9 +183,9 @@ def _put_back(folder: Path) -> bool:
 
     A seal is put aside first and comes back last: where there is one, the files are those that were sealed.
     """
-    aside, mark = folder / ASIDE, folder / MARK
-    if not mark.exists() or not (aside.is_dir() or is_sealed(folder)):
+    if not is_kept(folder):
         return False
+    aside = folder / ASIDE
     if not is_sealed(folder):
         for path in sorted(aside.iterdir(), key=lambda path: path.name == SEAL):
             path.replace(folder / path.name)

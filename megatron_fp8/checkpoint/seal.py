@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..ranks import gathered
 
 SEAL, MARK, METADATA = "integrity.json", "unsealed", "metadata.json"  # a mark: a save into the folder is under way
+ASIDE = "replaced"  # where that puts what the folder held
 # Megatron reads it in place of what the other files hold: one that was not there when the checkpoint was sealed is not
 # of it. What else lies in the folder is never read.
 _OLD_COMMON = "common.pt"
@@ -59,6 +60,17 @@ def is_finished(folder: Path) -> bool:
     """Whether a folder holds a checkpoint, ours or stock Megatron's, and no save into it is under way."""
     kinds = (METADATA, SEAL, "mp_rank_*")
     return folder.is_dir() and not (folder / MARK).exists() and any(any(folder.glob(kind)) for kind in kinds)
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether a save over a checkpoint was interrupted that has put it aside, or had sealed the new one."""
+    return (folder / MARK).exists() and ((folder / ASIDE).is_dir() or is_sealed(folder))
+
+
+def how_to_put_back(folder: Path) -> str:
+    """Of a checkpoint that is kept, how it comes back; empty for any other."""
+    said = f"a save over {folder} was interrupted, and a whole checkpoint is kept in it"
+    return f"{said}; a training run with --save {folder.parent} puts it back as it begins" if is_kept(folder) else ""
 
 
 def require_finished(folder: Path) -> None:

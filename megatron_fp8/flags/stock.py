@@ -174,9 +174,10 @@ KEEPS_OPTIMIZER = When(
     and bool(args.save or (args.load and not args.finetune and not args.no_load_optim)),
 )
 CUT_AS_BUFFERS = When(
-    "not given, with --use-distributed-optimizer and --save, without --fp8-ckpt-compact and local checkpoints",
+    "not given, with --use-distributed-optimizer and --save or --ckpt-convert-save, "
+    "without --fp8-ckpt-compact and local checkpoints",
     lambda value, args: not value
-    and bool(args.use_distributed_optimizer and args.save)
+    and bool(args.use_distributed_optimizer and (args.save or args.ckpt_convert_save))
     and not args.fp8_ckpt_compact
     and args.non_persistent_ckpt_type != "local",
 )

@@ -127,7 +127,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
 
     install()
     # This process only looks: the job's folder is the job's, may not be here, and a run may hold it.
-    saves.claim = lambda save: None  # type: ignore[assignment]
+    saves.claim = lambda save, flag: None  # type: ignore[assignment, misc]
     config.installed = lambda module: True  # Transformer Engine, for its attention: the job's machines may have it
     os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments

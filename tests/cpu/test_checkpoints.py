@@ -326,6 +326,22 @@ def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
         train(1, flags, tmp_path, load=True)
 
 
+def test_what_a_killed_save_has_put_aside_is_put_back_before_it_is_looked_for(tmp_path):
+    """Also where non-persistent checkpoints lie elsewhere, and by --use-checkpoint-args."""
+    flags = "--fp8-level O3 --non-persistent-ckpt-type global --non-persistent-save-interval 3"
+    flags += f" --non-persistent-global-ckpt-dir {tmp_path / 'fast'}"
+    train(1, flags, tmp_path / "slow", save=10, until=3)
+    folder = tmp_path / "fast/iter_0000003"
+    files = list(folder.iterdir())
+    (folder / "replaced").mkdir()
+    (folder / "unsealed").touch()
+    for path in files:
+        path.rename(folder / "replaced" / path.name)
+    rest = train(1, f"{flags} --use-checkpoint-args", tmp_path / "slow", save=10, load=True, until=4)
+    assert [step.iteration for step in rest.steps] == [4]
+    assert not (tmp_path / "fast/saving.lock").exists()
+
+
 @nightly
 @pytest.mark.parametrize("level", ["O1", "O3"])
 def test_a_run_without_a_level_goes_on_at_one(level, tmp_path):

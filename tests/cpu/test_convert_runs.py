@@ -9,7 +9,6 @@ from megatron_fp8.checkpoint import convert
 
 LLAMA = [*TINY_GPT, *"--vocab-size 256 --group-query-attention --num-query-groups 2 --ckpt-format torch_dist".split()]
 TWO_STEPS = "--train-iters 2 --lr-warmup-iters 0 --save-interval 2".split()
-ONE_STEP = "--finetune --no-load-optim --no-load-rng --train-iters 1 --lr-warmup-iters 0".split()
 
 
 def tensors(folder) -> dict[str, torch.Tensor]:
@@ -25,10 +24,15 @@ def test_megatron_goes_on_from_what_came_back(tmp_path, capsys):
     flags = capsys.readouterr().out.split(" with ")[1].split()  # --load, and what describes the model
     assert flags[:2] == ["--load", str(tmp_path / "back")]
 
-    original = run_megatron(1, [*LLAMA, "--fp8-level", "O1", "--load", str(tmp_path / "saved"), *ONE_STEP])
-    converted = run_megatron(1, [*LLAMA, "--fp8-level", "O1", *flags, *ONE_STEP])
+    level = "--fp8-level O1 --train-iters 1 --lr-warmup-iters 0".split()
+    weights = "--finetune --no-load-optim --no-load-rng --load".split()
+    original = run_megatron(1, [*LLAMA, *level, *weights, str(tmp_path / "saved")])
+    (tmp_path / "vocab.json").write_text("{}")
+    flags += ["--vocab-file", str(tmp_path / "vocab.json"), "--data-parallel-random-init"]  # of a run: stock compares
+    converted = run_megatron(1, [*LLAMA, *level, *flags])
     assert converted.losses == original.losses and converted.grad_norms == original.grad_norms
     assert original.losses[0] < trained.losses[0] - 0.05  # on the same batch: what training left was loaded
+    assert run_megatron(1, [*LLAMA, *level[2:], *flags]).losses[0] < trained.losses[0] - 0.05
 
     convert.to_hf(str(tmp_path / "back"), str(tmp_path / "again"))
     for name in ("model.safetensors", "config.json"):

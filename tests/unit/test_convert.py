@@ -1,5 +1,6 @@
 """The converter without training: layouts against what the models compute, E4M3 weights, refusals, damage."""
 
+import inspect
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -209,13 +210,26 @@ def test_arguments_survive_config_json(args):
     assert FAMILIES[config["model_type"]].architecture in config["architectures"]
 
 
+LLAMA3 = config_of(model_args(saved(use_rope_scaling=True)))["rope_scaling"]
+
+
+def test_the_scaled_rope_is_the_one_that_megatron_builds():
+    """No flag of these numbers reaches a model, so that all have the defaults."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.training import argument_utils
+
+    defaults = inspect.signature(RotaryEmbedding._apply_scaling).parameters
+    assert {"rope_type": "llama3", **{name: defaults[name].default for name in list(LLAMA3)[1:]}} == LLAMA3
+    assert "rope_scaling_factor" not in inspect.getsource(argument_utils)
+
+
 def test_llama_3_rope_in_both_spellings():
     args = model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0))
     config = config_of(args)
-    assert config["rope_scaling"]["factor"] == 32.0 and args_of(config).use_rope_scaling
+    assert config["rope_scaling"]["factor"] == 8.0 and args_of(config).use_rope_scaling  # as Megatron built the model
     scaling, theta = config.pop("rope_scaling"), config.pop("rope_theta")
     newer = args_of(config | {"rope_parameters": {**scaling, "rope_theta": theta}})
-    assert (newer.rotary_base, newer.use_rope_scaling, newer.rope_scaling_factor) == (500000, True, 32.0)
+    assert (newer.rotary_base, newer.use_rope_scaling) == (500000, True)
     plain = args_of(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
     assert (plain.rotary_base, plain.use_rope_scaling) == (1000000, False)
 
@@ -225,6 +239,8 @@ def test_flags_describe_the_model():
     for words in "--num-query-groups 3", "--norm-epsilon 1e-05", "--swiglu", "--disable-bias-linear":
         assert f" {words} " in f" {flags} "
     assert "rope-scaling" not in flags and "gelu" not in flags
+    flags = flags_of(model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0)))
+    assert "--use-rope-scaling" in flags and "--rope-scaling-factor" not in flags  # which has no effect
     assert "--no-bias-gelu-fusion" in flags_of(model_args(saved(**GPT2 | {"bias_gelu_fusion": False})))
 
 
@@ -263,7 +279,12 @@ def test_a_model_without_a_family_is_refused_by_its_flag(changes, flag):
         ("llama", {"attention_bias": True}, "mlp_bias False"),
         ("llama", {"rope_theta": 10000.5}, "rope_theta 10000.5"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "rope scaling"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": 32.0}}, "factor 32.0 of .* builds every such model with 8.0"),
+        ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0 of the rope scaling"),
+        ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0 of the rope scaling"),
+        ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "embeddings 4096 of the rope"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor None of the rope scaling"),
+        ("gpt_neox", {"rope_scaling": LLAMA3}, "rope scaling"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual True"),
         ("gpt_neox", {"hidden_act": "relu"}, "hidden_act relu"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from launch import RunFailed, forked
@@ -15,6 +16,7 @@ from megatron_fp8.checkpoint import saves
 from megatron_fp8.checkpoint.seal import SEAL, verify
 
 __all__ = ["load", "one_rank"]
+NON_PERSISTENT = "--non-persistent-global-ckpt-dir"
 
 
 class Killed(BaseException):
@@ -53,8 +55,6 @@ def killed_at(count, monkeypatch, act) -> bool:
             return stock(self, *args, **kwargs)
 
         return change
-
-    from pathlib import Path
 
     with monkeypatch.context() as patch:
         for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "touch"):
@@ -97,6 +97,13 @@ def test_killed_at_every_point_of_a_save_over_the_only_checkpoint(load, tmp_path
     assert 10 < kills < 50
 
 
+def test_killed_when_it_had_sealed_what_nothing_was_put_aside_for(load, tmp_path):
+    """A save over what another had left, killed before its mark went: the next run finds it whole."""
+    (save(tmp_path, 10) / "unsealed").touch()
+    saves.claim(str(tmp_path))
+    assert load(tmp_path) == 10
+
+
 def test_a_killed_save_is_cleared_away(load, tmp_path):
     """A smaller run saves where a larger one was killed: nothing of that is in the new checkpoint."""
     save(tmp_path, 5)
@@ -112,8 +119,6 @@ def test_a_killed_save_is_cleared_away(load, tmp_path):
 def full_disc(monkeypatch, at):
     """Writing the file `at` fails from here on."""
     import io
-    from pathlib import Path
-
     def no_room(stock):
         def write(path, *args, **kwargs):
             if at in str(path) and "w" in (args[0] if args else kwargs.get("mode", "r")):
@@ -185,6 +190,8 @@ def test_folders_that_cannot_be_saved_to(tmp_path, make):
         line = rf"^--save {path}: cannot be written to \([^)]+\); give another folder$"
         with pytest.raises(ValueError, match=line):
             saves.claim(str(path))
+        with pytest.raises(ValueError, match=line.replace("--save", NON_PERSISTENT)):
+            saves.claim(str(path), NON_PERSISTENT)
 
 
 @pytest.mark.parametrize(("error", "why"), [(28, "No space left on device"), (30, "Read-only file system")])
@@ -242,19 +249,37 @@ def test_a_run_that_ends_leaves_no_lock(tmp_path):
     assert run("") == 1 and "another run saves there" in log.read_text() and (tmp_path / "a/b" / saves.LOCK).exists()
 
 
-def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch):
-    saves.claim(str(tmp_path))
-    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+def saving_to(folder, elsewhere=None) -> Namespace:
+    kind = None if elsewhere is None else "global"
+    where = None if elsewhere is None else str(elsewhere)
+    return Namespace(save=str(folder), non_persistent_ckpt_type=kind, non_persistent_global_ckpt_dir=where)
+
+
+def test_where_a_run_saves(tmp_path):
+    assert saves.folders_of(saving_to(tmp_path)) == {"--save": str(tmp_path)}
+    args = saving_to(tmp_path, tmp_path / "other")
+    assert saves.folders_of(args) == {"--save": str(tmp_path), NON_PERSISTENT: str(tmp_path / "other")}
+    args.non_persistent_ckpt_type = "local"
+    assert saves.folders_of(args) == {"--save": str(tmp_path)}
+
+
+@pytest.mark.parametrize("flag", ["--save", NON_PERSISTENT])
+def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch, flag):
+    args = saving_to(tmp_path / "a", tmp_path / "b")
+    for name, claimed in saves.folders_of(args).items():
+        saves.claim(claimed, name)
+    monkeypatch.setattr(saves, "get_args", lambda: args)
     saves.check_saving()
     monkeypatch.setattr(saves.dist, "get_rank", lambda: 3)
     monkeypatch.setattr(saves, "on_rank_0", lambda act: act())
     saves.check_saving()
+    folder = Path(saves.folders_of(args)[flag])
     for spoil in (lambda lock: lock.write_text("another machine's"), lambda lock: lock.unlink()):
-        written = (tmp_path / saves.LOCK).read_bytes()
-        spoil(tmp_path / saves.LOCK)
+        written = (folder / saves.LOCK).read_bytes()
+        spoil(folder / saves.LOCK)
         with monkeypatch.context() as patch:
-            patch.setattr(saves, "on_rank_0", lambda act, w=written: [(tmp_path / saves.LOCK, w)])
-            with pytest.raises(ValueError, match=rf"^--save {tmp_path}: rank 3 does not see what rank 0 writes there"):
+            patch.setattr(saves, "on_rank_0", lambda act, w=written: [(flag, folder / saves.LOCK, w)])
+            with pytest.raises(ValueError, match=rf"^{flag} {folder}: rank 3 does not see what rank 0 writes there"):
                 saves.check_saving()
 
 
@@ -272,7 +297,7 @@ def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
     """With --save-retain-interval Megatron reads it after a save."""
     for folder in (tmp_path, tmp_path / "non_persistent"):
         save(folder, 10)
-        (save(folder, 20) / "unsealed").touch()
+        (save(folder, 20) / SEAL).rename(folder / "iter_0000020/unsealed")
         (folder / TRACKER).write_text(written)
     saves.claim(str(tmp_path))
     assert (tmp_path / TRACKER).read_text() == (tmp_path / "non_persistent" / TRACKER).read_text() == "10"
@@ -285,6 +310,23 @@ def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
     (tmp_path / "new" / TRACKER).write_text(written)
     saves.claim(str(tmp_path / "new"))
     assert not (tmp_path / "new" / TRACKER).exists() and load(tmp_path / "new") is None
+
+
+def test_the_first_save_beside_a_converted_checkpoint(load, tmp_path):
+    """With --save-retain-interval Megatron reads what the tracker says with int(), and then writes it."""
+    save(tmp_path, 0).rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    assert load(tmp_path) == 0
+
+    def as_megatron_reads_it(stock):
+        def save(*args, **kwargs):
+            saves.seal_saves(stock)(*args, **kwargs)
+            assert int((tmp_path / TRACKER).read_text()) == 20
+
+        return save
+
+    save(tmp_path, 20, as_megatron_reads_it)
+    assert load(tmp_path) == 20 and (tmp_path / "release" / SEAL).exists()
 
 
 def test_the_newest_whole_non_persistent_checkpoint_is_kept(one_rank, tmp_path):

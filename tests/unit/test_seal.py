@@ -10,7 +10,9 @@ import pytest
 import torch.distributed as dist
 from small_checkpoints import CONTENTS, STOCKS, TRACKER, load, one_rank, save, unsealed
 
-from megatron_fp8.checkpoint.seal import SEAL, Broken, verify
+from megatron_fp8.checkpoint.convert import to_hf
+from megatron_fp8.checkpoint.saves import claim
+from megatron_fp8.checkpoint.seal import ASIDE, SEAL, Broken, verify
 
 __all__ = ["load", "one_rank"]
 FILES = (".metadata", "__0_0.distcp", "metadata.json", SEAL)
@@ -218,7 +220,7 @@ def test_what_is_asked_for_is_refused_too(load, folder):
         lambda: load(folder, ckpt_step=5)
     )
     (folder / "iter_0000010/unsealed").touch()
-    assert "iter_0000010 is not finished: its save was interrupted; no other there is whole" in line_of(
+    assert "iter_0000010 is not finished: its save was interrupted; a save over" in line_of(
         lambda: load(folder, ckpt_step=10)
     )
 
@@ -302,6 +304,52 @@ def test_an_empty_folder_and_one_where_nothing_is_left(load, tmp_path):
     assert "iter_0000030/metadata.json is missing; no other there is whole" in line_of(lambda: load(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["iter_0000005", "latest", "release"])
+def test_one_checkpoints_own_folder(load, folder, name):
+    """Which convert takes; Megatron would begin anew with it."""
+    own = folder / name
+    if name == "latest":
+        own.symlink_to(folder / "iter_0000005")
+    elif name == "release":
+        (folder / "iter_0000005").rename(own)
+    mistake = f"it is one checkpoint's own folder; give the one above it, {folder}"
+    mistake += "" if name == "release" else " and --ckpt-step 5"
+    assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
+    assert line_of(lambda: load(own, ckpt_step=5)) == f"--load {own}: iter_0000005 is not there; {mistake}"
+    (own / "unsealed").touch()
+    assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
+
+
+def test_a_file_is_no_folder_of_checkpoints(load, folder):
+    line = line_of(lambda: load(folder / TRACKER))
+    assert line == f"--load {folder / TRACKER}: it is a file; give the folder that --save wrote"
+
+
+@pytest.mark.parametrize(
+    ("where", "tracker"), [("", True), ("", False), ("non_persistent", True), ("elsewhere", True)]
+)
+def test_what_an_interrupted_save_has_put_aside(load, tmp_path, where, tracker):
+    """It is whole, and a run that saves there has it again: not one to begin anew beside."""
+    saved = tmp_path / where
+    checkpoint = save(saved, 10)
+    (checkpoint / "unsealed").touch()
+    (checkpoint / ASIDE).mkdir()
+    for name in FILES:
+        (checkpoint / name).rename(checkpoint / ASIDE / name)
+    if not tracker:
+        (saved / TRACKER).unlink()
+    flags = {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": str(saved)} if where else {}
+    says = f"a save over {checkpoint} was interrupted, and a whole checkpoint is kept in it; a training run with "
+    says += f"--save {saved} puts it back as it begins"
+    assert line_of(lambda: load(tmp_path, **flags)) == f"--load {tmp_path}: {says}"
+    if not where:
+        assert line_of(lambda: load(tmp_path, ckpt_step=10)).endswith(f"its save was interrupted; {says}")
+        line = line_of(lambda: to_hf(str(checkpoint if not tracker else tmp_path), str(tmp_path / "hf")))
+        assert line.endswith(f": {says}")
+    claim(str(saved))
+    assert load(tmp_path, **flags) == 10
+
+
 def test_folders_that_are_links_or_read_only(load, folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     (folder / "iter_0000010").rename(tmp_path / "elsewhere")
@@ -342,3 +390,17 @@ def test_without_tracker_a_pretrained_checkpoint_is_not_begun_with_again(folder,
     assert exists(str(folder)) and not exists(None)
     (folder / TRACKER).unlink()
     assert exists(str(folder)) and not exists(str(tmp_path))
+    assert exists(str(folder / "iter_0000005"))  # whose mistake is said by what loads it
+
+
+def test_a_flag_is_named_by_its_whole_folder(folder):
+    from argparse import Namespace
+
+    from megatron_fp8.checkpoint.loads import _naming_its_flag
+    from megatron_fp8.errors import UserError
+
+    own = f"{folder}/iter_0000005"
+    args = Namespace(load=own, pretrained_checkpoint=str(folder))
+    for given, flag in (own, "--load"), (str(folder), "--pretrained-checkpoint"):
+        with pytest.raises(ValueError, match=rf"^{flag} {given}: "), _naming_its_flag(str(folder), args):
+            raise UserError(f"--load {given}: it is not right")

@@ -88,6 +88,13 @@ def test_a_graph_of_whole_steps(scope, parse, monkeypatch):
     assert (args.cuda_graph_impl, args.cuda_graph_scope_deprecated) == ("none", None)
 
 
+@pytest.mark.parametrize("saves", ["--save", "--ckpt-convert-format torch_dist --ckpt-convert-save"])
+def test_what_is_saved_loads_at_any_layout(saves, parse):
+    args = parse(*O1, "--use-distributed-optimizer", *saves.split(), "somewhere")
+    adapt_stock_args(args, config_from_args(args))
+    assert args.dist_ckpt_optim_fully_reshardable
+
+
 def of(verdict):
     rows = [row for row in TABLE if row.verdict == verdict]
     return pytest.mark.parametrize(

@@ -36,7 +36,6 @@ _FLAGS = {
     "rotary_base": "--rotary-base",
     "rotary_percent": "--rotary-percent",
     "use_rope_scaling": "--use-rope-scaling",
-    "rope_scaling_factor": "--rope-scaling-factor",
     "attention_dropout": "--attention-dropout",
     "hidden_dropout": "--hidden-dropout",
     "init_method_std": "--init-method-std",
@@ -50,7 +49,13 @@ _OFF = (
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec"
 ).split()
 _USE_VOCAB_SIZE = (None, "NullTokenizer", "TikTokenizer")  # other tokenizers ignore --vocab-size
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# All that Megatron builds with --use-rope-scaling: it hands --rope-scaling-factor to no model, and has no other flags.
+_LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # as --bias-gelu-fusion computes it
 
 
@@ -110,7 +115,7 @@ def config_of(args: Namespace) -> dict[str, Any]:
         config |= {"attention_bias": args.add_bias_linear, "mlp_bias": args.add_bias_linear}
         config |= {"rope_theta": float(args.rotary_base), "rope_scaling": None}
         if args.use_rope_scaling:
-            config["rope_scaling"] = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **_LLAMA3_ROPE}
+            config["rope_scaling"] = {"rope_type": "llama3", **_LLAMA3_ROPE}
     elif family.model_type == "gpt_neox":
         config |= {"hidden_act": gelu, "rotary_emb_base": args.rotary_base, "rotary_pct": args.rotary_percent}
     else:
@@ -136,7 +141,6 @@ def args_of(config: Mapping[str, Any]) -> Namespace:
         "rotary_base": 10000,
         "rotary_percent": 1.0,
         "use_rope_scaling": False,
-        "rope_scaling_factor": 8.0,
         "bias_gelu_fusion": False,
         **family.needs,
     }
@@ -169,8 +173,12 @@ def _read_rope(args: Namespace, config: Mapping[str, Any], family: Family) -> No
     if family.model_type == "gpt_neox":
         args.rotary_percent = rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "llama3" and family.model_type == "llama" and all(scaling.get(k) == v for k, v in _LLAMA3_ROPE.items()):
-        args.use_rope_scaling, args.rope_scaling_factor = True, float(scaling["factor"])
+    if kind == "llama3" and family.model_type == "llama":
+        for key, value in _LLAMA3_ROPE.items():
+            if scaling.get(key) != value:
+                reason = f"is not supported; Megatron 0.19 builds every such model with {value}, whatever its flags say"
+                raise UserError(f"config.json: {key} {scaling.get(key)} of the rope scaling {reason}")
+        args.use_rope_scaling = True
     elif kind != "default":
         raise UserError(f"config.json: rope scaling {dict(scaling)} is not supported; Megatron has Llama 3.1's")
 
@@ -192,8 +200,6 @@ def flags_of(args: Namespace) -> str:
     unused = {"bias_gelu_fusion"} if args.swiglu else set()
     if args.position_embedding_type != "rope":
         unused |= {"rotary_base", "rotary_percent"}
-    if not args.use_rope_scaling:
-        unused.add("rope_scaling_factor")
     words = []
     for name, flag in _FLAGS.items():
         value = getattr(args, name)
