@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError, did_you_mean
+from ..flags import sbatch
 from ..flags.args_file import ARGS_FILE, expand, find, read
 from ..flags.command import Launch, flags_of
 from ..shipped import shipped
@@ -97,8 +98,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-', and more than dots")
     if args.mounts and not args.container:
         raise UserError(f"--mounts {args.mounts}: no container is there; add --container, or remove it")
-    if re.match(r"[^-]", args.sbatch) or "\n" in args.sbatch:  # whose rest would be a command of the script
-        raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash, and stand on one line")
+    sbatch.check_options(args.sbatch)
     check_sbatch(args.sbatch)
     words, variables = _read(args)
     given = _given(words)
@@ -111,8 +111,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--save {' '.join(saves)}".rstrip() + ": use one folder, or remove it")
     folder = Path(args.folder or f"runs/{name}").absolute()
     for what, place in (("--folder", folder), ("the current folder", Path.cwd())):
-        if re.search(r'["\\\n]', str(place)):
-            raise UserError(f"{what} {str(place)!r}: Slurm takes no quote, backslash or line break; use another")
+        sbatch.check_path(what, place)
     first = [word for flag in _FIRST if flag in given for word in (flag, *given[flag])]
     save = given.get("--save") or [str(folder / "checkpoints")]
     words = [word for flag, values in flags_of(words) if flag not in (*_FIRST, "--save") for word in (flag, *values)]
