@@ -241,6 +241,8 @@ def check_optimizer(args: Namespace, data: int) -> None:
 def _refuse(args: Namespace) -> None:
     check_counted(args)
     _check_modelled(args, _NOT_MODELLED)
+    if not args.bf16:
+        raise UserError("--bf16: missing, and FP32 is not modelled; add it")
     if not args.fp8_wgrad:
         raise UserError("--no-fp8-wgrad: not modelled; remove it")
     if args.recompute_granularity == "full":
