@@ -88,7 +88,9 @@ def run(args: Namespace) -> int:
         raise UserError(f"--gpus-per-node {args.gpus_per_node}: use 0 or more")
     if args.gpus_per_node and args.tasks_per_node is not None:
         raise UserError(f"--tasks-per-node {args.tasks_per_node}: one a GPU; remove it, or add --gpus-per-node 0")
-    tasks = args.gpus_per_node or args.tasks_per_node or 0
+    if not args.gpus_per_node and args.tasks_per_node is None:
+        raise UserError("--gpus-per-node 0: add --tasks-per-node N")
+    tasks = args.gpus_per_node or args.tasks_per_node
     for flag, number in (("--nodes", args.nodes), ("--tasks-per-node", tasks), ("--max-restarts", args.max_restarts),
                          ("--steps", 1 if args.steps is None else args.steps)):  # fmt: skip
         if number < 1:
@@ -148,9 +150,10 @@ def run(args: Namespace) -> int:
     for line in [*goes_on, *unseen(settings, given)]:
         print(f"note: {line}")
     if not args.submit:
-        print(f"submit it: sbatch {path}")
+        print(f"submit it: sbatch {shlex.quote(str(path))}")
         return 0
-    print(f"job {_submit(path)}; its log: {folder}/log-JOB.txt; to stop it for good: touch {folder / 'exit'}")
+    log, stop = (shlex.quote(str(folder / name)) for name in ("log-JOB.txt", "exit"))
+    print(f"job {_submit(path)}; its log: {log}; to stop it for good: touch {stop}")
     return 0
 
 
@@ -263,7 +266,8 @@ def _submit(path: Path) -> str:
     try:
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, env=environment)
     except FileNotFoundError:
-        raise UserError(f"--submit: no sbatch here; on a node that has it: sbatch {path}") from None
+        remedy = f"on a node that has it: sbatch {shlex.quote(str(path))}"
+        raise UserError(f"--submit: no sbatch here; {remedy}") from None
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise UserError(f"--submit: sbatch: {said[-1] if said else f'exit code {done.returncode}'}; see {path}")
