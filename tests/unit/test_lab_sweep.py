@@ -285,7 +285,7 @@ def test_wrong_command_lines_are_one_line(tmp_path):
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-p a\nb"], "stand on one line"),
         (["plan.yaml", "--store", 's"t', "--slurm", "print"], "Slurm takes no quote, backslash or line break"),
         (["plan.yaml"], "the following arguments are required: --store"),
-        (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: unable to open database file"),
+        (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: no such folder; make it, or name another file"),
     ):
         output = done(tmp_path, "sweep", *argv, code=2)
         assert output.startswith("megatron_fp8: ") and output.count("\n") == 1 and message in output
