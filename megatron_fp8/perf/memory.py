@@ -11,7 +11,8 @@
     linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
     all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
 
-Without --use-distributed-optimizer every rank has all states, and stock's buckets no padding.
+Behind --, in a job's flags, without --use-distributed-optimizer every rank has all states, and stock's buckets no
+padding; in front of -- that flag is taken as given.
 
 The buckets are those of the engine and of Megatron themselves: the same functions cut them, for a job's sizes in place
 of a model's weights. Ranks differ by their pipeline stage: the first has the embedding, the last the head (or, tied, a
