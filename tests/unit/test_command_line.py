@@ -120,6 +120,19 @@ def test_help_says_a_word_of_every_verb(words, verbs, capsys):
         assert [line for line in lines if re.fullmatch(rf"  {name} +{re.escape(verb.help)}", line)]
 
 
+def test_help_waits_for_no_megatron():
+    """But convert's, whose checkpoints are Megatron's."""
+    verbs = [[verb] for verb in cli.VERBS if verb != "convert"] + [["lab", verb] for verb in lab.VERBS]
+    text = f"""import contextlib, sys
+from megatron_fp8.cli import main
+for words in {verbs}:
+    with contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    assert "megatron" not in sys.modules, words"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_version_is_pyprojects(capsys, monkeypatch):
     def nowhere(name):
         raise importlib.metadata.PackageNotFoundError(name)
