@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..errors import PassingError, UserError, did_you_mean
@@ -85,13 +86,20 @@ def escape_bad_help(parser: argparse.ArgumentParser) -> None:
 def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
     """Make a wrong flag or value a UserError: argparse would print Megatron's 30,000 characters of usage, and for some
     of Megatron's own types of values a traceback."""
-    stock = parser._get_value
+    stock, parse = parser._get_value, parser.parse_known_args
+    given: list[str] = []
+
+    def parse_known_args(args=None, namespace=None):
+        given[:] = sys.argv[1:] if args is None else args
+        return parse(args, namespace)
 
     def error(message: str):
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         hint = did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
         if unknown and not hint and any(action.nargs == argparse.REMAINDER for action in parser._actions):
             hint = "; flags of a training run go behind --"
+        if lacking := re.fullmatch(r"argument (\S+): expected one argument", message):
+            hint = _with_equals_sign(parser, lacking[1].split("/"), given)
         if unknown and len(words := message.split()) > _SHOWN:
             message = " ".join(words[:_SHOWN]) + f" ... and {len(words) - _SHOWN} words more"
         raise UserError(f"{message}{hint} (--help lists every flag)")
@@ -108,8 +116,19 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
             ) from None
 
     parser.error = error  # type: ignore[method-assign]
+    parser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
     parser._get_value = get_value  # type: ignore[assignment, method-assign]
     remember_flags(parser)
+
+
+def _with_equals_sign(parser: argparse.ArgumentParser, names: list[str], given: list[str]) -> str:
+    """How a flag is given a value that begins with a dash; "" where what follows it is another flag of the parser's."""
+    for flag, value in pairwise(given):
+        if value.startswith("-") and any(name.startswith(flag) for name in names):
+            other = parser._option_string_actions.get(value.partition("=")[0])
+            if other is None or other.help == argparse.SUPPRESS:  # those are there for what is said of them
+                return f'; write {names[-1]}="{value}", with the equals sign'
+    return ""
 
 
 def refuse_empty_values(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError, did_you_mean
+from ..flags import sbatch
 from ..flags.args_file import ARGS_FILE, expand, find, read
 from ..flags.command import Launch, flags_of
 from ..shipped import shipped
@@ -87,7 +88,9 @@ def run(args: Namespace) -> int:
         raise UserError(f"--gpus-per-node {args.gpus_per_node}: use 0 or more")
     if args.gpus_per_node and args.tasks_per_node is not None:
         raise UserError(f"--tasks-per-node {args.tasks_per_node}: one a GPU; remove it, or add --gpus-per-node 0")
-    tasks = args.gpus_per_node or args.tasks_per_node or 0
+    if not args.gpus_per_node and args.tasks_per_node is None:
+        raise UserError("--gpus-per-node 0: add --tasks-per-node N")
+    tasks = args.gpus_per_node or args.tasks_per_node
     for flag, number in (("--nodes", args.nodes), ("--tasks-per-node", tasks), ("--max-restarts", args.max_restarts),
                          ("--steps", 1 if args.steps is None else args.steps)):  # fmt: skip
         if number < 1:
@@ -97,8 +100,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-', and more than dots")
     if args.mounts and not args.container:
         raise UserError(f"--mounts {args.mounts}: no container is there; add --container, or remove it")
-    if re.match(r"[^-]", args.sbatch) or "\n" in args.sbatch:  # whose rest would be a command of the script
-        raise UserError(f"--sbatch {args.sbatch!r}: options begin with a dash, and stand on one line")
+    sbatch.check_options(args.sbatch)
     check_sbatch(args.sbatch)
     words, variables = _read(args)
     given = _given(words)
@@ -111,8 +113,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--save {' '.join(saves)}".rstrip() + ": use one folder, or remove it")
     folder = Path(args.folder or f"runs/{name}").absolute()
     for what, place in (("--folder", folder), ("the current folder", Path.cwd())):
-        if re.search(r'["\\\n]', str(place)):
-            raise UserError(f"{what} {str(place)!r}: Slurm takes no quote, backslash or line break; use another")
+        sbatch.check_path(what, place)
     first = [word for flag in _FIRST if flag in given for word in (flag, *given[flag])]
     save = given.get("--save") or [str(folder / "checkpoints")]
     words = [word for flag, values in flags_of(words) if flag not in (*_FIRST, "--save") for word in (flag, *values)]
@@ -149,9 +150,10 @@ def run(args: Namespace) -> int:
     for line in [*goes_on, *unseen(settings, given)]:
         print(f"note: {line}")
     if not args.submit:
-        print(f"submit it: sbatch {path}")
+        print(f"submit it: sbatch {shlex.quote(str(path))}")
         return 0
-    print(f"job {_submit(path)}; its log: {folder}/log-JOB.txt; to stop it for good: touch {folder / 'exit'}")
+    log, stop = (shlex.quote(str(folder / name)) for name in ("log-JOB.txt", "exit"))
+    print(f"job {_submit(path)}; its log: {log}; to stop it for good: touch {stop}")
     return 0
 
 
@@ -264,7 +266,8 @@ def _submit(path: Path) -> str:
     try:
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, env=environment)
     except FileNotFoundError:
-        raise UserError(f"--submit: no sbatch here; on a node that has it: sbatch {path}") from None
+        remedy = f"on a node that has it: sbatch {shlex.quote(str(path))}"
+        raise UserError(f"--submit: no sbatch here; {remedy}") from None
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise UserError(f"--submit: sbatch: {said[-1] if said else f'exit code {done.returncode}'}; see {path}")

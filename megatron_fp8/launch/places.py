@@ -1,9 +1,11 @@
-"""Which of a job's files its tasks will not find: those outside a container's mounts, and those in a node's own /tmp.
+"""Which of a job's files its tasks may not find: those outside a container's mounts, those in a node's own /tmp, and an
+image that is not here.
 
-A job would learn of them after it has waited for its nodes. Both may be right, as an image may hold a file, and a
-cluster share its /tmp: so they are said, and not refused.
+A job would learn of them after it has waited for its nodes. All may be right, as an image may hold a file, a cluster
+share its /tmp, and its nodes have what this machine has not: so they are said, and not refused.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,11 +21,13 @@ _OF_A_NODE = "/tmp", "/var/tmp", "/dev/shm", "/run"
 
 
 def unseen(job: Settings, given: Mapping[str, list[str]]) -> list[str]:
-    """A line a place among the flags `given` that the job's tasks, or those on other nodes, may not see."""
+    """A line a place, of the job or among the flags `given`, that its tasks, or those on other nodes, may not see."""
     mounts = [mount.split(":") for mount in job.mounts.split(",") if mount]
     inside = [Path((mount + mount)[1]) for mount in mounts]  # FROM alone is its own TO
     inside += Path.cwd(), job.script.parent, job.folder, job.save
     lines = []
+    if re.match(r"[/.]|.*\.sqsh$", job.container) and not Path(job.container).is_file():  # else a registry's
+        lines.append(f"--container {job.container}: no such file here; unless the nodes have it, give another")
     for flag in _FILES:
         for value in given.get(flag, []):
             if not value.startswith("/"):  # of this folder, which is mounted; or a weight of a blend

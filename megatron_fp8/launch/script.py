@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags import sbatch
 from ..shipped import shipped
 
 _WARNING = 600  # seconds before the time limit: one step, one save
@@ -66,7 +67,7 @@ def _header(job: Settings) -> str:
         f"--time={job.time}",
         f"--signal=B:USR1@{_warning(job)}",
         *("--requeue", "--open-mode=append"),
-        f'--output="{job.folder}/log-%j.txt"',
+        sbatch.output(job.folder, "log-%j.txt"),
         f'--chdir="{Path.cwd()}"',
         *([job.sbatch] if job.sbatch else []),  # the last one of an option counts
     ]

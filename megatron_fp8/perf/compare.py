@@ -23,7 +23,7 @@ from pathlib import Path
 from ..errors import UserError
 from ..metrics import LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
 from .runs import GRAD_NORM, TENSORBOARD, Run, read, same
-from .text import FORMATS, render, save
+from .text import FORMATS, check_figure, render, save
 
 _WARM_UP = 3  # steps whose time does not count
 
@@ -42,6 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the comparison; returns the exit code."""
+    check_figure(args.figure)
     runs = [read(args.import_result)] if args.import_result else []
     runs += [read(word) for word in args.runs]
     if args.tolerance is not None and not args.tolerance >= 0:
@@ -182,10 +183,8 @@ def _export(run: Run, path: str) -> None:
 
 
 def _draw(runs: list[Run], path: str) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(f"--figure {path}: needs matplotlib; pip install 'megatron-fp8[viz]'") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 6), layout="constrained")
     losses, gaps = figure.subplots(2, sharex=True)
     for run in runs:

@@ -11,7 +11,8 @@
     linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
     all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
 
-Without --use-distributed-optimizer every rank has all states, and stock's buckets no padding.
+Behind --, in a job's flags, without --use-distributed-optimizer every rank has all states, and stock's buckets no
+padding; in front of -- that flag is taken as given.
 
 The buckets are those of the engine and of Megatron themselves: the same functions cut them, for a job's sizes in place
 of a model's weights. Ranks differ by their pipeline stage: the first has the embedding, the last the head (or, tied, a
@@ -33,12 +34,8 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from ..engine.build import bucket_size
 from ..engine.partition import Placement, place
-from ..engine.weights import cut
 from ..errors import UserError
 from ..flags import gradients
 from ..flags.level import CELLS, LEVELS, is_stock
@@ -193,6 +190,9 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> list[Placement]:
     """
     if how == "greedy":
         return [place(sizes, ranks, how)]
+    from ..engine.build import bucket_size  # which imports Megatron: seconds that --help need not wait for
+    from ..engine.weights import cut
+
     weights: Any = [SimpleNamespace(param=torch.empty(size, device="meta")) for size in sizes]
     runs = cut(weights, bucket_size(None, None, sum(sizes), ranks))
     return [place([weight.param.numel() for weight in run], ranks, how) for run in runs]
@@ -224,6 +224,11 @@ def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> list[Pl
     states are not sharded one of one row, unpadded: a rank owns all."""
     if not sharded:
         return [Placement(sum(sizes), [0, *accumulate(sizes[:-1])], sizes, 1)]
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from ..engine.build import bucket_size
+
     params = [torch.empty(size, device="meta") for size in reversed(sizes)]  # the layout reverses them again
     config = DistributedDataParallelConfig()
     layout = DistributedOptimizer._compute_per_buffer_param_layout(

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .. import plugin
 from ..errors import UserError
 from ..flags import config, graphs
 from ..flags.command import job_of
@@ -72,6 +71,8 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read a job's command, or its flags alone; "--" in front is passed over.  Raises UserError as a run would, but
     where Transformer Engine is missing here."""
+    from .. import plugin  # which imports Megatron: seconds that --help need not wait for
+
     command = job_of(words)
     before, variables, installed, said = sys.argv, dict(os.environ), config.installed, io.StringIO()
     try:
@@ -241,6 +242,8 @@ def check_optimizer(args: Namespace, data: int) -> None:
 def _refuse(args: Namespace) -> None:
     check_counted(args)
     _check_modelled(args, _NOT_MODELLED)
+    if not args.bf16:
+        raise UserError("--bf16: missing, and FP32 is not modelled; add it")
     if not args.fp8_wgrad:
         raise UserError("--no-fp8-wgrad: not modelled; remove it")
     if args.recompute_granularity == "full":

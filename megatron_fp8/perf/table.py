@@ -21,7 +21,7 @@ from itertools import pairwise
 from ..errors import UserError
 from . import hardware, measure
 from .paper import Row, rows
-from .text import FORMATS, Rows, alike, bars, merged, paragraph, render
+from .text import FORMATS, Rows, alike, bars, check_figure, merged, paragraph, render
 
 _TITLES = {
     "5": "FP8-LM, Table 5: 32 GPUs for 7B and 13B, 128 for 175B",
@@ -64,12 +64,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Measure where asked to, and print; returns 1 where a run was to be measured and failed."""
     measure.check(args)
+    check_figure(args.figure)
     if (args.run or args.results) and args.table != "5":
         raise UserError(f"table {args.table}: measured are those of table 5; remove --run and --results")
     found = rows(hardware.load(args.hardware))
     code = measure.run(args) if args.run else 0
+    measured = measure.results(args) if args.table == "5" else []  # a wrong --results is said before all else
     if args.format == "csv" and args.results:  # a CSV is one table
-        print(render(measure.results(args), args.format))
+        print(render(measured, args.format))
         return code
     print(paragraph(f"{_TITLES[args.table]}; model: {args.hardware}", args.format) + "\n")
     lines: Rows = {"5": _table_5, "7": _table_7, "8": _table_8}[args.table](found)
@@ -82,7 +84,7 @@ def run(args: Namespace) -> int:
     print(render(lines, args.format))
     if args.table == "5":
         print("\n" + paragraph(_deviations(found), args.format))
-        _print_measured(args)
+        _print_measured(measured, args.format)
     if args.figure:
         _draw(args.table, args.figure, found)
     return code
@@ -101,26 +103,25 @@ def _said_once(lines: Rows) -> str:
     )
 
 
-def _print_measured(args: Namespace) -> None:
-    results = measure.results(args)
+def _print_measured(results: Rows, form: str) -> None:
     said = "Measured on hardware at hand"
-    if results and args.format == "csv":
-        print("\n" + paragraph(f"{said}: --results {measure.RESULTS}", args.format))
+    if results and form == "csv":
+        print("\n" + paragraph(f"{said}: --results {measure.RESULTS}", form))
         return
-    if not results or args.format != "text":
-        print("\n" + paragraph(said + (":" if results else ": nothing yet (--run)"), args.format))
+    if not results or form != "text":
+        print("\n" + paragraph(said + (":" if results else ": nothing yet (--run)"), form))
         if results:
-            print("\n" + render(results, args.format))
+            print("\n" + render(results, form))
         return
     for machine in dict.fromkeys((line["GPU"], line["Power W"]) for line in results):
         lines = [line for line in results if (line["GPU"], line["Power W"]) == machine]
         same = alike(lines, measure.SETTING)
         settings = "; ".join(f"{name} {value}" for name, value in same.items() if value)
-        print("\n" + paragraph(f"{said}. All rows: {settings}. Tokens and TFLOP/s are a GPU's.", args.format) + "\n")
+        print("\n" + paragraph(f"{said}. All rows: {settings}. Tokens and TFLOP/s are a GPU's.", form) + "\n")
         shown = merged(lines, {title: names for title, names in _TEXT_MEASURED.items() if title not in same})
         for cells, line in zip(shown, lines, strict=True):
             cells[_MS] = cells[_MS] or line["Outcome"]  # where there is no figure stands why
-        print(render(shown, args.format))
+        print(render(shown, form))
 
 
 def _names(row: Row) -> dict[str, str]:

@@ -10,6 +10,7 @@ from ..errors import UserError
 
 FORMATS = ("text", "markdown", "csv")
 MIB = 2**20 / 1e9  # GB, as all figures here have them, of 10^9 bytes; Megatron's log has MiB
+_REMEDY = "name a .svg, .png or .pdf in a folder that is there"
 _WIDE = 100  # columns of a terminal
 type Rows = Sequence[dict[str, str]]
 
@@ -65,12 +66,29 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def bars(path: str, title: str, names: Sequence[str], series: dict[str, Sequence[float | None]], label: str) -> None:
-    """Save grouped horizontal bars, a group a name.  Raises UserError without matplotlib."""
+def check_figure(path: str | None) -> None:
+    """Raise UserError for a --figure that cannot be saved: before what it shows is measured, or printed."""
+    if path is None:
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(f"--figure {path}: needs matplotlib; pip install 'megatron-fp8[viz]'") from None
+    file, why = Path(path), ""
+    if not file.suffix:  # matplotlib would add one: another file than was named
+        why = "a name without a form"
+    elif file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
+        why = f"{file.suffix} is no form of a figure"
+    elif not file.absolute().parent.is_dir():
+        why = "no such folder"
+    if why:
+        raise UserError(f"--figure {path}: {why}; {_REMEDY}")
+
+
+def bars(path: str, title: str, names: Sequence[str], series: dict[str, Sequence[float | None]], label: str) -> None:
+    """Save grouped horizontal bars, a group a name."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 0.5 + 0.42 * len(names)), layout="constrained")
     axes = figure.subplots()
     thick = 0.8 / len(series)
@@ -88,8 +106,6 @@ def bars(path: str, title: str, names: Sequence[str], series: dict[str, Sequence
 def save(figure, path: str) -> None:
     """Write a figure in the form of its file's name.  Raises UserError where that cannot be."""
     try:
-        if not Path(path).suffix:  # matplotlib would add one: another file than was named
-            raise ValueError("a name without a form")
         figure.savefig(Path(path))
     except (OSError, ValueError) as error:
-        raise UserError(f"--figure {path}: {error}; name a .svg, .png or .pdf in a folder that is there") from None
+        raise UserError(f"--figure {path}: {error}; {_REMEDY}") from None

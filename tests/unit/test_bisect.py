@@ -201,7 +201,8 @@ def test_a_command_without_fp8_is_refused(tmp_path):
     bisect.add_arguments(parser)
     for flags in ([], ["--fp8-level", "O0"]):
         with pytest.raises(ValueError, match="no GEMM in FP8"):
-            bisect.run(parser.parse_args(["--folder", str(tmp_path), "--", __file__, *flags]))
+            bisect.run(parser.parse_args(["--folder", str(tmp_path / "new"), "--", __file__, *flags]))
+    assert not (tmp_path / "new").exists()
 
 
 def test_gap():

@@ -46,6 +46,27 @@ def test_wrong_flags_are_one_line(capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--flags", "--lr=1"], '; write --flags="--lr=1", with the equals sign'),
+        (["--size", "2", "-f", "--partition=gpu -A me"], '; write --flags="--partition=gpu -A me", with the equals'),
+        (["--fl", "-x"], '; write --flags="-x", with the equals sign'),
+        (["--flags", "--size", "2"], ""),  # whose value was forgotten
+        (["--flags"], ""),
+    ],
+)
+def test_a_value_that_begins_with_a_dash(words, hint):
+    """Of launch --flags and --sbatch."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-f", "--flags")
+    parser.add_argument("--size")
+    parser.add_argument("--partition", help=argparse.SUPPRESS)  # as launch knows sbatch's
+    entry.one_line_usage_errors(parser)
+    said = error_of(parser.parse_args, words)
+    assert said.startswith(f"argument -f/--flags: expected one argument{hint}") and ("write" in said) == bool(hint)
+
+
 def test_a_whole_command_that_is_unknown_is_not_repeated(capsys):
     parser = argparse.ArgumentParser()
     entry.one_line_usage_errors(parser)
@@ -97,6 +118,19 @@ def test_help_says_a_word_of_every_verb(words, verbs, capsys):
     assert end.value.code == 0 and max(map(len, lines)) <= 120
     for name, verb in verbs.items():
         assert [line for line in lines if re.fullmatch(rf"  {name} +{re.escape(verb.help)}", line)]
+
+
+def test_help_waits_for_no_megatron():
+    """But convert's, whose checkpoints are Megatron's."""
+    verbs = [[verb] for verb in cli.VERBS if verb != "convert"] + [["lab", verb] for verb in lab.VERBS]
+    text = f"""import contextlib, sys
+from megatron_fp8.cli import main
+for words in {verbs}:
+    with contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    assert "megatron" not in sys.modules, words"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_version_is_pyprojects(capsys, monkeypatch):

@@ -259,4 +259,4 @@ def test_mistakes_are_said_in_one_line(tmp_path, capsys, argv, message):
              "BYTES": str(tmp_path / "bytes.jsonl"), "EVENTS": str(tmp_path / "events.out.tfevents.1")}  # fmt: skip
     with pytest.raises(UserError, match=re.escape(message)) as error:
         call(capsys, *(files.get(word, word) for word in argv))
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and not capsys.readouterr().out

@@ -157,7 +157,7 @@ def test_a_graph_waits_for_no_host():
     flags = read.parse(
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 2048 --max-position-embeddings 2048 "
         "--micro-batch-size 8 --global-batch-size 64 --vocab-size 50304 --use-distributed-optimizer "
-        "--cuda-graph-impl full_iteration --te-rng-tracker".split()
+        "--cuda-graph-impl full_iteration --te-rng-tracker --bf16".split()
     )
     one, two, stock = (read.workload(flags, gpus, system) for gpus, system in ((1, "O3"), (2, "O3"), (2, "bf16")))
     assert [w.graphed for w in (one, two, stock)] == [True, False, True]

@@ -294,12 +294,19 @@ class TestVerb:
         made, found = [], {"step": 3, "linears": {"a": linear(0.1, "E4M3")}}
         monkeypatch.setattr(probe, "probe", lambda *_: made.append(1) or found)
         folder = tmp_path / "out"
-        command = ["--json", str(folder / "found.json"), "--", __file__]
+        command = ["--json", str(folder / "found.json"), "--", __file__, "--fp8-level", "O1"]
         said = error_of(probe.run, _parse(command))
         assert said == f"--json {folder}/found.json: no such folder; make it, or name another file" and not made
         with pytest.raises(OSError, match="No space left"):  # what only writing it shows
             probe.run(_parse(["--json", "/dev/full", *command[2:]]))
         assert capsys.readouterr().out.startswith("step 3\n")
+
+    def test_a_command_without_fp8_is_not_run(self, monkeypatch):
+        monkeypatch.setattr(probe, "probe", lambda *_: {"step": 1, "linears": {"a": linear(0.1, "E4M3")}})
+        for flags in ([], ["--fp8-level", "O0"], ["--fp8-level=O0"]):
+            assert "has no GEMM in FP8, nothing to probe; add" in error_of(probe.run, _parse(["--", __file__, *flags]))
+        for flags in (["--fp8-level=O1"], ["--fp8-emulate", "E8M3"], ["--args-file", "which-may-have-it.yaml"]):
+            assert probe.run(_parse(["--", __file__, *flags])) == 0
 
     def test_the_tables(self):
         linears = {"a": linear(0.03, "E4M3"), "b": linear(None, "E5M2"), "c": linear(0.04, "E8M3")}

@@ -282,8 +282,10 @@ def test_wrong_command_lines_are_one_line(tmp_path):
         (["plan.yaml", "--store", "s", "--jobs", "0"], "--jobs 0: use 1 or more"),
         (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "only with --slurm"),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-C 'a"], "--sbatch \"-C 'a\": a quote is not"),
+        (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-p a\nb"], "stand on one line"),
+        (["plan.yaml", "--store", 's"t', "--slurm", "print"], "Slurm takes no quote, backslash or line break"),
         (["plan.yaml"], "the following arguments are required: --store"),
-        (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: unable to open database file"),
+        (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: no such folder; make it, or name another file"),
     ):
         output = done(tmp_path, "sweep", *argv, code=2)
         assert output.startswith("megatron_fp8: ") and output.count("\n") == 1 and message in output
@@ -299,7 +301,7 @@ def test_a_slurm_array_is_printed_and_its_tasks_do_the_work(tmp_path):
     script = done(tmp_path, *SWEEP, "--slurm", "print", "--jobs", "3", "--sbatch", "--partition=a --gpus=1")
     lines = script.splitlines()
     assert lines[0] == "#!/bin/bash"
-    for option in ("--array=0-2", "--ntasks=1", f"--chdir={tmp_path}", "--partition=a", "--gpus=1"):
+    for option in ("--array=0-2", "--ntasks=1", f'--chdir="{tmp_path}"', "--partition=a --gpus=1"):
         assert f"#SBATCH {option}" in lines
     assert (tmp_path / "sweep.runs").is_dir()  # where Slurm writes its files
     command = f"-m megatron_fp8.cli lab sweep {tmp_path}/plan.yaml --store {tmp_path}/sweep.sqlite --jobs 1"
@@ -310,6 +312,18 @@ def test_a_slurm_array_is_printed_and_its_tasks_do_the_work(tmp_path):
     assert [task.returncode for task in tasks] == [0, 0, 0], outputs
     assert len(begun(tmp_path)) == 6
     assert "nothing to submit" in done(tmp_path, *SWEEP, "--slurm", "print", code=2)
+
+
+def test_a_slurm_array_where_names_have_blanks(tmp_path):
+    folder = tmp_path / "100% a b"
+    folder.mkdir()
+    write(folder)
+    words = ("sweep", "plan.yaml", "--store", "s t.sqlite", "--slurm", "print")
+    lines = done(folder, *words, '--sbatch=--comment="a b" -p gpu').splitlines()
+    output = f"{tmp_path}/100%% a b/s t.runs/slurm-%A_%a.txt"
+    for option in ('--job-name="s t"', f'--chdir="{folder}"', f'--output="{output}"', '--comment="a b" -p gpu'):
+        assert f"#SBATCH {option}" in lines
+    assert (folder / "s t.runs").is_dir()
 
 
 def test_a_slurm_array_is_submitted(tmp_path, monkeypatch):

@@ -38,12 +38,22 @@ def test_an_index_in_a_nodes_own_folder(tmp_path):
     ],
 )
 def test_a_container_sees_its_mounts(place, mounts):
-    assert said({"--data-path": ["0.5", place]}, container="image.sqsh", mounts=mounts) == []
+    assert said({"--data-path": ["0.5", place]}, container="image", mounts=mounts) == []
 
 
 def test_a_container_does_not_see_the_rest():
     given = {"--data-path": ["0.3", "/data/a", "0.7", "/datasets/b"], "--tokenizer-model": ["name/of-a-model"]}
-    lines = said(given, container="image.sqsh", mounts="/data:/data")
+    lines = said(given, container="image", mounts="/data:/data")
     advice = "in no mount of the container; unless the image holds it, add --mounts /datasets:/datasets"
     assert lines == [f"--data-path /datasets/b: {advice}"]
     assert said(given) == []
+
+
+def test_an_image_that_is_no_file_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for image in (f"{tmp_path}/typo.sqsh", "./typo.sqsh", "typo.sqsh", str(tmp_path)):
+        line = f"--container {image}: no such file here; unless the nodes have it, give another"
+        assert said({}, container=image) == [line]
+    (tmp_path / "there.sqsh").touch()
+    for image in ("there.sqsh", f"{tmp_path}/there.sqsh", "nvcr.io#nvidia/pytorch:25.01-py3", "docker://debian", ""):
+        assert said({}, container=image) == []

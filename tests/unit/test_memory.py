@@ -387,6 +387,9 @@ def test_a_job_without_the_distributed_optimizer_has_whole_states(capsys):
     table = printed(capsys, "--gpus", "32", "--", *without)
     assert table["GB on a rank; TP 1, PP 1, DP 32, with whole states"] == ["O0", "O1", "O2", "O3"]
     assert table["bytes a parameter: all"][0] == "18.000"
+    in_front = printed(capsys, "--model", "7b", "--data-parallel-size", "32")
+    assert "GB on a rank; TP 1, PP 1, DP 32" in in_front
+    assert "in front of -- that flag is taken as given" in memory.__doc__
     one = printed(capsys, "--gpus", "1", "--", *without)
     rows = [f"linears: {state}" for state in STATES]
     assert one["GB on a rank; TP 1, PP 1, DP 1"] and [one[row] for row in rows] == [table[row] for row in rows]

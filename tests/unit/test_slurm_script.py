@@ -440,7 +440,8 @@ def test_launch_writes_a_script(launch, tmp_path):
     ("words", "line"),
     [
         ("--nodes 0", "--nodes 0: use 1 or more"),
-        ("--gpus-per-node 0", "--tasks-per-node 0: use 1 or more"),
+        ("--gpus-per-node 0", "--gpus-per-node 0: add --tasks-per-node N"),
+        ("--gpus-per-node 0 --tasks-per-node 0", "--tasks-per-node 0: use 1 or more"),
         ("--time 1x", "--time 1x: use minutes, HH:MM:SS or D-HH:MM:SS"),
         ("--cluster nowhere", "--cluster nowhere: no such file, nor is one of that name shipped; give its path"),
         ("--cluster infinibad", "did you mean infiniband?"),
@@ -488,6 +489,18 @@ def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
     monkeypatch.setenv("PATH", "/nowhere")
     code, said = launch(*words.split())
     assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
+
+
+def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch):
+    """Its lines can be pasted, and Slurm fills in nothing but the log's own %j."""
+    path = f"{tmp_path}/a %j b/one.sbatch"
+    assert launch("--folder", "a %j b")[1].splitlines()[-1] == f"submit it: sbatch '{path}'"
+    assert f'#SBATCH --output="{tmp_path}/a %%j b/log-%j.txt"\n' in (tmp_path / "a %j b/one.sbatch").read_text()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch("--folder", "a %j b", "--submit")[1].endswith(f"on a node that has it: sbatch '{path}'\n")
+    monkeypatch.setattr(launch_main, "_submit", lambda path: "12")
+    line = f"job 12; its log: '{tmp_path}/a %j b/log-JOB.txt'; to stop it for good: touch '{tmp_path}/a %j b/exit'"
+    assert launch("--folder", "a %j b", "--submit")[1].splitlines()[-1] == line
 
 
 def test_options_given_twice_both_count(launch, tmp_path):

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from ... import __version__
 from ...errors import UserError
+from ...flags import sbatch
 from ...metrics import LOSS
 from ...processes import living, stop
 from .plan_file import SweepPlan, flag_value, read_plan, split_words
@@ -59,8 +60,12 @@ def run(args: Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs}: use 1 or more")
     split_words("--sbatch", args.sbatch)
+    sbatch.check_options(args.sbatch)
     if args.sbatch and not args.slurm:
         raise UserError(f"--sbatch {args.sbatch!r}: only with --slurm; add that, or remove it")
+    if args.slurm:
+        for what, path in (("--store", Path(args.store).resolve()), ("the current folder", Path.cwd())):
+            sbatch.check_path(what, path)
     script = plan.command[0]
     if script != "-m" and not Path(script).is_file():
         raise UserError(f"{args.plan}: command: {script}: no such script here; start where its path begins")
@@ -293,14 +298,14 @@ def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:
     folder = store.with_suffix(".runs")
     folder.mkdir(exist_ok=True)  # where Slurm itself opens the files of output
     directives = [
-        f"--job-name={store.stem}",
+        f'--job-name="{store.stem}"',
         f"--array=0-{tasks - 1}",
         "--nodes=1",
         "--ntasks=1",
-        f"--chdir={os.getcwd()}",
-        f"--output={folder}/slurm-%A_%a.txt",
+        f'--chdir="{Path.cwd()}"',
+        sbatch.output(folder, "slurm-%A_%a.txt"),
         "--signal=B:TERM@60",  # a minute before the time is up, for the run to be given back
-        *split_words("--sbatch", options),
+        *([options] if options else []),
     ]
     sweep = ["megatron_fp8.cli", "lab", "sweep", str(plan), "--store", str(store), "--jobs", "1"]
     command = shlex.join([sys.executable, "-m", *sweep])

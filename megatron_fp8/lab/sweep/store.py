@@ -108,6 +108,8 @@ class Store:
         self.path = Path(path)
         if not create and not self.path.is_file():
             raise UserError(f"{path}: no such store; `megatron-fp8 lab sweep PLAN --store {path}` makes it")
+        if not self.path.absolute().parent.is_dir():
+            raise UserError(f"{path}: no such folder; make it, or name another file")
         try:
             self._db = sqlite3.connect(self.path, timeout=_BUSY, isolation_level=None)
             with ExitStack() as on_error:

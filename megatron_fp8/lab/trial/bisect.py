@@ -37,13 +37,12 @@ from pathlib import Path
 from ...errors import UserError
 from ...flags.config import BF16_FLAG
 from ...flags.emulate import matches, read_operands
-from ...flags.level import is_stock
 from ...metrics import LINEARS, LOSS, facts
 from ..sweep.plan_file import flag_value, split_words
 from ..sweep.progress import duration
 from ..sweep.runner import NUMBERS
 from .bisect_search import in_order, patterns, search
-from .run import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, other_micro_batches, without
+from .run import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, other_micro_batches, says_fp8, without
 
 Curves = dict[str, dict[int, float]]
 
@@ -69,14 +68,14 @@ def run(args: Namespace) -> int:
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: use 1 or more")
     split_words("--floor", args.floor or "")
+    if not 0 < args.share <= 1:
+        raise UserError(f"--share {args.share}: use a share above 0, to 1")
+    if not says_fp8(args.command):
+        raise UserError("the command has no GEMM in FP8, nothing to bisect; add --fp8-level or --fp8-emulate to it")
     try:
         Path(args.folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--folder {args.folder}: {error.strerror}; name another folder") from None
-    if not 0 < args.share <= 1:
-        raise UserError(f"--share {args.share}: use a share above 0, to 1")
-    if flag_value(args.command, "--fp8-emulate") is None and is_stock(flag_value(args.command, "--fp8-level")):
-        raise UserError("the command has no GEMM in FP8, nothing to bisect; add --fp8-level or --fp8-emulate to it")
     try:
         _Bisect(args).run()
     except KeyboardInterrupt:

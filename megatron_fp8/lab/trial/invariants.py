@@ -37,7 +37,7 @@ from ...errors import UserError
 from ...flags.level import CELLS, is_stock
 from ...metrics import LOSS
 from ..sweep.plan_file import flag_value
-from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, without
+from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, says_fp8, without
 
 Curves = dict[str, dict[int, float]]
 _COMPARED = (LOSS, "grad_norm")
@@ -122,8 +122,7 @@ class Trials:
     @property
     def in_fp8(self) -> bool:
         """Whether the command has a level, or emulates."""
-        level = flag_value(tuple(self.command), "--fp8-level")
-        return not is_stock(level) or flag_value(tuple(self.command), "--fp8-emulate") is not None
+        return says_fp8(self.command)
 
     def twin(self) -> list[str]:
         """The command in BF16: its own layers and engine, nothing rounded further."""

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ...flags.args_file import ARGS_FILE
 from ...flags.config import BF16_FLAG
 from ..sweep.plan_file import flag_value
 from . import invariants
-from .run import WRITING, add_command, check_folder_of, curves, first_step, without
+from .run import WRITING, add_command, check_folder_of, curves, first_step, says_fp8, without
 
 _GEMMS, _OPERANDS = ("fprop", "dgrad", "wgrad"), ("activation", "weight", "gradient")
 
@@ -60,6 +61,8 @@ def run(args: Namespace) -> int:
         step = first if args.step is None else args.step
         if step < first:
             raise UserError(f"--step {step}: the command's first is {first}; use that or a later one")
+        if not says_fp8(command) and flag_value(command, ARGS_FILE.name) is None:  # whose file may say more
+            raise UserError("the command has no GEMM in FP8, nothing to probe; add --fp8-level or --fp8-emulate to it")
         found = probe(command, args.processes, Path(folder), args.timeout, first, step)
     print(table(found, args.sort == "error"), flush=True)
     if args.json:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ...flags.level import is_stock
 from ...metrics import LOSS
 from ...processes import ended_like_ctrl_c
 from ..sweep.plan_file import flag_value
@@ -90,6 +91,12 @@ def first_step(command: Sequence[str]) -> int:
     """The step that the command would begin with, as Megatron counts them: after the one that it loads, or 1."""
     step = loaded(command)
     return 1 + int(step) if step is not None and step.isdecimal() and "--finetune" not in command else 1
+
+
+def says_fp8(command: Sequence[str]) -> bool:
+    """Whether the command's own words have a level above O0, or emulate."""
+    words = tuple(command)
+    return not is_stock(flag_value(words, "--fp8-level")) or flag_value(words, "--fp8-emulate") is not None
 
 
 def replicas(command: Sequence[str], processes: int) -> int:
