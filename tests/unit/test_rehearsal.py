@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from types import SimpleNamespace
 import plants
 import pytest
 from commands import error_of
+from lab_runs import gone, wait_for
 from launch import ROOT, forked
 from megatron_runs import script_path
 
@@ -95,6 +99,50 @@ def test_a_mistake_in_a_rehearsals_own_flags_is_one_line(flags, line):
     main.add_arguments(parser)
     words = [*flags.split(), "--", *f"torchrun --nproc-per-node 8 {SCRIPT} --bf16".split()]
     assert error_of(main.run, parser.parse_args(words)) == line
+
+
+# A rank that writes files for ever, as does what it has started: a process of Megatron's that saves.
+SAVES = """
+import os, sys
+os.fork()
+os.write(1, f"{os.getpid()}\\n".encode())
+number = 0
+while True:
+    number += 1
+    open(f"{os.path.dirname(os.environ['MEGATRON_FP8_METRICS'])}/{os.getpid()}-{number % 1000}", "w").close()
+"""
+INTERRUPTED = """
+import argparse, os, sys, tempfile
+from pathlib import Path
+from megatron_fp8.rehearsal import main
+
+def start(words):
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        print(folder, flush=True)
+        main._start("train", words, 1, Path(folder), 600, os.environ)
+
+main.take_apart = start
+parser = argparse.ArgumentParser()
+main.add_arguments(parser)
+main.run(parser.parse_args(["train.py"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_who_ends_a_rehearsal_leaves_no_processes_and_no_folder(number, tmp_path):
+    """They stayed for good. After a SIGKILL the folder has to."""
+    (tmp_path / "train.py").write_text(SAVES)
+    command = [sys.executable, "-c", INTERRUPTED]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as rehearsal:
+        log = tmp_path / rehearsal.stdout.readline().strip() / "train.log"
+        wait_for(lambda: log.is_file() and log.read_text().count("\n") == 2)
+        processes = [int(line) for line in log.read_text().split()]
+        rehearsal.send_signal(number)
+        rehearsal.wait(60)
+    for process in processes:
+        wait_for(lambda process=process: gone(process), 10)
+    assert log.parent.exists() == (number == signal.SIGKILL)
 
 
 def test_flags_keep_their_values():
