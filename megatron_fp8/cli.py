@@ -47,11 +47,13 @@ def main(argv: list[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
             code = 130
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            full = error.errno == errno.ENOSPC
+            if not full and error.filename is None:
                 raise
-            _forget_output()
-            where = error.filename or "the output"
-            raise UserError(f"{where}: {error.strerror}; make room, or write elsewhere") from None
+            if full:
+                _forget_output()
+            remedy = "make room, or write elsewhere" if full else "give another"
+            raise UserError(f"{error.filename or 'the output'}: {error.strerror}; {remedy}") from None
     return code
 
 

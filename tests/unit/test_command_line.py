@@ -131,6 +131,17 @@ def test_a_full_disk_is_one_line():
     assert (done.returncode, done.stderr) == (2, said)
 
 
+def test_a_file_that_cannot_be_opened_is_one_line_and_an_error_of_no_file_is_a_bug(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "run_verb", lambda *_: tmp_path.read_text())
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["compare"])
+    said = f"megatron_fp8: {tmp_path}: Is a directory; give another\n"
+    assert (stop.value.code, capsys.readouterr().err) == (2, said)
+    monkeypatch.setattr(cli, "run_verb", lambda *_: os.close(-1))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        cli.main(["compare"])
+
+
 def test_a_mistake_is_one_line_and_reaches_torchrun(capsys, monkeypatch, tmp_path):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
