@@ -123,11 +123,12 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     from ..flags import config
     from ..flags.level import CELLS, STOCK
     from ..flags.stock_errors import stock_mistake
+    from ..monitor import probe
     from ..plugin import install
 
     install()
-    # This process only looks: the job's folder is the job's, may not be here, and a run may hold it.
-    saves.claim = lambda save: None  # type: ignore[assignment]
+    # This process only looks: the job's folders are the job's, may not be here, and a run may hold them.
+    saves.claim = probe.make = lambda folder: None  # type: ignore[assignment]
     config.installed = lambda module: True  # Transformer Engine, for its attention: the job's machines may have it
     os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments
