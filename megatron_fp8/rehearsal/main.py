@@ -99,6 +99,8 @@ def run(args: Namespace) -> int:
         print(text, end="")
         if outcome.failed and not args.folder:
             print(f"\nThe end of the log of what failed:\n\n{outcome.end_of_log}")
+    if job.args is None:
+        raise UserError(job.error)
     return 0 if outcome.passed and not job.error else 1
 
 

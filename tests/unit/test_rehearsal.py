@@ -419,6 +419,20 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     assert examine(replace(launch, script=["other.py"]), 128).error == ""
 
 
+@pytest.mark.parametrize("gpus, flag", [(8, "--fp8-levle O3"), (3, "--tensor-model-parallel-size 2")])
+def test_a_mistake_in_the_command_is_a_page_and_one_line_as_of_any_verb(parser, monkeypatch, capsys, gpus, flag):
+    """Exit code 2, as docs/rehearse.md says: 1 is what fails on the way."""
+    monkeypatch.setattr(main.ranks, "warm_up", lambda folder: None)
+    own = argparse.ArgumentParser()
+    main.add_arguments(own)
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --eval-interval 1000"
+    command = f"torchrun --nproc-per-node {gpus} {SCRIPT} {GPT} {model} --fp8-level O3 {flag}"
+    line = error_of(main.run, own.parse_args(["--", *command.split()]))
+    page = capsys.readouterr().out
+    assert "# Rehearsal: FAILED" in page and line in page, page
+    assert ("--fp8-levle" if gpus == 8 else "world size (3) is not divisible") in line
+
+
 def test_a_blend_in_one_word_is_no_data_that_is_elsewhere(parser):
     launch = take_apart(f"{SCRIPT} {GPT} {JOBS['175b'][1]} --eval-interval 1000".split())
     flags = [(flag, values) for flag, values in launch.flags if flag != "--mock-data"]
