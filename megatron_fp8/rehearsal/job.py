@@ -102,6 +102,8 @@ def _in_a_fork(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
         try:
             with open(writing, "wb") as result:
                 pickle.dump(_examine(launch, flags, gpus, unknown), result)
+        except (KeyboardInterrupt, BrokenPipeError):  # a Ctrl-C, for both processes or for who waits: that one says so
+            pass
         except BaseException:
             traceback.print_exc()
         finally:

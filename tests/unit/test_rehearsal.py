@@ -19,6 +19,7 @@ from megatron_runs import script_path
 
 from megatron_fp8.flags.command import flags_of, job_of, take_apart
 from megatron_fp8.rehearsal import full, main, page, shrink
+from megatron_fp8.rehearsal import job as examined
 from megatron_fp8.rehearsal.job import examine
 
 SCRIPT = "pretrain_gpt_fp8.py"
@@ -408,6 +409,15 @@ def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, 
         monkeypatch.setattr(plugin, "check_evaluation", planted)
         assert examine(launch, 128).error == said
         assert ("Traceback" in capfd.readouterr().err) == (planted is not plants.MISTAKE)
+
+
+@pytest.mark.parametrize("interrupted", [KeyboardInterrupt, BrokenPipeError])
+def test_who_examines_says_nothing_of_a_ctrl_c(monkeypatch, capfd, interrupted):
+    """As of the terminal, for all processes; or of one that waits for this and now does not read."""
+    monkeypatch.setattr(examined, "_examine", plants.function(__file__, f"raise {interrupted.__name__}"))
+    with pytest.raises(RuntimeError, match="could not be examined"):
+        examined._in_a_fork(take_apart([SCRIPT]), [], 8, False)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
