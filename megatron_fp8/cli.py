@@ -32,6 +32,9 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Run the verb argv[0] with the rest (None: the process's arguments); returns the exit code."""
     code = 1
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-: no file that is opened later may take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     with one_line_errors():
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
         parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

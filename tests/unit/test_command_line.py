@@ -122,6 +122,14 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     assert cli.main(["doctor"]) == 130 and capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_an_output_that_is_closed_is_none(closed, tmp_path):
+    command = f"{sys.executable} -m megatron_fp8.cli args model/gpt-7b {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("--num-layers" in done.stdout) == (closed == "2>&-")
+
+
 def test_a_full_disk_is_one_line():
     """Also where only the process' end would write what was printed."""
     command = [sys.executable, "-m", "megatron_fp8.cli", "args", "model/gpt-7b"]
