@@ -16,6 +16,7 @@ from launch import ROOT
 
 import megatron_fp8
 from megatron_fp8 import cli
+from megatron_fp8.__main__ import run_script
 from megatron_fp8.flags import usage as entry
 from megatron_fp8.flags.level import resolve
 from megatron_fp8.lab import main as lab
@@ -128,6 +129,12 @@ def test_an_output_that_is_closed_is_none(closed, tmp_path):
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--num-layers" in done.stdout) == (closed == "2>&-")
+
+
+def test_python_m_megatron_fp8_wants_a_script(capsys):
+    run_script(["-h"])
+    assert capsys.readouterr().out.startswith("usage: python -m megatron_fp8 SCRIPT")
+    assert error_of(run_script, []).startswith("no script; usage: python -m megatron_fp8 SCRIPT")
 
 
 def test_a_full_disk_is_one_line():
