@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fp8.ops.cache import cache_folder
-from megatron_fp8.processes import ended_like_ctrl_c, stop
+from megatron_fp8.processes import ended_like_ctrl_c
 
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma is in no other
@@ -150,8 +150,9 @@ def _build(built: Path, nvcc: str, include: Path, jobs: int) -> None:
                 pass
         except KeyboardInterrupt:  # the pool would wait for its compilers, minutes
             pool.shutdown(wait=False, cancel_futures=True)
-            for compiler in psutil.Process().children():
-                stop(compiler)
+            for compiler in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    compiler.terminate()
             raise
         _run([nvcc, *LINK, *objects, "-o", f"{scratch}/library.so"], "linking")
         os.replace(f"{scratch}/library.so", built)  # whole or not there
