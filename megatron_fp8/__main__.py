@@ -19,9 +19,11 @@ USAGE = "usage: python -m megatron_fp8 SCRIPT [the script's flags] [--fp8-level 
 def run_script(argv: list[str]) -> None:
     """Install the plugin and run the script argv[0] as __main__ with argv[1:] as its arguments.
 
-    Raises UserError for a script that is not there.
+    Raises UserError for a script that is not there, and for none.
     """
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv:
+        raise UserError(f"no script; {USAGE}")
+    if argv[0] in ("-h", "--help"):
         print(USAGE)
         return
     if not os.path.isfile(argv[0]):

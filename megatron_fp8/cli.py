@@ -32,6 +32,9 @@ VERBS = {
 def main(argv: list[str] | None = None) -> int:
     """Run the verb argv[0] with the rest (None: the process's arguments); returns the exit code."""
     code = 1
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-: no file that is opened later may take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     with one_line_errors():
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
         parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -47,11 +50,13 @@ def main(argv: list[str] | None = None) -> int:
             print("interrupted", file=sys.stderr)
             code = 130
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            full = error.errno == errno.ENOSPC
+            if not full and error.filename is None:
                 raise
-            _forget_output()
-            where = error.filename or "the output"
-            raise UserError(f"{where}: {error.strerror}; make room, or write elsewhere") from None
+            if full:
+                _forget_output()
+            remedy = "make room, or write elsewhere" if full else "give another"
+            raise UserError(f"{error.filename or 'the output'}: {error.strerror}; {remedy}") from None
     return code
 
 

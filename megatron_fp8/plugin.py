@@ -335,8 +335,9 @@ def _hook_train_step(around: Callable) -> None:
 
 def _hook_probe(plan: ProbePlan | None, exact: bool, update_norm: bool) -> None:
     if plan is not None:
-        from .monitor.probe import probe_step
+        from .monitor.probe import make, probe_step
 
+        make(plan.folder)
         _hook_train_step(lambda model, optimizer, step: probe_step(plan, optimizer.engine, step))
     if exact:
         from .monitor.exact import log_exact

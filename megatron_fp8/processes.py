@@ -69,8 +69,8 @@ def _left_of(family: Sequence[psutil.Process]) -> list[psutil.Process]:
 @contextlib.contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
     """Make a signal that ends this process a KeyboardInterrupt, so that it closes its runs: in a session of their own
-    they do not get it."""
-    numbers = signal.SIGTERM, signal.SIGHUP
+    they do not get it.  What nohup has turned off stays so."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:
         yield

@@ -125,12 +125,14 @@ def _gpus(launcher: Sequence[str]) -> int | None:
         ("nodes", "--nnodes", "--nodes", "-N"),
         ("each", "--nproc-per-node", "--nproc_per_node"),
         ("tasks", "--ntasks", "-n"),
-        ("tasks_a_node", "--ntasks-per-node", "--gpus-per-node"),
+        ("tasks_a_node", "--ntasks-per-node"),
+        ("gpus_a_node", "--gpus-per-node"),
     ):
         parser.add_argument(*options, dest=name, nargs="?", default="1", const="")
     given, _ = parser.parse_known_args([word for word in launcher if word != "-m"])
     torchrun = any(os.path.basename(word) in _TORCHRUN for word in launcher)
-    numbers = [given.nodes, given.each] if torchrun else [given.nodes, given.tasks_a_node]
+    of_slurm = given.gpus_a_node.rpartition(":")[2] if given.tasks_a_node == "1" else given.tasks_a_node  # TYPE:N
+    numbers = [given.nodes, given.each if torchrun else of_slurm]
     if not torchrun and given.tasks != "1":
         numbers = [given.tasks]
     if not all(number.isdecimal() and int(number) for number in numbers):

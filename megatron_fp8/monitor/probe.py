@@ -39,6 +39,8 @@ gathers of x; 2 bytes an E4M3 weight, and 4 more a weight of the bucket that is 
 
 import json
 import math
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,8 @@ from ..engine.events import Observer
 from ..engine.optimizer import EngineOptimizer
 from ..engine.owned import GRAD, INPUT, OwnedWeight
 from ..engine.weights import Bucket
-from ..flags.probe import ProbePlan
+from ..errors import UserError
+from ..flags.probe import FOLDER, ProbePlan
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
 from ..ops import count_cast
@@ -283,10 +286,20 @@ def operand_statistics(
     return {"format": name, **shares, **_finite(**of), "not_finite": sums[4]}
 
 
+def make(folder: str) -> None:
+    """As a run begins: UserError on rank 0 where the folder takes no file, instead of after the steps until a probe."""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise UserError(f"{FOLDER.name} {folder}: {error.strerror}; name another folder") from None
+
+
 def write(folder: str, step: int, linears: dict[str, Any]) -> None:
     """Write a probed step's JSON file, and a line with the worst for the log."""
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)  # again: whoever reads may have moved the folder
     text = json.dumps({"step": step, "linears": linears}, indent=1, allow_nan=False)
     (path / f"step-{step}.json").write_text(text + "\n")
     say(step, summary(linears))

@@ -27,7 +27,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from megatron_fp8.ops.cache import cache_folder
+from megatron_fp8.processes import ended_like_ctrl_c
 
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma is in no other
@@ -45,7 +48,8 @@ class Unavailable(RuntimeError):
 def library(jobs: int | None = None, say: Callable[[str], None] | None = None, build: bool = True) -> Path:
     """Where the library lies; it is built first if it must be, by `jobs` compilers at once (all cores by default).
 
-    say: called with one line when it has been built. Raises Unavailable, also of what must be built and may not.
+    say: called with a line before it is built and one when it has been. Raises Unavailable, also of what must be built
+    and may not.
     """
     if given := os.environ.get("MEGATRON_FP8_CUTLASS"):
         if not os.path.isfile(given):
@@ -66,8 +70,9 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None, b
         cache.mkdir(parents=True, exist_ok=True)
         with _alone(built.with_suffix(".lock")):
             if not built.is_file():
-                began = time.monotonic()
-                _build(built, nvcc, include, jobs or _jobs())
+                began, jobs, count = time.monotonic(), jobs or _jobs(), len(list(SOURCES.glob("*.cu")))
+                (say or _say)(f"compiling the CUTLASS GEMMs, {count} files with {jobs} compilers at once: minutes")
+                _build(built, nvcc, include, jobs)
                 made = f"{time.monotonic() - began:.0f} s, nvcc {nvcc_version}, CUTLASS {cutlass_version}"
                 (say or _say)(f"built the CUTLASS GEMMs ({made}): {built}")
     except OSError as error:
@@ -140,8 +145,15 @@ def _build(built: Path, nvcc: str, include: Path, jobs: int) -> None:
     ):
         objects = [f"{scratch}/{source.stem}.o" for source in sources]
         compile_one = functools.partial(_compile, nvcc, include)
-        for _ in pool.map(compile_one, sources, objects):
-            pass
+        try:
+            for _ in pool.map(compile_one, sources, objects):
+                pass
+        except KeyboardInterrupt:  # the pool would wait for its compilers, minutes
+            pool.shutdown(wait=False, cancel_futures=True)
+            for compiler in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    compiler.terminate()
+            raise
         _run([nvcc, *LINK, *objects, "-o", f"{scratch}/library.so"], "linking")
         os.replace(f"{scratch}/library.so", built)  # whole or not there
 
@@ -212,6 +224,7 @@ def _count(text: str) -> int:
     return number
 
 
+@ended_like_ctrl_c()
 def run(args: argparse.Namespace) -> int:
     try:
         print(library(args.jobs))

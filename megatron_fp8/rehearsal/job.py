@@ -102,6 +102,8 @@ def _in_a_fork(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
         try:
             with open(writing, "wb") as result:
                 pickle.dump(_examine(launch, flags, gpus, unknown), result)
+        except (KeyboardInterrupt, BrokenPipeError):  # a Ctrl-C, for both processes or for who waits: that one says so
+            pass
         except BaseException:
             traceback.print_exc()
         finally:
@@ -123,11 +125,13 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     from ..flags import config
     from ..flags.level import CELLS, STOCK
     from ..flags.stock_errors import stock_mistake
+    from ..monitor import probe
     from ..plugin import install
 
     install()
-    # This process only looks: the job's folder is the job's, may not be here, and a run may hold it.
+    # This process only looks: the job's folders are the job's, may not be here, and a run may hold them.
     saves.claim = lambda save, flag: None  # type: ignore[assignment, misc]
+    probe.make = lambda folder: None  # type: ignore[assignment]
     config.installed = lambda module: True  # Transformer Engine, for its attention: the job's machines may have it
     os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments

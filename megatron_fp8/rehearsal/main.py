@@ -26,6 +26,7 @@ from ..errors import UserError
 from ..flags.command import Flags, Launch, take_apart, words_of
 from ..flags.level import is_stock
 from ..metrics import LOSS, VARIABLE, Reader
+from ..processes import ended_like_ctrl_c
 from . import ranks
 
 _RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
@@ -44,6 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("command", nargs=REMAINDER, help="-- and the whole launch command")
 
 
+@ended_like_ctrl_c()
 def run(args: Namespace) -> int:
     """Rehearse; returns the exit code."""
     began = time.monotonic()
@@ -97,6 +99,8 @@ def run(args: Namespace) -> int:
         print(text, end="")
         if outcome.failed and not args.folder:
             print(f"\nThe end of the log of what failed:\n\n{outcome.end_of_log}")
+    if job.args is None:
+        raise UserError(job.error)
     return 0 if outcome.passed and not job.error else 1
 
 
@@ -139,18 +143,22 @@ def _start(name: str, command: list[str], count: int, folder: Path, timeout: int
     reading, writing = os.pipe()
     environment = {**environment, VARIABLE: str(metrics.path.resolve())}
     supervisor = ranks.launch(count, command, output=writing, timeout=timeout, env=environment)
-    os.close(writing)
-    lines, numbers = [], []
-    with os.fdopen(reading, errors="replace") as printed, (folder / f"{name}.log").open("w") as log:
-        for line in printed:
-            log.write(line)
-            log.flush()
-            lines.append(line.rstrip("\n"))
-            for step, values in metrics.read():
-                numbers.append((step, values))
-                if LOSS in values:
-                    _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
-    code = ranks.wait(supervisor)
+    try:
+        os.close(writing)
+        lines, numbers = [], []
+        with os.fdopen(reading, errors="replace") as printed, (folder / f"{name}.log").open("w") as log:
+            for line in printed:
+                log.write(line)
+                log.flush()
+                lines.append(line.rstrip("\n"))
+                for step, values in metrics.read():
+                    numbers.append((step, values))
+                    if LOSS in values:
+                        _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
+        code = ranks.wait(supervisor)
+    except BaseException:  # as Ctrl-C
+        ranks.end(supervisor)
+        raise
     seconds = time.monotonic() - began
     _tell(f"{name}: {'done' if code == 0 else f'failed, exit code {code}'} after {seconds:.0f} s")
     return page.read(name, code, seconds, lines, [*numbers, *metrics.read()])

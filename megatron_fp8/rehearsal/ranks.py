@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 TIMED_OUT = 124  # the exit code of a run that was ended for time, as of the command `timeout`
-_SIGKILL_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_SIGNAL_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _PATIENCE = 5.0  # seconds from asking the other ranks to end to ending them
 
 
@@ -119,6 +119,13 @@ def wait(supervisor: int) -> int:
     return _exit_code(os.waitpid(supervisor, 0)[1])
 
 
+def end(supervisor: int) -> None:
+    """End a launched run, if it still lasts, with all that its ranks have started."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(supervisor, signal.SIGTERM)
+        wait(supervisor)
+
+
 def supervise(
     count: int,
     command: Sequence[str],
@@ -138,9 +145,9 @@ def supervise(
         timeout: seconds, after which the run is ended.
         env: the whole environment of the ranks, but for what a launcher sets; None: this process'.
     """
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(name, signal.SIG_DFL)
-    _end_with(os.getppid())
+    _end_with(os.getppid(), signal.SIGTERM)  # not SIGKILL: what the ranks have started ends only by its hand
     os.setpgid(0, 0)  # a Ctrl-C at the terminal is for the process that launched
     env = dict(os.environ if env is None else env)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -151,7 +158,7 @@ def supervise(
         process = os.fork()
         if process == 0:
             listening.close()
-            _end_with(supervisor)
+            _end_with(supervisor, signal.SIGKILL)
             _be_rank(list(command), output, env | _launcher_variables(rank, count, port), cwd)
         ranks[process] = rank
     signal.signal(signal.SIGTERM, lambda *_: _signal(ranks, signal.SIGKILL))
@@ -270,9 +277,9 @@ def _launcher_variables(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_SIGKILL_WITH_PARENT, signal.SIGKILL)
+def _end_with(parent: int, number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, number)
     if os.getppid() != parent:  # it ended before
         os._exit(1)
 

@@ -71,7 +71,7 @@ def test_a_job_of_stages_passes_with_two_replicas(tmp_path):
 @nightly
 def test_a_job_that_cannot_start(tmp_path):
     code, said = rehearse(f"{TORCHRUN} pretrain_gpt_fp8.py {FLAGS} --global-batch-size 7")
-    assert code == 1 and "# Rehearsal: FAILED" in said and "would not start on 32 GPUs" in said
+    assert code == 2 and "# Rehearsal: FAILED" in said and "would not start on 32 GPUs" in said
     assert "Traceback" not in said
     code, said = rehearse(f"{TORCHRUN} pretrain_gpt_fp8.py {FLAGS} --fp8-level O0")
     assert code == 2 and "megatron_fp8: rehearse: the command has no --fp8-level" in said

@@ -16,6 +16,7 @@ from launch import ROOT
 
 import megatron_fp8
 from megatron_fp8 import cli
+from megatron_fp8.__main__ import run_script
 from megatron_fp8.flags import usage as entry
 from megatron_fp8.flags.level import resolve
 from megatron_fp8.lab import main as lab
@@ -156,6 +157,20 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     assert cli.main(["doctor"]) == 130 and capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_an_output_that_is_closed_is_none(closed, tmp_path):
+    command = f"{sys.executable} -m megatron_fp8.cli args model/gpt-7b {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("--num-layers" in done.stdout) == (closed == "2>&-")
+
+
+def test_python_m_megatron_fp8_wants_a_script(capsys):
+    run_script(["-h"])
+    assert capsys.readouterr().out.startswith("usage: python -m megatron_fp8 SCRIPT")
+    assert error_of(run_script, []).startswith("no script; usage: python -m megatron_fp8 SCRIPT")
+
+
 def test_a_full_disk_is_one_line():
     """Also where only the process' end would write what was printed."""
     command = [sys.executable, "-m", "megatron_fp8.cli", "args", "model/gpt-7b"]
@@ -163,6 +178,17 @@ def test_a_full_disk_is_one_line():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     said = "megatron_fp8: the output: No space left on device; make room, or write elsewhere\n"
     assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_a_file_that_cannot_be_opened_is_one_line_and_an_error_of_no_file_is_a_bug(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "run_verb", lambda *_: tmp_path.read_text())
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["compare"])
+    said = f"megatron_fp8: {tmp_path}: Is a directory; give another\n"
+    assert (stop.value.code, capsys.readouterr().err) == (2, said)
+    monkeypatch.setattr(cli, "run_verb", lambda *_: os.close(-1))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        cli.main(["compare"])
 
 
 def test_a_mistake_is_one_line_and_reaches_torchrun(capsys, monkeypatch, tmp_path):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab_runs import gone, wait_for
+from launch import ROOT
 
 from megatron_fp8.cli import main
 from megatron_fp8.ops import cutlass_build as build
@@ -52,19 +54,34 @@ def machine(tmp_path, monkeypatch):
     return tmp_path, lambda: calls.read_text().splitlines()
 
 
-def test_it_is_built_once_and_said_once(machine):
+def test_it_is_built_once_and_said(machine):
     folder, calls = machine
     said = []
     built = build.library(jobs=2, say=said.append)
     assert built.parent == folder / "cache" and built.is_file()
-    assert len(said) == 1 and str(built) in said[0] and "nvcc 13.0.48, CUTLASS 4.2.0" in said[0]
     first = calls()
     sources = sorted(path.name for path in build.SOURCES.glob("*.cu"))
+    before, after = said  # it takes minutes
+    assert f"{len(sources)} files with 2 compilers" in before
+    assert str(built) in after and "nvcc 13.0.48, CUTLASS 4.2.0" in after
     compiled = sorted(Path(re.search(r"-c (\S+)", call)[1]).name for call in first if " -c " in call)
     assert compiled == sources and len(sources) > 3 and len(first) == len(sources) + 1
     assert all(build.TARGET in call for call in first)
-    assert build.library(say=said.append) == built and calls() == first and len(said) == 1
+    assert build.library(say=said.append) == built and calls() == first and len(said) == 2
     assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".so"]  # no scratch stays
+
+
+def test_who_ends_a_build_leaves_no_compiler_and_no_scratch(machine):
+    folder, calls = machine
+    (folder / "cuda/bin/nvcc").write_text(NVCC.replace('echo "$@" >> "$CALLS"', 'echo $$ >> "$CALLS"; sleep 600'))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}/site"}
+    command = [sys.executable, "-m", "megatron_fp8.cli", "build", "--jobs", "2"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as building:
+        wait_for(lambda: len(calls()) == 2)
+        building.terminate()
+        assert building.communicate(timeout=60)[1].splitlines()[-1] == "interrupted" and building.returncode == 130
+    assert len(calls()) == 2 and all(gone(int(compiler)) for compiler in calls())
+    assert [path.suffix for path in (folder / "cache").iterdir()] == [".lock"]
 
 
 def test_its_name_changes_with_whatever_makes_it(tmp_path, monkeypatch):

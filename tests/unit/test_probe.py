@@ -10,6 +10,7 @@ import torch
 from commands import MODEL, O1, error_of
 from engine_parts import OneWeight
 
+from megatron_fp8 import plugin
 from megatron_fp8.flags.log import logs_update_norm
 from megatron_fp8.flags.probe import ProbePlan, probe_from_args
 from megatron_fp8.layers.call import plan
@@ -311,6 +312,14 @@ class TestFlags:
         assert "add --fp8-probe-step" in error_of(probe_from_args, parse(*O1, "--fp8-probe-dir", "x"), True)
         both = parse(*O1, "--fp8-probe-step", "1", "--fp8-probe-dir", "x")
         assert "no GEMM of this run is FP8" in error_of(probe_from_args, both, False)
+
+    def test_a_folder_that_takes_no_file_ends_a_run_before_its_first_step(self, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        line = f"--fp8-probe-dir {tmp_path}/file/x: Not a directory; name another folder"
+        plan = ProbePlan(frozenset({1}), f"{tmp_path}/file/x")
+        assert error_of(plugin._hook_probe, plan, False, False) == line
+        monkeypatch.setenv("RANK", "1")  # which writes nothing, and may be where the folder is not
+        probe.make(plan.folder)
 
     @pytest.mark.parametrize("level", [[], ["--fp8-level", "O2"]], ids=["no level", "O2"])
     def test_update_norm(self, parse, level):

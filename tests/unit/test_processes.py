@@ -1,5 +1,6 @@
 """Processes as children: what they print, and that all of them end."""
 
+import signal
 import subprocess
 import sys
 
@@ -125,6 +126,17 @@ def test_last_words_are_the_runs_own():
     lines = [*map(str, range(40)), "E0101 torch/distributed/elastic/multiprocessing/api.py:874] failed", "Error: ..."]
     assert last_words(lines).split("\n") == [*map(str, range(15, 40))]
     assert last_words(["a", "b"]) == "a\nb" and last_words([]) == ""
+
+
+def test_what_nohup_has_turned_off_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with processes.ended_like_ctrl_c():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGTERM) is not signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_living_process_is_told_from_a_later_one():

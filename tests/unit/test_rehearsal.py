@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,11 +13,13 @@ from types import SimpleNamespace
 import plants
 import pytest
 from commands import error_of
+from lab_runs import gone, wait_for
 from launch import ROOT, forked
 from megatron_runs import script_path
 
 from megatron_fp8.flags.command import flags_of, job_of, take_apart
 from megatron_fp8.rehearsal import full, main, page, shrink
+from megatron_fp8.rehearsal import job as examined
 from megatron_fp8.rehearsal.job import examine
 
 SCRIPT = "pretrain_gpt_fp8.py"
@@ -33,6 +38,9 @@ def here(monkeypatch):
         (f"python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 -m megatron_fp8 {SCRIPT} --bf16", 8),
         (f"FOO=1 srun -N16 --ntasks-per-node 8 --kill-on-bad-exit=1 python -u {SCRIPT} --bf16", 128),
         (f"srun -n 128 python {SCRIPT} --bf16", 128),
+        (f"srun -N 4 --ntasks-per-node=8 --gpus-per-node=1 python {SCRIPT} --bf16", 32),
+        (f"srun -N 4 --gpus-per-node=h100:8 --ntasks-per-node 4 python {SCRIPT} --bf16", 16),
+        (f"srun -N 4 --gpus-per-node=h100:8 python {SCRIPT} --bf16", 32),
         (f"srun --nodes 4 torchrun --nnodes 4 --nproc-per-node 8 {SCRIPT} --bf16", 32),
         (f"python {SCRIPT} --bf16", 1),
         (f"torchrun --nproc-per-node gpu {SCRIPT} --bf16", None),
@@ -95,6 +103,50 @@ def test_a_mistake_in_a_rehearsals_own_flags_is_one_line(flags, line):
     main.add_arguments(parser)
     words = [*flags.split(), "--", *f"torchrun --nproc-per-node 8 {SCRIPT} --bf16".split()]
     assert error_of(main.run, parser.parse_args(words)) == line
+
+
+# A rank that writes files for ever, as does what it has started: a process of Megatron's that saves.
+SAVES = """
+import os, sys
+os.fork()
+os.write(1, f"{os.getpid()}\\n".encode())
+number = 0
+while True:
+    number += 1
+    open(f"{os.path.dirname(os.environ['MEGATRON_FP8_METRICS'])}/{os.getpid()}-{number % 1000}", "w").close()
+"""
+INTERRUPTED = """
+import argparse, os, sys, tempfile
+from pathlib import Path
+from megatron_fp8.rehearsal import main
+
+def start(words):
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        print(folder, flush=True)
+        main._start("train", words, 1, Path(folder), 600, os.environ)
+
+main.take_apart = start
+parser = argparse.ArgumentParser()
+main.add_arguments(parser)
+main.run(parser.parse_args(["train.py"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_who_ends_a_rehearsal_leaves_no_processes_and_no_folder(number, tmp_path):
+    """They stayed for good. After a SIGKILL the folder has to."""
+    (tmp_path / "train.py").write_text(SAVES)
+    command = [sys.executable, "-c", INTERRUPTED]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as rehearsal:
+        log = tmp_path / rehearsal.stdout.readline().strip() / "train.log"
+        wait_for(lambda: log.is_file() and log.read_text().count("\n") == 2)
+        processes = [int(line) for line in log.read_text().split()]
+        rehearsal.send_signal(number)
+        rehearsal.wait(60)
+    for process in processes:
+        wait_for(lambda process=process: gone(process), 10)
+    assert log.parent.exists() == (number == signal.SIGKILL)
 
 
 def test_flags_keep_their_values():
@@ -359,6 +411,15 @@ def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, 
         assert ("Traceback" in capfd.readouterr().err) == (planted is not plants.MISTAKE)
 
 
+@pytest.mark.parametrize("interrupted", [KeyboardInterrupt, BrokenPipeError])
+def test_who_examines_says_nothing_of_a_ctrl_c(monkeypatch, capfd, interrupted):
+    """As of the terminal, for all processes; or of one that waits for this and now does not read."""
+    monkeypatch.setattr(examined, "_examine", plants.function(__file__, f"raise {interrupted.__name__}"))
+    with pytest.raises(RuntimeError, match="could not be examined"):
+        examined._in_a_fork(take_apart([SCRIPT]), [], 8, False)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     """The folder is not made and, held by a run, no hindrance; unknown flags are refused where they cannot be meant."""
     command = f"{SCRIPT} {GPT} {JOBS['175b'][1]} --save {tmp_path}/new --save-interval 5 --eval-interval 1000"
@@ -366,6 +427,20 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
     launch = take_apart(f"{command} --num-layer 3".split())
     assert "--num-layer 3, did you mean --num-layers?" in examine(launch, 128).error
     assert examine(replace(launch, script=["other.py"]), 128).error == ""
+
+
+@pytest.mark.parametrize("gpus, flag", [(8, "--fp8-levle O3"), (3, "--tensor-model-parallel-size 2")])
+def test_a_mistake_in_the_command_is_a_page_and_one_line_as_of_any_verb(parser, monkeypatch, capsys, gpus, flag):
+    """Exit code 2, as docs/rehearse.md says: 1 is what fails on the way."""
+    monkeypatch.setattr(main.ranks, "warm_up", lambda folder: None)
+    own = argparse.ArgumentParser()
+    main.add_arguments(own)
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --eval-interval 1000"
+    command = f"torchrun --nproc-per-node {gpus} {SCRIPT} {GPT} {model} --fp8-level O3 {flag}"
+    line = error_of(main.run, own.parse_args(["--", *command.split()]))
+    page = capsys.readouterr().out
+    assert "# Rehearsal: FAILED" in page and line in page, page
+    assert ("--fp8-levle" if gpus == 8 else "world size (3) is not divisible") in line
 
 
 def test_a_blend_in_one_word_is_no_data_that_is_elsewhere(parser):
