@@ -37,6 +37,7 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     stock_flags.WITH_GRAPH.text: ["--cuda-graph-impl", "full_iteration"],
     stock_flags.GRAPHED.text: ["--cuda-graph-impl", "full_iteration"],
     stock_flags.GRAPHED_BUT_DIFFERING.text: ["--fp8-grad-accum", "fp8"],
+    stock_flags.UNGATHERED_GATE.text: ["--moe-shared-expert-gate", "--overlap-grad-reduce", "--overlap-param-gather"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
 }
 
@@ -178,11 +179,15 @@ def test_adapted(row, parser, parse, monkeypatch):
 
 
 @of(NOTED)
-def test_noted(row, parser, parse, everything_installed):
+def test_noted(row, parser, parse, everything_installed, monkeypatch):
     for args in samples(row, parser, parse):
         before = getattr(args, row.dest)
         config = config_from_args(args)
-        assert [line for line in adapt_stock_args(args, config) if row.flag in line and row.note in line]
+        with monkeypatch.context() as patch:
+            patch.setattr(stock_flags, "installed", lambda module: module != row.missing)
+            lines = adapt_stock_args(args, config)
+        assert [line for line in lines if row.flag in line and row.note in line]
+        assert not row.missing or not any(row.note in line for line in adapt_stock_args(args, config))
         assert getattr(args, row.dest) == before
         assert not row.field or getattr(config, row.field)
 

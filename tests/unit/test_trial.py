@@ -184,6 +184,7 @@ def test_a_signal_ends_the_run_too(number, tmp_path):
         "import signal, sys; from pathlib import Path\n"
         "from megatron_fp8 import processes; from megatron_fp8.lab.trial import run\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background has turned off
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # as nohup has
         "processes.LAUNCHER = (sys.executable,)\n"
         "run.curves(sys.argv[1:], 1, Path('run'))"
     )
