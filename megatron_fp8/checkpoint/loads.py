@@ -201,10 +201,7 @@ _NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_
 
 
 def by_either_name(stock: Callable) -> Callable:
-    """Around dist_checkpointing.load: stock's local spec saves the norm before experts as one before a dense MLP.
-
-    What no rank's model has of the checkpoint's, as a head that is tied by now, stock leaves out without a word.
-    """
+    """Around dist_checkpointing.load: stock's local spec saves the norm before experts as one before a dense MLP."""
 
     def load(sharded_state_dict, checkpoint_dir, *rest, **kwargs):
         stored = on_rank_0(lambda: _stored(checkpoint_dir))
@@ -214,16 +211,25 @@ def by_either_name(stock: Callable) -> Callable:
                 local = entry.key.replace(_NORM, _NORM_IN_LOCAL_SPEC)
                 entry.key = local if local in stored else entry.key
             asked.add(getattr(entry, "key", None))
-        of_model = [name for name in stored if "/" not in name and not name.startswith("optimizer.")]
-        wanted = torch.tensor([float(name in asked) for name in of_model], device="cuda")
-        if of_model:  # as on all ranks
-            all_reduce_largest(wanted, None)
-        if left := [name for name, found in zip(of_model, wanted.tolist(), strict=True) if not found]:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            _say(f"{checkpoint_dir}: {', '.join(left[:3])}{more} left out, which this run's model has not")
+        _say_what_is_left_out(checkpoint_dir, stored, asked)
         return stock(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
 
     return load
+
+
+def _say_what_is_left_out(folder: str, stored: list[str], asked: set) -> None:
+    """What no rank's model has of the checkpoint's, as a head that is tied by now: stock says nothing; collective.
+
+    stored: all tensors' names, the same on all ranks; asked: those that this rank is about to read.
+    """
+    of_model = [name for name in stored if "/" not in name and not name.startswith("optimizer.")]
+    if not of_model:
+        return
+    wanted = torch.tensor([float(name in asked) for name in of_model], device="cuda")
+    all_reduce_largest(wanted, None)
+    if left := [name for name, found in zip(of_model, wanted.tolist(), strict=True) if not found]:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        _say(f"{folder}: {', '.join(left[:3])}{more} left out, which this run's model has not")
 
 
 def _stored(folder: str) -> list[str]:

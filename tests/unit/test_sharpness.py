@@ -370,6 +370,16 @@ class TestProbe:
         forward_loss(model, batch)
         assert probe.tokens.summary()["loss"]["count"] == batch["loss_mask"].sum()
 
+    def test_a_loss_of_the_models_own_is_put_back(self, group):
+        """As --logits-save-dir gives it one."""
+        model = small_gpt()
+        (batch,) = batches(1)
+        own = model.compute_language_model_loss = lambda labels, logits: 3 * logits.float().sum()
+        with SharpnessProbe([model]) as probe:
+            forward_loss(model, batch)
+        assert probe.tokens.summary()["loss"]["count"] == batch["loss_mask"].sum()
+        assert model.compute_language_model_loss is own
+
     def test_only_the_next_token(self, group):
         model = small_gpt()
         (batch,) = batches(1)

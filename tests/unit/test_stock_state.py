@@ -1,0 +1,33 @@
+"""Groups of stock's parameters that a checkpoint has, as a run takes them over (checkpoint/stock_state.py)."""
+
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from megatron_fp8.checkpoint import stock_state
+
+SAVED = {"lr": 1e-3, "wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-3, "min_lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
+OWN = SAVED | {"is_expert_parallel": False, "betas": (0.9, 0.999), "eps": 1e-6}
+
+
+def taken(monkeypatch, group: dict, override: bool = False) -> dict:
+    monkeypatch.setattr(stock_state, "get_args", lambda: SimpleNamespace(override_opt_param_scheduler=override))
+    return stock_state._saved_group(group, {"optimizer": {"param_groups": [SAVED | {"wd_mult": 0.0}, SAVED]}})
+
+
+def test_adams_numbers_are_the_runs(monkeypatch):
+    """As of linears, whose engine reads the flags; the rest is the checkpoint's."""
+    assert taken(monkeypatch, OWN | {"lr": 5e-5}) == OWN
+
+
+def test_a_schedule_is_the_runs_where_it_is_asked_for(monkeypatch):
+    other = OWN | {"max_lr": 5e-4}
+    assert taken(monkeypatch, other, override=True) == other
+    with pytest.raises(CheckpointingException, match=r"max_lr 0\.001, min_lr 0\.0001, this run max_lr 0\.0005"):
+        taken(monkeypatch, other)
+
+
+def test_another_group_is_none(monkeypatch):
+    with pytest.raises(CheckpointingException, match="no group of parameters in it has"):
+        taken(monkeypatch, OWN | {"lr_mult": 0.1}, override=True)
