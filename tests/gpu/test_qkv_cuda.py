@@ -141,7 +141,7 @@ def test_join(shape, fmt):
     check_join(gradients(shape, torch.bfloat16), tables(shape[0], shape[-1]), formats=(fmt,))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (2, 3, 5, 8, 13, 14)], ids=str)
 def test_join_interleaved(shape):
     check_join(gradients(shape, torch.bfloat16), tables(shape[0], shape[-1]), True, formats=(E5M2,))
 
@@ -214,22 +214,23 @@ def test_a_rotation_is_undone_by_its_inverse(interleaved):
     [(2048, 4, 32, 1, 128, 128), (1024, 32, 12, 1, 64, 64), (4096, 2, 8, 4, 128, 128), (2048, 4, 32, 1, 128, 0)],
     ids=str,
 )
-def test_at_full_size_and_again(shape):
+@pairings
+def test_at_full_size_and_again(shape, interleaved):
     """As the oracle on the same GPU has it, and the same bits a hundred times over."""
     s, b, groups, r, hn, d = shape
     mixed = torch.randn(s, b, groups * (r + 2) * hn, dtype=torch.bfloat16, device=DEVICE)
-    angles = put_all(*tables(s, d))
-    expected = reference_qkv.split_qkv(mixed.clone(), groups, r, *angles)
+    angles, how = put_all(*tables(s, d)), {"interleaved": interleaved}
+    expected = reference_qkv.split_qkv(mixed.clone(), groups, r, *angles, **how)
     grads = [torch.randn_like(t) for t in expected]
     scale = torch.tensor(100.0, device=DEVICE)
-    exact = reference_qkv.join_qkv(*grads, *angles)
-    payloads = reference_qkv.join_qkv(*grads, *angles, fmt=E5M2, scale=scale, columns=True)
+    exact = reference_qkv.join_qkv(*grads, *angles, **how)
+    payloads = reference_qkv.join_qkv(*grads, *angles, **how, fmt=E5M2, scale=scale, columns=True)
     for _ in range(100):
-        for got, right in zip(split_qkv(mixed.clone(), groups, r, *angles), expected, strict=True):
+        for got, right in zip(split_qkv(mixed.clone(), groups, r, *angles, **how), expected, strict=True):
             assert torch.equal(got, right)
-        assert torch.equal(join_qkv(*grads, *angles), exact)
+        assert torch.equal(join_qkv(*grads, *angles, **how), exact)
         largest = torch.zeros((), device=DEVICE)
-        found = join_qkv(*grads, *angles, fmt=E5M2, scale=scale, columns=True, amax_out=largest)
+        found = join_qkv(*grads, *angles, **how, fmt=E5M2, scale=scale, columns=True, amax_out=largest)
         for got, right in zip(found, payloads, strict=True):
             assert torch.equal(got.view(torch.uint8), right.view(torch.uint8))
 

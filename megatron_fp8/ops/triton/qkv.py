@@ -5,16 +5,18 @@
     join      2 read; 2 written, or 1 for each payload
 
 A program takes ROWS tokens and HEADS heads, one after the other, with cos and sin of its tokens in registers: read for
-every head, they would move more bytes than the heads. Of a head it takes pairs, both halves at once, ROWS x d/2, and by
-itself what is not rotated. Blocks are powers of two with masks, so a head may have any size.
+every head, they would move more bytes than the heads. Of a head it takes pairs, ROWS x d/2, and by itself what is not
+rotated. Interleaved pairs are loaded and stored as they lie, and taken apart in registers: each number by itself, in
+steps of two, a split took 2314 us where it takes 140, a join in FP8 3241 where it takes 284 (the sizes below). Blocks
+are powers of two with masks, so a head may have any size.
 
 A join in FP8 with columns is a cast of tiles whose rows lie in heads: cast.py's, and as fast, where nothing is rotated.
-Where whole heads are, by halves, a program turns two such tiles, its head's halves, into each other: 246 us for 201 M
-elements in heads of 128 on an H200; with four or eight heads in turn 290, as below 333, with one table for both halves,
-which nobody promises, 225.
+Where whole heads are, a program turns two such tiles, its head's halves or every other of its columns, into each other:
+246 us for 201 M elements in heads of 128 on an H200; with four or eight heads in turn 290, as below 333, with one table
+for both of a pair, which nobody promises, 225.
 
 In place no thread may read what another has written: a pair is read and written by one thread, since a tile has more
-pairs than the program threads.
+pairs than the program threads; interleaved ones change threads, if at all, past a barrier.
 
 The cast to FP8 is cast.py's, of the float32 gradient. Products and sums are rounded by themselves, as in the reference
 (enable_fp_fusion=False). The greatest magnitude of a program goes to amax in one atomic on integers, so the order of
@@ -49,25 +51,38 @@ NARROWEST = 16  # tile of a head that cast.py's way is worth
 
 
 @triton.jit
-def _offsets(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Where the first and the second of pair i lie in a head."""
+def _load_pairs(places, wanted, D: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """First and second (ROWS, BLOCK) of each pair in the D numbers from `places` (ROWS,) on; 0 where not `wanted`."""
     if INTERLEAVED:
-        return 2 * i, 2 * i + 1
-    return i, i + HALF
+        i = tl.arange(0, 2 * BLOCK)
+        x = tl.load(places[:, None] + i[None, :], mask=wanted[:, None] & (i < D)[None, :], other=0.0)
+        first, second = tl.split(tl.reshape(x, (places.shape[0], BLOCK, 2)))
+    else:
+        i = tl.arange(0, BLOCK)
+        mask = wanted[:, None] & (i < D // 2)[None, :]
+        first = tl.load(places[:, None] + i[None, :], mask=mask, other=0.0)
+        second = tl.load(places[:, None] + (D // 2 + i)[None, :], mask=mask, other=0.0)
+    return first, second
 
 
 @triton.jit
-def _tables(cos_ptr, sin_ptr, places, inside, D: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """cos1, sin1, cos2, sin2 (ROWS, BLOCK) of the tokens at `places`, and which of them there are."""
-    i = tl.arange(0, BLOCK)
-    mask = inside[:, None] & (i < D // 2)[None, :]
-    first, second = _offsets(i, D // 2, INTERLEAVED)
-    row = (places * D)[:, None]
-    cos1 = tl.load(cos_ptr + row + first[None, :], mask=mask, other=0.0)
-    sin1 = tl.load(sin_ptr + row + first[None, :], mask=mask, other=0.0)
-    cos2 = tl.load(cos_ptr + row + second[None, :], mask=mask, other=0.0)
-    sin2 = tl.load(sin_ptr + row + second[None, :], mask=mask, other=0.0)
-    return cos1, sin1, cos2, sin2, mask
+def _together(first, second):
+    """(ROWS, 2 * BLOCK) of the interleaved pairs that _load_pairs took apart."""
+    return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
+
+
+@triton.jit
+def _store_pairs(places, first, second, wanted, D: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What _load_pairs reads."""
+    if INTERLEAVED:
+        i = tl.arange(0, 2 * BLOCK)
+        mask = wanted[:, None] & (i < D)[None, :]
+        tl.store(places[:, None] + i[None, :], _together(first, second), mask=mask)
+    else:
+        i = tl.arange(0, BLOCK)
+        mask = wanted[:, None] & (i < D // 2)[None, :]
+        tl.store(places[:, None] + i[None, :], first, mask=mask)
+        tl.store(places[:, None] + (D // 2 + i)[None, :], second, mask=mask)
 
 
 @launched
@@ -84,10 +99,10 @@ def _qkv_split_kernel(
     chunks = groups * TAKEN // HEADS
     rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < M
-    x_rows = (rows * groups * ((R + 2) * HN))[:, None]
+    x_rows = rows * groups * ((R + 2) * HN)
     if D > 0:
-        cos1, sin1, cos2, sin2, mask = _tables(cos_ptr, sin_ptr, rows // batch, inside, D, BLOCK, INTERLEAVED)
-        first, second = _offsets(tl.arange(0, BLOCK), D // 2, INTERLEAVED)
+        cos_1, cos_2 = _load_pairs(cos_ptr + rows // batch * D, inside, D, BLOCK, INTERLEAVED)
+        sin_1, sin_2 = _load_pairs(sin_ptr + rows // batch * D, inside, D, BLOCK, INTERLEAVED)
     for i in range(HEADS):
         t = tl.program_id(0) % chunks * HEADS + i
         group, slot = t // TAKEN, t % TAKEN
@@ -97,18 +112,17 @@ def _qkv_split_kernel(
         else:
             is_q, is_k = slot < R, slot == R
             head = tl.where(is_q, q_ptr + (group * R + slot) * HN, tl.where(is_k, k_ptr, v_ptr) + group * HN)
-            target = head + tl.where(is_q, rows * groups * (R * HN), rows * groups * HN)[:, None]
+            target = head + tl.where(is_q, rows * groups * (R * HN), rows * groups * HN)
         if D > 0:
-            x1 = tl.load(source + first[None, :], mask=mask, other=0.0).to(tl.float32)
-            x2 = tl.load(source + second[None, :], mask=mask, other=0.0).to(tl.float32)
-            y1 = tl.where(slot < TURNED, x1 * cos1 - x2 * sin1, x1)
-            y2 = tl.where(slot < TURNED, x2 * cos2 + x1 * sin2, x2)
-            tl.store(target + first[None, :], y1.to(x_ptr.dtype.element_ty), mask=mask)
-            tl.store(target + second[None, :], y2.to(x_ptr.dtype.element_ty), mask=mask)
+            x_1, x_2 = _load_pairs(source, inside, D, BLOCK, INTERLEAVED)
+            x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
+            y_1 = tl.where(slot < TURNED, x_1 * cos_1 - x_2 * sin_1, x_1).to(x_ptr.dtype.element_ty)
+            y_2 = tl.where(slot < TURNED, x_2 * cos_2 + x_1 * sin_2, x_2).to(x_ptr.dtype.element_ty)
+            _store_pairs(target, y_1, y_2, inside, D, BLOCK, INTERLEAVED)
         if q_ptr is not None and D < HN:
-            tail = D + tl.arange(0, TAIL)
-            tail_mask = inside[:, None] & (tail < HN)[None, :]
-            tl.store(target + tail[None, :], tl.load(source + tail[None, :], mask=tail_mask), mask=tail_mask)
+            tail = (D + tl.arange(0, TAIL))[None, :]
+            tail_mask = inside[:, None] & (tail < HN)
+            tl.store(target[:, None] + tail, tl.load(source[:, None] + tail, mask=tail_mask), mask=tail_mask)
 
 
 @triton.jit
@@ -132,6 +146,19 @@ def _write(
         tl.store(out_t_ptr + (cols.to(tl.int64) * M)[:, None] + rows[None, :], tl.trans(tile), mask=mask_t)
 
 
+@triton.jit
+def _head(
+    t, q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, R: tl.constexpr
+):  # fmt: skip
+    """Where head t of the joined gradient lies, its strides s and b, and whether it is rotated."""
+    group, slot = t // (R + 2), t % (R + 2)
+    is_q, is_k = slot < R, slot == R
+    kv = tl.where(is_k, k_ptr + group.to(tl.int64) * k_h, v_ptr + group.to(tl.int64) * v_h)
+    head = tl.where(is_q, q_ptr + (group * R + slot).to(tl.int64) * q_h, kv)
+    s_stride, b_stride = tl.where(is_q, q_s, tl.where(is_k, k_s, v_s)), tl.where(is_q, q_b, tl.where(is_k, k_b, v_b))
+    return head, s_stride, b_stride, is_q | is_k
+
+
 @launched
 @triton.jit(do_not_specialize=["zero"])
 def _qkv_join_kernel(
@@ -146,38 +173,42 @@ def _qkv_join_kernel(
     rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < M
     s, b = rows // batch, rows % batch
-    q_rows, k_rows, v_rows = s * q_s + b * q_b, s * k_s + b * k_b, s * v_s + b * v_b
     if D > 0:
-        cos1, sin1, cos2, sin2, mask = _tables(cos_ptr, sin_ptr, s, inside, D, BLOCK, INTERLEAVED)
-        first, second = _offsets(tl.arange(0, BLOCK), D // 2, INTERLEAVED)
-        paired = tl.arange(0, BLOCK) < D // 2
+        cos_1, cos_2 = _load_pairs(cos_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
+        sin_1, sin_2 = _load_pairs(sin_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
         largest = tl.zeros((ROWS, BLOCK), tl.int32)
     if D < HN:
         tail = D + tl.arange(0, TAIL)
         tail_mask = inside[:, None] & (tail < HN)[None, :]
         tail_largest = tl.zeros((ROWS, TAIL), tl.int32)
-    for i in range(HEADS):
-        t = tl.program_id(0) % chunks * HEADS + i
-        group, slot = t // (R + 2), t % (R + 2)
-        is_q, is_k = slot < R, slot == R
-        kv = tl.where(is_k, k_ptr + group.to(tl.int64) * k_h, v_ptr + group.to(tl.int64) * v_h)
-        head = tl.where(is_q, q_ptr + (group * R + slot).to(tl.int64) * q_h, kv)
-        source = head + tl.where(is_q, q_rows, tl.where(is_k, k_rows, v_rows))[:, None]
+    for n in range(HEADS):
+        t = tl.program_id(0) % chunks * HEADS + n
+        head, s_stride, b_stride, turned = _head(t, q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, R)
+        source = head + s * s_stride + b * b_stride
         if D > 0:
-            y1 = tl.load(source + first[None, :], mask=mask, other=0.0).to(tl.float32)
-            y2 = tl.load(source + second[None, :], mask=mask, other=0.0).to(tl.float32)
-            x1 = tl.where(slot <= R, y1 * cos1 + y2 * sin2, y1)
-            x2 = tl.where(slot <= R, y2 * cos2 - y1 * sin1, y2)
-            _write(
-                x1, rows, inside, t * HN + first, paired, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
-            )  # fmt: skip
-            _write(
-                x2, rows, inside, t * HN + second, paired, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
-            )  # fmt: skip
+            y_1, y_2 = _load_pairs(source, inside, D, BLOCK, INTERLEAVED)
+            y_1, y_2 = y_1.to(tl.float32), y_2.to(tl.float32)
+            x_1 = tl.where(turned, y_1 * cos_1 + y_2 * sin_2, y_1)
+            x_2 = tl.where(turned, y_2 * cos_2 - y_1 * sin_1, y_2)
+            if INTERLEAVED:
+                i = tl.arange(0, 2 * BLOCK)
+                x = _together(x_1, x_2)
+                _write(
+                    x, rows, inside, t * HN + i, i < D, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
+                )  # fmt: skip
+            else:
+                i = tl.arange(0, BLOCK)
+                _write(
+                    x_1, rows, inside, t * HN + i, i < D // 2, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
+                )  # fmt: skip
+                i_2 = t * HN + D // 2 + i
+                _write(
+                    x_2, rows, inside, i_2, i < D // 2, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
+                )  # fmt: skip
             if amax_ptr is not None:
-                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_1), magnitude_bits(x_2)))
         if D < HN:
-            x = tl.load(source + tail[None, :], mask=tail_mask, other=0.0).to(tl.float32)
+            x = tl.load(source[:, None] + tail[None, :], mask=tail_mask, other=0.0).to(tl.float32)
             _write(
                 x, rows, inside, t * HN + tail, tail < HN, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
             )  # fmt: skip
@@ -188,19 +219,6 @@ def _qkv_join_kernel(
             raise_amax(amax_ptr, largest)
         if D < HN:
             raise_amax(amax_ptr, tail_largest)
-
-
-@triton.jit
-def _head(
-    t, q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, R: tl.constexpr
-):  # fmt: skip
-    """Where head t of the joined gradient lies, its strides s and b, and whether it is rotated."""
-    group, slot = t // (R + 2), t % (R + 2)
-    is_q, is_k = slot < R, slot == R
-    kv = tl.where(is_k, k_ptr + group.to(tl.int64) * k_h, v_ptr + group.to(tl.int64) * v_h)
-    head = tl.where(is_q, q_ptr + (group * R + slot).to(tl.int64) * q_h, kv)
-    s_stride, b_stride = tl.where(is_q, q_s, tl.where(is_k, k_s, v_s)), tl.where(is_q, q_b, tl.where(is_k, k_b, v_b))
-    return head, s_stride, b_stride, is_q | is_k
 
 
 @triton.jit
@@ -239,16 +257,17 @@ def _qkv_cast_kernel(
 
 
 @triton.jit
-def _load_turned(head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows, i, turned, M, HN: tl.constexpr):
-    """Both halves of a head, each as _load's, rotated back if it is `turned`; i (1, HN / 2) counts the pairs."""
+def _load_turned(
+    head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows, turned, M, HN: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """float32 of both numbers of each pair of a head, as _load_pairs', rotated back if it is `turned`."""
     HALF: tl.constexpr = HN // 2
-    y_1 = _load(head + i, s_stride, b_stride, batch, rows, M)
-    y_2 = _load(head + HALF + i, s_stride, b_stride, batch, rows, M)
-    angle = (rows // batch * HN)[:, None] + i
-    wanted = (rows < M)[:, None] & turned
-    cos_1, sin_1 = tl.load(cos_ptr + angle, mask=wanted, other=0.0), tl.load(sin_ptr + angle, mask=wanted, other=0.0)
-    angle += HALF
-    cos_2, sin_2 = tl.load(cos_ptr + angle, mask=wanted, other=0.0), tl.load(sin_ptr + angle, mask=wanted, other=0.0)
+    inside, s = rows < M, rows // batch
+    places = head + s.to(tl.int64) * s_stride + (rows % batch).to(tl.int64) * b_stride
+    y_1, y_2 = _load_pairs(places, inside, HN, HALF, INTERLEAVED)
+    y_1, y_2 = y_1.to(tl.float32), y_2.to(tl.float32)
+    cos_1, cos_2 = _load_pairs(cos_ptr + s * HN, inside & turned, HN, HALF, INTERLEAVED)
+    sin_1, sin_2 = _load_pairs(sin_ptr + s * HN, inside & turned, HN, HALF, INTERLEAVED)
     return tl.where(turned, y_1 * cos_1 + y_2 * sin_2, y_1), tl.where(turned, y_2 * cos_2 - y_1 * sin_1, y_2)
 
 
@@ -257,12 +276,13 @@ def _load_turned(head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows, i, tur
 def _qkv_turn_kernel(
     q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, cos_ptr, sin_ptr, batch, M, groups,
     scale_ptr, out_ptr, out_t_ptr, amax_ptr, zero,
-    R: tl.constexpr, HN: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr,
+    R: tl.constexpr, HN: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
+    TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """_qkv_join_kernel in FP8 where whole heads are rotated by halves: a tile as cast.py's of each half of a head."""
+    """_qkv_join_kernel in FP8 where whole heads are rotated: a tile as cast.py's of each half of a head, or of all."""
     heads = groups * (R + 2)
     quads = tl.program_id(0) // heads * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
-    t, i = tl.program_id(0) % heads, tl.arange(0, HN // 2)
+    t = tl.program_id(0) % heads
     head, s_stride, b_stride, turned = _head(t, q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, R)
     word_1 = tl.zeros((TILE_M // 4, HN // 2), tl.int32)
     word_2 = tl.zeros((TILE_M // 4, HN // 2), tl.int32)
@@ -270,10 +290,10 @@ def _qkv_turn_kernel(
     for two in tl.static_range(2):
         rows = 4 * quads + 2 * two
         x_0, y_0 = _load_turned(
-            head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows, i[None, :], turned, M, HN
+            head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows, turned, M, HN, INTERLEAVED
         )  # fmt: skip
         x_1, y_1 = _load_turned(
-            head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows + 1, i[None, :], turned, M, HN
+            head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows + 1, turned, M, HN, INTERLEAVED
         )  # fmt: skip
         if amax_ptr is not None:
             largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
@@ -281,8 +301,13 @@ def _qkv_turn_kernel(
         word_1 |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * two)
         word_2 |= fp8_pair(y_0, y_1, tl.load(scale_ptr), zero, E4M3) << (16 * two)
     width = heads * HN
-    store_codes(word_1, out_ptr, out_t_ptr, quads, t * HN + i, 0, M, width, width, WORDS)
-    store_codes(word_2, out_ptr, out_t_ptr, quads, t * HN + HN // 2 + i, 0, M, width, width, WORDS)
+    if INTERLEAVED:
+        word, i = _together(word_1, word_2), t * HN + tl.arange(0, HN)
+        store_codes(word, out_ptr, out_t_ptr, quads, i, 0, M, width, width, WORDS)
+    else:
+        i = t * HN + tl.arange(0, HN // 2)
+        store_codes(word_1, out_ptr, out_t_ptr, quads, i, 0, M, width, width, WORDS)
+        store_codes(word_2, out_ptr, out_t_ptr, quads, HN // 2 + i, 0, M, width, width, WORDS)
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest)
 
@@ -370,10 +395,10 @@ def join_qkv(
             R=r, HN=hn, E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=tile_k, num_warps=TILE_WARPS,
         )  # fmt: skip
         return out, out_t
-    if columns and d == hn == triton.next_power_of_2(hn) >= 2 * NARROWEST and not interleaved:
+    if columns and d == hn == triton.next_power_of_2(hn) >= 2 * NARROWEST:
         _qkv_turn_kernel[(triton.cdiv(M, TURN_M) * groups * (r + 2),)](
             *given, cos, sin, b, M, groups, scale, out, out_t, amax_out, 0,
-            R=r, HN=hn, E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TURN_M,
+            R=r, HN=hn, INTERLEAVED=interleaved, E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TURN_M,
             num_warps=TURN_WARPS * max(hn // 128, 1), enable_fp_fusion=False,
         )  # fmt: skip
         return out, out_t
