@@ -18,22 +18,25 @@ from triton.testing import do_bench
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E5M2
 
-SHAPES = {  # s, b, groups, heads of queries a group, size of a head, numbers of it that are rotated
-    "7B slice, no rotation": (2048, 4, 32, 1, 128, 0),
-    "7B slice, rotary": (2048, 4, 32, 1, 128, 128),
-    "GPT-125M, rotary": (1024, 32, 12, 1, 64, 64),
-    "Llama-like, rotary": (4096, 2, 8, 4, 128, 128),
+SHAPES = {  # s, b, groups, heads of queries a group, size of a head, numbers of it that are rotated, interleaved
+    "7B slice, no rotation": (2048, 4, 32, 1, 128, 0, False),
+    "7B slice, rotary": (2048, 4, 32, 1, 128, 128, False),
+    "7B slice, interleaved": (2048, 4, 32, 1, 128, 128, True),
+    "GPT-125M, rotary": (1024, 32, 12, 1, 64, 64, False),
+    "Llama-like, rotary": (4096, 2, 8, 4, 128, 128, False),
+    "Llama-like, interleaved": (4096, 2, 8, 4, 128, 128, True),
 }
 
 
-def stock_split(mixed, groups, r, angles):
+def stock_split(mixed, groups, r, angles, interleaved):
     s, b, width = mixed.shape
     hn = width // (groups * (r + 2))
     q, k, v = mixed.view(s, b, groups, -1).split([r * hn, hn, hn], dim=3)
     q = q.reshape(s, b, -1, hn)
     if angles is None:
         return q, k, v
-    return _apply_rotary_pos_emb_bshd(q, angles), _apply_rotary_pos_emb_bshd(k, angles), v
+    q, k = (_apply_rotary_pos_emb_bshd(t, angles, rotary_interleaved=interleaved) for t in (q, k))
+    return q, k, v
 
 
 def microseconds(function) -> float:
@@ -46,14 +49,14 @@ def row(name: str, what: str, ours, numbytes: int, stock: float) -> None:
 
 
 def measure(name: str, shape: tuple[int, ...]) -> None:
-    s, b, groups, r, hn, d = shape
+    s, b, groups, r, hn, d, interleaved = shape
     mixed = torch.randn(s, b, groups * (r + 2) * hn, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     angles = torch.rand(s, 1, 1, d, device="cuda") * 100 if d else None
     tables = (angles[:, 0, 0].cos(), angles[:, 0, 0].sin()) if d else (None, None)
-    parts = stock_split(mixed, groups, r, angles)
+    parts = stock_split(mixed, groups, r, angles, interleaved)
     grads = [torch.randn(t.shape, dtype=t.dtype, device="cuda") for t in parts]
     scale, largest = torch.tensor(1000.0, device="cuda"), torch.zeros((), device="cuda")
-    n, ours = mixed.numel(), mixed.detach().clone()
+    n, ours, pairing = mixed.numel(), mixed.detach().clone(), {"interleaved": interleaved}
 
     def stock_backward():
         return torch.autograd.grad(parts, mixed, grads, retain_graph=True)[0]
@@ -65,12 +68,12 @@ def measure(name: str, shape: tuple[int, ...]) -> None:
     in_place = 1 in (groups, r)
     moved = 4 * (n * (r + 1) // (r + 2) * d // hn if in_place else n)
     if moved:  # in place it rotates what it has rotated: the same work
-        forward = microseconds(lambda: stock_split(mixed, groups, r, angles))
-        row(name, "split", lambda: ops.split_qkv(ours, groups, r, *tables), moved, forward)
-    row(name, "join, BF16", lambda: ops.join_qkv(*grads, *tables), 4 * n, microseconds(stock_backward))
+        forward = microseconds(lambda: stock_split(mixed, groups, r, angles, interleaved))
+        row(name, "split", lambda: ops.split_qkv(ours, groups, r, *tables, **pairing), moved, forward)
+    row(name, "join, BF16", lambda: ops.join_qkv(*grads, *tables, **pairing), 4 * n, microseconds(stock_backward))
 
     def join(columns):
-        how = {"fmt": E5M2, "scale": scale, "columns": columns, "amax_out": largest}
+        how = {"fmt": E5M2, "scale": scale, "columns": columns, "amax_out": largest, **pairing}
         return lambda: ops.join_qkv(*grads, *tables, **how)
 
     with_cast = microseconds(stock_backward_cast)

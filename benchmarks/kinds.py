@@ -20,7 +20,7 @@ ORDER = (*GEMMS, ATTENTION, *PASSES, COMMUNICATION)
 _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     (COMMUNICATION, r"nccl"),
     # our own, by their beginnings
-    (NORM, r"^_norm_"),
+    (NORM, r"^_(norm|parts_sum)_"),  # _parts_sum: of biases' gradients too
     (RESIDUAL, r"^_residual_"),
     (ACTIVATION, r"^_activate_"),
     (ROTARY, r"^_qkv_"),

@@ -15,7 +15,6 @@ of each sum of integers for an overflow, whose finding is thrown away, is not ma
 
 import contextlib
 import gc
-import importlib
 import json
 import os
 import sys
@@ -82,10 +81,10 @@ def mend() -> None:
 
 def hasten() -> None:
     """Without another result."""
-    from megatron_fp8.ops.triton import adam
+    from megatron_fp8.ops.triton import adam, cast, sums
 
-    # In its package the name is the function's. Fewer programs:
-    importlib.import_module("megatron_fp8.ops.triton.norm").SUM_COLUMNS = 1024
+    sums.COLUMNS = 1024  # fewer programs
+    cast.FEWEST_PROGRAMS = 1  # several tiles a program, where there are as many: a GPU's large matrices have them
     one_by_one = interpreter.ReduceOps.apply_impl
 
     def reduce(self, values):

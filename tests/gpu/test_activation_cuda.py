@@ -311,6 +311,26 @@ def test_strides_and_offsets():
         assert close(dbias, dh.sum(0), error.sum(0) + 1e-6 * dh.abs().sum(0), 2**-8)
 
 
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_however_many_tiles_a_program_takes(kind, monkeypatch):
+    """The same numbers, and the same sums but for their order."""
+    dy, h, bias = data(kind, True, 555, 200)
+    _, dh, _, error = exact(dy, h, kind, bias)
+    made = []
+    for fewest in (1, 1 << 40):
+        monkeypatch.setattr("megatron_fp8.ops.triton.cast.FEWEST_PROGRAMS", fewest)
+        how = {"columns": True, "amax_out": put(torch.tensor(0.0))}
+        scale = put(torch.tensor(3.0))
+        *one, one_sum = activation.activate_backward_quantize(
+            put(dy), put(h), kind, E5M2, scale, bias=put(bias), bias_grad=True, **how
+        )
+        *other, other_sum = cast.quantize_bias_grad(put(dy), E5M2, scale, **how)
+        assert close(one_sum, dh.sum(0), error.sum(0) + 1e-6 * dh.abs().sum(0), 2**-8)
+        assert close(other_sum, dy.double().sum(0), 1e-6 * dy.double().abs().sum(0), 2**-8)
+        made.append([*one, *other, how["amax_out"]])
+    assert all(same(a, b) for a, b in zip(*made, strict=True))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_the_same_bits_each_time(kind):

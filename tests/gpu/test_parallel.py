@@ -68,3 +68,14 @@ def test_what_travels_beside_gemms_arrives_before_it_is_read(train, sums):
     flags = f"--fp8-level O3 {SP} --fp8-tp-reduce-scatter {sums}"
     one, other = train(2, flags, SPLIT), train(2, flags, SPLIT, again=True)
     assert one.losses == other.losses and one.grad_norms == other.grad_norms
+
+
+def test_a_head_is_not_deferred():
+    """Our fused sum stands in for apex's on a GPU alone, and with it Megatron would keep inputs for a head."""
+    fused = [flag for flag in FLAGS if flag != "--no-gradient-accumulation-fusion"]
+    runs = [
+        run_megatron(2, [*fused, *f"--fp8-level O3 {PP} --train-iters 6 {more}".split()], gpu=True, timeout=240)
+        for more in ("", "--defer-embedding-wgrad-compute")
+    ]
+    assert sum("defer-embedding-wgrad-compute: switched off" in line for line in runs[1].lines) == 1
+    assert runs[0].losses == runs[1].losses and runs[0].grad_norms == runs[1].grad_norms

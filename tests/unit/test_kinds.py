@@ -68,7 +68,7 @@ NAMES = {
         "_norm_rows_kernel",
         "_norm_recast_kernel",
         "_norm_backward_kernel",
-        "_norm_sum_kernel",
+        "_parts_sum_kernel",
         ANON + "vectorized_layer_norm_kernel<c10::BFloat16, float, true>(int, float, c10::BFloat16 const*)",
         ANON + "layer_norm_grad_input_kernel_vectorized<c10::BFloat16, float, false>(c10::BFloat16 const*)",
         ANON + "GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float, 32u, 8u, 64u, false, false, true>",

@@ -16,7 +16,7 @@ element in the time of 4 bytes. Hence
 - The tile is read as four of every fourth row, so that four rows' codes make one 32-bit word in the registers, and
   words instead of bytes go through shared memory for the transpose (see cast.py).
 
-Sums over rows: a program adds up its tile, torch adds the programs' sums in a fixed order: no atomics.
+Sums over rows: a program adds up its tiles (cast.empty_sums), and sums.py the programs' sums: no atomics.
 """
 
 import math
@@ -33,6 +33,7 @@ from megatron_fp8.ops.triton.cast import (
     as_type,
     by_words,
     empty_payload,
+    empty_sums,
     fp8_pair,
     fp8_quad,
     magnitude_bits,
@@ -41,6 +42,7 @@ from megatron_fp8.ops.triton.cast import (
     tile_place,
 )
 from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.sums import summed
 
 _BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a program's tile, and its warps
@@ -224,49 +226,52 @@ def _activate_backward_kernel(
     again_scale_ptr, again_ptr, zero,
     KIND: tl.constexpr, GATED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
     AGAIN_E4M3: tl.constexpr, AGAIN_WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """dh of a tile, as _activate_kernel; row t of sums (tiles, width) becomes the sum of the rows of tile t; and the
-    columns of act(h + bias) go to again, if it is there."""
-    tile, quads, cols = tile_place(F, TILE_M, TILE_K)
+    """dh of a tile, as _activate_kernel; row t of sums (., width) becomes the sum of the rows of program t's TILES
+    tiles; and the columns of act(h + bias) go to again, if it is there."""
+    tile, _, cols = tile_place(F, TILE_M * TILES, TILE_K)
     width = 2 * F if GATED else F
     if exponents_ptr is not None:
         exponents_ptr += tl.program_id(0) % tl.cdiv(F, TILE_K)
-    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
-    word_2 = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
-    word_again = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     total = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
     total_2 = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
-    for i in tl.static_range(2):
-        rows = 4 * quads + 2 * i
-        a_0, b_0, y_0 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND, GATED)
-        a_1, b_1, y_1 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows + 1, cols, M, F, KIND, GATED)
-        if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.maximum(magnitude_bits(a_0), magnitude_bits(a_1)))
-            if GATED:
-                largest = tl.maximum(largest, tl.maximum(magnitude_bits(b_0), magnitude_bits(b_1)))
-        if again_ptr is not None:
-            word_again |= fp8_pair(y_0, y_1, tl.load(again_scale_ptr), zero, AGAIN_E4M3) << (16 * i)
-        if sums_ptr is not None:
-            total += a_0 + a_1
-            total_2 += b_0 + b_1
+    for n in range(TILES):
+        quads = (tile * TILES + n) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+        word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+        word_2 = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+        word_again = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+        for i in tl.static_range(2):
+            rows = 4 * quads + 2 * i
+            a_0, b_0, y_0 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND, GATED)
+            a_1, b_1, y_1 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows + 1, cols, M, F, KIND, GATED)
+            if amax_ptr is not None:
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(a_0), magnitude_bits(a_1)))
+                if GATED:
+                    largest = tl.maximum(largest, tl.maximum(magnitude_bits(b_0), magnitude_bits(b_1)))
+            if again_ptr is not None:
+                word_again |= fp8_pair(y_0, y_1, tl.load(again_scale_ptr), zero, AGAIN_E4M3) << (16 * i)
+            if sums_ptr is not None:
+                total += a_0 + a_1
+                total_2 += b_0 + b_1
+            if scale_ptr is not None:
+                scale = tl.load(scale_ptr)
+                word |= fp8_pair(a_0, a_1, scale, zero, E4M3) << (16 * i)
+                if GATED:
+                    word_2 |= fp8_pair(b_0, b_1, scale, zero, E4M3) << (16 * i)
+            else:
+                _store(a_0, out_ptr, rows, cols, M, F, 0, width)
+                _store(a_1, out_ptr, rows + 1, cols, M, F, 0, width)
+                if GATED:
+                    _store(b_0, out_ptr, rows, cols, M, F, F, width)
+                    _store(b_1, out_ptr, rows + 1, cols, M, F, F, width)
         if scale_ptr is not None:
-            scale = tl.load(scale_ptr)
-            word |= fp8_pair(a_0, a_1, scale, zero, E4M3) << (16 * i)
+            store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, width, WORDS)
             if GATED:
-                word_2 |= fp8_pair(b_0, b_1, scale, zero, E4M3) << (16 * i)
-        else:
-            _store(a_0, out_ptr, rows, cols, M, F, 0, width)
-            _store(a_1, out_ptr, rows + 1, cols, M, F, 0, width)
-            if GATED:
-                _store(b_0, out_ptr, rows, cols, M, F, F, width)
-                _store(b_1, out_ptr, rows + 1, cols, M, F, F, width)
-    if scale_ptr is not None:
-        store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, width, WORDS)
-        if GATED:
-            store_codes(word_2, out_ptr, out_t_ptr, quads, cols, F, M, F, width, WORDS)
-    if again_ptr is not None:
-        store_codes(word_again, None, again_ptr, quads, cols, 0, M, F, F, AGAIN_WORDS)
+                store_codes(word_2, out_ptr, out_t_ptr, quads, cols, F, M, F, width, WORDS)
+        if again_ptr is not None:
+            store_codes(word_again, None, again_ptr, quads, cols, 0, M, F, F, AGAIN_WORDS)
     if sums_ptr is not None:
         sums = sums_ptr + tile.to(tl.int64) * width + cols
         tl.store(sums, tl.sum(total, axis=0), mask=cols < F)
@@ -309,17 +314,16 @@ def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out
     M, F = shape_of(h, kind)
     tile_m, tile_k, warps = GATED_BACKWARD if kind in GATED else BACKWARD
     again_scale, again_t = again or (None, None)
-    tiles = triton.cdiv(M, tile_m)
     width = _gradient_shape(h, kind)[1]
-    sums = torch.empty(tiles, width, dtype=torch.float32, device=dy.device) if bias_grad else None
-    _activate_backward_kernel[(tiles * triton.cdiv(F, tile_k),)](
+    sums, tiles = empty_sums(M, F, tile_m, tile_k, width, dy.device) if bias_grad else (None, 1)
+    _activate_backward_kernel[(triton.cdiv(M, tile_m * tiles) * triton.cdiv(F, tile_k),)](
         dy.contiguous(), *_operand(h, bias, tile_k), M, F, scale, out, out_t, amax_out, sums,
         again_scale, again_t, 0,
         KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=by_words(out_t, M),
         AGAIN_E4M3=again_t is not None and again_t.dtype == E4M3.dtype, AGAIN_WORDS=by_words(again_t, M),
-        TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
+        TILE_M=tile_m, TILE_K=tile_k, TILES=tiles, num_warps=warps,
     )  # fmt: skip
-    return None if sums is None else sums.sum(0).to(dy.dtype)
+    return None if sums is None else summed(sums, dy.dtype)
 
 
 def activate(

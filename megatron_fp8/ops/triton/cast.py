@@ -38,9 +38,11 @@ import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
 from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.sums import summed
 
 BLOCK, FLAT_WARPS = 8192, 8
 TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # of a transpose's tile
+FEWEST_PROGRAMS = 512  # of a kernel that sums rows, if there are as many tiles
 # two float32 $2, $3 -> their two codes $0, $1 as int32; $4 is zero
 _ASM = (
     "{{.reg .b16 pair; .reg .b32 word; cvt.rn.satfinite.{}x2.f32 pair, $3, $2; cvt.u32.u16 word, pair; "
@@ -204,30 +206,32 @@ def _load_rows(ptr, rows, cols, M, K):
 @triton.jit(do_not_specialize=["zero"])
 def _tile_kernel(
     x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
-    E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """out_t = x^T of a matrix of FP8; with a scale_ptr x is cast first, into out and out_t where they are there, amax
-    as above, and row t of sums (tiles, K) becomes the sum of the rows of tile t."""
+    as above, and row t of sums (tiles / TILES, K) becomes the sum of the rows of program t's TILES tiles."""
     if scale_ptr is None:
         x_ptr = as_type(x_ptr, tl.uint8)
-    tile, quads, cols = tile_place(K, TILE_M, TILE_K)
-    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    tile, _, cols = tile_place(K, TILE_M * TILES, TILE_K)
     largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     total = tl.zeros((TILE_M // 4, TILE_K), tl.float32)
-    for i in tl.static_range(2):
-        x_0 = _load_rows(x_ptr, 4 * quads + 2 * i, cols, M, K)
-        x_1 = _load_rows(x_ptr, 4 * quads + 2 * i + 1, cols, M, K)
-        if scale_ptr is not None:
-            x_0, x_1 = x_0.to(tl.float32), x_1.to(tl.float32)
-            if amax_ptr is not None:
-                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
-            if sums_ptr is not None:
-                total += x_0 + x_1
-            pair = fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3)
-        else:
-            pair = x_0.to(tl.int32) | x_1.to(tl.int32) << 8
-        word |= pair << (16 * i)
-    store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, WORDS)
+    for n in range(TILES):
+        quads = (tile * TILES + n) * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
+        word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+        for i in tl.static_range(2):
+            x_0 = _load_rows(x_ptr, 4 * quads + 2 * i, cols, M, K)
+            x_1 = _load_rows(x_ptr, 4 * quads + 2 * i + 1, cols, M, K)
+            if scale_ptr is not None:
+                x_0, x_1 = x_0.to(tl.float32), x_1.to(tl.float32)
+                if amax_ptr is not None:
+                    largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+                if sums_ptr is not None:
+                    total += x_0 + x_1
+                pair = fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3)
+            else:
+                pair = x_0.to(tl.int32) | x_1.to(tl.int32) << 8
+            word |= pair << (16 * i)
+        store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, WORDS)
     if sums_ptr is not None:
         tl.store(sums_ptr + tile.to(tl.int64) * K + cols, tl.sum(total, axis=0), mask=cols < K)
     if amax_ptr is not None:
@@ -244,13 +248,21 @@ def by_words(out_t: torch.Tensor | None, M: int) -> bool:
     return out_t is not None and M % 4 == 0 and out_t.data_ptr() % 4 == 0
 
 
-def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, sums=None, fmt=None):
+def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, sums=None, fmt=None, tiles=1):
     M, K = x.shape
-    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
+    grid = (triton.cdiv(M, TILE_M * tiles) * triton.cdiv(K, TILE_K),)
     _tile_kernel[grid](
         x, M, K, scale, out, out_t, amax_out, sums, 0,
-        E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=TILE_K, num_warps=TILE_WARPS,
+        E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=TILE_K, TILES=tiles, num_warps=TILE_WARPS,
     )  # fmt: skip
+
+
+def empty_sums(M: int, K: int, tile_m: int, tile_k: int, width: int, device) -> tuple[torch.Tensor, int]:
+    """(1, programs down, width) float32 for sums of programs of tiles over (M, K), and how many tiles one goes down:
+    more make fewer sums, in programs and of programs, but leave fewer programs to fill a GPU."""
+    down, across = triton.cdiv(M, tile_m), triton.cdiv(K, tile_k)
+    tiles = next(n for n in (8, 4, 2, 1) if n == 1 or down // n * across >= FEWEST_PROGRAMS)
+    return torch.empty(1, triton.cdiv(down, tiles), width, dtype=torch.float32, device=device), tiles
 
 
 def empty_payload(x: torch.Tensor, shape: tuple[int, ...], fmt: Format) -> torch.Tensor:
@@ -307,6 +319,7 @@ def quantize_bias_grad(
     dy = dy.contiguous()
     payload = empty_payload(dy, dy.shape, fmt) if rows else None
     payload_t = empty_payload(dy, dy.shape[::-1], fmt) if columns else None
-    sums = torch.empty(triton.cdiv(dy.shape[0], TILE_M), dy.shape[1], dtype=torch.float32, device=dy.device)
-    _launch_tiles(dy, payload_t, scale, payload, amax_out, sums, fmt)
-    return payload, payload_t, sums.sum(0).to(dy.dtype)
+    M, K = dy.shape
+    sums, tiles = empty_sums(M, K, TILE_M, TILE_K, K, dy.device)
+    _launch_tiles(dy, payload_t, scale, payload, amax_out, sums, fmt, tiles)
+    return payload, payload_t, summed(sums, dy.dtype)

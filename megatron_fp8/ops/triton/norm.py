@@ -44,6 +44,7 @@ from megatron_fp8.ops.triton.cast import (
     transpose,
 )
 from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.sums import sum_parts
 
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -65,7 +66,6 @@ BACKWARD = {
     16384: Backward(1, 16, 2, 1),
     1 << 31: Backward(1, 16, 1, 1),  # FP32 in two stages would outgrow the shared memory
 }
-SUM_ROWS, SUM_COLUMNS = 64, 32
 
 
 @triton.jit
@@ -231,29 +231,6 @@ def _norm_backward_kernel(
             tl.store(db_ptr + cols_b, db_b, mask=cols_b < K)
 
 
-@launched
-@triton.jit
-def _norm_sum_kernel(
-    partial_ptr, P, w_ptr, b_ptr, K: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):  # fmt: skip
-    """The sums over P of partial (n, P, K) float32, the first to w (K,), the second, if there is one, to b, or with ADD
-    added to them."""
-    which = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, P, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        mask = (rows < P)[:, None] & (cols < K)[None, :]
-        total += tl.load(partial_ptr + (which * P + rows)[:, None] * K + cols[None, :], mask=mask, other=0.0)
-    out = w_ptr + cols
-    if b_ptr is not None:
-        out = tl.where(which == 0, w_ptr, b_ptr) + cols
-    found = tl.sum(total, 0)
-    if ADD:
-        found += tl.load(out, mask=cols < K, other=0.0).to(tl.float32)
-    tl.store(out, found.to(w_ptr.dtype.element_ty), mask=cols < K)
-
-
 def _chosen(table, K: int):
     return next(config for limit, config in table.items() if limit >= K)
 
@@ -384,8 +361,5 @@ def norm_backward(
         ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
         STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip
-    grid = (triton.cdiv(K, SUM_COLUMNS), sums)
-    _norm_sum_kernel[grid](
-        partial, programs, dweight, dbias, K=K, ADD=into is not None, ROWS=SUM_ROWS, COLS=SUM_COLUMNS
-    )
+    sum_parts(partial, dweight, dbias, add=into is not None)
     return (dx, dweight, dbias) if into is None else (dx, None, None)
