@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ from .seal import (
 
 LOCK = "saving.lock"
 _ROOM = 2**20  # bytes that a folder must take when a run begins
+_PATIENCE = 60  # seconds for rank 0, which renames some files of each
 _locks: dict[Path, int] = {}  # file descriptors, held while this process lives
 _begun: list[Path] = []  # checkpoints being written
 
@@ -57,11 +59,14 @@ def folders_of(args: Namespace) -> dict[str, str]:
 def claim(save: str, flag: str = "--save") -> None:
     """As a run begins: UserError on rank 0 unless the folder takes files, and no other run saves there; locks it.
 
-    The lock ends with the process, however that ends, and its children do not inherit it (POSIX's lockf).
+    The lock ends with the process, however that ends, and its children do not inherit it (POSIX's lockf). Other ranks
+    wait until rank 0 has put back what an interrupted save kept: they may read it (--use-checkpoint-args) before there
+    is a process group.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return
     folder = Path(save).absolute()
+    if os.environ.get("RANK", "0") != "0":
+        _await_rank_0(folder)
+        return
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     atexit.register(_leave, folder, made, os.getpid())
     try:
@@ -73,9 +78,9 @@ def claim(save: str, flag: str = "--save") -> None:
             probe.unlink(missing_ok=True)
         if folder.resolve() not in _locks:
             _locks[folder.resolve()] = _lock(folder)
-        for place in (folder, folder / "non_persistent"):
-            for mark in place.glob(f"iter_*/{MARK}"):
-                _put_back(mark.parent)
+        for kept in _kept(folder):
+            _put_back(kept)
+        for place in _places(folder):
             _mend_tracker(place)
     except BlockingIOError:
         said = f"{flag} {save}: another run saves there ({LOCK} is held); give another folder"
@@ -83,6 +88,23 @@ def claim(save: str, flag: str = "--save") -> None:
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
         raise UserError(f"{flag} {save}: cannot be written to ({reason}); give another folder") from None
+
+
+def _places(folder: Path) -> tuple[Path, Path]:
+    return folder, folder / "non_persistent"
+
+
+def _kept(folder: Path) -> list[Path]:
+    """The checkpoints there that a save over them put aside and did not finish."""
+    marks = (mark for place in _places(folder) for mark in place.glob(f"iter_*/{MARK}"))
+    return [mark.parent for mark in marks if is_kept(mark.parent)]
+
+
+def _await_rank_0(folder: Path) -> None:
+    """Until nothing there is to be put back, or so long that rank 0 will not; its last act is to remove the mark."""
+    until = time.monotonic() + _PATIENCE
+    while _kept(folder) and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def _leave(folder: Path, made: list[Path], process: int) -> None:

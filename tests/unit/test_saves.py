@@ -104,6 +104,35 @@ def test_killed_when_it_had_sealed_what_nothing_was_put_aside_for(load, tmp_path
     assert load(tmp_path) == 10
 
 
+def test_other_ranks_wait_for_what_rank_0_puts_back(tmp_path, monkeypatch):
+    """Each reads the checkpoint's arguments as it begins, with --use-checkpoint-args."""
+    checkpoint = save(tmp_path, 10)
+    before, count = files_of(checkpoint), 1
+    while (checkpoint / ".metadata").exists():
+        assert killed_at(count, monkeypatch, lambda: save(tmp_path, 10))
+        end_process()
+        count += 1
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(saves, "_PATIENCE", 0)
+    saves.claim(str(tmp_path))
+    assert not (checkpoint / ".metadata").exists() and not saves._locks  # it does nothing itself, and not for ever
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            with monkeypatch.context() as patch:
+                patch.setenv("RANK", "0")
+                saves.claim(str(tmp_path))
+
+    monkeypatch.setattr(saves, "_PATIENCE", 1e9)
+    monkeypatch.setattr(saves.time, "sleep", nap)
+    saves.claim(str(tmp_path))
+    assert len(naps) == 3 and files_of(checkpoint) == before
+    saves.claim(str(tmp_path))
+    assert len(naps) == 3
+
+
 def test_a_killed_save_is_cleared_away(load, tmp_path):
     """A smaller run saves where a larger one was killed: nothing of that is in the new checkpoint."""
     save(tmp_path, 5)
