@@ -101,10 +101,11 @@ def _kept(folder: Path) -> list[Path]:
 
 
 def _await_rank_0(folder: Path) -> None:
-    """Until nothing there is to be put back, or so long that rank 0 will not; its last act is to remove the mark."""
+    """Until nothing there is to be put back or mended, or so long that rank 0 will not."""
     until = time.monotonic() + _PATIENCE
-    while _kept(folder) and time.monotonic() < until:
-        time.sleep(0.1)
+    with contextlib.suppress(OSError):  # rank 0 says what is wrong with the folder
+        while (_kept(folder) or any(map(_is_garbled, _places(folder)))) and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 def _leave(folder: Path, made: list[Path], process: int) -> None:
@@ -138,10 +139,15 @@ def _lock(folder: Path) -> int:
     return lock
 
 
+def _is_garbled(folder: Path) -> bool:
+    """Whether its tracker names nothing."""
+    return (folder / TRACKER).is_file() and not is_tracker(read_tracker(folder))
+
+
 def _mend_tracker(folder: Path) -> None:
     """Let it name a checkpoint: Megatron reads it with int() after a save, with --save-retain-interval."""
     tracker, (last, _) = folder / TRACKER, named(folder)
-    if tracker.is_file() and not is_tracker(read_tracker(folder)):
+    if _is_garbled(folder):
         write_whole(tracker, str(last)) if last > 0 else tracker.unlink()
 
 

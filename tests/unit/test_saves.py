@@ -104,7 +104,7 @@ def test_killed_when_it_had_sealed_what_nothing_was_put_aside_for(load, tmp_path
     assert load(tmp_path) == 10
 
 
-def test_other_ranks_wait_for_what_rank_0_puts_back(tmp_path, monkeypatch):
+def test_other_ranks_wait_for_what_rank_0_puts_back(one_rank, tmp_path, monkeypatch):
     """Each reads the checkpoint's arguments as it begins, with --use-checkpoint-args."""
     checkpoint = save(tmp_path, 10)
     before, count = files_of(checkpoint), 1
@@ -131,6 +131,11 @@ def test_other_ranks_wait_for_what_rank_0_puts_back(tmp_path, monkeypatch):
     assert len(naps) == 3 and files_of(checkpoint) == before
     saves.claim(str(tmp_path))
     assert len(naps) == 3
+    (tmp_path / TRACKER).write_text("garbled")
+    naps.clear()
+    saves.claim(str(tmp_path))
+    assert len(naps) == 3 and (tmp_path / TRACKER).read_text() == "10"
+    saves.claim(str(tmp_path / ("a" * 300)))  # refused by rank 0
 
 
 def test_a_killed_save_is_cleared_away(load, tmp_path):

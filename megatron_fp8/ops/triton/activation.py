@@ -378,7 +378,7 @@ def activate_backward_quantize(
     bias_grad: bool = False,
     again: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """reference_activation.activate_backward_quantize in one pass, and one over the tiles' sums of dbias."""
+    """reference_activation.activate_backward_quantize in one pass, and one over the programs' sums of dbias."""
     shape = _gradient_shape(h, kind)
     payload = empty_payload(dy, shape, fmt) if rows else None
     payload_t = empty_payload(dy, shape[::-1], fmt) if columns else None

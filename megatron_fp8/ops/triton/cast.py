@@ -209,7 +209,7 @@ def _tile_kernel(
     E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """out_t = x^T of a matrix of FP8; with a scale_ptr x is cast first, into out and out_t where they are there, amax
-    as above, and row t of sums (tiles / TILES, K) becomes the sum of the rows of program t's TILES tiles."""
+    as above, and row t of sums (., K) becomes the sum of the rows of program t's TILES tiles."""
     if scale_ptr is None:
         x_ptr = as_type(x_ptr, tl.uint8)
     tile, _, cols = tile_place(K, TILE_M * TILES, TILE_K)
@@ -315,7 +315,7 @@ def quantize_bias_grad(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """reference.quantize_bias_grad in one pass, and one over the tiles' sums, in a fixed order."""
+    """reference.quantize_bias_grad in one pass, and one over the programs' sums, in a fixed order."""
     dy = dy.contiguous()
     payload = empty_payload(dy, dy.shape, fmt) if rows else None
     payload_t = empty_payload(dy, dy.shape[::-1], fmt) if columns else None
