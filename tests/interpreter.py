@@ -80,11 +80,11 @@ def mend() -> None:
 
 
 def hasten() -> None:
-    """Without another result."""
-    from megatron_fp8.ops.triton import adam, cast, sums
+    """Without another result, but for the order of sums over tiles."""
+    from megatron_fp8.ops.triton import adam, sums
 
     sums.COLUMNS = 1024  # fewer programs
-    cast.FEWEST_PROGRAMS = 1  # several tiles a program, where there are as many: a GPU's large matrices have them
+    sums.FEWEST_PROGRAMS = 1  # several tiles a program, where there are as many: a GPU's large matrices have them
     one_by_one = interpreter.ReduceOps.apply_impl
 
     def reduce(self, values):

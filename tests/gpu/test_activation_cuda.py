@@ -318,7 +318,7 @@ def test_however_many_tiles_a_program_takes(kind, monkeypatch):
     _, dh, _, error = exact(dy, h, kind, bias)
     made = []
     for fewest in (1, 1 << 40):
-        monkeypatch.setattr("megatron_fp8.ops.triton.cast.FEWEST_PROGRAMS", fewest)
+        monkeypatch.setattr("megatron_fp8.ops.triton.sums.FEWEST_PROGRAMS", fewest)
         how = {"columns": True, "amax_out": put(torch.tensor(0.0))}
         scale = put(torch.tensor(3.0))
         *one, one_sum = activation.activate_backward_quantize(

@@ -16,7 +16,7 @@ element in the time of 4 bytes. Hence
 - The tile is read as four of every fourth row, so that four rows' codes make one 32-bit word in the registers, and
   words instead of bytes go through shared memory for the transpose (see cast.py).
 
-Sums over rows: a program adds up its tiles (cast.empty_sums), and sums.py the programs' sums: no atomics.
+Sums over rows: a program adds up its tiles, and sums.py the programs' sums: no atomics.
 """
 
 import math
@@ -33,7 +33,6 @@ from megatron_fp8.ops.triton.cast import (
     as_type,
     by_words,
     empty_payload,
-    empty_sums,
     fp8_pair,
     fp8_quad,
     magnitude_bits,
@@ -42,7 +41,7 @@ from megatron_fp8.ops.triton.cast import (
     tile_place,
 )
 from megatron_fp8.ops.triton.launch import launched
-from megatron_fp8.ops.triton.sums import summed
+from megatron_fp8.ops.triton.sums import empty_sums, summed
 
 _BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a program's tile, and its warps

@@ -38,11 +38,10 @@ import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
 from megatron_fp8.ops.triton.launch import launched
-from megatron_fp8.ops.triton.sums import summed
+from megatron_fp8.ops.triton.sums import empty_sums, summed
 
 BLOCK, FLAT_WARPS = 8192, 8
 TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # of a transpose's tile
-FEWEST_PROGRAMS = 512  # of a kernel that sums rows, if there are as many tiles
 # two float32 $2, $3 -> their two codes $0, $1 as int32; $4 is zero
 _ASM = (
     "{{.reg .b16 pair; .reg .b32 word; cvt.rn.satfinite.{}x2.f32 pair, $3, $2; cvt.u32.u16 word, pair; "
@@ -255,14 +254,6 @@ def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, sums=None, fmt=
         x, M, K, scale, out, out_t, amax_out, sums, 0,
         E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=TILE_K, TILES=tiles, num_warps=TILE_WARPS,
     )  # fmt: skip
-
-
-def empty_sums(M: int, K: int, tile_m: int, tile_k: int, width: int, device) -> tuple[torch.Tensor, int]:
-    """(1, programs down, width) float32 for sums of programs of tiles over (M, K), and how many tiles one goes down:
-    more make fewer sums, in programs and of programs, but leave fewer programs to fill a GPU."""
-    down, across = triton.cdiv(M, tile_m), triton.cdiv(K, tile_k)
-    tiles = next(n for n in (8, 4, 2, 1) if n == 1 or down // n * across >= FEWEST_PROGRAMS)
-    return torch.empty(1, triton.cdiv(down, tiles), width, dtype=torch.float32, device=device), tiles
 
 
 def empty_payload(x: torch.Tensor, shape: tuple[int, ...], fmt: Format) -> torch.Tensor:

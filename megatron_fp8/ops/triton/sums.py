@@ -1,7 +1,7 @@
 """Sums over rows that programs have each summed a part of: the second stage of a bias's or a norm's gradient.
 
 A program of the first stage goes through some rows and writes their sum in float32; here they are added, in order. So
-no atomic has a say in what a gradient is.
+no atomic has a say in what a gradient is. Where it goes through tiles (cast.py, activation.py), it takes several.
 """
 
 import torch
@@ -12,6 +12,7 @@ from megatron_fp8.ops.triton.launch import launched
 
 # 256 parts of 4096 columns take 7 us, of 32 columns a program 11, torch's sum and cast 16 (H200).
 ROWS, COLUMNS = 64, 16
+FEWEST_PROGRAMS = 512  # of the first stage, if there are as many tiles
 
 
 @launched
@@ -35,6 +36,14 @@ def _parts_sum_kernel(
     if ADD:
         found += tl.load(out, mask=cols < K, other=0.0).to(tl.float32)
     tl.store(out, found.to(first_ptr.dtype.element_ty), mask=cols < K)
+
+
+def empty_sums(M: int, K: int, tile_m: int, tile_k: int, width: int, device) -> tuple[torch.Tensor, int]:
+    """(1, programs down, width) float32 for sums of programs of tiles over (M, K), and how many tiles one goes down:
+    more make fewer sums, in programs and of programs, but leave fewer programs to fill a GPU."""
+    down, across = triton.cdiv(M, tile_m), triton.cdiv(K, tile_k)
+    tiles = next(n for n in (8, 4, 2, 1) if n == 1 or down // n * across >= FEWEST_PROGRAMS)
+    return torch.empty(1, triton.cdiv(down, tiles), width, dtype=torch.float32, device=device), tiles
 
 
 def summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
