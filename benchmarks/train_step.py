@@ -78,6 +78,12 @@ SHAPES = {
     "7b-whole": Shape(16, 4, f"--num-layers 32 {WIDTH_4096}"),
     "13b-whole": Shape(4, 2, "--num-layers 40 --hidden-size 5120 --num-attention-heads 40"),
     "175b": Shape(16, 2, "--num-layers 4 --hidden-size 12288 --num-attention-heads 96"),
+    "175b-tp8": Shape(  # with TP 2, what a rank of GPT-175B has with TP 8: micro-batch 1, where the host is the bound
+        8,
+        1,
+        "--num-layers 8 --hidden-size 12288 --num-attention-heads 24 --kv-channels 128 --ffn-hidden-size 12288 "
+        "--vocab-size 12799",
+    ),
     "tiny": Shape(16, 2, "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"),
 }
 
@@ -93,6 +99,9 @@ SYSTEMS = {
     "bf16": System("unrepaired", ""),  # stock, as it is installed
     "bf16-repaired": System("repaired", ""),
     "te-delayed": System("repaired", TE_FP8 + " --fp8-recipe delayed"),
+    "te-delayed-graph": System(
+        "repaired", TE_FP8 + " --fp8-recipe delayed --cuda-graph-impl transformer_engine --te-rng-tracker"
+    ),
     "te-delayed-overlap": System("repaired", TE_FP8 + " --fp8-recipe delayed --tp-comm-overlap"),
     "te-delayed-unrepaired": System("unrepaired", TE_FP8 + " --fp8-recipe delayed"),
     "te-tensorwise": System("repaired", TE_FP8 + " --fp8-recipe tensorwise"),
