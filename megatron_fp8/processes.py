@@ -32,7 +32,7 @@ def identity(pid: int) -> str:
 def living(identity_: str | None) -> psutil.Process | None:
     """The process of an `identity` of this machine, if it still lives."""
     pid, _, born = (identity_ or "").partition(":")
-    with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+    with contextlib.suppress(psutil.NoSuchProcess, ValueError, OverflowError):
         process = psutil.Process(int(pid))
         if abs(process.create_time() - float(born)) < 2 and _lives(process):
             return process
@@ -118,7 +118,6 @@ class TorchRun:
         )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self.identity = identity(self._process.pid)
 
     def fileno(self) -> int:
         """For select: there is something to read."""
