@@ -125,7 +125,7 @@ def test_a_plan_s_product_is_counted_before_it_is_made(tmp_path, monkeypatch, se
     path.write_text(f"command: t.py --lr 1\nsteps: 1\nseeds: {seeds}\narms: {{{names}}}\nlearning_rates: [{listed}]\n")
     with pytest.raises(UserError) as caught:
         read_plan(path)
-    product = f"{seeds} seeds x {rates} learning rates x 1 data x {arms} arms"
+    product = f"{seeds} seeds x {rates} learning rates x 1 data sets x {arms} arms"
     assert str(caught.value) == f"{path}: {product} are {runs} runs; leave some out, a plan has at most 100,000"
 
 

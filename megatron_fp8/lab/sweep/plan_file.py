@@ -211,9 +211,9 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
 
 def _check_count(plan: SweepPlan) -> None:
     """Before a run is made of it: a plan is short, and its product may not be."""
-    sizes = {key: len(getattr(plan, key)) for key in ("seeds", "learning_rates", "data", "arms")}
-    if (count := math.prod(sizes.values())) > MOST_RUNS:
-        product = " x ".join(f"{size} {key.replace('_', ' ')}" for key, size in sizes.items())
+    sizes = {"seeds": plan.seeds, "learning rates": plan.learning_rates, "data sets": plan.data, "arms": plan.arms}
+    if (count := math.prod(map(len, sizes.values()))) > MOST_RUNS:
+        product = " x ".join(f"{len(of)} {what}" for what, of in sizes.items())
         raise UserError(f"{product} are {count:,} runs; leave some out, a plan has at most {MOST_RUNS:,}")
 
 
