@@ -20,7 +20,8 @@ class Damaged(UserError):
     """A store whose content is not what a sweep writes."""
 
     def __init__(self, store: Any, what: str):
-        super().__init__(f"{store}: {what}: the store is damaged; put a copy of it there, or sweep into a new one")
+        remedy = "put a copy of it there, or sweep into a new one"
+        super().__init__(f"{store}: {printable(what)}: the store is damaged; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Row:
     def name(self) -> str:
         """What a person calls it."""
         return f"{self.arm}, seed {self.seed}, learning rate {self.learning_rate:g}, {self.data}"
+
+
+def printable(text: str) -> str:
+    """A store's text as it may be shown: a terminal would obey some characters."""
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def key_of(run: SweepRun | Row) -> tuple[str, int, float, str]:

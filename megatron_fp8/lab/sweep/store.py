@@ -50,6 +50,7 @@ from .rows import (
     Damaged,
     Row,
     key_of,
+    printable,
     read_json,
     read_outline,
     read_points,
@@ -156,6 +157,8 @@ class Store:
             if name.startswith(_OUTSIDE):
                 raise UserError(f"{self.path}: {error}; mend that, and the same command continues") from None
             raise Damaged(self.path, str(error)) from None
+        except UnicodeDecodeError:  # of a name that SQLite's own message quotes
+            raise Damaged(self.path, "a name is not in UTF-8") from None
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -316,10 +319,5 @@ def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, 
     before = old[at - 1] if at else ""
     if not before.startswith("-") or any(word.startswith("-") for word in pair):
         before = ""
-    one, other = (f"{before} {_printable(word)}".strip() or "nothing" for word in pair)
+    one, other = (f"{before} {printable(word)}".strip() or "nothing" for word in pair)
     return one, other
-
-
-def _printable(word: str) -> str:
-    """A store's word as it may be shown: a terminal would obey some characters."""
-    return word if word.isprintable() else ascii(word)
