@@ -1,4 +1,5 @@
-"""Child processes that are stopped with all that descends from them, and a training run as one: under torchrun."""
+"""Child processes that are stopped with all that descends from them, and a training run as one: under torchrun, which
+listens on this machine alone (loopback.py)."""
 
 import contextlib
 import os
@@ -13,11 +14,7 @@ from pathlib import Path
 
 import psutil
 
-# --standalone finds a free port by itself; the default host name need not be one that resolves.
-LAUNCHER = (
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-    *("--nproc-per-node", "{processes}"),
-)
+LAUNCHER = sys.executable, "-m", "megatron_fp8.loopback", "--nproc-per-node", "{processes}"
 _PATIENCE = 10  # seconds for a run to end by itself when asked to
 _WAIT = 0.5  # seconds to wait for output, and for a signal to be noticed
 _TAIL = 25
@@ -32,7 +29,7 @@ def identity(pid: int) -> str:
 def living(identity_: str | None) -> psutil.Process | None:
     """The process of an `identity` of this machine, if it still lives."""
     pid, _, born = (identity_ or "").partition(":")
-    with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+    with contextlib.suppress(psutil.NoSuchProcess, ValueError, OverflowError):
         process = psutil.Process(int(pid))
         if abs(process.create_time() - float(born)) < 2 and _lives(process):
             return process
@@ -118,7 +115,6 @@ class TorchRun:
         )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self.identity = identity(self._process.pid)
 
     def fileno(self) -> int:
         """For select: there is something to read."""

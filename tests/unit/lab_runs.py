@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fp8.lab import main
+from megatron_fp8.lab.sweep.plan_file import SweepPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the plugin does for a run: FILE is there from the start, and has a line for each call.
@@ -100,6 +101,12 @@ def write(folder: Path, plan: str = PLAN) -> None:
     """Put the script and plan.yaml into a folder."""
     (folder / "train.py").write_text(TRAINING)
     (folder / "plan.yaml").write_text(plan)
+
+
+def small_plan(seeds=(1, 2), arms=("BF16", "E8M3"), steps=10, flags=()) -> SweepPlan:
+    """A plan for a store that runs nothing: two learning rates."""
+    words = ("train.py", "--lr", "1e-3", *flags)
+    return SweepPlan(words, steps, seeds, {arm: () for arm in arms}, (1e-3, 3e-3), {"d": ()})
 
 
 def lab(folder: Path, *argv: str, **options) -> subprocess.Popen:

@@ -5,7 +5,8 @@ import re
 import pytest
 from lab_runs import PLAN
 
-from megatron_fp8.lab.sweep.plan_file import flag_value, read_plan
+from megatron_fp8.errors import UserError
+from megatron_fp8.lab.sweep.plan_file import MOST_RUNS, SweepPlan, flag_value, read_plan
 
 
 def plan_of(tmp_path, text):
@@ -88,10 +89,14 @@ def test_a_short_plan(tmp_path):
         (("steps: 100", "steps: !!python/object:os.system x"), "not YAML: could not determine a constructor"),
         (("steps: 100", "steps: !!map x"), "not YAML: "),
         (("steps: 100", f"steps: {'[' * 5000}"), "not a plan: its values are nested too deeply"),
-        (("seeds: 3", "seeds: 100000000000"), "seeds: 100000000000: too many; use at most 10000"),
+        (("seeds: 3", "seeds: 100000000000"), "seeds: 100000000000: too many; a plan has at most 100,000 runs"),
+        (("seeds: 3", "seeds: [99999999999999999999]"), "seeds: 9{20}: must be a whole number from 1 to 2147483647"),
+        (("--lr 0.1", "--lr 0 --min-lr 0"), "command: --lr 0: must be above 0"),
+        (("arms:", "learning_rates: [1e-323x]\narms:"), "learning_rates: '1e-323x': is 0; use a multiple that is"),
+        (("BF16:", '"a\\eb":'), r"arms: 'a.x1bb': a name is of printable characters; remove the others"),
         (("arms:", "timeout: .nan\narms:"), "timeout: nan: must be seconds, above 0"),
         (("--gap 0.05", '"--gap \\0"'), "arms: E8M3: .*: holds a character that no command line can"),
-        (("BF16:", '"\\uD800":'), "holds a character that no command line can|not YAML"),
+        (("BF16:", '"\\uD800":'), "a name is of printable characters|not YAML"),
         ((PLAN, "text"), "not a mapping of keys"),
     ],
 )
@@ -108,3 +113,23 @@ def test_bytes_that_are_no_text_are_one_line(tmp_path):
     path.write_bytes(b"command: \xff\xfe\n")
     with pytest.raises(ValueError, match="not text in UTF-8, from byte 9 on; give a plan file"):
         read_plan(path)
+
+
+@pytest.mark.parametrize("seeds, rates, arms, runs", [(10_000, 3000, 100, "3,000,000,000"), (100_000, 2, 1, "200,000")])
+def test_a_plan_s_product_is_counted_before_it_is_made(tmp_path, monkeypatch, seeds, rates, arms, runs):
+    """3 x 10^9 runs never ended and said nothing."""
+    monkeypatch.setattr(SweepPlan, "runs", lambda plan: pytest.fail("made"))
+    path = tmp_path / "plan.yaml"
+    names = ", ".join(f"a{i}: ''" for i in range(arms))
+    listed = ", ".join(f"{i}x" for i in range(1, rates + 1))
+    path.write_text(f"command: t.py --lr 1\nsteps: 1\nseeds: {seeds}\narms: {{{names}}}\nlearning_rates: [{listed}]\n")
+    with pytest.raises(UserError) as caught:
+        read_plan(path)
+    product = f"{seeds} seeds x {rates} learning rates x 1 data sets x {arms} arms"
+    assert str(caught.value) == f"{path}: {product} are {runs} runs; leave some out, a plan has at most 100,000"
+
+
+def test_the_largest_plan_is_read(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"command: t.py --lr 1\nsteps: 1\nseeds: {MOST_RUNS}\narms: {{a: ''}}\n")
+    assert len(read_plan(path).runs()) == MOST_RUNS

@@ -14,18 +14,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from lab_runs import ROOT
+from lab_runs import small_plan as plan
 
-from megatron_fp8.lab.sweep import store as store_module
-from megatron_fp8.lab.sweep.plan_file import SweepPlan
-from megatron_fp8.lab.sweep.store import DONE, FAILED, LOST, NOT_FINITE, RUNNING, STATES, WAITING, Store, TakenAway
+from megatron_fp8.lab.sweep.rows import DONE, FAILED, NOT_FINITE, RUNNING, STATES, WAITING
+from megatron_fp8.lab.sweep.store import LOST, Store, TakenAway
 
 DEAD = "1:100.00"  # process 1 is not as old as that
-
-
-def plan(seeds=(1, 2), arms=("BF16", "E8M3"), steps=10, flags=()) -> SweepPlan:
-    return SweepPlan(
-        ("train.py", "--lr", "1e-3", *flags), steps, seeds, {arm: () for arm in arms}, (1e-3, 3e-3), {"d": ()}
-    )
 
 
 @pytest.fixture
@@ -93,8 +87,11 @@ def test_a_run_that_was_interrupted_starts_over(store):
 
 CLAIMS = """
 import sys, time
-from megatron_fp8.lab.sweep.store import DONE, Store
+from lab_runs import small_plan as plan
+from megatron_fp8.lab.sweep.rows import DONE
+from megatron_fp8.lab.sweep.store import Store
 store = Store(sys.argv[1])
+store.add(plan(seeds=tuple(range(1, 21))))
 print("ready", flush=True)
 sys.stdin.readline()
 while run := store.claim(""):
@@ -109,7 +106,7 @@ while run := store.claim(""):
 def test_processes_never_get_the_same_run(path, shared):
     store = Store(path, create=True, shared=shared)
     store.add(plan(seeds=tuple(range(1, 21))))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/unit"}
     command = [sys.executable, "-c", CLAIMS, str(path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     workers = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
@@ -177,23 +174,12 @@ def test_the_run_of_a_living_worker_is_not(store, path):
     assert store.claim("").id != run.id
 
 
-def test_what_a_dead_worker_left_behind_is_known(store, path):
-    run = store.claim("")
-    with subprocess.Popen(["sleep", "60"]) as process:
-        try:
-            store.write(run, [], store_module.identity(process.pid))
-            assert store.left_behind() == []
-            change(path, "UPDATE runs SET worker = ?", DEAD)
-            assert store.left_behind() == [store_module.identity(process.pid)]
-        finally:
-            process.kill()
-    assert store.left_behind() == []
-
-
 WRITES = """
 import itertools, sys
+from lab_runs import small_plan as plan
 from megatron_fp8.lab.sweep.store import Store
 store = Store(sys.argv[1])
+store.add(plan())
 run = store.claim("")
 for step in itertools.count(1):
     store.write(run, [(step, name, step) for name in "abcdefgh"])
@@ -202,7 +188,7 @@ for step in itertools.count(1):
 
 
 def test_a_worker_killed_while_writing_leaves_a_sound_store(store, path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/unit"}
     command = [sys.executable, "-c", WRITES, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as worker:
         for line in worker.stdout:

@@ -1,8 +1,10 @@
 """Processes as children: what they print, and that all of them end."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 from lab_runs import gone, wait_for
@@ -37,6 +39,48 @@ def test_torchrun_starts_every_process_and_its_failure_is_told(tmp_path):
     for rank in (0, 1):
         assert f"rank {rank} of 2 ['--to', 'begun']" in log
     assert "ChildFailedError" in log
+
+
+def test_a_run_listens_on_the_loopback_interface_alone(tmp_path):
+    """torch's store listened on all interfaces, whatever address it was given; gloo on what the host's name is of."""
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "open(f'up{dist.get_rank()}', 'w').close()\n"
+        "while not os.path.exists('seen'):\n"
+        "    time.sleep(0.05)\n"
+    )
+    abroad = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # a cluster's, in the user's environment
+    run = TorchRun(("train.py",), 2, tmp_path / "log.txt", abroad, folder=tmp_path)
+    try:
+        wait_for(lambda: run.poll() is not None or len(list(tmp_path.glob("up*"))) == 2)
+        assert run.poll() is None, run.lines()
+        launcher = psutil.Process(run._process.pid)
+        family = [launcher, *launcher.children(recursive=True)]
+        found = {process.pid: listening(process) for process in family}
+        (tmp_path / "seen").touch()
+        while run.poll() is None:
+            run.wait()
+            run.lines()
+        assert run.poll() == 0
+    finally:
+        run.close()
+    assert len(found[launcher.pid]) == 1 and sum(map(len, found.values())) >= 3  # the store; a pair's of each rank
+    assert {address for addresses in found.values() for address in addresses} == {"0100007F"}  # 127.0.0.1, in hex
+
+
+def listening(process: psutil.Process) -> list[str]:
+    """The addresses that a process listens at, as /proc/net/tcp and tcp6 have them."""
+    sockets = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")}
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                addresses.append(fields[1].partition(":")[0])
+    return addresses
 
 
 def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):

@@ -16,8 +16,10 @@ import numpy as np
 
 from ...errors import UserError
 from ...metrics import STEP_MS
+from ..files import refuse_link_of_others, write_whole
 from ..sweep.progress import duration
-from ..sweep.store import DONE, FAILED, NOT_FINITE, Store
+from ..sweep.rows import DONE, FAILED, NOT_FINITE
+from ..sweep.store import Store
 from .curves import began, steps_ratio
 from .pieces import Log, Picture, Section, Table, between, number
 from .results import Result, Results, healthy
@@ -107,9 +109,16 @@ def run(args: Namespace) -> int:
     folder = Path(args.out)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder")
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
-    written = write(folder, "report", "A sweep's report", sections(results))
-    written += write(folder, "runs", "When, where and how fast it was run", [_speed(results), _where(results)])
+    pages = {
+        "report": ("A sweep's report", sections(results)),
+        "runs": ("When, where and how fast it was run", [_speed(results), _where(results)]),
+    }
+    refuse_link_of_others(folder / "figures")
+    try:
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        written = [file for name, page in pages.items() for file in write(folder, name, *page)]
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}; mend that, or name another folder") from None
     print(f"written: {', '.join(map(str, written))}")
     return 0
 
@@ -118,9 +127,9 @@ def write(folder: Path, name: str, title: str, content: list[Section]) -> list[P
     """Write NAME.html, NAME.md and the latter's pictures into a folder that has a folder figures; returns the files."""
     pages = {folder / f"{name}.html": html(title, content), folder / f"{name}.md": markdown(title, content)}
     for path, text in pages.items():
-        path.write_text(text)
+        write_whole(path, text)
     for picture in (block for section in content for block in section.blocks if isinstance(block, Picture)):
-        (folder / "figures" / f"{picture.name}.svg").write_text(picture.svg)
+        write_whole(folder / "figures" / f"{picture.name}.svg", picture.svg)
     return list(pages)
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...metrics import LOSS, VALIDATION_LOSS
-from ..sweep.store import DONE, NOT_FINITE, Row, Store
+from ..sweep.rows import DONE, NOT_FINITE, Row
+from ..sweep.store import Store
 from .curves import Divergence, began, divergence, final_loss
 
 Series = tuple[np.ndarray, np.ndarray]  # steps, values

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...metrics import LOSS
 from ..sweep.plan_file import UNNAMED
-from ..sweep.store import DONE, FAILED, NOT_FINITE, RUNNING, WAITING
+from ..sweep.rows import DONE, FAILED, NOT_FINITE, RUNNING, WAITING
 from . import onset_section, plots, signal_sections, statistics
 from .curves import CAUSES, RULE, spike_score, steps_ratio
 from .pieces import Section, Table, between, number, p_value, percent, percents

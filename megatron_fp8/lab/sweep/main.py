@@ -31,11 +31,12 @@ from ... import __version__
 from ...errors import UserError
 from ...flags import sbatch
 from ...metrics import LOSS
-from ...processes import living, stop
-from .plan_file import SweepPlan, flag_value, read_plan, split_words
+from .left_behind import end_left_behind, mark
+from .plan_file import ELSEWHERE, SweepPlan, flag_value, read_plan, split_words
 from .progress import Progress
+from .rows import DONE, FAILED, NOT_FINITE, RUNNING, WAITING, Row
 from .runner import NOT_LOADED, Training
-from .store import DONE, FAILED, NOT_FINITE, RUNNING, WAITING, Row, Store, TakenAway
+from .store import Store, TakenAway
 
 _BEAT = 5.0  # seconds between two looks at the store, and between two writes to it for a run
 _WAIT = 0.5  # seconds to wait for output, and for a signal to be noticed
@@ -68,10 +69,10 @@ def run(args: Namespace) -> int:
             sbatch.check_path(what, path)
     script = plan.command[0]
     if script != "-m" and not Path(script).is_file():
-        raise UserError(f"{args.plan}: command: {script}: no such script here; start where its path begins")
+        raise UserError(f"{args.plan}: command: {script}: no such script here; {ELSEWHERE}")
     store = Store(args.store, create=True, shared=bool(args.slurm))
     try:
-        _end_left_behind(store)
+        end_left_behind(store.path)
         store.recover()
         store.add(plan)
         if args.retry_failed:
@@ -83,11 +84,6 @@ def run(args: Namespace) -> int:
         store.close()
 
 
-def _end_left_behind(store: Store) -> None:
-    for process in filter(None, map(living, store.left_behind())):
-        stop(process)
-
-
 def _gpus(processes: int) -> list[str]:
     """This machine's GPUs, by what CUDA_VISIBLE_DEVICES calls them; UserError where a run needs more."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -97,9 +93,7 @@ def _gpus(processes: int) -> list[str]:
 
     count = torch.cuda.device_count()
     if 0 < count < processes:
-        raise UserError(
-            f"processes: {processes}: this machine has {count} GPUs; use fewer, or CUDA_VISIBLE_DEVICES=''"
-        )
+        raise UserError(f"processes: {processes}: this machine has {count} GPUs; use fewer, or CUDA_VISIBLE_DEVICES=''")
     return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
 
 
@@ -165,24 +159,26 @@ class _Sweep:
         """Start waiting runs while there are places; whether one was started."""
         started = False
         while self.places and not self.stopping and time.monotonic() >= self.look_again:
-            _end_left_behind(self.store)
             row = self.store.claim(self.code)
             if row is None:
                 self.look_again = time.monotonic() + _BEAT
                 break
+            if row.attempt > 1:  # of a sweep that died, perhaps since this one began
+                end_left_behind(self.store.path)
             place = self.places.pop()
             folder = self.folder / _folder_name(row)
             training = Training(row.command, self.plan.processes, folder, self._environment(place))
             self.active.append(_Active(row, training, place))
-            self.store.write(row, [], training.identity)
             started = True
         return started
 
     def _environment(self, place: int) -> dict[str, str]:
-        if not self.gpus:
-            return {}
-        first, count = place * self.plan.processes, self.plan.processes
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[i % len(self.gpus)] for i in range(first, first + count))}
+        ours = mark(self.store.path)
+        if self.gpus:
+            first, count = place * self.plan.processes, self.plan.processes
+            gpus = (self.gpus[i % len(self.gpus)] for i in range(first, first + count))
+            ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return ours
 
     def _follow(self, progress: Progress) -> None:
         """Wait a moment for output, take it in, and see which runs have ended."""
@@ -259,6 +255,8 @@ class _Sweep:
         print(", ".join(f"{count} {state}" for state, count in counts.items() if count), flush=True)
         if counts[RUNNING]:
             print("those running are another sweep's", flush=True)
+        if counts[WAITING] and not self.stopping:
+            print("those waiting are not in this plan: start a sweep of the plan that has them", flush=True)
         if counts[FAILED]:
             print("failed runs: `megatron-fp8 lab report` shows the ends of their logs; --retry-failed runs them again")
         return _INTERRUPTED if self.stopping else 1 if counts[FAILED] else 0
@@ -288,9 +286,7 @@ def _slurm(args: Namespace, store: Store) -> int:
     try:
         return subprocess.run(["sbatch"], input=script, text=True).returncode
     except FileNotFoundError:
-        raise UserError(
-            "--slurm submit: no sbatch here; use --slurm print, and submit it where there is one"
-        ) from None
+        raise UserError("--slurm submit: no sbatch here; use --slurm print, and submit it where there is one") from None
 
 
 def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:

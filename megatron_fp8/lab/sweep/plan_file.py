@@ -31,10 +31,17 @@ from ...errors import UserError
 OWN = {"--seed": "seeds", "--train-iters": "steps"}  # flags that the plan sets, and the key that says them
 RATES = {"--lr": "learning_rates", "--min-lr": "learning_rates"}
 FOLDER = "{run}"
+ELSEWHERE = "change to the folder that its path starts from, or give the whole path"  # for a script
 UNNAMED = "data"  # the data set of a plan that names none: what the command says
-_MOST_SEEDS = 10_000
+LARGEST = 2**31 - 1  # step and seed: what Megatron, numpy and SQLite all take
+MOST_RUNS = 100_000  # of a plan: seeds x learning rates x data sets x arms
 _WRITTEN = ("--save", "--tensorboard-dir", "--wandb-save-dir")
 _KEYS = ("command", "steps", "seeds", "arms", "learning_rates", "data", "processes", "timeout")
+
+
+def is_name(value: Any) -> bool:
+    """Whether this can name an arm, a data set or a number: text of printable characters."""
+    return isinstance(value, str) and value.isprintable()
 
 
 def split_words(flag: str, value: str) -> list[str]:
@@ -178,6 +185,8 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
     for flag in RATES:
         if (rate := flag_value(command, flag)) is not None and not _is_rate(rate):
             raise UserError(f"command: {flag} {rate}: must be a number")
+    if float(multiplied) == 0:
+        raise UserError(f"command: --lr {multiplied}: must be above 0, learning rates are multiples of it")
     _refuse("command", command, OWN)
     plan = SweepPlan(
         command,
@@ -189,12 +198,23 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
         _whole("processes", content.get("processes", 1)),
         _timeout(content.get("timeout")),
     )
-    for run in plan.runs():
-        for flag in _WRITTEN:
-            folder = flag_value(run.command, flag)
-            if folder is not None and FOLDER not in folder:
-                raise UserError(f"{flag} {folder}: all runs would write there; put {FOLDER} into it, their own folder")
+    _check_count(plan)
+    for arm in plan.arms.values():
+        for data in plan.data.values():
+            for flag in _WRITTEN:
+                folder = flag_value([*command, *data, *arm], flag)
+                if folder is not None and FOLDER not in folder:
+                    remedy = f"put {FOLDER} into it, their own folder"
+                    raise UserError(f"{flag} {folder}: all runs would write there; {remedy}")
     return plan
+
+
+def _check_count(plan: SweepPlan) -> None:
+    """Before a run is made of it: a plan is short, and its product may not be."""
+    sizes = {"seeds": plan.seeds, "learning rates": plan.learning_rates, "data sets": plan.data, "arms": plan.arms}
+    if (count := math.prod(map(len, sizes.values()))) > MOST_RUNS:
+        product = " x ".join(f"{len(of)} {what}" for what, of in sizes.items())
+        raise UserError(f"{product} are {count:,} runs; leave some out, a plan has at most {MOST_RUNS:,}")
 
 
 def _words(key: str, value: Any) -> tuple[str, ...]:
@@ -222,7 +242,8 @@ def _named(key: str, value: Any) -> dict[str, tuple[str, ...]]:
     for name, flags in value.items():
         if not isinstance(name, str):
             raise UserError(f"{key}: {name!r}: a name must be text; put it in quotes")
-        _check_characters(key, name)
+        if not is_name(name):
+            raise UserError(f"{key}: {name!a}: a name is of printable characters; remove the others")
         _refuse(f"{key}: {name}", _words(f"{key}: {name}", flags), {**OWN, **RATES})
     return {name: _words(f"{key}: {name}", flags) for name, flags in value.items()}
 
@@ -234,14 +255,14 @@ def _refuse(where: str, words: tuple[str, ...], flags: Mapping[str, str]) -> Non
 
 
 def _whole(key: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{key}: {value!r}: must be a whole number from 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        raise UserError(f"{key}: {value!r}: must be a whole number from 1 to {LARGEST}")
     return value
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
-    if isinstance(value, int) and value > _MOST_SEEDS:
-        raise UserError(f"seeds: {value!r}: too many; use at most {_MOST_SEEDS}")
+    if isinstance(value, int) and value > MOST_RUNS:
+        raise UserError(f"seeds: {value!r}: too many; a plan has at most {MOST_RUNS:,} runs")
     seeds = list(range(1, value + 1)) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(seeds, list) or not seeds:
         raise UserError(f"seeds: {value!r}: must be how many, or a list of whole numbers")
@@ -260,6 +281,8 @@ def _rates(value: Any, base: float) -> tuple[float, ...]:
         if not _is_rate(number) or float(number) == 0:
             raise UserError(f"learning_rates: {item!r}: must be a number, or a multiple such as 10x")
         rate = float(number) * (base if number != str(item) else 1)
+        if not 0 < rate < math.inf:
+            raise UserError(f"learning_rates: {item!r}: is {rate:g}; use a multiple that is above 0 and finite")
         rates.append(float(f"{rate:g}"))
     if len(set(rates)) < len(rates):
         raise UserError(f"learning_rates: {value!r}: one is there twice; give each once")

@@ -4,12 +4,12 @@ The numbers are those of megatron_fp8/metrics.py, under the names that stores ha
 """
 
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...metrics import VARIABLE, Reader
 from ...processes import TorchRun
+from ..files import make_empty
 
 NUMBERS = "metrics.jsonl"  # in a run's folder
 NOT_LOADED = (
@@ -37,8 +37,7 @@ class Training(TorchRun):
     """
 
     def __init__(self, command: Sequence[str], processes: int, folder: Path, environment: Mapping[str, str]):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_empty(folder)
         self.not_finite, self.last = False, 0
         self._metrics = Reader(folder / NUMBERS)
         words = [word.replace("{run}", str(folder)) for word in command]

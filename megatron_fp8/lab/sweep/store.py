@@ -16,6 +16,10 @@ whose worker is of this machine and no longer lives, or whose last beat is LOST 
 `attempt` then goes up by one, and every write names the attempt that it is of: a worker that was only asleep writes
 nothing more.
 
+Trust.  A store may lie where others can write. What is read is checked (rows.py), a store with code of its own
+(triggers, views) is refused, and no command is run because it stands here: `claim` gives out the runs of the plan that
+was added, if the store has the same command.
+
 Journal.  WAL lets a report be made while a sweep writes, but needs all processes on one machine. For a store on a
 shared file system, which the tasks of a cluster write to, SQLite's rollback journal: `shared`. File locks must work
 there (NFSv4, Lustre with flock, GPFS).
@@ -29,7 +33,6 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +41,35 @@ import numpy as np
 from ...errors import UserError
 from ...processes import identity, living
 from .plan_file import SweepPlan, SweepRun
+from .rows import (
+    COLUMNS,
+    FAILED,
+    RUNNING,
+    STATES,
+    WAITING,
+    Damaged,
+    Row,
+    key_of,
+    printable,
+    read_json,
+    read_outline,
+    read_points,
+    read_row,
+)
 
 VERSION = 1
-WAITING, RUNNING, DONE, FAILED, NOT_FINITE = "waiting", "running", "done", "failed", "not finite"
-STATES = (WAITING, RUNNING, DONE, FAILED, NOT_FINITE)
 LOST = 300.0  # seconds without a beat
 _BUSY = 60.0  # seconds to wait for another's transaction
 _MOMENT = 3.0  # seconds to wait for another to begin or to end its use of a store
+_OUTSIDE = tuple(  # SQLite's names of errors that are no damage
+    f"SQLITE_{name}" for name in ("BUSY", "LOCKED", "FULL", "IOERR", "READONLY", "CANTOPEN", "PERM", "NOLFS", "NOMEM")
+)
 _TABLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY AUTOINCREMENT, arm TEXT, seed INTEGER, learning_rate REAL, data TEXT, command TEXT,
     state TEXT DEFAULT 'waiting', attempt INTEGER DEFAULT 0,
-    machine TEXT, worker TEXT, process TEXT, code TEXT,
+    machine TEXT, worker TEXT, code TEXT,
     beat REAL, started REAL, ended REAL, exit_code INTEGER, error TEXT,
     UNIQUE (arm, seed, learning_rate, data)
 );
@@ -65,38 +84,8 @@ class TakenAway(RuntimeError):
     """This worker was thought dead, and its run given to another."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A run as it stands: columns of the table; times in Unix seconds; `code` is the version that ran."""
-
-    id: int
-    arm: str
-    seed: int
-    learning_rate: float
-    data: str
-    command: tuple[str, ...]
-    state: str
-    attempt: int
-    machine: str | None
-    worker: str | None
-    process: str | None
-    started: float | None
-    ended: float | None
-    exit_code: int | None
-    error: str | None
-    code: str | None
-
-    @property
-    def name(self) -> str:
-        """What a person calls it."""
-        return f"{self.arm}, seed {self.seed}, learning rate {self.learning_rate:g}, {self.data}"
-
-
-_COLUMNS = ", ".join(Row.__dataclass_fields__)
-
-
 class Store:
-    """A store; raises UserError of one line for a file that is none.
+    """A store; raises UserError of one line for a file that is none, or is damaged.
 
     Args:
         path: the file.
@@ -106,20 +95,20 @@ class Store:
 
     def __init__(self, path: str | Path, create: bool = False, shared: bool = False):
         self.path = Path(path)
-        if not create and not self.path.is_file():
+        self._commands: dict[tuple, str] = {}  # of the plan, by key_of: what may be run
+        if not create and not os.path.isfile(self.path):
             raise UserError(f"{path}: no such store; `megatron-fp8 lab sweep PLAN --store {path}` makes it")
-        if not self.path.absolute().parent.is_dir():
+        if not os.path.isdir(self.path.absolute().parent):
             raise UserError(f"{path}: no such folder; make it, or name another file")
-        try:
+        with self._one_line(), ExitStack() as on_error:
             self._db = sqlite3.connect(self.path, timeout=_BUSY, isolation_level=None)
-            with ExitStack() as on_error:
-                on_error.callback(self._db.close)
-                self._open(create, shared)
-                on_error.pop_all()
-        except sqlite3.DatabaseError as error:
-            raise UserError(f"{path}: {error}; give a file that `lab sweep` made, or a new one") from None
+            on_error.callback(self._db.close)
+            self._open(create, shared)
+            on_error.pop_all()
 
     def _open(self, create: bool, shared: bool) -> None:
+        for guard in ("trusted_schema = OFF", "cell_size_check = ON"):  # sqlite.org/security.html, of others' files
+            self._db.execute(f"PRAGMA {guard}")
         new = create and self._empty()
         if new or shared:  # the journal's kind is a property of the file
             self._set_journal("DELETE" if shared else "WAL")
@@ -129,6 +118,9 @@ class Store:
                     for statement in filter(str.strip, _TABLES.split(";")):
                         self._db.execute(statement)
                     self._put("version", VERSION)
+        ours = "type IN ('table', 'index') AND coalesce(sql, '') NOT LIKE '%VIRTUAL TABLE%'"
+        for kind, name in self._db.execute(f"SELECT type, name FROM sqlite_master WHERE NOT ({ours})"):
+            raise UserError(f"{self.path}: holds a {kind}, {name!a}, which no sweep makes; take a new --store")
         version = self._get("version")
         if version != VERSION:
             raise UserError(f"{self.path}: tables of version {version}, not {VERSION}; take a new --store")
@@ -153,38 +145,58 @@ class Store:
         self._db.close()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All of it or nothing. Raises UserError of one line where the disc, or who else uses the file, forbids it."""
+    def _one_line(self) -> Iterator[None]:
+        """Make what SQLite says a UserError of one line: the disc or who else uses the file forbids it, or damage."""
         try:
-            self._db.execute("BEGIN IMMEDIATE")
             yield
-            self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
-            raise UserError(f"{self.path}: {error}; mend that, and the same command continues") from None
+        except sqlite3.Error as error:
+            name = getattr(error, "sqlite_errorname", "")
+            if name == "SQLITE_NOTADB":
+                line = f"{self.path}: {error}; give a file that `lab sweep` made, or a new one"
+                raise UserError(line) from None
+            if name.startswith(_OUTSIDE):
+                raise UserError(f"{self.path}: {error}; mend that, and the same command continues") from None
+            raise Damaged(self.path, str(error)) from None
+        except UnicodeDecodeError:  # of a name that SQLite's own message quotes
+            raise Damaged(self.path, "a name is not in UTF-8") from None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing."""
+        try:
+            with self._one_line():
+                self._db.execute("BEGIN IMMEDIATE")
+                yield
+                self._db.execute("COMMIT")
         finally:
             if self._db.in_transaction:  # SQLite may have rolled it back itself
-                with suppress(sqlite3.OperationalError):
+                with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
+
+    def _rows(self, sql: str, *values: Any) -> list[tuple]:
+        with self._one_line():
+            return self._db.execute(sql, values).fetchall()
 
     def _put(self, name: str, value: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
 
     def _get(self, name: str) -> Any:
-        row = self._db.execute("SELECT value FROM about WHERE name = ?", (name,)).fetchone()
-        return json.loads(row[0]) if row else None
+        rows = self._rows("SELECT value FROM about WHERE name = ?", name)
+        return read_json(self.path, f"the {name}", rows[0][0]) if rows else None
 
     # The plan.
 
     def add(self, plan: SweepPlan) -> None:
-        """Have the runs of a plan wait here, but those that are here already.
+        """Have the runs of a plan wait here, but those that are here already; `claim` then gives out these.
 
         Of those that wait or failed, what the plan no longer has, or has with another command, goes. Raises UserError
         where another run that was begun had another command.
         """
+        wanted = {key_of(run): run for run in plan.runs()}
+        commands = {key: json.dumps(run.command) for key, run in wanted.items()}
         with self._transaction():
-            wanted = {_key(run): run for run in plan.runs()}
             for row in self.runs():
-                run = wanted.get(_key(row))
+                run = wanted.get(key_of(row))
                 if row.state in (WAITING, FAILED) and run != _planned(row):
                     self._db.execute("DELETE FROM points WHERE run = ?", (row.id,))
                     self._db.execute("DELETE FROM runs WHERE id = ?", (row.id,))
@@ -195,31 +207,37 @@ class Store:
                     )
             self._db.executemany(
                 "INSERT OR IGNORE INTO runs (arm, seed, learning_rate, data, command) VALUES (?, ?, ?, ?, ?)",
-                [(*key, json.dumps(run.command)) for key, run in wanted.items()],
+                [(*key, command) for key, command in commands.items()],
             )
             self._put("plan", plan.outline())
+        self._commands = commands
 
     def outline(self) -> dict[str, Any]:
         """The outline of the last plan that was added."""
-        return self._get("plan")
+        return read_outline(self.path, self._get("plan"))
 
     # A worker's part.
 
     def claim(self, code: str) -> Row | None:
-        """Take a waiting run for this process, whose attempt it now is; None: there is none.
+        """Take a waiting run of the plan for this process, whose attempt it now is; None: there is none.
 
+        What waits here and is not in the plan, or has another command than the plan's, is not taken.
         code: the version that will run it.
         """
         now, worker = time.time(), identity(os.getpid())
+        waiting = f"SELECT id, arm, seed, learning_rate, data, command FROM runs WHERE state = '{WAITING}' ORDER BY id"
         with self._transaction():
             self._lose()
-            found = self._db.execute(
-                f"""UPDATE runs SET state = '{RUNNING}', attempt = attempt + 1, machine = ?, worker = ?, process = NULL,
+            planned = (run for run, *key, said in self._rows(waiting) if self._commands.get(tuple(key)) == said)
+            if (run := next(planned, None)) is None:
+                return None
+            found = self._rows(
+                f"""UPDATE runs SET state = '{RUNNING}', attempt = attempt + 1, machine = ?, worker = ?,
                     beat = ?, started = ?, ended = NULL, exit_code = NULL, error = NULL, code = ?
-                    WHERE id = (SELECT min(id) FROM runs WHERE state = '{WAITING}') RETURNING {_COLUMNS}""",
-                (socket.gethostname(), worker, now, now, code),
-            ).fetchone()
-        return _row(found) if found else None
+                    WHERE id = ? RETURNING {COLUMNS}""",
+                *(socket.gethostname(), worker, now, now, code, run),
+            )
+            return read_row(self.path, found[0])
 
     def recover(self) -> None:
         """Have the runs of dead workers wait again, as `claim` does."""
@@ -229,8 +247,9 @@ class Store:
     def _lose(self) -> None:
         here, late = socket.gethostname(), time.time() - LOST
         running = f"SELECT id, machine, worker, beat FROM runs WHERE state = '{RUNNING}'"
-        for run, machine, worker, beat in self._db.execute(running).fetchall():
-            if beat < late or (machine == here and living(worker) is None):
+        for run, machine, worker, beat in self._rows(running):
+            beats = isinstance(beat, float) and beat >= late
+            if not beats or (machine == here and not (isinstance(worker, str) and living(worker))):
                 self._wait(run)
 
     def _wait(self, run: int) -> None:
@@ -238,35 +257,28 @@ class Store:
         self._db.execute(f"UPDATE runs SET state = '{WAITING}' WHERE id = ?", (run,))
         self._db.execute("DELETE FROM points WHERE run = ?", (run,))
 
-    def left_behind(self) -> list[str]:
-        """The identities of processes that dead workers of this machine left behind."""
-        sql = "SELECT process, worker FROM runs WHERE machine = ? AND process IS NOT NULL"
-        rows = self._db.execute(sql, (socket.gethostname(),)).fetchall()
-        return [process for process, worker in rows if living(worker) is None and living(process)]
-
     def _own(self, run: Row, change: str, *values: Any) -> None:
         """Change columns of a run whose attempt is still ours."""
         sql = f"UPDATE runs SET {change} WHERE id = ? AND attempt = ? AND state = '{RUNNING}'"
         if not self._db.execute(sql, (*values, run.id, run.attempt)).rowcount:
             raise TakenAway(f"{run.name}: this worker was silent for {LOST:g} s, and its run given to another")
 
-    def write(self, run: Row, points: Iterable[tuple[int, str, float]], process: str | None = None) -> None:
-        """Write (step, name, value), beat, and say which `process` runs the run. Raises TakenAway."""
+    def write(self, run: Row, points: Iterable[tuple[int, str, float]]) -> None:
+        """Write (step, name, value), and beat. Raises TakenAway."""
         with self._transaction():
-            self._own(run, "beat = ?, process = coalesce(?, process)", time.time(), process)
+            self._own(run, "beat = ?", time.time())
             rows = [(run.id, name, step, None if math.isnan(value) else value) for step, name, value in points]
             self._db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?)", rows)
 
     def finish(self, run: Row, state: str, exit_code: int | None, error: str | None = None) -> None:
         """A run ended as DONE, FAILED or NOT_FINITE; `error`: the end of its log. Raises TakenAway."""
         with self._transaction():
-            change = "state = ?, ended = ?, exit_code = ?, error = ?, process = NULL"
-            self._own(run, change, state, time.time(), exit_code, error)
+            self._own(run, "state = ?, ended = ?, exit_code = ?, error = ?", state, time.time(), exit_code, error)
 
     def release(self, run: Row) -> None:
         """A run was interrupted: have it wait again, as if it had never begun. Raises TakenAway."""
         with self._transaction():
-            self._own(run, "process = NULL")
+            self._own(run, "error = NULL")
             self._wait(run.id)
 
     def retry(self) -> int:
@@ -281,29 +293,18 @@ class Store:
 
     def counts(self) -> dict[str, int]:
         """How many runs are in each of STATES."""
-        found = dict(self._db.execute("SELECT state, count(*) FROM runs GROUP BY state").fetchall())
+        found = dict(self._rows("SELECT state, count(*) FROM runs GROUP BY state"))
         return {state: found.get(state, 0) for state in STATES}
 
     def runs(self) -> list[Row]:
         """All runs, in the order they are given out."""
-        return [_row(row) for row in self._db.execute(f"SELECT {_COLUMNS} FROM runs ORDER BY id")]
+        return [read_row(self.path, row) for row in self._rows(f"SELECT {COLUMNS} FROM runs ORDER BY id")]
 
     def series(self, run: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """{name: (steps, values)} of a run, steps rising, names in order; values are FP64."""
-        found: dict[str, list[tuple[int, float]]] = {}
-        sql = "SELECT name, step, value FROM points WHERE run = ? ORDER BY name, step"
-        for name, step, value in self._db.execute(sql, (run,)):
-            found.setdefault(name, []).append((step, math.nan if value is None else value))
+        rows = self._rows("SELECT name, step, value FROM points WHERE run = ? ORDER BY name, step", run)
+        found = read_points(self.path, run, rows)
         return {name: tuple(map(np.array, zip(*pairs, strict=True))) for name, pairs in found.items()}  # type: ignore[misc]
-
-
-def _row(columns: tuple) -> Row:
-    values = dict(zip(Row.__dataclass_fields__, columns, strict=True))
-    return Row(**{**values, "command": tuple(json.loads(values["command"]))})
-
-
-def _key(run: SweepRun | Row) -> tuple[str, int, float, str]:
-    return run.arm, run.seed, run.learning_rate, run.data
 
 
 def _planned(row: Row) -> SweepRun:
@@ -318,5 +319,5 @@ def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, 
     before = old[at - 1] if at else ""
     if not before.startswith("-") or any(word.startswith("-") for word in pair):
         before = ""
-    one, other = (f"{before} {word}".strip() or "nothing" for word in pair)
+    one, other = (f"{before} {printable(word)}".strip() or "nothing" for word in pair)
     return one, other

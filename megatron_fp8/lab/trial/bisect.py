@@ -28,16 +28,19 @@ would save is not saved.
 
 import json
 import math
+import re
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...errors import UserError
 from ...flags.config import BF16_FLAG
 from ...flags.emulate import matches, read_operands
 from ...metrics import LINEARS, LOSS, facts
+from ..files import write_whole
 from ..sweep.plan_file import flag_value, split_words
 from ..sweep.progress import duration
 from ..sweep.runner import NUMBERS
@@ -50,6 +53,7 @@ _TWIN = (BF16_FLAG, "*")
 _ABOVE = 5.0  # noise floors that a gap must have: each share is then known to about a quarter
 LEAST_POINTS = 3  # of a measure, over which a gap means anything
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
+_LINEAR = re.compile(r"\w[\w.]*")  # a linear's whole path
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -126,16 +130,13 @@ class _Results:
         self.linears: list[str] = []  # of the whole model
         self.runs: dict[str, Curves] = {}  # by their flags
         if self._file.is_file():
-            try:
-                found = dict(json.loads(self._file.read_text()))
-            except (TypeError, ValueError):
-                raise UserError(f"--folder {self.folder}: bisect.json is no bisect's; take another folder") from None
+            found = _read(self._file)
+            if found is None:
+                raise UserError(f"--folder {self.folder}: bisect.json is no bisect's; take another folder")
             if any(found.get(key) != value for key, value in self._same.items()):
                 what = "another command, or of another checkpoint in --load"
                 raise UserError(f"--folder {self.folder}: has the runs of {what}; take another folder")
-            self.linears = found["linears"]
-            for flags, run in found["runs"].items():
-                self.runs[flags] = {name: {int(k): v for k, v in curve.items()} for name, curve in run.items()}
+            self.linears, self.runs = found["linears"], found["runs"]
 
     def of(self, flags: list[str], label: str) -> Curves:
         """The curves of the command with these flags, of a run now or before."""
@@ -150,11 +151,32 @@ class _Results:
         self.linears = self.linears or in_order(facts(folder / NUMBERS).get(LINEARS, ()))
         self.runs[key] = run
         content = {**self._same, "linears": self.linears, "runs": self.runs}
-        unfinished = self._file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(content))
-        unfinished.replace(self._file)
+        write_whole(self._file, json.dumps(content))
         print(f"    {len(run.get(LOSS, ()))} steps in {duration(time.monotonic() - began)}", flush=True)
         return run
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """What a bisect wrote, with curves by whole steps; None: another wrote it.
+
+    Names of linears become words of a command line, so they must be names.
+    """
+    try:
+        found = json.loads(file.read_text())
+        runs = {
+            flags: {name: {int(step): _number(value) for step, value in curve.items()} for name, curve in run.items()}
+            for flags, run in found["runs"].items()
+        }
+        named = isinstance(found["linears"], list) and all(map(_LINEAR.fullmatch, found["linears"]))
+    except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return None
+    return {**found, "runs": runs} if named else None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(value)
+    return float(value)
 
 
 class _Bisect:

@@ -9,6 +9,7 @@ folder.
 import argparse
 import contextlib
 import math
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ...errors import UserError
 from ...flags.level import is_stock
 from ...metrics import LOSS
 from ...processes import ended_like_ctrl_c
-from ..sweep.plan_file import flag_value
+from ..sweep.plan_file import ELSEWHERE, flag_value
 from ..sweep.runner import NOT_LOADED, Training
 
 WRITING = (  # flags that would mix a trial's output with the user's own, end it before its time, or change its course
@@ -60,7 +61,7 @@ class _Command(argparse.Action):
         if words[0] != "-m" and not Path(words[0]).is_file():
             if "--" in words[words is not values :]:  # the value of a flag that is misspelt, most likely
                 raise UserError(f"{words[0]}: no flag before the -- takes it; see --help")
-            raise UserError(f"{words[0]}: no such script here; start where its path begins")
+            raise UserError(f"{words[0]}: no such script here; {ELSEWHERE}")
         for flag, number in (("--processes", namespace.processes), ("--timeout", namespace.timeout)):
             if number is not None and not number > 0:
                 raise UserError(f"{flag} {number}: use more than 0")
@@ -84,7 +85,15 @@ def loaded(command: Sequence[str]) -> str | None:
     if folder is None:
         return None
     tracker = Path(folder) / TRACKER
-    return tracker.read_text().strip() if step is None and tracker.is_file() else step
+    if step is not None or not os.path.isfile(tracker):
+        return step
+    try:
+        said = tracker.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        said = "what cannot be read"
+    if said != "release" and not (said.isascii() and said.isdigit() and len(said) < 20):
+        raise UserError(f"{tracker}: says {said[:40]!a}, not a step; say which in --ckpt-step, or mend the file")
+    return said
 
 
 def first_step(command: Sequence[str]) -> int:
