@@ -17,6 +17,8 @@ import contextlib
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -26,26 +28,23 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import UserError, is_bug
 from ..flags.usage import hide_missing_package_warnings, one_line_usage_errors, refuse_empty_values
-from ..numerics import FORMATS, ScaledTensor
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
+from .hf.folder import CONFIG, INDEX, Weights, read_json
+from .hf.schema import as_json, shown
 from .pickles import data_only
 from .seal import Broken, how_to_put_back, is_finished, seal, verify
 
 try:
-    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 except ModuleNotFoundError:
-    raise UserError("convert needs the package safetensors: pip install safetensors") from None
+    raise UserError("convert needs the package safetensors: pip install 'megatron-fp8[hf]'") from None
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# Tensors of other people's folders that are no weights.
-_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
-_SCALES = ("weight_scale", "weight_scale_inv")  # both multiply
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -88,14 +87,8 @@ def to_hf(
     UserError in one line for what cannot be converted exactly, and for a damaged checkpoint.
     """
     folder = _iteration_folder(Path(checkpoint))
-    with _damage_of(folder):
-        from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-
-        common = load_common_state_dict(str(folder))
-        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    if (saved := common.get("args")) is None:
-        raise UserError(f"{folder}: has no arguments of a run, which say what the model is")
-    args = model_args(saved, vocab_size)
+    saved, stored = _contents(folder)
+    args = model_args(saved, vocab_size, str(folder))
     if dtype == "e4m3" and family_of(args).model_type == "gpt2":
         raise UserError("--dtype e4m3: gpt2's weights are no Linear's, so loaders would not take them: use bf16")
     wanted = parameters(args)
@@ -119,19 +112,43 @@ def to_hf(
 
 def _iteration_folder(path: Path) -> Path:
     """The folder that holds the checkpoint: `path` itself, or what its tracker file names."""
-    folder = path
-    if (path / TRACKER).is_file():
-        last = (path / TRACKER).read_text().strip()
-        folder = path / (f"iter_{int(last):07d}" if last.isdigit() else last)
-    if kept := how_to_put_back(folder):
-        raise UserError(f"{path}: {kept}")
-    try:
-        verify(folder)
-    except Broken as broken:
-        raise UserError(f"{path}: {folder.name}{broken}; name another iteration's folder") from None
-    if not is_finished(folder) or not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
-        raise UserError(f"{path}: no complete checkpoint of --ckpt-format torch_dist here (looked at {folder})")
+    with _damage_of(path):
+        folder = path / _tracked(path / TRACKER)
+        if kept := how_to_put_back(folder):
+            raise UserError(f"{path}: {kept}")
+        try:
+            verify(folder)
+        except Broken as broken:
+            raise UserError(f"{path}: {folder.name}{broken}; name another iteration's folder") from None
+        if not is_finished(folder) or not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
+            raise UserError(f"{path}: no complete checkpoint of --ckpt-format torch_dist here (looked at {folder})")
     return folder
+
+
+def _tracked(tracker: Path) -> str:
+    """The name of the folder that a tracker file stands for; "" without such a file."""
+    if not tracker.is_file():
+        return ""
+    with tracker.open("rb") as file:
+        written = file.read(100).decode(errors="replace").strip()
+    if not re.fullmatch(r"release|[0-9]{1,18}", written):
+        raise UserError(f"{tracker}: {as_json(written)} is no iteration; name an iteration's folder")
+    return written if written == "release" else f"iter_{int(written):07d}"
+
+
+def _contents(folder: Path) -> tuple[Namespace, Mapping[str, Any]]:
+    """A checkpoint's arguments, and {name: what its metadata says of it}."""
+    with _damage_of(folder):
+        from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+
+        common = load_common_state_dict(str(folder))
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    saved = common.get("args") if isinstance(common, dict) else None
+    if not isinstance(saved, Namespace):
+        raise UserError(f"{folder}: has no arguments of a run, which say what the model is")
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise UserError(f"{folder}/.metadata: damaged, or not what it should be")
+    return saved, metadata.state_dict_metadata
 
 
 @contextlib.contextmanager
@@ -147,7 +164,7 @@ def _damage_of(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, dcp.api.CheckpointException) as error:
-        if is_bug(error) and not isinstance(error, OSError | SafetensorError):
+        if is_bug(error) and not isinstance(error, OSError):
             raise
         reason = str(error).strip().splitlines()[-1:] or [""]
         raise UserError(f"{path}: damaged, or not what it should be: {type(error).__name__}: {reason[0]}") from error
@@ -158,7 +175,9 @@ def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter
     model = {
         name: tuple(entry.size)
         for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata) and "optimizer." not in name
+        if isinstance(entry, TensorStorageMetadata)
+        and entry.properties.dtype.is_floating_point
+        and "optimizer." not in name
     }
     for parameter in wanted:
         shape = model.pop(parameter.name, None)
@@ -167,14 +186,20 @@ def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter
             found = "is missing" if shape is None else f"has shape {shape}"
             raise UserError(f"{folder}: {parameter.name} {found}; its arguments ask for {expected}")
     if model:
-        raise UserError(f"{folder}: {min(model)} has no place in a {family_of(args).model_type} model")
+        raise UserError(f"{folder}: {shown(min(model))} has no place in a {family_of(args).model_type} model")
 
 
 def _new_folder(out: str) -> Path:
     path = Path(out)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{out} is there already: name a new or an empty folder")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        out.encode()  # the command line to start with is printed
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{out} is there already: name a new or an empty folder")
+        path.mkdir(parents=True, exist_ok=True)
+    except UnicodeEncodeError:
+        raise UserError(f"{shown(out)}: a name that is not UTF-8; name another folder") from None
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror}; name a new or an empty folder") from None
     return path
 
 
@@ -230,10 +255,10 @@ class _ShardWriter:
             weight_map |= dict.fromkeys(names, file)
         if count > 1:
             index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            _write_json(self.folder / "model.safetensors.index.json", index)
-        _write_json(self.folder / "config.json", config)
+            _write_json(self.folder / INDEX, index)
+        _write_json(self.folder / CONFIG, config)
         for path in self.folder.glob("*.safetensors"):
-            shutil.copymode(self.folder / "config.json", path)  # safetensors lets nobody else read its files
+            shutil.copymode(self.folder / CONFIG, path)  # safetensors lets nobody else read its files
         return count
 
 
@@ -248,67 +273,19 @@ def to_megatron(folder: str, out: str) -> None:
     UserError in one line for a model that Megatron does not compute, for missing, surplus or misshapen tensors.
     """
     path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: no config.json there; name a Hugging Face folder")
-    with _damage_of(path):
-        config = json.loads((path / "config.json").read_text())
-        source = _Weights(path)
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: config.json is no mapping of names to values")
-    args = args_of(config)
+    args = args_of(read_json(path / CONFIG), str(path / CONFIG))
+    source, wanted = Weights(path), parameters(args)
+    source.check(wanted, args)
     state: dict[str, Any] = {}
-    for parameter in parameters(args):
+    for parameter in wanted:
         layers = range(args.num_layers) if parameter.is_stacked else [0]
         state[parameter.name] = stack = torch.empty(len(layers), *parameter.shape, dtype=torch.bfloat16)
         for layer in layers:
             stack[layer] = parameter.merge([source.get(name.format(layer)) for name in parameter.names], args)
         if not parameter.is_stacked:
             state[parameter.name] = stack[0]
-    source.check_all_used(tied=not args.untie_embeddings_and_output_weights)
     _write_megatron(_new_folder(out), state, args)
-    print(f"{out}: start Megatron with --load {out} {flags_of(args)}")
-
-
-class _Weights:
-    """The tensors of a folder's safetensors files, by name, as BF16."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.files: dict[str, Any] = {}
-        for path in sorted(folder.glob("model*.safetensors")):
-            file = safe_open(path, framework="pt")
-            self.files |= dict.fromkeys(file.keys(), file)
-        self.used: set[str] = set()
-
-    def get(self, name: str) -> torch.Tensor:
-        """In BF16, whatever it is stored in.  UserError if it is not there, or stored in integers."""
-        # some folders lack the first part of names: gpt2's "transformer."
-        found = name if name in self.files else name.split(".", 1)[-1]
-        if found not in self.files:
-            raise UserError(f"{self.folder}: no tensor {name} in its model*.safetensors")
-        tensor = self._read(found)
-        if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
-            return tensor.bfloat16()
-        if tensor.dtype in [fmt.dtype for fmt in FORMATS.values()]:
-            for scale_name in (found.removesuffix("weight") + kind for kind in _SCALES):
-                if scale_name in self.files:
-                    scale = self._read(scale_name).float()
-                    if scale.numel() != 1 and scale.shape != (len(tensor), 1):
-                        raise UserError(f"{self.folder}: {scale_name} {tuple(scale.shape)} is not one a weight or row")
-                    return ScaledTensor(tensor, scale.view(-1, 1)).dequantize(torch.bfloat16)
-        raise UserError(f"{self.folder}: {name} is {tensor.dtype} without {' or '.join(_SCALES)}: cannot be converted")
-
-    def _read(self, name: str) -> torch.Tensor:
-        self.used.add(name)
-        with _damage_of(self.folder):
-            return self.files[name].get_tensor(name)
-
-    def check_all_used(self, tied: bool) -> None:
-        """Refuse tensors that have no place in the Megatron model."""
-        known = (*_BUFFERS, "input_scale", *(["lm_head.weight", "embed_out.weight"] if tied else []))
-        for name in sorted(self.files.keys() - self.used):
-            if not name.endswith(known):
-                raise UserError(f"{self.folder}: {name} has no place in the Megatron model that config.json describes")
+    print(f"{out}: start Megatron with --load {shlex.quote(out)} {flags_of(args)}")
 
 
 def _write_megatron(out: Path, state: dict[str, Any], args: Namespace) -> None:

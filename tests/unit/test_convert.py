@@ -3,11 +3,11 @@
 import inspect
 import json
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_models import FAMILY_CHANGES, GPT2, NEOX, saved, write_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -17,57 +17,6 @@ from megatron_fp8.checkpoint.hf.config import args_of, config_of, flags_of, mode
 from megatron_fp8.checkpoint.hf.families import FAMILIES, parameters, to_e4m3
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-SAVED = {  # what a stock checkpoint of a small Llama has in its arguments
-    "num_layers": 2,
-    "hidden_size": 24,
-    "ffn_hidden_size": 40,
-    "num_attention_heads": 6,
-    "group_query_attention": True,
-    "num_query_groups": 3,
-    "kv_channels": 4,
-    "max_position_embeddings": 32,
-    "normalization": "RMSNorm",
-    "layernorm_epsilon": 1e-5,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "bias_gelu_fusion": False,
-    "untie_embeddings_and_output_weights": True,
-    "position_embedding_type": "rope",
-    "rotary_base": 500000,
-    "rotary_percent": 1.0,
-    "use_rope_scaling": False,
-    "rope_scaling_factor": 8.0,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.0,
-    "init_method_std": 0.01,
-    "padded_vocab_size": 128,
-    "vocab_size": 101,
-    "tokenizer_type": "NullTokenizer",
-    "softmax_type": "vanilla",
-    "glu_linear_offset": 0.0,
-}
-NEOX = {
-    "normalization": "LayerNorm",
-    "swiglu": False,
-    "add_bias_linear": True,
-    "group_query_attention": False,
-    "bias_gelu_fusion": True,
-    "rotary_percent": 0.5,
-}
-GPT2 = NEOX | {
-    "position_embedding_type": "learned_absolute",
-    "untie_embeddings_and_output_weights": False,
-    "rotary_percent": 1.0,
-    "rotary_base": 10000,
-}
-FAMILY_CHANGES = {"llama": {}, "gpt_neox": NEOX, "gpt2": GPT2}
-
-
-def saved(**changes) -> Namespace:
-    return Namespace(**SAVED | changes)
-
-
 @pytest.fixture(params=FAMILY_CHANGES)
 def args(request) -> Namespace:
     return model_args(saved(**FAMILY_CHANGES[request.param]))
@@ -274,8 +223,8 @@ def test_a_model_without_a_family_is_refused_by_its_flag(changes, flag):
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
-        ("llama", {"model_type": "mistral"}, "model_type mistral"),
-        ("llama", {"hidden_act": "relu"}, "hidden_act relu"),
+        ("llama", {"model_type": "mistral"}, 'model_type "mistral"'),
+        ("llama", {"hidden_act": "relu"}, 'hidden_act "relu"'),
         ("llama", {"attention_bias": True}, "mlp_bias False"),
         ("llama", {"rope_theta": 10000.5}, "rope_theta 10000.5"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
@@ -285,8 +234,8 @@ def test_a_model_without_a_family_is_refused_by_its_flag(changes, flag):
         ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "embeddings 4096 of the rope"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor None of the rope scaling"),
         ("gpt_neox", {"rope_scaling": LLAMA3}, "rope scaling"),
-        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual True"),
-        ("gpt_neox", {"hidden_act": "relu"}, "hidden_act relu"),
+        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual true"),
+        ("gpt_neox", {"hidden_act": "relu"}, 'hidden_act "relu"'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],
 )
@@ -295,25 +244,11 @@ def test_a_model_that_megatron_has_not_is_refused_by_its_key(family, changes, na
     with pytest.raises(ValueError, match=named):
         args_of(config | changes)
     del config["vocab_size"]
-    with pytest.raises(ValueError, match="no vocab_size"):
+    with pytest.raises(ValueError, match="vocab_size is missing"):
         args_of(config)
 
 
 # ---- folders
-
-
-def write_folder(folder: Path, args: Namespace, change=lambda tensors: tensors) -> dict[str, torch.Tensor]:
-    """A Hugging Face folder with random weights, and what it holds."""
-    tensors = {}
-    for p in parameters(args):
-        for layer in range(args.num_layers if p.is_stacked else 1):
-            for name, part in zip(p.names, p.split(torch.randn(p.shape).bfloat16(), args), strict=True):
-                tensors[name.format(layer)] = part.clone(memory_format=torch.contiguous_format)
-    tensors = change(tensors)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config_of(args)))
-    return tensors
 
 
 def test_there_and_back_is_identical(args, tmp_path):
@@ -416,12 +351,12 @@ NAME = "model.layers.0.mlp.up_proj.weight"
     [
         (without(NAME), f"no tensor {NAME}"),
         (lambda t: t | {"model.layers.2.norm.weight": t[NAME].clone()}, "layers.2.norm.weight has no place"),
-        (lambda t: t | {NAME: t[NAME][1:]}, "does not fit the sizes in config.json"),
-        (lambda t: t | {NAME: t[NAME].t().contiguous()}, "does not fit the sizes in config.json"),
-        (lambda t: t | {"lm_head.weight": t["lm_head.weight"][:-1]}, "does not fit the sizes in config.json"),
+        (lambda t: t | {NAME: t[NAME][1:]}, "but the sizes in config.json make it"),
+        (lambda t: t | {NAME: t[NAME].t().contiguous()}, "but the sizes in config.json make it"),
+        (lambda t: t | {"lm_head.weight": t["lm_head.weight"][:-1]}, "but the sizes in config.json make it"),
         (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn)}, "without weight_scale"),
-        (lambda t: t | {NAME: t[NAME].to(torch.int8), f"{NAME}_scale": torch.ones(1)}, "is torch.int8"),
-        (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn), f"{NAME}_scale_inv": torch.ones(2, 2)}, "one a weight"),
+        (lambda t: t | {NAME: t[NAME].to(torch.int8), f"{NAME}_scale": torch.ones(1)}, "is I8, which is not converted"),
+        (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn), f"{NAME}_scale_inv": torch.ones(2, 2)}, "one float"),
     ],
     ids=["missing", "surplus", "cut", "transposed", "vocabulary", "unscaled", "integers", "blocks"],
 )
@@ -474,7 +409,7 @@ def test_truncated_files_are_refused(tmp_path):
         ("convert to-hf nowhere out --max-shard-size inf", "--max-shard-size inf: use a number above 0"),
         ("convert to-hf nowhere out --vocab-size 0", "--vocab-size 0: use a number above 0"),
         ("convert to-hf nowhere --dtype= out", "argument --dtype: an empty value"),
-        ("convert to-megatron nowhere out", "nowhere: no config.json there"),
+        ("convert to-megatron nowhere out", "nowhere/config.json: No such file or directory; name"),
     ],
 )
 def test_a_mistake_is_one_line(words, said, capsys):

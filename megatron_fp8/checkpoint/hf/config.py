@@ -8,12 +8,14 @@ What a checkpoint does not have is the tokenizer: its files must be copied by ha
 eos_token_id are null.
 """
 
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UserError
 from .families import FAMILIES, OUTPUT, Family, family_of
+from .schema import TANH_GELU, Llama, ModelArguments, Neox, Rope, Section, as_json, checked, constants, shown
 
 VOCABULARY_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
 # {argument: flag} of everything that describes the model. A flag that ends in "!" takes no value and stands for False.
@@ -56,29 +58,29 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # as --bias-gelu-fusion computes it
 
 
-def model_args(saved: Namespace, vocab_size: int | None = None) -> Namespace:
+def model_args(saved: Namespace, vocab_size: int | None = None, file: str = "the checkpoint") -> Namespace:
     """What describes the model in the arguments that a checkpoint was saved with.
 
-    vocab_size: the number of real tokens; None: as the arguments have it, else with the padding.
-    UserError naming the flag for a model that no family computes.
+    vocab_size: the number of real tokens; None: as the arguments have it, else with the padding.  file: what messages
+    call the checkpoint.  UserError naming the flag for a model that no family computes.
     """
     for name in _OFF:
         value = getattr(saved, name, None)
         if value and value != "vanilla":
             flag = "apply_layernorm_1p" if name == "layernorm_zero_centered_gamma" else name
-            raise UserError(f"--{flag.replace('_', '-')} {value}: no Hugging Face model known here computes this")
-    args = Namespace(**{name: getattr(saved, name, None) for name in (*_FLAGS, "padded_vocab_size")})
-    for name, value in vars(args).items():
-        if value is None:
-            raise UserError(f"{name} is not among the checkpoint's arguments: save it with megatron-core 0.19")
+            said = "no Hugging Face model known here computes this"
+            raise UserError(f"--{flag.replace('_', '-')} {shown(str(value))}: {said}")
+    given = {name: value for name in ModelArguments.model_fields if (value := getattr(saved, name, None)) is not None}
+    missing = "is not among its arguments; save it with megatron-core 0.19"
+    args = Namespace(**checked(ModelArguments, given, file, missing).model_dump())
+    args.rotary_base = int(args.rotary_base)
     if not args.group_query_attention:
         args.num_query_groups = args.num_attention_heads
     if not args.add_bias_linear and getattr(saved, "add_qkv_bias", False):
         raise UserError("--add-qkv-bias with --disable-bias-linear: no Hugging Face model known here has this")
-    known = getattr(saved, "vocab_size", None) if getattr(saved, "tokenizer_type", None) in _USE_VOCAB_SIZE else None
+    known = args.vocab_size if getattr(saved, "tokenizer_type", None) in _USE_VOCAB_SIZE else None
     args.vocab_size = vocab_size or known or args.padded_vocab_size
     if args.vocab_size > args.padded_vocab_size:
         raise UserError(f"--vocab-size {args.vocab_size}: the checkpoint has rows for {args.padded_vocab_size} tokens")
@@ -107,7 +109,7 @@ def config_of(args: Namespace) -> dict[str, Any]:
     family = family_of(args)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {key: getattr(args, name) for name, key in family.keys.items()}
-    config |= {key: value for key, (value, _) in family.fixed.items()}
+    config |= constants(family.schema)
     config |= {"tie_word_embeddings": not args.untie_embeddings_and_output_weights, "torch_dtype": "bfloat16"}
     config |= {"bos_token_id": None, "eos_token_id": None}
     gelu = "gelu_new" if args.bias_gelu_fusion else "gelu"
@@ -123,20 +125,21 @@ def config_of(args: Namespace) -> dict[str, Any]:
     return config
 
 
-def args_of(config: Mapping[str, Any]) -> Namespace:
-    """Megatron's arguments for a config.json.  UserError for a model that Megatron does not compute."""
-    family = FAMILIES.get(str(config.get("model_type")))
+def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
+    """Megatron's arguments for what a config.json holds.  UserError for a model that Megatron does not compute.
+
+    file: what messages call it.
+    """
+    family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"config.json: model_type {config.get('model_type')} is not supported; use one of {known}")
-    for key, (value, absent) in family.fixed.items():
-        _must_be(config, key, value, absent)
-    values = {name: _get(config, key, family) for name, key in family.keys.items()}
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        said = f"model_type {as_json(values.get('model_type'))} is not supported; use one of {', '.join(FAMILIES)}"
+        raise UserError(f"{file}: {said}")
+    config = checked(family.schema, values, file, f"is missing, and a {family.model_type} model needs it")
+    args = Namespace(**{name: getattr(config, key) for name, key in family.keys.items()})
     defaults = {
-        "ffn_hidden_size": 4 * hidden,
-        "num_query_groups": heads,
-        "kv_channels": hidden // heads,
+        "ffn_hidden_size": 4 * args.hidden_size,
+        "num_query_groups": args.num_attention_heads,
+        "kv_channels": args.hidden_size // args.num_attention_heads,
         "hidden_dropout": 0.0,
         "rotary_base": 10000,
         "rotary_percent": 1.0,
@@ -144,59 +147,67 @@ def args_of(config: Mapping[str, Any]) -> Namespace:
         "bias_gelu_fusion": False,
         **family.needs,
     }
-    args = Namespace(**defaults | {name: value for name, value in values.items() if value is not None})
-    args.untie_embeddings_and_output_weights = not _get(config, "tie_word_embeddings", family)
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:  # absent in config.json, or null
+            setattr(args, name, value)
+    args.untie_embeddings_and_output_weights = not config.tie_word_embeddings
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
     args.padded_vocab_size = -(-args.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    if family.model_type == "llama":
-        args.add_bias_linear = bool(config.get("attention_bias", False))
-        _must_be(config, "mlp_bias", args.add_bias_linear, False)
+    if isinstance(config, Llama):
+        args.add_bias_linear = config.attention_bias
+        if config.mlp_bias != config.attention_bias:
+            raise UserError(f"{file}: mlp_bias {config.mlp_bias} is not supported beside attention_bias "
+                            f"{config.attention_bias}; Megatron has biases in all linears or in none")  # fmt: skip
     else:
-        key = "hidden_act" if family.model_type == "gpt_neox" else "activation_function"
-        gelu = config.get(key, "gelu" if family.model_type == "gpt_neox" else "gelu_new")
-        if gelu not in (*_TANH_GELU, "gelu"):
-            raise UserError(f"config.json: {key} {gelu} is not supported; Megatron has gelu and gelu_new")
-        args.bias_gelu_fusion = gelu in _TANH_GELU
-    if args.position_embedding_type == "rope":
-        _read_rope(args, config, family)
+        gelu = config.hidden_act if isinstance(config, Neox) else config.activation_function
+        args.bias_gelu_fusion = gelu in TANH_GELU
+    if isinstance(config, Llama | Neox):
+        _read_rope(args, config, file)
+    _check_heads(args, config, family.keys, file)
     return args
 
 
-def _read_rope(args: Namespace, config: Mapping[str, Any], family: Family) -> None:
+def _read_rope(args: Namespace, config: Llama | Neox, file: str) -> None:
     """Rotary positions, as transformers 4 writes them in config.json or as 5 does."""
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or rope
-    base = rope.get("rope_theta", config.get("rotary_emb_base", config.get("rope_theta", 10000)))
-    if base != int(base):
-        raise UserError(f"config.json: rope_theta {base} is not supported; --rotary-base takes a whole number")
-    args.rotary_base = int(base)
-    if family.model_type == "gpt_neox":
-        args.rotary_percent = rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "llama3" and family.model_type == "llama":
+    rope = config.rope_parameters or Rope()
+    if isinstance(config, Llama):
+        base, part = config.rope_theta, config.partial_rotary_factor
+    else:
+        base, part = config.rotary_emb_base, config.rotary_pct
+    args.rotary_base = int(rope.rope_theta or base)
+    args.rotary_percent = rope.partial_rotary_factor or part
+    if isinstance(config, Llama) and args.rotary_percent != 1:
+        said = f"partial_rotary_factor {args.rotary_percent} is not supported"
+        raise UserError(f"{file}: {said}; a llama model rotates whole heads here, so use 1")
+    scaling = config.rope_scaling or rope
+    kind = scaling.rope_type or scaling.type or "default"
+    if kind == "llama3" and isinstance(config, Llama):
         for key, value in _LLAMA3_ROPE.items():
-            if scaling.get(key) != value:
+            if (found := getattr(scaling, key)) != value:
                 reason = f"is not supported; Megatron 0.19 builds every such model with {value}, whatever its flags say"
-                raise UserError(f"config.json: {key} {scaling.get(key)} of the rope scaling {reason}")
+                raise UserError(f"{file}: {key} {found} of the rope scaling {reason}")
         args.use_rope_scaling = True
     elif kind != "default":
-        raise UserError(f"config.json: rope scaling {dict(scaling)} is not supported; Megatron has Llama 3.1's")
+        raise UserError(f"{file}: rope scaling {as_json(kind)} is not supported; Megatron has llama3, for llama models")
 
 
-def _get(config: Mapping[str, Any], key: str, family: Family) -> Any:
-    if key not in config and key not in family.defaults:
-        raise UserError(f"config.json has no {key}, which a {family.model_type} model needs")
-    return config.get(key, family.defaults.get(key))
-
-
-def _must_be(config: Mapping[str, Any], key: str, value: Any, absent: Any) -> None:
-    found = config.get(key, absent)
-    if found != value:
-        raise UserError(f"config.json: {key} {found} is not supported; Megatron computes the model with {value}")
+def _check_heads(args: Namespace, config: Section, keys: Mapping[str, str], file: str) -> None:
+    """Refuse sizes that make no whole heads, no whole groups of them, or no whole pairs of rotated channels."""
+    heads, groups, hidden = args.num_attention_heads, args.num_query_groups, args.hidden_size
+    if getattr(config, keys.get("kv_channels", ""), None) is None and hidden % heads:
+        said = f"{keys['num_attention_heads']} {heads} does not divide {keys['hidden_size']} {hidden}"
+        raise UserError(f"{file}: {said}; a head has a whole number of channels")
+    if heads % groups:
+        said = f"{keys['num_query_groups']} {groups} does not divide {keys['num_attention_heads']} {heads}"
+        raise UserError(f"{file}: {said}; a group has a whole number of heads")
+    rotated = int(args.kv_channels * args.rotary_percent)
+    if args.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
+        said = f"rotary positions turn {rotated} of a head's {args.kv_channels} channels"
+        raise UserError(f"{file}: {said}, by its sizes and its part; they turn pairs, so an even number of 2 or more")
 
 
 def flags_of(args: Namespace) -> str:
-    """Megatron's flags for the model that `args` (of model_args or args_of) describe."""
+    """Megatron's flags for the model that `args` (of model_args or args_of) describe, quoted for a shell."""
     unused = {"bias_gelu_fusion"} if args.swiglu else set()
     if args.position_embedding_type != "rope":
         unused |= {"rotary_base", "rotary_percent"}
@@ -211,7 +222,7 @@ def flags_of(args: Namespace) -> str:
             words += [flag] if value else []
         else:
             words += [flag, str(value)]
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def quantization_config(family: Family) -> dict[str, Any]:

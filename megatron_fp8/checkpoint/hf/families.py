@@ -34,6 +34,7 @@ from ...errors import UserError
 from ...numerics import E4M3, ScaledTensor
 from ...numerics.scaling import power_of_two_scale
 from ...ops import amax, quantize
+from .schema import Gpt2, Llama, Neox
 
 # Megatron's modules; a parameter's name goes on with weight or bias.
 _WORDS = "embedding.word_embeddings."
@@ -84,19 +85,17 @@ TRANSPOSED_QKV = Layout(
 class Family:
     """One of Hugging Face's model types.
 
-    modules: its modules for each of Megatron's ({} is the layer), several where Megatron fuses.  keys: those of
-    config.json for Megatron's arguments.  needs: what arguments must be.  fixed: what keys of config.json must
-    be, and are if absent.  defaults: what other keys are if absent.
+    modules: its modules for each of Megatron's ({} is the layer), several where Megatron fuses.  schema: what its
+    config.json may hold.  keys: those of config.json for Megatron's arguments.  needs: what arguments must be.
     """
 
     model_type: str
     architecture: str
     modules: Mapping[str, tuple[str, ...]]
     layouts: Mapping[str, Layout]
+    schema: type[Llama] | type[Neox] | type[Gpt2]
     keys: Mapping[str, str]
     needs: Mapping[str, Any]
-    fixed: Mapping[str, tuple[Any, Any]]
-    defaults: Mapping[str, Any]
 
 
 _KEYS = {  # of most families
@@ -125,6 +124,7 @@ _LLAMA = Family(
         OUTPUT: ("lm_head.",),
     },
     layouts={_QKV: QKV, _FC1: GATE_UP},
+    schema=Llama,
     keys={
         **_KEYS,
         "num_query_groups": "num_key_value_heads",
@@ -132,15 +132,6 @@ _LLAMA = Family(
         "layernorm_epsilon": "rms_norm_eps",
     },
     needs={"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0},
-    fixed={"hidden_act": ("silu", "silu")},
-    defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-    },
 )
 _NEOX = Family(
     "gpt_neox",
@@ -157,16 +148,9 @@ _NEOX = Family(
         OUTPUT: ("embed_out.",),
     },
     layouts={},
+    schema=Neox,
     keys={**_KEYS, "hidden_dropout": "hidden_dropout", "layernorm_epsilon": "layer_norm_eps"},
     needs={**_LAYER_NORM_GELU, "position_embedding_type": "rope"},
-    fixed={"use_parallel_residual": (False, True), "attention_bias": (True, True)},
-    defaults={
-        "layer_norm_eps": 1e-5,
-        "initializer_range": 0.02,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tie_word_embeddings": False,
-    },
 )
 _GPT2 = Family(
     "gpt2",
@@ -184,6 +168,7 @@ _GPT2 = Family(
         OUTPUT: ("lm_head.",),
     },
     layouts={_QKV: TRANSPOSED_QKV, _PROJ: TRANSPOSED, _FC1: TRANSPOSED, _FC2: TRANSPOSED},
+    schema=Gpt2,
     keys={
         "num_layers": "n_layer",
         "hidden_size": "n_embd",
@@ -197,19 +182,6 @@ _GPT2 = Family(
         "vocab_size": "vocab_size",
     },
     needs={**_LAYER_NORM_GELU, "position_embedding_type": "learned_absolute"},
-    fixed={
-        "scale_attn_weights": (True, True),
-        "scale_attn_by_inverse_layer_idx": (False, False),
-        "add_cross_attention": (False, False),
-    },
-    defaults={
-        "n_inner": None,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "tie_word_embeddings": True,
-    },
 )
 FAMILIES = {family.model_type: family for family in (_LLAMA, _NEOX, _GPT2)}
 
@@ -250,17 +222,15 @@ class Parameter:
         return self.layout.split(tensor[: args.vocab_size] if self.has_vocabulary else tensor, args)
 
     def merge(self, parts: list[torch.Tensor], args: Namespace) -> torch.Tensor:
-        """The reverse; rows that pad the vocabulary are zero.  UserError for parts of other shapes."""
-        try:
-            tensor = self.layout.merge(parts, args)
-        except RuntimeError:
-            tensor = parts[0][:0]  # no tensor of theirs has this shape
-        if self.has_vocabulary and len(tensor) == args.vocab_size:
+        """The reverse, of parts that have `part_shapes`; rows that pad the vocabulary are zero."""
+        tensor = self.layout.merge(parts, args)
+        if self.has_vocabulary:
             tensor = torch.cat([tensor, tensor.new_zeros(self.shape[0] - len(tensor), *tensor.shape[1:])])
-        if tuple(tensor.shape) != self.shape:
-            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-            raise UserError(f"{', '.join(self.names)}: shape {shapes} does not fit the sizes in config.json")
         return tensor
+
+    def part_shapes(self, args: Namespace) -> list[tuple[int, ...]]:
+        """The shapes of what `split` gives."""
+        return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"), args)]
 
 
 def parameters(args: Namespace) -> list[Parameter]:

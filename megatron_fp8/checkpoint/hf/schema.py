@@ -1,0 +1,179 @@
+"""What config.json, an index and a checkpoint's arguments may hold: types and ranges, checked by pydantic.
+
+Such files come from other people. A value of another type, or beyond any model, is refused here in one line that names
+file, key, value and what is expected; behind it all values are what they say they are. Ranges are wide: they keep
+nonsense out, not large models. Keys that are not named here are ignored, as transformers ignores them.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from ...errors import UserError
+
+try:
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError
+except ModuleNotFoundError:
+    raise UserError("convert needs the package pydantic: pip install 'megatron-fp8[hf]'") from None
+
+Count = Annotated[int, Field(ge=1, le=100_000)]  # of layers, heads
+Size = Annotated[int, Field(ge=1, le=2**30)]
+Share = Annotated[float, Field(ge=0, lt=1)]  # dropped
+Epsilon = Annotated[float, Field(ge=1e-20, lt=1)]
+Deviation = Annotated[float, Field(ge=1e-10, le=100)]  # of initial weights
+Base = Annotated[float, Field(ge=2, le=1e15, multiple_of=1)]  # --rotary-base takes a whole number
+Part = Annotated[float, Field(gt=0, le=1)]  # of a head's channels
+Factor = Annotated[float, Field(gt=0, le=1e6)]
+Gelu = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu"]
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # as --bias-gelu-fusion computes it
+
+
+class Section(BaseModel):
+    """An object of JSON. strict: "12" and true are no numbers."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Rope(Section):
+    """Rotary positions: rope_scaling of transformers 4, rope_parameters of 5."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Base | None = None
+    partial_rotary_factor: Part | None = None
+    factor: Factor | None = None
+    low_freq_factor: Factor | None = None
+    high_freq_factor: Factor | None = None
+    original_max_position_embeddings: Size | None = None
+
+
+class _Roped(Section):
+    num_hidden_layers: Count
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Count
+    max_position_embeddings: Size
+    vocab_size: Size
+    initializer_range: Deviation = 0.02
+    attention_dropout: Share = 0.0
+    tie_word_embeddings: bool = False
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+
+
+class Llama(_Roped):
+    """config.json of a LlamaForCausalLM."""
+
+    num_key_value_heads: Count | None = None
+    head_dim: Size | None = None
+    rms_norm_eps: Epsilon = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: Base = 10000.0
+    partial_rotary_factor: Part = 1.0
+
+
+class Neox(_Roped):
+    """config.json of a GPTNeoXForCausalLM."""
+
+    layer_norm_eps: Epsilon = 1e-5
+    hidden_dropout: Share = 0.0
+    hidden_act: Gelu = "gelu"
+    # true if it is absent, which is then refused
+    use_parallel_residual: Literal[False] = Field(True, validate_default=True)  # type: ignore[assignment]
+    attention_bias: Literal[True] = True
+    rotary_emb_base: Base = 10000.0
+    rotary_pct: Part = 0.25
+
+
+class Gpt2(Section):
+    """config.json of a GPT2LMHeadModel."""
+
+    n_layer: Count
+    n_embd: Size
+    n_head: Count
+    n_positions: Size
+    vocab_size: Size
+    n_inner: Size | None = None
+    layer_norm_epsilon: Epsilon = 1e-5
+    initializer_range: Deviation = 0.02
+    attn_pdrop: Share = 0.1
+    resid_pdrop: Share = 0.1
+    embd_pdrop: Share = 0.1
+    activation_function: Gelu = "gelu_new"
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    tie_word_embeddings: bool = True
+
+
+class ModelArguments(Section):
+    """What describes the model in the arguments that a Megatron checkpoint was saved with."""
+
+    num_layers: Count
+    hidden_size: Size
+    ffn_hidden_size: Size
+    num_attention_heads: Count
+    group_query_attention: bool
+    num_query_groups: Count
+    kv_channels: Size
+    max_position_embeddings: Size
+    normalization: str
+    layernorm_epsilon: Epsilon
+    swiglu: bool
+    add_bias_linear: bool
+    bias_gelu_fusion: bool
+    untie_embeddings_and_output_weights: bool
+    position_embedding_type: str
+    rotary_base: Base
+    rotary_percent: Part
+    use_rope_scaling: bool
+    attention_dropout: Share
+    hidden_dropout: Share
+    init_method_std: Deviation
+    padded_vocab_size: Size
+    vocab_size: Size | None = None
+
+
+class Index(Section):
+    """model.safetensors.index.json: {tensor: file}. A file lies in the folder itself."""
+
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\]+\.safetensors$")]]
+
+
+def checked[S: Section](schema: type[S], values: Mapping[str, Any], file: str, missing: str = "is missing") -> S:
+    """Values as the schema has them.  UserError for the first that is not; missing: what to say of one that is absent.
+
+    file: what a message calls the place that they come from.
+    """
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+    key, value, said = shown(".".join(map(str, first["loc"]))), as_json(first["input"]), first["msg"]
+    if first["type"] == "missing":
+        said = f"{key} {missing}"
+    elif first["type"] == "literal_error":
+        said = f"{key} {value} is not supported; Megatron computes the model with {first['ctx']['expected']}"
+    else:
+        said = f"{key} {value}: {said.replace('Input should', 'it should')}"
+    raise UserError(f"{file}: {said}" + (f" (and {len(others)} more that cannot be)" if others else "")) from None
+
+
+def constants(schema: type[Section]) -> dict[str, Any]:
+    """{key: value} of the keys that can have one value only."""
+    fixed = {key: get_args(field.annotation) for key, field in schema.model_fields.items()
+             if get_origin(field.annotation) is Literal}  # fmt: skip
+    return {key: values[0] for key, values in fixed.items() if len(values) == 1}
+
+
+def as_json(value: Any, most: int = 60) -> str:
+    """A value as JSON of at most so many characters, in one line of ASCII, for a message."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def shown(name: str, most: int = 60) -> str:
+    """A name from another's file, for a message: as it is if that is short and plain, else as JSON."""
+    return name if name.isascii() and name.isprintable() and 0 < len(name) <= most else as_json(name, most)
