@@ -218,7 +218,11 @@ class GroupedLinear(_Base):
 
 
 class DotProductAttention(_Base):
-    """softmax(scale Q K^T + bias, masked, with a sink) V in FP32; (s, b, heads, channels)."""
+    """softmax(scale Q K^T + bias, masked, with a sink) V; (s, b, heads, channels).
+
+    As TE's own attention in plain torch: products and probabilities have the operands' precision, and dropout draws
+    from the tensor-parallel ranks' own generator.
+    """
 
     def __init__(
         self,
@@ -242,6 +246,8 @@ class DotProductAttention(_Base):
         self.scale = softmax_scale or 1.0 / math.sqrt(keys)
         self.heads, self.groups = num_attention_heads // tp_size, num_gqa_groups // tp_size
         self.attn_mask_type, self.window_size, self.dropout = attn_mask_type, window_size, attention_dropout
+        forks = not sequence_parallel and get_rng_state_tracker is not None
+        self._drawing = (lambda: get_rng_state_tracker().fork()) if forks else contextlib.nullcontext
         self.softmax_offset = None
         if softmax_type == "off-by-one":
             self.softmax_offset = torch.zeros(self.heads)
@@ -250,11 +256,14 @@ class DotProductAttention(_Base):
 
     def forward(self, q, k, v, attention_mask=None, attn_mask_type=None, core_attention_bias=None, **_):
         k, v = (t.repeat_interleave(self.heads // self.groups, dim=2) for t in (k, v))
-        scores = torch.einsum("sbhc,tbhc->bhst", q.float(), k.float()) * self.scale
+        length, batch = q.shape[:2]
+        q, k, v = (t.flatten(1, 2).transpose(0, 1) for t in (q, k, v))  # (b * heads, s, channels)
+        scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0.0, alpha=self.scale)
+        scores = scores.unflatten(0, (batch, self.heads))
         if core_attention_bias is not None:
             scores = scores + core_attention_bias
         kind = attn_mask_type or self.attn_mask_type
-        distance = torch.arange(q.shape[0])[:, None] - torch.arange(k.shape[0])  # how far back a key lies
+        distance = torch.arange(length)[:, None] - torch.arange(k.shape[1])  # how far back a key lies
         masked = torch.zeros_like(distance, dtype=torch.bool)
         if kind == "causal":
             masked = masked | (distance < 0)
@@ -265,12 +274,14 @@ class DotProductAttention(_Base):
             masked = masked | (distance > left if left >= 0 else False) | (-distance > right if right >= 0 else False)
         scores = scores.masked_fill(masked, -torch.inf)
         if self.softmax_offset is not None:
-            sink = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            sink = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             probabilities = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:
             probabilities = scores.softmax(-1)
-        probabilities = F.dropout(probabilities, self.dropout, self.training)
-        return torch.einsum("bhst,tbhc->sbhc", probabilities, v.float()).to(v.dtype).flatten(2)
+        with self._drawing():
+            probabilities = F.dropout(probabilities, self.dropout, self.training)
+        y = torch.bmm(probabilities.flatten(0, 1), v)
+        return y.unflatten(0, (batch, self.heads)).permute(2, 0, 1, 3).flatten(2)
 
 
 class _Swiglu(nn.Module):

@@ -35,7 +35,7 @@ class ReplicatedLinear(torch.nn.Module):
     Under sequence parallelism each rank sees its own tokens: Megatron sums the gradients of what is marked so.
     """
 
-    def __init__(self, input_size: int, output_size: int, config, tp_group):
+    def __init__(self, input_size: int, output_size: int, *, config, tp_group, **_):
         super().__init__()
         self._tp_group = tp_group
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -62,16 +62,23 @@ class ReplicatedLinear(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets, **groups)
 
 
+class _PassesForColumnParallel(ModuleSpec):
+    """A spec that Megatron takes where it accepts classes of its own only: it asks whether this equals one of them.
+
+    Nothing else is built in its place first, which would draw random numbers: every later weight would start as another
+    than stock's.
+    """
+
+    def __eq__(self, other):
+        return other is ColumnParallelLinear
+
+
 class LatentAttention(MLASelfAttention):
     """Megatron's MLASelfAttention with our linears; the parameter names are those of its Transformer Engine spec."""
 
     def __init__(self, config, submodules, *args, fp8_config: Fp8Config, **kwargs):
         self._fp8_config = fp8_config
         super().__init__(config, submodules, *args, **kwargs)
-        # Megatron accepts its own classes only in these two places.
-        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if (stock := getattr(self, name, None)) is not None:
-                setattr(self, name, ReplicatedLinear(stock.input_size, stock.output_size, config, self.tp_group))
 
     def _resolve_qk_norm_config(self, submodules):
         """Which classes stand where, as Megatron has them under Transformer Engine: norms in the linears they feed."""
@@ -109,8 +116,8 @@ def convert_latent(attention: ModuleSpec, core_attention, fp8: Fp8Config) -> Mod
         params={**attention.params, "fp8_config": fp8},
         submodules=dataclasses.replace(
             attention.submodules,
-            linear_q_down_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ColumnParallelLinear,
+            linear_q_down_proj=_PassesForColumnParallel(ReplicatedLinear),
+            linear_kv_down_proj=_PassesForColumnParallel(ReplicatedLinear),
             linear_proj=functools.partial(Fp8RowParallelLinear, fp8_config=fp8),
             core_attention=core_attention,
             q_layernorm=IdentityOp,
