@@ -164,8 +164,13 @@ def describe(model: torch.nn.Module) -> Description:
         for name, p in model.named_parameters()
     }
     initial, generators = {}, {}
+    drawn = "weight", "bias"  # Transformer Engine leaves a sink of the softmax as its memory was
     if model.config.perform_initialization:
-        initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+        initial = {_apart(name): p.detach().clone() for name, p in model.named_parameters() if name.endswith(drawn)}
+        for name in [name for name in initial if name.endswith("linear_qkv_down_proj.weight")]:
+            rows = model.config.q_lora_rank, model.config.kv_lora_rank + model.config.qk_pos_emb_head_dim
+            parts = initial.pop(name).split(rows)
+            initial |= {name.replace("_qkv_", kind): part for kind, part in zip(("_q_", "_kv_"), parts, strict=True)}
         generators = {"default": torch.cuda.get_rng_state(), **get_cuda_rng_tracker().get_states()}
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
     attributes = {name: _attributes(module) for name, module in model.named_modules()}
@@ -193,6 +198,11 @@ def _plain(value):
     return None
 
 
+def _apart(name: str) -> str:
+    """The name of a grouped expert's parameter where experts are modules of their own."""
+    return re.sub(r"experts\.(linear_fc\d)\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2", name)
+
+
 def _values(name: str, shape: torch.Size, config) -> torch.Tensor:
     """Numbers that depend on a parameter's name and shape alone, whichever form its layer has."""
     if "linear_qkv_down_proj.layer_norm_" in name:
@@ -201,7 +211,7 @@ def _values(name: str, shape: torch.Size, config) -> torch.Tensor:
         rows = {"q": config.q_lora_rank, "kv": config.kv_lora_rank + config.qk_pos_emb_head_dim}
         parts = [_values(name.replace("_qkv_", f"_{k}_"), torch.Size((n, shape[1])), config) for k, n in rows.items()]
         return torch.cat(parts)
-    name = re.sub(r"experts\.(linear_fc\d)\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2", name)
+    name = _apart(name)
     is_gain = name.endswith(("norm.weight", "layer_norm_weight"))
     near = 1.0 if is_gain and not config.layernorm_zero_centered_gamma else 0.0
     return near + 0.15 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
@@ -291,7 +301,9 @@ def _unlike(what: str, stock: dict, ours: dict) -> list[str]:
 
 
 def _unequal(what: str, stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> list[str]:
-    return [f"{what} {n}" for n in sorted(stock.keys() & ours.keys()) if not torch.equal(stock[n], ours[n])]
+    names = sorted(stock.keys() & ours.keys())
+    assert names or not stock
+    return [f"{what} {n}" for n in names if not torch.equal(stock[n], ours[n])]
 
 
 def computed_apart(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], bound: float) -> list[str]:

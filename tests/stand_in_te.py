@@ -83,10 +83,12 @@ def _parameter(*shape: int, value: float | None = None, dtype=None, device=None)
 
 
 def _normed(x, kind: str, weight, bias, eps: float, zero_centered: bool):
-    gain = 1 + weight if zero_centered else weight
+    if zero_centered:  # 1 + weight would be rounded in BF16
+        x, dtype = x.float(), x.dtype
+        return _normed(x, kind, 1 + weight.float(), bias.float() if bias is not None else None, eps, False).to(dtype)
     if kind == "RMSNorm":
-        return F.rms_norm(x, weight.shape, gain, eps)
-    return F.layer_norm(x, weight.shape, gain, bias, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 class LayerNorm(_Base):
@@ -196,13 +198,25 @@ class GroupedLinear(_Base):
     """Linears one for each expert, `weight0`, `weight1`...; tensor parallelism 1 only."""
 
     def __init__(
-        self, num_gemms, in_features, out_features, *, init_method, bias, return_bias, params_dtype, device, **_
+        self,
+        num_gemms,
+        in_features,
+        out_features,
+        *,
+        get_rng_state_tracker,
+        rng_tracker_name,
+        init_method,
+        bias,
+        return_bias,
+        params_dtype,
+        device,
+        **_,
     ):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         for i in range(num_gemms):
             weight = _parameter(out_features, in_features, dtype=params_dtype, device=device)
-            with torch.no_grad():
+            with torch.no_grad(), get_rng_state_tracker().fork(rng_tracker_name):
                 init_method(weight)
             setattr(self, f"weight{i}", weight)
             if bias:
@@ -220,7 +234,7 @@ class GroupedLinear(_Base):
 class DotProductAttention(_Base):
     """softmax(scale Q K^T + bias, masked, with a sink) V; (s, b, heads, channels).
 
-    As TE's own attention in plain torch: products and probabilities have the operands' precision, and dropout draws
+    As TE's own attention in plain torch: products have the operands' precision, the softmax is FP32's, and dropout draws
     from the tensor-parallel ranks' own generator.
     """
 
@@ -272,12 +286,13 @@ class DotProductAttention(_Base):
         if self.window_size is not None:
             left, right = self.window_size
             masked = masked | (distance > left if left >= 0 else False) | (-distance > right if right >= 0 else False)
-        scores = scores.masked_fill(masked, -torch.inf)
+        scores = scores.float().masked_fill(masked, -torch.inf)
         if self.softmax_offset is not None:
             sink = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             probabilities = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:
             probabilities = scores.softmax(-1)
+        probabilities = probabilities.to(v.dtype)
         with self._drawing():
             probabilities = F.dropout(probabilities, self.dropout, self.training)
         y = torch.bmm(probabilities.flatten(0, 1), v)
