@@ -234,8 +234,8 @@ class GroupedLinear(_Base):
 class DotProductAttention(_Base):
     """softmax(scale Q K^T + bias, masked, with a sink) V; (s, b, heads, channels).
 
-    As TE's own attention in plain torch: products have the operands' precision, the softmax is FP32's, and dropout draws
-    from the tensor-parallel ranks' own generator.
+    As TE's own attention in plain torch: products have the operands' precision, the softmax is FP32's, and dropout
+    draws from the tensor-parallel ranks' own generator.
     """
 
     def __init__(
@@ -330,7 +330,35 @@ class _Quantized:
 
 
 class _RngTracker:
-    """TE's tracker has the interface of Megatron's, which these runs use."""
+    """States of the device's generator by name, with the interface of Megatron's own tracker."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        self.states = {}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states = states
+
+    def add(self, name: str, seed: int) -> None:
+        before = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(seed)
+        self.states[name] = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng"):
+        before = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(self.states[name])
+        try:
+            yield
+        finally:
+            self.states[name] = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(before)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def train(count: int, flags: list[str]) -> dict:
         lines = output.read().splitlines()
     found = [_values(match[1]) for match in map(EXACT.match, lines) if match]
     norms = [values.pop("grad norm", None) for values in found]
-    said = [line for line in lines if line.strip() and not line.startswith("[ranks]")][-12:]
+    said = [line[:500] for line in lines if line.strip() and not line.startswith("[ranks]")][-12:]
     return {"code": code, "losses": found, "norms": norms, "said": said if code else []}
 
 
@@ -57,11 +57,11 @@ def main(side: str) -> None:
     from megatron_fp8.rehearsal import ranks
 
     ranks.warm_up()
-    from training_cases import BASE
+    from training_cases import command
 
     for line in sys.stdin:
         count, case = json.loads(line)
-        flags = [*BASE, *case.split(), *(LEVEL if side == "level" else ())]
+        flags = [*command(case), *(LEVEL if side == "level" else ())]
         print(json.dumps({"ranks": count, "case": case, **train(count, flags)}), flush=True)
 
 
