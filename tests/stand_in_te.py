@@ -83,10 +83,12 @@ def _parameter(*shape: int, value: float | None = None, dtype=None, device=None)
 
 
 def _normed(x, kind: str, weight, bias, eps: float, zero_centered: bool):
-    gain = 1 + weight if zero_centered else weight
+    if zero_centered:  # 1 + weight would be rounded in BF16
+        x, dtype = x.float(), x.dtype
+        return _normed(x, kind, 1 + weight.float(), bias.float() if bias is not None else None, eps, False).to(dtype)
     if kind == "RMSNorm":
-        return F.rms_norm(x, weight.shape, gain, eps)
-    return F.layer_norm(x, weight.shape, gain, bias, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 class LayerNorm(_Base):
@@ -196,13 +198,25 @@ class GroupedLinear(_Base):
     """Linears one for each expert, `weight0`, `weight1`...; tensor parallelism 1 only."""
 
     def __init__(
-        self, num_gemms, in_features, out_features, *, init_method, bias, return_bias, params_dtype, device, **_
+        self,
+        num_gemms,
+        in_features,
+        out_features,
+        *,
+        get_rng_state_tracker,
+        rng_tracker_name,
+        init_method,
+        bias,
+        return_bias,
+        params_dtype,
+        device,
+        **_,
     ):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         for i in range(num_gemms):
             weight = _parameter(out_features, in_features, dtype=params_dtype, device=device)
-            with torch.no_grad():
+            with torch.no_grad(), get_rng_state_tracker().fork(rng_tracker_name):
                 init_method(weight)
             setattr(self, f"weight{i}", weight)
             if bias:
@@ -218,7 +232,11 @@ class GroupedLinear(_Base):
 
 
 class DotProductAttention(_Base):
-    """softmax(scale Q K^T + bias, masked, with a sink) V in FP32; (s, b, heads, channels)."""
+    """softmax(scale Q K^T + bias, masked, with a sink) V; (s, b, heads, channels).
+
+    As TE's own attention in plain torch: products have the operands' precision, the softmax is FP32's, and dropout
+    draws from the tensor-parallel ranks' own generator.
+    """
 
     def __init__(
         self,
@@ -242,6 +260,8 @@ class DotProductAttention(_Base):
         self.scale = softmax_scale or 1.0 / math.sqrt(keys)
         self.heads, self.groups = num_attention_heads // tp_size, num_gqa_groups // tp_size
         self.attn_mask_type, self.window_size, self.dropout = attn_mask_type, window_size, attention_dropout
+        forks = not sequence_parallel and get_rng_state_tracker is not None
+        self._drawing = (lambda: get_rng_state_tracker().fork()) if forks else contextlib.nullcontext
         self.softmax_offset = None
         if softmax_type == "off-by-one":
             self.softmax_offset = torch.zeros(self.heads)
@@ -250,11 +270,14 @@ class DotProductAttention(_Base):
 
     def forward(self, q, k, v, attention_mask=None, attn_mask_type=None, core_attention_bias=None, **_):
         k, v = (t.repeat_interleave(self.heads // self.groups, dim=2) for t in (k, v))
-        scores = torch.einsum("sbhc,tbhc->bhst", q.float(), k.float()) * self.scale
+        length, batch = q.shape[:2]
+        q, k, v = (t.flatten(1, 2).transpose(0, 1) for t in (q, k, v))  # (b * heads, s, channels)
+        scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0.0, alpha=self.scale)
+        scores = scores.unflatten(0, (batch, self.heads))
         if core_attention_bias is not None:
             scores = scores + core_attention_bias
         kind = attn_mask_type or self.attn_mask_type
-        distance = torch.arange(q.shape[0])[:, None] - torch.arange(k.shape[0])  # how far back a key lies
+        distance = torch.arange(length)[:, None] - torch.arange(k.shape[1])  # how far back a key lies
         masked = torch.zeros_like(distance, dtype=torch.bool)
         if kind == "causal":
             masked = masked | (distance < 0)
@@ -263,14 +286,17 @@ class DotProductAttention(_Base):
         if self.window_size is not None:
             left, right = self.window_size
             masked = masked | (distance > left if left >= 0 else False) | (-distance > right if right >= 0 else False)
-        scores = scores.masked_fill(masked, -torch.inf)
+        scores = scores.float().masked_fill(masked, -torch.inf)
         if self.softmax_offset is not None:
-            sink = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            sink = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             probabilities = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:
             probabilities = scores.softmax(-1)
-        probabilities = F.dropout(probabilities, self.dropout, self.training)
-        return torch.einsum("bhst,tbhc->sbhc", probabilities, v.float()).to(v.dtype).flatten(2)
+        probabilities = probabilities.to(v.dtype)
+        with self._drawing():
+            probabilities = F.dropout(probabilities, self.dropout, self.training)
+        y = torch.bmm(probabilities.flatten(0, 1), v)
+        return y.unflatten(0, (batch, self.heads)).permute(2, 0, 1, 3).flatten(2)
 
 
 class _Swiglu(nn.Module):
@@ -304,7 +330,35 @@ class _Quantized:
 
 
 class _RngTracker:
-    """TE's tracker has the interface of Megatron's, which these runs use."""
+    """States of the device's generator by name, with the interface of Megatron's own tracker."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        self.states = {}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states = states
+
+    def add(self, name: str, seed: int) -> None:
+        before = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(seed)
+        self.states[name] = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng"):
+        before = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(self.states[name])
+        try:
+            yield
+        finally:
+            self.states[name] = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(before)
 
 
 @contextlib.contextmanager

@@ -90,6 +90,8 @@ class Fp8Config:
         gemm_search: whether who runs a GEMM, and how, is timed, once a machine.
         log_gemm: whether each GEMM's shape is logged.
         fuses_rotary: queries and keys are rotated where QKV is split, in FP32; else as stock does (--no-rope-fusion).
+        draws_grouped, draws_fused: experts' weights, and latent attention's down projections, start as those of
+            --moe-grouped-gemm and --mla-down-proj-fusion, which are switched off.
     """
 
     level: str
@@ -131,6 +133,8 @@ class Fp8Config:
     gemm_search: bool
     log_gemm: bool
     fuses_rotary: bool
+    draws_grouped: bool
+    draws_fused: bool
 
 
 def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -222,6 +226,8 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         gemm_search=bool(gemm.SEARCH.value(args)),
         log_gemm=bool(gemm.LOG.value(args)),
         fuses_rotary=args.apply_rope_fusion,
+        draws_grouped=args.moe_grouped_gemm,
+        draws_fused=args.mla_down_proj_fusion,
     )
 
 

@@ -126,7 +126,10 @@ class UnfusedAttention(DotProductAttention):
     """Megatron's kernel, whose logits take memory (b, np, s, s); with values of another size, and windows as above."""
 
     def __init__(self, config, layer_number, *args, k_channels=None, v_channels=None, **kwargs):
-        super().__init__(config, layer_number, *args, **kwargs)
+        # A sink (--softmax-type learnable) draws its first value, Transformer Engine's does not: what is drawn after
+        # it would be other than stock's.
+        with torch.random.fork_rng([torch.cuda.current_device()]):
+            super().__init__(config, layer_number, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         softmax = self.scale_mask_softmax

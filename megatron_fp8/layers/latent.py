@@ -9,7 +9,8 @@ W_q, W_uq, W_ukv and W_o are column- and row-parallel linears, and ours: FP8 GEM
 down projections W_dq and W_dkv stay in BF16 and stock's; they are a few percent of a layer.  As in Megatron's
 Transformer Engine spec every tensor-parallel rank has the whole of them, and its own tokens under sequence parallelism;
 the local spec cuts them by columns, gathers x for them once more, and forgets to sum r's gradient over the ranks.
-Megatron's own module does the rest.
+--mla-down-proj-fusion makes one column-parallel linear of both: theirs are its first values then, and it is switched
+off.  Megatron's own module does the rest.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ class ReplicatedLinear(torch.nn.Module):
     Under sequence parallelism each rank sees its own tokens: Megatron sums the gradients of what is marked so.
     """
 
-    def __init__(self, input_size: int, output_size: int, config, tp_group):
+    def __init__(self, input_size: int, output_size: int, *, config, tp_group, drawn: bool = True, **_):
         super().__init__()
         self._tp_group = tp_group
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -43,7 +44,7 @@ class ReplicatedLinear(torch.nn.Module):
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         )
         self.weight.sequence_parallel = config.sequence_parallel
-        if config.perform_initialization:
+        if config.perform_initialization and drawn:
             with torch.no_grad(), get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
                 config.init_method(self.weight)
 
@@ -62,19 +63,50 @@ class ReplicatedLinear(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets, **groups)
 
 
+class _PassesForColumnParallel(ModuleSpec):
+    """A spec that Megatron takes where it accepts classes of its own only: it asks whether this equals one of them.
+
+    Nothing else is built in its place first, which would draw random numbers: every later weight would start as another
+    than stock's.
+    """
+
+    def __eq__(self, other):
+        return other is ColumnParallelLinear
+
+
+def _drawn_fused(config, tp_group) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first values of W_dq and W_dkv as of one column-parallel linear, of which each rank has a part of both."""
+    rows = config.q_lora_rank // tp_group.size(), (config.kv_lora_rank + config.qk_pos_emb_head_dim) // tp_group.size()
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    part = torch.empty(sum(rows), config.hidden_size, dtype=config.params_dtype, device=device)
+    with torch.no_grad(), get_cuda_rng_tracker().fork():
+        config.init_method(part)
+    parts = [torch.empty_like(part) for _ in range(tp_group.size())]
+    torch.distributed.all_gather(parts, part, group=tp_group)
+    of_q, of_kv = zip(*(whole.split(rows) for whole in parts), strict=True)
+    return torch.cat(of_q), torch.cat(of_kv)
+
+
 class LatentAttention(MLASelfAttention):
     """Megatron's MLASelfAttention with our linears; the parameter names are those of its Transformer Engine spec."""
+
+    _drawn: tuple[torch.Tensor, torch.Tensor] | None = None  # of the down projections, while they are built
 
     def __init__(self, config, submodules, *args, fp8_config: Fp8Config, **kwargs):
         self._fp8_config = fp8_config
         super().__init__(config, submodules, *args, **kwargs)
-        # Megatron accepts its own classes only in these two places.
-        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if (stock := getattr(self, name, None)) is not None:
-                setattr(self, name, ReplicatedLinear(stock.input_size, stock.output_size, config, self.tp_group))
+        if self._drawn is not None:
+            for module, values in zip((self.linear_q_down_proj, self.linear_kv_down_proj), self._drawn, strict=True):
+                module.weight.data.copy_(values)
+            self._drawn = None
 
     def _resolve_qk_norm_config(self, submodules):
-        """Which classes stand where, as Megatron has them under Transformer Engine: norms in the linears they feed."""
+        """Which classes stand where, as Megatron has them under Transformer Engine: norms in the linears they feed.
+
+        It is asked before the first of them is built.
+        """
+        if not submodules.linear_q_down_proj.params.get("drawn", True):
+            self._drawn = _drawn_fused(self.config, self.tp_group)
         column = ModuleSpec(Fp8ColumnParallelLinear, {"fp8_config": self._fp8_config})
         fused = ModuleSpec(Fp8NormColumnParallelLinear, {"fp8_config": self._fp8_config})
         up = fused if self.config.qk_layernorm else column
@@ -101,16 +133,18 @@ def is_latent(spec) -> bool:
     return isinstance(spec, ModuleSpec) and spec.module in (MLASelfAttention, FusedMLASelfAttention)
 
 
-def convert_latent(attention: ModuleSpec, core_attention, fp8: Fp8Config) -> ModuleSpec:
+def convert_latent(attention: ModuleSpec, core_attention, config, fp8: Fp8Config) -> ModuleSpec:
     """The spec of a multi-latent attention with our linears, whichever it was."""
+    fused = fp8.draws_fused and config.q_lora_rank and config.perform_initialization
+    down = _PassesForColumnParallel(ReplicatedLinear, {"drawn": not fused})
     return dataclasses.replace(
         attention,
         module=LatentAttention,
         params={**attention.params, "fp8_config": fp8},
         submodules=dataclasses.replace(
             attention.submodules,
-            linear_q_down_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ColumnParallelLinear,
+            linear_q_down_proj=down,
+            linear_kv_down_proj=down,
             linear_proj=functools.partial(Fp8RowParallelLinear, fp8_config=fp8),
             core_attention=core_attention,
             q_layernorm=IdentityOp,

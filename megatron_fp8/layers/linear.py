@@ -181,12 +181,3 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
             raise RuntimeError("an FP8 linear whose norm was made before it was given something else than that norm")
         with self.planned(call, given):
             return super().forward(input_, *args, **kwargs)
-
-
-class ExpertRowLinear(RowParallelLinear):
-    """Stock's, for experts: Megatron adds an expert's bias in place, which autograd forbids to what a function of its
-    own has returned as it came, without tensor and expert parallelism."""
-
-    def forward(self, input_):
-        output, bias = super().forward(input_)
-        return output if bias is None or self.explicit_expert_comm else output.clone(), bias

@@ -27,6 +27,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import (
@@ -38,8 +39,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from ..flags.config import Fp8Config
 from .attention import TorchAttention, UnfusedAttention
+from .experts import ExpertRowLinear, drawn_as_grouped
 from .latent import convert_latent, is_latent
-from .linear import ExpertRowLinear, Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+from .linear import Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
 from .mlp import Fp8Mlp
 from .norm import Norm
 from .self_attention import FusedSelfAttention
@@ -81,7 +83,8 @@ def convert(spec, config, fp8: Fp8Config):
         return _convert_layer(spec, config, fp8)
     if isinstance(spec, functools.partial):
         keywords = {k: swap(v) for k, v in spec.keywords.items()}
-        return functools.partial(spec.func, *map(swap, spec.args), **keywords)
+        build = drawn_as_grouped if spec.func is SequentialMLP and fp8.draws_grouped else spec.func
+        return functools.partial(build, *map(swap, spec.args), **keywords)
     if isinstance(spec, list):
         return [swap(s) for s in spec]
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
@@ -118,7 +121,7 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
             ),
         )
     elif is_latent(attention):
-        changed["self_attention"] = convert_latent(attention, _core_attention(attention, config, fp8), fp8)
+        changed["self_attention"] = convert_latent(attention, _core_attention(attention, config, fp8), config, fp8)
     if _is_dense_mlp(layer.mlp):
         mlp, submodules = layer.mlp, layer.mlp.keywords["submodules"]
         column, normed = _column_after(layer.pre_mlp_layernorm, submodules.linear_fc1, fp8)

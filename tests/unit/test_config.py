@@ -67,6 +67,8 @@ def test_o1(parse):
         "gemm_search": False,
         "log_gemm": False,
         "fuses_rotary": True,
+        "draws_grouped": False,
+        "draws_fused": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.level = "O3"
