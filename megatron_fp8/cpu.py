@@ -177,6 +177,9 @@ class _Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def elapsed_time(self, end: "_Stream") -> float:
         return 0.0
 
@@ -237,12 +240,17 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         "memory_stats": lambda device=None: collections.defaultdict(int),
         "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
     }
+    accelerator = {
+        "current_device_index": _zero,  # asked by the thread of a DataLoader with workers that pins memory
+        "device_index": lambda device: contextlib.nullcontext(),
+        "current_stream": lambda device=None: stream,  # torch.optim asks it, from 2.15 on, if a graph is captured
+        **dict.fromkeys(("set_device_index", "set_stream", "synchronize"), _nothing),
+    }
     substitutes: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, cuda),
         (torch.cuda.random, {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}),
         (torch, {"compile": lambda model=None, **kwargs: model if model is not None else lambda f: f}),
-        # the thread of a DataLoader with workers that pins memory
-        (torch.accelerator, {"current_device_index": _zero, "set_device_index": _nothing}),
+        (torch.accelerator, accelerator),
         (torch.Tensor, {"pin_memory": lambda tensor, *args, **kwargs: tensor}),
         (_BaseDataLoaderIter, {"__init__": make_loader_iterator}),
     ]

@@ -67,15 +67,21 @@ def reciprocal(x):
     return 1.0 / x
 
 
+@triton.jit
+def exp2(x):
+    return tl.exp2(x)
+
+
 def mend() -> None:
     """The interpreter's errors, and the kernels' assembly."""
-    from megatron_fp8.ops.triton import adam, cast
+    from megatron_fp8.ops.triton import activation, adam, cast
 
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     cast.convert, cast.convert_pair, cast.convert_quad = converted, converted_pair, converted_quad
     adam._codes, adam._reciprocal = converted_quad, reciprocal
+    activation.exp2, activation.reciprocal = exp2, reciprocal
     core.tensor.__index__ = lambda self: self.handle.data.item()
 
 

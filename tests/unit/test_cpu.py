@@ -103,6 +103,15 @@ def test_streams_and_optimizers_work(installed):
     assert (weight < 1).all()
 
 
+def test_torchs_names_for_any_accelerator_need_no_driver(installed):
+    """torch.optim asks the first before every step, from torch 2.15 on."""
+    assert torch.accelerator.current_stream().is_capturing() is False
+    torch.accelerator.set_stream(torch.accelerator.current_stream(0))
+    torch.accelerator.synchronize()
+    with torch.accelerator.device_index(0):
+        assert torch.accelerator.current_device_index() == 0
+
+
 def test_uninstall_restores_everything():
     places = [(owner, name) for owner, substitutes in cpu._substitutes() for name in substitutes]
     before = [getattr(owner, name) for owner, name in places]
