@@ -69,7 +69,7 @@ def check(payload, x, fmt) -> None:
 
 
 def agree(got, expected) -> None:
-    """Payloads with NaN, infinities and maxima in the same places, and some NaN; numbers between may round otherwise."""
+    """Payloads with NaN, infinities and maxima in the same places, and some NaN; numbers may round otherwise."""
     fmt = E4M3 if expected.dtype == E4M3.dtype else E5M2
     mine, theirs = codes(got), codes(expected)
     special = sorted({-1, *stated(fmt)})
