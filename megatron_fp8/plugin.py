@@ -71,8 +71,8 @@ What is hooked, and why not something more official:
                                                 (monitor/sharpness_probe.py); with --fp8-log-update-norm, officially,
                                                 step hooks on the optimizers of stock's parts (monitor/update_norm.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
-    multiprocessing.process.BaseProcess.start   the children of a rank with checkpoints end when it is killed: the manager of
-                                                Megatron's save results, and writers (processes.py).
+    multiprocessing.process.BaseProcess.start   a rank's children end when it is killed: the manager of Megatron's save
+                                                results, and writers (processes.py).
     filesystem_async.get_write_results_queue    in tests and rehearsals only: see rehearsal/ranks.py.
 
 All but the first and the last two are installed only when a run asks for a level, or for what they give: without one,
