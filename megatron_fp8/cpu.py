@@ -15,7 +15,8 @@ process, for as long as it is installed:
   3. Two functions of Megatron that only warm up or build what a GPU machine needs become empty.  A third, which
      brings the sizes of an all-to-all of experts to the host, makes of them what it makes of a GPU's.
 
-Communication goes through gloo (`adapt_args`), which has every collective that Megatron uses.
+Communication goes through gloo (`adapt_args`), which has every collective that Megatron's GPT uses, but for one:
+tensors of unequal sizes, as experts' tokens are, it does not gather. They are broadcast one by one, as NCCL does it.
 
 Limits. A missing stream wait cannot be found here, memory is not accounted, `torch.cuda.is_available()` says
 yes to everyone in the process (ask `needed()` instead), and the mode covers the thread that installed it.
@@ -24,9 +25,11 @@ yes to everyone in the process (ask `needed()` instead), and the mode covers the
 import atexit
 import collections
 import contextlib
+import functools
 import importlib.util
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -156,6 +159,40 @@ def _zero(*args, **kwargs) -> int:
     return 0
 
 
+class _Works:
+    """Several collectives as one handle."""
+
+    def __init__(self, works: list[Any]):
+        self._works = works
+
+    def wait(self, *args) -> bool:
+        return all([work.wait(*args) for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _gathering_any_sizes(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.distributed.all_gather whose tensors may differ in size from rank to rank: all know all sizes."""
+
+    @functools.wraps(stock)
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        if len({part.shape for part in tensor_list}) <= 1 or "gloo" not in torch.distributed.get_backend(group):
+            return stock(tensor_list, tensor, group, async_op)
+        tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
+        works = [
+            torch.distributed.broadcast(part, group=group, async_op=True, group_src=rank)
+            for rank, part in enumerate(tensor_list)
+            if part.numel()
+        ]
+        handle = _Works(works)
+        if async_op:
+            return handle
+        handle.wait()
+
+    return all_gather
+
+
 def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """As Megatron's, which leaves a tensor alone that is on the CPU, where gloo takes no tensor for sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -176,6 +213,9 @@ class _Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def elapsed_time(self, end: "_Stream") -> float:
         return 0.0
@@ -237,14 +277,20 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         "memory_stats": lambda device=None: collections.defaultdict(int),
         "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
     }
+    accelerator = {
+        "current_device_index": _zero,  # asked by the thread of a DataLoader with workers that pins memory
+        "device_index": lambda device: contextlib.nullcontext(),
+        "current_stream": lambda device=None: stream,  # torch.optim asks it, from 2.15 on, if a graph is captured
+        **dict.fromkeys(("set_device_index", "set_stream", "synchronize"), _nothing),
+    }
     substitutes: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, cuda),
         (torch.cuda.random, {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}),
         (torch, {"compile": lambda model=None, **kwargs: model if model is not None else lambda f: f}),
-        # the thread of a DataLoader with workers that pins memory
-        (torch.accelerator, {"current_device_index": _zero, "set_device_index": _nothing}),
+        (torch.accelerator, accelerator),
         (torch.Tensor, {"pin_memory": lambda tensor, *args, **kwargs: tensor}),
         (_BaseDataLoaderIter, {"__init__": make_loader_iterator}),
+        (torch.distributed, {"all_gather": _gathering_any_sizes(torch.distributed.all_gather)}),
     ]
     if hasattr(torch._C, "_cuda_setRNGState"):  # Megatron prefers it where it exists
         substitutes.append((torch._C, {"_cuda_setRNGState": set_rng_state}))

@@ -71,6 +71,8 @@ What is hooked, and why not something more official:
                                                 (monitor/sharpness_probe.py); with --fp8-log-update-norm, officially,
                                                 step hooks on the optimizers of stock's parts (monitor/update_norm.py).
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
+    multiprocessing.process.BaseProcess.start   a rank's children end when it is killed: the manager of Megatron's save
+                                                results, and writers (processes.py).
     filesystem_async.get_write_results_queue    in tests and rehearsals only: see rehearsal/ranks.py.
 
 All but the first and the last two are installed only when a run asks for a level, or for what they give: without one,
@@ -79,6 +81,7 @@ it would load a level's optimizer state it is told that it cannot.)
 """
 
 import functools
+import multiprocessing.process
 import os
 import sys
 from collections.abc import Callable
@@ -113,6 +116,7 @@ from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.stock import installed
 from .flags.usage import escape_bad_help, one_line_usage_errors
 from .metrics import begin
+from .processes import end_children_with_parent
 from .rebind import Rebound
 
 _of_process = Rebound()  # by install(): what reads the flags of every run
@@ -413,6 +417,7 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
         _of_run.rebind(dist_checkpointing, "save", saves.unseal_saves, sharded)
         _of_run.rebind(checkpointing, "_load_base_checkpoint", loads.refuse_levels, _TO_LOAD)
         return
+    _of_run.rebind(multiprocessing.process.BaseProcess, "start", end_children_with_parent, "self")
     _of_run.rebind(checkpointing, "_build_sharded_state_dict_metadata", state.says_contents(fp8), "args")
     _of_run.rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
     _of_run.rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")

@@ -1,15 +1,20 @@
-"""Child processes that are stopped with all that descends from them, and a training run as one: under torchrun, which
-listens on this machine alone (loopback.py)."""
+"""Child processes that are stopped with all that descends from them; a training run as one, under torchrun, which
+listens on this machine alone (loopback.py); and Python's multiprocessing, whose children end when their parent is
+killed."""
 
 import contextlib
+import functools
+import multiprocessing.process
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -61,6 +66,36 @@ def _left_of(family: Sequence[psutil.Process]) -> list[psutil.Process]:
     while (left := [member for member in family if _lives(member)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
+
+
+def end_children_with_parent(start: Callable) -> Callable:
+    """In place of multiprocessing.process.BaseProcess.start: children, spawned or forked, end when this process has.
+
+    Killed, a process ends nothing that it has started: a manager, or a worker that waits for its next task, lives on
+    for ever.  They ask for their parent once a second, since the kernel's own signal (prctl) would come when the thread
+    that started them ends.  What keeps a resource tracker is its users: it ends with the last.
+    """
+
+    @functools.wraps(start)
+    def start_and_watch(self):
+        if self._target is not None:
+            self._target = functools.partial(_run_watched, os.getpid(), self._target)
+        start(self)
+
+    return start_and_watch
+
+
+def _run_watched(parent: int, target: Callable, *args, **kwargs) -> None:
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+    target(*args, **kwargs)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    if folder := multiprocessing.process.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        shutil.rmtree(folder, ignore_errors=True)  # a manager's socket lies there
+    os._exit(1)
 
 
 @contextlib.contextmanager

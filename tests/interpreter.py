@@ -5,7 +5,8 @@
 A process of its own, since triton decides at its import whether to interpret; it forks one for each file, so that torch
 and triton are imported once. What it mends: float conversions round halves up, lose carries and break FP8 subnormals,
 so they are torch's, made to saturate as PTX's cvt.satfinite does; the maximum keeps a NaN, which a GPU's drops; a loop
-to a bound known at the launch fails on a new numpy; inline assembly there is none. What only a GPU can show: those
+to a bound known at the launch fails on a new numpy; inline assembly there is none. Triton 3.9's takes only bool for a
+mask, and no constant that an operator has made a tensor. What only a GPU can show: those
 instructions themselves, what ptxas makes of the kernels, and the GEMM.
 
 A tenth of the interpreter's time computes; the rest says again what is known. Here the language is patched once, not at
@@ -67,16 +68,32 @@ def reciprocal(x):
     return 1.0 / x
 
 
+@triton.jit
+def exp2(x):
+    return tl.exp2(x)
+
+
 def mend() -> None:
     """The interpreter's errors, and the kernels' assembly."""
-    from megatron_fp8.ops.triton import adam, cast
+    from megatron_fp8.ops.triton import activation, adam, cast
 
     interpreter._convert_float = convert
-    interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-    interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     cast.convert, cast.convert_pair, cast.convert_quad = converted, converted_pair, converted_quad
     adam._codes, adam._reciprocal = converted_quad, reciprocal
+    activation.exp2, activation.reciprocal = exp2, reciprocal
     core.tensor.__index__ = lambda self: self.handle.data.item()
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
+    to_tensor = semantic.TritonSemantic.to_tensor
+
+    def truth(mask):
+        return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
+
+    builder.create_masked_load = lambda self, at, mask, *rest: masked_load(self, at, truth(mask), *rest)
+    builder.create_masked_store = lambda self, at, value, mask, *rest: masked_store(self, at, value, truth(mask), *rest)
+    semantic.TritonSemantic.to_tensor = lambda self, x, *rest: to_tensor(self, getattr(x, "value", x), *rest)
 
 
 def hasten() -> None:

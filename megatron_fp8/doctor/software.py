@@ -98,11 +98,11 @@ def product_is_off(backend, device: str) -> float:
     """How far a backend's product of FP8 tensors is from theirs in float64, of the largest value."""
     import torch
 
-    from ..numerics.formats import E4M3
+    from ..numerics.formats import E4M3, encode
     from ..numerics.scaled import ScaledTensor
     from ..ops.gemm import Epilogue, through
 
-    a, b = (_operands(*shape).to(E4M3.dtype) for shape in ((256, 512), (384, 512)))
+    a, b = (encode(_operands(*shape), E4M3) for shape in ((256, 512), (384, 512)))
     one = torch.ones((), device=device)
     x, w = ScaledTensor(a.to(device), one), ScaledTensor(b.to(device), one)
     found = through(backend, x, w, Epilogue(dtype=torch.float32), False).cpu()

@@ -1,7 +1,7 @@
 """What a value is: formats, rounding, tensors with one scale or one a block, and where scales come from."""
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, block_scales
-from megatron_fp8.numerics.formats import E4M3, E5M2, FORMATS, Format, by_dtype, decode
+from megatron_fp8.numerics.formats import E4M3, E5M2, FORMATS, Format, by_dtype, decode, encode
 from megatron_fp8.numerics.rounding import round_to_format
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import DelayedScaling, compute_scale
@@ -19,5 +19,6 @@ __all__ = [
     "by_dtype",
     "compute_scale",
     "decode",
+    "encode",
     "round_to_format",
 ]

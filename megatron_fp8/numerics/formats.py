@@ -61,6 +61,20 @@ def by_dtype(dtype: torch.dtype) -> Format:
     return _BY_DTYPE[dtype]
 
 
+def encode(x: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The FP8 payload of x * scale: x of any shape and float type, `scale` 0-d float32, positive and finite, or None.
+
+    Nearest, ties to even; finite values beyond the maximum become +-max, also where x * scale overflows; NaN stays NaN;
+    an infinity of x stays one in E5M2 and is NaN in E4M3. Every cast of torch's to float8 is this one: what torch makes
+    of an infinity differs from release to release (E4M3: NaN in 2.11, 448 in 2.15) and from device to device.
+    """
+    y = x.clamp(-fmt.max, fmt.max) if scale is None else (x.float() * scale).clamp_(-fmt.max, fmt.max)
+    payload = y.to(fmt.dtype)
+    # What follows the largest number's code is E5M2's infinity, and E4M3's NaN.
+    payload.view(torch.uint8).add_((x.abs() == torch.inf).view(torch.uint8))
+    return payload
+
+
 def decode(payload: torch.Tensor) -> torch.Tensor:
     """The float32 values of an FP8 payload of any shape, exactly.
 

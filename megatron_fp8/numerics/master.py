@@ -59,8 +59,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, block_scales
-from megatron_fp8.numerics.formats import E4M3, decode
-from megatron_fp8.numerics.rounding import round_to_format
+from megatron_fp8.numerics.formats import E4M3, decode, encode
 
 _LARGEST_REMAINDER = 2**15 - 1
 
@@ -118,9 +117,8 @@ def split_e4m3(master: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor,
     """The weight (float8_e4m3fn) of `scale` (0-d float32, a power of two) and the remainder (int16) of `master`
     (float32), all of one shape."""
     scaled = master * scale
-    rounded = round_to_format(scaled, E4M3)
-    weight = rounded.to(E4M3.dtype)
-    remainder = ((scaled - rounded) / _unit(weight)).round_().clamp_(-_LARGEST_REMAINDER, _LARGEST_REMAINDER)
+    weight = encode(scaled, E4M3)
+    remainder = ((scaled - decode(weight)) / _unit(weight)).round_().clamp_(-_LARGEST_REMAINDER, _LARGEST_REMAINDER)
     return weight, remainder.nan_to_num_(nan=0.0).to(torch.int16)
 
 

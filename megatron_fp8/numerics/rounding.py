@@ -16,8 +16,7 @@ Stochastic rounding compares the noise with the fraction instead of adding it be
 sum q + noise rounds, and would now and then move a value that the format has. Noise with a grain of 2^-24
 (what torch.rand gives) leaves a bias below 2^-24 ulp.
 
-Saturation: a finite x beyond the format's maximum becomes +-max, in every mode. (torch's casts differ:
-beyond half an ulp over the maximum, E4M3 gives NaN and E5M2 infinity.) NaN stays NaN; an infinity stays one
+Saturation: a finite x beyond the format's maximum becomes +-max, in every mode. NaN stays NaN; an infinity stays one
 where the format has it, else it becomes NaN, so that an overflow is never hidden.
 """
 

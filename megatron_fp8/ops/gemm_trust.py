@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from megatron_fp8.numerics.formats import E4M3, E5M2, encode
 from megatron_fp8.ops import cublaslt, plans, timing
 from megatron_fp8.ops.cublaslt import CUBLASLT
 from megatron_fp8.ops.cutlass import CUTLASS
@@ -35,7 +36,7 @@ def fault(m: int = 2048, n: int = 4096, k: int = 6144) -> str:
     a GPU has multiprocessors: a library is made by the compiler of some machine, and not every one has been right."""
     noise = torch.Generator(timing.DEVICE).manual_seed(0)  # the run's own is left as it is
     a, b = (torch.randn(rows, k, device=timing.DEVICE, generator=noise) for rows in (m, n))
-    a, b, one = a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn), torch.ones((), device=timing.DEVICE)
+    a, b, one = encode(a, E5M2), encode(b, E4M3), torch.ones((), device=timing.DEVICE)
     device, results = torch.cuda.current_device(), []
     for by in (CUBLASLT, CUTLASS):
         out = torch.full((m, n), math.nan, dtype=torch.bfloat16, device=timing.DEVICE)

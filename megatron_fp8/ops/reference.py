@@ -1,7 +1,7 @@
 """Every operation of megatron_fp8.ops in plain PyTorch: the oracle for the kernels, and what runs on the CPU.
 
     amax               max|x|
-    quantize           payload = cast(saturate(float32(x) * scale))      one scale for the tensor
+    quantize           payload = encode(x, scale)                        one scale for the tensor
     quantize_bias_grad the same, and the sum of the rows                FP32
     transpose          (M, K) payload -> (K, M) payload
     gemm               C = a_scale_inv * b_scale_inv * A B^T             A (M, K), B (N, K), FP32 sum
@@ -15,31 +15,21 @@ FP8 is emulated exactly: payloads are torch.float8 tensors, rounded to nearest w
 holds any product of two FP8 values (at most 8 significant bits). So a GEMM differs from a tensor core's only
 in the order and the width of its sum; the error of this one is at most about K * 2^-24 * sum_k |a_k b_k|.
 
-torch's casts to float8 do not saturate (E4M3 turns 465 into NaN), hence the clamp; and a clamp would make a
-maximum of an infinity, which must stay visible, hence what `_saturate` puts back.
+numerics/formats.py says what becomes of what a format does not hold: finite values saturate, the rest stays visible.
 """
 
 import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
-from megatron_fp8.numerics.formats import E4M3, Format, decode
+from megatron_fp8.numerics.formats import E4M3, Format, decode, encode
 from megatron_fp8.numerics.noise import uniform_noise
 from megatron_fp8.numerics.rounding import round_to_format
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max|x| of a non-empty float tensor of any shape, as 0-d float32; NaN and infinity propagate."""
     low, high = torch.aminmax(x)
     return torch.maximum(low.abs(), high.abs()).float()
-
-
-def _saturate(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """x * scale within +-fmt.max where x is finite; NaN and infinities of x stay. All float32."""
-    # limited - x is +0 for a finite x, and subtracting +0 changes nothing, not even the sign of a zero.
-    limited = x.clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
-    return (x * scale).clamp_(-fmt.max, fmt.max).sub_(limited.sub_(x))
 
 
 def quantize(
@@ -51,17 +41,16 @@ def quantize(
     rows: bool = True,
     amax_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
-    """Cast x (any shape; bf16, fp16 or fp32) times `scale` (0-d float32) to `fmt`, saturating.
+    """`encode` of x (any shape; bf16, fp16 or fp32) times `scale` (0-d float32).
 
-    Finite values beyond the maximum become +-max, also where x * scale overflows float32; NaN stays NaN; an infinity
-    of x stays one in E5M2 and is NaN in E4M3. Returns the payload, contiguous, of x's shape; with transpose=True
+    Returns the payload, contiguous, of x's shape; with transpose=True
     (payload, payload_t), payload_t being (K, M) contiguous for x seen as (M, K), K its last dimension; and with
     rows=False the payload is not written: (None, payload_t). amax_out (0-d float32) becomes max(amax_out, max|x|), NaN
     and infinity included.
     """
     if amax_out is not None:
         torch.maximum(amax_out, amax(x), out=amax_out)
-    payload = _saturate(x.float().contiguous(), scale, fmt).to(fmt.dtype)
+    payload = encode(x.contiguous(), fmt, scale)
     if not transpose:
         return payload
     return (payload if rows else None), payload.view(-1, x.shape[-1]).t().contiguous()
@@ -133,7 +122,7 @@ def quantize_blocks(
         scaled = round_to_format(scaled, E4M3, "stochastic", noise)
     elif rounding != "nearest":
         raise ValueError(f"quantize_blocks rounding {rounding!r}: use 'nearest' or 'stochastic'")
-    quantized = BlockScaled(scaled.to(E4M3.dtype), byte.to(torch.uint8))
+    quantized = BlockScaled(encode(scaled, E4M3), byte.to(torch.uint8))
     if out is None:
         return quantized
     out.write(first, quantized)
@@ -191,7 +180,7 @@ def ring_sum(payload: torch.Tensor) -> torch.Tensor:
     addition rounds too, but never so that the E4M3 differs.) NaN stays NaN. All ranks must share one scale.
     This is NCCL's FP8 sum on Hopper but for who comes first: a real ring starts each chunk at another rank.
     """
-    total = decode(payload[0]).half()
+    total = payload[0].clone()
     for shard in payload[1:]:
-        total = (total + decode(shard).half()).clamp_(-E4M3.max, E4M3.max).to(E4M3.dtype).half()
-    return total.to(E4M3.dtype)
+        total = encode(decode(total).half() + decode(shard).half(), E4M3)
+    return total

@@ -11,9 +11,8 @@ from typing import TypeGuard
 import torch
 
 from megatron_fp8.numerics.blocks import BlockScaled
-from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.numerics.formats import E4M3, encode
 from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
-from megatron_fp8.numerics.rounding import round_to_format
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops.reference import quantize_blocks
 
@@ -85,6 +84,6 @@ def write_master(
         new, remainder = split_e4m3(w, weight_scale) if scaled else split_bf16(w)
         master.copy_(remainder)
     else:
-        new = round_to_format(w * weight_scale, E4M3).to(E4M3.dtype) if isinstance(weight, ScaledTensor) else w
+        new = encode(w * weight_scale, E4M3) if isinstance(weight, ScaledTensor) else w
         write_state(master, w)
     (weight.payload if isinstance(weight, ScaledTensor) else weight).copy_(new)

@@ -159,6 +159,12 @@ QUICK = [
     ),
     pytest.param(Model(2, experts=4), Layout(dp=2, ep=2), "O1", "", id="experts-whole", marks=nightly),
     pytest.param(Model(4, experts=4), Layout(2, 2, 2, ep=2, sequence=True), "O2", "", id="experts-all", marks=nightly),
+    # Expert tensor parallelism at its default, TP's: ranks gather unequal numbers of tokens.
+    pytest.param(
+        *(Model(2, experts=4), Layout(2, dp=2, ep=2, sequence=True, more=ALL_TO_ALL), "O1", ""),
+        id="experts-split",
+        marks=nightly,
+    ),
 ]
 
 

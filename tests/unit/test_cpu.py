@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from gloo_ranks import run_ranks
 
 from megatron_fp8 import cpu
 
@@ -103,6 +104,15 @@ def test_streams_and_optimizers_work(installed):
     assert (weight < 1).all()
 
 
+def test_torchs_names_for_any_accelerator_need_no_driver(installed):
+    """torch.optim asks the first before every step, from torch 2.15 on."""
+    assert torch.accelerator.current_stream().is_capturing() is False
+    torch.accelerator.set_stream(torch.accelerator.current_stream(0))
+    torch.accelerator.synchronize()
+    with torch.accelerator.device_index(0):
+        assert torch.accelerator.current_device_index() == 0
+
+
 def test_uninstall_restores_everything():
     places = [(owner, name) for owner, substitutes in cpu._substitutes() for name in substitutes]
     before = [getattr(owner, name) for owner, name in places]
@@ -151,3 +161,38 @@ def test_communication_goes_through_gloo():
     assert args.distributed_backend == "gloo"
     assert "nccl -> gloo" in line
     assert cpu.adapt_args(args) == []
+
+
+SIZES = [3, 0, 5, 2]
+
+
+def gather_and_scatter(rank: int, ranks: int) -> list[list[float]]:
+    """What each of Megatron's collectives of unequal sizes brings, with "cuda" the CPU."""
+    cpu.install()
+    mine = torch.full((SIZES[rank], 2), rank + 1.0, dtype=torch.bfloat16)
+    whole = torch.zeros(sum(SIZES), 2, dtype=torch.bfloat16)
+    assert torch.distributed.all_gather(list(whole.split(SIZES)), mine) is None  # as experts' tokens: parts of a whole
+    later = torch.zeros_like(whole)
+    handle = torch.distributed.all_gather(list(later.split(SIZES)), mine, async_op=True)
+    handle.wait()
+    assert handle.is_completed()
+    summed = torch.zeros(SIZES[rank], 2)
+    torch.distributed.reduce_scatter(summed, list(torch.arange(1.0, 1 + 2 * sum(SIZES)).view(-1, 2).split(SIZES)))
+    sent, received = torch.arange(2.0 * sum(SIZES)).view(-1, 2), torch.zeros(ranks * SIZES[rank], 2)
+    torch.distributed.all_to_all_single(received, sent, [SIZES[rank]] * ranks, SIZES)
+    pair = torch.distributed.new_group([1, 2])
+    if rank in (1, 2):
+        parts = [torch.zeros(SIZES[other], 2) for other in (1, 2)]
+        torch.distributed.all_gather(parts, mine.float(), group=pair)
+        assert [part.flatten().tolist() for part in parts] == [[], [3.0] * 10]
+    return [part.flatten().tolist() for part in (whole, later, summed, received)]
+
+
+def test_collectives_of_unequal_sizes(tmp_path):
+    """A rank without experts' tokens has nothing to send, and still takes part."""
+    expected = [rank + 1.0 for rank, size in enumerate(SIZES) for _ in range(2 * size)]
+    for rank, (whole, later, summed, received) in enumerate(run_ranks(gather_and_scatter, 4, tmp_path)):
+        first = 2 * sum(SIZES[:rank])
+        own = list(range(first, first + 2 * SIZES[rank]))
+        assert whole == later == expected
+        assert summed == [4.0 * (1 + number) for number in own] and received == [*map(float, own)] * 4

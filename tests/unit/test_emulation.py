@@ -171,7 +171,7 @@ def test_e4m3_is_torchs_cast_but_saturates(random):
     got, cast = emulate(x, spec("E4M3")), x.to(torch.float8_e4m3fn).float()
     saturated = x.isfinite() & (x.abs() > 464)
     assert same(got[~saturated], cast[~saturated])
-    assert cast[saturated].isnan().all() and same(got[saturated], 448 * x[saturated].sign())
+    assert same(got[saturated], 448 * x[saturated].sign())
     assert same(got, quantize(x, E4M3, torch.tensor(1.0)).float())  # as everywhere else here
 
 

@@ -1,13 +1,16 @@
 """The formats against their definition, code by code, and against torch's own description."""
 
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
-from exact import magnitudes, same
+from exact import INF, NAN, magnitudes, same
 
-from megatron_fp8.numerics import E4M3, E5M2, FORMATS, by_dtype, decode
+import megatron_fp8
+from megatron_fp8.numerics import E4M3, E5M2, FORMATS, by_dtype, decode, encode
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
@@ -44,6 +47,58 @@ def test_constants_agree_with_torch(fmt):
 def test_decode_is_torchs_own_conversion(fmt, shape):
     payload = torch.randint(0, 256, shape, dtype=torch.uint8).view(fmt.dtype)
     assert same(decode(payload), payload.float())
+
+
+# What follows each maximum: half an ulp above it, the next float32, and what no format here holds.
+BEYOND = {E4M3: [449, 464, 464.00003, 480, 65504, 3.4e38], E5M2: [57345, 61440, 61440.004, 65536, 3.4e38]}
+# maximum, infinity, NaN: the codes of torch's casts differ from release to release, these do not
+CODES = {E4M3: (0x7E, 0x7F, {0x7F, 0xFF}), E5M2: (0x7B, 0x7C, {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})}
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [None, 2.0**-126, 0.75, 1.0, 2.0**126], ids=str)
+def test_encode_writes_these_bytes_on_every_version_of_torch(fmt, dtype, scale):
+    largest, infinity, nan = CODES[fmt]
+    factor = None if scale is None else torch.tensor(scale)
+
+    def codes(values):
+        found = encode(torch.tensor(values).to(dtype), fmt, factor)
+        assert found.dtype == fmt.dtype and found.is_contiguous()
+        return found.view(torch.uint8).tolist()
+
+    assert codes([INF, -INF] * 40) == [infinity, infinity | 128] * 40  # more than a vector's width, and its rest
+    assert set(codes([NAN, -NAN] * 40)) <= nan
+    if scale in (None, 1.0):
+        beyond = [value for value in BEYOND[fmt] if value <= torch.finfo(dtype).max]
+        assert codes([fmt.max, *beyond] * 9) == [largest] * 9 * (1 + len(beyond))
+        assert codes([-fmt.max, *(-value for value in beyond)]) == [largest | 128] * (1 + len(beyond))
+        assert codes([0.0, -0.0, 1.0, -1.0]) == [
+            0,
+            128,
+            fmt.bias << fmt.mantissa_bits,
+            fmt.bias << fmt.mantissa_bits | 128,
+        ]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_a_product_beyond_float32_saturates_for_a_finite_value(fmt):
+    codes = encode(torch.tensor([3e38, -3e38, 2.0, INF]), fmt, torch.tensor(2.0**126)).view(torch.uint8).tolist()
+    largest, infinity, _ = CODES[fmt]
+    assert codes == [largest, largest | 128, largest, infinity]
+
+
+def test_nothing_else_casts_to_float8():
+    """Megatron's and torch's modules are theirs; the kernels' own conversions are compared in tests/gpu."""
+    casts = re.compile(r"\.(to|type|_to_copy)\([^()]*(float8|(E4M3|E5M2|fmt|fp8)\.dtype)")
+    package = Path(megatron_fp8.__file__).parent
+    found = {
+        f"{path.relative_to(package)}: {line.strip()}"
+        for path in package.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if casts.search(line) and "bitcast=True" not in line
+    }
+    assert found == {"numerics/formats.py: payload = y.to(fmt.dtype)"}
 
 
 @pytest.mark.parametrize("shape", [(33, 17), (150, 70)], ids=["few", "many"])

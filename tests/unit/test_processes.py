@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 from lab_runs import gone, wait_for
+from launch import ROOT
 
 from megatron_fp8 import processes
 from megatron_fp8.processes import TorchRun, identity, last_words, living, stop
@@ -191,3 +192,46 @@ def test_a_living_process_is_told_from_a_later_one():
         process.kill()
     for past in (known, "", None, "x:y"):
         assert living(past) is None
+
+
+PARENT = """
+import multiprocessing.process, os, time
+from megatron_fp8.processes import end_children_with_parent
+
+def wait_for_work(queue):
+    queue.put(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    base = multiprocessing.process.BaseProcess
+    base.start = end_children_with_parent(base.start)
+    kept = []
+    for mode in "spawn", "fork":
+        context = multiprocessing.get_context(mode)
+        manager = context.Manager()  # as Megatron's for a save's results
+        queue = manager.Queue()
+        kept.append((manager, queue))
+        context.Process(target=wait_for_work, args=(queue,)).start()  # as its writer that waits for the next save
+        folder = os.path.dirname(manager._address)
+        print(manager._process.pid, queue.get(), folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_has_started_by_multiprocessing_ends(tmp_path):
+    """A manager, a worker, forked and spawned, and the tracker of their resources; the manager's folder goes too."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, "parent.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            said = [parent.stdout.readline().split() for _ in range(2)]
+            family = psutil.Process(parent.pid).children(recursive=True)
+            folders = [Path(folder) for *_, folder in said]
+            assert {int(pid) for *pids, _ in said for pid in pids} < {child.pid for child in family}
+            assert len(family) == 5 and all(folder.is_dir() for folder in folders)
+        finally:
+            parent.kill()
+    for child in family:
+        wait_for(lambda child=child: gone(child.pid))
+    assert not any(folder.exists() for folder in folders)
