@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..engine.frozen import refuse_replaced
 from ..engine.owned import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
@@ -99,6 +100,8 @@ class _OwnedLinear:
     ):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
             raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
+        if weight is not self.owned.param:
+            refuse_replaced(self.owned.config.level, self.owned.name)
         call, given = self._given or (self.plan(), None)
         stock_has = allreduce_dgrad, sequence_parallel
         assert (bool(call.sum_dx) and not call.scatter, call.gather is not None) == stock_has
