@@ -68,8 +68,19 @@ class _OwnedLinear:
         state[f"{prefix}weight"] = self.owned.export(state[f"{prefix}weight"])
         return state
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        """Values, not codes: what E4M3 holds of a weight means nothing without its scale."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:  # with it a caller asks for the parameter itself
+            destination[f"{prefix}weight"] = self.owned.dense().detach()
+
     def _load_from_state_dict(self, state_dict, prefix, *args):
         values = state_dict.get(f"{prefix}weight")
+        if isinstance(values, torch.Tensor) and values.dtype.itemsize == 1:
+            raise UserError(
+                f"{prefix}weight: {str(values.dtype).removeprefix('torch.')} codes without their scale; load values in "
+                "BF16 or FP32 (state_dict() of a model at a level gives BF16)"
+            )
         if self.owned.stored is not None and values is not None and values.shape == self.weight.shape:
             self.owned.load(values)
             state_dict = {**state_dict, f"{prefix}weight": self.weight.data}  # which it is copied from, to itself

@@ -1,4 +1,4 @@
-"""A script that freezes linears, or that bypasses the plugin's hooks, ends in one line; an evaluation goes on working."""
+"""A script that freezes linears, or bypasses the plugin's hooks, ends in one line; evaluations go on working."""
 
 import pytest
 from launch import ROOT, RunFailed
@@ -34,12 +34,8 @@ def line_of(failed) -> str:
         pytest.param("module", "O3", 1, f"the script freezes {PROJECTION}; ", marks=nightly),
         pytest.param("chunk", "O3", 2, "the script freezes all 8 linears; ", marks=nightly),
         pytest.param("replaced", "O3", 1, f"the script replaces the weight of {PROJECTION}; ", marks=nightly),
-        pytest.param(
-            "late", "O1", 1, f"the script has frozen {PROJECTION} since the optimizer was built", marks=nightly
-        ),
-        pytest.param(
-            "late", "O3", 2, f"the script has frozen {PROJECTION} since the optimizer was built", marks=nightly
-        ),
+        pytest.param("late", "O1", 1, f"the script has frozen {PROJECTION} since", marks=nightly),
+        pytest.param("late", "O3", 2, f"the script has frozen {PROJECTION} since", marks=nightly),
         pytest.param("late-replaced", "O3", 1, f"{PROJECTION} was called with another weight", marks=nightly),
     ],
 )
@@ -70,7 +66,7 @@ def test_what_the_line_names_works():
     [
         (
             "optimizer",
-            "is about to train, but no FP8 optimizer has its weight: the script builds its optimizer without",
+            "is about to train, but no FP8 optimizer has its weight: the script builds its",
         ),
         ("arguments", "the script builds a GPTModel and has not called megatron.training.arguments.parse_args"),
     ],
