@@ -50,7 +50,8 @@ What is hooked, and why not something more official:
     training.checkpointing._build_sharded_state_dict_metadata
                                                 says in each checkpoint what of ours it holds (checkpoint/state.py).
     dist_checkpointing.save; training.training.save_checkpoint and maybe_finalize_async_save
-                                                seal checkpoints (checkpoint/seal.py), and lose none (saves.py).
+                                                seal checkpoints (checkpoint/seal.py), and lose none (saves.py); and
+                                                save no weight that is not finite (engine/chain.py).
     training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
     cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint; dist_checkpointing.load
                                                 find a whole checkpoint, or refuse in one line (checkpoint/loads.py).
@@ -437,6 +438,7 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     _of_run.rebind(checkpointing, "_build_sharded_state_dict_metadata", state.says_contents(fp8), "args")
     _of_run.rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
     _of_run.rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
+    _of_run.rebind(training, "save_checkpoint", _refuse_damage, "iteration model optimizer")
     _of_run.rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
     _of_run.rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
     cleanup = "cleanup_old_non_persistent_checkpoint"
@@ -444,6 +446,16 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     _of_run.rebind(dist_checkpointing, "load", loads.by_either_name, sharded)
     _of_run.rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
     _hook_loading(_of_run, fp8)
+
+
+def _refuse_damage(stock: Callable):
+    @functools.wraps(stock)
+    def save_checkpoint(iteration, model, optimizer, *args, **kwargs):
+        if optimizer is not None:
+            optimizer.refuse_damage()
+        return stock(iteration, model, optimizer, *args, **kwargs)
+
+    return save_checkpoint
 
 
 def _hook_loading(hooked: Rebound, fp8: Fp8Config | None) -> None:
@@ -489,6 +501,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
                 _log(memory(get_args(), engine.buckets))
+                chain.max_skipped = fp8.max_skipped
                 chain.after_first_step = lambda: _log([*summary(measure(model_chunks, chain)), *searches()])
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()
