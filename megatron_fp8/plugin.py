@@ -477,6 +477,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
     from .checkpoint.archive import Archive
     from .checkpoint.saves import check_saving
     from .engine.build import build_optimizer, check_trained
+    from .engine.level_line import level_line
     from .engine.owned import owned_weights
     from .engine.report import measure, summary, write_at_exit
     from .engine.worth import memory, speed
@@ -502,6 +503,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 _log(check_chosen(fp8, model_chunks))
                 _log(memory(get_args(), engine.buckets))
                 chain.max_skipped = fp8.max_skipped
+                chain.before_first_line = functools.partial(_log, [level_line(fp8, model_chunks, gemms.name())])
                 chain.after_first_step = lambda: _log([*summary(measure(model_chunks, chain)), *searches()])
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()

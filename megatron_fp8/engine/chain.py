@@ -29,7 +29,8 @@ _DAMAGED = (
 class Fp8ChainedOptimizer(ChainedOptimizer):
     """Megatron's chain, with our part last, that skips a step whose gradient norm is not finite.
 
-    `after_first_step` is called once, when all state is allocated.
+    `before_first_line` is called once, in the first step, made or skipped, before Megatron logs it; `after_first_step`
+    when one was made and all state is allocated.
     """
 
     def __init__(self, stock: list[MegatronOptimizer], engine: EngineOptimizer):
@@ -40,6 +41,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
             _step_in_one_kernel(part)
         # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
+        self.before_first_line: Callable[[], None] | None = None
         self.after_first_step: Callable[[], None] | None = None
         # Stock skips a step over this norm before it asks its parts, and a rank that has no parameter does not skip.
         self._largest_norm = engine.config.grad_norm_skip_threshold
@@ -122,6 +124,9 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         if self._damaged:
             raise PassingError(_DAMAGED)
+        if self.before_first_line is not None:
+            self.before_first_line()
+            self.before_first_line = None
         applied = self.engine.watch is None or self.engine.watch.judge()
         applied &= not self._norm > self._largest_norm
         success = applied and math.isfinite(self._norm) and super().step_with_ready_grads()

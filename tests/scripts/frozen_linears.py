@@ -1,12 +1,12 @@
 """Train where the script freezes a linear, as HOW says; each step prints how far the first layer's linears moved.
 
-    attribute, method, module   before the model is wrapped: weight.requires_grad = False, requires_grad_, the module's
-    chunk                       the whole model's
-    lora                        the same, under a wrapper that adds an adapter of its own
-    replaced                    another parameter takes the weight's place
-    late                        weight.requires_grad = False after the optimizer is built
-    late-replaced               another parameter, after the optimizer is built
-    thawed, late-thawed         frozen as above, and set back before the next forward pass
+attribute, method, module   before the model is wrapped: weight.requires_grad = False, requires_grad_, the module's
+chunk                       the whole model's
+lora                        the same, under a wrapper that adds an adapter of its own
+replaced                    another parameter takes the weight's place
+late                        weight.requires_grad = False after the optimizer is built
+late-replaced               another parameter, after the optimizer is built
+thawed, late-thawed         frozen as above, and set back before the next forward pass
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Train as a framework does that calls parts of Megatron by itself, as BYPASSED says.
 
-    optimizer    its optimizer is megatron.core.optimizer's, imported by its own name, as slime's and verl's
-    arguments    it reads arguments of its own, and builds a GPTModel of Megatron's, as Megatron Bridge
+optimizer    its optimizer is megatron.core.optimizer's, imported by its own name, as slime's and verl's
+arguments    it reads arguments of its own, and builds a GPTModel of Megatron's, as Megatron Bridge
 """
 
 import argparse
