@@ -9,6 +9,8 @@ What is hooked, and why not something more official:
                                                 level changes.  `extra_args_provider` cannot do the second.  Before
                                                 that, --args-file is replaced in sys.argv by what the files say.  With
                                                 a level, --use-checkpoint-args is done here: what it sets is read too.
+    GPTModel.__init__, until parse_args is called
+                                                ends a script that does not call it, in one line: nothing would be FP8.
     GPTModel.__init__                           exchanges the layer spec, and what stands for the norms in the layers
                                                 that come out (layers/model.py).  GPTModelConfig.builder is official,
                                                 but scripts with a model_provider never look at it; both end here.
@@ -48,7 +50,8 @@ What is hooked, and why not something more official:
     training.checkpointing._build_sharded_state_dict_metadata
                                                 says in each checkpoint what of ours it holds (checkpoint/state.py).
     dist_checkpointing.save; training.training.save_checkpoint and maybe_finalize_async_save
-                                                seal checkpoints (checkpoint/seal.py), and lose none (saves.py).
+                                                seal checkpoints (checkpoint/seal.py), and lose none (saves.py); and
+                                                save no weight that is not finite (engine/chain.py).
     training.checkpointing._load_base_checkpoint, read_metadata (which reads the tracker), checkpoint_exists and
     cleanup_old_non_persistent_checkpoint; training.training.load_checkpoint; dist_checkpointing.load
                                                 find a whole checkpoint, or refuse in one line (checkpoint/loads.py).
@@ -91,6 +94,7 @@ import torch
 from . import cpu
 from .engine.agreed import SameEverywhere
 from .engine.gemms import RunGemms
+from .errors import UserError
 from .flags import args_file, log
 from .flags.checks import (
     check_data_files,
@@ -121,6 +125,7 @@ from .rebind import Rebound
 
 _of_process = Rebound()  # by install(): what reads the flags of every run
 _TO_LOAD = "load_dir args rank0"  # parameters of _load_base_checkpoint
+_until_read = Rebound()  # while nobody has read the arguments, which ask for a level
 _of_run = Rebound()  # for what the flags of one run ask for; put back when the next run's are read
 
 
@@ -144,11 +149,16 @@ def install(begins: bool = True) -> None:
     cpu.skip_dataset_compile()
     make = functools.partial(_parse_args, begins=begins)
     _of_process.rebind(arguments, "parse_args", make, "extra_args_provider ignore_unknown_args")
+    if begins and any(word.partition("=")[0] == LEVEL.name for word in sys.argv):
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        _until_read.rebind(GPTModel, "__init__", _not_read, "self")
 
 
 def uninstall() -> None:
     """Undo install(), in reverse order.  Models already built keep what they have."""
     _of_run.put_back()
+    _until_read.put_back()
     _of_process.put_back()
     cpu.uninstall()
 
@@ -163,6 +173,17 @@ def _log(lines: list[str]) -> None:
 @functools.cache
 def _print_once(line: str) -> None:
     print(line, flush=True)
+
+
+def _not_read(stock: Callable):
+    def init(self, *args, **kwargs):
+        raise UserError(
+            f"{LEVEL.name}: the script builds a GPTModel and has not called megatron.training.arguments.parse_args, as "
+            "Megatron Bridge and what is built on it: nothing would be in FP8; use a script that calls it, or remove "
+            f"{LEVEL.name}"
+        )
+
+    return functools.wraps(stock)(init)
 
 
 def _parse_args(stock: Callable, begins: bool) -> Callable:
@@ -180,6 +201,7 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
         check_yaml(sys.argv[1:])
         args = stock(provider, ignore_unknown_args)
         _log(args_file.lines())
+        _until_read.put_back()
         _of_run.put_back()  # of an earlier run in this process
         if begins and asks_for_level(args):
             _read_checkpoint_args(args)
@@ -421,6 +443,7 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     _of_run.rebind(checkpointing, "_build_sharded_state_dict_metadata", state.says_contents(fp8), "args")
     _of_run.rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
     _of_run.rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
+    _of_run.rebind(training, "save_checkpoint", _refuse_damage, "iteration model optimizer")
     _of_run.rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
     _of_run.rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
     cleanup = "cleanup_old_non_persistent_checkpoint"
@@ -428,6 +451,16 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     _of_run.rebind(dist_checkpointing, "load", loads.by_either_name, sharded)
     _of_run.rebind(training, "load_checkpoint", loads.load_in_one_line, "ddp_model optimizer opt_param_scheduler")
     _hook_loading(_of_run, fp8)
+
+
+def _refuse_damage(stock: Callable):
+    @functools.wraps(stock)
+    def save_checkpoint(iteration, model, optimizer, *args, **kwargs):
+        if optimizer is not None:
+            optimizer.refuse_damage()
+        return stock(iteration, model, optimizer, *args, **kwargs)
+
+    return save_checkpoint
 
 
 def _hook_loading(hooked: Rebound, fp8: Fp8Config | None) -> None:
@@ -448,7 +481,8 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
 
     from .checkpoint.archive import Archive
     from .checkpoint.saves import check_saving
-    from .engine.build import build_optimizer
+    from .engine.build import build_optimizer, check_trained
+    from .engine.level_line import level_line
     from .engine.owned import owned_weights
     from .engine.report import measure, summary, write_at_exit
     from .engine.worth import memory, speed
@@ -459,10 +493,12 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
 
     def make(stock):
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
+            if fp8 is not None:
+                check_model(fp8.level, model_chunks)
+                check_trained(fp8, model_chunks)
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
             if fp8 is not None:
                 assert gemms is not None  # a run with a level has both
-                check_model(fp8.level, model_chunks)
                 check_stage(get_args().save, model_chunks)
                 searches = gemms.settle()
                 _log(speed(get_args(), owned_weights(model_chunks)))
@@ -471,6 +507,8 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
                 _log(memory(get_args(), engine.buckets))
+                chain.max_skipped = fp8.max_skipped
+                chain.before_first_line = functools.partial(_log, [level_line(fp8, model_chunks, gemms.name())])
                 chain.after_first_step = lambda: _log([*summary(measure(model_chunks, chain)), *searches()])
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()

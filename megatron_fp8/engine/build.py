@@ -18,10 +18,12 @@ from ..numerics.scaling import DelayedScaling, WeightScaling
 from ..ranks import gathered
 from .chain import Fp8ChainedOptimizer
 from .events import Events
+from .frozen import REMEDY, OwnedParameter, show_to_stock
 from .gather import ChunkGather
+from .names import ranges
 from .optimizer import Archive, EngineOptimizer
 from .overlap import ChunkReducer
-from .owned import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights
+from .owned import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights, owners
 from .owned_set import OwnedSet
 from .sets import WeightSet, weight_sets
 from .weights import Bucket, cut
@@ -38,14 +40,9 @@ def build_optimizer(
         archive: makes the state dicts of the two.
 
     A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and joins in what
-    all ranks decide together.  Raises UserError when no rank has one.
+    all ranks decide together.
     """
     weights = owned_weights(model_chunks)
-    if not any(gathered(len(weights))):  # on all ranks alike
-        raise UserError(
-            f"--fp8-level {fp8.level}: the model has no GPT transformer layer to train in FP8; use --fp8-level O0"
-        )
-    _refuse_frozen_layers(fp8, model_chunks)
     name_weights(model_chunks)
     groups = _our_param_groups(model_chunks, {id(w.param): w for w in weights}, config, config_overrides)
     build = _Build(fp8, config.use_distributed_optimizer, model_chunks, groups)
@@ -99,16 +96,42 @@ class _Build:
         return OwnedSet(of, reducers, gathers, casts, weight_scaling, shared_scale, self.device)
 
 
-def _refuse_frozen_layers(fp8: Fp8Config, model_chunks) -> None:
-    """Stop where a script froze a layer: our weights, frozen to stock in any case, would be trained all the same."""
+def check_trained(fp8: Fp8Config, model_chunks) -> None:
+    """Before stock builds its optimizer: raise UserError, on all ranks, where none has a weight of ours in its model
+    chunks, or where a script has frozen or replaced one of any rank's (frozen.py)."""
+    mine = [
+        (m.owned.name, m.owned.param.frozen, m._parameters.get("weight") is m.owned.param)
+        for chunk in model_chunks
+        for _, m in owners(chunk)
+    ]
+    linears = list(dict.fromkeys(linear for rank in gathered(mine) for linear in rank))
+    if not linears:
+        raise UserError(
+            f"--fp8-level {fp8.level}: the model that the optimizer is built for has no GPT transformer layer to train "
+            "in FP8: a level converts Megatron's GPTModel; use --fp8-level O0"
+        )
+    frozen = [name for name, is_frozen, _ in linears if is_frozen]
+    replaced = [name for name, _, in_place in linears if not in_place]
+    layers = sorted({number for rank in gathered(_frozen_layers(model_chunks)) for number in rank})
+    what = ""
+    if frozen:
+        what = f"freezes {f'all {len(frozen)} linears' if len(frozen) == len(linears) else ranges(frozen)}"
+    elif replaced:
+        what = f"replaces the weight of {ranges(replaced)}"
+    elif layers:
+        what = f"freezes the norms and biases of layer {', '.join(map(str, layers))}"
+    if what:
+        raise UserError(f"--fp8-level {fp8.level}: the script {what}; {REMEDY}")
+
+
+def _frozen_layers(model_chunks) -> list[int]:
+    """Numbers, from 1, of layers with weights of ours of which nothing else is trained: the script froze the layer."""
+    numbers = []
     for layer in (m for chunk in model_chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
-        ours = {id(w.param) for w in owned_weights([layer])}
-        others = [p.requires_grad for p in layer.parameters() if id(p) not in ours]
-        if ours and others and not any(others):
-            raise UserError(
-                f"--fp8-level {fp8.level}: the parameters of layer {layer.layer_number} are frozen; frozen layers "
-                "are not supported: use --fp8-level O0"
-            )
+        others = [p.requires_grad for p in layer.parameters() if not isinstance(p, OwnedParameter)]
+        if owned_weights([layer]) and others and not any(others):
+            numbers.append(layer.layer_number)
+    return numbers
 
 
 def _plan_buckets(
@@ -196,13 +219,13 @@ def _our_param_groups(model_chunks, by_param: dict[int, OwnedWeight], config, ov
     flags = [(p, p.requires_grad) for chunk in model_chunks for p in chunk.parameters()]
     try:
         for param, _ in flags:
-            param.requires_grad_(id(param) in by_param)
+            show_to_stock(param, id(param) in by_param)
         if overrides is None:
             overrides = get_standard_config_overrides(config)
         return _get_param_groups(model_chunks, config, overrides)
     finally:
         for param, flag in flags:
-            param.requires_grad_(flag)
+            show_to_stock(param, flag)
 
 
 def _attach_scaling(fp8: Fp8Config, weights: list[OwnedWeight]) -> DelayedScaling | None:

@@ -15,13 +15,22 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
+from ..errors import PassingError, UserError
+from ..flags.skips import MAX_SKIPPED
+from ..ranks import gathered
 from .optimizer import EngineOptimizer
+
+_DAMAGED = (
+    "the last step wrote weights or moments that are not finite, although its gradients were: a state of the optimizer "
+    "was damaged, in memory or in the checkpoint that it came from; it is not saved: go on from an earlier checkpoint"
+)
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
     """Megatron's chain, with our part last, that skips a step whose gradient norm is not finite.
 
-    `after_first_step` is called once, when all state is allocated.
+    `before_first_line` is called once, in the first step, made or skipped, before Megatron logs it; `after_first_step`
+    when one was made and all state is allocated.
     """
 
     def __init__(self, stock: list[MegatronOptimizer], engine: EngineOptimizer):
@@ -32,13 +41,15 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
             _step_in_one_kernel(part)
         # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
+        self.before_first_line: Callable[[], None] | None = None
         self.after_first_step: Callable[[], None] | None = None
         # Stock skips a step over this norm before it asks its parts, and a rank that has no parameter does not skip.
         self._largest_norm = engine.config.grad_norm_skip_threshold
         if math.isfinite(self._largest_norm):
             for part in self.chained_optimizers:
                 part.config = dataclasses.replace(part.config, grad_norm_skip_threshold=math.inf)
-        self._norm = 0.0
+        self._norm, self._damaged = 0.0, False
+        self.max_skipped, self._skipped = 0, 0  # in a row; 0: no limit
         self._zero = torch.zeros((), device=engine.device)
         self._loss_scale = torch.ones(())
 
@@ -71,21 +82,23 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         """
         totals = []
         for group, sums in self._power_sums(p):
-            total = torch.stack(sums)
-            total = total.max().nan_to_num(nan=math.inf, posinf=math.inf) if p == math.inf else total.sum()
+            total = torch.stack(sums)  # (parts, 2)
             # A maximum may drop a NaN, but no infinity.
+            total = total.amax(0).nan_to_num(nan=math.inf, posinf=math.inf) if p == math.inf else total.sum(0)
             operation = torch.distributed.ReduceOp.MAX if p == math.inf else torch.distributed.ReduceOp.SUM
             torch.distributed.all_reduce(total, op=operation, group=group)
             totals.append(total)
-        total = torch.stack(totals).max() if p == math.inf else torch.stack(totals).sum()
+        total = torch.stack(totals).amax(0) if p == math.inf else torch.stack(totals).sum(0)
         watch = self.engine.watch if p == 2.0 else None
-        found = total.item() if watch is None else watch.see(total)
+        found, damage = total.tolist() if watch is None else watch.see(total)
+        self._damaged = damage != 0.0
         self._norm = found if p == math.inf else found ** (1.0 / p)
         self.engine.set_norm(self._norm)
         return self._norm
 
     def _power_sums(self, p: float) -> list[tuple[Any, list[torch.Tensor]]]:
-        """(a group, sums of |g|^p over this rank's gradients that are summed over it, or max |g| for p infinite)."""
+        """(a group, what is summed over it: of each part of this rank's gradients the sum of |g|^p, or max |g| for p
+        infinite, and `damage` of what the last step wrote), 2 numbers each."""
         grads: dict[Any, list[torch.Tensor]] = {}
         for part in self.chained_optimizers:
             grads.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_grads_for_grad_norm())
@@ -93,9 +106,10 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         for group, found in grads.items():
             # None on a rank all of whose stock parameters are another's duplicates, or that has no parameter.
             norms = torch.stack([self._zero, *(torch._foreach_norm(found, p) if found else [])])
-            sums[group] = [norms.max() if p == math.inf else norms.pow(p).sum()]
+            total = norms.max() if p == math.inf else norms.pow(p).sum()
+            sums[group] = [torch.stack([total, self._zero])]
         for owned in self.engine.sets:
-            sums.setdefault(owned.of.norm, []).append(owned.power_sum(p))
+            sums.setdefault(owned.of.norm, []).append(torch.stack([owned.power_sum(p), owned.damage()]))
         return list(sums.items())
 
     @torch.no_grad()
@@ -108,6 +122,11 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return super().count_zeros() + ours  # stock's count passes ours by: no master has its gradient yet
 
     def step_with_ready_grads(self) -> bool:
+        if self._damaged:
+            raise PassingError(_DAMAGED)
+        if self.before_first_line is not None:
+            self.before_first_line()
+            self.before_first_line = None
         applied = self.engine.watch is None or self.engine.watch.judge()
         applied &= not self._norm > self._largest_norm
         success = applied and math.isfinite(self._norm) and super().step_with_ready_grads()
@@ -117,7 +136,24 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
             self.after_first_step = None
         for look in self.engine.events.end_step:
             look()
+        self._skipped = 0 if success else self._skipped + 1
+        if self._skipped == self.max_skipped > 0:
+            raise UserError(
+                f"{MAX_SKIPPED.name} {self.max_skipped}: so many steps in a row were skipped, the last for a gradient "
+                f"norm of {self._norm:g}: the weights stand still; go on from the last checkpoint with a lower --lr or "
+                "other data, or set the flag higher (0: no limit)"
+            )
         return success
+
+    @torch.no_grad()
+    def refuse_damage(self) -> None:
+        """Before a checkpoint is saved, all ranks together: raise PassingError where a weight is not finite."""
+        damage = [owned.damage() for owned in self.engine.sets]
+        stocks = [p.detach() for chunk in self.model_chunks for p in chunk.parameters() if p.requires_grad]
+        norms = torch._foreach_norm(stocks, math.inf) if stocks else []
+        found = torch.stack([self._zero, *damage, *(norm.float() * 0.0 for norm in norms)]).sum()
+        if any(gathered(found.item() != 0.0)):
+            raise PassingError(_DAMAGED)
 
 
 class WaitsForWeights:

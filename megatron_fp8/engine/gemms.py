@@ -21,6 +21,7 @@ from ..ops.cutlass_build import Unavailable
 from ..ops.gemm import serving, use
 
 _OURS = "CUTLASS for large ones of the backward pass"
+_NAMES = {"auto": "CUTLASS and cuBLASLt", "cublaslt": "cuBLASLt", "cutlass": "CUTLASS", "torch": "torch._scaled_mm"}
 
 
 class RunGemms:
@@ -76,6 +77,13 @@ class RunGemms:
         count, reasons = gemm_search.read_for(fp8.gemm_backend)
         self._say([f"--fp8-gemm-search: {count} GEMMs were searched earlier", *reasons])
         return self._search
+
+    def name(self) -> str:
+        """Who computes them, for people, from `settle` on."""
+        if self._device == "cpu":
+            return "this package's emulation on the CPU"
+        name = serving("cuda").name
+        return _NAMES["torch" if name == "cublaslt" and not cublaslt.bound() else name]
 
     def _search(self) -> list[str]:
         lines = gemm_search.tune()

@@ -29,6 +29,7 @@ from ..ops import source
 from ..ops.source import Castable
 from ..ranks import all_reduce_largest
 from .events import Events
+from .frozen import own, refuse_frozen, refuse_unattached
 from .gradients import GradSink
 
 INPUT, GRAD = 0, 1  # the two operands that a linear casts
@@ -100,7 +101,7 @@ class OwnedWeight:
     """One linear's weight; see the top of the file.
 
     Set when the model is built:
-        param: (N, K) BF16 or E4M3, frozen to stock Megatron.
+        param: (N, K) BF16 or E4M3, frozen to stock Megatron (frozen.py).
         path, layer_number: where it sits in the model.
         storage: "bf16" or "fp8", what the engine is to make of param.
         emulate: how a BF16 linear's operands are rounded, or None.
@@ -125,8 +126,7 @@ class OwnedWeight:
     """
 
     def __init__(self, param: torch.nn.Parameter, config: Fp8Config):
-        param.requires_grad_(False)
-        self.param, self.config = param, config
+        self.param, self.config = own(param), config
         self.path, self.layer_number = "", 0
         self.fp8, self.storage, self.emulate = config.gemm == "fp8", config.weight, config.emulate
         self.identity: tuple[int, ...] = ()
@@ -150,8 +150,21 @@ class OwnedWeight:
         return linear_name(self.path, self.layer_number)
 
     def begin_step(self, step: int) -> None:
-        """The step that makes this update begins."""
+        """The step that makes this update begins. Raises UserError where a script has frozen the weight since."""
         self.step, self.pending, self.forwards = step, 0, [0, 0]
+        if self.sink is not None and self.param.frozen:
+            refuse_frozen(self.config.level, self.name)
+
+    def expect_gradient(self) -> None:
+        """A forward pass begins, for which a backward pass will come.
+
+        Raises UserError where a script has frozen the weight, or where there is no engine to train it.
+        """
+        self.pending += 1
+        if self.sink is not None and self.param.frozen:  # since the step began
+            refuse_frozen(self.config.level, self.name)
+        if self.sink is None and not self.param.frozen:
+            refuse_unattached(self.config.level, self.name)
 
     def keep_in_bf16(self) -> None:
         """Leave it out of FP8: its GEMMs, what is stored, and what is emulated."""
@@ -217,7 +230,7 @@ class OwnedWeight:
     def take_gradient(self, product: ops.Product) -> None:
         """Take the gradient dW (N, K) of one backward pass."""
         if self.sink is None:
-            raise RuntimeError("an FP8 linear ran a backward pass before the optimizer was built")
+            refuse_unattached(self.config.level, self.name)
         for look in self.events.gradient:
             look(self, product)
         self.sink.take(product)

@@ -81,6 +81,17 @@ class OwnedSet:
         norms = torch.stack([torch.linalg.vector_norm(b.reduced.look(), p) for b in self.buckets]) * self.grad_scale
         return norms.max() if p == math.inf else norms.pow(p).sum()
 
+    def damage(self) -> torch.Tensor:
+        """0-d FP32: 0, or NaN where the last step wrote a weight or a second moment that is not finite.
+
+        Its gradients were finite, or it would have been skipped: so a moment or a master had been damaged.
+        """
+        written = [bucket.largest.view(1) for bucket in self.buckets if bucket.scaling is None]
+        if self.weight_scaling is not None:
+            self.weight_scaling.wait()
+            written.append(self.weight_scaling.amax)
+        return (torch.cat(written) * 0.0).sum() if written else self._mean.new_zeros(())
+
     def zeros(self) -> torch.Tensor:
         """How many of this rank's gradients are zero, 0-d int64."""
         counts = [self._mean.new_zeros((), dtype=torch.int64)]

@@ -64,6 +64,8 @@ class Bucket:
         spans: (OwnedWeight, start, end) of each weight in the flat buffers, in elements.
         shard: this rank's part of the flat buffers, padding included.
         exp_avg, exp_avg_sq, master: states of the shard.
+        largest: 0-d FP32, of BF16 weights the largest magnitude that any step wrote here; not finite where a weight or
+            a second moment was not. (Of E4M3 ones `scaling` has it.)
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Bucket:
         self.master = states.zeros(fp8.master, owned, device)
         dtype = weights[0].param.dtype if scaling is None else E4M3.dtype
         self.weight = torch.zeros(self.numel, dtype=dtype, device=device)
+        self.largest = torch.zeros((), device=device)
         self.spans: list[tuple[OwnedWeight, int, int]] = []
         self._sinks: list[GradSink] = []
         for i, (weight, (start, stop)) in enumerate(zip(weights, placed.spans, strict=True)):
@@ -167,7 +170,7 @@ class Bucket:
         """One step of Adam on the shard; `grad_scale` (0-d FP32): from the reduced sum to the clipped gradient."""
         for i, lo, hi, (m, v, master), flat in self._steps:
             weight: torch.Tensor | ScaledTensor = flat
-            scale = amax = None
+            scale, amax = None, self.largest
             if self.scaling is not None:
                 stored = self.weights[i].stored
                 assert stored is not None

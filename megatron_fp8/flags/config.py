@@ -22,6 +22,7 @@ from .emulate import EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
 from .numbers import check_geometry, check_numbers, check_optimizer
+from .skips import MAX_SKIPPED, most_skipped
 from .stock import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
 from .watch import WatchPlan, watch_from_args
 
@@ -55,6 +56,7 @@ ALL = (
     *log.FLAGS,
     *sharpness.FLAGS,
     *watch.FLAGS,
+    MAX_SKIPPED,
     *probe.FLAGS,
     *args_file.FLAGS,
 )
@@ -82,6 +84,7 @@ class Fp8Config:
         log_interval: steps from one log of FP8 statistics to the next; 0: never.
         log_grad_snr: whether those compare the reduced gradients with FP32's.
         watch: what is done about spikes; None: nothing is watched.
+        max_skipped: steps in a row that may be skipped; 0: no limit.
         seed: of the run.
         attention: "torch" or "te".
         unfused_attention: Megatron's unfused kernel instead of torch's attention (--attention-backend local, unfused).
@@ -125,6 +128,7 @@ class Fp8Config:
     log_interval: int
     log_grad_snr: bool
     watch: WatchPlan | None
+    max_skipped: int
     seed: int
     attention: str
     unfused_attention: bool
@@ -218,6 +222,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         log_interval=log_interval,
         log_grad_snr=bool(log.GRAD_SNR.value(args)),
         watch=watch_from_args(args, cells["gemm"] == "fp8"),
+        max_skipped=most_skipped(args),
         seed=args.seed,
         attention=attention,
         unfused_attention=plain(args.attention_backend) in ("local", "unfused"),

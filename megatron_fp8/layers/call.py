@@ -98,7 +98,8 @@ def plan(
     sum_dx says.
     """
     keep, fp8, config = torch.is_grad_enabled(), weight.fp8, weight.config
-    weight.pending += keep
+    if keep:
+        weight.expect_gradient()
     gather, of_y, of_dx = "bf16", "bf16", "bf16"
     if fp8:
         gather = config.tp_gather

@@ -1,10 +1,8 @@
 """Which linears of the whole model the patterns of flags choose: --fp8-bf16-layers, --fp8-emulate-layers."""
 
-import re
-from collections.abc import Iterable
-
 from megatron.core import mpu
 
+from ..engine.names import ranges
 from ..engine.owned import owned_weights
 from ..errors import UserError
 from ..flags.config import BF16_FLAG, Fp8Config
@@ -56,24 +54,3 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
     kept = [name for name in names if matches(config.bf16_layers, name)]
     record({LINEARS: kept})
     return [f"{BF16_FLAG}: {len(kept)} of {len(names)} linears stay in BF16: {ranges(kept)}"] if kept else []
-
-
-def ranges(names: Iterable[str]) -> str:
-    """Names of linears in few words: "decoder.layers.0-3,7.mlp.linear_fc1 decoder.layers.0.mlp.linear_fc2"."""
-    numbers: dict[tuple[str, str], list[int]] = {}
-    words = []
-    for name in names:
-        if found := re.fullmatch(r"(.*\.layers\.)(\d+)(\..*)", name):
-            numbers.setdefault((found[1], found[3]), []).append(int(found[2]))
-        else:
-            words.append(name)
-    for (before, after), layers in numbers.items():
-        runs: list[list[int]] = []
-        for number in sorted(layers):
-            if runs and number == runs[-1][-1] + 1:
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-        shown = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-        words.append(f"{before}{','.join(shown)}{after}")
-    return " ".join(words)

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..engine.frozen import refuse_replaced
 from ..engine.owned import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
@@ -67,8 +68,19 @@ class _OwnedLinear:
         state[f"{prefix}weight"] = self.owned.export(state[f"{prefix}weight"])
         return state
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        """Values, not codes: what E4M3 holds of a weight means nothing without its scale."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:  # with it a caller asks for the parameter itself
+            destination[f"{prefix}weight"] = self.owned.dense().detach()
+
     def _load_from_state_dict(self, state_dict, prefix, *args):
         values = state_dict.get(f"{prefix}weight")
+        if isinstance(values, torch.Tensor) and values.dtype.itemsize == 1:
+            raise UserError(
+                f"{prefix}weight: {str(values.dtype).removeprefix('torch.')} codes without their scale; load values in "
+                "BF16 or FP32 (state_dict() of a model at a level gives BF16)"
+            )
         if self.owned.stored is not None and values is not None and values.shape == self.weight.shape:
             self.owned.load(values)
             state_dict = {**state_dict, f"{prefix}weight": self.weight.data}  # which it is copied from, to itself
@@ -99,6 +111,8 @@ class _OwnedLinear:
     ):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
             raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
+        if weight is not self.owned.param:
+            refuse_replaced(self.owned.config.level, self.owned.name)
         call, given = self._given or (self.plan(), None)
         stock_has = allreduce_dgrad, sequence_parallel
         assert (bool(call.sum_dx) and not call.scatter, call.gather is not None) == stock_has

@@ -173,16 +173,17 @@ class Watch(Observer):
         """Begin a step."""
         self._loss.zero_()
 
-    def see(self, square_norm: torch.Tensor) -> float:
-        """Agree on loss and gradient norm; each rank gives the norm's square (0-d FP32), and its own value is returned.
+    def see(self, total: torch.Tensor) -> list[float]:
+        """Agree on loss and gradient norm; each rank gives the norm's square, and what else it would bring to the host,
+        (n,) FP32; its own values are returned.
 
         Tensor-parallel ranks have the same sum and number of tokens: each counts as often as the other.
         """
-        square_norm = square_norm.double().view(1)
-        agreed = torch.cat([self._loss, square_norm])
+        total = total.double()
+        agreed = torch.cat([self._loss, total[:1]])
         dist.all_reduce(agreed)
-        own, total, tokens, squares = torch.cat([square_norm, agreed]).tolist()  # the one wait
-        self.loss = total / tokens if tokens else None
+        *own, losses, tokens, squares = torch.cat([total, agreed]).tolist()  # the one wait
+        self.loss = losses / tokens if tokens else None
         self.norm = math.sqrt(squares / dist.get_world_size())
         return own
 

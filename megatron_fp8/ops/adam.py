@@ -71,7 +71,8 @@ def adam_step(
     file lists them, contiguous, (n,) each; an int16 master is the remainder to the weight. grad_scale: 0-d float32.
     weight_scale (0-d float32, a power of two): for a ScaledTensor, the scale to write its payload with; None keeps the
     one it has. The caller, who has the inverses of all scales, notes the new one. |w| * weight_scale is at most 448:
-    beyond, it saturates. amax_out (0-d float32, not negative) becomes max(amax_out, max|w|), NaN and infinity included.
+    beyond, it saturates. amax_out (0-d float32, not negative) becomes max(amax_out, max|w|), NaN and infinity included;
+    NaN too where v is not finite.
     ValueError where a size or type is another.
     """
     n = _payload(weight).numel()

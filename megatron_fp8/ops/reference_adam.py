@@ -64,4 +64,4 @@ def adam_step(
     write_state(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
     write_master(master, weight, w, weight_scale)
     if amax_out is not None:
-        torch.maximum(amax_out, amax(w), out=amax_out)
+        torch.maximum(amax_out, amax(torch.where(v < torch.inf, w, torch.nan)), out=amax_out)

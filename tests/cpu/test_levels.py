@@ -126,6 +126,14 @@ def test_model_provider_scripts_work(stock):
 
 def test_the_log_says_what_is_held_and_sent():
     run = run_megatron(2, [*FEW, *O1, "--use-distributed-optimizer", "--train-iters", "4"])
+    (at,) = [i for i, line in enumerate(run.lines) if "[fp8] O1: " in line]
+    assert run.lines[at].endswith(
+        "[fp8] O1: the GEMMs of 8 of 8 linears are in FP8 (E4M3 and E5M2, delayed scales, by this package's emulation "
+        "on the CPU); weights BF16; moments FP32 and FP32; masters FP32; weight gradients BF16, summed over ranks in "
+        "FP8 blocks"
+    )
+    between = run.lines[at + 1 : next(i for i, line in enumerate(run.lines) if " iteration        1/" in line)]
+    assert at < len(run.lines) and all(line.startswith("[fp8] ") for line in between), between
     lines = [line for line in run.lines if "bytes a parameter on this rank" in line or "MB sent a step" in line]
     assert len(lines) == 2 and "weight fp8 copy" in lines[0] and "grad_reduce" in lines[1]
     assert sum("the linears' weights, gradients and states" in line for line in run.lines) == 1

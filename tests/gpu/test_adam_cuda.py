@@ -131,8 +131,29 @@ def check(gradient, state, hyper=HYPER, grad_scale=0.37, weight_scale=2.0**6) ->
     write_master(*expected[2:], w, scales[1])
     for a, b in zip(got, expected, strict=True):
         assert all(same(x, y) for x, y in zip(parts(a), parts(b), strict=True))
-    assert same(largest, torch.maximum(torch.tensor(0.5), reference.amax(w)))
+    damaged = not read_state(expected[1]).isfinite().all()  # a second moment
+    assert same(largest, torch.tensor(torch.nan) if damaged else torch.maximum(torch.tensor(0.5), reference.amax(w)))
     return expected
+
+
+@the_o2_set
+@pytest.mark.parametrize(
+    ("m", "v", "master"), [(FP32, FP32, FP32), (BlockScaled, Block16, INT16), (BF16, BlockScaled, Block16)]
+)
+def test_a_damaged_state_shows_in_amax(m, v, master, weight):
+    """One element of many; a remainder is always finite."""
+    n = 3 * BLOCK
+    for damaged, value in itertools.product(range(3), (NAN, INF)):
+        state = states(n, m, v, master, weight)
+        payload = parts(state[damaged])[0]
+        if payload.dtype == torch.int16:
+            continue
+        if payload.dtype.itemsize == 1:  # E4M3 has NaN only
+            payload.view(torch.uint8)[BLOCK + 3] = 0x7F
+        else:
+            payload[BLOCK + 3] = value
+        largest = step(torch.randn(n), [*map(to_device, state)], HYPER, 0.37, 2.0**6, 0.5)
+        assert not largest.isfinite(), (damaged, value)
 
 
 @formats

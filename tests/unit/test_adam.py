@@ -203,6 +203,35 @@ def test_amax_is_only_raised_and_shows_nan():
         torch.testing.assert_close(largest, torch.tensor(expected), equal_nan=True)
 
 
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+DAMAGES = [("m", value) for value in NOT_FINITE] + [("v", value) for value in NOT_FINITE[:2]]
+
+
+@pytest.mark.parametrize("weight", [BF16, ScaledTensor], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize(
+    ("m", "v", "master", "damages"),
+    [
+        (FP32, FP32, FP32, [*DAMAGES, *(("master", value) for value in NOT_FINITE)]),
+        (BlockScaled, Block16, INT16, DAMAGES),  # a remainder is always finite
+        (BF16, BlockScaled, Block16, [*DAMAGES, *(("master", value) for value in NOT_FINITE)]),
+    ],
+)
+def test_amax_tells_of_a_damaged_state(m, v, master, damages, weight):
+    """Of one element among many, with a finite gradient; an infinite second moment would only stop its weight."""
+    n, at = 4 * BLOCK, 2 * BLOCK + 7
+    gradient = torch.randn(n)
+    for damaged, value in [("nothing", 0.0), *damages]:
+        values = {"m": torch.randn(n) * 1e-3, "v": torch.rand(n) * 1e-4, "master": torch.randn(n)}
+        p, t = pair(values["master"], master, weight, 32.0)
+        if damaged != "nothing":
+            values[damaged][at] = value
+        if damaged == "master":
+            p = stored(values["master"], master)
+        largest = torch.zeros(())
+        adam_step(gradient, stored(values["m"], m), stored(values["v"], v), p, t, HYPER, ONE, amax_out=largest)
+        assert bool(largest.isfinite()) is (damaged == "nothing"), (damaged, value, largest)
+
+
 @pytest.mark.parametrize("weight", [BF16, ScaledTensor], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("master", [FP32, INT16, Block16, BF16, BlockScaled], ids=str)
 @pytest.mark.parametrize("kinds", [(FP32, FP32), (BF16, Block16), (BlockScaled, BlockScaled)])

@@ -146,7 +146,7 @@ class Run:
         loss, norm = (1.0 + wave if value is None else value for value in (loss, norm))
         self.watch.begin_step()
         self.watch._loss += torch.tensor([3 * loss, 3.0], dtype=torch.float64)
-        assert self.watch.see(torch.tensor(norm) ** 2) == pytest.approx(norm**2, nan_ok=True)
+        assert self.watch.see(torch.tensor([norm**2, 0.0])) == pytest.approx([norm**2, 0.0], nan_ok=True)
         assert (self.watch.loss, self.watch.norm) == pytest.approx((loss, norm), nan_ok=True)
         if self.scaling is not None:
             self.scaling.amax.copy_(torch.tensor(amaxes))
@@ -273,7 +273,7 @@ def test_a_linear_out_of_fp8_keeps_its_scale_up_to_date(run):
 def test_no_loss_is_no_spike(run, capsys):
     r = run("log")
     r.watch.begin_step()
-    r.watch.see(torch.tensor(4.0))
+    r.watch.see(torch.tensor([4.0]))
     assert r.watch.loss is None and r.watch.judge() and lines(capsys) == []
 
 

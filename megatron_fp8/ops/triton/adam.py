@@ -235,7 +235,8 @@ def _adam_kernel(
     if not REMAINDER:
         _store(w, master_ptr, master_exponents_ptr, first, inside, zero)
     if amax_ptr is not None:
-        largest = tl.reduce(tl.where(mask, tl.abs(w), 0.0), None, _larger)
+        magnitude = tl.where(v < float("inf"), tl.abs(w), float("nan"))
+        largest = tl.reduce(tl.where(mask, magnitude, 0.0), None, _larger)
         tl.atomic_max(as_type(amax_ptr, tl.int32), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 

@@ -1,0 +1,35 @@
+"""The line of the log that says what of a run is in FP8: it stands before the first iteration's, where people look."""
+
+from megatron.core import mpu
+
+from ..flags.config import Fp8Config
+from ..ranks import gathered
+from .names import ranges
+from .owned import owned_weights
+
+_STATES = {"fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "remainder": "16 bits beside the weight"}
+_WIRES = {"block": "FP8 blocks", "shared": "FP8 of one scale", "fp32": "FP32"}
+
+
+def level_line(fp8: Fp8Config, chunks, gemms: str) -> str:
+    """Of the whole model: pipeline stages come here together. gemms: who computes those in FP8."""
+    own = [(weight.name, weight.fp8) for weight in owned_weights(chunks)]
+    stages = gathered(own, mpu.get_pipeline_model_parallel_group())
+    linears = dict(linear for stage in stages for linear in stage)  # experts share a name
+    kept = [name for name, in_fp8 in linears.items() if not in_fp8]
+    count = len(linears) - len(kept)
+    parts = [f"{fp8.level}: the GEMMs of {count} of {len(linears)} linears are in FP8"]
+    if count:
+        formats = " and ".join(dict.fromkeys([fp8.forward_format.name, fp8.grad_format.name]))
+        parts[0] += f" ({formats}, {fp8.recipe} scales, by {gemms})"
+    if kept and count:
+        parts.append(f"in BF16 are {ranges(kept)}")
+    if fp8.lm_head:
+        parts.append("the LM head's are too")
+    parts += [
+        f"weights {_STATES[fp8.weight]}",
+        f"moments {_STATES[fp8.exp_avg]} and {_STATES[fp8.exp_avg_sq]}",
+        f"masters {_STATES[fp8.master]}",
+        f"weight gradients {_STATES[fp8.grad_accum]}, summed over ranks in {_WIRES[fp8.grad_reduce]}",
+    ]
+    return "; ".join(parts)

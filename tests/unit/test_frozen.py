@@ -1,0 +1,117 @@
+"""A script freezes an owned weight, or puts another in its place: seen, whatever does it and whenever."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_parts import OneWeight
+
+from megatron_fp8.engine.build import check_trained
+from megatron_fp8.engine.frozen import OwnedParameter, own, show_to_stock
+from megatron_fp8.errors import UserError
+from megatron_fp8.layers.call import plan
+
+FREEZING = {
+    "attribute": lambda linear: setattr(linear.weight, "requires_grad", False),
+    "method": lambda linear: linear.weight.requires_grad_(False),
+    "detach_": lambda linear: linear.weight.detach_(),
+    "module": lambda linear: linear.requires_grad_(False),
+    "every parameter": lambda linear: [p.requires_grad_(False) for p in linear.parameters()],
+}
+REPLACING = {
+    "parameter": lambda linear: setattr(linear, "weight", torch.nn.Parameter(torch.zeros(32, 48))),
+    "no parameter": lambda linear: linear.register_parameter("weight", None),
+    "deleted": lambda linear: delattr(linear, "weight"),
+}
+FP8 = SimpleNamespace(level="O3")
+
+
+def linear_of(group, layer: int = 1) -> torch.nn.Module:
+    """A module that holds an owned weight, as the package's linears do."""
+    one = OneWeight(torch.randn(32, 48).bfloat16(), group)
+    one.weight.layer_number, one.weight.config.level = layer, "O3"
+    linear = torch.nn.Module()
+    linear.weight, linear.owned = one.weight.param, one.weight
+    return linear
+
+
+def forward(linear) -> None:
+    plan(linear.owned, None, False, False, training=True)
+
+
+@pytest.mark.parametrize("how", FREEZING)
+def test_frozen_before_the_optimizer_is_built(how, group):
+    model = torch.nn.ModuleList(linear_of(group, layer) for layer in (1, 2))
+    check_trained(FP8, [model])
+    FREEZING[how](model[1])
+    with pytest.raises(UserError, match=r"--fp8-level O3: the script freezes decoder.layers.1.mlp.linear_fc1; "):
+        check_trained(FP8, [model])
+    FREEZING[how](model[0])
+    with pytest.raises(UserError, match="the script freezes all 2 linears; "):
+        check_trained(FP8, [model])
+    model.requires_grad_(True)
+    check_trained(FP8, [model])
+    assert not any(p.requires_grad for p in model.parameters())  # to stock they stay frozen
+
+
+@pytest.mark.parametrize("how", FREEZING)
+def test_frozen_after_it(how, group):
+    linear = linear_of(group)
+    forward(linear)
+    FREEZING[how](linear)
+    with pytest.raises(UserError, match=r"the script has frozen decoder.layers.0.mlp.linear_fc1 since"):
+        forward(linear)
+    with pytest.raises(UserError, match=r"the script has frozen decoder.layers.0.mlp.linear_fc1 since"):
+        linear.owned.begin_step(2)
+    with torch.no_grad():
+        forward(linear)  # an evaluation
+    linear.weight.requires_grad = True
+    linear.owned.begin_step(2)
+    forward(linear)
+
+
+@pytest.mark.parametrize("how", REPLACING)
+def test_replaced(how, group):
+    model = torch.nn.ModuleList([linear_of(group)])
+    REPLACING[how](model[0])
+    with pytest.raises(UserError, match=r"the script replaces the weight of decoder.layers.0.mlp.linear_fc1; "):
+        check_trained(FP8, [model])
+
+
+def test_a_wrapper_with_an_adapter_freezes_its_base(group):
+    base = linear_of(group)
+    wrapper = torch.nn.Module()
+    wrapper.base, wrapper.adapter = base, torch.nn.Linear(48, 2)
+    for name, parameter in wrapper.named_parameters():
+        parameter.requires_grad = "adapter" in name
+    with pytest.raises(UserError, match="the script freezes all 1 linears"):
+        check_trained(FP8, [wrapper])
+
+
+def test_a_model_without_a_weight_of_ours(group):
+    with pytest.raises(UserError, match="has no GPT transformer layer to train in FP8"):
+        check_trained(FP8, [torch.nn.Linear(2, 2)])
+
+
+def test_a_weight_without_an_engine_may_be_looked_at_but_not_trained(group):
+    linear = linear_of(group)
+    linear.owned.sink = None
+    with torch.no_grad():
+        forward(linear)
+    with pytest.raises(UserError, match="linear_fc1 is about to train, but no FP8 optimizer has its weight"):
+        forward(linear)
+    linear.requires_grad_(False)  # a model beside the one that is trained
+    forward(linear)
+    with pytest.raises(UserError, match="no FP8 optimizer has its weight"):
+        linear.owned.take_gradient(None)
+
+
+def test_an_owned_parameter_is_a_parameter_that_stock_finds_frozen():
+    param = torch.nn.Parameter(torch.randn(16, 16))
+    owned = own(param)
+    assert owned is param and isinstance(owned, torch.nn.Parameter) and not owned.requires_grad and not owned.frozen
+    assert type(owned.detach()) is type(owned + 1) is torch.Tensor  # results are plain tensors
+    show_to_stock(owned, True)
+    assert owned.requires_grad and not owned.frozen
+    show_to_stock(owned, False)
+    assert isinstance(owned, OwnedParameter) and not owned.requires_grad and not owned.frozen
