@@ -70,6 +70,17 @@ def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
     return state
 
 
+def take_schedule(parts: list[MegatronOptimizer], saved: dict) -> None:
+    """With --use-checkpoint-opt_param-scheduler: give every part's groups the checkpoint's learning rates.
+
+    Stock reads them of the groups, and takes those of its own scheduler alone from the checkpoint.
+    """
+    if get_args().use_checkpoint_opt_param_scheduler:
+        for group in (group for part in parts for group in part.optimizer.param_groups):
+            found = next((other for other in _groups(saved) if _identity(other) == _identity(group)), {})
+            group.update(_schedule(found))
+
+
 def step_of(saved: dict) -> int:
     """The updates made; all parts have made as many."""
     steps = [optimizer.get("state", {}).get("common_step") for optimizer in _optimizers(saved)]
@@ -91,7 +102,8 @@ def _saved_group(group: dict, saved: dict) -> dict:
             return {**found, **own}
     if not get_args().override_opt_param_scheduler:
         theirs, ours = (", ".join(f"{key} {value}" for key, value in _schedule(g).items()) for g in (alike[0], group))
-        raise CheckpointingException(f"it has {theirs}, this run {ours}; add --override-opt_param-scheduler for these")
+        remedy = "--override-opt_param-scheduler for these, or --use-checkpoint-opt_param-scheduler for those"
+        raise CheckpointingException(f"it has {theirs}, this run {ours}; add {remedy}")
     return {**alike[0], **own, **_schedule(group)}
 
 

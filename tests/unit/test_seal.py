@@ -396,11 +396,11 @@ def test_without_tracker_a_pretrained_checkpoint_is_not_begun_with_again(folder,
 def test_a_flag_is_named_by_its_whole_folder(folder):
     from argparse import Namespace
 
-    from megatron_fp8.checkpoint.loads import _naming_its_flag
+    from megatron_fp8.checkpoint.refusals import naming_its_flag
     from megatron_fp8.errors import UserError
 
     own = f"{folder}/iter_0000005"
     args = Namespace(load=own, pretrained_checkpoint=str(folder))
     for given, flag in (own, "--load"), (str(folder), "--pretrained-checkpoint"):
-        with pytest.raises(ValueError, match=rf"^{flag} {given}: "), _naming_its_flag(str(folder), args):
+        with pytest.raises(ValueError, match=rf"^{flag} {given}: "), naming_its_flag(str(folder), args):
             raise UserError(f"--load {given}: it is not right")
