@@ -35,6 +35,7 @@ from .hf.config import args_of, config_of, flags_of, model_args, quantization_co
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
 from .pickles import data_only
 from .seal import Broken, how_to_put_back, is_finished, seal, verify
+from .tracker import TRACKER, tracked
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -42,7 +43,6 @@ try:
 except ModuleNotFoundError:
     raise UserError("convert needs the package safetensors: pip install safetensors") from None
 
-TRACKER = "latest_checkpointed_iteration.txt"
 # Tensors of other people's folders that are no weights.
 _BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 _SCALES = ("weight_scale", "weight_scale_inv")  # both multiply
@@ -119,10 +119,7 @@ def to_hf(
 
 def _iteration_folder(path: Path) -> Path:
     """The folder that holds the checkpoint: `path` itself, or what its tracker file names."""
-    folder = path
-    if (path / TRACKER).is_file():
-        last = (path / TRACKER).read_text().strip()
-        folder = path / (f"iter_{int(last):07d}" if last.isdigit() else last)
+    folder = path / tracked(path)
     if kept := how_to_put_back(folder):
         raise UserError(f"{path}: {kept}")
     try:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import CheckpointException
 from ..errors import PassingError, UserError
 from .failing import from_one_rank
 from .files import is_own_folder, set_mark, write_whole
+from .finite import require_finite
 from .loads import is_named, named, sealed_iterations
 from .pickles import check_arguments
 from .refusals import said_by
@@ -92,7 +93,8 @@ def _refusal(folder: Path, error: OSError) -> str:
         return "cannot be written to (it is a file); give another folder"
     for place in (folder / LOCK, *(place / TRACKER for place in _places(folder))):
         if error.errno in _NO_FILE and str(place) in (error.filename, error.filename2):
-            return f"its {place.relative_to(folder)} is a link, a pipe or a folder, and no file that a run wrote; remove it"
+            what = "is a link, a pipe or a folder, and no file that a run wrote; remove it"
+            return f"its {place.relative_to(folder)} {what}"
     return f"cannot be written to ({error.strerror}); give another folder"
 
 
@@ -283,6 +285,7 @@ def seal_saves(stock: Callable) -> Callable:
 
     def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
         folder = Path(checkpoint_dir)
+        require_finite(sharded_state_dict, folder, on_rank_0(lambda: _last(folder.parent)))
         begin(folder)
         request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         if request is None:
@@ -338,6 +341,13 @@ def _nothing_lost(save: str) -> Iterator[None]:
         if not dist.is_initialized() or dist.get_rank() == 0:
             for folder in _begun:
                 _give_up(folder)
-        last, _ = named(Path(save))
-        rest = f"{folder_name(last)} is there to go on from" if last > 0 else "there is none yet to go on from"
+        rest = _last(Path(save))
         raise PassingError(f"--save {save}: {names} could not be written ({said}); mend that: {rest}") from error
+
+
+def _last(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        last, _ = named(folder)
+        if last > 0:
+            return f"{folder_name(last)} is there to go on from"
+    return "there is none yet to go on from"
