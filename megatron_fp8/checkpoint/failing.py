@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ..errors import UserError
+from ..flags.usage import PATIENCE
 
 _KEY = "megatron_fp8/failed"  # holds the rank
 
@@ -25,17 +26,18 @@ def from_one_rank() -> Iterator[None]:
         yield
     except UserError:
         if dist.is_initialized() and dist.get_rank() and _failed() == 0:
-            _end_after(1.0)  # rank 0 is about to print its line
+            _end_quietly()  # rank 0 is about to print its line
         _say_failed()
         raise
     except RuntimeError:  # torch's, of a collective
         if _failed() not in (None, _rank()):
-            _end_after(0.0)  # it has printed its line, and ended
+            _end_quietly()  # it has printed its line
         raise
 
 
-def _end_after(seconds: float) -> None:
-    time.sleep(seconds)
+def _end_quietly() -> None:
+    """Not before the rank that has the line: the launcher reports the one that ended first."""
+    time.sleep(PATIENCE)
     sys.exit(2)
 
 

@@ -62,7 +62,7 @@ def tracked(folder: Path) -> str:
         raise UserError(f"{folder / TRACKER}: cannot be read ({error.strerror}); let this user read it") from None
     if garbled:
         says = f"{folder / TRACKER} {what_it_says(written)}, which names no checkpoint"
-        raise UserError(f"{says}; name one checkpoint's own folder, {folder / folder_name(5)} say")
+        raise UserError(f"{says}; name one checkpoint's own folder, an iter_N in there")
     return folder_name(int(written)) if written.isdecimal() else written
 
 
