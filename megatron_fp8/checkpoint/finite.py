@@ -24,14 +24,14 @@ _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def require_finite(state: dict, folder: Path, last: str) -> None:
     """PassingError in one line, the same on all ranks, before a checkpoint is written; collective.
 
-    last: how the run can go on.
+    last: from where another run goes on.
     """
     found = list(filter(None, gathered(first_not_finite(state))))
     if found:
         with contextlib.suppress(OSError):
             folder.rmdir()  # Megatron made it; with a checkpoint in it, it stays
         why = f"{folder.name} is not saved: {found[0]} is not finite, and no later step would mend that"
-        raise PassingError(f"--save {folder.parent}: {why}; {last}, with a lower --lr if it comes again")
+        raise PassingError(f"--save {folder.parent}: {why}; start again, {last}, and if it comes again lower --lr")
 
 
 def first_not_finite(state: Any) -> str:

@@ -93,7 +93,7 @@ def _mistaken(load: Path, *others: Path) -> str:
     if is_finished(load) or (load / MARK).exists():
         own = load.resolve()
         step = f" and --ckpt-step {int(own.name[5:])}" if re.fullmatch(r"iter_[0-9]{7,18}", own.name) else ""
-        return f"it is one checkpoint's own folder; give the one above it, {own.parent}{step}"
+        return f"this is the folder of one checkpoint; give the folder above it, {own.parent}{step}"
     folders = [folder for place in (load, *others) for folder in sorted(place.glob("iter_*"), reverse=True)]
     return next(filter(None, map(how_to_put_back, folders)), "")
 
@@ -237,7 +237,7 @@ def _say_what_is_left_out(folder: str, stored: list[str], asked: set) -> None:
     all_reduce_largest(wanted, None)
     if left := [name for name, found in zip(of_model, wanted.tolist(), strict=True) if not found]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        _say(f"{folder}: {', '.join(left[:3])}{more} left out, which this run's model has not")
+        _say(f"{folder}: left out, since this run's model has none: {', '.join(left[:3])}{more}")
 
 
 def _stored(folder: str) -> list[str]:

@@ -46,7 +46,7 @@ def one_line(
         if _lacks_part(error):
             said = f"it has no {said}; add --no-load-optim or --finetune"
         elif re.fullmatch(r"'[\w.]+'", said):  # a name, which torch looked up
-            said = f"{said} is not in both; give the flags of the model that it was saved with"
+            said = f"the checkpoint or this run's model lacks {said}; give the flags of the model that was saved"
         if said.startswith("OptimizerParamScheduler"):
             said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         rest = f"; {remedy()}" if remedy else ""

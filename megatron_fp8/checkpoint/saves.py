@@ -341,13 +341,13 @@ def _nothing_lost(save: str) -> Iterator[None]:
         if not dist.is_initialized() or dist.get_rank() == 0:
             for folder in _begun:
                 _give_up(folder)
-        rest = _last(Path(save))
-        raise PassingError(f"--save {save}: {names} could not be written ({said}); mend that: {rest}") from error
+        rest = f"mend that and start again, {_last(Path(save))}"
+        raise PassingError(f"--save {save}: {names} could not be written ({said}); {rest}") from error
 
 
 def _last(folder: Path) -> str:
     with contextlib.suppress(OSError):
         last, _ = named(folder)
         if last > 0:
-            return f"{folder_name(last)} is there to go on from"
-    return "there is none yet to go on from"
+            return f"from {folder_name(last)}"
+    return "from the beginning"

@@ -102,7 +102,7 @@ def verify(folder: Path, everything: bool = True) -> None:
         first, more = damaged[0], f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         if not found[first]:
             raise Broken(f"/{first}{more} is missing, or cannot be read")
-        over = f", and it is newer: a run without --fp8-level may have saved over it, then remove {SEAL}"
+        over = f", and it is newer: if a run without --fp8-level saved over the checkpoint, remove {SEAL}"
         is_newer = on_rank_0(lambda: (folder / first).stat().st_mtime > (folder / SEAL).stat().st_mtime + 1)
         raise Broken(f"/{first}{more} is damaged: its SHA-256 is not that in {SEAL}{over if is_newer else ''}")
 
@@ -143,7 +143,7 @@ def _read_seal(folder: Path) -> dict[str, str] | None:
         right = found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files))
         if right and METADATA in files and all(map(_is_entry, files.items())):
             if _OLD_COMMON not in files and (folder / _OLD_COMMON).exists():
-                raise Broken(f"/{_OLD_COMMON} does not belong to it (not in {SEAL}): remove it")
+                raise Broken(f"/{_OLD_COMMON} was not there when the checkpoint was sealed (not in {SEAL}): remove it")
             return files
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass

@@ -96,13 +96,14 @@ def _saved_group(group: dict, saved: dict) -> dict:
     own = {key: group[key] for key in ("is_expert_parallel", "betas", "eps") if key in group}
     alike = [found for found in _groups(saved) if _identity(found) == _identity(group)]
     if not alike:
-        raise CheckpointingException(f"no group of parameters in it has {_identity(group)}; add --no-load-optim")
+        said = ", ".join(f"{key} {value}" for key, value in _identity(group).items() if value is not None)
+        raise CheckpointingException(f"it has no optimizer state of parameters with {said}; add --no-load-optim")
     for found in alike:
         if _schedule(found) == _schedule(group):
             return {**found, **own}
     if not get_args().override_opt_param_scheduler:
         theirs, ours = (", ".join(f"{key} {value}" for key, value in _schedule(g).items()) for g in (alike[0], group))
-        remedy = "--override-opt_param-scheduler for these, or --use-checkpoint-opt_param-scheduler for those"
+        remedy = "--override-opt_param-scheduler for this run's, or --use-checkpoint-opt_param-scheduler for its own"
         raise CheckpointingException(f"it has {theirs}, this run {ours}; add {remedy}")
     return {**alike[0], **own, **_schedule(group)}
 

@@ -36,7 +36,10 @@ CASES = {
         O3, f"{O3} --lr-decay-style linear", "the checkpoint does not fit this run: OptimizerParamScheduler", SCHEDULE
     ),
     "another group": Case(
-        O3, f"{O3} --decoupled-lr 5e-4", "the checkpoint does not fit this run: no group of parameters", WEIGHTS[:1]
+        O3,
+        f"{O3} --decoupled-lr 5e-4",
+        "the checkpoint does not fit this run: it has no optimizer state of parameters",
+        WEIGHTS[:1],
     ),
     "a compact one": Case(
         f"{O3} --fp8-ckpt-compact", "--fp8-level O2", "the checkpoint was saved with --fp8-ckpt-compact", WEIGHTS[:1]

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_one_line(load_checkpoint):
         (raises(wrapped(ValueError("Size mismatch"))), "Size mismatch"),
         (
             raises(wrapped(KeyError("output_layer.weight"))),
-            "'output_layer.weight' is not in both; give the flags of the model that it was saved with",
+            "the checkpoint or this run's model lacks 'output_layer.weight'; give the flags of the model that was saved",
         ),
         (raises(wrapped(raised(MISTAKE))), "--flag 3: is wrong; use 4"),
         (look_up["load_checkpoint"], "it has no 'optimizer'; add --no-load-optim or --finetune"),

@@ -19,7 +19,7 @@ def test_a_save_of_it_ends_the_run(load, tmp_path, key, bad):
     save(tmp_path, 5, more={key: tensor})
     tensor[1, 357] = bad
     why = f"iter_0000010 is not saved: {key} is not finite, and no later step would mend that"
-    last = "iter_0000005 is there to go on from, with a lower --lr if it comes again"
+    last = "start again, from iter_0000005, and if it comes again lower --lr"
     with pytest.raises(ValueError, match=f"^--save {tmp_path}: {why}; {last}$"):
         save(tmp_path, 10, more={key: tensor})
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000005"] and load(tmp_path) == 5

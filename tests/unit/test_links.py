@@ -103,7 +103,8 @@ def test_a_checkpoint_that_is_a_link_is_not_saved_over(load, tmp_path, monkeypat
     (folder / CHECKPOINT).symlink_to(theirs)
     monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(folder)))
     why = rf"{CHECKPOINT} is a link to another folder, which a save would change, \S+ GiB were free"
-    line = rf"^--save {folder}: {CHECKPOINT} could not be written \({why}\); mend that: iter_0000005 is there"
+    rest = "mend that and start again, from iter_0000005"
+    line = rf"^--save {folder}: {CHECKPOINT} could not be written \({why}\); {rest}$"
     with pytest.raises(ValueError, match=line):
         saves.lose_nothing(lambda: save(folder, 10))()
     assert load(other) == 10 and load(folder, ckpt_step=5) == 5
