@@ -24,7 +24,7 @@ from .state import (
     sharded_scaling_state,
     sharded_weight_scales,
 )
-from .stock_state import adopt, ask_for_masters, step_of
+from .stock_state import adopt, ask_for_masters, step_of, take_schedule
 
 
 class Archive:
@@ -95,6 +95,7 @@ class Archive:
     def chain_parts(self, chain: Fp8ChainedOptimizer, state: dict) -> dict:
         """Of what was loaded, the state for each part of the chain."""
         last = len(chain.chained_optimizers) - 1
+        take_schedule(chain.chained_optimizers, state)
         stock, ours = [state[i] for i in range(last)], state.get(last, {})
         for part in (part for i, part in state.items() if isinstance(i, int)):  # it may have had another place
             ours.update({key: part[key] for key in ("step", "scaled_for", "watch") if key in part})

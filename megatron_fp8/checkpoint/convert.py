@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import warnings
@@ -35,16 +34,15 @@ from ..flags.usage import hide_missing_package_warnings, one_line_usage_errors, 
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
 from .hf.folder import CONFIG, INDEX, Weights, read_json
-from .hf.schema import as_json, shown
+from .hf.schema import shown
 from .pickles import data_only
 from .seal import Broken, how_to_put_back, is_finished, seal, verify
+from .tracker import TRACKER, tracked
 
 try:
     from safetensors.torch import save_file
 except ModuleNotFoundError:
     raise UserError("convert needs the package safetensors: pip install 'megatron-fp8[hf]'") from None
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -113,7 +111,7 @@ def to_hf(
 def _iteration_folder(path: Path) -> Path:
     """The folder that holds the checkpoint: `path` itself, or what its tracker file names."""
     with _damage_of(path):
-        folder = path / _tracked(path / TRACKER)
+        folder = path / tracked(path)
         if kept := how_to_put_back(folder):
             raise UserError(f"{path}: {kept}")
         try:
@@ -123,17 +121,6 @@ def _iteration_folder(path: Path) -> Path:
         if not is_finished(folder) or not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
             raise UserError(f"{path}: no complete checkpoint of --ckpt-format torch_dist here (looked at {folder})")
     return folder
-
-
-def _tracked(tracker: Path) -> str:
-    """The name of the folder that a tracker file stands for; "" without such a file."""
-    if not tracker.is_file():
-        return ""
-    with tracker.open("rb") as file:
-        written = file.read(100).decode(errors="replace").strip()
-    if not re.fullmatch(r"release|[0-9]{1,18}", written):
-        raise UserError(f"{tracker}: {as_json(written)} is no iteration; name an iteration's folder")
-    return written if written == "release" else f"iter_{int(written):07d}"
 
 
 def _contents(folder: Path) -> tuple[Namespace, Mapping[str, Any]]:

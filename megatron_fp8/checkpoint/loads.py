@@ -11,14 +11,12 @@ import contextlib
 import functools
 import os
 import re
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.training.checkpointing import CheckpointType
@@ -27,23 +25,23 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ..errors import UserError, is_bug
 from ..flags.config import Fp8Config
-from ..flags.stock_errors import is_check
 from ..ranks import all_reduce_largest
+from .failing import from_one_rank
+from .padding import other_padding
+from .refusals import is_misfit, naming_its_flag, one_line, readable
 from .seal import MARK, SEAL, Broken, how_to_put_back, is_finished, is_sealed, on_rank_0, require_finished, verify
 from .state import check_fits, contents_of, is_ours
 from .stock_state import describe
-
-_CHECKPOINTING = os.path.join("megatron", "training", "checkpointing.py")
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def folder_name(iteration: int) -> str:
-    """As Megatron has it."""
-    return f"iter_{iteration:07d}"
+from .tracker import TRACKER, folder_name, is_tracker, read_tracker, what_it_says
 
 
 def named(load: Path) -> tuple[int, bool]:
-    """(iteration, release) to go on from: the tracker's, else the newest sealed one's; (-1, False) if there is none."""
+    """(iteration, release) to go on from: the tracker's, else the newest sealed one's; (-1, False) if there is none.
+
+    OSError where the folder may not be read.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.scandir(load).close()  # Path.glob takes a folder that may not be read for an empty one
     written = read_tracker(load)
     if written == "release":
         return 0, True
@@ -66,7 +64,7 @@ def choose(load: Path, args: Namespace) -> Path | None:
     if args.non_persistent_ckpt_type == "global":
         other = Path(args.non_persistent_global_ckpt_dir or load / "non_persistent")
         places.append(other)
-        newest = on_rank_0(lambda: named(other)[0] if (other / TRACKER).exists() else -1)
+        newest = on_rank_0(lambda: named(other)[0] if (other / TRACKER).is_file() else -1)
         if newest >= max(iteration, 0):
             if args.ckpt_step:
                 newer = f"with --non-persistent-ckpt-type global Megatron goes on from {other / folder_name(newest)}"
@@ -75,8 +73,8 @@ def choose(load: Path, args: Namespace) -> Path | None:
     if iteration < 0:
         if mistaken := on_rank_0(lambda: _mistaken(*places)):
             raise UserError(f"--load {load}: {mistaken}")
-        if written := on_rank_0(lambda: read_tracker(load)):
-            says = f"{TRACKER} says {written[:20]!r}, and no checkpoint is there"
+        if on_rank_0(lambda: os.path.lexists(load / TRACKER)):
+            says = f"{TRACKER} {what_it_says(on_rank_0(lambda: read_tracker(load)))}, and no checkpoint is there"
             raise UserError(f"--load {load}: {says}; give another folder")
         return None
     if not args.ckpt_step and not is_named(folder):
@@ -95,7 +93,7 @@ def _mistaken(load: Path, *others: Path) -> str:
     if is_finished(load) or (load / MARK).exists():
         own = load.resolve()
         step = f" and --ckpt-step {int(own.name[5:])}" if re.fullmatch(r"iter_[0-9]{7,18}", own.name) else ""
-        return f"it is one checkpoint's own folder; give the one above it, {own.parent}{step}"
+        return f"this is the folder of one checkpoint; give the folder above it, {own.parent}{step}"
     folders = [folder for place in (load, *others) for folder in sorted(place.glob("iter_*"), reverse=True)]
     return next(filter(None, map(how_to_put_back, folders)), "")
 
@@ -105,7 +103,8 @@ def without_tracker(load: Path, args: Namespace) -> Iterator[None]:
     """Without its tracker Megatron would begin anew: let it go on from the newest sealed checkpoint; collective."""
     given = args.ckpt_step
     if not given:
-        step = on_rank_0(lambda: -1 if (load / TRACKER).exists() else named(load)[0])
+        with readable(load):
+            step = on_rank_0(lambda: -1 if (load / TRACKER).is_file() else named(load)[0])
         if step > 0:
             args.ckpt_step = step
             _say_going_back_to(load / folder_name(step))
@@ -122,7 +121,9 @@ def name_finished(stock: Callable) -> Callable:
     """Around checkpointing.read_metadata, which ends the process where the tracker holds no number."""
 
     def read_metadata(tracker_filename):
-        return on_rank_0(lambda: named(Path(tracker_filename).parent))
+        folder = Path(tracker_filename).parent
+        with readable(folder):
+            return on_rank_0(lambda: named(folder))
 
     return read_metadata
 
@@ -138,12 +139,16 @@ def load_whole(fp8: Fp8Config | None) -> Callable:
             given = load_dir, args, rank0, *rest
             if load_dir is None:
                 return stock(*given, **kwargs)
-            with _naming_its_flag(load_dir, args), without_tracker(Path(load_dir), args):
-                with _one_line(load_dir, "cannot be read", lambda error: isinstance(error, OSError)):
+            with naming_its_flag(load_dir, args), without_tracker(Path(load_dir), args):
+                with readable(load_dir):
                     folder = choose(Path(load_dir), args) if rank0 else None
                 if folder is None:
+                    if rank0 and args.exit_on_missing_checkpoint:
+                        said = "no checkpoint is there; give the folder that --save wrote"
+                        raise UserError(f"--load {load_dir}: {said}, or remove --exit-on-missing-checkpoint")
                     return stock(*given, **kwargs)
-                with _one_line(load_dir, f"{folder.name} cannot be read", lambda error: not is_bug(error)):
+                remedy = functools.partial(_remedy_alone, Path(load_dir), folder)
+                with one_line(load_dir, f"{folder.name} cannot be read", lambda error: not is_bug(error), remedy):
                     loaded = stock(*given, **kwargs)
                 if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
                     missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
@@ -153,6 +158,8 @@ def load_whole(fp8: Fp8Config | None) -> Callable:
                         says = "a checkpoint of --ckpt-format torch, of whose optimizer state a level reads nothing"
                         raise UserError(f"--load {load_dir}: {says}; add --no-load-optim or --finetune")
                     check_fits(loaded[0], args, fp8)
+                    if padding := other_padding(loaded[0].get("args"), args):
+                        _say(f"{load_dir}: {padding}")
             describe(contents_of(loaded[0]))
             return loaded
 
@@ -167,7 +174,7 @@ def refuse_levels(stock: Callable) -> Callable:
     def load_base_checkpoint(load_dir, args, rank0=False, *rest, **kwargs):
         loaded = stock(load_dir, args, rank0, *rest, **kwargs)
         if rank0 and is_ours(loaded[0]):
-            with _naming_its_flag(load_dir, args):
+            with naming_its_flag(load_dir, args):
                 _require_whole(Path(load_dir), Path(loaded[1]))
                 check_fits(loaded[0], args, None)
         return loaded
@@ -180,9 +187,10 @@ def load_in_one_line(stock: Callable) -> Callable:
 
     def load_checkpoint(*given, **kwargs):
         args = get_args()
-        folder = _loaded_from(args)
-        with _naming_its_flag(folder, args), _one_line(folder, "the checkpoint does not fit this run", _is_misfit):
-            return stock(*given, **kwargs)
+        with from_one_rank():
+            folder = _loaded_from(args)
+            with naming_its_flag(folder, args), one_line(folder, "the checkpoint does not fit this run", is_misfit):
+                return stock(*given, **kwargs)
 
     return load_checkpoint
 
@@ -229,7 +237,7 @@ def _say_what_is_left_out(folder: str, stored: list[str], asked: set) -> None:
     all_reduce_largest(wanted, None)
     if left := [name for name, found in zip(of_model, wanted.tolist(), strict=True) if not found]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        _say(f"{folder}: {', '.join(left[:3])}{more} left out, which this run's model has not")
+        _say(f"{folder}: left out, since this run's model has none: {', '.join(left[:3])}{more}")
 
 
 def _stored(folder: str) -> list[str]:
@@ -242,78 +250,27 @@ def _stored(folder: str) -> list[str]:
 def find_without_tracker(stock: Callable) -> Callable:
     """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew.
 
-    A mistaken folder is said to have one, so that what loads it says what is wrong.
+    A mistaken folder, or one that may not be read, is said to have one, so that what loads it says what is wrong.
     """
 
     def checkpoint_exists(checkpoints_path):
         if checkpoints_path is None:
             return False
         path = Path(checkpoints_path)
-        return stock(checkpoints_path) or named(path)[0] > 0 or bool(_mistaken(path))
+        try:
+            return stock(checkpoints_path) or named(path)[0] > 0 or bool(_mistaken(path))
+        except OSError:
+            return True
 
     return checkpoint_exists
 
 
 def _loaded_from(args: Namespace) -> str:
     """Of --load and --pretrained-checkpoint, as Megatron has it: the second where the first has no checkpoint."""
-    if args.pretrained_checkpoint and (args.load is None or named(Path(args.load))[0] < 0):
-        return str(args.pretrained_checkpoint)
-    return args.load
-
-
-@contextlib.contextmanager
-def _naming_its_flag(folder: str, args: Namespace) -> Iterator[None]:
-    """What says --load says --pretrained-checkpoint where that one named the folder."""
-    try:
-        yield
-    except UserError as error:
-        if folder != getattr(args, "pretrained_checkpoint", None) or folder == args.load:
-            raise
-        said = str(error).replace(f"--load {folder}:", f"--pretrained-checkpoint {folder}:", 1)
-        raise UserError(said) from error
-
-
-def _is_misfit(error: BaseException) -> bool:
-    """Whether Megatron or torch says so, or the checkpoint lacks a part."""
-    if isinstance(error, CheckpointException):
-        return not is_bug(error)
-    if isinstance(error, CheckpointingException):
-        return True
-    if isinstance(error, FileNotFoundError):  # --pretrained-checkpoint has none
-        return is_check(error)
-    return _lacks_part(error) or (isinstance(error, KeyError | AssertionError) and is_check(error))
-
-
-def _lacks_part(error: BaseException) -> bool:
-    """Whether Megatron looked for "optimizer", say, in what it had loaded: the checkpoint was saved without."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    is_there = last.name == "load_checkpoint" and last.filename.endswith(_CHECKPOINTING)
-    return isinstance(error, KeyError) and is_there
-
-
-@contextlib.contextmanager
-def _one_line(load: str, what: str, is_mistake: Callable[[BaseException], bool]) -> Iterator[None]:
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        if isinstance(error, UserError) or not is_mistake(error):
-            raise
-        said = said_by(error)
-        if _lacks_part(error):
-            said = f"it has no {said}; add --no-load-optim or --finetune"
-        elif re.fullmatch(r"'[\w.]+'", said):  # a name, which torch looked up
-            said = f"{said} is not in both; give the flags of the model that it was saved with"
-        if said.startswith("OptimizerParamScheduler"):
-            said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
-        raise UserError(f"--load {load}: {what}: {said}") from error
-
-
-def said_by(error: BaseException) -> str:
-    """An exception's own words in one line: torch wraps what a rank met, and Megatron wraps that."""
-    while failures := getattr(error, "failures", None):  # by rank: (exception, traceback)
-        error = next(iter(failures.values()))[0]
-    said = getattr(error, "strerror", None) or str(error)
-    return re.sub(r"\s+", " ", said).strip()[:300] or type(error).__name__
+    if args.pretrained_checkpoint is None or args.load is None:
+        return args.load or args.pretrained_checkpoint
+    with readable(args.load):
+        return args.load if named(Path(args.load))[0] >= 0 else args.pretrained_checkpoint
 
 
 @functools.cache  # Megatron looks for the checkpoint twice or more
@@ -337,30 +294,31 @@ def _require_whole(load: Path, folder: Path) -> None:
 
 def _remedy(load: Path, folder: Path) -> str:
     """Where to go on from instead; collective."""
-    for iteration in on_rank_0(lambda: sealed_iterations(load)):
-        other = load / folder_name(iteration)
-        try:
-            if other != folder:
-                verify(other, everything=False)
-                found = f"{other.name} {'is whole' if dist.is_initialized() else 'is sealed'}"
-                if folder.parent != load:
-                    return f"{found}: leave --non-persistent-ckpt-type out"
-                return f"{found}: add --ckpt-step {iteration}"
-        except Broken:
-            continue
+    for other in on_rank_0(lambda: _others(load, folder)):
+        with contextlib.suppress(Broken):
+            verify(other, everything=False)
+            return _go_on_from(load, folder, other, "whole" if dist.is_initialized() else "sealed")
     return on_rank_0(lambda: _mistaken(load)) or "no other there is whole: restore it from a copy"
 
 
-def read_tracker(load: Path) -> str:
-    try:
-        return (load / TRACKER).read_text(errors="replace").strip()
-    except OSError:
-        return ""
+def _remedy_alone(load: Path, folder: Path) -> str:
+    """The same, where the other ranks may not have met what this one has: nothing is hashed."""
+    other = next(iter(_others(load, folder)), None)
+    return "restore it from a copy" if other is None else _go_on_from(load, folder, other, "sealed")
 
 
-def is_tracker(written: str) -> bool:
-    """Whether Megatron can have written this to its tracker."""
-    return bool(re.fullmatch(r"release|[0-9]{1,18}", written))
+def _others(load: Path, folder: Path) -> list[Path]:
+    """The sealed checkpoints but this one, the newest first; after them those of stock Megatron, which have no seal."""
+    sealed = [load / folder_name(iteration) for iteration in sealed_iterations(load)]
+    found = (path for path in load.glob("iter_*") if re.fullmatch(r"iter_[0-9]{7,18}", path.name))
+    stocks = sorted((path for path in found if path not in sealed and is_finished(path)), reverse=True)
+    return [path for path in [*sealed, *stocks] if path != folder]
+
+
+def _go_on_from(load: Path, folder: Path, other: Path, how: str) -> str:
+    said = f"{other.name} is {how}" if is_sealed(other) else f"{other.name} is there too, without a seal"
+    flag = "leave --non-persistent-ckpt-type out" if folder.parent != load else f"add --ckpt-step {int(other.name[5:])}"
+    return f"{said}: {flag}"
 
 
 def is_named(folder: Path) -> bool:

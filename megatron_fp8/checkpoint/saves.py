@@ -14,9 +14,11 @@ An asynchronous save hashes when it is finished, while training waits: about 1.6
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -27,24 +29,18 @@ from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException
 
 from ..errors import PassingError, UserError
-from .loads import TRACKER, folder_name, is_named, is_tracker, named, read_tracker, said_by, sealed_iterations
+from .failing import from_one_rank
+from .files import is_own_folder, set_mark, write_whole
+from .finite import require_finite
+from .loads import is_named, named, sealed_iterations
 from .pickles import check_arguments
-from .seal import (
-    ASIDE,
-    MARK,
-    METADATA,
-    SEAL,
-    is_finished,
-    is_kept,
-    is_sealed,
-    on_rank_0,
-    seal,
-    sealed_files,
-    write_whole,
-)
+from .refusals import said_by
+from .seal import ASIDE, MARK, METADATA, SEAL, is_finished, is_kept, is_sealed, on_rank_0, seal, sealed_files
+from .tracker import TRACKER, folder_name, is_garbled, is_tracker, read_tracker
 
 LOCK = "saving.lock"
 _ROOM = 2**20  # bytes that a folder must take when a run begins
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EMLINK)  # what lies in its place is a link, or a folder
 _PATIENCE = 60  # seconds for rank 0, which renames some files of each
 _locks: dict[Path, int] = {}  # file descriptors, held while this process lives
 _begun: list[Path] = []  # checkpoints being written
@@ -72,8 +68,10 @@ def claim(save: str, flag: str = "--save") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{LOCK}.{os.getpid()}"
+        probe.unlink(missing_ok=True)
         try:
-            probe.write_bytes(bytes(_ROOM))
+            with probe.open("xb") as file:
+                file.write(bytes(_ROOM))
         finally:
             probe.unlink(missing_ok=True)
         if folder.resolve() not in _locks:
@@ -86,8 +84,18 @@ def claim(save: str, flag: str = "--save") -> None:
         said = f"{flag} {save}: another run saves there ({LOCK} is held); give another folder"
         raise PassingError(said) from None  # a lock of a node that was lost is held on NFS until that node is back
     except OSError as error:
-        reason = "it is a file" if folder.is_file() else error.strerror
-        raise UserError(f"{flag} {save}: cannot be written to ({reason}); give another folder") from None
+        raise UserError(f"{flag} {save}: {_refusal(folder, error)}") from None
+
+
+def _refusal(folder: Path, error: OSError) -> str:
+    """Why a folder cannot be saved to, and the remedy."""
+    if folder.is_file():
+        return "cannot be written to (it is a file); give another folder"
+    for place in (folder / LOCK, *(place / TRACKER for place in _places(folder))):
+        if error.errno in _NO_FILE and str(place) in (error.filename, error.filename2):
+            what = "is a link, a pipe or a folder, and no file that a run wrote; remove it"
+            return f"its {place.relative_to(folder)} {what}"
+    return f"cannot be written to ({error.strerror}); give another folder"
 
 
 def _places(folder: Path) -> tuple[Path, Path]:
@@ -104,7 +112,7 @@ def _await_rank_0(folder: Path) -> None:
     """Until nothing there is to be put back or mended, or so long that rank 0 will not."""
     until = time.monotonic() + _PATIENCE
     with contextlib.suppress(OSError):  # rank 0 says what is wrong with the folder
-        while (_kept(folder) or any(map(_is_garbled, _places(folder)))) and time.monotonic() < until:
+        while (_kept(folder) or any(map(is_garbled, _places(folder)))) and time.monotonic() < until:
             time.sleep(0.1)
 
 
@@ -122,33 +130,55 @@ def _leave(folder: Path, made: list[Path], process: int) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder, and write into the lock what check_saving compares; its file descriptor."""
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    """Lock the folder, and write into the lock what check_saving compares; its file descriptor.
+
+    A link in the lock's place is refused, a second name of another file too: what is written would go into that.
+    """
+    path = folder / LOCK
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        found = os.fstat(lock)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise OSError(errno.EMLINK, os.strerror(errno.EMLINK), str(path))
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
+        if _is_at(path, found):
+            os.pwrite(lock, os.urandom(16).hex().encode(), 0)
+            os.fsync(lock)  # NFS would keep it for a while
+            return lock
+    except BaseException:
         os.close(lock)
         raise
-    except OSError:
-        pass  # a file system without locks
-    if not (folder / LOCK).exists():  # the run that held it removed it meanwhile
-        os.close(lock)
-        return _lock(folder)
-    os.pwrite(lock, os.urandom(16).hex().encode(), 0)
-    os.fsync(lock)  # NFS would keep it for a while
-    return lock
+    os.close(lock)  # the run that held it removed it meanwhile
+    return _lock(folder)
 
 
-def _is_garbled(folder: Path) -> bool:
-    """Whether its tracker names nothing."""
-    return (folder / TRACKER).is_file() and not is_tracker(read_tracker(folder))
+def _is_at(path: Path, found: os.stat_result) -> bool:
+    """Whether the path still leads to the file that was found there."""
+    try:
+        return os.path.samestat(found, path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _mend_tracker(folder: Path) -> None:
     """Let it name a checkpoint: Megatron reads it with int() after a save, with --save-retain-interval."""
-    tracker, (last, _) = folder / TRACKER, named(folder)
-    if _is_garbled(folder):
-        write_whole(tracker, str(last)) if last > 0 else tracker.unlink()
+    if is_garbled(folder):
+        last, _ = named(folder)
+        write_whole(folder / TRACKER, str(last)) if last > 0 else (folder / TRACKER).unlink()
+
+
+def _take_tracker(checkpoint: Path) -> None:
+    """Make a tracker that is there a new file that holds a number, before Megatron reads it with int(), as it does with
+    --save-retain-interval, and writes to whatever lies there, through a link too."""
+    tracker, number = checkpoint.parent / TRACKER, checkpoint.name.removeprefix("iter_")
+    if number.isdecimal() and os.path.lexists(tracker):
+        written = read_tracker(checkpoint.parent)
+        write_whole(tracker, written if is_tracker(written) and written != "release" else str(int(number)))
 
 
 def check_saving() -> None:
@@ -178,16 +208,18 @@ def begin(folder: Path) -> None:
     """Put aside what the folder of a new checkpoint holds, and mark it; collective."""
 
     def put_aside() -> None:
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, f"{folder.name} is a link to another folder, which a save would change")
         _put_back(folder)
         found, aside = _files(folder), folder / ASIDE
-        shutil.rmtree(aside, ignore_errors=True)
+        aside.unlink() if aside.is_symlink() else shutil.rmtree(aside, ignore_errors=True)
         if not found and not is_named(folder):
             return
         if is_finished(folder):
             aside.mkdir()  # before the mark, which alone says that there is nothing to put back
-        (folder / MARK).touch()
+        set_mark(folder / MARK)
         for path in sorted(found, key=lambda path: path.name != SEAL):
-            path.rename(aside / path.name) if aside.is_dir() else path.unlink()
+            path.rename(aside / path.name) if is_own_folder(aside) else path.unlink()
 
     _begun.append(folder)
     on_rank_0(put_aside)
@@ -198,8 +230,7 @@ def finish(folder: Path) -> None:
 
     def say_so() -> None:
         _forget(folder)
-        if read_tracker(folder.parent) == "release":  # Megatron reads it with int(), with --save-retain-interval
-            write_whole(folder.parent / TRACKER, str(int(folder.name[5:])))
+        _take_tracker(folder)
 
     seal(folder)
     on_rank_0(say_so)
@@ -254,6 +285,7 @@ def seal_saves(stock: Callable) -> Callable:
 
     def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
         folder = Path(checkpoint_dir)
+        require_finite(sharded_state_dict, folder, on_rank_0(lambda: _last(folder.parent)))
         begin(folder)
         request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         if request is None:
@@ -291,7 +323,7 @@ def lose_nothing(stock: Callable) -> Callable:
     """Around training.save_checkpoint and maybe_finalize_async_save: one line where a checkpoint cannot be written."""
 
     def save(*args, **kwargs):
-        with _nothing_lost(get_args().save):
+        with from_one_rank(), _nothing_lost(get_args().save):
             return stock(*args, **kwargs)
 
     return save
@@ -309,6 +341,13 @@ def _nothing_lost(save: str) -> Iterator[None]:
         if not dist.is_initialized() or dist.get_rank() == 0:
             for folder in _begun:
                 _give_up(folder)
-        last, _ = named(Path(save))
-        rest = f"{folder_name(last)} is there to go on from" if last > 0 else "there is none yet to go on from"
-        raise PassingError(f"--save {save}: {names} could not be written ({said}); mend that: {rest}") from error
+        rest = f"mend that and start again, {_last(Path(save))}"
+        raise PassingError(f"--save {save}: {names} could not be written ({said}); {rest}") from error
+
+
+def _last(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        last, _ = named(folder)
+        if last > 0:
+            return f"from {folder_name(last)}"
+    return "from the beginning"

@@ -19,13 +19,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ..ranks import gathered
+from .files import PARTIAL, is_own_folder, write_whole
 
 SEAL, MARK, METADATA = "integrity.json", "unsealed", "metadata.json"  # a mark: a save into the folder is under way
+_INDEX = ".metadata"  # torch's, of which tensor lies where: without it nothing can be read
 ASIDE = "replaced"  # where that puts what the folder held
 # Megatron reads it in place of what the other files hold: one that was not there when the checkpoint was sealed is not
 # of it. What else lies in the folder is never read.
 _OLD_COMMON = "common.pt"
-_PARTIAL = ".partial"
 _CHUNK = 2**24  # bytes read at once; and what every process hashes where there is no process group yet
 _LARGE = "not hashed"
 
@@ -36,7 +37,7 @@ class Broken(Exception):
 
 def seal(folder: Path) -> None:
     """Hash every file of a complete checkpoint and write integrity.json; collective."""
-    ours = (SEAL, MARK, SEAL + _PARTIAL)
+    ours = (SEAL, MARK, SEAL + PARTIAL)
     names = on_rank_0(lambda: sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in ours))
     hashes = _merge(_hash_share(folder, names))
 
@@ -64,7 +65,7 @@ def is_finished(folder: Path) -> bool:
 
 def is_kept(folder: Path) -> bool:
     """Whether a save over a checkpoint was interrupted that has put it aside, or had sealed the new one."""
-    return (folder / MARK).exists() and ((folder / ASIDE).is_dir() or is_sealed(folder))
+    return (folder / MARK).exists() and (is_own_folder(folder / ASIDE) or is_sealed(folder))
 
 
 def how_to_put_back(folder: Path) -> str:
@@ -81,6 +82,8 @@ def require_finished(folder: Path) -> None:
         raise Broken(" is not finished: its save was interrupted")
     if not is_finished(folder):
         raise Broken(f"/{METADATA} is missing")
+    if (folder / METADATA).is_file() and not (folder / _INDEX).is_file():
+        raise Broken(f"/{_INDEX} is missing, or cannot be read")
 
 
 def verify(folder: Path, everything: bool = True) -> None:
@@ -99,7 +102,7 @@ def verify(folder: Path, everything: bool = True) -> None:
         first, more = damaged[0], f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         if not found[first]:
             raise Broken(f"/{first}{more} is missing, or cannot be read")
-        over = f", and it is newer: a run without --fp8-level may have saved over it, then remove {SEAL}"
+        over = f", and it is newer: if a run without --fp8-level saved over the checkpoint, remove {SEAL}"
         is_newer = on_rank_0(lambda: (folder / first).stat().st_mtime > (folder / SEAL).stat().st_mtime + 1)
         raise Broken(f"/{first}{more} is damaged: its SHA-256 is not that in {SEAL}{over if is_newer else ''}")
 
@@ -122,7 +125,7 @@ def on_rank_0[T](act: Callable[[], T]) -> T:
         try:
             said[0] = act()
         except (OSError, Broken) as error:
-            said[1] = type(error)(*error.args)
+            said[1] = type(error)(*error.args, *filter(None, [getattr(error, "filename", None)]))
     dist.broadcast_object_list(said, src=0)
     if said[1] is not None:
         raise said[1]
@@ -140,7 +143,7 @@ def _read_seal(folder: Path) -> dict[str, str] | None:
         right = found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files))
         if right and METADATA in files and all(map(_is_entry, files.items())):
             if _OLD_COMMON not in files and (folder / _OLD_COMMON).exists():
-                raise Broken(f"/{_OLD_COMMON} does not belong to it (not in {SEAL}): remove it")
+                raise Broken(f"/{_OLD_COMMON} was not there when the checkpoint was sealed (not in {SEAL}): remove it")
             return files
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
@@ -181,13 +184,3 @@ def _sha256_of(hashes: dict[str, str]) -> str:
 
 def _merge(mine: dict[str, str]) -> dict[str, str]:
     return {name: hash for share in gathered(mine) for name, hash in share.items()}
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of the text, or nothing."""
-    partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -110,8 +110,8 @@ def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
     if _layout(saved) != _layout(args):
         raise UserError(
             f"--load {args.load}: the optimizer state was saved as {form}, for its own layout only ({_layout(saved)}), "
-            f"not this run's ({_layout(args)}); load it with that layout and save it again, which now is in a form for "
-            f"all, or add {weights_only}"
+            f"not this run's ({_layout(args)}); load it with that layout and save it again, now in the form for every "
+            f"layout, or add {weights_only}"
         )
 
 

@@ -70,6 +70,17 @@ def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
     return state
 
 
+def take_schedule(parts: list[MegatronOptimizer], saved: dict) -> None:
+    """With --use-checkpoint-opt_param-scheduler: give every part's groups the checkpoint's learning rates.
+
+    Stock reads them of the groups, and takes those of its own scheduler alone from the checkpoint.
+    """
+    if get_args().use_checkpoint_opt_param_scheduler:
+        for group in (group for part in parts for group in part.optimizer.param_groups):
+            found = next((other for other in _groups(saved) if _identity(other) == _identity(group)), {})
+            group.update(_schedule(found))
+
+
 def step_of(saved: dict) -> int:
     """The updates made; all parts have made as many."""
     steps = [optimizer.get("state", {}).get("common_step") for optimizer in _optimizers(saved)]
@@ -85,13 +96,15 @@ def _saved_group(group: dict, saved: dict) -> dict:
     own = {key: group[key] for key in ("is_expert_parallel", "betas", "eps") if key in group}
     alike = [found for found in _groups(saved) if _identity(found) == _identity(group)]
     if not alike:
-        raise CheckpointingException(f"no group of parameters in it has {_identity(group)}; add --no-load-optim")
+        said = ", ".join(f"{key} {value}" for key, value in _identity(group).items() if value is not None)
+        raise CheckpointingException(f"it has no optimizer state of parameters with {said}; add --no-load-optim")
     for found in alike:
         if _schedule(found) == _schedule(group):
             return {**found, **own}
     if not get_args().override_opt_param_scheduler:
         theirs, ours = (", ".join(f"{key} {value}" for key, value in _schedule(g).items()) for g in (alike[0], group))
-        raise CheckpointingException(f"it has {theirs}, this run {ours}; add --override-opt_param-scheduler for these")
+        remedy = "--override-opt_param-scheduler for this run's, or --use-checkpoint-opt_param-scheduler for its own"
+        raise CheckpointingException(f"it has {theirs}, this run {ours}; add {remedy}")
     return {**alike[0], **own, **_schedule(group)}
 
 

@@ -1,4 +1,7 @@
-"""Runs killed at random moments while they train and save: the latest complete checkpoint loads and goes on."""
+"""Runs killed at random moments while they train and save: the latest complete checkpoint loads and goes on.
+
+With the slow tests 104 kills, half of them of asynchronous saves; always a few.
+"""
 
 import random
 import time
@@ -7,7 +10,6 @@ import pytest
 from launch import forked, parse_step
 from megatron_runs import TINY_GPT, run_megatron
 
-KILLS = 25
 FLAGS = "--fp8-level O3 --use-distributed-optimizer --train-iters 2000 --save-interval 2 --log-interval 1"
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -16,17 +18,26 @@ class Kill(Exception):
     """To whoever reads a run's lines: end it with SIGKILL, its savers too."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_random_kills(tmp_path):
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("kills", "how"),
+    [
+        (3, ""),
+        pytest.param(52, "", marks=pytest.mark.slow),
+        pytest.param(52, "--async-save", marks=pytest.mark.slow),
+    ],
+)
+def test_random_kills(tmp_path, kills, how):
     """Every run prints what an undisturbed one prints for its iterations, from the checkpoint it found."""
-    command = ["pretrain_gpt_fp8.py", *TINY_GPT, *FLAGS.split()]
+    draw = random.Random(kills)  # when it is killed is chance all the same: by how fast it runs
+    flags = [*TINY_GPT, *FLAGS.split(), *how.split()]
+    command = ["pretrain_gpt_fp8.py", *flags]
     command += ["--save", str(tmp_path), "--load", str(tmp_path)]
     printed: dict[int, tuple[float, float]] = {}
     reached, fell_back = 0, 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         saved = int((tmp_path / TRACKER).read_text() or 0) if (tmp_path / TRACKER).exists() else 0
-        lines = _until_killed(command, random.randrange(1, 12), tmp_path / "log.txt")
+        lines = _until_killed(command, draw, tmp_path / "log.txt")
         steps = [step for step in map(parse_step, lines) if step]
         fell_back += any("the last save was interrupted" in line for line in lines)
         assert steps[0].iteration > saved - 2 and steps[0].iteration >= reached - 1, kill
@@ -34,22 +45,22 @@ def test_random_kills(tmp_path):
         for step in steps[2:]:  # stock logs the mean of a resumed run's first two losses
             seen = step.loss, step.grad_norm
             assert printed.setdefault(step.iteration, seen) == seen, (kill, step.iteration)
-    whole = run_megatron(1, [*TINY_GPT, *FLAGS.split(), "--exit-interval", str(reached)], timeout=600)
+    whole = run_megatron(1, [*TINY_GPT, *FLAGS.split(), "--exit-interval", str(max(printed))], timeout=600)
     compared = [step for step in whole.steps if step.iteration in printed]
-    assert len(compared) > reached // 4
+    assert len(compared) > max(printed) // 4
     for step in compared:
         assert printed[step.iteration] == (step.loss, step.grad_norm)
-    print(f"{KILLS} kills, {reached} iterations, {fell_back} interrupted saves passed over")
+    print(f"{kills} kills, {reached} iterations, {fell_back} interrupted saves passed over")
 
 
-def _until_killed(command, count, log) -> list[str]:
-    """The lines of a run up to so many iterations; it is killed a moment later."""
-    lines = []
+def _until_killed(command, draw, log) -> list[str]:
+    """The lines of a run up to a random iteration; it is killed a moment later."""
+    lines, count = [], draw.randrange(3, 12)
 
     def look(line):
         lines.append(line)
         if sum(map(bool, map(parse_step, lines))) == count:
-            time.sleep(random.uniform(0.0, 0.6))  # a save is every other step and most of the time
+            time.sleep(draw.uniform(0.0, 0.6))  # a save is every other step and most of the time
             raise Kill
 
     with pytest.raises(Kill):

@@ -56,8 +56,12 @@ def load(one_rank, monkeypatch):
     return load
 
 
-def save(folder: Path, iteration: int, hook=None, **how) -> Path:
-    """Write a checkpoint and Megatron's tracker; hook: what is put around Megatron's save, seals by default."""
+def save(folder: Path, iteration: int, hook=None, more: dict | None = None, **how) -> Path:
+    """Write a checkpoint and Megatron's tracker.
+
+    hook: what is put around Megatron's save, seals by default. more: {key: tensor} beside what there is, or in its
+    place.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
@@ -71,6 +75,7 @@ def save(folder: Path, iteration: int, hook=None, **how) -> Path:
         "weight": ShardedTensor.from_rank_offsets("weight", torch.randn(16, 16)),
         "extra": ShardedObject("extra", {"a": [1]}, (1,), (0,)),
     }
+    state |= {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in (more or {}).items()}
     how.setdefault("content_metadata", CONTENTS)
     (hook or seal_saves)(dist_checkpointing.save)(state, str(checkpoint), **how)
     (folder / TRACKER).write_text(str(iteration))

@@ -101,8 +101,8 @@ def test_what_does_not_fit_is_one_line(load_checkpoint):
         (raises(CheckpointingException("Global shape mismatch")), "Global shape mismatch"),
         (raises(wrapped(ValueError("Size mismatch"))), "Size mismatch"),
         (
-            raises(wrapped(KeyError("output_layer.weight"))),
-            "'output_layer.weight' is not in both; give the flags of the model that it was saved with",
+            raises(wrapped(KeyError("head.weight"))),
+            "the checkpoint or this run's model lacks 'head.weight'; give the flags of the model that was saved",
         ),
         (raises(wrapped(raised(MISTAKE))), "--flag 3: is wrong; use 4"),
         (look_up["load_checkpoint"], "it has no 'optimizer'; add --no-load-optim or --finetune"),

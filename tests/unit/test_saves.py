@@ -49,7 +49,7 @@ def killed_at(count, monkeypatch, act) -> bool:
             nonlocal changes
             changes += 1
             if changes == count:
-                if half and "w" in (args[0] if args else ""):
+                if half and {*"wx"} & {*(args[0] if args else "")}:
                     stock(self, *args, **kwargs).close()  # empties it
                 raise Killed
             return stock(self, *args, **kwargs)
@@ -150,14 +150,15 @@ def test_a_killed_save_is_cleared_away(load, tmp_path):
     assert load(tmp_path) == 10
 
 
-def full_disc(monkeypatch, at):
+def full_disc(monkeypatch, at, error=(28, "No space left on device")):
     """Writing the file `at` fails from here on."""
     import io
+
     def no_room(stock):
         def write(path, *args, **kwargs):
-            if at in str(path) and "w" in (args[0] if args else kwargs.get("mode", "r")):
+            if at in str(path) and {*"wx"} & {*(args[0] if args else kwargs.get("mode", "r"))}:
                 stock(path, *args, **kwargs).close()  # there is a name, and nothing in it
-                raise OSError(28, "No space left on device")
+                raise OSError(*error)
             return stock(path, *args, **kwargs)
 
         return write
@@ -179,7 +180,7 @@ def test_a_full_disc(load, tmp_path, monkeypatch, at, over):
             saves.lose_nothing(lambda: save(tmp_path, 10 if over else 20))()
     line = str(error.value)
     assert line.startswith(f"--save {tmp_path}: iter_00000{10 if over else 20} could not be written ("), line
-    assert line.endswith("GiB were free); mend that: iter_0000010 is there to go on from") and "\n" not in line
+    assert line.endswith("GiB were free); mend that and start again, from iter_0000010") and "\n" not in line
     assert files_of(checkpoint) == before and load(tmp_path) == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
     end_process()
@@ -230,11 +231,7 @@ def test_folders_that_cannot_be_saved_to(tmp_path, make):
 
 @pytest.mark.parametrize(("error", "why"), [(28, "No space left on device"), (30, "Read-only file system")])
 def test_a_folder_without_room(tmp_path, monkeypatch, error, why):
-    def write_bytes(path, data):
-        path.touch()
-        raise OSError(error, why)
-
-    monkeypatch.setattr("pathlib.Path.write_bytes", write_bytes)
+    full_disc(monkeypatch, saves.LOCK, (error, why))
     with pytest.raises(ValueError, match=rf"^--save {tmp_path}/a/b: cannot be written to \({why}\); give another"):
         saves.claim(str(tmp_path / "a/b"))
     assert not list((tmp_path / "a/b").iterdir())

@@ -177,7 +177,8 @@ def test_files_that_were_not_sealed(load, folder):
     assert load(folder) == 10
     (folder / "iter_0000010/common.pt").write_bytes(b"other arguments")
     line = line_of(lambda: load(folder))
-    assert f"iter_0000010/common.pt does not belong to it (not in {SEAL}): remove it; iter_0000005 is whole" in line
+    said = f"common.pt was not there when the checkpoint was sealed (not in {SEAL}): remove it"
+    assert f"iter_0000010/{said}; iter_0000005 is whole" in line
 
 
 def test_stocks_own_seal_and_none(load, folder):
@@ -206,7 +207,7 @@ def test_a_file_newer_than_the_seal(load, folder):
     save(folder, 10, unsealed, content_metadata=STOCKS)
     seal = folder / "iter_0000010" / SEAL
     os.utime(seal, (1, 1))
-    assert f"a run without --fp8-level may have saved over it, then remove {SEAL}; " in line_of(lambda: load(folder))
+    assert f"if a run without --fp8-level saved over the checkpoint, remove {SEAL}; " in line_of(lambda: load(folder))
     seal.unlink()
     assert load(folder) == 10
 
@@ -312,7 +313,7 @@ def test_one_checkpoints_own_folder(load, folder, name):
         own.symlink_to(folder / "iter_0000005")
     elif name == "release":
         (folder / "iter_0000005").rename(own)
-    mistake = f"it is one checkpoint's own folder; give the one above it, {folder}"
+    mistake = f"this is the folder of one checkpoint; give the folder above it, {folder}"
     mistake += "" if name == "release" else " and --ckpt-step 5"
     assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
     assert line_of(lambda: load(own, ckpt_step=5)) == f"--load {own}: iter_0000005 is not there; {mistake}"
@@ -325,9 +326,7 @@ def test_a_file_is_no_folder_of_checkpoints(load, folder):
     assert line == f"--load {folder / TRACKER}: it is a file; give the folder that --save wrote"
 
 
-@pytest.mark.parametrize(
-    ("where", "tracker"), [("", True), ("", False), ("non_persistent", True), ("elsewhere", True)]
-)
+@pytest.mark.parametrize(("where", "tracker"), [("", True), ("", False), ("non_persistent", True), ("elsewhere", True)])
 def test_what_an_interrupted_save_has_put_aside(load, tmp_path, where, tracker):
     """It is whole, and a run that saves there has it again: not one to begin anew beside."""
     saved = tmp_path / where
@@ -396,11 +395,11 @@ def test_without_tracker_a_pretrained_checkpoint_is_not_begun_with_again(folder,
 def test_a_flag_is_named_by_its_whole_folder(folder):
     from argparse import Namespace
 
-    from megatron_fp8.checkpoint.loads import _naming_its_flag
+    from megatron_fp8.checkpoint.refusals import naming_its_flag
     from megatron_fp8.errors import UserError
 
     own = f"{folder}/iter_0000005"
     args = Namespace(load=own, pretrained_checkpoint=str(folder))
     for given, flag in (own, "--load"), (str(folder), "--pretrained-checkpoint"):
-        with pytest.raises(ValueError, match=rf"^{flag} {given}: "), _naming_its_flag(str(folder), args):
+        with pytest.raises(ValueError, match=rf"^{flag} {given}: "), naming_its_flag(str(folder), args):
             raise UserError(f"--load {given}: it is not right")

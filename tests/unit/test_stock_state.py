@@ -29,5 +29,5 @@ def test_a_schedule_is_the_runs_where_it_is_asked_for(monkeypatch):
 
 
 def test_another_group_is_none(monkeypatch):
-    with pytest.raises(CheckpointingException, match="no group of parameters in it has"):
+    with pytest.raises(CheckpointingException, match="it has no optimizer state of parameters with"):
         taken(monkeypatch, OWN | {"lr_mult": 0.1}, override=True)

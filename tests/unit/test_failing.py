@@ -1,0 +1,43 @@
+"""Of ranks that wait for one that fails, that one has the line, and the others none."""
+
+import pytest
+from gloo_ranks import WHERE
+from launch import RunFailed, forked
+
+SCRIPT = """
+import os, sys, torch.distributed as dist
+from megatron_fp8.checkpoint import failing
+from megatron_fp8.errors import UserError
+from megatron_fp8.flags.usage import one_line_errors
+failing.PATIENCE = 600  # the launcher ends them
+dist.init_process_group("gloo")
+dist.barrier()
+fails, how = sys.argv[1].split(","), sys.argv[2]
+with one_line_errors(), failing.from_one_rank():
+    if os.environ["RANK"] in fails:
+        if how == "dies":
+            os._exit(1)
+        raise UserError("the line") if how == "mistake" else ZeroDivisionError("a bug")
+    dist.barrier()
+    dist.barrier()
+"""
+
+
+def ended(folder, fails: str, how: str) -> tuple[int, str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    with pytest.raises(RunFailed) as failed:
+        forked(3, [str(script), fails, how], folder / "log", timeout=300, env={"PYTHONPATH": WHERE})
+    return failed.value.code, (folder / "log").read_text()
+
+
+@pytest.mark.parametrize("fails", ["0", "0,1,2", pytest.param("1", marks=pytest.mark.slow)])  # 1 waits for 0 to say it
+def test_a_mistake_of_some(tmp_path, fails):
+    code, said = ended(tmp_path, fails, "mistake")
+    assert code == 2 and said.count("megatron_fp8: the line") == 1 and "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("how", ["bug", "dies"])
+def test_what_is_no_mistake_keeps_its_traceback(tmp_path, how):
+    code, said = ended(tmp_path, "0", how)
+    assert code == 1 and "megatron_fp8: " not in said and "Traceback" in said, said
