@@ -1,5 +1,6 @@
 """A job's Slurm script: scripts/slurm/train.sbatch with other options of Slurm's and other settings."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Mapping
@@ -88,17 +89,41 @@ def check_sbatch(options: str) -> None:
 
 
 def last_saved(save: Path) -> int:
-    """The step that the job would go on from, as its script finds it; 0: none."""
-    tracker = save / "latest_checkpointed_iteration.txt"
-    said = tracker.read_text().strip() if tracker.is_file() else ""
-    if said.isdecimal() and _is_whole(save / f"iter_{int(said):07d}"):
-        return int(said)
-    sealed = [path for path in save.glob("iter_*") if (path / "integrity.json").is_file() and _is_whole(path)]
-    return max((int(path.name[5:]) for path in sealed if path.name[5:].isdecimal()), default=0)
+    """The step that the job would go on from, as its script finds it (saved(), there); 0: none."""
+    named = _step(_beginning(save / "latest_checkpointed_iteration.txt", 64).strip())
+    if named is not None and _is_finished(save / f"iter_{named:07d}"):
+        return named
+    found = {path: _step(path.name[5:].encode("utf-8", "replace")) or 0 for path in save.glob("iter_*")}
+    sealed = (step for path, step in found.items() if path.name == f"iter_{step:07d}" and _is_finished(path, True))
+    return max(sealed, default=0)
 
 
-def _is_whole(folder: Path) -> bool:
-    return folder.is_dir() and not (folder / "unsealed").exists()
+def _step(written: bytes) -> int | None:
+    """A step's number; None for what is none, or has more digits than a shell counts with."""
+    return int(written) if re.fullmatch(rb"[0-9]{1,18}", written) else None
+
+
+def _beginning(path: Path, size: int) -> bytes:
+    """Of a file; of what is none, or may not be read, nothing."""
+    with contextlib.suppress(OSError):
+        if path.is_file():  # opening a pipe would wait for ever
+            with path.open("rb") as file:
+                return file.read(size)
+    return b""
+
+
+def _is_finished(folder: Path, needs_seal: bool = False) -> bool:
+    """Whether it holds a checkpoint, sealed or stock Megatron's without a seal, and no save into it is under way."""
+    try:
+        if not folder.is_dir() or (folder / "unsealed").exists():
+            return False
+        has_metadata = bool(_beginning(folder / "metadata.json", 1))
+        if needs_seal or (folder / "integrity.json").exists():
+            seal = _beginning(folder / "integrity.json", 2**24)
+            return has_metadata and bool(re.search(rb'"metadata\.json": *"[0-9a-f]{64}"', seal))
+        return has_metadata or any(folder.glob("mp_rank_*"))
+    except OSError:
+        return False
 
 
 def _settings(job: Settings) -> str:

@@ -21,6 +21,14 @@ TWO_NODES = ["--nodes", "2", "--tasks-per-node", "1"]  # of as many tasks as one
 PYXIS = os.environ.get("PYXIS", "")  # the plugin's file and its options
 IMAGE = os.environ.get("PYXIS_IMAGE", "")  # of a system that this machine's Python runs in
 PATIENCE = 3000  # seconds; two cores may be shared with much else
+# Of scripts in place of a training: a checkpoint with a seal of seal.py's form.
+SAVES = """
+def saves(save, step):
+    folder = save / f"iter_{step:07d}"
+    folder.mkdir(exist_ok=True)
+    for name in ("metadata.json", "integrity.json"):
+        (folder / name).write_text('{"files": {"metadata.json": "%s"}}' % ("0" * 64))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -178,14 +186,12 @@ def test_tasks_of_two_nodes(slurm, files, tmp_path):
         "import json, os, pathlib, signal, sys, time\n"
         "save = pathlib.Path(sys.argv[sys.argv.index('--save') + 1])\n"
         "rank, told = os.environ['RANK'], []\n"
-        "def saves(step):\n"
-        "    (save / f'iter_{step:07d}').mkdir()\n"
-        "    (save / f'iter_{step:07d}/integrity.json').touch()\n"
+        f"{SAVES}"
         "signal.signal(signal.SIGURG, lambda *_: told.append(1))\n"
         "first = os.environ.get('SLURM_RESTART_COUNT', '0') == '0'\n"
         "(save / f'{first}-{rank}.json').write_text(json.dumps(dict(os.environ)))\n"
         "if first and rank == '0':\n"
-        f"    saves({INTERVAL})\n"
+        f"    saves(save, {INTERVAL})\n"
         "while not told:\n"
         f"    if first and rank == '1' and (save / 'iter_{INTERVAL:07d}/integrity.json').exists():\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -194,7 +200,7 @@ def test_tasks_of_two_nodes(slurm, files, tmp_path):
         "while rank == '0' and not (save / 'told-1').exists():\n"
         "    time.sleep(0.1)\n"
         "if rank == '0':\n"
-        f"    saves({STEPS})\n"
+        f"    saves(save, {STEPS})\n"
     )
     export = "--sbatch=--export=PATH,LD_LIBRARY_PATH"
     job = Job(slurm, tmp_path / "job", files, *TWO_NODES, "--script", str(script), export)
@@ -244,9 +250,8 @@ def test_a_job_that_hangs_until_its_time_limit_comes_back(slurm, files, tmp_path
         "import os, pathlib, sys, time\n"
         "if os.environ.get('SLURM_RESTART_COUNT', '0') == '0':\n"
         "    time.sleep(3600)\n"
-        f"save = pathlib.Path(sys.argv[sys.argv.index('--save') + 1]) / 'iter_{STEPS:07d}'\n"
-        "save.mkdir(exist_ok=True)\n"
-        "(save / 'integrity.json').touch()\n"
+        f"{SAVES}"
+        f"saves(pathlib.Path(sys.argv[sys.argv.index('--save') + 1]), {STEPS})\n"
     )
     job = Job(slurm, tmp_path / "job", files, "--script", str(script), "--time", "2")
     job.until(lambda: any(note.startswith("requeued") for note in job.notes))
@@ -284,12 +289,12 @@ def test_one_job_at_a_time_trains_into_a_folder(slurm, files, tmp_path):
     """A second one is refused; a third takes over what the first might have left, had it been killed."""
     script = tmp_path / "slow.py"
     script.write_text(
-        "import os, sys, time\n"
-        "save = sys.argv[sys.argv.index('--save') + 1]\n"
-        "open(f'{save}/started', 'w').close()\n"
+        "import os, pathlib, sys, time\n"
+        "save = pathlib.Path(sys.argv[sys.argv.index('--save') + 1])\n"
+        "(save / 'started').touch()\n"
         f"while not os.path.exists('{tmp_path}/go'): time.sleep(0.1)\n"
-        f"os.makedirs(f'{{save}}/iter_{STEPS:07d}')\n"
-        f"open(f'{{save}}/iter_{STEPS:07d}/integrity.json', 'w').close()\n"
+        f"{SAVES}"
+        f"saves(save, {STEPS})\n"
     )
     beside = ["--script", str(script), "--tasks-per-node", "1", "--sbatch=--oversubscribe"]
     save = tmp_path / "job/checkpoints"

@@ -5,6 +5,7 @@ import argparse
 import pytest
 import torch.distributed as dist
 from gemm_libraries import cutlass, lib, served, served_cutlass, timed  # noqa: F401 (fixtures)
+from slurm_jobs import job, settings  # noqa: F401 (fixtures)
 
 from megatron_fp8 import cpu
 from megatron_fp8.flags import config

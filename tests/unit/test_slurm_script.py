@@ -1,121 +1,22 @@
-"""`megatron-fp8 launch`: what it writes, and what the script does, with Slurm's commands played by others.
+"""What a job's script does, with Slurm's commands played by others (slurm_jobs.py).
 
-On a real Slurm: tests/cpu/test_slurm.py.
+On a real Slurm: tests/cpu/test_slurm.py. What others plant: test_slurm_plants.py.
 """
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from commands import error_of
 from launch import ROOT
+from slurm_jobs import before_the_task, checkpoint, requeues, task
 
-from megatron_fp8.cli import main
-from megatron_fp8.launch import main as launch_main
-from megatron_fp8.launch.script import Settings, seconds, steps_of, write_script
+from megatron_fp8.launch.script import write_script
 
 SCRIPTS = sorted((ROOT / "scripts/slurm").iterdir())
-# Slurm's commands: srun runs its command as the only task; a requeue ends the script, as Slurm would.
-COMMANDS = {
-    "srun": 'echo "$*" >"$FAKE/srun.log"; while [[ $1 != bash ]]; do shift; done; SLURM_PROCID=0 SLURM_LOCALID=0 "$@"',
-    "scontrol": 'echo "$*" >>"$FAKE/scontrol.log"; case $1:$2 in *:hostnames) echo node1; echo node2;; --oneliner:*)'
-    ' cat "$FAKE/state-$4" || echo "slurm_load_jobs error: Invalid job id specified" >&2;;'
-    " *:job) echo ' StartTime=x EndTime='$FAKE_END;; *) [[ ! -e $FAKE/state-7 ]] && kill -TERM $PPID;; esac",
-    "scancel": 'echo "$*" >>"$FAKE/scancel.log"; kill -URG "$(cat "$FAKE/pid")"',
-}
-# A training that saves step FAKE_STEP as FAKE_SEAL says, and ends with FAKE_CODE; at URG, where it is to wait for that.
-TRAIN = """
-import json, os, signal, sys, time
-env = os.environ
-json.dump([sys.argv[1:], {n: env[n] for n in env if n in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR "
-           "MASTER_PORT NEW SHELLS TRITON_CACHE_DIR".split()}], open(env["FAKE"] + "/task.json", "w"))
-if env.get("FAKE_WAIT"):
-    told = []
-    signal.signal(signal.SIGURG, lambda *_: told.append(1))
-    open(env["FAKE"] + "/pid", "w").write(str(os.getpid()))
-    while not told:
-        time.sleep(0.05)
-if env["FAKE_CODE"] == "2":  # as flags/usage.py
-    open(env["TORCHELASTIC_ERROR_FILE"], "w").close()
-folder = sys.argv[sys.argv.index("--save") + 1] + "/iter_%07d" % int(env["FAKE_STEP"])
-os.makedirs(folder, exist_ok=True)
-open(folder + "/" + env["FAKE_SEAL"], "w").close()
-sys.exit(int(env["FAKE_CODE"]))
-"""
-
-
-@pytest.fixture
-def settings(tmp_path):
-    (tmp_path / "pretrain_gpt_fp8.py").write_text(TRAIN)
-
-    def settings(**changes):
-        of_a_job = {
-            "name": "small", "nodes": 1, "tasks_per_node": 2, "gpus_per_node": 2, "time": "1:00:00",
-            "folder": tmp_path / "job", "save": tmp_path / "job/save", "steps": 9, "first": [],
-            "words": ["--lr", "1", "--bf16", "--data-path", "0.5", "a b"],
-            "variables": {"NEW": "it's {new}", "SHELLS": "1"},
-            "script": tmp_path / "pretrain_gpt_fp8.py", "python": sys.executable, "container": "",
-            "mounts": "", "sbatch": "", "max_restarts": 3,
-        }  # fmt: skip
-        return Settings(**{**of_a_job, **changes})
-
-    return settings
-
-
-@pytest.fixture
-def job(settings, tmp_path):
-    """Starts a job's script: (exit code, what it noted)."""
-    fake = tmp_path / "fake"
-    fake.mkdir()
-    for name, text in COMMANDS.items():
-        (fake / name).write_text(f"#!/bin/bash\n{text}\n")
-        (fake / name).chmod(0o755)
-
-    def start(step=5, seal="integrity.json", code=0, restarts=0, wait="", more=None, **changes):
-        script = write_script(settings(**changes))
-        environment = {
-            **os.environ, "PATH": f"{fake}:{os.environ['PATH']}", "FAKE": str(fake), "FAKE_STEP": str(step),
-            "FAKE_SEAL": seal, "FAKE_CODE": str(code), "FAKE_WAIT": wait, "FAKE_END": "2099-01-01T00:00:00",
-            "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
-            "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(tmp_path), "SHELLS": "shell",
-            "SLURM_JOB_END_TIME": str(int(time.time()) + 7230), "MY_API_KEY": "hidden",
-            "DB_PASS": "hidden", "SLURM_JWT": "hidden",
-            "PROXY": "http://me:hidden@there", **(more or {}),
-        }  # fmt: skip
-        with (fake / "said").open("w") as said:  # a file: what sleeps when the script ends would hold a pipe open
-            process = subprocess.Popen(["bash", str(script)], cwd=tmp_path, env=environment, stdout=said, stderr=said,
-                                       start_new_session=True)  # fmt: skip
-            try:
-                code = process.wait(600)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        lines = (fake / "said").read_text().splitlines()
-        assert all(line.startswith("[job] ") for line in lines), lines
-        return code, [line.split(" ", 2)[2] for line in lines]
-
-    start.fake, start.records, start.save = fake, tmp_path / "job/job-7", tmp_path / "job/save"
-    return start
-
-
-def requeues(job) -> int:
-    return (job.fake / "scontrol.log").read_text().count("requeue 7")
-
-
-def before_the_task(job, text: str) -> None:
-    """Lines for the fake srun."""
-    (job.fake / "srun").write_text((job.fake / "srun").read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{text}\n"))
-
-
-def task(job):
-    return json.loads((job.fake / "task.json").read_text())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -165,7 +66,7 @@ def test_a_copy_of_a_checkpoint_is_none(job, copy):
 def test_who_turns_the_tracker_back_goes_on_from_there(job):
     """As loads.py does."""
     job()
-    (job.save / "iter_0000003").mkdir()
+    checkpoint(job.save / "iter_0000003")
     (job.save / "latest_checkpointed_iteration.txt").write_text("3\n")
     assert job(restarts=1)[1][0].startswith("start 1 on node[1-2], from step 3 of 9")
     (job.save / "latest_checkpointed_iteration.txt").write_text("4")  # which is not there
@@ -212,7 +113,7 @@ def test_a_start_without_time_to_train(job):
     """Of sbatch --time=10, say: told to stop from its first second, each start would train one step."""
     code, notes = job(more={"SLURM_JOB_END_TIME": str(int(time.time()) + 590)})
     assert code == 2 and re.fullmatch(
-        r"not started: 5\d\d seconds are left, and 600 before the end it would be told to stop", notes[0]
+        r"not started: 5\d\d seconds are left, and it would be told to stop 600 before its end; give it more", notes[0]
     )
     assert not (job.fake / "task.json").exists()
 
@@ -262,8 +163,10 @@ def test_what_a_task_is_given(job, tmp_path):
     assert words[:-1] == [*flags, "--load", "there", "--finetune", *own] and words[-1] in ("104", "105")
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place = {"MASTER_ADDR": "node1", "MASTER_PORT": "20049", "NEW": "it's {new}", "SHELLS": "shell"}
-    cache = variables.pop("TRITON_CACHE_DIR")
-    assert variables == ranks | place and cache.startswith("/tmp/")
+    caches = [variables.pop(f"{compiler}_CACHE_DIR") for compiler in ("TRITON", "TORCHINDUCTOR")]
+    assert variables == ranks | place
+    assert caches == [f"{job.fake}/megatron_fp8-{os.getuid()}/{name}" for name in ("triton", "inductor")]
+    assert job(restarts=1, more={"TRITON_CACHE_DIR": "/mine"})[0] == 0 and task(job)[1]["TRITON_CACHE_DIR"] == "/mine"
     job(first=["--load", "there", "--finetune"], restarts=1, more={"SLURM_JOB_END_TIME": "", "FAKE_END": "Unknown"})
     assert task(job)[0] == [*flags, "--load", str(job.save), *own[:-1]]
     job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 655)})
@@ -330,8 +233,11 @@ def test_a_lock_that_another_job_takes_over_meanwhile_is_left_to_it(job):
 
 def test_a_lock_that_cannot_be_made(job):
     (job.save / "lock").mkdir(parents=True)
-    code, notes = job()
-    assert code == 2 and notes[0].endswith(f"'{job.save}/lock': File exists")
+    assert job() == (2, [f"{job.save}/lock is not a job's: if nothing trains there, remove it"])
+    (job.fake / "ln").write_text("#!/bin/bash\necho no room >&2; exit 1\n")
+    (job.fake / "ln").chmod(0o755)
+    (job.save / "lock").rmdir()
+    assert job() == (2, ["no room"])
 
 
 def test_two_jobs_of_one_script_keep_records_of_their_own(job):
@@ -392,214 +298,3 @@ def test_what_a_job_was_is_kept_without_secrets(job):
     assert "SLURM_JOB_ID=7" in environment and "hidden" not in environment
     assert "--data-path 0.5 a\\ b" in (job.records / "command.txt").read_text()
     assert (job.records / "script.sbatch").read_text() == (job.save.parent / "small.sbatch").read_text()
-
-
-# --- what is written
-
-
-@pytest.fixture
-def launch(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch_main, "_check", lambda *_: True)
-    flags = "--train-iters: 20, --save-interval: 5, --load: there, --finetune: true, --swiglu: true, --fp8-level: O1"
-    (tmp_path / "one.yaml").write_text(f"ENV_VARS: {{NEW: 1, TOP: $WHERE}}\nMODEL_ARGS: {{{flags}}}")
-    monkeypatch.setenv("WHERE", "here")
-
-    def launch(*words):
-        code = 0
-        try:
-            code = main(["launch", "one.yaml", "--nodes", "2", *words])
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out + said.err
-
-    return launch
-
-
-def test_launch_writes_a_script(launch, tmp_path):
-    (tmp_path / "site.env").write_text("# a comment\nNCCL_X=a\nexport NCCL_Y='b c' # why\n")
-    code, said = launch("--level", "O3", "--flags=--lr 3", "--cluster", "site.env", "--sbatch=--account='a b' -p gpu")
-    assert code == 0 and said.splitlines()[-1] == f"submit it: sbatch {tmp_path}/runs/one/one.sbatch"
-    text = (tmp_path / "runs/one/one.sbatch").read_text()
-    head = text[: text.index("\n#\n")].splitlines()
-    assert head[0] == "#!/bin/bash" and all(line.startswith("#SBATCH ") for line in head[1:])
-    for option in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=B:USR1@600", "--requeue",
-                   "--open-mode=append", "--exclusive", "--mem=0", "--wait-all-nodes=1", "--account='a b' -p gpu",
-                   f'--output="{tmp_path}/runs/one/log-%j.txt"'):  # fmt: skip
-        assert f"#SBATCH {option}" in head, option
-    assert "ITERATIONS=20\n" in text and "FIRST=(--load there --finetune)\n" in text
-    flags = ("--train-iters 20", "--save-interval 5", "--swiglu", "--lr 3", "--fp8-level O3")
-    assert "\nset -- \\\n    " + " \\\n    ".join(flags) + "\n" in text
-    for line in ("NEW=${NEW-1}", "TOP=${TOP-here}", "NCCL_X=${NCCL_X-a}", "NCCL_Y=${NCCL_Y-'b c'}"):
-        assert f"\nexport {line}\n" in text
-    assert text.endswith((ROOT / "scripts/slurm/train.sbatch").read_text().partition("# <<< settings")[2])
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--nodes 0", "--nodes 0: use 1 or more"),
-        ("--gpus-per-node 0", "--gpus-per-node 0: add --tasks-per-node N"),
-        ("--gpus-per-node 0 --tasks-per-node 0", "--tasks-per-node 0: use 1 or more"),
-        ("--time 1x", "--time 1x: use minutes, HH:MM:SS or D-HH:MM:SS"),
-        ("--cluster nowhere", "--cluster nowhere: no such file, nor is one of that name shipped; give its path"),
-        ("--cluster infinibad", "did you mean infiniband?"),
-        ("--cluster wrong.env", "wrong.env:1: two words: write NAME=VALUE"),
-        ("--cluster bytes.env", "--cluster bytes.env: no text file; write lines NAME=VALUE"),
-        ("--cluster shell.env", "shell.env:2: A=/x:$A: taken letter for letter; write it out, or set it in the shell"),
-        ("--script nothing.py", "--script nothing.py: no such script; give its path"),
-        ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
-        ("--flags='", "--flags ': No closing quotation; close it"),
-        ("--flags=other.yaml", "--flags 'other.yaml': flags begin with a dash"),
-        ("--cluster=", "argument --cluster: an empty value"),
-        ("--name a/b", "--name a/b: use letters"),
-        ("--name ..", "--name ..: use letters, digits, '.', '_' and '-', and more than dots"),
-        ("--gpus-per-node -1", "--gpus-per-node -1: use 0 or more"),
-        ("--tasks-per-node 4", "--tasks-per-node 4: one a GPU; remove it, or add --gpus-per-node 0"),
-        ("--steps 10", "--steps 10: the flags say 20; remove it, or change --train-iters or --train-samples"),
-        ("--mounts A:B", "--mounts A:B: no container is there; add --container, or remove it"),
-        ("--flags=--train-iters=0", "--train-iters 0: use 1 or more"),
-        ("--folder one.yaml", "one.yaml: File exists; use another"),
-        ("--folder one.yaml/x", "one.yaml/x: Not a directory; use another"),
-        ('--folder a"b', "Slurm takes no quote, backslash or line break; use another"),
-        ("--container image --folder at-12:30", "at-12:30: --container mounts it, and takes no ',' or ':' in it; use"),
-        ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and takes no ',' or ':' in it; use"),
-        ("--partition gpu", '--partition gpu: an option of sbatch\'s; write --sbatch="--partition=gpu", with all'),
-        ("-A me", '-A me: an option of sbatch\'s; write --sbatch="--account=me", with'),
-        ("--qos=high", '--qos high: an option of sbatch\'s; write --sbatch="--qos=high", with'),
-        ("--gres gpu:8", 'write --sbatch="--gres=gpu:8", with'),
-        ("--constraint h100&ib", 'write --sbatch="--constraint=h100&ib", with'),
-        ("--exclusive", '--exclusive: an option of sbatch\'s; write --sbatch="--exclusive", with'),
-        ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
-        ("--sbatch=--time=10", "--time=10: the job's script is written for another; use --time of launch"),
-        ("--sbatch=-N4", "--sbatch -N4: the job's script is written for another; use --nodes of launch"),
-        ("--sbatch=--signal=B:USR1@60", "--signal=B:USR1@60: the job's script is written for another; remove it"),
-        ("--cluster remark.env", "remark.env:1: HCA=mlx5   which adapters: one value; quote it, or put # before a"),
-        ("--flags=--save=had --flags=--load=had --flags=--ckpt-step=3", "/had has step 5 too, and a job goes on from"),
-    ],
-)
-def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
-    (tmp_path / "bytes.env").write_bytes(b"\xff\xfe")
-    (tmp_path / "wrong.env").write_text("two words\n")
-    (tmp_path / "shell.env").write_text("B=1\nA=/x:$A\n")
-    (tmp_path / "remark.env").write_text("HCA=mlx5   which adapters\n")
-    (tmp_path / "had/iter_0000005").mkdir(parents=True)
-    (tmp_path / "had/iter_0000005/integrity.json").touch()
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, said = launch(*words.split())
-    assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
-
-
-def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch):
-    """Its lines can be pasted, and Slurm fills in nothing but the log's own %j."""
-    path = f"{tmp_path}/a %j b/one.sbatch"
-    assert launch("--folder", "a %j b")[1].splitlines()[-1] == f"submit it: sbatch '{path}'"
-    assert f'#SBATCH --output="{tmp_path}/a %%j b/log-%j.txt"\n' in (tmp_path / "a %j b/one.sbatch").read_text()
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert launch("--folder", "a %j b", "--submit")[1].endswith(f"on a node that has it: sbatch '{path}'\n")
-    monkeypatch.setattr(launch_main, "_submit", lambda path: "12")
-    line = f"job 12; its log: '{tmp_path}/a %j b/log-JOB.txt'; to stop it for good: touch '{tmp_path}/a %j b/exit'"
-    assert launch("--folder", "a %j b", "--submit")[1].splitlines()[-1] == line
-
-
-def test_options_given_twice_both_count(launch, tmp_path):
-    (tmp_path / "a.env").write_text("A=1\n")
-    words = "--flags=--lr=3 --flags=--seed=7 --sbatch=--partition=gpu --sbatch=--qos=high --mounts=/a:/a --mounts=/b:/b"
-    assert launch(*words.split(), "--container", "x", "--cluster", "a.env", "--cluster", "infiniband")[0] == 0
-    text = (tmp_path / "runs/one/one.sbatch").read_text()
-    for line in ("#SBATCH --partition=gpu --qos=high", "MOUNTS=/a:/a,/b:/b", "    --lr 3 \\", "    --seed 7",
-                 "export A=${A-1}", "export NCCL_DEBUG=${NCCL_DEBUG-WARN}"):  # fmt: skip
-        assert f"\n{line}\n" in text, line
-
-
-@pytest.mark.parametrize("name", ["infiniband", "ethernet"])
-def test_every_line_of_a_shipped_cluster_may_be_taken(launch, tmp_path, name):
-    text = (ROOT / f"configs/cluster/{name}.env").read_text()
-    assert re.subn(r"(?m)^# (?=[A-Z_]+=)", "", text)[1] > 2
-    (tmp_path / "mine.env").write_text(re.sub(r"(?m)^# (?=[A-Z_]+=)", "", text))
-    assert launch("--cluster", "mine.env")[0] == 0
-    script = (tmp_path / "runs/one/one.sbatch").read_text()
-    assert all(" " not in value for value in re.findall(r"(?m)^export (?:NCCL|GLOO)_\w+=(.*)", script))
-
-
-def test_flags_of_a_first_start_in_a_folder_that_has_a_checkpoint(launch, tmp_path):
-    assert "note: --load there" not in launch("--flags=--save=had")[1]
-    (tmp_path / "had/iter_0000005").mkdir(parents=True)
-    (tmp_path / "had/iter_0000005/integrity.json").touch()
-    note = "note: --load there --finetune: of a first start alone; this job goes on from step 5, "
-    note += f"which {tmp_path}/had has"
-    assert note in launch("--flags=--save=had")[1].splitlines()
-    (tmp_path / "had/iter_0000005/unsealed").touch()
-    assert "note: --load there" not in launch("--flags=--save=had")[1]
-
-
-def test_an_option_of_sbatchs_with_a_space_is_quoted(launch):
-    assert "write --sbatch=\"--comment='two words'\", with" in launch("--comment", "two words")[1]
-
-
-def test_launchs_own_short_forms_stay(launch):
-    """Of which sbatch's options, though launch knows some of them, are none."""
-    assert "--nodes 0: use 1 or more" in launch("--node=0")[1]
-
-
-@pytest.mark.parametrize("flags", ["--save", "--save=", "--save ''", "--save a b"])
-def test_one_folder_of_saves(launch, flags):
-    code, said = launch(f"--flags={flags}")
-    assert code == 2 and "--save" in said and "use one folder, or remove it" in said
-
-
-def test_submit(launch, tmp_path, monkeypatch):
-    sbatch = tmp_path / "bin/sbatch"
-    sbatch.parent.mkdir()
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    for text, code, line in (
-        ('[[ $1 == --parsable ]] && echo "12;cluster"', 0, f"job 12; its log: {tmp_path}/runs/one/log-JOB.txt"),
-        ("echo 'no such partition' >&2; exit 1", 2, "megatron_fp8: --submit: sbatch: no such partition; see "),
-    ):
-        sbatch.write_text(f"#!/bin/bash\n{text}\n")
-        sbatch.chmod(0o755)
-        found, said = launch("--submit")
-        assert found == code and said.splitlines()[-1].startswith(line)
-
-
-def test_a_job_that_is_submitted_in_a_job_inherits_nothing_of_it(launch, tmp_path, monkeypatch):
-    sbatch = tmp_path / "bin/sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text(f"#!/bin/bash\nenv >{tmp_path}/given; echo 12\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_CONF", "there")
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
-    for inside, left in ((False, {"SLURM_CONF=there", "SLURM_CPUS_PER_TASK=1"}), (True, {"SLURM_CONF=there"})):
-        if inside:
-            monkeypatch.setenv("SLURM_JOB_ID", "11")
-        assert launch("--submit")[0] == 0
-        assert {line for line in (tmp_path / "given").read_text().splitlines() if line.startswith("SLURM_")} == left
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--lr-warm-samples 1", "on 16 ranks: unrecognized arguments: --lr-warm-samples 1, did you mean --lr-warmup-"),
-        pytest.param("--global-batch-size 7", "on 16 ranks: ", marks=pytest.mark.slow),
-    ],
-)
-def test_flags_that_megatron_would_refuse_are_refused_here(tmp_path, flags, line):
-    files = ["model/gpt-125m", "layout/gpt-125m-8gpus", "recipe/pretrain", "recipe/gpt-125m", "recipe/mock-data"]
-    command = [sys.executable, "-m", "megatron_fp8.cli", "launch", *files, "--nodes", "2", f"--flags={flags}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    said = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and said.startswith(f"megatron_fp8: {line}"), done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_time_and_steps():
-    times = {"90": 5400, "30:10": 1810, "2:00:00": 7200, "1-12": 129600, "1-12:30": 131400, "1-00:00:09": 86409}
-    assert {time: seconds(time) for time in times} == times
-    assert steps_of({"--train-iters": ["7"]}) == steps_of({"--train-iters": ["7"]}, 7) == steps_of({}, 7) == 7
-    assert steps_of({"--train-samples": ["100"], "--global-batch-size": ["32"]}) == 3
-    assert error_of(steps_of, {}).startswith("--train-iters: missing; give it, or --train-samples")
-    assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number"
-    assert re.match(r"--time 0:30: use a minute", error_of(seconds, "0:30"))

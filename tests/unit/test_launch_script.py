@@ -1,0 +1,221 @@
+"""`megatron-fp8 launch`: the script that it writes, and one line for a mistake."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from commands import error_of
+from launch import ROOT
+from slurm_jobs import checkpoint
+
+from megatron_fp8.cli import main
+from megatron_fp8.launch import main as launch_main
+from megatron_fp8.launch.script import seconds, steps_of
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_main, "_check", lambda *_: True)
+    flags = "--train-iters: 20, --save-interval: 5, --load: there, --finetune: true, --swiglu: true, --fp8-level: O1"
+    (tmp_path / "one.yaml").write_text(f"ENV_VARS: {{NEW: 1, TOP: $WHERE}}\nMODEL_ARGS: {{{flags}}}")
+    monkeypatch.setenv("WHERE", "here")
+
+    def launch(*words):
+        code = 0
+        try:
+            code = main(["launch", "one.yaml", "--nodes", "2", *words])
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return launch
+
+
+def test_launch_writes_a_script(launch, tmp_path):
+    (tmp_path / "site.env").write_text("# a comment\nNCCL_X=a\nexport NCCL_Y='b c' # why\n")
+    code, said = launch("--level", "O3", "--flags=--lr 3", "--cluster", "site.env", "--sbatch=--account='a b' -p gpu")
+    assert code == 0 and said.splitlines()[-1] == f"submit it: sbatch {tmp_path}/runs/one/one.sbatch"
+    text = (tmp_path / "runs/one/one.sbatch").read_text()
+    head = text[: text.index("\n#\n")].splitlines()
+    assert head[0] == "#!/bin/bash" and all(line.startswith("#SBATCH ") for line in head[1:])
+    for option in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=B:USR1@600", "--requeue",
+                   "--open-mode=append", "--exclusive", "--mem=0", "--wait-all-nodes=1", "--account='a b' -p gpu",
+                   f'--output="{tmp_path}/runs/one/log-%j.txt"'):  # fmt: skip
+        assert f"#SBATCH {option}" in head, option
+    assert "ITERATIONS=20\n" in text and "FIRST=(--load there --finetune)\n" in text
+    flags = ("--train-iters 20", "--save-interval 5", "--swiglu", "--lr 3", "--fp8-level O3")
+    assert "\nset -- \\\n    " + " \\\n    ".join(flags) + "\n" in text
+    for line in ("NEW=${NEW-1}", "TOP=${TOP-here}", "NCCL_X=${NCCL_X-a}", "NCCL_Y=${NCCL_Y-'b c'}"):
+        assert f"\nexport {line}\n" in text
+    assert text.endswith((ROOT / "scripts/slurm/train.sbatch").read_text().partition("# <<< settings")[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--nodes 0", "--nodes 0: use 1 or more"),
+        ("--gpus-per-node 0", "--gpus-per-node 0: add --tasks-per-node N"),
+        ("--gpus-per-node 0 --tasks-per-node 0", "--tasks-per-node 0: use 1 or more"),
+        ("--time 1x", "--time 1x: use minutes, HH:MM:SS or D-HH:MM:SS"),
+        ("--cluster nowhere", "--cluster nowhere: no such file, nor is one of that name shipped; give its path"),
+        ("--cluster infinibad", "did you mean infiniband?"),
+        ("--cluster wrong.env", "wrong.env:1: two words: write NAME=VALUE"),
+        ("--cluster bytes.env", "--cluster bytes.env: no text file; write lines NAME=VALUE"),
+        ("--cluster shell.env", "shell.env:2: A=/x:$A: taken letter for letter; write it out, or set it in the shell"),
+        ("--script nothing.py", "--script nothing.py: no such script; give its path"),
+        ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
+        ("--flags='", "--flags ': No closing quotation; close it"),
+        ("--flags=other.yaml", "--flags 'other.yaml': flags begin with a dash"),
+        ("--cluster=", "argument --cluster: an empty value"),
+        ("--name a/b", "--name a/b: use letters"),
+        ("--name ..", "--name ..: use letters, digits, '.', '_' and '-', and more than dots"),
+        ("--gpus-per-node -1", "--gpus-per-node -1: use 0 or more"),
+        ("--tasks-per-node 4", "--tasks-per-node 4: one a GPU; remove it, or add --gpus-per-node 0"),
+        ("--steps 10", "--steps 10: the flags say 20; remove it, or change --train-iters or --train-samples"),
+        ("--mounts A:B", "--mounts A:B: no container is there; add --container, or remove it"),
+        ("--flags=--train-iters=0", "--train-iters 0: use 1 or more"),
+        ("--folder one.yaml", "one.yaml: File exists; use another"),
+        ("--folder one.yaml/x", "one.yaml/x: Not a directory; use another"),
+        ('--folder a"b', "Slurm takes no quote, backslash or line break; use another"),
+        ("--container image --folder at-12:30", "at-12:30: --container mounts it, and takes no ',' or ':' in it; use"),
+        ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and takes no ',' or ':' in it; use"),
+        ("--partition gpu", '--partition gpu: an option of sbatch\'s; write --sbatch="--partition=gpu", with all'),
+        ("-A me", '-A me: an option of sbatch\'s; write --sbatch="--account=me", with'),
+        ("--qos=high", '--qos high: an option of sbatch\'s; write --sbatch="--qos=high", with'),
+        ("--gres gpu:8", 'write --sbatch="--gres=gpu:8", with'),
+        ("--constraint h100&ib", 'write --sbatch="--constraint=h100&ib", with'),
+        ("--exclusive", '--exclusive: an option of sbatch\'s; write --sbatch="--exclusive", with'),
+        ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
+        ("--sbatch=--time=10", "--time=10: the job's script is written for another; use --time of launch"),
+        ("--sbatch=-N4", "--sbatch -N4: the job's script is written for another; use --nodes of launch"),
+        ("--sbatch=--signal=B:USR1@60", "--signal=B:USR1@60: the job's script is written for another; remove it"),
+        ("--cluster remark.env", "remark.env:1: HCA=mlx5   which adapters: one value; quote it, or put # before a"),
+        ("--flags=--save=had --flags=--load=had --flags=--ckpt-step=3", "/had has step 5 too, and a job goes on from"),
+    ],
+)
+def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
+    (tmp_path / "bytes.env").write_bytes(b"\xff\xfe")
+    (tmp_path / "wrong.env").write_text("two words\n")
+    (tmp_path / "shell.env").write_text("B=1\nA=/x:$A\n")
+    (tmp_path / "remark.env").write_text("HCA=mlx5   which adapters\n")
+    checkpoint(tmp_path / "had/iter_0000005")
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, said = launch(*words.split())
+    assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
+
+
+def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch):
+    """Its lines can be pasted, and Slurm fills in nothing but the log's own %j."""
+    path = f"{tmp_path}/a %j b/one.sbatch"
+    assert launch("--folder", "a %j b")[1].splitlines()[-1] == f"submit it: sbatch '{path}'"
+    assert f'#SBATCH --output="{tmp_path}/a %%j b/log-%j.txt"\n' in (tmp_path / "a %j b/one.sbatch").read_text()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch("--folder", "a %j b", "--submit")[1].endswith(f"on a node that has it: sbatch '{path}'\n")
+    monkeypatch.setattr(launch_main, "_submit", lambda path: "12")
+    line = f"job 12; its log: '{tmp_path}/a %j b/log-JOB.txt'; to stop it for good: touch '{tmp_path}/a %j b/exit'"
+    assert launch("--folder", "a %j b", "--submit")[1].splitlines()[-1] == line
+
+
+def test_options_given_twice_both_count(launch, tmp_path):
+    (tmp_path / "a.env").write_text("A=1\n")
+    words = "--flags=--lr=3 --flags=--seed=7 --sbatch=--partition=gpu --sbatch=--qos=high --mounts=/a:/a --mounts=/b:/b"
+    assert launch(*words.split(), "--container", "x", "--cluster", "a.env", "--cluster", "infiniband")[0] == 0
+    text = (tmp_path / "runs/one/one.sbatch").read_text()
+    for line in ("#SBATCH --partition=gpu --qos=high", "MOUNTS=/a:/a,/b:/b", "    --lr 3 \\", "    --seed 7",
+                 "export A=${A-1}", "export NCCL_DEBUG=${NCCL_DEBUG-WARN}"):  # fmt: skip
+        assert f"\n{line}\n" in text, line
+
+
+@pytest.mark.parametrize("name", ["infiniband", "ethernet"])
+def test_every_line_of_a_shipped_cluster_may_be_taken(launch, tmp_path, name):
+    text = (ROOT / f"configs/cluster/{name}.env").read_text()
+    assert re.subn(r"(?m)^# (?=[A-Z_]+=)", "", text)[1] > 2
+    (tmp_path / "mine.env").write_text(re.sub(r"(?m)^# (?=[A-Z_]+=)", "", text))
+    assert launch("--cluster", "mine.env")[0] == 0
+    script = (tmp_path / "runs/one/one.sbatch").read_text()
+    assert all(" " not in value for value in re.findall(r"(?m)^export (?:NCCL|GLOO)_\w+=(.*)", script))
+
+
+def test_flags_of_a_first_start_in_a_folder_that_has_a_checkpoint(launch, tmp_path):
+    assert "note: --load there" not in launch("--flags=--save=had")[1]
+    checkpoint(tmp_path / "had/iter_0000005")
+    note = "note: --load there --finetune: of a first start alone; this job goes on from step 5, "
+    note += f"which {tmp_path}/had has"
+    assert note in launch("--flags=--save=had")[1].splitlines()
+    (tmp_path / "had/iter_0000005/unsealed").touch()
+    assert "note: --load there" not in launch("--flags=--save=had")[1]
+
+
+def test_an_option_of_sbatchs_with_a_space_is_quoted(launch):
+    assert "write --sbatch=\"--comment='two words'\", with" in launch("--comment", "two words")[1]
+
+
+def test_launchs_own_short_forms_stay(launch):
+    """Of which sbatch's options, though launch knows some of them, are none."""
+    assert "--nodes 0: use 1 or more" in launch("--node=0")[1]
+
+
+@pytest.mark.parametrize("flags", ["--save", "--save=", "--save ''", "--save a b"])
+def test_one_folder_of_saves(launch, flags):
+    code, said = launch(f"--flags={flags}")
+    assert code == 2 and "--save" in said and "use one folder, or remove it" in said
+
+
+def test_submit(launch, tmp_path, monkeypatch):
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    for text, code, line in (
+        ('[[ $1 == --parsable ]] && echo "12;cluster"', 0, f"job 12; its log: {tmp_path}/runs/one/log-JOB.txt"),
+        ("echo 'no such partition' >&2; exit 1", 2, "megatron_fp8: --submit: sbatch: no such partition; see "),
+    ):
+        sbatch.write_text(f"#!/bin/bash\n{text}\n")
+        sbatch.chmod(0o755)
+        found, said = launch("--submit")
+        assert found == code and said.splitlines()[-1].startswith(line)
+
+
+def test_a_job_that_is_submitted_in_a_job_inherits_nothing_of_it(launch, tmp_path, monkeypatch):
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/bash\nenv >{tmp_path}/given; echo 12\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", "there")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    for inside, left in ((False, {"SLURM_CONF=there", "SLURM_CPUS_PER_TASK=1"}), (True, {"SLURM_CONF=there"})):
+        if inside:
+            monkeypatch.setenv("SLURM_JOB_ID", "11")
+        assert launch("--submit")[0] == 0
+        assert {line for line in (tmp_path / "given").read_text().splitlines() if line.startswith("SLURM_")} == left
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lr-warm-samples 1", "on 16 ranks: unrecognized arguments: --lr-warm-samples 1, did you mean --lr-warmup-"),
+        pytest.param("--global-batch-size 7", "on 16 ranks: ", marks=pytest.mark.slow),
+    ],
+)
+def test_flags_that_megatron_would_refuse_are_refused_here(tmp_path, flags, line):
+    files = ["model/gpt-125m", "layout/gpt-125m-8gpus", "recipe/pretrain", "recipe/gpt-125m", "recipe/mock-data"]
+    command = [sys.executable, "-m", "megatron_fp8.cli", "launch", *files, "--nodes", "2", f"--flags={flags}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and said.startswith(f"megatron_fp8: {line}"), done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_time_and_steps():
+    times = {"90": 5400, "30:10": 1810, "2:00:00": 7200, "1-12": 129600, "1-12:30": 131400, "1-00:00:09": 86409}
+    assert {time: seconds(time) for time in times} == times
+    assert steps_of({"--train-iters": ["7"]}) == steps_of({"--train-iters": ["7"]}, 7) == steps_of({}, 7) == 7
+    assert steps_of({"--train-samples": ["100"], "--global-batch-size": ["32"]}) == 3
+    assert error_of(steps_of, {}).startswith("--train-iters: missing; give it, or --train-samples")
+    assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number"
+    assert re.match(r"--time 0:30: use a minute", error_of(seconds, "0:30"))
