@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UserError
+from ..flags.flag import positive
 from . import hardware, measured, read
 from .collectives import Traffic
 from .hardware import Hardware
@@ -31,9 +32,10 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     """What `estimate` and `plan` share."""
     parser.add_argument("--hardware", default="h200", metavar="NAME",
                         help=f"{', '.join(hardware.known())}, or a YAML file of your own (h200)")  # fmt: skip
-    parser.add_argument("--cap-gb", type=float, metavar="GB",
+    parser.add_argument("--cap-gb", type=positive().read, metavar="GB",
                         help="of torch's allocator on a GPU, 10^9 bytes (what the hardware has for it)")  # fmt: skip
-    parser.add_argument("--tokens", type=float, metavar="N", help="also the days that a training of so many takes")
+    parser.add_argument("--tokens", type=positive().read, metavar="N",
+                        help="also the days that a training of so many takes")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--csv", action="store_true", help="print CSV")
     parser.add_argument("flags", nargs=REMAINDER, help="-- and Megatron's flags, or a job's whole command")
@@ -67,11 +69,6 @@ def run(args: Namespace) -> int:
 
 
 def check(args: Namespace) -> None:
-    for flag, value in (("--gpus", args.gpus), ("--cap-gb", args.cap_gb), ("--tokens", args.tokens)):
-        if value is not None and not value > 0:
-            raise UserError(f"{flag} {value}: use more than 0")
-        if value == math.inf:
-            raise UserError(f"{flag} {value}: use a number, or leave it out")
     if args.json and args.csv:
         raise UserError("--json with --csv: take one of the two")
 
@@ -93,7 +90,8 @@ def largest_micro_batch(w: Workload, on: Hardware, cap_gb: float | None = None) 
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def record(e: Estimate, cap_gb: float | None, tokens: float | None) -> dict[str, Any]:

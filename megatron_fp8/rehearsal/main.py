@@ -50,9 +50,6 @@ def run(args: Namespace) -> int:
     """Rehearse; returns the exit code."""
     began = time.monotonic()
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
-    for flag, number in (("--gpus", args.gpus), ("--ranks", args.ranks), ("--timeout", args.timeout)):
-        if number is not None and number < 1:
-            raise UserError(f"{flag} {number}: use 1 or more")
     launch = take_apart(words)
     if args.gpus and launch.gpus not in (None, 1, args.gpus):  # 1: no launcher, or one that does not say
         raise UserError(f"--gpus {args.gpus}: the command starts {launch.gpus}; remove it, or change the command")

@@ -35,8 +35,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import UserError
-from ...flags.config import BF16_FLAG
-from ...flags.emulate import matches, read_operands
+from ...flags.emulate import BF16_FLAG, matches, read_operands
 from ...metrics import LINEARS, LOSS, facts
 from ..sweep.plan_file import flag_value, split_words
 from ..sweep.progress import duration
