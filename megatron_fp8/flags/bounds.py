@@ -30,7 +30,7 @@ BOUNDS = {
         --recompute-num-layers""",
         1, _LAYERS,
     ),
-    **_rows("--mtp-num-layers --encoder-num-layers --decoder-num-layers", None, _LAYERS),
+    **_rows("--mtp-num-layers --encoder-num-layers", None, _LAYERS),
     **_rows(
         "--hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels --moe-router-topk", 1,
         _WIDTH,

@@ -59,7 +59,7 @@ def one_of(*values: str) -> Values:
 def whole(least: int, meaning: str = "", most: int = LARGEST) -> Values:
     """Whole numbers from `least`, which has a `meaning` of its own, to `most`."""
     limit = "or more" if most == LARGEST else f"to {most}"
-    remedy = f"use a whole number, {least}{f' ({meaning})' if meaning else ''} {limit}"
+    remedy = f"use {least}{f' ({meaning})' if meaning else ''} {limit}"
     return Values("N", int, lambda value: least <= value <= most, remedy)
 
 
