@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
         parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
         add_verb(parser, VERBS)
-        chosen = parser.parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        chosen = parser.parse_args(words or ["--help"])
         hide_missing_package_warnings()
         try:
             code = run_verb("megatron-fp8", VERBS, chosen)

@@ -219,7 +219,8 @@ def run_verb(program: str, verbs: Mapping[str, Verb], chosen: argparse.Namespace
     one_line_usage_errors(parser)
     refuse_empty_values(parser)
     module.add_arguments(parser)
-    return module.run(parser.parse_args(rest))
+    has_verbs = any(action.nargs == argparse.PARSER for action in parser._actions)
+    return module.run(parser.parse_args(rest or ["--help"] * has_verbs))
 
 
 def refuse_flags(args: argparse.Namespace, flags: Mapping[str, str], remedy: str) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fp8.ops.cache import cache_folder
+from megatron_fp8.packages import how_to_install
 
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma is in no other
@@ -119,7 +120,7 @@ def _headers() -> tuple[Path, str]:
         version = include / "cutlass" / "version.h"
         if version.is_file():
             return include, ".".join(re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", version.read_text()))
-    raise Unavailable("no CUTLASS headers for the CUTLASS GEMMs; pip install nvidia-cutlass")
+    raise Unavailable(f"no CUTLASS headers for the CUTLASS GEMMs; {how_to_install('cutlass_library')}")
 
 
 def _jobs() -> int:

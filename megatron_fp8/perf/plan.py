@@ -51,15 +51,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 plan`."""
     parser.add_argument("--gpus", type=int, metavar="N", help="of the job (what its command says)")
     parser.add_argument("--system", metavar="SYSTEM", help="bf16, te, O1, O2, O3 (the flags' level, or O3)")
-    parser.add_argument("--most", type=int, default=8, metavar="N", help="layouts to print (8)")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to print, the fastest first (8)")
+    parser.add_argument("--all", action="store_true", help="print every layout")
     add_model_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     """Print the plan; returns 0, or 1 where no layout fits."""
     check(args)
-    if args.most < 1:
-        raise UserError(f"--most {args.most}: use 1 or more")
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
     args.gpus = args.gpus or flags.gpus
     if args.gpus is None:
@@ -68,12 +67,16 @@ def run(args: Namespace) -> int:
     found = search(flags, args.gpus, system, on, args.cap_gb)
     ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]
     lost = [c for c in found if not c.best]
-    rows = [record(c.best, args.cap_gb, args.tokens) for c in ranked[: args.most] if c.best]
+    top = len(found) if args.all else args.top
+    rows = [record(c.best, args.cap_gb, args.tokens) for c in ranked[:top] if c.best]
+    left_out = max(0, len(ranked) - top)
     if args.json:
-        print(json.dumps({"layouts": rows, "lost": {str(c.layout): c.lost for c in lost},
+        print(json.dumps({"layouts": rows, "left_out": left_out, "lost": {str(c.layout): c.lost for c in lost},
                           "error": measured.summary()}, indent=2))  # fmt: skip
     elif args.csv:
         write_csv(rows)
+        if left_out:
+            print(f"megatron-fp8 plan: {_left_out(left_out)}", file=sys.stderr)
         if not ranked:  # which rows cannot say
             why_not = f"{lost[0].layout}: {lost[0].lost}"
             print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
