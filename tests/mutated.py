@@ -35,9 +35,9 @@ RUN = "-- pretrain_gpt_fp8.py --lr 1e-3 --fp8-level O3 --num-layers 2"
 SPLIT = "--data-parallel-size 8 --tensor-model-parallel-size 2"
 VERBS = [
     f"estimate --gpus 8 --hardware h200 --cap-gb 80 --tokens 1e9 {JOB}",
-    f"estimate --systems bf16 O3 --json {JOB}",
-    f"estimate --gpus 2 --csv -- torchrun --nproc-per-node 2 pretrain_gpt_fp8.py {MODEL}",
-    f"plan --gpus 8 --system O3 --hardware h100-80gb-sxm {JOB}",
+    f"estimate --systems bf16 O3 --format json {JOB}",
+    f"estimate --gpus 2 --format csv -- torchrun --nproc-per-node 2 pretrain_gpt_fp8.py {MODEL}",
+    f"plan --gpus 8 --system O3 --hardware h100-80gb-sxm --top 3 {JOB}",
     "memory --model 7b --data-parallel-size 16 --fp8-level O1 O3 --fp8-master fp16 --fp8-partition greedy",
     f"memory --num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --swiglu {SPLIT} "
     "--position-embedding-type rope",
@@ -67,8 +67,8 @@ VERBS = [
 NASTY = [
     "", "--", "-", "x", "-1", "0", "00", "1.5", "1e400", "-1e400", "nan", "inf", "1_000", "0x10", "²", "\u0661",
     "9" * 20, "-" + "9" * 20, "9223372036854775808", "-9223372036854775809", "9" * 5000, "1e308", "1e-400", "é",
-    "\ud800", "\0", "a\nb", "a b", "[1,2]", "([1]*2)", "{", "}", "%s", "%", "$(x)", "a" * 5000, "true", "None", "..", "/", "/dev/null",
-    "*", "=", "a=b", "1:2", "1,,2", ",", "O9", "fp8", "--lr", "--num-layers", "-h9",
+    "\ud800", "\0", "a\nb", "a b", "[1,2]", "([1]*2)", "{", "}", "%s", "%", "$(x)", "a" * 5000, "true", "None", "..",
+    "/", "/dev/null", "*", "=", "a=b", "1:2", "1,,2", ",", "O9", "fp8", "--lr", "--num-layers", "-h9",
 ]  # fmt: skip
 CLASSIC = ["--", "", "-1", "0", "nan", "inf", "9" * 20, "9" * 5000, "9223372036854775808", "1e308"]
 PLAIN = "1 2 3 7 8 16 100 1000000 1e-3 0.5 bf16 O1 te auto text a.jsonl plan.yaml kept".split()

@@ -21,8 +21,8 @@ from .finding import BLOCKING, DEGRADED, GOOD, Finding, degraded
 
 _LOOKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     software.versions, software.transformer_engine, software.optional_packages, machine.gpus, machine.power,
-    machine.links, machine.infiniband, machine.nccl, machine.shared_memory, machine.limits, machine.numa, machine.triton_cache, scheduler.slurm,
-    software.gemms, software.linear,
+    machine.links, machine.infiniband, machine.nccl, machine.shared_memory, machine.limits, machine.numa,
+    machine.triton_cache, scheduler.slurm, software.gemms, software.linear,
 )  # fmt: skip
 
 

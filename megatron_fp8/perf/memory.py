@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from ..errors import UserError
 from ..flags.level import CELLS, LEVELS, is_stock
 from ..flags.numbers import FEW_MICRO_BATCHES, GEMM_MULTIPLE
+from .text import PAGE_FORMATS, show
 
 if TYPE_CHECKING:  # else imported where it is used: --help and a mistake wait neither for torch nor for Megatron
     from ..engine.partition import Placement
@@ -317,6 +318,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     for cell in _CELLS:
         parser.add_argument(cell.flag, choices=cell.available, help=cell.meaning)
     parser.add_argument("--gpus", type=int, metavar="N", help="of a job (what its command says, or one replica's)")
+    parser.add_argument("--format", choices=PAGE_FORMATS, default="text")
     parser.add_argument("flags", nargs=REMAINDER, help="-- and a job's flags, or its whole command")
 
 
@@ -343,7 +345,7 @@ def run(args: Namespace) -> int:
         level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
         for level in asked
     }
-    print("\n".join(table(job, levels)))
+    show("\n".join(table(job, levels)), args.format)
     if not decided and not all_stock:
         print(f"\n{said}")
     return 0
