@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 
+from . import __version__
 from .errors import UserError
 from .flags import args_file
 from .flags.usage import hide_missing_package_warnings, one_line_errors
@@ -25,6 +26,9 @@ def run_script(argv: list[str]) -> None:
         raise UserError(f"no script; {USAGE}")
     if argv[0] in ("-h", "--help"):
         print(USAGE)
+        return
+    if argv[0] == "--version":
+        print(f"megatron_fp8 {__version__}")
         return
     if not os.path.isfile(argv[0]):
         raise UserError(f"{argv[0]}: no such script; {USAGE}")

@@ -15,9 +15,9 @@ from .flags.usage import Verb, add_verb, hide_missing_package_warnings, one_line
 
 VERBS = {
     "args": Verb("megatron_fp8.launch.args", "the command line that --args-file makes of files of flags"),
-    "build": Verb("megatron_fp8.ops.cutlass_build", "compile our CUTLASS GEMMs, once for a machine"),
+    "build": Verb("megatron_fp8.verbs.build", "compile our CUTLASS GEMMs, once for a machine"),
     "compare": Verb("megatron_fp8.perf.compare", "runs beside each other: speed, memory, losses"),
-    "convert": Verb("megatron_fp8.checkpoint.convert", "checkpoints to Hugging Face's form, and back"),
+    "convert": Verb("megatron_fp8.verbs.convert", "checkpoints to Hugging Face's form, and back"),
     "doctor": Verb("megatron_fp8.doctor.main", "what this machine or cluster lacks"),
     "estimate": Verb("megatron_fp8.perf.estimate", "whether a job fits, and how fast it is"),
     "lab": Verb("megatron_fp8.lab.main", "the stability lab: sweeps, reports, which linears are at fault"),
@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
         parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
         add_verb(parser, VERBS)
-        chosen = parser.parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        chosen = parser.parse_args(words or ["--help"])
         hide_missing_package_warnings()
         try:
             code = run_verb("megatron-fp8", VERBS, chosen)

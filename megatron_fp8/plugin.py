@@ -115,6 +115,7 @@ from .flags.config import (
     config_from_args,
 )
 from .flags.level import LEVEL, is_stock
+from .flags.optional import check_packages
 from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.stock import installed
@@ -207,6 +208,7 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
             _read_checkpoint_args(args)
         config = config_from_args(args)
         if begins:
+            check_packages(args)
             check_data_files(args)
         _log(cpu.adapt_args(args))
         if config is not None:

@@ -15,12 +15,10 @@ in memory, to-megatron the whole model.
 
 import contextlib
 import json
-import math
 import os
 import shlex
 import shutil
-import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import UserError, is_bug
-from ..flags.usage import hide_missing_package_warnings, one_line_usage_errors, refuse_empty_values
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
 from .hf.folder import CONFIG, INDEX, Weights, read_json
@@ -43,36 +40,6 @@ try:
     from safetensors.torch import save_file
 except ModuleNotFoundError:
     raise UserError("convert needs the package safetensors: pip install 'megatron-fp8[hf]'") from None
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """The two directions and their flags."""
-    directions = parser.add_subparsers(dest="direction", required=True, metavar="{to-hf,to-megatron}")
-    to_hf_parser = directions.add_parser("to-hf", help="a Megatron checkpoint into a Hugging Face folder")
-    to_hf_parser.add_argument("checkpoint", metavar="CKPT", help="what --save wrote, or one iteration's folder in it")
-    to_hf_parser.add_argument("--dtype", choices=("bf16", "e4m3"), default="bf16", help="of linears' weights (bf16)")
-    to_hf_parser.add_argument("--vocab-size", type=int, metavar="N", help="real tokens, if the checkpoint cannot tell")
-    to_hf_parser.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="of a weights file (5)")
-    to_megatron_parser = directions.add_parser("to-megatron", help="a Hugging Face folder into a Megatron checkpoint")
-    to_megatron_parser.add_argument("folder", metavar="HF", help="has config.json and model*.safetensors")
-    for direction in (to_hf_parser, to_megatron_parser):
-        direction.add_argument("out", metavar="OUT", help="a new or an empty folder")
-        one_line_usage_errors(direction)
-        refuse_empty_values(direction)
-
-
-def run(args: Namespace) -> int:
-    """Convert, and say what was written."""
-    hide_missing_package_warnings()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-    if args.direction == "to-hf":
-        for flag, number in (("--max-shard-size", args.max_shard_size), ("--vocab-size", args.vocab_size)):
-            if number is not None and not 0 < number < math.inf:
-                raise UserError(f"{flag} {number}: use a number above 0")
-        to_hf(args.checkpoint, args.out, args.dtype, args.vocab_size, int(args.max_shard_size * 10**9))
-    else:
-        to_megatron(args.folder, args.out)
-    return 0
 
 
 def to_hf(

@@ -20,9 +20,9 @@ from . import machine, scheduler, software
 from .finding import BLOCKING, DEGRADED, GOOD, Finding, degraded
 
 _LOOKS: tuple[Callable[[], Iterable[Finding]], ...] = (
-    software.versions, software.transformer_engine, machine.gpus, machine.power, machine.links, machine.infiniband,
-    machine.nccl, machine.shared_memory, machine.limits, machine.numa, machine.triton_cache, scheduler.slurm,
-    software.gemms, software.linear,
+    software.versions, software.transformer_engine, software.optional_packages, machine.gpus, machine.power,
+    machine.links, machine.infiniband, machine.nccl, machine.shared_memory, machine.limits, machine.numa,
+    machine.triton_cache, scheduler.slurm, software.gemms, software.linear,
 )  # fmt: skip
 
 
@@ -43,7 +43,8 @@ def run(args: Namespace) -> int:
     verdicts = [finding.verdict for finding in findings]
     worst = next((verdict for verdict in (BLOCKING, DEGRADED) if verdict in verdicts), GOOD)
     if args.json:
-        said = {"host": socket.gethostname(), "verdict": worst, "lines": list(map(asdict, findings))}
+        lines = [finding for finding in findings if not (args.bad and finding.verdict == GOOD)]
+        said = {"host": socket.gethostname(), "verdict": worst, "lines": list(map(asdict, lines))}
         print(json.dumps(said, indent=1))
     else:
         counts = [f"{verdicts.count(kind)} {kind}" for kind in (GOOD, DEGRADED, BLOCKING) if kind in verdicts]
@@ -55,6 +56,9 @@ def _seen(look: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
     """What a look finds; that it could not look, where it fails: the others go on."""
     try:
         yield from look()
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "megatron"):  # whose absence has a line of its own
+            yield degraded(look.__name__, f"needs the package {error.name}, which is not installed", "install it")
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         yield degraded(look.__name__, f"could not be looked at: {said}", "please report it")

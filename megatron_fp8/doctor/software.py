@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 
+from ..packages import PACKAGES, how_to_install, installed
 from .finding import Finding, blocking, degraded, good
 
 _TORCH, _MEGATRON = "2.11", "0.19"
@@ -52,6 +53,15 @@ def transformer_engine() -> Iterator[Finding]:
         yield degraded(what, found, "nothing for our levels; a fair baseline needs it: benchmarks/README.md")
     else:
         yield good(what, version)
+
+
+def optional_packages() -> Iterator[Finding]:
+    """What a flag or a verb may need: here, or how to install it."""
+    here = [name for name in PACKAGES if installed(name)]
+    yield good("optional packages", f"installed: {', '.join(here) or 'none'}")
+    for module, (_, use) in PACKAGES.items():
+        if module not in here:
+            yield good(f"no {module}", f"only for {use}: {how_to_install(module)}")
 
 
 def gemms() -> Iterator[Finding]:

@@ -201,7 +201,7 @@ def check(parser: ArgumentParser, unknown: bool) -> None:
     without_file = parser.error
 
     def error(message: str):
-        wrong = re.match(r"argument ([^:]+): ", message)
+        wrong = re.match(r"argument ([^\s:]+)", message)
         files = {_read.origins[flag] for flag in (wrong[1].split("/") if wrong else ()) if flag in _read.origins}
         return without_file(f"{files.pop()}: {message}" if files else message)
 

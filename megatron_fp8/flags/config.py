@@ -18,7 +18,7 @@ from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
 from . import args_file, emulate, gemm, gradients, level, log, probe, sharpness, watch
 from .activations import ACTIVATIONS, activations, activations_line
-from .emulate import EmulationPlan, emulation_from_args, read_patterns
+from .emulate import BF16_FLAG, EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
 from .numbers import check_geometry, check_numbers, check_optimizer
@@ -26,7 +26,6 @@ from .skips import MAX_SKIPPED, most_skipped
 from .stock import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
 from .watch import WatchPlan, watch_from_args
 
-BF16_FLAG = "--fp8-bf16-layers"
 BF16_LAYERS = Flag(
     BF16_FLAG,
     "Linears that stay in BF16, GEMMs and weights, and are not emulated: as 'decoder.layers.[0-3].*,*.linear_fc2', "
@@ -187,7 +186,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     check_numbers(args)
     for row in rows(args, REFUSED):
         raise UserError(f"{row.shown(args)}: {row.note}")
-    attention = ATTENTION.value(args) or "torch"
+    attention = ATTENTION.given(args) or "torch"
     if attention == "te" and not installed(TE):
         raise UserError("--fp8-attention te: Transformer Engine is not installed; install it, or use torch")
     if args.fp8_amax_history_len < 1:
@@ -218,9 +217,9 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),
         grad_scaling=gradients.scaling_rule(args, cells["grad_reduce"]),
         emulate=emulated,
-        ckpt_compact=bool(COMPACT.value(args)),
+        ckpt_compact=bool(COMPACT.given(args)),
         log_interval=log_interval,
-        log_grad_snr=bool(log.GRAD_SNR.value(args)),
+        log_grad_snr=bool(log.GRAD_SNR.given(args)),
         watch=watch_from_args(args, cells["gemm"] == "fp8"),
         max_skipped=most_skipped(args),
         seed=args.seed,
@@ -228,8 +227,8 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         unfused_attention=plain(args.attention_backend) in ("local", "unfused"),
         reads_mask=args.reset_attention_mask,
         gemm_backend=gemm.backend(args),
-        gemm_search=bool(gemm.SEARCH.value(args)),
-        log_gemm=bool(gemm.LOG.value(args)),
+        gemm_search=bool(gemm.SEARCH.given(args)),
+        log_gemm=bool(gemm.LOG.given(args)),
         fuses_rotary=args.apply_rope_fusion,
         draws_grouped=args.moe_grouped_gemm,
         draws_fused=args.mla_down_proj_fusion,

@@ -22,13 +22,17 @@ part of the row. Without scales and noise a number is rounded alike in every lay
 from argparse import Namespace
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from ..numerics.emulation import EmulatedFormat
 from .flag import Flag, Values, filled, refuse, whole
+
+if TYPE_CHECKING:  # the lab's verbs read patterns here, and their --help does not wait for torch
+    from ..numerics.emulation import EmulatedFormat
 
 OPERANDS = ("weight", "activation", "gradient")
 LM_HEAD = "output_layer"
+BF16_FLAG = "--fp8-bf16-layers"  # config.py has it
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ class EmulationPlan:
         from_step, until_step: the first step, from 1, and the first after the last; None: no last.
     """
 
-    weight: EmulatedFormat | None
-    activation: EmulatedFormat | None
-    gradient: EmulatedFormat | None
+    weight: "EmulatedFormat | None"
+    activation: "EmulatedFormat | None"
+    gradient: "EmulatedFormat | None"
     layers: tuple[str, ...] = ("*",)
     lm_head: bool = False
     from_step: int = 1
@@ -59,7 +63,7 @@ class EmulationPlan:
             parts.append(f"steps {self.from_step}{end}")
         return "; ".join(parts)
 
-    def for_operand(self, path: str, layer_number: int, operand: str, step: int) -> EmulatedFormat | None:
+    def for_operand(self, path: str, layer_number: int, operand: str, step: int) -> "EmulatedFormat | None":
         """How to round `operand` ("weight", "activation" or "gradient") in a step, from 1; None: not at all.
 
         path, layer_number: OwnedWeight's, or LM_HEAD and any number.
@@ -86,7 +90,7 @@ LAYERS = Flag(
 )
 WITH_HEAD = Flag("--fp8-emulate-lm-head", "The LM head too.", field="lm_head")
 FROM_STEP = Flag("--fp8-emulate-from-step", "From update N on (default 1, the first).", whole(1), "from_step")
-UNTIL_STEP = Flag("--fp8-emulate-until-step", "Before update N (default: to the end).", Values("N", int), "until_step")
+UNTIL_STEP = Flag("--fp8-emulate-until-step", "Before update N (default: to the end).", whole(1), "until_step")
 FLAGS = (EMULATE, LAYERS, WITH_HEAD, FROM_STEP, UNTIL_STEP)
 
 
@@ -124,8 +128,10 @@ def emulation_from_args(args: Namespace) -> EmulationPlan | None:
     return plan
 
 
-def read_operands(text: str) -> dict[str, EmulatedFormat | None]:
+def read_operands(text: str) -> "dict[str, EmulatedFormat | None]":
     """How each of OPERANDS is rounded, of --fp8-emulate's value. Raises UserError of one line."""
+    from ..numerics.emulation import EmulatedFormat
+
     found: dict[str, EmulatedFormat] = {}
     for item in text.split(","):
         operand, equals, name = item.rpartition("=")

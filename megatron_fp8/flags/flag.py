@@ -1,10 +1,12 @@
 """One flag of ours: the parser, --help, docs/flags.md, its refusals and its reader all take it from here.
 
+The parser reads and checks each value: what comes out of it is typed and taken.
+
 To add one: a Flag among the FLAGS of its subject's file, and its reader there. config.py joins the subjects.
 """
 
 import math
-from argparse import Namespace, _ActionsContainer
+from argparse import ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ class Values:
     Attributes:
         shown: what stands for one in --help: "N", "{auto,pre,post}"; "" for a switch.
         kind: str, int or float.
-        test, remedy: whether a value is taken, and what to say where it is not.
+        test, remedy: whether a value is taken, and what to say if it is not.
     """
 
     shown: str
@@ -27,8 +29,20 @@ class Values:
     test: Callable[[Any], bool] = lambda value: True
     remedy: str = ""
 
+    def read(self, text: str) -> Any:
+        """The value of a word of the command line: the `type` of a parser's argument, a verb's too."""
+        try:
+            value = self.kind(text)
+            taken = self.test(value)
+        except ValueError:  # also of more digits than Python reads
+            taken = False
+        if not taken:
+            raise ArgumentTypeError(self.remedy)
+        return value
+
 
 SWITCH = Values("")
+LARGEST = 10**15  # of any number: what is computed of it still fits 64 bits
 
 
 def named(shown: str) -> Values:
@@ -42,15 +56,22 @@ def one_of(*values: str) -> Values:
     return Values(f"{{{','.join(values)}}}", test=lambda value: value in values, remedy=remedy)
 
 
-def whole(least: int, meaning: str = "") -> Values:
-    """Whole numbers from `least`, which has a `meaning` of its own, on."""
-    return Values("N", int, lambda value: value >= least, f"use {least}{f' ({meaning})' if meaning else ''} or more")
+def whole(least: int, meaning: str = "", most: int = LARGEST) -> Values:
+    """Whole numbers from `least`, which has a `meaning` of its own, to `most`."""
+    limit = "or more" if most == LARGEST else f"to {most}"
+    remedy = f"use {least}{f' ({meaning})' if meaning else ''} {limit}"
+    return Values("N", int, lambda value: least <= value <= most, remedy)
 
 
 def positive(most: float = math.inf) -> Values:
     """Finite numbers above 0, up to `most`."""
     limit = "" if math.isinf(most) else f", at most {most:g}"
     return Values("X", float, lambda x: 0 < x <= most and math.isfinite(x), f"use a number above 0{limit}")
+
+
+def listed(shown: str, test: Callable[[int], bool], remedy: str) -> Values:
+    """Whole numbers divided by commas; the value stays text."""
+    return Values(shown, test=lambda text: all(test(int(one)) for one in text.split(",")), remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,7 @@ class Flag:
         if self.values is SWITCH:
             parser.add_argument(self.name, action="store_true", default=None, help=self.meaning)
         else:
-            parser.add_argument(self.name, metavar=self.values.shown, type=self.values.kind, help=self.meaning)
+            parser.add_argument(self.name, metavar=self.values.shown, type=self.values.read, help=self.meaning)
 
     def given(self, args: Namespace) -> Any:
         """Its value as it was given; None where it was not (--yaml-cfg leaves none of ours)."""
@@ -86,13 +107,6 @@ class Flag:
         """As it was given: "--fp8-log-interval 7", or "--fp8-ckpt-compact"."""
         return self.name if self.values is SWITCH else f"{self.name} {self.given(args)}"
 
-    def value(self, args: Namespace) -> Any:
-        """Its value; None where it was not given. Raises UserError of one line for one that it does not take."""
-        value = self.given(args)
-        if value is not None and not self.values.test(value):
-            raise UserError(f"{self.shown(args)}: {self.values.remedy}")
-        return value
-
 
 def value_of(args: Namespace, name: str) -> Any:
     """The value of a flag, stock's too, that is called so in the arguments, or None."""
@@ -100,8 +114,8 @@ def value_of(args: Namespace, name: str) -> Any:
 
 
 def filled(args: Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """{field: value} of those flags that were given. Raises UserError of one line for a value that is not taken."""
-    return {flag.field: value for flag in flags if (value := flag.value(args)) is not None}
+    """{field: value} of those flags that were given."""
+    return {flag.field: value for flag in flags if (value := flag.given(args)) is not None}
 
 
 def refuse(args: Namespace, flags: Iterable[Flag], why: str) -> None:

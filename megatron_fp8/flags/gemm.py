@@ -39,7 +39,7 @@ FLAGS = (BACKEND, SEARCH, LOG)
 
 def backend(args: Namespace) -> str:
     """One of BACKENDS. Raises UserError of one line: flag, value, remedy."""
-    name = BACKEND.value(args) or "auto"
-    if SEARCH.value(args) and name == "torch":
+    name = BACKEND.given(args) or "auto"
+    if SEARCH.given(args) and name == "torch":
         raise UserError(f"{SEARCH.name} with {BACKEND.name} {name}: it searches cuBLASLt and CUTLASS; remove one")
     return name

@@ -10,9 +10,8 @@ from argparse import Namespace
 from ..errors import UserError
 from ..numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
 from .flag import Flag, Values, filled, one_of, positive, refuse, whole
-from .numbers import largest_batch
+from .numbers import FEW_MICRO_BATCHES, largest_batch
 
-FEW_MICRO_BATCHES = 1  # a step that adds up none is in FP8: sums are quicker and nearer in BF16 (docs/gradients.md)
 HIERARCHY = Flag(
     "--fp8-grad-reduce-hierarchy",
     "Reduce gradients in two levels, inside a node first and then across nodes: a node is what torchrun started "
@@ -64,7 +63,7 @@ def storage_line(args: Namespace, storage: str) -> list[str]:
 
 def hierarchy(args: Namespace, reduction: str) -> str:
     """The hierarchy of --fp8-grad-reduce `reduction`. Raises UserError of one line: flag, value, remedy."""
-    value = HIERARCHY.value(args) or "off"
+    value = HIERARCHY.given(args) or "off"
     if value != "off" and reduction != "block":
         why = f"with --fp8-grad-reduce {reduction}: only block has two levels"
         raise UserError(f"{HIERARCHY.shown(args)} {why}; remove one")
@@ -77,7 +76,7 @@ def scaling_rule(args: Namespace, reduction: str) -> ScalingRule:
     """How mu moves with --fp8-grad-reduce `reduction`. Raises UserError of one line: flag, value, remedy."""
     if reduction != "shared":
         refuse(args, (SCALING, *OF_AUTO), ": no effect; add --fp8-grad-reduce shared")
-    if SCALING.value(args) not in (None, AUTO):
+    if SCALING.given(args) not in (None, AUTO):
         refuse(args, OF_AUTO, f" with {SCALING.shown(args)}: no effect; use auto")
     return ScalingRule(**filled(args, (SCALING, *OF_AUTO)))
 

@@ -22,14 +22,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import UserError
-from .flag import Flag, Values
+from .flag import Flag, one_of
 
 LEVELS = ("O0", "O1", "O2", "O3")
 STOCK, LOWEST = LEVELS[:2]
 LEVEL = Flag(
     "--fp8-level",
     "How much of the run is FP8. O0, the default, is stock Megatron-LM, bit for bit.",
-    Values(f"{{{','.join(LEVELS)}}}"),
+    one_of(*LEVELS),
 )
 
 
@@ -127,7 +127,7 @@ CELL_FLAGS = tuple(
     Flag(
         cell.flag,
         f"{cell.meaning}. By level: {' '.join(f'{level} {cell.at(level)}' for level in LEVELS[1:])}.",
-        Values(f"{{{','.join(cell.available)}}}"),
+        one_of(*cell.available),
         cell.name,
     )
     for cell in CELLS

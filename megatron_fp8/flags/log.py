@@ -41,7 +41,7 @@ FLAGS = (INTERVAL, GRAD_SNR, EXACT, UPDATE_NORM)
 
 def statistics_interval(args: Namespace) -> int:
     """Steps from one log of FP8 statistics to the next, 0: none. Raises UserError of one line: flag, value, remedy."""
-    interval = INTERVAL.value(args)
+    interval = INTERVAL.given(args)
     if interval is None:
         interval = _USUAL if args.tensorboard_dir or args.wandb_project else 0
     if not interval:
@@ -51,7 +51,7 @@ def statistics_interval(args: Namespace) -> int:
 
 def logs_update_norm(args: Namespace) -> bool:
     """Whether a run logs the norm of its updates. Raises UserError of one line: flag, value, remedy."""
-    if not UPDATE_NORM.value(args):
+    if not UPDATE_NORM.given(args):
         return False
     hiding = {  # their weights are not where the optimizer's are, or they step them elsewhere
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,

@@ -1,5 +1,5 @@
 """Numbers and shapes that a run with a level cannot have, and what its formats cannot do: each a UserError of one line,
-flag, value and remedy. And the batch that the flags give the largest step."""
+flag, value and remedy. (The parser refuses what no run can have: bounds.py.) And the batch of the largest step."""
 
 import math
 from argparse import Namespace
@@ -9,15 +9,7 @@ from ..errors import UserError
 from .flag import value_of
 
 LARGEST_MARGIN = 8  # see check_numbers
-COUNTS = (  # what is divided by before Megatron has looked at it
-    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
-    *("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage", "--recompute-num-layers"),
-    *("--expert-model-parallel-size", "--micro-batch-size", "--global-batch-size", "--num-layers", "--hidden-size"),
-    *("--num-attention-heads", "--num-query-groups", "--ffn-hidden-size", "--kv-channels", "--seq-length"),
-    *("--mlp-chunks-for-training", "--make-vocab-size-divisible-by"),
-    *("--vocab-size", "--moe-router-topk", "--log-interval", "--tensorboard-log-interval", "--save-params-interval"),
-    *("--save-dgrads-interval", "--save-activations-interval", "--check-weight-hash-across-dp-replicas-interval"),
-)
+FEW_MICRO_BATCHES = 1  # a step that adds up none is in FP8: sums are quicker and nearer in BF16 (docs/gradients.md)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 
 
@@ -27,10 +19,6 @@ def check_numbers(args: Namespace) -> None:
     Of normally distributed values E4M3 keeps 2.65 % of error for margins of 0 to 9, and 2.8, 6.9, 28 and 92 % for 12,
     14, 16 and 18; with -1 the largest are clipped, 16 %.
     """
-    for name, value in vars(args).items():
-        if isinstance(value, float) and math.isnan(value):
-            raise UserError(f"--{name.replace('_', '-')} {value}: not a number; give one, or remove it")
-    check_counts(args)
     heads, groups = args.num_attention_heads, args.num_query_groups
     if args.group_query_attention and heads and groups and heads % groups:
         raise UserError(f"--num-query-groups {groups}: use a divisor of --num-attention-heads {heads}")
@@ -51,13 +39,6 @@ def check_numbers(args: Namespace) -> None:
             raise UserError(f"{flag} {beta}: an average needs a number from 0 up to but not 1")
     if not args.adam_eps > 0:
         raise UserError(f"--adam-eps {args.adam_eps}: a weight without gradients would become NaN; use one above 0")
-
-
-def check_counts(args: Namespace) -> None:
-    """Refuse a count below one."""
-    for flag in COUNTS:
-        if (value := value_of(args, flag)) is not None and value < 1:
-            raise UserError(f"{flag} {value}: use 1 or more")
 
 
 def largest_batch(args: Namespace) -> int:

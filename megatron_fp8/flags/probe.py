@@ -10,16 +10,12 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from ..errors import UserError
-from .flag import Flag, Values, named, refuse
+from .flag import LARGEST, Flag, listed, named, refuse
 
 STEP = Flag(
     "--fp8-probe-step",
     "At these steps compare every FP8 or emulated GEMM with BF16's, and look at its operands (docs/lab.md).",
-    Values(
-        "N[,N...]",
-        test=lambda steps: all(step.isdecimal() and int(step) > 0 for step in steps.split(",")),
-        remedy="use steps from 1, divided by commas, such as 1,100",
-    ),
+    listed("N[,N...]", lambda step: 0 < step <= LARGEST, "use steps from 1, divided by commas, such as 1,100"),
     needs_level=False,
 )
 FOLDER = Flag(
@@ -44,7 +40,7 @@ def probe_from_args(args: Namespace, has_gemms: bool) -> ProbePlan | None:
 
     has_gemms: whether the run has FP8 or emulated GEMMs. Raises UserError of one line: flag, value, remedy.
     """
-    steps, folder = STEP.value(args), FOLDER.value(args)
+    steps, folder = STEP.given(args), FOLDER.given(args)
     if steps is None:
         refuse(args, [FOLDER], ": no step is probed; add --fp8-probe-step N")
         return None

@@ -14,6 +14,9 @@ from importlib.util import find_spec
 from ..errors import UserError
 from .flag import Flag, filled, named, refuse, whole
 
+PAPER_ITERATIONS = 10  # of L-BFGS-B
+QUANTILES = {"min": 0.0, "q05": 0.05, "median": 0.5, "q95": 0.95, "q99": 0.99, "max": 1.0}  # of what FILE has
+
 
 @dataclass(frozen=True)
 class SharpnessPlan:

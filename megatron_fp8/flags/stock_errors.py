@@ -9,7 +9,8 @@ command alone.  So such a failure is the user's mistake if
 
 The line is made of that statement: its message, or else its condition; the flags whose values it reads, here or, if it
 reads none, where it was called from; and where it stands.  Anything else, an operation that fails, is a bug, and keeps
-its traceback; but for the call of a class that Megatron has set to None since the package it comes from is missing.
+its traceback; but for the call of a class that Megatron has set to None since the package it comes from is missing, and
+an import of a package that is not there.
 Where Megatron raises one error from another, the first is judged.  Where the code that Megatron called back handed it
 what it does not take, the mistake may be that code's: the line has the traceback above it (`through_callback`).
 
@@ -31,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import is_bug
+from ..packages import PACKAGES, how_to_install
 
 _KINDS = (
     AssertionError, ValueError, RuntimeError, NotImplementedError, TypeError, Exception,
@@ -85,6 +87,10 @@ def stock_mistake(error: BaseException) -> str | None:
             f"Megatron has no {absent} here: Transformer Engine is not installed; install it, or add --fp8-level, or "
             f"--transformer-impl local and what goes with it (docs/lab.md); Megatron calls it in {place}"
         )
+    if isinstance(error, ModuleNotFoundError) and isinstance(statement, ast.Import | ast.ImportFrom):
+        module = (error.name or "").partition(".")[0]
+        remedy = how_to_install(module) if module in PACKAGES else "install it, or remove the flag that asks for it"
+        return f"Megatron needs the package {module}, which is not installed; {remedy}; Megatron imports it in {place}"
     if not isinstance(statement, ast.Assert | ast.Raise):
         return None
     given, missing = _values(frames)

@@ -17,12 +17,15 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import PassingError, UserError, did_you_mean
+from .bounds import beyond
 from .stock_errors import remember_flags, stock_mistake, through_callback
 
 PATIENCE = 10  # seconds
+_LONG = 60  # characters
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _SHOWN = 12  # words of what no flag is known for: a whole command may be
 
 
@@ -51,7 +54,7 @@ def one_line_errors() -> Iterator[None]:
             # All ranks meet the same mistake: let rank 0 say it. Its exit makes torchrun end the others, so
             # a rank that is still here after a while met one that rank 0 did not.
             time.sleep(PATIENCE)
-        line = f"megatron_fp8: {message}"
+        line = f"megatron_fp8: {_one_line(message)}"
         if not ours and through_callback(error):
             line = f"{traceback.format_exc()}\n{line}"
         print(line, file=sys.stderr, flush=True)
@@ -63,6 +66,11 @@ def one_line_errors() -> Iterator[None]:
             with open(report, "w") as file:
                 json.dump({"message": {"message": line, "extraInfo": details}}, file)
         sys.exit(2)
+
+
+def _one_line(message: str) -> str:
+    """Of a value that has line breaks, say."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], message)
 
 
 def hide_missing_package_warnings() -> None:
@@ -83,41 +91,83 @@ def escape_bad_help(parser: argparse.ArgumentParser) -> None:
             action.help = re.sub(r"%(%|\()?", lambda found: found[0] if found[1] else "%%", action.help)
 
 
+class _Refused(argparse.ArgumentError):
+    """A value that is not taken: the flag as it was given, and what to do."""
+
+    def __init__(self, action: argparse.Action, text: str, remedy: str):
+        super().__init__(action, f"{shown(text)}: {remedy}")
+
+    def __str__(self) -> str:
+        return f"argument {self.argument_name} {self.message}"
+
+
+def shown(word: str) -> str:
+    """A word of the command line as a line has it: without what a terminal would not print, and not endless."""
+    word = word if word.isprintable() else ascii(word)[1:-1]
+    if not word:
+        return "''"
+    return word if len(word) <= _LONG else f"{word[:_LONG]}..."
+
+
 def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
     """Make a wrong flag or value a UserError: argparse would print Megatron's 30,000 characters of usage, and for some
-    of Megatron's own types of values a traceback."""
-    stock, parse = parser._get_value, parser.parse_known_args
+    of Megatron's own types of values a traceback.
+
+    Every value of a command line passes here, whatever its flag: typed by the flag's own type, bounded by bounds.py.
+    """
+    get_all, parse = parser._get_values, parser.parse_known_args
     given: list[str] = []
 
     def parse_known_args(args=None, namespace=None):
         given[:] = sys.argv[1:] if args is None else args
+        for word in given:
+            if re.search("[\0\ud800-\udfff]", word):
+                raise UserError(f"{shown(word)}: is not UTF-8 text, or has a zero byte in it; write it in UTF-8")
+            if re.search(r"\d{1000}", word):  # Python reads 4,300
+                raise UserError(f"{shown(word)}: a number of more than 1,000 digits; write a shorter one")
         return parse(args, namespace)
 
     def error(message: str):
+        value = re.match(r"(?:.*?: )?argument [^\s:]+ ", message)  # as _Refused has it
+        message = re.sub(r"^(.*?: )?argument (?=\S)", r"\1", message)
+        if value:
+            raise UserError(message)
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         hint = did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
         if unknown and not hint and any(action.nargs == argparse.REMAINDER for action in parser._actions):
             hint = "; flags of a training run go behind --"
-        if lacking := re.fullmatch(r"argument (\S+): expected one argument", message):
+        if lacking := re.fullmatch(r"(\S+): expected one argument", message):
             hint = _with_equals_sign(parser, lacking[1].split("/"), given)
         if unknown and len(words := message.split()) > _SHOWN:
             message = " ".join(words[:_SHOWN]) + f" ... and {len(words) - _SHOWN} words more"
         raise UserError(f"{message}{hint} (--help lists every flag)")
 
     def get_value(action: argparse.Action, text: str):
+        convert = parser._registry_get("type", action.type, action.type)
         try:
-            return stock(action, text)
-        except argparse.ArgumentError:
-            raise
-        except Exception:
+            value = convert(text)
+        except argparse.ArgumentTypeError as error:
+            raise _Refused(action, text, str(error)) from None
+        except Exception:  # Megatron's types fail in any way
             known = ", ".join(getattr(choice, "name", str(choice)) for choice in action.choices or ())
-            raise argparse.ArgumentError(
-                action, f"invalid value: {text!r}{f' (choose from {known})' if known else ''}"
-            ) from None
+            remedy = f"no such value; use one of {known}" if known else f"use {_KINDS.get(convert, 'another value')}"
+            raise _Refused(action, text, remedy) from None
+        if said := beyond(action.option_strings, value):
+            raise _Refused(action, text, said)
+        return value
+
+    def get_values(action: argparse.Action, words: list[str]):
+        if not action.option_strings or words != ["--"]:
+            return get_all(action, words)
+        # Of --FLAG=--, which argparse takes for no value at all.
+        value = parser._get_value(action, "--")
+        parser._check_value(action, value)
+        return value if action.nargs in (None, argparse.OPTIONAL) else [value]
 
     parser.error = error  # type: ignore[method-assign]
     parser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
     parser._get_value = get_value  # type: ignore[assignment, method-assign]
+    parser._get_values = get_values  # type: ignore[assignment, method-assign]
     remember_flags(parser)
 
 
@@ -139,7 +189,7 @@ def refuse_empty_values(parser: argparse.ArgumentParser) -> None:
 
     def get_value(action: argparse.Action, text: str):
         if not text and action.default != "" and action.nargs not in (argparse.REMAINDER, argparse.PARSER):
-            raise argparse.ArgumentError(action, "an empty value; give one, or leave it out")
+            raise _Refused(action, text, "an empty value; give one, or leave it out")
         return stock(action, text)
 
     parser._get_value = get_value  # type: ignore[assignment, method-assign]
@@ -169,7 +219,8 @@ def run_verb(program: str, verbs: Mapping[str, Verb], chosen: argparse.Namespace
     one_line_usage_errors(parser)
     refuse_empty_values(parser)
     module.add_arguments(parser)
-    return module.run(parser.parse_args(rest))
+    has_verbs = any(action.nargs == argparse.PARSER for action in parser._actions)
+    return module.run(parser.parse_args(rest or ["--help"] * has_verbs))
 
 
 def refuse_flags(args: argparse.Namespace, flags: Mapping[str, str], remedy: str) -> None:

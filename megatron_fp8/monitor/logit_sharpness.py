@@ -45,11 +45,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UserError
+from ..flags.sharpness import PAPER_ITERATIONS, QUANTILES
 
 EPSILON = 5e-4
-PAPER_ITERATIONS = 10
 AT_ONCE = 2**22  # logits whose temporaries exist together
-QUANTILES = {"min": 0.0, "q05": 0.05, "median": 0.5, "q95": 0.95, "q99": 0.99, "max": 1.0}
 _NOT_FINITE = 2**16  # the counter after those of BF16's values
 
 

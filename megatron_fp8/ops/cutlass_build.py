@@ -9,7 +9,6 @@ nvcc nor headers: a node that only trains. $MEGATRON_FP8_CUTLASS names one that 
     megatron-fp8 build [--jobs N]      builds it if it is not there, and prints where it lies
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import ctypes
@@ -30,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from megatron_fp8.ops.cache import cache_folder
-from megatron_fp8.processes import ended_like_ctrl_c
+from megatron_fp8.packages import how_to_install
 
 SOURCES = Path(__file__).parent / "csrc"
 TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma is in no other
@@ -121,7 +120,7 @@ def _headers() -> tuple[Path, str]:
         version = include / "cutlass" / "version.h"
         if version.is_file():
             return include, ".".join(re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", version.read_text()))
-    raise Unavailable("no CUTLASS headers for the CUTLASS GEMMs; pip install nvidia-cutlass")
+    raise Unavailable(f"no CUTLASS headers for the CUTLASS GEMMs; {how_to_install('cutlass_library')}")
 
 
 def _jobs() -> int:
@@ -209,26 +208,3 @@ def load(path: Path) -> ctypes.CDLL:
     loaded.mfp8_gemm.argtypes = [ctypes.c_int, ctypes.POINTER(Args)]
     loaded.mfp8_describe.argtypes = [ctypes.c_int, ctypes.POINTER(Info)]
     return loaded
-
-
-# ---- The verb ------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=_count, metavar="N", help="compilers at once (default: by cores and memory)")
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: use 1 or more")
-    return number
-
-
-@ended_like_ctrl_c()
-def run(args: argparse.Namespace) -> int:
-    try:
-        print(library(args.jobs))
-    except Unavailable as reason:
-        print(f"megatron-fp8 build: {reason}", file=sys.stderr)
-        return 1
-    return 0

@@ -45,6 +45,9 @@ def run(args: Namespace) -> int:
     check_figure(args.figure)
     runs = [read(args.import_result)] if args.import_result else []
     runs += [read(word) for word in args.runs]
+    given = [word.partition("=")[0] for word in args.runs if "=" in word and not Path(word).exists()]
+    if twice := next((name for name in given if given.count(name) > 1), ""):
+        raise UserError(f"{twice}: names two runs; give one of them another name")
     if args.tolerance is not None and not args.tolerance >= 0:
         raise UserError(f"--tolerance {args.tolerance}: use 0 or more")
     if len(runs) < 2 and (args.assert_equal or args.tolerance is not None):
@@ -164,7 +167,7 @@ def _keep(runs: list[Run], steps: str | None) -> None:
     if steps is None:
         return
     ends = steps.split(":")
-    if len(ends) != 2 or not all(end == "" or end.isdecimal() for end in ends):
+    if len(ends) != 2 or not all(end == "" or (end.isdecimal() and len(end) < 16) for end in ends):
         raise UserError(f"--steps {steps}: use A:B, such as 10:200, :200 or 10:")
     low, high = (int(end) if end else default for end, default in zip(ends, (0, math.inf), strict=True))
     for run in runs:

@@ -1,7 +1,7 @@
 """Before a cluster is booked: does a job fit, how fast is it, and what would each level buy?
 
     megatron-fp8 estimate --gpus 128 --hardware h100-80gb-sxm -- FLAGS          a table, a column a system
-    megatron-fp8 estimate --gpus 128 --systems bf16 O3 --tokens 40e9 --json -- FLAGS
+    megatron-fp8 estimate --gpus 128 --systems bf16 O3 --tokens 40e9 --format json -- FLAGS
 
 FLAGS are Megatron's, of a dense GPT, with the level's own; or a job's whole command, launcher and script in front.
 Nothing is built; no GPU is needed. Systems: bf16 (stock), te (Transformer Engine's FP8, delayed scaling, QKV split
@@ -19,11 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UserError
+from ..flags.flag import positive
 from . import hardware, measured, read
 from .collectives import Traffic
 from .hardware import Hardware
 from .step import Estimate, estimate
 from .systems import SYSTEMS
+from .text import FORMATS, show
 from .workload import Workload
 
 
@@ -31,11 +33,11 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     """What `estimate` and `plan` share."""
     parser.add_argument("--hardware", default="h200", metavar="NAME",
                         help=f"{', '.join(hardware.known())}, or a YAML file of your own (h200)")  # fmt: skip
-    parser.add_argument("--cap-gb", type=float, metavar="GB",
+    parser.add_argument("--cap-gb", type=positive().read, metavar="GB",
                         help="of torch's allocator on a GPU, 10^9 bytes (what the hardware has for it)")  # fmt: skip
-    parser.add_argument("--tokens", type=float, metavar="N", help="also the days that a training of so many takes")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--csv", action="store_true", help="print CSV")
+    parser.add_argument("--tokens", type=positive().read, metavar="N",
+                        help="also the days that a training of so many takes")  # fmt: skip
+    parser.add_argument("--format", choices=(*FORMATS, "json"), default="text")
     parser.add_argument("flags", nargs=REMAINDER, help="-- and Megatron's flags, or a job's whole command")
 
 
@@ -48,32 +50,21 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the estimates; returns 0, or 1 where none fits."""
-    check(args)
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
     gpus = args.gpus or flags.gpus or flags.replica
     names = args.systems or (["bf16", "te", flags.level] if flags.level else list(SYSTEMS))
     found = [estimate(read.workload(flags, gpus, name), on) for name in names]
     rows = [record(e, args.cap_gb, args.tokens) for e in found]
-    if args.json:
+    if args.format == "json":
         print(json.dumps({"estimates": rows, "error": measured.summary()}, indent=2))
-    elif args.csv:
+    elif args.format == "csv":
         write_csv(rows)
     else:
-        print("\n".join(table(found, args.cap_gb, args.tokens)))
+        show("\n".join(table(found, args.cap_gb, args.tokens)), args.format)
         weights, activations = read.megatrons_memory(flags, found[0].workload)
         print(f"\nMegatron's own theory of stock BF16: {weights:.1f} GB of weights and optimizer, {activations:.1f} of "
               f"activations.\n{measured.line()}")  # fmt: skip
     return 0 if any(e.room(args.cap_gb) >= 0 for e in found) else 1
-
-
-def check(args: Namespace) -> None:
-    for flag, value in (("--gpus", args.gpus), ("--cap-gb", args.cap_gb), ("--tokens", args.tokens)):
-        if value is not None and not value > 0:
-            raise UserError(f"{flag} {value}: use more than 0")
-        if value == math.inf:
-            raise UserError(f"{flag} {value}: use a number, or leave it out")
-    if args.json and args.csv:
-        raise UserError("--json with --csv: take one of the two")
 
 
 def largest_micro_batch(w: Workload, on: Hardware, cap_gb: float | None = None) -> Estimate | None:
@@ -93,7 +84,8 @@ def largest_micro_batch(w: Workload, on: Hardware, cap_gb: float | None = None) 
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def record(e: Estimate, cap_gb: float | None, tokens: float | None) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def load(name: str) -> Hardware:
     """The hardware of a shipped name or a file's path.  Raises UserError of one line for what is not complete."""
     path = known().get(name, Path(name))
     if not path.is_file():
-        raise UserError(f"--hardware {name}: no such file; give one, or one of {', '.join(known())}")
+        what = "a folder" if path.is_dir() else "no such file"
+        raise UserError(f"--hardware {name}: {what}; give a YAML file, or one of {', '.join(known())}")
     try:
         import yaml
     except ImportError:
@@ -71,10 +72,14 @@ def load(name: str) -> Hardware:
     except yaml.YAMLError as error:
         raise UserError(f"--hardware {name}: {' '.join(str(error).split())}; correct the file") from None
     if not isinstance(given, dict):
-        raise UserError(f"--hardware {name}: no names with values; see configs/hardware/h200.yaml")
+        raise UserError(f"--hardware {name}: has no lines NAME: VALUE; see configs/hardware/h200.yaml")
     for field in fields(Hardware):
-        value = given.get(field.name)
-        if field.name == "name" and isinstance(value, str):
+        if field.name not in given:
+            raise UserError(f"--hardware {name}: {field.name} is missing; add it, as in configs/hardware/h200.yaml")
+        value = given[field.name]
+        if field.name == "name":
+            if not isinstance(value, str):
+                raise UserError(f"--hardware {name}: name is {value}; give a word, as in h200.yaml")
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UserError(f"--hardware {name}: {field.name} is {value}; give a number, as in h200.yaml")

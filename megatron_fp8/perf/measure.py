@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..flags.stock import plain
+from ..flags.flag import positive, whole
 from . import hardware, measured
 from .estimate import divisors
 from .memory import MODELS
@@ -36,6 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "table5.csv"
 _PAPERS = "--position-embedding-type rope --untie-embeddings-and-output-weights"
 SHAPES = {"7b": ("7b-whole", _PAPERS), "13b": ("13b-whole", _PAPERS), "tiny": ("tiny", "")}  # of train_step.py
 ESTIMATED = {"bf16": "bf16", "bf16-local": "bf16", "te-delayed": "te", "O1": "O1", "O2": "O2", "O3": "O3"}
+_ITERATIONS = whole(17, "five warm up, and twice five are measured")
 _HOPELESS = 1.15  # of the memory there is: what an estimate says needs more is not tried
 COLUMNS = """System,Model,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens/sec/GPU,Model TFLOP/sec/GPU
 Cap GB,Outcome,ms,ms least,ms most,Peak GB,Held GB,GPU,Power W,Driver,torch,megatron-core,Transformer Engine
@@ -54,9 +55,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="data parallel (all of this machine)")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="that all systems have first (2)")
     parser.add_argument("--global-batch-size", type=int, help="(16 a GPU)")
-    parser.add_argument("--cap-gb", type=float, help="and again with so many GB, of 10^9 bytes, for torch on each GPU")
+    parser.add_argument("--cap-gb", type=positive().read,
+                        help="and again with so many GB, of 10^9 bytes, for torch on each GPU")  # fmt: skip
     parser.add_argument("--only-cap", action="store_true", help="not without the cap")
-    parser.add_argument("--iterations", type=int, default=17)
+    parser.add_argument("--iterations", type=_ITERATIONS.read, default=17, help="of a run (17)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a run (300)")
     parser.add_argument("--te-path", default="", help="folder with Transformer Engine")
     parser.add_argument("--results", help=f"CSV to append to and to print ({RESULTS.relative_to(ROOT)})")
@@ -64,12 +66,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def check(args: Namespace) -> None:
-    for flag in ("gpus", "micro_batch_size", "global_batch_size", "cap_gb", "timeout"):
-        value = getattr(args, flag)
-        if value is not None and not value > 0:
-            raise UserError(f"--{flag.replace('_', '-')} {value}: use more than 0")
-    if args.iterations < 17:
-        raise UserError(f"--iterations {args.iterations}: five warm up and twice five are measured; use 17 or more")
     if args.only_cap and args.cap_gb is None:
         raise UserError("--only-cap: with what? add --cap-gb")
     if not args.run:
@@ -78,7 +74,7 @@ def check(args: Namespace) -> None:
         for name, default in vars(parser.parse_args([])).items():
             value = getattr(args, name)
             if name != "results" and value != default:  # --results is printed without --run too
-                said = "" if value is True else f" {plain(value)}"
+                said = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
                 raise UserError(f"--{name.replace('_', '-')}{said}: of a measurement only; add --run, or remove it")
 
 

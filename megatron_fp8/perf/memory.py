@@ -31,15 +31,15 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
-import torch
-
-from ..engine.partition import Placement, place
 from ..errors import UserError
-from ..flags import gradients
 from ..flags.level import CELLS, LEVELS, is_stock
-from ..flags.numbers import GEMM_MULTIPLE
+from ..flags.numbers import FEW_MICRO_BATCHES, GEMM_MULTIPLE
+from .text import PAGE_FORMATS, show
+
+if TYPE_CHECKING:  # else imported where it is used: --help and a mistake wait neither for torch nor for Megatron
+    from ..engine.partition import Placement
 
 BYTES: dict[str, float] = {
     "fp32": 4,
@@ -55,7 +55,7 @@ _CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight"
 _GB = 1e9
 # What --fp8-grad-accum auto comes to where no micro-batch is given: nobody knows, and FP8 is counted.
 _UNKNOWN = "auto", (
-    f"Gradients in FP8: {gradients.FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more"
+    f"Gradients in FP8: {FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more"
 )
 
 
@@ -183,14 +183,18 @@ MODELS = {  # FP8-LM (arXiv 2310.18313), tables 1 and 5; it has no data-parallel
 }
 
 
-def engine_buckets(sizes: list[int], ranks: int, how: str) -> list[Placement]:
+def engine_buckets(sizes: list[int], ranks: int, how: str) -> "list[Placement]":
     """The engine's buckets for a model chunk's weights of `sizes` elements, given in the order of the backward pass.
 
     ranks: of data parallelism; how: "even" or "greedy".
     """
+    from ..engine.partition import place
+
     if how == "greedy":
         return [place(sizes, ranks, how)]
-    from ..engine.build import bucket_size  # which imports Megatron: seconds that --help need not wait for
+    import torch
+
+    from ..engine.build import bucket_size
     from ..engine.weights import cut
 
     weights: Any = [SimpleNamespace(param=torch.empty(size, device="meta")) for size in sizes]
@@ -198,7 +202,7 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> list[Placement]:
     return [place([weight.param.numel() for weight in run], ranks, how) for run in runs]
 
 
-def engine_bytes(buckets: list[Placement], cells: Mapping[str, str], sharded: bool = True) -> dict[str, int]:
+def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: bool = True) -> dict[str, int]:
     """Bytes, by kind, that every data-parallel rank holds for the weights of its model chunks' buckets.
 
     cells: {cell of flags/level.py: value}; grad_accum may be auto, which counts as fp8.  sharded: whether a rank has
@@ -219,11 +223,14 @@ def engine_bytes(buckets: list[Placement], cells: Mapping[str, str], sharded: bo
     return {kind: int(size) for kind, size in held.items()}
 
 
-def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> list[Placement]:
+def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> "list[Placement]":
     """Stock Megatron's buckets for parameters of `sizes` elements; rows and starts are of Megatron's multiples.  Where
     states are not sharded one of one row, unpadded: a rank owns all."""
+    from ..engine.partition import Placement
+
     if not sharded:
         return [Placement(sum(sizes), [0, *accumulate(sizes[:-1])], sizes, 1)]
+    import torch
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -244,7 +251,7 @@ def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> list[Pl
     return buckets
 
 
-def stock_bytes(buckets: list[Placement], rank: int) -> dict[str, int]:
+def stock_bytes(buckets: "list[Placement]", rank: int) -> dict[str, int]:
     """Bytes, by kind, that the owner of row `rank` holds in stock Megatron."""
     whole = sum(bucket.numel for bucket in buckets)
     held = {"weight": whole * BYTES["bf16"], "grad": whole * BYTES["fp32"]}
@@ -252,7 +259,7 @@ def stock_bytes(buckets: list[Placement], rank: int) -> dict[str, int]:
     return {kind: int(size) for kind, size in held.items()}
 
 
-def owned(buckets: list[Placement], rank: int) -> int:
+def owned(buckets: "list[Placement]", rank: int) -> int:
     """How many parameters of some buckets data-parallel rank `rank` owns."""
     return sum(stop - start for bucket in buckets for _, start, stop in bucket.owned(rank))
 
@@ -285,7 +292,7 @@ def ranks_bytes(
 
 
 @lru_cache(maxsize=64)
-def _buckets_of_others(job: Job, stage: int) -> list[Placement]:
+def _buckets_of_others(job: Job, stage: int) -> "list[Placement]":
     """Which no level changes."""
     return stock_buckets(job.others(stage), job.data_parallel_size, job.use_distributed_optimizer)
 
@@ -311,6 +318,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     for cell in _CELLS:
         parser.add_argument(cell.flag, choices=cell.available, help=cell.meaning)
     parser.add_argument("--gpus", type=int, metavar="N", help="of a job (what its command says, or one replica's)")
+    parser.add_argument("--format", choices=PAGE_FORMATS, default="text")
     parser.add_argument("flags", nargs=REMAINDER, help="-- and a job's flags, or its whole command")
 
 
@@ -337,7 +345,7 @@ def run(args: Namespace) -> int:
         level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
         for level in asked
     }
-    print("\n".join(table(job, levels)))
+    show("\n".join(table(job, levels)), args.format)
     if not decided and not all_stock:
         print(f"\n{said}")
     return 0
@@ -395,8 +403,6 @@ def _behind_dashes(
 
     if args.model is not None:
         raise UserError(f"--model {args.model}: the flags behind -- are of another; remove one")
-    if args.gpus is not None and args.gpus < 1:
-        raise UserError(f"--gpus {args.gpus}: use 1 or more")
     flags = read.parse(args.flags)
     flags = replace(flags, args=Namespace(**{**vars(flags.args), **given}))  # whose layout is what GPUs are divided by
     read.check_given(flags.args)
@@ -412,6 +418,8 @@ def _auto(args: Namespace, job: Job) -> tuple[str, str]:
     decides it."""
     if args.micro_batch_size is None:
         return _UNKNOWN
+    from ..flags import gradients
+
     gpus = job.tensor_model_parallel_size * job.pipeline_model_parallel_size * job.data_parallel_size
     args = Namespace(**{**vars(args), "world_size": gpus, "fp8_grad_accum": "auto"})
     storage = gradients.storage(args, "auto")

@@ -18,11 +18,12 @@ from typing import Any
 
 from ..errors import UserError
 from . import hardware, measured, read
-from .estimate import add_model_arguments, check, divisors, record, write_csv
+from .estimate import add_model_arguments, divisors, record, write_csv
 from .hardware import Hardware
 from .read import Flags
 from .step import Estimate, estimate
 from .systems import chosen
+from .text import show
 
 _MOST_CHUNKS = 8
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
@@ -51,15 +52,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 plan`."""
     parser.add_argument("--gpus", type=int, metavar="N", help="of the job (what its command says)")
     parser.add_argument("--system", metavar="SYSTEM", help="bf16, te, O1, O2, O3 (the flags' level, or O3)")
-    parser.add_argument("--most", type=int, default=8, metavar="N", help="layouts to print (8)")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to print, the fastest first (8)")
+    parser.add_argument("--all", action="store_true", help="print every layout")
     add_model_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     """Print the plan; returns 0, or 1 where no layout fits."""
-    check(args)
-    if args.most < 1:
-        raise UserError(f"--most {args.most}: use 1 or more")
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
     args.gpus = args.gpus or flags.gpus
     if args.gpus is None:
@@ -68,19 +67,23 @@ def run(args: Namespace) -> int:
     found = search(flags, args.gpus, system, on, args.cap_gb)
     ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]
     lost = [c for c in found if not c.best]
-    rows = [record(c.best, args.cap_gb, args.tokens) for c in ranked[: args.most] if c.best]
-    if args.json:
-        print(json.dumps({"layouts": rows, "lost": {str(c.layout): c.lost for c in lost},
+    top = len(found) if args.all else args.top
+    rows = [record(c.best, args.cap_gb, args.tokens) for c in ranked[:top] if c.best]
+    left_out = max(0, len(ranked) - top)
+    if args.format == "json":
+        print(json.dumps({"layouts": rows, "left_out": left_out, "lost": {str(c.layout): c.lost for c in lost},
                           "error": measured.summary()}, indent=2))  # fmt: skip
-    elif args.csv:
+    elif args.format == "csv":
         write_csv(rows)
+        if left_out:
+            print(f"megatron-fp8 plan: {_left_out(left_out)}", file=sys.stderr)
         if not ranked:  # which rows cannot say
             why_not = f"{lost[0].layout}: {lost[0].lost}"
             print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
     else:
         own = flags.args
         mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, read.virtual(own))
-        print("\n".join(_table(ranked, lost, args, on, mine)))
+        show("\n".join(_table(ranked, lost, args, on, mine, top)), args.format)
         print(f"\n{measured.line()}")
     return 0 if ranked else 1
 
@@ -171,7 +174,7 @@ def why(e: Estimate, winner: Estimate) -> str:
 
 
 def _table(
-    ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout
+    ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout, top: int
 ) -> Iterator[str]:
     yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit, {len(lost)} do not"
     yield ""
@@ -181,8 +184,8 @@ def _table(
         yield "|---" * (9 + bool(args.tokens)) + "|"
         winner = ranked[0].best
         assert winner is not None
-        shown = ranked[: args.most]
-        shown += [c for c in ranked[args.most :] if c.layout == mine]
+        shown = ranked[:top]
+        shown += [c for c in ranked[top:] if c.layout == mine]
         for c in shown:
             e = c.best
             assert e is not None
@@ -194,12 +197,19 @@ def _table(
             ]  # fmt: skip
             cells += [f"{e.days(args.tokens):.1f}"] if args.tokens else []
             yield "| " + " | ".join(map(str, [*cells, why(e, winner)])) + " |"
+        if len(ranked) > len(shown):
+            yield ""
+            yield _left_out(len(ranked) - len(shown))
         yield ""
     reasons = Counter(c.lost.partition(":")[0] for c in lost)
     for reason, count in reasons.most_common():
         yield f"{reason}, {count}:"
         of = [c for c in lost if c.lost.startswith(reason)]
-        for c in of[: args.most]:
+        for c in of[:top]:
             yield f"  {c.layout}: {c.lost.partition(': ')[2]}"
-        if len(of) > args.most:
-            yield f"  and {len(of) - args.most} more"
+        if len(of) > top:
+            yield f"  and {len(of) - top} more"
+
+
+def _left_out(count: int) -> str:
+    return f"Slower layouts that fit and are not shown: {count} (--all shows every layout, --top N the N fastest)"

@@ -14,11 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import UserError
-from ..flags import config, graphs
 from ..flags.command import job_of
 from ..flags.level import CELLS, LEVEL, is_stock
-from ..flags.numbers import check_counts, largest_batch
-from ..flags.stock import ADAPTED, plain, rows
+from ..flags.numbers import largest_batch
 from .memory import Job
 from .systems import System, asked_for, chosen
 from .workload import Workload
@@ -71,7 +69,8 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read a job's command, or its flags alone; "--" in front is passed over.  Raises UserError as a run would, but
     where Transformer Engine is missing here."""
-    from .. import plugin  # which imports Megatron: seconds that --help need not wait for
+    from .. import plugin  # which imports torch and Megatron: seconds that --help need not wait for, as others here
+    from ..flags import config
 
     command = job_of(words)
     before, variables, installed, said = sys.argv, dict(os.environ), config.installed, io.StringIO()
@@ -94,7 +93,6 @@ def parse(words: Sequence[str]) -> Flags:
         os.environ.update(variables)
     if args.use_checkpoint_args:
         raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
-    check_counts(args)  # of stock's runs too
     level = LEVEL.given(args)
     if level is None or is_stock(level):
         level = None
@@ -105,6 +103,8 @@ def parse(words: Sequence[str]) -> Flags:
 
 def _switch_off(args: Namespace) -> None:
     """What a level switches off, which without one is not modelled."""
+    from ..flags.stock import ADAPTED, rows
+
     for row in rows(args, ADAPTED):
         if row.flag == "--fp8-param-gather":
             print(f"[fp8] {row.shown(args)}: {row.note}", file=sys.stderr)
@@ -117,6 +117,8 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     system: one of systems.py; None: the flags' own level, Transformer Engine's FP8 or stock.  changes: of Megatron's
     arguments, by their names.
     """
+    from ..flags import graphs
+
     args = Namespace(**{**vars(flags.args), **changes})
     if isinstance(system, str) or system is None:
         system = chosen(system or flags.level or ("te" if args.fp8 else "bf16"))
@@ -209,6 +211,8 @@ def _check_modelled(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> No
 
 def _other(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
     """(Name, flag with its value) of what a job has of a table, and does not pass."""
+    from ..flags.stock import plain
+
     for name, passing in table.items():
         if (value := getattr(args, name, None)) and plain(value) not in passing:
             yield name, f"--{name.replace('_', '-')}" + ("" if value is True else f" {plain(value)}")

@@ -1,14 +1,25 @@
-"""A table as text, Markdown or CSV, from one list of rows; and as bars."""
+"""What verbs print: tables and pages, in one way for all of them; and bars.
+
+    text        columns that line up; on a terminal rich's tables, where rich is installed (megatron-fp8[viz])
+    markdown    as it goes into a document
+    csv, json   for programs
+
+A page (`show`) is written as Markdown, whose tables become text as those of rows do (`render`).
+"""
 
 import csv
 import io
+import re
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .. import packages
 from ..errors import UserError
 
 FORMATS = ("text", "markdown", "csv")
+PAGE_FORMATS = FORMATS[:2]
 MIB = 2**20 / 1e9  # GB, as all figures here have them, of 10^9 bytes; Megatron's log has MiB
 _REMEDY = "name a .svg, .png or .pdf in a folder that is there"
 _WIDE = 100  # columns of a terminal
@@ -35,7 +46,59 @@ def render(rows: Rows, form: str) -> str:
     cells = [[line[i] for i in kept] for line in cells]
     lines, turned = _aligned(cells), _aligned(list(zip(*cells, strict=True)))
     fits = max(map(len, turned)) <= _WIDE < max(map(len, lines))
-    return "\n".join(turned if fits else lines)
+    return _as_text(list(zip(*cells, strict=True)) if fits else cells)
+
+
+def show(page: str, form: str) -> None:
+    """Print a page of Markdown: as it is, or as text."""
+    print(page if form == "markdown" else _page_as_text(page))
+
+
+def _page_as_text(page: str) -> str:
+    said: list[str] = []
+    lines = page.splitlines()
+    while lines:
+        count = next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))
+        if count:
+            cells = [_plain(line).strip()[1:-1].split("|") for line in lines[:count] if not line.startswith("|---")]
+            said.append(_as_text([[cell.strip() for cell in line] for line in cells]))
+        elif heading := re.match("#+ ", lines[0]):
+            title = lines[0][heading.end() :]
+            said += [title, "-" * len(title)]
+        else:
+            said.append(_plain(lines[0]))
+        del lines[: count or 1]
+    return "\n".join(said)
+
+
+def _plain(line: str) -> str:
+    return line if line.startswith("    ") else re.sub(r"[*][*]|`", "", line)  # those are commands and logs
+
+
+def _as_text(cells: Sequence[Sequence[str]]) -> str:
+    """A table whose first line is its head."""
+    if not (sys.stdout.isatty() and packages.installed("rich")):
+        return "\n".join(_aligned(cells))
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for title in cells[0]:
+        table.add_column(_unmarked(title))
+    for line in cells[1:]:
+        table.add_row(*map(_unmarked, line))
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")
+
+
+def _unmarked(cell: str) -> str:
+    """What stands in brackets is no markup of rich's."""
+    from rich.markup import escape
+
+    return escape(cell)
 
 
 def merged(rows: Rows, columns: Mapping[str, Sequence[str]]) -> Rows:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UserError
-from ..flags.gradients import FEW_MICRO_BATCHES
 from ..flags.level import CELLS
+from ..flags.numbers import FEW_MICRO_BATCHES
 from .memory import Job
 from .systems import System
 

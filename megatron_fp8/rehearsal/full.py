@@ -19,6 +19,7 @@ from pathlib import Path
 from ..errors import UserError
 from ..flags.command import Launch, words_of
 from ..flags.numbers import largest_batch
+from ..perf.text import show
 from .full_rank import MARK
 from .job import Job
 from .shrink import DATA, FOLDERS, LEFT_OUT, LENGTH
@@ -55,7 +56,7 @@ def rehearse(launch: Launch, job: Job, gpus: int, args: Namespace, environment: 
     seconds = time.monotonic() - began
     marked = next((line for line in reversed(lines) if line.startswith(MARK)), None)
     found = json.loads(marked.removeprefix(MARK)) if marked else {}
-    print("\n".join(_page(job, gpus, args.rank, rank, batch, code, seconds, found, lines, args.timeout)))
+    show("\n".join(_page(job, gpus, args.rank, rank, batch, code, seconds, found, lines, args.timeout)), args.format)
     return int(code != 0)
 
 

@@ -121,6 +121,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     os.environ |= {**launch.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.argv = [launch.script[-1], *words_of(flags)]
+    from .. import packages
     from ..checkpoint import saves
     from ..flags import config
     from ..flags.level import CELLS, STOCK
@@ -132,7 +133,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     # This process only looks: the job's folders are the job's, may not be here, and a run may hold them.
     saves.claim = lambda save, flag: None  # type: ignore[assignment, misc]
     probe.make = lambda folder: None  # type: ignore[assignment]
-    config.installed = lambda module: True  # Transformer Engine, for its attention: the job's machines may have it
+    # Transformer Engine, for its attention, and what other flags need: the job's machines may have them.
+    config.installed = packages.installed = lambda module: True
     os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments
 

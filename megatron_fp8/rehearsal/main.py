@@ -26,6 +26,7 @@ from ..errors import UserError
 from ..flags.command import Flags, Launch, take_apart, words_of
 from ..flags.level import is_stock
 from ..metrics import LOSS, VARIABLE, Reader
+from ..perf.text import PAGE_FORMATS, show
 from ..processes import ended_like_ctrl_c
 from . import ranks
 
@@ -41,6 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="one rank at full size instead, on a GPU: its memory")
     parser.add_argument("--rank", type=int, metavar="R", help="of --full (0)")
     parser.add_argument("--folder", metavar="DIR", help="keep logs and page there (a temporary folder)")
+    parser.add_argument("--format", choices=PAGE_FORMATS, default="text", help="of what is printed; kept is Markdown")
     parser.add_argument("--timeout", type=int, default=1800, metavar="S", help="seconds for each start (1800)")
     parser.add_argument("command", nargs=REMAINDER, help="-- and the whole launch command")
 
@@ -50,9 +52,6 @@ def run(args: Namespace) -> int:
     """Rehearse; returns the exit code."""
     began = time.monotonic()
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
-    for flag, number in (("--gpus", args.gpus), ("--ranks", args.ranks), ("--timeout", args.timeout)):
-        if number is not None and number < 1:
-            raise UserError(f"{flag} {number}: use 1 or more")
     launch = take_apart(words)
     if args.gpus and launch.gpus not in (None, 1, args.gpus):  # 1: no launcher, or one that does not say
         raise UserError(f"--gpus {args.gpus}: the command starts {launch.gpus}; remove it, or change the command")
@@ -96,7 +95,7 @@ def run(args: Namespace) -> int:
                           time.monotonic() - began)  # fmt: skip
         if args.folder:
             (folder / "page.md").write_text(text)
-        print(text, end="")
+        show(text, args.format)
         if outcome.failed and not args.folder:
             print(f"\nThe end of the log of what failed:\n\n{outcome.end_of_log}")
     if job.args is None:

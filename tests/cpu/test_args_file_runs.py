@@ -34,5 +34,5 @@ def test_a_mistake_in_a_file_is_one_line(files, tmp_path):
     wrong.write_text("MODEL_ARGS:\n  --num-layers: two\n")
     with pytest.raises(RunFailed) as failure:
         run_megatron(1, [*files, str(wrong)], script=["-m", "megatron_fp8", "pretrain_gpt_fp8.py"])
-    line = f"megatron_fp8: {wrong}: argument --num-layers: invalid int value: 'two' (--help lists every flag)"
+    line = f"megatron_fp8: {wrong}: --num-layers two: use a whole number"
     assert failure.value.code == 2 and line in str(failure.value)

@@ -11,6 +11,7 @@ from megatron_fp8 import cpu
 from megatron_fp8.flags import config
 from megatron_fp8.flags import stock as stock_flags
 from megatron_fp8.flags.config import add_fp8_arguments
+from megatron_fp8.flags.usage import one_line_usage_errors
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +31,7 @@ def parser():
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_fp8_arguments(add_megatron_arguments(parser))
-
-    def error(message):
-        raise ValueError(message)
-
-    parser.error = error
+    one_line_usage_errors(parser)
     yield parser
     cpu.uninstall()
 

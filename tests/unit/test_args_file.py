@@ -188,7 +188,7 @@ def test_a_mistake_that_the_parser_finds_names_the_file(write, applied):
     said = "no such flag, did you mean --num-layers?; --help lists every flag"
     assert error_of(args_file.check, parser(), False) == f"{path}: --num-layer: {said}"
     args_file.check(parser(), True)  # another parser's
-    for words, start in (([], f"{path}: argument --lr/--rate: invalid float"), (["--rate", "x"], "argument --lr/--r")):
+    for words, start in (([], f"{path}: --lr/--rate fast: use a number"), (["--rate", "x"], "--lr/--rate x: use")):
         applied(*words, "--args-file", write(model("--rate: fast")))
         checked = parser()
         args_file.check(checked, False)

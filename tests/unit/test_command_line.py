@@ -65,7 +65,7 @@ def test_a_value_that_begins_with_a_dash(words, hint):
     parser.add_argument("--partition", help=argparse.SUPPRESS)  # as launch knows sbatch's
     entry.one_line_usage_errors(parser)
     said = error_of(parser.parse_args, words)
-    assert said.startswith(f"argument -f/--flags: expected one argument{hint}") and ("write" in said) == bool(hint)
+    assert said.startswith(f"-f/--flags: expected one argument{hint}") and ("write" in said) == bool(hint)
 
 
 def test_a_whole_command_that_is_unknown_is_not_repeated(capsys):
@@ -101,7 +101,7 @@ def test_what_stands_behind_two_dashes_is_not_the_verbs_own(look, words):
 def test_an_empty_value_is_a_mistake_but_where_it_is_the_default(look):
     """As of --own "$NAME" where NAME is not set."""
     for words in (["--own", ""], ["--own="]):
-        assert "argument --own: an empty value" in error_of(look, *words)
+        assert "--own '': an empty value" in error_of(look, *words)
     args = look("--more", "", "--", "--name", "")
     assert (args.more, args.flags[-2:]) == ("", ["--name", ""])
 
@@ -121,15 +121,16 @@ def test_help_says_a_word_of_every_verb(words, verbs, capsys):
         assert [line for line in lines if re.fullmatch(rf"  {name} +{re.escape(verb.help)}", line)]
 
 
-def test_help_waits_for_no_megatron():
-    """But convert's, whose checkpoints are Megatron's."""
-    verbs = [[verb] for verb in cli.VERBS if verb != "convert"] + [["lab", verb] for verb in lab.VERBS]
+def test_help_and_a_misspelt_word_wait_for_nothing_heavy():
+    verbs = [[verb] for verb in cli.VERBS if verb != "lab"] + [["lab", verb] for verb in lab.VERBS]
+    verbs += [["convert", "to-hf"], ["convert", "to-megatron"]]
     text = f"""import contextlib, sys
 from megatron_fp8.cli import main
 for words in {verbs}:
-    with contextlib.suppress(SystemExit):
-        main([*words, "--help"])
-    assert "megatron" not in sys.modules, words"""
+    for more in (["--help"], ["--misspelt", "x"]):
+        with contextlib.suppress(SystemExit):
+            main([*words, *more])
+        assert not {{"torch", "megatron"}} & set(sys.modules), words"""
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

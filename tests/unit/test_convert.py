@@ -408,7 +408,7 @@ def test_truncated_files_are_refused(tmp_path):
         ("convert to-hf nowhere out --max-shard-size nan", "--max-shard-size nan: use a number above 0"),
         ("convert to-hf nowhere out --max-shard-size inf", "--max-shard-size inf: use a number above 0"),
         ("convert to-hf nowhere out --vocab-size 0", "--vocab-size 0: use a number above 0"),
-        ("convert to-hf nowhere --dtype= out", "argument --dtype: an empty value"),
+        ("convert to-hf nowhere --dtype= out", "--dtype '': an empty value"),
         ("convert to-megatron nowhere out", "nowhere/config.json: No such file or directory; name"),
     ],
 )

@@ -182,7 +182,7 @@ def test_the_verb_prints_where_it_lies_or_why_not(machine, monkeypatch, capsys):
     assert main(["build"]) == 0 and capsys.readouterr() == (printed.out, "")
     with pytest.raises(SystemExit):
         main(["build", "--jobs", "0"])
-    assert capsys.readouterr().err.startswith("megatron_fp8: argument --jobs: 0: use 1 or more (")
+    assert capsys.readouterr().err.startswith("megatron_fp8: --jobs 0: use 1 or more\n")
     monkeypatch.setenv("CUDA_HOME", str(folder))
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(folder / "empty"))
     assert main(["build"]) == 1

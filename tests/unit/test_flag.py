@@ -11,8 +11,9 @@ from commands import MODEL, error_of
 import megatron_fp8.flags
 from megatron_fp8.flags import config, gradients, log
 from megatron_fp8.flags.emulate import EmulationPlan
-from megatron_fp8.flags.flag import SWITCH, Flag, Values, filled, one_of, positive, refuse, whole
+from megatron_fp8.flags.flag import SWITCH, Flag, Values, filled, listed, one_of, positive, refuse, whole
 from megatron_fp8.flags.sharpness import SharpnessPlan
+from megatron_fp8.flags.usage import one_line_usage_errors
 from megatron_fp8.flags.watch import WatchPlan
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 
@@ -61,18 +62,20 @@ def test_a_new_flag_takes_one_place(monkeypatch, parse):
         (one_of("a", "b", "c"), ["a", "c"], {"d": "--x d: no such value; use a, b or c"}),
         (whole(0, "never"), ["0", "7"], {"-1": "--x -1: use 0 (never) or more"}),
         (whole(16), ["16"], {"15": "--x 15: use 16 or more"}),
-        (positive(), ["0.1", "1e30"], {v: f"--x {float(v)}: use a number above 0" for v in ("0", "-1", "inf", "nan")}),
+        (positive(), ["0.1", "1e30"], {v: f"--x {v}: use a number above 0" for v in ("0", "-1", "inf", "nan")}),
         (positive(1), ["1"], {"1.5": "--x 1.5: use a number above 0, at most 1"}),
+        (listed("N,...", lambda n: 0 < n < 99, "use s"), ["1,2"], dict.fromkeys(("0", "1,,2", "²", "9" * 500), "--x ")),
         (gradients.HIERARCHY.values, ["off", "node", "8"], {"2.5": "--x 2.5: use off, node, or the number of"}),
     ],
 )  # fmt: skip
 def test_values(values, taken, refused):
     flag, parser = Flag("--x", "", values), argparse.ArgumentParser()
     flag.add_to(parser)
+    one_line_usage_errors(parser)
     for text in taken:
-        assert flag.value(parser.parse_args(["--x", text])) == values.kind(text)
+        assert flag.given(parser.parse_args(["--x", text])) == values.kind(text)
     for text, line in refused.items():
-        assert error_of(flag.value, parser.parse_args([f"--x={text}"])).startswith(line)
+        assert error_of(parser.parse_args, [f"--x={text}"]).startswith(line)
 
 
 def test_a_flag_that_was_not_given_fills_nothing():

@@ -70,7 +70,7 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
         ("--flags='", "--flags ': No closing quotation; close it"),
         ("--flags=other.yaml", "--flags 'other.yaml': flags begin with a dash"),
-        ("--cluster=", "argument --cluster: an empty value"),
+        ("--cluster=", "--cluster '': an empty value"),
         ("--name a/b", "--name a/b: use letters"),
         ("--name ..", "--name ..: use letters, digits, '.', '_' and '-', and more than dots"),
         ("--gpus-per-node -1", "--gpus-per-node -1: use 0 or more"),

@@ -371,7 +371,7 @@ def test_a_job_that_cannot_start_says_why(shrunk):
     assert "--global-batch-size 7" in shrunk["7 in a batch"]["error"] and "\n" not in shrunk["7 in a batch"]["error"]
     assert "--save-interval" in shrunk["saves never"]["error"]
     assert shrunk["no such level"]["error"].startswith("--fp8-level O7: ")
-    assert "argument --num-layers: invalid int value: 'many'" in shrunk["no such number"]["error"]
+    assert "--num-layers many: use a whole number" in shrunk["no such number"]["error"]
 
 
 def test_what_cannot_be_known_here_is_said(shrunk):

@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
-from ...flags.config import BF16_FLAG
-from ...flags.emulate import matches, read_operands
+from ...flags.emulate import BF16_FLAG, matches, read_operands
 from ...metrics import LINEARS, LOSS, facts
 from ..files import write_whole
 from ..sweep.plan_file import flag_value, split_words

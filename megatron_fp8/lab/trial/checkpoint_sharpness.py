@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from ...errors import UserError
-from ...monitor.logit_sharpness import PAPER_ITERATIONS, QUANTILES
+from ...flags.sharpness import PAPER_ITERATIONS, QUANTILES
 from .run import WRITING, add_command, check_folder_of, curves, without
 
 COLUMNS = ("mean", *QUANTILES)

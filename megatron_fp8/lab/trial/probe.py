@@ -23,7 +23,7 @@ from typing import Any
 
 from ...errors import UserError
 from ...flags.args_file import ARGS_FILE
-from ...flags.config import BF16_FLAG
+from ...flags.emulate import BF16_FLAG
 from ..sweep.plan_file import flag_value
 from . import invariants
 from .run import WRITING, add_command, check_folder_of, curves, first_step, says_fp8, without

@@ -1,0 +1,1 @@
+"""Verbs whose work needs torch from its first line: their flags, so that --help and a mistake do not wait for it."""
