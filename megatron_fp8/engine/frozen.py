@@ -14,6 +14,8 @@ and biases beside our weights is seen, if it does so to a whole layer's.) Nor a 
 an optimizer of its own the adapters alone.
 """
 
+from typing import NoReturn
+
 import torch
 
 from ..errors import UserError
@@ -68,7 +70,7 @@ def refuse_replaced(level: str, name: str) -> None:
     raise UserError(f"--fp8-level {level}: {name} was called with another weight than its own; {REMEDY}")
 
 
-def refuse_unattached(level: str, name: str) -> None:
+def refuse_unattached(level: str, name: str) -> NoReturn:
     raise UserError(
         f"--fp8-level {level}: {name} is about to train, but no FP8 optimizer has its weight: the script builds its "
         "optimizer without megatron.training.training.get_megatron_optimizer (perhaps by megatron.core.optimizer's, "

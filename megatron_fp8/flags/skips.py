@@ -21,6 +21,6 @@ MAX_SKIPPED = Flag(
 
 
 def most_skipped(args: Namespace) -> int:
-    """Steps in a row; 0: no limit. Raises UserError of one line: flag, value, remedy."""
-    value = MAX_SKIPPED.value(args)
+    """Steps in a row; 0: no limit."""
+    value = MAX_SKIPPED.given(args)
     return _USUAL if value is None else value
