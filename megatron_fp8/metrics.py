@@ -4,6 +4,7 @@
     {"step": 10, "update_norm": 0.024193801, ...}                           what is measured of it beside that
     {"step": 10, "validation_loss": 1.829636}                               an evaluation
     {"linears_in_bf16": ["decoder.layers.0.mlp.linear_fc1", ...]}           without a step: of the whole run
+    {"device": "NVIDIA H100 80GB HBM3"}                                     likewise, once a start; "cpu" without a GPU
 
 One object a line, several lines a step, floats with all their digits (NaN and Infinity as Python's json has them). A
 run that goes on appends. The file is there from the start: where it is missing, the command does not load this package.
@@ -24,6 +25,7 @@ STEP = "step"
 LOSS, VALIDATION_LOSS = "loss", "validation_loss"
 STEP_MS, SKIPPED = "elapsed_time_per_iteration_ms", "number_of_skipped_iterations"
 LINEARS = "linears_in_bf16"
+DEVICE = "device"
 
 
 def begin() -> bool:

@@ -1,6 +1,7 @@
 """The colours of every figure: a level has the same one in all of them.
 
-They are Okabe and Ito's ("Color Universal Design", 2008), which colour-blind readers tell apart.
+They are Okabe and Ito's ("Color Universal Design", 2008), which colour-blind readers tell apart; two of the spare ones
+are Paul Tol's ("Colour Schemes", 2021), made for the same.
 """
 
 import re
@@ -16,7 +17,7 @@ COLOURS = {
     "TE": "#cc79a7",  # Transformer Engine's FP8
     "FP32": "#56b4e9",
 }
-_SPARE = "#e69f00", "#999999"  # no level has these
+_SPARE = "#e69f00", "#332288", "#999933"  # no level has these
 _LINES = "-", "--", ":", "-."  # of those that share a colour
 _LEVELS = {level.lower(): level for level in COLOURS}
 
@@ -30,13 +31,13 @@ def level_in(name: str) -> str | None:
 def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """{name: colour and line style}, the keywords of matplotlib's plot, for the runs or arms of one figure.
 
-    A name that has a level in it gets the level's colour; others get, in turn, the colours that no level here has. A
-    line style tells those apart that share a colour.
+    A name that has a level in it gets the level's colour; others get, in turn, spare ones, then those of levels not
+    drawn here. A line style tells those apart that share a colour.
     """
     names = list(dict.fromkeys(names))
     levels = {name: level_in(name) for name in names}
     taken = {COLOURS[level] for level in levels.values() if level}
-    free = [colour for colour in dict.fromkeys((*COLOURS.values(), *_SPARE)) if colour not in taken]
+    free = [colour for colour in dict.fromkeys((*_SPARE, *COLOURS.values())) if colour not in taken]
     found: dict[str, dict[str, str]] = {}
     others, drawn = 0, Counter[str]()
     for name, level in levels.items():

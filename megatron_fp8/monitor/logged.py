@@ -6,7 +6,8 @@
                                        the iteration's own, where Megatron has them
     number_of_skipped_iterations       of those since the last line
     elapsed_time_per_iteration_ms      their mean, by Megatron's own timer
-    validation_loss, test_loss         of an evaluation; validation_loss_NAME where there are several sets
+    validation_loss, test_loss         of an evaluation; validation_loss_NAME if there are several sets
+    device                             once a start: the GPU's name, or "cpu"
 
 With --log-interval 1 a loss is its iteration's. (Megatron prints the mean of the first two as the second's, as it logs
 the first of a run without beginning a new mean.) All of it is what Megatron hands to its own functions, or gets back:
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from megatron.training.global_vars import get_args, get_timers
 
-from ..metrics import LOSS, SKIPPED, STEP_MS, record
+from ..metrics import DEVICE, LOSS, SKIPPED, STEP_MS, record
 
 _LOSS = "lm loss"  # Megatron's name of LOSS
 _MADE, _COUNTS = "advanced iterations", ("advanced iterations", "skipped iterations", "nan iterations")
@@ -50,6 +51,8 @@ class Logged:
             call = signature.bind(*args, **kwargs)
             given, first = call.arguments, call.arguments.get("is_first_iteration", False)
             losses, totals = given["loss_dict"], given["total_loss_dict"]
+            if first and losses:
+                record({DEVICE: _device_of(next(iter(losses.values())))})
             given["total_loss_dict"] = seen = _Totals(totals)
             result = stock(*call.args, **call.kwargs)
             totals.update(seen)
@@ -117,6 +120,10 @@ class _Totals(dict[str, Any]):
         totals = self if still_there else self._before
         made = max(1, totals[_MADE])
         return {_renamed(k): float(x) / made for k, x in totals.items() if k not in known and k not in _COUNTS}
+
+
+def _device_of(loss: torch.Tensor) -> str:
+    return torch.cuda.get_device_name() if loss.is_cuda else loss.device.type
 
 
 def _renamed(name: str) -> str:

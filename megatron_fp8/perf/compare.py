@@ -6,24 +6,28 @@
     megatron-fp8 compare run.jsonl --import-result expected.jsonl --assert-equal
 
 A run is [NAME=]PATH: a file that MEGATRON_FP8_METRICS names (every digit), Megatron's log (seven), or TensorBoard's
-folder (FP32). Runs of two forms are compared to the digits of the coarser; Megatron logs as its second loss the mean of
-the first two, which metrics do not. Both have the mean of --log-interval steps, TensorBoard single ones: where runs
-differ in that it is said, and --assert-equal and --tolerance are refused. Exit code 0; 1 where --assert-equal finds a
-difference, --tolerance is exceeded, or no step is common; 2: a mistake.
+folder (FP32). Runs of two forms are compared to the digits of the coarser. Log and metrics have the mean of
+--log-interval steps, TensorBoard single ones: if runs differ in that it is said, and --assert-equal and --tolerance are
+refused. Megatron also logs as the second loss of every start, a resumed one's too, a mean that has the first once more:
+a loss that is the mean of other steps than the other run's is left out, and that is said.
+
+--assert-equal looks at losses and gradient norms, at the same steps, and at the validation losses that both runs have.
+Exit code 0; 1 if it finds a difference, if --tolerance is exceeded, or if no step is common; 2: a mistake.
 """
 
 import json
 import math
 import statistics
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from ..errors import UserError
 from ..metrics import LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
-from .runs import GRAD_NORM, TENSORBOARD, Run, read, same
-from .text import FORMATS, check_figure, render, save
+from .figures import curves
+from .runs import GRAD_NORM, MEAN_OF, Run, read, same
+from .text import FORMATS, check_figure, render
 
 _WARM_UP = 3  # steps whose time does not count
 
@@ -43,11 +47,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the comparison; returns the exit code."""
     check_figure(args.figure)
-    runs = [read(args.import_result)] if args.import_result else []
-    runs += [read(word) for word in args.runs]
-    given = [word.partition("=")[0] for word in args.runs if "=" in word and not Path(word).exists()]
-    if twice := next((name for name in given if given.count(name) > 1), ""):
-        raise UserError(f"{twice}: names two runs; give one of them another name")
+    words = [args.import_result] * bool(args.import_result) + args.runs
+    runs = [read(word) for word in words]
+    _tell_apart(runs, words)
     if args.tolerance is not None and not args.tolerance >= 0:
         raise UserError(f"--tolerance {args.tolerance}: use 0 or more")
     if len(runs) < 2 and (args.assert_equal or args.tolerance is not None):
@@ -59,7 +61,12 @@ def run(args: Namespace) -> int:
     _keep(runs, args.steps)
     if args.export_result:
         _export(runs[-1 if args.import_result else 0], args.export_result)
-    print(render([row(run, first) for run in runs], args.format))
+    rows = [row(run, first) for run in runs]
+    columns = list(dict.fromkeys(column for cells in rows for column in cells))
+    print(render([{column: cells.get(column, "") for column in columns} for cells in rows], args.format))
+    said += [line for other in others for line in left_out(first, other)]
+    if slow := [run.name for run in runs if run.on_cpu and run.series(STEP_MS)]:
+        said.append(f"{', '.join(slow)}: trained on a CPU, where FP8 is emulated; its times say nothing of a GPU's")
     found = [line for other in others for line in differences(first, other)] if args.assert_equal else []
     found += [f"{other.name}: no step in common with {first.name}"
               for other in others if not _common(first, other, LOSS)]  # fmt: skip
@@ -79,7 +86,7 @@ def row(run: Run, first: Run) -> dict[str, str]:
     """What is said of a run, the differences from the first one."""
     losses, norms = run.series(LOSS), run.series(GRAD_NORM)
     times = [ms for step, ms in run.series(STEP_MS).items() if step > min(run.steps) + _WARM_UP - 1]
-    validation = run.series(VALIDATION_LOSS)
+    validations = {name: list(run.series(name).values())[-1] for name in run.validations()}
     tail = list(losses.values())[-max(1, len(losses) // 10) :]
     cells = {
         "run": run.name, "form": run.form, "steps": f"{min(losses)}..{max(losses)} ({len(losses)})",
@@ -88,7 +95,8 @@ def row(run: Run, first: Run) -> dict[str, str]:
         "ms a step": f"{statistics.median(times):.1f}" if times else "",
         "GB held / peak": f"{run.memory[0]:.1f} / {run.memory[1]:.1f}" if run.memory else "",
         "skipped": f"{sum(run.series(SKIPPED).values()):.0f}" if run.series(SKIPPED) else "",
-        "validation": f"{list(validation.values())[-1]:.6f}" if validation else "",
+        **{"validation" + name.removeprefix(VALIDATION_LOSS).replace("_", " ", 1): f"{loss:.6f}"
+           for name, loss in validations.items()},
     }  # fmt: skip
     if run is first:
         return cells | {"loss: largest, mean difference": "", "norm: largest": "", "x faster": ""}
@@ -105,32 +113,25 @@ def row(run: Run, first: Run) -> dict[str, str]:
 
 def unlike(first: Run, other: Run) -> str | None:
     """What keeps the runs' losses from being compared: a line; None: nothing that is known."""
-    spans = _span(first), _span(other)
-    if None in spans or spans[0] == spans[1]:
+    if None in (first.interval, other.interval) or first.interval == other.interval:
         return None
-    mine, theirs = ("of single steps" if span == 1 else f"means of {span} steps" for span in spans)
+    mine, theirs = (f"means of {run.interval} steps" if run.interval != 1 else "of single steps"
+                    for run in (first, other))  # fmt: skip
     return f"{other.name}: its losses are {theirs}, {first.name}'s are {mine}"
-
-
-def _span(run: Run) -> int | None:
-    """Steps of which each loss is the mean; None: one line, or an exported result, does not say."""
-    lines = list(run.series(STEP_MS))  # those of Megatron's log
-    if run.form == TENSORBOARD:
-        return 1
-    return round(statistics.median(b - a for a, b in pairwise(lines))) if len(lines) > 1 else None
 
 
 def differences(first: Run, other: Run) -> list[str]:
     """A line for each way in which the runs are not the same."""
     found = []
-    for name in (LOSS, GRAD_NORM):
+    for name in (LOSS, GRAD_NORM, *first.validations()):
         mine, theirs = first.series(name), other.series(name)
-        if name == GRAD_NORM and not (mine and theirs):
+        if name != LOSS and not (mine and theirs):
             continue
-        if only := sorted(mine.keys() ^ theirs.keys()):
-            found.append(f"{other.name}: {name} at steps {_listed(only)} in one of the two only")
+        only = (mine.keys() ^ theirs.keys()) - _within(first) - _within(other)
+        if name in (LOSS, GRAD_NORM) and only:
+            found.append(f"{other.name}: {name} at steps {_listed(sorted(only))} in one of the two only")
         unequal = [
-            step for step in sorted(mine.keys() & theirs.keys())
+            step for step in _common(first, other, name)
             if not same(*(first.rounded(name, other.rounded(name, value)) for value in (mine[step], theirs[step])))
         ]  # fmt: skip
         if unequal:
@@ -140,12 +141,35 @@ def differences(first: Run, other: Run) -> list[str]:
     return found
 
 
+def left_out(first: Run, other: Run) -> list[str]:
+    """Of runs whose losses can be compared, a line for those that cannot: means of other steps."""
+    if unlike(first, other):
+        return []
+    steps = sorted((first.series(LOSS).keys() & other.series(LOSS).keys()) - {*_common(first, other, LOSS)})
+    steps += sorted(_within(first) & other.series(LOSS).keys() | _within(other) & first.series(LOSS).keys())
+    if not steps:
+        return []
+    return [f"{other.name}: loss at step {_listed(steps)} not compared: either it or {first.name}'s is a mean with "
+            "earlier steps in it"]  # fmt: skip
+
+
+def _within(run: Run) -> set[int]:
+    """Steps that have no line of their own: a later line's loss is their mean."""
+    means = {step: length for step, length in run.mean_of.items() if length > 1}
+    return {step - i for step, length in means.items() for i in range(1, length)} - run.steps.keys()
+
+
 def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 
 def _common(first: Run, other: Run, name: str) -> list[int]:
-    return sorted(first.series(name).keys() & other.series(name).keys())
+    """Steps at which both have the number, losses as means of the same steps as far as that is known."""
+    found = first.series(name).keys() & other.series(name).keys()
+    if name == LOSS:
+        one, two = first.mean_of, other.mean_of
+        found = {step for step in found if one.get(step, two.get(step)) == two.get(step, one.get(step))}
+    return sorted(found)
 
 
 def _largest(first: Run, other: Run, name: str) -> float:
@@ -177,27 +201,35 @@ def _keep(runs: list[Run], steps: str | None) -> None:
 
 
 def _export(run: Run, path: str) -> None:
-    lines = [json.dumps({STEP: step, **{name: values[name] for name in (LOSS, GRAD_NORM) if name in values}})
-             for step, values in sorted(run.steps.items()) if LOSS in values]  # fmt: skip
+    lines = []
+    for step, values in sorted(run.steps.items()):
+        kept = {name: values[name] for name in (LOSS, GRAD_NORM, *run.validations()) if name in values}
+        if LOSS in kept and step in run.mean_of:
+            kept[MEAN_OF] = run.mean_of[step]
+        lines += [json.dumps({STEP: step, **kept})] if kept else []
     try:
         Path(path).write_text("\n".join(lines) + "\n")
     except OSError as error:
         raise UserError(f"--export-result {path}: {error.strerror}; name a file in a folder that is there") from None
 
 
-def _draw(runs: list[Run], path: str) -> None:
-    from matplotlib.figure import Figure
+def _tell_apart(runs: list[Run], words: list[str]) -> None:
+    """Give runs other names if two have one: their paths, or numbers if it is one file.
 
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    losses, gaps = figure.subplots(2, sharex=True)
-    for run in runs:
-        losses.plot(*zip(*run.series(LOSS).items(), strict=True), label=run.name, linewidth=1)
-    for run in runs[1:]:
-        common = _common(runs[0], run, LOSS)
-        gaps.plot(common, [run.steps[step][LOSS] - runs[0].steps[step][LOSS] for step in common], label=run.name,
-                  linewidth=1)  # fmt: skip
-    losses.set_ylabel("loss")
-    gaps.set_ylabel(f"less that of {runs[0].name}")
-    gaps.set_xlabel("step")
-    losses.legend(fontsize=8)
-    save(figure, path)
+    UserError for a name that the user gave twice.
+    """
+    for name in [name for name, count in Counter(run.name for run in runs).items() if count > 1]:
+        alike = [(run, word) for run, word in zip(runs, words, strict=True) if run.name == name]
+        if any(word.startswith(f"{name}=") for _, word in alike):
+            raise UserError(f"{name}: two runs have this name; give each its own, as NAME={Path(words[-1]).name}")
+        for i, (run, word) in enumerate(alike):
+            again = sum(word == other for _, other in alike[:i])
+            other_files = len({word for _, word in alike}) > 1
+            run.name = (word if other_files else name) + (f" ({again + 1})" if again else "")
+
+
+def _draw(runs: list[Run], path: str) -> None:
+    first, *others = runs
+    gaps = {run.name: {step: run.steps[step][LOSS] - first.steps[step][LOSS] for step in _common(first, run, LOSS)}
+            for run in others}  # fmt: skip
+    curves(path, {run.name: run.series(LOSS) for run in runs}, gaps)

@@ -14,14 +14,15 @@ Text fits a terminal: several figures share a cell, and what all rows have in co
 CSV have every figure in a column of its own; a CSV is one table: of what was measured where --results names its file.
 """
 
+import statistics
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from itertools import pairwise
 
 from ..errors import UserError
 from . import hardware, measure
+from .figures import Bar, bars
 from .paper import Row, rows
-from .text import FORMATS, Rows, alike, bars, check_figure, merged, paragraph, render
+from .text import FORMATS, Rows, alike, check_figure, merged, paragraph, render
 
 _TITLES = {
     "5": "FP8-LM, Table 5: 32 GPUs for 7B and 13B, 128 for 175B",
@@ -57,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("table", choices=_TITLES)
     parser.add_argument("--hardware", default="h100-80gb-sxm", metavar="NAME", help="of the model (h100-80gb-sxm)")
     parser.add_argument("--format", choices=FORMATS, default="text")
-    parser.add_argument("--figure", metavar="FILE", help="also bars of published and modelled, .svg, .png or .pdf")
+    parser.add_argument("--figure", metavar="FILE", help="also bars of them: .svg, .png or .pdf")
     measure.add_arguments(parser)
 
 
@@ -86,7 +87,7 @@ def run(args: Namespace) -> int:
         print("\n" + paragraph(_deviations(found), args.format))
         _print_measured(measured, args.format)
     if args.figure:
-        _draw(args.table, args.figure, found)
+        _draw(args.table, args.figure, found, measured)
     return code
 
 
@@ -205,14 +206,41 @@ def _table_8(found: list[Row]) -> list[dict[str, str]]:
     return listed
 
 
-def _draw(table: str, path: str, found: list[Row]) -> None:
-    name, label = {"5": ("samples", "samples/s"), "7": ("activation_gb", "GiB"), "8": ("memory_gb", "GB")}[table]
+def _draw(table: str, path: str, found: list[Row], results: Rows) -> None:
+    """Table 5 in tokens a second and GPU, since what was measured here has other layouts; beside it, what was."""
+    name, label = {"5": ("samples", "tokens/s a GPU"), "7": ("activation_gb", "GiB"), "8": ("memory_gb", "GB")}[table]
     needed = {"5": "samples", "7": "activation_gb", "8": "most_gb"}[table]
-    of = [row for row in found if table == "5" or getattr(row.published, needed, None)]
-    names = [" ".join(filter(None, (_names(row)["model"], _names(row)["system"], f"MBS {row.workload.micro_batch}")))
-             for row in of]  # fmt: skip
-    series: dict[str, Sequence[float | None]] = {
-        "published": [getattr(row.published, name, None) for row in of],
-        "model": [getattr(row, name) for row in of],
-    }
-    bars(path, _TITLES[table], names, series, label)
+    listed, model = [], ""
+    for row in found:
+        named = _names(row)
+        model = named["model"] or model  # our O3, which the paper has not, is of the model above it
+        if table == "5" or getattr(row.published, needed, None):
+            unit = row.workload.sequence / row.workload.gpus if table == "5" else 1
+            theirs = getattr(row.published, name, None)
+            listed.append(Bar(
+                f"{model} {named['system']}, MBS {named['MBS']}", named["system"],
+                theirs and theirs * unit, getattr(row, name) * unit,
+            ))  # fmt: skip
+    panels = {_TITLES[table]: listed}
+    for machine in dict.fromkeys(line["GPU"] for line in results):
+        title = f"Measured on {machine}; a line: least and most of several"
+        panels[title] = _measured_bars([line for line in results if line["GPU"] == machine])
+    bars(path, panels, "published, measured" if results else "published", label)
+
+
+def _measured_bars(results: Rows) -> list[Bar]:
+    """Of the runs without a cap that were made, in tokens/s a GPU; those of one case together, as their median."""
+    cases: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for line in results:
+        if line["Outcome"] == "ok" and not line["Cap GB"]:
+            cases.setdefault((line["Model"], line["#-GPUs"], line["System"], line["MBS"]), []).append(line)
+    found = []
+    for (model, gpus, system, micro_batch), lines in cases.items():
+        speeds = [float(line["Tokens/sec/GPU"]) for line in lines]
+        ms = [float(line["ms: model"]) for line in lines if line.get("ms: model")]
+        tokens = int(lines[0]["GBS"]) * int(lines[0]["Sequence Length"]) / int(gpus)
+        found.append(Bar(
+            f"{model} {system}, MBS {micro_batch}, {gpus} GPU{'s' * (gpus != '1')}", system, statistics.median(speeds),
+            1e3 * tokens / ms[0] if ms else None, (min(speeds), max(speeds)) if len(speeds) > 1 else None,
+        ))  # fmt: skip
+    return found

@@ -1,4 +1,5 @@
-"""What verbs print: tables and pages, in one way for all of them; and bars.
+"""What verbs print: tables and pages, in one way for all of them; bars; and whether a figure can be
+saved, and its saving.
 
     text        columns that line up; on a terminal rich's tables, where rich is installed (megatron-fp8[viz])
     markdown    as it goes into a document
@@ -146,24 +147,6 @@ def check_figure(path: str | None) -> None:
         why = "no such folder"
     if why:
         raise UserError(f"--figure {path}: {why}; {_REMEDY}")
-
-
-def bars(path: str, title: str, names: Sequence[str], series: dict[str, Sequence[float | None]], label: str) -> None:
-    """Save grouped horizontal bars, a group a name."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 0.5 + 0.42 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    thick = 0.8 / len(series)
-    for i, (name, values) in enumerate(series.items()):
-        places = [row + i * thick for row in range(len(names))]
-        axes.barh(places, [value or 0 for value in values], height=thick, label=name)
-    axes.set_yticks([row + 0.4 - thick / 2 for row in range(len(names))], names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
-    save(figure, path)
 
 
 def save(figure, path: str) -> None:

@@ -8,7 +8,7 @@ from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
 from megatron_fp8.lab.sweep.runner import Training
-from megatron_fp8.metrics import LINEARS, VARIABLE, Reader, facts
+from megatron_fp8.metrics import DEVICE, LINEARS, VARIABLE, Reader, facts
 
 EVALUATED = "--split 8,1,1 --eval-iters 1 --eval-interval 2"
 MOE = "--num-experts 2 --moe-layer-freq [0,1] --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
@@ -61,7 +61,7 @@ def test_what_is_measured_beside_the_log(tmp_path):
     """And only logged iterations have the log's numbers."""
     flags = "--fp8-level O2 --fp8-log-update-norm --fp8-sharpness-interval 2 --fp8-log-interval 3 --fp8-on-spike log"
     run, found = measured(tmp_path, 1, f"{flags} --train-iters 4 --log-interval 3 --fp8-bf16-layers *.1.*fc2")
-    assert facts(tmp_path / "run.jsonl") == {LINEARS: ["decoder.layers.1.mlp.linear_fc2"]}
+    assert facts(tmp_path / "run.jsonl") == {LINEARS: ["decoder.layers.1.mlp.linear_fc2"], DEVICE: "cpu"}
     assert list(found["loss"]) == [1, 3] and list(found["update_norm"]) == [3]
     assert list(found["sharpness_mean"]) == list(found["log_z_q99"]) == [2, 4]
     (line,) = [line for line in run.lines if "update norm" in line]

@@ -6,21 +6,24 @@ import json
 import math
 import re
 import struct
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from megatron_fp8 import cpu
 from megatron_fp8.errors import UserError
+from megatron_fp8.palette import COLOURS, looks
 from megatron_fp8.perf import compare
 from megatron_fp8.perf.runs import read
 
 LOSSES = {1: 11.658123456, 2: 10.51234567, 3: 9.9574444, 4: 9.105}
 
 
-def metrics(path, losses=LOSSES, norm=1.5, ms=100.0):
+def metrics(path, losses=LOSSES, norm=1.5, ms=100.0, device="a GPU"):
     lines = [json.dumps({"step": step, "loss": loss, "grad_norm": norm * step, "elapsed_time_per_iteration_ms": ms,
                          "number_of_skipped_iterations": 0}) for step, loss in losses.items()]  # fmt: skip
-    path.write_text("\n".join([json.dumps({"linears_in_bf16": []}), *lines]) + "\n")
+    path.write_text("\n".join([json.dumps({"linears_in_bf16": []}), json.dumps({"device": device}), *lines]) + "\n")
     return str(path)
 
 
@@ -35,11 +38,20 @@ def line(step, loss, norm=1.5, skipped=0):
     )
 
 
-def log(path, losses=LOSSES, norm=1.5):
-    lines = [line(step, loss, norm) for step, loss in losses.items()]
+START = "[before the start of training step] datetime: 2026-11-25 14:05:02.975937 "
+
+
+def log(path, losses=LOSSES, norm=1.5, interval=1, head="", cut=0):
+    """As training_log prints it of single losses: the first line begins no new mean. cut: lines left out at the top."""
+    steps, since, lines = list(losses), [], []
+    for step in steps:
+        since.append(losses[step])
+        if step == steps[0] or step % interval == 0:
+            lines.append(line(step, sum(since) / len(since), norm))
+            since = since if step == steps[0] else []
     memory = "memory (MB) | allocated: 1000.00 | max allocated: 2000.00 | reserved: 1"
     lines.insert(1, f"[Rank 0] (after 1 iterations) {memory}")
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join([head, START, *lines][cut:]) + "\n")
     return str(path)
 
 
@@ -56,7 +68,7 @@ def tensorboard(folder, losses=LOSSES, evaluations=()):
     folder.mkdir()
     content = b""
     scalars = [("lm loss", step, loss) for step, loss in losses.items()]
-    for tag, step, loss in scalars + [("lm loss validation", *evaluation) for evaluation in evaluations]:
+    for tag, step, loss in scalars + [("-".join(["lm loss validation", *e[2:]]), *e[:2]) for e in evaluations]:
         value = part(1, tag.encode()) + b"\x15" + struct.pack("<f", loss)
         other = part(1, f"{tag} vs samples".encode()) + b"\x15" + struct.pack("<f", 0.0)
         event = b"\x09" + struct.pack("<d", 1.7e9) + b"\x10" + varint(step) + part(5, part(1, value) + part(1, other))
@@ -78,7 +90,9 @@ def test_three_forms_say_the_same(tmp_path, capsys):
     for run in runs:
         assert list(read(run).series("loss")) == [1, 2, 3, 4]
     assert read(runs[0]).series("loss") == LOSSES
-    assert call(capsys, *runs, "--assert-equal")[0] == 0
+    code, text = call(capsys, *runs, "--assert-equal")
+    assert code == 0 and text.count("not compared") == 1
+    assert "b.log: loss at step 2 not compared: either it or a.jsonl's is a mean with earlier steps in it" in text
     code, text = call(capsys, *runs, "--format", "csv")
     assert code == 0 and "1.0 / 2.1" in text and ",200.0," in text and ",0.500" in text
 
@@ -119,6 +133,9 @@ def test_megatron_prints_so():
         source = inspect.getsource(training.training_log)
         assert "if avg >= 0.0:\n" in source and "max(1, total_loss_dict[advanced_iters_key])" in source
         assert "log_string += ' number of skipped iterations: {:3d} |'" in source
+        assert "should_reset = not is_first_iteration" in source
+        assert "f' validation{suffix} loss at {prefix} | '" in inspect.getsource(training.evaluate_and_print_results)
+        assert "print_datetime('before the start of training step')" in inspect.getsource(training)
         assert "'{} validation{}'.format(key, suffix)" in inspect.getsource(training.evaluate_and_print_results)
         source = inspect.getsource(training.pretrain)
         assert 0 < source.index("{iteration} on validation set'") < source.index("{iteration} on test set'")
@@ -136,6 +153,101 @@ def test_the_test_sets_loss_is_not_the_validation_loss(tmp_path):
     assert board.series("validation_loss") == {2: 5.0, 4: 4.5}
     (tmp_path / "b.log").write_text("\n".join([line(4, 3.0), evaluated.format("4", math.nan)]))
     assert math.isnan(read(str(tmp_path / "b.log")).series("validation_loss")[4])
+
+
+SETS = {2: (5.0, 6.0), 4: (4.5, 5.5)}  # a step's validation losses
+
+
+def test_each_validation_set_is_compared(tmp_path, capsys):
+    """--multiple-validation-sets, with and without --validation-set-names; the test sets' losses stay apart."""
+    evaluated = " validation-{} loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 1.000000E+01 | "
+    for first, second in (("web", "my-code"), ("0", "1")):
+        named = [(name, step, loss) for step, (a, b) in SETS.items() for name, loss in ((first, a), (second, b))]
+        lines = [evaluated.format(*one) for one in named] + [evaluated.format("web", "4 on test set", 7.0)]
+        (tmp_path / "a.log").write_text("\n".join([line(4, 3.0), *lines]))
+        records = [{"step": 4, "loss": 3.0}] + [
+            {"step": step, f"validation_loss_{name.replace('-', '_')}": loss} for name, step, loss in named
+        ]
+        (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+        board = tensorboard(tmp_path / f"board-{first}", {4: 3.0}, [(step, loss, name) for name, step, loss in named])
+        runs = [str(tmp_path / "a.log"), str(tmp_path / "b.jsonl"), board]
+        for run in map(read, runs):
+            assert run.series(f"validation_loss_{first}") == {2: 5.0, 4: 4.5}
+            assert run.series(f"validation_loss_{second.replace('-', '_')}") == {2: 6.0, 4: 5.5}
+            assert run.validations() == sorted(f"validation_loss_{n.replace('-', '_')}" for n in (first, second))
+        code, text = call(capsys, *runs, "--assert-equal")
+        assert code == 0 and re.search(rf"validation {first} +4\.500000 +4\.500000 +4\.500000", text)
+        assert call(capsys, runs[1], "--export-result", str(tmp_path / "kept"))[0] == 0
+        records[-1][f"validation_loss_{second.replace('-', '_')}"] = 5.6
+        (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+        for other in (["--import-result", str(tmp_path / "kept")], runs[:1]):
+            code, text = call(capsys, runs[1], *other, "--assert-equal")
+            assert code == 1 and "differs at 1 steps, first at step 4" in text
+
+
+LONG = {step: 9 - step / 8 + 1e-3 * (step * 7 % 5) for step in range(1, 13)}
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+@pytest.mark.parametrize("last", [3, 4, 6, 7])
+@pytest.mark.parametrize("form", ["apart", "one log", "grep", "metrics"])
+def test_a_bit_exact_resume_is_equal(tmp_path, capsys, interval, last, form):
+    """A run of 12 steps beside one that went on after step `last`: of its own lines, or appended to those before."""
+    after = {step: loss for step, loss in LONG.items() if step > last}
+    if form == "metrics":
+        lines = {}
+        for name, steps in (("whole", LONG), ("resumed", after)):
+            means, since = {}, []
+            for step, loss in steps.items():
+                since.append(loss)
+                if step % interval == 0 or step == min(steps):
+                    means[step], since = sum(since) / len(since), []
+            lines[name] = metrics(tmp_path / f"{name}.jsonl", means)
+        whole, resumed = lines.values()
+    else:
+        whole = log(tmp_path / "whole.log", LONG, interval=interval)
+        resumed = log(tmp_path / "resumed.log", after, interval=interval, cut=2 * (form == "grep"))
+    if form == "one log":
+        before = log(tmp_path / "before.log", {s: loss for s, loss in LONG.items() if s <= last}, interval=interval)
+        both = Path(before).read_text() + Path(resumed).read_text()
+        Path(resumed).write_text(both)
+    span = [] if form == "one log" else ["--steps", f"{last + interval - last % interval}:"]
+    code, text = call(capsys, whole, resumed, "--assert-equal", *span)
+    assert code == 0 and text.endswith("equal\n"), text
+    kept = [line for line in text.splitlines() if "not compared" in line]
+    assert len(kept) <= 1 and all(re.search(r"at step (\d+(, \d+){0,2}) not", line) for line in kept)
+    # where anything else differs it is said
+    other = {**LONG, 12: LONG[12] + 1e-3}
+    changed = log(tmp_path / "changed.log", other, interval=interval)
+    code, text = call(capsys, changed, resumed, "--assert-equal", *span)
+    assert code == 1 and "loss differs at 1 steps, first at step 12" in text
+
+
+def test_lost_lines_are_missing_steps(tmp_path, capsys):
+    whole, lossy = log(tmp_path / "a.log", LONG), tmp_path / "b.log"
+    lossy.write_text(re.sub(r".*iteration +[78]/.*\n", "", Path(whole).read_text()))
+    code, text = call(capsys, whole, str(lossy), "--assert-equal")
+    assert code == 1 and "loss at steps 7, 8 in one of the two only" in text
+
+
+def test_times_on_a_cpu_are_said_to_mean_nothing(tmp_path, capsys):
+    note = "trained on a CPU, where FP8 is emulated; its times say nothing of a GPU's"
+    gpu, cpu_run = metrics(tmp_path / "gpu.jsonl"), metrics(tmp_path / "cpu.jsonl", device="cpu")
+    for words in ("[fp8] no CUDA device: --distributed-backend nccl -> gloo", "  distributed_backend ....... gloo"):
+        assert f"b.log: {note}" in call(capsys, gpu, log(tmp_path / "b.log", head=words))[1]
+    assert f"cpu.jsonl: {note}" in call(capsys, gpu, cpu_run)[1]
+    assert note not in call(capsys, gpu, log(tmp_path / "b.log", head="  distributed_backend ....... nccl"))[1]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, capsys):
+    (tmp_path / "x").mkdir()
+    one, other = metrics(tmp_path / "a.jsonl"), metrics(tmp_path / "x/a.jsonl")
+    head = call(capsys, one, other, "--format", "csv")[1].splitlines()
+    assert [line.split(",")[0] for line in head[1:]] == [one, other]
+    again = call(capsys, one, one, "--format", "csv")[1].splitlines()
+    assert [line.split(",")[0] for line in again[1:]] == ["a.jsonl", "a.jsonl (2)"]
+    with pytest.raises(UserError, match="A: two runs have this name; give each its own, as NAME="):
+        call(capsys, f"A={one}", f"A={other}")
 
 
 def test_the_last_digit_counts(tmp_path, capsys):
@@ -220,6 +332,21 @@ def test_names_and_a_figure(tmp_path, capsys):
     assert max(map(len, lines)) <= 100  # turned, and without what no run has
     assert not any(line.startswith("validation") for line in lines)
     assert file.stat().st_size > 1000
+
+
+def test_the_figure_has_the_levels_colours_a_title_and_a_zero_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    runs = [metrics(tmp_path / f"{name}.jsonl", {s: loss + i for s, loss in LOSSES.items()})
+            for i, name in enumerate(("O0", "O3", "other"))]  # fmt: skip
+    call(capsys, *runs, "--figure", str(tmp_path / "loss.svg"))
+    svg = (tmp_path / "loss.svg").read_text()
+    assert "Training loss less that of O0.jsonl" in svg
+    # in both panels, the legend, and of O0 below the zero line
+    strokes = Counter(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-(?:width: 1;|linecap)", svg))
+    used = [looks(["O0", "O3", "other"])[name]["color"] for name in ("O0", "O3", "other")]
+    assert used[0] == COLOURS["O0"] and used[1] == COLOURS["O3"]
+    assert all(svg.count(f"stroke: {colour}") >= 3 for colour in used), strokes
+    assert "#1f77b4" not in svg and "#ff7f0e" not in svg  # matplotlib's own, which mean nothing
 
 
 def test_the_half_written_last_line_of_a_killed_run_is_left_out(tmp_path, capsys):

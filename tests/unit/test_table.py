@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.palette import COLOURS
 from megatron_fp8.perf import hardware, measure, paper, table
 from megatron_fp8.perf.memory import MODELS
 from megatron_fp8.perf.text import MIB, alike, merged, render
@@ -135,6 +136,17 @@ def test_what_was_measured_is_a_csv_of_its_own(capsys):
         assert [row["ms"] for row in rows] == [row["ms"] for row in csv.DictReader(file)]
     assert all(abs(float(row["GB: +-"].rstrip("%"))) < 2 for row in rows if row["Peak GB"])
     assert sum(bool(row["ms: model"]) for row in rows) > 10
+
+
+def test_the_figure_of_table_5_names_each_case_once_and_has_what_was_measured(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "table5.svg"
+    printed(capsys, "5", "--results", str(measure.ROOT / "benchmarks/results/table5.csv"), "--figure", str(file))
+    names = re.findall(r"<!-- (.*?, MBS .*?) -->", file.read_text())
+    assert len(names) == len(set(names)) and {f"{model} our O3, MBS 4" for model in ("7b", "13b", "175b")} <= {*names}
+    assert {"7b O3, MBS 8, 1 GPU", "7b te-delayed, MBS 4, 2 GPUs", "7b bf16, MBS 2, 1 GPU"} <= {*names}
+    colours = {COLOURS["O3"], COLOURS["TE"], COLOURS["BF16"]}
+    assert "Measured on NVIDIA H200" in file.read_text() and colours <= {*re.findall(r"#[0-9a-f]{6}", file.read_text())}
 
 
 def test_a_figure(tmp_path, capsys):
