@@ -444,8 +444,8 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
     _of_run.rebind(multiprocessing.process.BaseProcess, "start", end_children_with_parent, "self")
     _of_run.rebind(checkpointing, "_build_sharded_state_dict_metadata", state.says_contents(fp8), "args")
     _of_run.rebind(dist_checkpointing, "save", saves.seal_saves, sharded)
-    _of_run.rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
     _of_run.rebind(training, "save_checkpoint", _refuse_damage, "iteration model optimizer")
+    _of_run.rebind(training, "save_checkpoint", saves.lose_nothing, "iteration model optimizer")
     _of_run.rebind(training, "maybe_finalize_async_save", saves.lose_nothing, "blocking terminate")
     _of_run.rebind(checkpointing, "checkpoint_exists", loads.find_without_tracker, "checkpoints_path")
     cleanup = "cleanup_old_non_persistent_checkpoint"

@@ -19,8 +19,12 @@ def level_line(fp8: Fp8Config, chunks, gemms: str) -> str:
     kept = [name for name, in_fp8 in linears.items() if not in_fp8]
     count = len(linears) - len(kept)
     parts = [f"{fp8.level}: the GEMMs of {count} of {len(linears)} linears are in FP8"]
+    if fp8.emulate is not None:  # perhaps without a level
+        parts = [f"the GEMMs of the linears are in BF16, their operands rounded: {fp8.emulate}"]
+    elif fp8.gemm == "bf16":
+        parts[0] += " (--fp8-gemm bf16)"
     if count:
-        formats = " and ".join(dict.fromkeys([fp8.forward_format.name, fp8.grad_format.name]))
+        formats = " and ".join(dict.fromkeys([fp8.forward_format.name.upper(), fp8.grad_format.name.upper()]))
         parts[0] += f" ({formats}, {fp8.recipe} scales, by {gemms})"
     if kept and count:
         parts.append(f"in BF16 are {ranges(kept)}")

@@ -22,7 +22,7 @@ def saving(folder) -> list[str]:
     [
         ("--fp8-level O3 --use-distributed-optimizer", 1, 10),
         pytest.param("--fp8-level O1 --use-distributed-optimizer", 2, 40, marks=nightly),
-        pytest.param("--fp8-level O2 --use-distributed-optimizer --overlap-grad-reduce", 3, 40, marks=nightly),
+        pytest.param("--fp8-level O2 --use-distributed-optimizer", 3, 40, marks=nightly),
         pytest.param("--fp8-level O3 --fp8-grad-accum fp32", 4, 40, marks=nightly),
         pytest.param("--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel", 5, 40, marks=nightly),
         pytest.param("--fp8-level O2 --pipeline-model-parallel-size 2", 6, 40, marks=nightly),

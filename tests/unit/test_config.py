@@ -59,6 +59,7 @@ def test_o1(parse):
         "log_interval": 0,
         "log_grad_snr": False,
         "watch": None,
+        "max_skipped": 20,
         "seed": 1234,
         "attention": "torch",
         "unfused_attention": False,
@@ -127,6 +128,7 @@ OURS = {
     "--fp8-log-interval": "0",
     "--fp8-log-grad-snr": None,
     **{"--fp8-on-spike": "skip", "--fp8-spike-sigma": "6.5", "--fp8-spike-window": "64"},
+    **{"--fp8-max-skipped-steps": "5"},
 }
 LOOK_ON = [flag.name for flag in ALL if not flag.needs_level]  # test_sharpness_flags.py, test_probe.py
 
