@@ -227,8 +227,8 @@ def test_an_earlier_form_goes_on_in_its_layout(tmp_path):
         assert "Traceback" not in str(failed.value)
         assert train(ranks, f"{other} --no-load-optim", tmp_path, load=True, until=6).losses
     train(2, flags, tmp_path, load=True, save=6, until=6)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
-    assert train(1, "--fp8-level O3", tmp_path, load=True, until=7).losses[0] == pytest.approx(whole.losses[6], abs=1e-3)
+    again = train(1, "--fp8-level O3", tmp_path, load=True, until=7)  # the remedy that it names first
+    assert again.losses[0] == pytest.approx(whole.losses[6], abs=1e-3)
 
 
 @nightly
