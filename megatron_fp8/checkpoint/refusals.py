@@ -38,7 +38,7 @@ def one_line(
     except SystemExit as ended:
         if ended.code:
             raise
-        raise UserError(f"--load {load}: {_why_ended(ended)}") from ended
+        raise UserError(f"--load {load}: {_why_ended(ended, remedy)}") from ended
     except (Exception, CheckpointException) as error:
         if isinstance(error, UserError) or not is_mistake(error):
             raise
@@ -53,18 +53,17 @@ def one_line(
         raise UserError(f"--load {load}: {what}: {said}{rest}") from error
 
 
-def _why_ended(ended: SystemExit) -> str:
+def _why_ended(ended: SystemExit, remedy: Callable[[], str] | None) -> str:
     """What Megatron printed before it ended the process with exit code 0, as if nothing were wrong; with a remedy.
 
     It does where a file of --ckpt-format torch cannot be read, and where the random states or the iteration are not
     there; each is raised within the exception that says so.
     """
     frames = [frame for frame, _ in traceback.walk_tb(ended.__traceback__)]
-    file = frames[-1].f_locals.get("checkpoint_name", "the checkpoint")
-    cause = ended.__context__
+    file, cause = frames[-1].f_locals.get("checkpoint_name", "the checkpoint"), ended.__context__
     if not isinstance(cause, KeyError):
-        said = "an older one may be whole: --ckpt-step N"
-        return f"{file} cannot be read: {said_by(cause) if cause else 'Megatron ended as it read it'}; {said}"
+        said = said_by(cause).split(". ")[0] if cause else "Megatron ended as it read it"
+        return f"{file} cannot be read: {said}; {remedy() if remedy else 'try an older one, with --ckpt-step'}"
     if cause.args == ("total_iters",):
         return f"{file} does not say of which iteration it is; add --finetune"
     return f"{file} has no random states that this run can take; add --no-load-rng or --finetune"

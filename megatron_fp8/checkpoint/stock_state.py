@@ -77,8 +77,12 @@ def take_schedule(parts: list[MegatronOptimizer], saved: dict) -> None:
     """
     if get_args().use_checkpoint_opt_param_scheduler:
         for group in (group for part in parts for group in part.optimizer.param_groups):
-            found = next((other for other in _groups(saved) if _identity(other) == _identity(group)), {})
-            group.update(_schedule(found))
+            found = [_schedule(other) for other in _groups(saved) if _identity(other) == _identity(group)]
+            if found and _schedule(group) not in found:
+                if any(other != found[0] for other in found):
+                    several = "it has several learning rates for parameters of one kind (--decoupled-lr)"
+                    raise CheckpointingException(f"{several}; give --lr, --min-lr and --decoupled-lr as they were")
+                group.update(found[0])
 
 
 def step_of(saved: dict) -> int:

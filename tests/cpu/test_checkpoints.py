@@ -225,6 +225,10 @@ def test_an_earlier_form_goes_on_in_its_layout(tmp_path):
         with pytest.raises(RunFailed, match=refused) as failed:
             train(ranks, other, tmp_path, load=True)
         assert "Traceback" not in str(failed.value)
+        assert train(ranks, f"{other} --no-load-optim", tmp_path, load=True, until=6).losses
+    train(2, flags, tmp_path, load=True, save=6, until=6)
+    again = train(1, "--fp8-level O3", tmp_path, load=True, until=7)  # the remedy that it names first
+    assert again.losses[0] == pytest.approx(whole.losses[6], abs=1e-3)
 
 
 @nightly

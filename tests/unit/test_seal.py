@@ -179,6 +179,8 @@ def test_files_that_were_not_sealed(load, folder):
     line = line_of(lambda: load(folder))
     said = f"common.pt was not there when the checkpoint was sealed (not in {SEAL}): remove it"
     assert f"iter_0000010/{said}; iter_0000005 is whole" in line
+    (folder / "iter_0000010/common.pt").unlink()
+    assert load(folder) == 10
 
 
 def test_stocks_own_seal_and_none(load, folder):
@@ -243,10 +245,15 @@ def test_non_persistent_checkpoints(load, folder, tmp_path, elsewhere):
     assert load(folder, **flags) == 10
     checkpoint = save(other, 12)
     assert load(folder, **flags) == 12
+    line = line_of(lambda: load(folder, ckpt_step=10, **flags))
+    assert line.endswith(f"goes on from {checkpoint}, which is newer; move that away")
+    other.rename(tmp_path / "away")
+    assert load(folder, ckpt_step=10, **flags) == 10
+    (tmp_path / "away").rename(other)
     (checkpoint / "metadata.json").write_text("{")
     line = line_of(lambda: load(folder, **flags))
     assert "iter_0000012/metadata.json is damaged: its SHA-256 is not that in integrity.json" in line
-    assert line.endswith("; iter_0000010 is whole: leave --non-persistent-ckpt-type out")
+    assert line.endswith("; iter_0000010 is whole: leave --non-persistent-ckpt-type out") and load(folder) == 10
     (checkpoint / "unsealed").touch()  # a save over it was interrupted
     (other / TRACKER).write_text("\x00")
     assert load(folder, **flags) == 10
@@ -317,6 +324,7 @@ def test_one_checkpoints_own_folder(load, folder, name):
     mistake += "" if name == "release" else " and --ckpt-step 5"
     assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
     assert line_of(lambda: load(own, ckpt_step=5)) == f"--load {own}: iter_0000005 is not there; {mistake}"
+    assert name == "release" or load(folder, ckpt_step=5) == 5
     (own / "unsealed").touch()
     assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
 

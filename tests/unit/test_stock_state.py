@@ -28,6 +28,26 @@ def test_a_schedule_is_the_runs_where_it_is_asked_for(monkeypatch):
         taken(monkeypatch, other)
 
 
+def test_the_checkpoints_schedule_where_it_is_asked_for(monkeypatch):
+    """For linears too, whose groups are the engine's."""
+
+    def taken_by(asked: bool, *saved: dict) -> dict:
+        args = SimpleNamespace(use_checkpoint_opt_param_scheduler=asked)
+        monkeypatch.setattr(stock_state, "get_args", lambda: args)
+        group = OWN | {"max_lr": 5e-4, "min_lr": 0.0}
+        part = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))
+        stock_state.take_schedule(
+            [part], {"optimizer": {"param_groups": [SAVED | {"wd_mult": 0.0, "max_lr": 7}, *saved]}}
+        )
+        return group
+
+    assert taken_by(True, SAVED) == OWN and taken_by(True, SAVED, SAVED) == OWN
+    assert taken_by(False, SAVED) == taken_by(True) == OWN | {"max_lr": 5e-4, "min_lr": 0.0}
+    assert taken_by(True, SAVED, SAVED | {"max_lr": 5e-4, "min_lr": 0.0})["max_lr"] == 5e-4
+    with pytest.raises(CheckpointingException, match="give --lr, --min-lr and --decoupled-lr as they were"):
+        taken_by(True, SAVED, SAVED | {"max_lr": 2e-3})
+
+
 def test_another_group_is_none(monkeypatch):
     with pytest.raises(CheckpointingException, match="it has no optimizer state of parameters with"):
         taken(monkeypatch, OWN | {"lr_mult": 0.1}, override=True)

@@ -1,0 +1,98 @@
+"""Where Megatron gives up as it reads a checkpoint and ends with exit code 0, a level says why, in one line."""
+
+import sys
+
+import pytest
+import torch
+from small_checkpoints import STOCKS, TRACKER, load, one_rank, save, unsealed
+from test_seal import line_of
+
+from megatron_fp8.checkpoint.refusals import one_line
+from megatron_fp8.checkpoint.seal import SEAL
+
+__all__ = ["load", "one_rank"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"x" * 100])
+def test_a_file_of_the_older_format(load, tmp_path, damage):
+    path = tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    torch.save({"iteration": 2, "args": None}, path)
+    (tmp_path / TRACKER).write_text("2")
+    path.write_bytes(damage(path.read_bytes()))
+    line = line_of(lambda: load(tmp_path))
+    assert line.startswith(f"--load {tmp_path}: {path} cannot be read: "), line
+    assert line.endswith("; restore it from a copy"), line
+    older = tmp_path / "iter_0000001/mp_rank_00/model_optim_rng.pt"
+    older.parent.mkdir(parents=True)
+    torch.save({"iteration": 1, "args": None}, older)
+    assert line_of(lambda: load(tmp_path)).endswith("; iter_0000001 is there too, without a seal: add --ckpt-step 1")
+    assert load(tmp_path, ckpt_step=1) == 1
+
+
+def megatron(body: str):
+    """A function that ends as Megatron's do."""
+    names = {"sys": sys}
+    exec(f"def load_checkpoint(checkpoint_name='a/b.pt'):\n {body}", names)
+    return names["load_checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "try: {}['total_iters']\n except KeyError: sys.exit()",
+            "does not say of which iteration it is; add --finetune",
+        ),
+        (
+            "try: raise KeyError\n except KeyError: sys.exit(0)",
+            "has no random states that this run can take; add --no-load-rng or --finetune",
+        ),
+        ("sys.exit()", "cannot be read: Megatron ended as it read it"),
+        ("try: 1 / 0\n except Exception: sys.exit()", "cannot be read: division by zero"),
+    ],
+)
+def test_why_it_ended(body, said):
+    def act():
+        with one_line("there", "it does not fit", lambda error: False):
+            megatron(body)()
+
+    assert line_of(act).startswith(f"--load there: a/b.pt {said}")
+
+
+@pytest.mark.parametrize("code", [1, 2, "a word"])
+def test_an_end_that_says_so_itself(code):
+    with pytest.raises(SystemExit) as ended, one_line("there", "it does not fit", lambda error: False):
+        sys.exit(code)
+    assert ended.value.code == code
+
+
+def test_exit_on_missing_checkpoint(load, tmp_path):
+    line = line_of(lambda: load(tmp_path, exit_on_missing_checkpoint=True))
+    assert line == (
+        f"--load {tmp_path}: no checkpoint is there; give the folder that --save wrote, or remove "
+        "--exit-on-missing-checkpoint"
+    )
+    assert load(tmp_path) is None  # the second remedy
+    save(tmp_path, 5)
+    assert load(tmp_path, exit_on_missing_checkpoint=True) == 5
+
+
+@pytest.mark.parametrize("others", ["sealed", "stock's", "none"])
+def test_seal_and_metadata_both_gone(load, tmp_path, others):
+    """Which torch calls "metadata is None"."""
+    if others != "none":
+        save(tmp_path, 5, *([] if others == "sealed" else [unsealed]), content_metadata=STOCKS)
+        save(tmp_path, 3, unsealed, content_metadata=STOCKS)
+    checkpoint = save(tmp_path, 10)
+    for name in (SEAL, ".metadata"):
+        (checkpoint / name).unlink()
+    rest = {
+        "sealed": "iter_0000005 is whole: add --ckpt-step 5",
+        "stock's": "iter_0000005 is there too, without a seal: add --ckpt-step 5",
+        "none": "no other there is whole: restore it from a copy",
+    }[others]
+    missing = "iter_0000010/.metadata is missing, or cannot be read"
+    assert line_of(lambda: load(tmp_path)) == f"--load {tmp_path}: {missing}; {rest}"
+    if others != "none":
+        assert load(tmp_path, ckpt_step=5) == 5
