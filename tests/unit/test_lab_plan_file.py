@@ -87,7 +87,7 @@ def test_a_short_plan(tmp_path):
         (("steps: 100", "steps: !!timestamp x"), "not YAML: "),
         (("steps: 100", "steps: !!python/object:os.system x"), "not YAML: could not determine a constructor"),
         (("steps: 100", "steps: !!map x"), "not YAML: "),
-        (("steps: 100", f"steps: {'[' * 5000}"), "not a plan: its values are nested too deeply"),
+        (("steps: 100", f"steps: {'[' * 5000}"), "its values are nested more than 50 deep"),
         (("seeds: 3", "seeds: 100000000000"), "seeds: 100000000000: too many; use at most 10000"),
         (("arms:", "timeout: .nan\narms:"), "timeout: nan: must be seconds, above 0"),
         (("--gap 0.05", '"--gap \\0"'), "arms: E8M3: .*: holds a character that no command line can"),
