@@ -32,6 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import UserError, did_you_mean
 from ..shipped import shipped
 from .flag import Flag, Values
+from .yaml_file import load_yaml, safe_loader
 
 ARGS_FILE = Flag(
     "--args-file",
@@ -288,16 +289,7 @@ def _kind(key: str) -> str:
 
 
 def _content(path: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
-    except OSError as error:
-        raise UserError(f"{ARGS_FILE.name} {path}: {error.strerror}; give a YAML file") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except Exception as error:  # a YAMLError; or a tag on what is none, or not text
-        raise UserError(f"{path}: not YAML: {' '.join(str(error).split()) or type(error).__name__}") from None
+    content = load_yaml(path, loader=_loader())
     if not isinstance(content, dict):
         raise UserError(f"{path}: no mapping; write {VARIABLES}: and {MODEL_ARGS}:, and flags below")
     return {str(key): value for key, value in content.items()}
@@ -307,24 +299,17 @@ def _content(path: str) -> dict[str, Any]:
 def _loader() -> type:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(safe_loader()):  # type: ignore[misc]
         """Scalars stay as they are written: YAML would read 1:30 as 90, 010 as 8, 1_000 as 1000 and off as false."""
 
         yaml_implicit_resolvers: ClassVar[dict[str, list]] = {}
-
-        def construct_mapping(self, node, deep=False):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise UserError(f"{key}: is given twice; give it once")
-            return super().construct_mapping(node, deep)
 
         def words(self, node):
             """In [ ] blanks part words too."""
             found = []
             for item in node.value:
                 value = self.construct_object(item, deep=True)
-                plain = node.flow_style and isinstance(item, yaml.ScalarNode) and item.style is None
+                plain = node.flow_style and isinstance(item, yaml.ScalarNode) and not item.style
                 found += str(value).split() if plain else [value]
             return found
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.yaml_file import load_yaml
 from ..shipped import shipped
 
 # By none of these is divided.
@@ -61,16 +62,7 @@ def load(name: str) -> Hardware:
     if not path.is_file():
         what = "a folder" if path.is_dir() else "no such file"
         raise UserError(f"--hardware {name}: {what}; give a YAML file, or one of {', '.join(known())}")
-    try:
-        import yaml
-    except ImportError:
-        raise UserError("--hardware: its file needs pyyaml: pip install pyyaml") from None
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise UserError(f"--hardware {name}: no text file; see configs/hardware/h200.yaml") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--hardware {name}: {' '.join(str(error).split())}; correct the file") from None
+    given = load_yaml(path, f"--hardware {name}", "see configs/hardware/h200.yaml")
     if not isinstance(given, dict):
         raise UserError(f"--hardware {name}: has no lines NAME: VALUE; see configs/hardware/h200.yaml")
     for field in fields(Hardware):

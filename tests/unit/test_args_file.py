@@ -148,7 +148,7 @@ def test_a_file_that_is_not_there(tmp_path):
     line = "no such file, nor is one of that name shipped"
     assert error_of(find, "nowhere.yaml") == f"--args-file nowhere.yaml: {line}; give its path"
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert ": not YAML: " in error_of(read, [str(tmp_path / "binary")])
+    assert ": not text in UTF-8, from byte 0 on; " in error_of(read, [str(tmp_path / "binary")])
 
 
 @pytest.fixture

@@ -366,7 +366,7 @@ def test_shipped_hardware_loads():
         (("host_ms: 36", "host_ms: .nan"), "host_ms is nan; give a number"),
         (("gpus_per_node: 8", "gpus_per_node: 8.5"), "gpus_per_node is 8.5; give a whole number"),
         (("copy_gb_s: 4200", "copy_gb_s: 4200\ncolour: red"), "colour is no name the model knows"),
-        (("name: H200", "name: [H200"), "correct the file"),
+        (("name: H200", "name: [H200"), "not YAML: "),
     ],
 )
 def test_a_hardware_file_that_is_not_whole_is_refused(tmp_path, change, message):
@@ -382,7 +382,7 @@ def test_a_hardware_file_that_is_not_whole_is_refused(tmp_path, change, message)
 def test_a_binary_hardware_file_is_refused(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\x80\xff\x00")
-    with pytest.raises(UserError, match=r"--hardware .*mine.yaml: no text file; see"):
+    with pytest.raises(UserError, match=r"--hardware .*mine.yaml: not text in UTF-8, from byte 0 on; see"):
         hardware.load(str(file))
 
 

@@ -88,7 +88,7 @@ def test_a_short_plan(tmp_path):
         (("steps: 100", "steps: !!timestamp x"), "not YAML: "),
         (("steps: 100", "steps: !!python/object:os.system x"), "not YAML: could not determine a constructor"),
         (("steps: 100", "steps: !!map x"), "not YAML: "),
-        (("steps: 100", f"steps: {'[' * 5000}"), "not a plan: its values are nested too deeply"),
+        (("steps: 100", f"steps: {'[' * 5000}"), "its values are nested more than 50 deep"),
         (("seeds: 3", "seeds: 100000000000"), "seeds: 100000000000: too many; a plan has at most 100,000 runs"),
         (("seeds: 3", "seeds: [99999999999999999999]"), "seeds: 9{20}: must be a whole number from 1 to 2147483647"),
         (("--lr 0.1", "--lr 0 --min-lr 0"), "command: --lr 0: must be above 0"),

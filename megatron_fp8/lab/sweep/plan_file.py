@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ...flags.yaml_file import load_yaml
 
 OWN = {"--seed": "seeds", "--train-iters": "steps"}  # flags that the plan sets, and the key that says them
 RATES = {"--lr": "learning_rates", "--min-lr": "learning_rates"}
@@ -122,51 +123,13 @@ def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
 
 def read_plan(path: str | Path) -> SweepPlan:
     """The plan in a YAML file. Raises UserError of one line: file, key, value, remedy."""
-    import yaml
-
+    content = load_yaml(path, remedy="give a plan file")
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a mapping of keys; see `megatron-fp8 lab sweep --help`")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a plan file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not text in UTF-8, from byte {error.start} on; give a plan file") from None
-    try:
-        return _plan(_content(yaml, text))
+        return _plan(content)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def _content(yaml, text: str) -> dict[Any, Any]:
-    """The mapping in a plan's text.  Of what PyYAML ends in, a plan that is wrong is told in one line."""
-    try:
-        content = yaml.load(text, _loader(yaml))
-    except _TwiceGiven:
-        raise
-    except RecursionError:
-        raise UserError("not a plan: its values are nested too deeply") from None
-    except Exception as error:  # a YAMLError; or a tag, such as !!timestamp, on what is none
-        raise UserError(f"not YAML: {' '.join(str(error).split()) or type(error).__name__}") from None
-    if not isinstance(content, dict):
-        raise UserError("not a mapping of keys; see `megatron-fp8 lab sweep --help`")
-    return content
-
-
-class _TwiceGiven(UserError):
-    """A key that is given twice."""
-
-
-def _loader(yaml) -> type:
-    class Loader(yaml.SafeLoader):
-        """SafeLoader lets the last of two equal keys win: an arm would be lost without a word."""
-
-        def construct_mapping(self, node, deep=False):
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise _TwiceGiven(f"{key}: is given twice; give it once")
-            return super().construct_mapping(node, deep)
-
-    return Loader
 
 
 def _plan(content: dict[Any, Any]) -> SweepPlan:
