@@ -1,4 +1,5 @@
-"""Metadata lives in pyproject.toml. Here: a wheel carries configs/, scripts/ and the entry point too, in the package.
+"""Metadata lives in pyproject.toml. Here: a wheel carries configs/, scripts/, the entry point and the
+measured rows of table 5 too, in the package.
 
 `megatron-fp8 launch` and --args-file look for them there and, in a checkout, beside it (megatron_fp8/shipped.py).
 """
@@ -10,6 +11,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = "configs", "scripts"
+RESULTS = "benchmarks/results/table5.csv"  # which `megatron-fp8 table 5` prints
 SCRIPT = "pretrain_gpt_fp8.py"  # in scripts/: a script's folder is the first that Python looks for modules in
 
 
@@ -20,6 +22,9 @@ class BuildWithShipped(build_py):
             for folder in SHIPPED:
                 shutil.copytree(folder, Path(self.build_lib, "megatron_fp8", folder), dirs_exist_ok=True)
             shutil.copy(SCRIPT, Path(self.build_lib, "megatron_fp8/scripts"))
+            results = Path(self.build_lib, "megatron_fp8", RESULTS)
+            results.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(RESULTS, results)
 
 
 setup(cmdclass={"build_py": BuildWithShipped})

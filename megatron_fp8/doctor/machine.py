@@ -43,8 +43,8 @@ def gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         of = torch.cuda.get_device_properties(index)
-        free, total = (round(size / 2**30, 1) for size in torch.cuda.mem_get_info(index))
-        found = f"{of.name}, compute capability {of.major}.{of.minor}, {free} of {total} GiB free"
+        free, total = (round(size / 1e9, 1) for size in torch.cuda.mem_get_info(index))
+        found = f"{of.name}, compute capability {of.major}.{of.minor}, {free} of {total} GB free"
         if (of.major, of.minor) < _FP8:
             yield blocking(f"GPU {index}", found, "no FP8 tensor cores, which are there from 8.9 on: --fp8-level O0")
         elif free < total * 0.9:
@@ -165,7 +165,7 @@ def shared_memory(path: str = "/dev/shm") -> Iterator[Finding]:
     except OSError:
         yield degraded(path, "not there", "data loaders' workers need it: --num-workers 0")
         return
-    found = f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GiB free"
+    found = f"{size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free"
     if size.free < _LEAST_SHM:
         yield degraded(path, found, "in a container: docker run --ipc=host, or --shm-size=16g")
     else:

@@ -138,7 +138,7 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
     row("**step, ms**", (f"{e.ms:,.0f}" for e in found))
     row("samples/s", (f"{e.samples_a_second:.2f}" for e in found))
     row("tokens/s/GPU", (f"{e.tokens_a_second:,.0f}" for e in found))
-    row("TFLOP/s/GPU, as Megatron counts", (f"{e.tflops:.0f}" for e in found))
+    row("TFLOP/s/GPU, as Megatron's", (f"{e.tflops:.0f}" for e in found))
     row(f"MFU of {on.peak_bf16_tflops:,.0f} (BF16)", (f"{e.mfu(on.peak_bf16_tflops):.1%}" for e in found))
     row(f"MFU of {on.peak_fp8_tflops:,.0f} (FP8)", (f"{e.mfu(on.peak_fp8_tflops):.1%}" * e.workload.fp8
                                                       for e in found))  # fmt: skip
@@ -147,7 +147,7 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
     row("**peak memory, GB**", (f"{e.peak:.1f}" for e in found))
     row("held between steps, GB", (f"{e.held:.1f}" for e in found))
     if w.pipeline > 1:
-        row("memory is of the fullest stage, from 0", (str(e.stage) for e in found))
+        row("fullest stage, from 0", (str(e.stage) for e in found))
     row("fits, GB left", (f"yes, {room:.1f}" if (room := e.room(cap_gb)) >= 0 else f"NO, {-room:.1f} over"
                           for e in found))  # fmt: skip
     row("largest micro-batch that fits", (str(e.workload.micro_batch) if e else "none" for e in largest))

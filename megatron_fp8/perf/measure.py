@@ -23,6 +23,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..flags.flag import positive, whole
+from ..shipped import shipped
 from . import hardware, measured
 from .estimate import divisors
 from .memory import MODELS
@@ -32,7 +33,7 @@ from .text import MIB
 from .workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "table5.csv"
+RESULTS = shipped("benchmarks/results/table5.csv")
 _PAPERS = "--position-embedding-type rope --untie-embeddings-and-output-weights"
 SHAPES = {"7b": ("7b-whole", _PAPERS), "13b": ("13b-whole", _PAPERS), "tiny": ("tiny", "")}  # of train_step.py
 ESTIMATED = {"bf16": "bf16", "bf16-local": "bf16", "te-delayed": "te", "O1": "O1", "O2": "O2", "O3": "O3"}
@@ -41,9 +42,10 @@ _HOPELESS = 1.15  # of the memory there is: what an estimate says needs more is 
 COLUMNS = """System,Model,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens/sec/GPU,Model TFLOP/sec/GPU
 Cap GB,Outcome,ms,ms least,ms most,Peak GB,Held GB,GPU,Power W,Driver,torch,megatron-core,Transformer Engine
 Commit,Date,Log,Command""".replace("\n", ",").split(",")
-_SHOWN = [*COLUMNS[:16], "ms", "ms least", "ms most", "Peak GB", "GPU", "Power W"]
+_SHOWN = [*COLUMNS[:16], "ms", "ms least", "ms most", "Peak GB", "GPU", "Power W", "Commit", "Date"]
+CALL = ("GPU", "Power W", "Commit", "Date")  # rows in which these are alike are of one call, on one host
 # Often the same in all rows: text says it once.
-SETTING = ("GPU", "Power W", "Model", "#-GPUs", "Precision", "GBS", "Sequence Length", "TP", "PP", "CP", "VP", "EP",
+SETTING = (*CALL, "Model", "#-GPUs", "Precision", "GBS", "Sequence Length", "TP", "PP", "CP", "VP", "EP",
            "Cap GB")  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--iterations", type=_ITERATIONS.read, default=17, help="of a run (17)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a run (300)")
     parser.add_argument("--te-path", default="", help="folder with Transformer Engine")
-    parser.add_argument("--results", help=f"CSV to append to and to print ({RESULTS.relative_to(ROOT)})")
+    parser.add_argument("--results", help="CSV to append to and to print (benchmarks/results/table5.csv)")
     parser.add_argument("--logs", default="runs/table5", metavar="DIR", help="for the raw logs (runs/table5)")
 
 

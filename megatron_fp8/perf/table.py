@@ -105,20 +105,22 @@ def _said_once(lines: Rows) -> str:
 
 
 def _print_measured(results: Rows, form: str) -> None:
-    said = "Measured on hardware at hand"
+    said = "Measured on hardware at hand, a table for each call: one host and one commit"
     if results and form == "csv":
         print("\n" + paragraph(f"{said}: --results {measure.RESULTS}", form))
         return
     if not results or form != "text":
-        print("\n" + paragraph(said + (":" if results else ": nothing yet (--run)"), form))
+        print("\n" + paragraph(said + ":" if results else "Measured on hardware at hand: nothing yet (--run)", form))
         if results:
             print("\n" + render(results, form))
         return
-    for machine in dict.fromkeys((line["GPU"], line["Power W"]) for line in results):
-        lines = [line for line in results if (line["GPU"], line["Power W"]) == machine]
+    calls = [tuple(line[name] for name in measure.CALL) for line in results]
+    print("\n" + paragraph(f"{said}.", form))
+    for one in dict.fromkeys(calls):
+        lines = [line for line, of in zip(results, calls, strict=True) if of == one]
         same = alike(lines, measure.SETTING)
         settings = "; ".join(f"{name} {value}" for name, value in same.items() if value)
-        print("\n" + paragraph(f"{said}. All rows: {settings}. Tokens and TFLOP/s are a GPU's.", form) + "\n")
+        print("\n" + paragraph(f"All rows: {settings}. Tokens and TFLOP/s are a GPU's.", form) + "\n")
         shown = merged(lines, {title: names for title, names in _TEXT_MEASURED.items() if title not in same})
         for cells, line in zip(shown, lines, strict=True):
             cells[_MS] = cells[_MS] or line["Outcome"]  # where there is no figure stands why

@@ -138,7 +138,7 @@ def test_a_machine_that_cannot_build_says_why_in_one_line(machine, monkeypatch):
     reason("--version names no version")
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     nvcc.write_text(NVCC)
-    reason("no CUTLASS headers .*; pip install nvidia-cutlass")
+    reason("no CUTLASS headers .*; pip install 'nvidia-cutlass==4.2.\\*'")
     nvcc.unlink()
     reason("no nvcc .*; install the CUDA toolkit or set CUDA_HOME")
     monkeypatch.setenv("MEGATRON_FP8_CUTLASS", str(folder / "elsewhere.so"))

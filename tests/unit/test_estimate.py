@@ -36,7 +36,7 @@ def test_a_column_a_system_with_the_error_below(capsys):
     code, text = call(estimate, capsys, "--gpus 8 --hardware h100-80gb-sxm --tokens 1e11 --cap-gb 70")
     assert code == 0
     assert "H100 80 GB SXM, 8 GPUs: TP 1, PP 1, DP 8; micro-batch 2, global batch 64, sequence 2048" in text
-    assert "| | stock BF16 | TE FP8 | O1 | O2 | O3 |" in text
+    assert re.search(r"^ +stock BF16 +TE FP8 +O1 +O2 +O3$", text, re.M)
     for row in ("step, ms", "MFU of 1,979 (FP8)", "days for 1e+11 tokens", "peak memory", "GB: activations",
                 "ms: optimizer", "gradients: linears", "largest micro-batch"):  # fmt: skip
         assert row in text
@@ -71,8 +71,8 @@ def test_a_column_of_memory_is_of_one_stage(capsys):
         "weight", "weight fp8 copy", "transpose scratch", "grad", "optimizer states", "buffers"
     )))  # fmt: skip
     _, text = call(estimate, capsys, "--gpus 128 --systems O3", f"{WIDE} --untie-embeddings-and-output-weights")
-    assert "| memory is of the fullest stage, from 0 | 0 |" in text
-    assert f"held between steps, GB | {e.held:.1f} |" in text
+    assert re.search(r"^fullest stage, from 0 +0$", text, re.M)
+    assert re.search(rf"^held between steps, GB +{e.held:.1f}$", text, re.M)
 
 
 def test_what_no_micro_batch_changes_is_cut_once(capsys, monkeypatch):
@@ -101,11 +101,11 @@ def test_megatrons_theory_holds_as_much_as_ours():
 
 
 def test_json_and_csv_carry_the_same(capsys):
-    _, text = call(estimate, capsys, "--gpus 8 --json", MODEL + " --fp8-level O3")
+    _, text = call(estimate, capsys, "--gpus 8 --format json", MODEL + " --fp8-level O3")
     found = json.loads(text)
     assert [e["system"] for e in found["estimates"]] == ["bf16", "te", "O3"]
     assert found["error"]["runs"] >= 8
-    _, text = call(estimate, capsys, "--gpus 8 --csv", MODEL + " --fp8-level O3")
+    _, text = call(estimate, capsys, "--gpus 8 --format csv", MODEL + " --fp8-level O3")
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [float(row["step_ms"]) for row in rows] == [e["step_ms"] for e in found["estimates"]]
     o3 = found["estimates"][-1]
@@ -116,7 +116,7 @@ def test_a_whole_command_is_read_as_its_flags_are(capsys, monkeypatch):
     """Its launcher says how many GPUs, unless --gpus does, and sets variables; the script need not be here."""
     monkeypatch.delenv("CHOSEN", raising=False)
     command = "CHOSEN=model/gpt-7b srun -N 2 torchrun --nnodes 2 --nproc-per-node 4 -m megatron_fp8 nowhere.py "
-    for verb, asked in ((estimate, ""), (plan, "--most 1 ")):
+    for verb, asked in ((estimate, ""), (plan, "--top 1 ")):
         alone = call(verb, capsys, f"{asked}--gpus 8")
         assert alone[0] == 0 and call(verb, capsys, asked, command + MODEL) == alone
     assert "H200 141 GB SXM, 16 GPUs" in call(estimate, capsys, "--gpus 16", command + MODEL)[1]
@@ -211,7 +211,7 @@ def test_transformer_engine_may_be_elsewhere(capsys, monkeypatch):
     flags = f"{MODEL} --context-parallel-size 2 --fp8-level O3 --fp8-attention te"
     w = read.workload(read.parse(flags.split()), 8)
     assert (w.context, w.data, w.gpus) == (2, 4, 8)
-    for verb, gpus in ((estimate, "--gpus 8"), (memory, "--gpus 8"), (plan, "--gpus 8 --most 1")):
+    for verb, gpus in ((estimate, "--gpus 8"), (memory, "--gpus 8"), (plan, "--gpus 8 --top 1")):
         assert call(verb, capsys, gpus, flags)[0] == 0
     args = read.parse(MODEL.split()).args
     args.fp8_level, args.fp8_attention = "O3", "te"
@@ -232,7 +232,8 @@ def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
 
 
 def test_a_plan_ranks_layouts_and_says_why(capsys):
-    code, text = call(plan, capsys, "--gpus 16 --hardware h100-80gb-sxm --most 4", MODEL + " --fp8-level O3")
+    asked, flags = "--gpus 16 --hardware h100-80gb-sxm", MODEL + " --fp8-level O3"
+    code, text = call(plan, capsys, f"{asked} --top 4 --format markdown", flags)
     assert code == 0
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| TP")]
     assert len(rows) in (4, 5) and rows[0][-1] == "the fastest"
@@ -241,12 +242,18 @@ def test_a_plan_ranks_layouts_and_says_why(capsys):
     assert any("(as given)" in row[0] for row in rows)
     assert all(re.search(r"bubble|communication|recomputation|host|smaller", row[-1]) for row in rows[1:])
     assert all(float(row[7]) < 82 for row in rows)
+    left_out = re.search(r"Slower layouts that fit and are not shown: (\d+) [(]--all shows every layout", text)
+    of_all = call(plan, capsys, f"{asked} --all", flags)[1]
+    fit = int(re.search(r"16 GPUs: (\d+) layouts fit", of_all)[1])
+    assert len(rows) + int(left_out[1]) == fit == len(re.findall(r"^TP ", of_all, re.M)) and "not shown" not in of_all
+    _, in_json = call(plan, capsys, f"{asked} --top 4 --format json", flags)
+    assert json.loads(in_json)["left_out"] == fit - 4
 
 
 def test_a_plan_in_csv_says_beside_it_that_nothing_fits(capsys, monkeypatch):
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)
-    code, text = call(plan, capsys, "--gpus 1 --cap-gb 1 --csv")
+    code, text = call(plan, capsys, "--gpus 1 --cap-gb 1 --format csv")
     assert code == 1 and not text.strip()
     assert re.match(r"megatron-fp8 plan: none of \d+ layouts fits; TP 1.*: does not fit: ", said.getvalue())
 
@@ -335,16 +342,15 @@ def test_a_value_at_its_default_is_not_refused():
     [
         (estimate, "", MODEL.replace("--vocab-size 50304", ""), "--vocab-size is missing"),
         (estimate, "--gpus 3", MODEL + " --tensor-model-parallel-size 2", "--gpus 3: no multiple of"),
-        (estimate, "--gpus 0", MODEL, "--gpus 0: use more than 0"),
-        (estimate, "--json --csv", MODEL, "--json with --csv: take one"),
+        (estimate, "--gpus 0", MODEL, "--gpus 0: use 1 or more"),
         (estimate, "--systems O4", MODEL, "--systems O4: no such system; use bf16, te"),
         (estimate, "", MODEL + " --num-experts 8", "--num-experts 8: not modelled; give a dense GPT"),
         (estimate, "", MODEL + " --no-such-flag", "unrecognized arguments: --no-such-flag"),
         (estimate, "--gpus 12", MODEL, "--global-batch-size 64: no multiple of"),
         (estimate, "", MODEL + " --recompute-granularity selective --recompute-modules moe", "moe: not modelled"),
         (estimate, "--gpus 2", MODEL.replace("--use-distributed-optimizer", ""), "add --use-distributed-optimizer"),
-        (estimate, "--tokens inf", MODEL, "--tokens inf: use a number"),
-        (estimate, "--cap-gb inf", MODEL, "--cap-gb inf: use a number"),
+        (estimate, "--tokens inf", MODEL, "--tokens inf: use a number above 0"),
+        (estimate, "--cap-gb inf", MODEL, "--cap-gb inf: use a number above 0"),
         (estimate, "", MODEL.replace("seq-length 2048", "seq-length -5"), "--seq-length -5: use 1 or more"),
         (estimate, "", MODEL + " --recompute-granularity full", "full: add --recompute-method uniform, or block"),
         (estimate, "", MODEL + " --tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: use 1 or more"),
@@ -365,7 +371,7 @@ def test_a_value_at_its_default_is_not_refused():
         (estimate, "", MODEL.replace("--bf16", ""), "--bf16: missing, and FP32 is not modelled; add it"),
         (plan, "--gpus 8", MODEL.replace("--bf16", ""), "--bf16: missing, and FP32"),
         (estimate, "", MODEL.replace("--bf16", "--fp16"), "--fp16: not modelled; use --bf16 instead"),
-        (plan, "--gpus 8 --most 0", MODEL, "--most 0: use 1 or more"),
+        (plan, "--gpus 8 --top 0", MODEL, "--top 0: use 1 or more"),
         (plan, "--gpus 8", MODEL.replace("--global-batch-size 64", ""), "--global-batch-size is missing"),
     ],
 )

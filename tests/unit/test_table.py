@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.flags.usage import one_line_usage_errors
 from megatron_fp8.palette import COLOURS
 from megatron_fp8.perf import hardware, measure, paper, table
 from megatron_fp8.perf.memory import MODELS
@@ -18,6 +19,7 @@ H100 = hardware.load("h100-80gb-sxm")
 
 def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    one_line_usage_errors(parser)
     table.add_arguments(parser)
     return parser.parse_args(argv)
 
@@ -287,8 +289,8 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
     [
         (("7", "--run"), "table 7: measured are those of table 5"),
         (("5", "--only-cap"), "--only-cap: with what? add --cap-gb"),
-        (("5", "--gpus", "0"), "--gpus 0: use more than 0"),
-        (("5", "--run", "--iterations", "3"), "--iterations 3: five warm up"),
+        (("5", "--gpus", "0"), "--gpus 0: use 1 or more"),
+        (("5", "--run", "--iterations", "3"), "--iterations 3: use 17 (five warm up"),
         (("5", "--run", "--gpus", "1", "--global-batch-size", "3"), "--global-batch-size 3: no multiple"),
         (("8", "--models", "13b"), "--models 13b: of a measurement only; add --run"),
         (("5", "--cap-gb", "80", "--only-cap"), "--cap-gb 80.0: of a measurement only; add --run"),

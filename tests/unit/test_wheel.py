@@ -17,6 +17,8 @@ def test_an_installed_package_launches_a_shipped_job(tmp_path):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "pretrain_gpt_fp8.py"):
         shutil.copy(ROOT / name, source)
+    (source / "benchmarks/results").mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks/results/table5.csv", source / "benchmarks/results")
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
     subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=500)
     where = {**os.environ, "PYTHONPATH": str(built)}
@@ -28,5 +30,8 @@ def test_an_installed_package_launches_a_shipped_job(tmp_path):
     done = subprocess.run(launch, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     job = (tmp_path / "runs/gpt-125m/gpt-125m.sbatch").read_text()
+    table = [sys.executable, "-m", "megatron_fp8.cli", "table", "5", "--format", "csv"]
+    printed = subprocess.run(table, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=500).stdout
+    assert f"--results {built}/megatron_fp8/benchmarks/results/table5.csv" in printed and "nothing yet" not in printed
     assert "export NCCL_DEBUG=" in job
     assert f"SCRIPT={built}/megatron_fp8/scripts/pretrain_gpt_fp8.py\n" in job

@@ -1,0 +1,102 @@
+"""Optional packages: versions are pyproject.toml's and Megatron's own; a flag without its package is one line."""
+
+import ast
+import importlib.metadata
+import re
+import tomllib
+
+import pytest
+from commands import MODEL, error_of
+from launch import ROOT
+
+from megatron_fp8 import packages
+from megatron_fp8.flags.optional import NEEDS, check_packages
+from megatron_fp8.flags.stock_errors import stock_mistake
+from megatron_fp8.packages import PACKAGES, how_to_install, installed
+
+
+def named(requirement: str) -> tuple[str, str]:
+    """(Name in one spelling, bounds in one order) of "nvidia-cutlass==4.2.*"."""
+    name, bounds = re.fullmatch(r"([\w.-]+)(?:\[.*\])?\s*([^;]*).*", requirement).groups()
+    return re.sub(r"[-_.]+", "-", name).lower(), ",".join(sorted(bounds.strip(" ()").split(",")))
+
+
+def test_versions_are_pyprojects_and_megatrons():
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = dict(map(named, importlib.metadata.requires("megatron-core")))
+    wanted |= dict(map(named, [one for extra in ours.values() for one in extra]))
+    compared = 0
+    for requirement, _ in PACKAGES.values():
+        name, bounds = named(requirement)
+        if name in wanted:
+            compared += 1
+            assert bounds == wanted[name], requirement
+    assert compared >= 10 and how_to_install("cutlass_library") == "pip install 'nvidia-cutlass==4.2.*'"
+
+
+def test_what_is_here_is_seen():
+    assert installed("json") and not installed("no_such_package") and not installed("no_such.package")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--tokenizer-type HuggingFaceTokenizer", "pip install transformers, or change it"),
+        ("--tokenizer-type GPT2BPETokenizer", "pip install transformers, or change it"),
+        ("--tokenizer-type Llama2Tokenizer", "pip install sentencepiece, or change it"),
+        ("--tokenizer-type TikTokenizer", "pip install tiktoken, or change it"),
+        ("--log-straggler", "pip install nvidia-ml-py, or remove the flag"),
+        ("--log-energy", "pip install nvidia-ml-py, or remove the flag"),
+        ("--wandb-project it", "pip install wandb, or change it"),
+        ("--enable-ft-package", "pip install 'nvidia-resiliency-ext==0.6.0', or remove the flag"),
+        ("--non-persistent-ckpt-type local", "pip install 'nvidia-resiliency-ext==0.6.0', or change it"),
+        ("--data-path s3://there/data", "pip install boto3, or change it"),
+        ("--use-megatron-fsdp", "pip install 'einops~=0.8', or remove the flag"),
+        ("--optimizer muon", "pip install emerging_optimizers, or change it"),
+    ],
+)
+def test_a_flag_whose_package_is_missing_is_one_line(flags, line, parse, monkeypatch):
+    args = parse(*MODEL, *flags.split())
+    monkeypatch.setattr(packages, "installed", lambda module: False)
+    assert error_of(check_packages, args) == f"{flags}: needs a package that is not installed here; {line}"
+    monkeypatch.setattr(packages, "installed", lambda module: True)
+    check_packages(args)
+
+
+def test_a_plain_run_needs_no_package(parse, monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda module: False)
+    check_packages(parse(*MODEL))
+
+
+def test_every_need_is_a_flag_of_the_parser_and_a_package_of_the_table(parser):
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    assert {need.flag for need in NEEDS} <= known and {need.module for need in NEEDS} <= set(PACKAGES)
+
+
+def test_every_package_that_megatron_itself_imports_is_known_or_no_flags():
+    """A newer Megatron with a tokenizer of another package would show itself here."""
+    folder = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/tokenizers/text/libraries")
+    tried = {
+        name.partition(".")[0]
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Try)
+        for one in node.body
+        if isinstance(one, ast.Import | ast.ImportFrom) and not getattr(one, "level", 0)
+        for name in ([alias.name for alias in one.names] if isinstance(one, ast.Import) else [one.module])
+    }
+    assert tried - {"megatron", "wget"} <= set(PACKAGES)
+
+
+def test_any_other_import_of_megatrons_that_fails_is_one_line_too(tmp_path):
+    source = tmp_path / "megatron/training/some.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("def start():\n    import no_such_package.inside\n")
+    scope = {"__name__": "megatron.training.some"}
+    exec(compile(source.read_text(), str(source), "exec"), scope)
+    try:
+        scope["start"]()
+    except ModuleNotFoundError as error:
+        said = stock_mistake(error)
+    assert said.startswith("Megatron needs the package no_such_package, which is not installed; install it, or remove ")
+    assert said.endswith("Megatron imports it in megatron/training/some.py:2")
