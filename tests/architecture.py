@@ -166,7 +166,8 @@ def describe(model: torch.nn.Module) -> Description:
     initial, generators = {}, {}
     drawn = "weight", "bias"  # Transformer Engine leaves a sink of the softmax as its memory was
     if model.config.perform_initialization:
-        initial = {_apart(name): p.detach().clone() for name, p in model.named_parameters() if name.endswith(drawn)}
+        initial = {_apart(name): p.detach().clone() for name, p in model.named_parameters()}
+        initial = {name: values for name, values in initial.items() if name.endswith(drawn)}
         for name in [name for name in initial if name.endswith("linear_qkv_down_proj.weight")]:
             rows = model.config.q_lora_rank, model.config.kv_lora_rank + model.config.qk_pos_emb_head_dim
             parts = initial.pop(name).split(rows)

@@ -305,6 +305,8 @@ def pairs(count: int = 60, seed: int = 35) -> list[Case]:
     found: dict[str, int] = {}
     while len(found) < count:
         pair, layout = choose.sample(lines, 2), choose.choice(layouts)
+        if layout == "TP" and "--num-experts" in " ".join(pair):
+            layout = "TP SP"
         ranks, case = in_layout(" ".join(pair), layout) if layout else (1, " ".join(pair))
         found.setdefault(case, ranks)
     return [(ranks, case) for case, ranks in found.items()]
@@ -362,6 +364,7 @@ REASONS = [
     Reason("--no-pad-vocab-size", "neither", STOCKS_FAULT),
     Reason("--optimizer-cuda-graph", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl full_iteration", "alone", NEEDS_CUDA),
+    Reason("--cuda-graph-impl local", "alone", NEEDS_CUDA),
     Reason("--tp-comm-overlap", "alone", CHECKED_FIRST),
     Reason("--delay-wgrad-compute", "alone", CHECKED_FIRST),
     Reason("--fp8-format hybrid", "alone", NEEDS_TE),

@@ -6,6 +6,7 @@ from training_matrix import outcomes, report, unexpected
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(10_000)
 def test_every_case_becomes_what_is_written_of_it(tmp_path):
     found = outcomes(all_cases(), tmp_path / "results")
     text = report(found)
