@@ -79,4 +79,4 @@ def log(summary: dict[str, dict[str, float]] | None, iteration: int) -> None:
         f"not finite {summary['sharpness']['not_finite']:.0f}",
     )
     scalars = {f"{name}_{column}": summary[key][column] for key, name in NAMES.items() for column in COLUMNS}
-    write_scalars(scalars, iteration)
+    write_scalars(scalars, iteration, "fp8-sharpness")

@@ -122,4 +122,4 @@ def log(squares: torch.Tensor, iteration: int) -> None:
         update, weights = (math.sqrt(square) for square in squares.tolist())
         ratio = update / weights if weights else math.nan
         say(iteration, f"update norm {update:.6g}; update ratio {ratio:.6g}")
-        write_scalars({"update-norm": update, "update-ratio": ratio}, iteration)  # beside Megatron's grad-norm
+        write_scalars({"update-norm": update, "update-ratio": ratio}, iteration)

@@ -1,12 +1,20 @@
 """The names of the statistics, and who writes them: Megatron's TensorBoard and W&B writers, metrics.py, rank 0's log.
 
-    {layer}_{tensor}_{statistic}        decoder.layers.3.mlp.linear_fc1_activation_underflows%
+    metrics.py                                            TensorBoard and W&B
+    {place}_{tensor}_{statistic}                          fp8-{tensor}_{statistic}/{place}
+    decoder.layers.3.mlp.linear_fc1_weight_underflows%    fp8-weight_underflows%/decoder.layers.3.mlp.linear_fc1
+    model_{tensor}_{statistic}                            fp8/{tensor}_{statistic}
+    update-norm, fp8_spikes, ...                          fp8/update-norm, fp8/spikes, ...
 
-layer is the module's path in the whole model, whatever the pipeline: layers are numbered from 0 over all stages; or a
-transformer layer's, decoder.layers.3, for all of its linears together.  Form, tensors and statistics are those of
-Transformer Engine's debug features: LogFp8TensorStats has underflows%, overflows%, scale_inv_min and scale_inv_max,
-LogTensorStats has cur_amax.  Ours alone are wgrad_mu, wgrad_reduced_saturations% and wgrad_reduced_snr_db.
-collect.py says what each means.
+A place is a module's path in the whole model, whatever the pipeline: layers are numbered from 0 over all stages; or a
+transformer layer's, decoder.layers.3, for all of its linears together. "model" is all linears together; beside it
+stands the worst linear's (_WORST). Both viewers make a group of what stands before the first slash and sort the groups
+by name: so "fp8", a dozen curves of the whole model, comes first, and then a group for each statistic, closed until it
+is opened.
+
+Form, tensors and statistics are those of Transformer Engine's debug features: LogFp8TensorStats has underflows%,
+overflows%, scale_inv_min and scale_inv_max, LogTensorStats has cur_amax.  Ours alone are wgrad_mu,
+wgrad_reduced_saturations% and wgrad_reduced_snr_db. collect.py says what each means.
 """
 
 import math
@@ -18,6 +26,10 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 from ..metrics import record
 
 CASTS = ("activation", "gradient", "weight", "wgrad")
+MODEL, GROUP = "model", "fp8"  # the place of all linears together, and the viewers' group of what is of the whole model
+# By a statistic's end: the word for the worst linear's, and which of two is worse.
+_WORST = {"overflows%": ("most", max), "underflows%": ("most", max), "saturations%": ("most", max),
+          "snr_db": ("least", min)}  # fmt: skip
 
 
 @dataclass
@@ -90,29 +102,50 @@ def say(iteration: int, text: str) -> None:
     print(f"[fp8] iteration {iteration}: {text}\n", end="", flush=True)
 
 
-def write_scalars(scalars: dict[str, float], iteration: int) -> None:
-    """Give values by name to Megatron's TensorBoard and W&B writers and to the run's file, on the last rank.
+def write_scalars(scalars: dict[str, float], iteration: int, group: str = GROUP) -> None:
+    """Give values by name to the run's file and to Megatron's TensorBoard and W&B writers, on the last rank.
 
-    It is the one that has them; others may call.
+    It is the one that has them; others may call. group: the writers'.
     """
     record(scalars, iteration)
+    _show({f"{group}/{name.removeprefix('fp8_')}": value for name, value in scalars.items()}, iteration)
+
+
+def _show(tagged: dict[str, float], iteration: int) -> None:
     if writer := get_tensorboard_writer():
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, iteration)
+        for tag, value in tagged.items():
+            writer.add_scalar(tag, value, iteration)
     if wandb := get_wandb_writer():
-        wandb.log(scalars, iteration)
+        wandb.log(tagged, iteration)
 
 
 def write(tallies: dict[str, Tally], iteration: int) -> None:
-    """Write the statistics of every weight and layer, on the rank that has a writer; a line for the log on rank 0."""
-    weights = {f"{name}_{s}": v for name, tally in tallies.items() for s, v in tally.statistics().items()}
+    """Write the statistics of every weight, of every layer and of the model, on the rank that has a writer; a line for
+    the log on rank 0."""
     members: dict[str, list[Tally]] = {}
     for name, tally in tallies.items():
         members.setdefault(layer_name(name), []).append(tally)
-    layers = {f"{name}_{s}": v for name, all_ in members.items() for s, v in together(all_).statistics().items()}
-    write_scalars({**weights, **layers}, iteration)
-    if torch.distributed.get_rank() == 0 and weights:
-        say(iteration, summary(weights))
+    weights = {name: tally.statistics() for name, tally in tallies.items()}
+    layers = {name: together(all_).statistics() for name, all_ in members.items()}
+    found = {MODEL: _of_model(tallies, weights), **weights, **layers}
+    record({f"{place}_{s}": value for place, of in found.items() for s, value in of.items()}, iteration)
+    _show({_tag(place, s): value for place, of in found.items() for s, value in of.items()}, iteration)
+    if torch.distributed.get_rank() == 0 and any(weights.values()):
+        say(iteration, summary({f"{name}_{s}": v for name, of in weights.items() for s, v in of.items()}))
+
+
+def _tag(place: str, statistic: str) -> str:
+    return f"{GROUP}/{statistic}" if place == MODEL else f"fp8-{statistic}/{place}"
+
+
+def _of_model(tallies: dict[str, Tally], weights: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Statistics of all linears together, and the worst linear's. All of it is on the host already."""
+    found = together(list(tallies.values())).statistics() if tallies else {}
+    for name in list(found):
+        for end, (word, worse) in _WORST.items():
+            if name.endswith(end):
+                found[f"{name}_{word}"] = worse(of[name] for of in weights.values() if name in of)
+    return found
 
 
 def summary(statistics: dict[str, float]) -> str:

@@ -31,7 +31,12 @@ class Logged:
     @staticmethod
     def read(path):
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        values = {(row["name"], row["step"]): row["value"] for row in rows if "layers" in row["name"]}
+        tags = {row["name"]: row["name"].removeprefix("fp8-").partition("/") for row in rows}
+        values = {
+            (f"{tags[row['name']][2]}_{tags[row['name']][0]}", row["step"]): row["value"]
+            for row in rows
+            if "layers" in row["name"]
+        }
         assert len(values) == sum("layers" in row["name"] for row in rows)  # nothing is written twice
         return values
 

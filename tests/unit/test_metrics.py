@@ -116,6 +116,12 @@ def test_an_iteration(megatron):
     })]  # fmt: skip
 
 
+def test_each_start_says_what_it_trains_on(megatron, file):
+    megatron.step(1, 5.0, first=True)
+    megatron.step(2, 4.0)
+    assert facts(file) == {"device": "cpu"} and file.read_text().count("device") == 1
+
+
 def test_the_second_loss_is_its_own(megatron):
     """Megatron's is the mean of two; so is what only its sums have."""
     megatron.step(1, 5.0, first=True)

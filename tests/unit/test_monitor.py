@@ -14,6 +14,7 @@ from megatron_fp8.engine.events import Events
 from megatron_fp8.engine.owned import GRAD, INPUT, OwnedWeight, Scratch
 from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.flags.emulate import linear_name
+from megatron_fp8.metrics import VARIABLE, Reader
 from megatron_fp8.monitor import collect, update_norm, write
 from megatron_fp8.monitor.collect import Monitor
 from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together
@@ -286,16 +287,24 @@ class TestMonitor:
         assert beyond > 100 and setup.tally().casts[INPUT][:2] == [x.numel(), beyond]
 
 
-def test_every_rank_prints_and_writes_what_is_its_own(group, monkeypatch, capsys):
+@pytest.fixture
+def writers(monkeypatch):
+    """Stand-ins for TensorBoard's and W&B's: {(tag, step): value}, and what W&B was given."""
     scalars, logs = {}, []
     writer = SimpleNamespace(add_scalar=lambda name, value, step: scalars.update({(name, step): value}))
     wandb = SimpleNamespace(log=lambda values, step: logs.append((values, step)))
     monkeypatch.setattr(write, "get_tensorboard_writer", lambda: writer)
     monkeypatch.setattr(write, "get_wandb_writer", lambda: wandb)
+    return scalars, logs
+
+
+def test_every_rank_prints_and_writes_what_is_its_own(group, monkeypatch, capsys, writers):
+    scalars, logs = writers
     tally = Tally([[100.0, 0.0, 2.0], *NONE[0][1:]], NONE[1], NONE[2])
     write.write({"decoder.layers.3.mlp.linear_fc1": tally, "decoder.layers.3.mlp.linear_fc2": tally}, 100)
-    assert scalars[("decoder.layers.3.mlp.linear_fc1_activation_underflows%", 100)] == 2.0
-    assert scalars[("decoder.layers.3_activation_underflows%", 100)] == 2.0
+    for place in ("decoder.layers.3.mlp.linear_fc1", "decoder.layers.3"):
+        assert scalars[f"fp8-activation_underflows%/{place}", 100] == 2.0
+    assert scalars["fp8/activation_underflows%", 100] == scalars["fp8/activation_underflows%_most", 100] == 2.0
     assert logs == [({name: value for (name, _), value in scalars.items()}, 100)]
     line = "[fp8] iteration 100: most overflows 0 %; most underflows 2 % decoder.layers.3.mlp.linear_fc1_activation\n"
     assert capsys.readouterr().out == line
@@ -304,6 +313,40 @@ def test_every_rank_prints_and_writes_what_is_its_own(group, monkeypatch, capsys
     monkeypatch.setattr(write, "get_wandb_writer", lambda: None)
     write.write({"decoder.layers.3.mlp.linear_fc1": tally}, 200)
     assert capsys.readouterr().out == "" and len(logs) == 1
+
+
+LINEARS = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
+STATISTICS = [f"{tensor}_{s}" for tensor in CASTS for s in ("cur_amax", "overflows%", "underflows%", "scale_inv_min",
+              "scale_inv_max")] + ["wgrad_reduced_saturations%", "wgrad_reduced_snr_db"]  # fmt: skip
+
+
+def test_the_tags_of_two_layers_are_grouped_and_the_models_come_first(group, writers, tmp_path, monkeypatch):
+    """189 in one list were what a viewer showed; programs read the names they had."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "run.jsonl"))
+    places = [f"decoder.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
+    tallies = {place: Tally([[100.0 * i, i, 1.0]] * 4, [[float(i), 0.5, -0.1]] * 4, [10.0, 1.0, 8.0, i])
+               for i, place in enumerate(places, 1)}  # fmt: skip
+    write.write(tallies, 100)
+    write.write_scalars({"update-norm": 1.0, "fp8_spikes": 0}, 100)
+    scalars, logs = writers
+    tags = [tag for tag, _ in scalars]
+    groups = {}
+    for tag in tags:
+        groups.setdefault(tag.partition("/")[0], set()).add(tag.partition("/")[2])
+    worst = {f"{s}_most" for s in STATISTICS if s.endswith(("overflows%", "underflows%", "saturations%"))}
+    model = {*STATISTICS, *worst, "wgrad_reduced_snr_db_least", "update-norm", "spikes"}
+    assert groups.pop("fp8") == model
+    assert groups == {f"fp8-{s}": {*places, "decoder.layers.0", "decoder.layers.1"} for s in STATISTICS}
+    # viewers sort groups by name, up to the first slash, and a number by its value
+    assert min(tags, key=lambda tag: tag.partition("/")[0]).startswith("fp8/")
+    assert [tag for values, _ in logs for tag in values] == tags
+    assert scalars["fp8/weight_underflows%", 100] == pytest.approx(100 * 8 / 3600)  # of all elements together
+    assert scalars["fp8/weight_underflows%_most", 100] == 1 and scalars["fp8/weight_cur_amax", 100] == 8
+    assert scalars["fp8/wgrad_reduced_snr_db_least", 100] == 0
+    file = {name: value for _, values in Reader(tmp_path / "run.jsonl").read() for name, value in values.items()}
+    layers = {*places, "decoder.layers.0", "decoder.layers.1"}
+    names = {f"{place}_{s}" for place in layers for s in STATISTICS} | {f"model_{s}" for s in model}
+    assert file.keys() == names - {"model_update-norm", "model_spikes"} | {"update_norm", "fp8_spikes"}
 
 
 def test_the_update_norm_is_said_once(monkeypatch, capsys):

@@ -78,9 +78,12 @@ def test_the_log_gets_a_line_and_the_writers_the_scalars(capsys, monkeypatch):
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "[fp8] iteration 40: sharpness 0.1623 %; centred 0.1623 %; log Z 0.1623; not finite 3"
     names = ("sharpness", "centred_sharpness", "log_z")
-    expected = {(f"{name}_{column}", 40) for name in names for column in ("mean", "median", "q95", "q99", "max")}
+    expected = {
+        (f"fp8-sharpness/{name}_{column}", 40) for name in names for column in ("mean", "median", "q95", "q99", "max")
+    }
     assert set(written) == expected | {("wandb", *key) for key in expected}
-    assert written["sharpness_q99", 40] == 0.3 and written["wandb", "centred_sharpness_max", 40] == 1.0
+    assert written["fp8-sharpness/sharpness_q99", 40] == 0.3
+    assert written["wandb", "fp8-sharpness/centred_sharpness_max", 40] == 1.0
 
 
 def test_a_step_of_which_nothing_is_known(capsys, monkeypatch):

@@ -357,7 +357,7 @@ def test_the_counts_go_to_the_writers(run, monkeypatch):
     r.calm(20)
     assert written == {} and logged == []
     r.step(loss=2.0)
-    counts = {"fp8_spikes": 1, "fp8_rises": 0, "fp8_skipped_spikes": 0, "fp8_linears_in_bf16": 2}
+    counts = {"fp8/spikes": 1, "fp8/rises": 0, "fp8/skipped_spikes": 0, "fp8/linears_in_bf16": 2}
     assert written == {(name, 21): count for name, count in counts.items()} and logged == [(counts, 21)]
 
 
