@@ -264,8 +264,9 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
         measured(tmp_path, Gpus(150), "--gpus", "1", "--systems", "bf16", "O3", "--cap-gb", "80", "--models", *models)
     text = printed(capsys, "5", "--results", str(tmp_path / "results.csv"))
     assert widest(text) <= 140
-    _, first, second = text.split("Measured on hardware at hand. All rows: ")
-    assert first.startswith("GPU NVIDIA H200;") and second.startswith("GPU NVIDIA H100 80GB HBM3; Model 7b; #-GPUs 1;")
+    _, first, second = text.split("\nAll rows: ")
+    assert first.startswith("GPU NVIDIA H200; Commit abc; Date 20")
+    assert second.startswith("GPU NVIDIA H100 80GB HBM3; Commit abc; ") and "Model 7b; #-GPUs 1;" in " ".join(second.split())
     assert "Sequence Length 2048; TP 1; PP 1; CP 1; VP 1; EP 1." in " ".join(second.split())
     assert not re.search(r"^System .*(Model|TP|GPU)", second, re.M) and re.search(r"^System +Model ", first, re.M)
     assert re.search(r"^bf16 +13b +BF16 +2 +not tried: estimate \d+ GB$", first, re.M)
