@@ -59,7 +59,7 @@ def job_of(words: Sequence[str]) -> Job:
         return Job(words, None, {})
     first, place = _script_at(words)
     if place is None:
-        raise UserError(f"{words[0]}: is no flag, and no script follows; give a job's flags behind --, or its command")
+        raise UserError(f"{words[0]}: is not a flag, and no script follows; put a job's flags or its command behind --")
     return Job(words[place + 1 :], _gpus(words[:first]), _variables(words[:first]))
 
 

@@ -47,7 +47,7 @@ _OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functi
 }
 _OF_NUMBERS = "megatron.core.rerun_state_machine"  # what is wrong there is a loss
 _CALLERS = 6  # so many are asked which flags they read
-_MANY = 4  # flags, that nobody has typed
+_MANY = 4  # flags that were not given
 _AROUND = tuple(
     f"megatron_fp8.{n}" for n in ("plugin", "cpu", "flags.usage", "__main__", "checkpoint.saves", "checkpoint.loads")
 )
@@ -96,8 +96,13 @@ def stock_mistake(error: BaseException) -> str | None:
     given, missing = _values(frames)
     text = " ".join(str(error).split()) or _condition(frame, statement)
     given = [flag for flag in given if not text.startswith(flag)]
-    head = f"{', '.join(given)}: " if given else ""
     tail = f" (without {', '.join(missing)})" if missing else ""
+    if not given and (folder := _loaded(frames)):
+        given, tail = [f"--load {folder}"], ", and the checkpoint does not have it"
+        if any(frame.f_globals.get("__name__", "").startswith("megatron.core.optimizer") for frame, _ in frames):
+            tail += "; add --no-load-optim to load the weights alone"
+        text = text.removesuffix("; change it")
+    head = f"{', '.join(given)}: " if given else ""
     if len(given) > 1 and text.startswith(_OF_TWO):
         tail = "; remove one"
     return f"{head}{text.rstrip('.')}{tail}; Megatron checks it in {place}"
@@ -152,6 +157,15 @@ def _missing(frame: FrameType, statement: ast.stmt | None) -> str | None:
         called = call.func if isinstance(call, ast.Call) else None
         if isinstance(called, ast.Name) and called.id.startswith("TE") and frame.f_globals.get(called.id, 0) is None:
             return called.id
+    return None
+
+
+def _loaded(frames: list[tuple[FrameType, int]]) -> str | None:
+    """The folder of a checkpoint that was being read; None: none was."""
+    for frame, _ in frames:
+        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if place == ("megatron.training.checkpointing", "load_checkpoint"):
+            return getattr(frame.f_locals.get("args"), "load", None)
     return None
 
 
@@ -213,7 +227,8 @@ def _values(frames: list[tuple[FrameType, int]]) -> tuple[list[str], list[str]]:
             given = {name: shown for name, value in read.items() if (shown := _as_given(name, value)) is not None}
             typed = [shown for name, shown in given.items() if _is_typed(name)]
             missing = [_flags[name].option_strings[0] for name in read.keys() - given.keys() if not i]
-            return typed or list(given.values())[:_MANY], sorted(missing)[:_MANY]
+            if typed:  # a flag that nobody gave is no one's mistake, and a clue only beside one that was
+                return typed, sorted(missing)[:_MANY]
         wanted = {getattr(n, "attr", getattr(n, "id", "")) for part in parts for n in ast.walk(part)}
     return [], []
 
@@ -242,6 +257,8 @@ def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> 
         name: Any = None
         value: Any = None
         if isinstance(part, ast.Attribute):
+            if _resolve(part.value, frame) is None:  # of a comprehension, or not there any more
+                continue
             name, value = part.attr, _resolve(part, frame)
         elif isinstance(part, ast.Name):
             name, value = part.id, frame.f_locals.get(part.id)

@@ -80,5 +80,5 @@ def load(name: str) -> Hardware:
         if field.name == "gpus_per_node" and not isinstance(value, int):
             raise UserError(f"--hardware {name}: {field.name} is {value}; give a whole number")
     if unknown := sorted(given.keys() - {field.name for field in fields(Hardware)}):
-        raise UserError(f"--hardware {name}: {unknown[0]} is no name the model knows; remove it")
+        raise UserError(f"--hardware {name}: {unknown[0]} is not a name that the model knows; remove it")
     return Hardware(**given)

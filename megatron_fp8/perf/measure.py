@@ -69,7 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def check(args: Namespace) -> None:
     if args.only_cap and args.cap_gb is None:
-        raise UserError("--only-cap: with what? add --cap-gb")
+        raise UserError("--only-cap: no cap is given; add --cap-gb GB")
     if not args.run:
         parser = ArgumentParser()
         add_arguments(parser)
@@ -77,7 +77,7 @@ def check(args: Namespace) -> None:
             value = getattr(args, name)
             if name != "results" and value != default:  # --results is printed without --run too
                 said = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
-                raise UserError(f"--{name.replace('_', '-')}{said}: of a measurement only; add --run, or remove it")
+                raise UserError(f"--{name.replace('_', '-')}{said}: works only with --run; add it, or remove this one")
 
 
 def run(args: Namespace, runner: Callable[[str, Namespace], dict] | None = None) -> int:

@@ -386,12 +386,12 @@ def _range(values: list[int]) -> str:
 
 def _job(args: Namespace, given: dict[str, Any]) -> Job:
     if args.gpus is not None:
-        raise UserError(f"--gpus {args.gpus}: of a job, whose flags go behind --; or give --data-parallel-size")
+        raise UserError(f"--gpus {args.gpus}: needs a job; put its flags behind --, or give --data-parallel-size")
     if args.model is not None:
         return replace(MODELS[args.model], **given)
     for field in fields(Job):
         if field.default is MISSING and field.name not in given:
-            raise UserError(f"{_flag(field.name)} is missing: give it, or --model, or a job's flags behind --")
+            raise UserError(f"{_flag(field.name)} is missing; give it, or --model, or put a job's flags behind --")
     return Job(**given)
 
 
@@ -402,7 +402,7 @@ def _behind_dashes(
     from . import read  # which takes its Job from here
 
     if args.model is not None:
-        raise UserError(f"--model {args.model}: the flags behind -- are of another; remove one")
+        raise UserError(f"--model {args.model}: the flags behind -- give a model too; remove one of the two")
     flags = read.parse(args.flags)
     flags = replace(flags, args=Namespace(**{**vars(flags.args), **given}))  # whose layout is what GPUs are divided by
     read.check_given(flags.args)

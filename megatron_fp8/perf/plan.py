@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
     flags, on = read.parse(args.flags), hardware.load(args.hardware)
     args.gpus = args.gpus or flags.gpus
     if args.gpus is None:
-        raise UserError("--gpus is missing: give it, or behind -- a command whose launcher says how many")
+        raise UserError("--gpus is missing; give it, or put a command behind -- whose launcher says how many")
     system = args.system or flags.level or "O3"
     found = search(flags, args.gpus, system, on, args.cap_gb)
     ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | N
     """Every layout of so many GPUs, with the best of its micro-batches and recomputations."""
     context = flags.args.context_parallel_size
     if flags.args.global_batch_size is None:
-        raise UserError("--global-batch-size is missing: a plan needs the batch that is to be trained with")
+        raise UserError("--global-batch-size is missing; a plan needs the batch of the training")
     if gpus % context:
         raise UserError(f"--gpus {gpus}: no multiple of --context-parallel-size {context}; change one")
     # A mistake that no layout mends is said once: here, where the whole model is on one replica's GPUs.

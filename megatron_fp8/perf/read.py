@@ -162,7 +162,7 @@ def check_given(args: Namespace, *more: str) -> None:
     """Raise UserError where the model's sizes, or `more` of Megatron's arguments, are missing."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", *more):
         if getattr(args, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing: give it behind --")
+            raise UserError(f"--{name.replace('_', '-')} is missing; give it behind --")
 
 
 def data_parallel(args: Namespace, gpus: int) -> int:
@@ -182,7 +182,7 @@ def job(args: Namespace, data: int) -> Job:
     """The memory report's Job of Megatron's arguments, on `data` data-parallel ranks (context-parallel ones too)."""
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
     if not vocabulary:
-        raise UserError("--vocab-size is missing: the tokenizer is not read here; give its size")
+        raise UserError("--vocab-size is missing, and no tokenizer is read here; give its number of tokens")
     given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Job)}
     given |= {"vocab_size": vocabulary, "data_parallel_size": data}
     given |= {"swiglu": bool(args.swiglu), "disable_bias_linear": not args.add_bias_linear}
@@ -240,7 +240,7 @@ def check_optimizer(args: Namespace, data: int) -> None:
     """Raise UserError where it is not the distributed one, on more than one data-parallel rank: its memory is counted,
     its time not modelled."""
     if not args.use_distributed_optimizer and data > 1:
-        raise UserError("the distributed optimizer alone is modelled; add --use-distributed-optimizer")
+        raise UserError("only the distributed optimizer is modelled; add --use-distributed-optimizer")
 
 
 def _refuse(args: Namespace) -> None:
@@ -267,5 +267,5 @@ def virtual(args: Namespace) -> int:
     stage = args.num_layers // args.pipeline_model_parallel_size
     if stage % layers:
         flag = f"--num-layers-per-virtual-pipeline-stage {layers}"
-        raise UserError(f"{flag}: does not divide the {stage} layers of a stage; change it")
+        raise UserError(f"{flag}: a stage has {stage} layers, which it does not divide; change one of the two")
     return stage // layers

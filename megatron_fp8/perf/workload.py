@@ -56,7 +56,10 @@ class Workload:
             if value < 1:
                 raise UserError(f"{flag} {value}: use 1 or more")
         if self.job.data_parallel_size % self.context:
-            raise UserError(f"--context-parallel-size {self.context}: does not divide what TP and PP leave; change one")
+            raise UserError(
+                f"--context-parallel-size {self.context}: does not divide the {self.job.data_parallel_size} GPUs that "
+                "tensor and pipeline parallelism leave; change one"
+            )
         if self.global_batch % (self.micro_batch * self.data):
             raise UserError(
                 f"--global-batch-size {self.global_batch}: no multiple of --micro-batch-size {self.micro_batch} times "

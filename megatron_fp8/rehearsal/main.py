@@ -54,9 +54,10 @@ def run(args: Namespace) -> int:
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     launch = take_apart(words)
     if args.gpus and launch.gpus not in (None, 1, args.gpus):  # 1: no launcher, or one that does not say
-        raise UserError(f"--gpus {args.gpus}: the command starts {launch.gpus}; remove it, or change the command")
+        remedy = "remove --gpus, or change the command"
+        raise UserError(f"--gpus {args.gpus}: the command starts {launch.gpus} processes; {remedy}")
     if args.rank is not None and not args.full:
-        raise UserError(f"--rank {args.rank}: of what? add --full")
+        raise UserError(f"--rank {args.rank}: works only with --full; add it, or remove --rank")
     if args.folder:
         _make(Path(args.folder))
     environment = dict(os.environ)  # before the GPU is hidden
@@ -73,7 +74,7 @@ def run(args: Namespace) -> int:
         args.rank = args.rank or 0
         return rehearse(launch, job, gpus, args, environment)
     if is_stock(job.level):
-        raise UserError("rehearse: the command has no --fp8-level above O0; add one")
+        raise UserError("rehearse: the command has no --fp8-level, or O0; add --fp8-level O1, O2 or O3")
     outcome = page.Outcome()
     rehearsal = None
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:

@@ -17,6 +17,7 @@ from launch import ROOT
 import megatron_fp8
 from megatron_fp8 import cli
 from megatron_fp8.__main__ import run_script
+from megatron_fp8.errors import UserError
 from megatron_fp8.flags import usage as entry
 from megatron_fp8.flags.level import resolve
 from megatron_fp8.lab import main as lab
@@ -229,3 +230,21 @@ def test_a_reader_that_has_enough_is_no_error():
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["lab"]])
+def test_a_program_alone_prints_its_help(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 0 and "verbs:" in capsys.readouterr().out
+
+
+def test_python_m_megatron_fp8_has_a_version(capsys):
+    run_script(["--version"])
+    assert capsys.readouterr().out == f"megatron_fp8 {megatron_fp8.__version__}\n"
+
+
+def test_a_line_stays_one_line_whatever_is_in_it(capsys):
+    with pytest.raises(SystemExit), entry.one_line_errors():
+        raise UserError("--name a\nb\x1b[2J: no such name")
+    assert capsys.readouterr().err == "megatron_fp8: --name a\\nb\\x1b[2J: no such name\n"

@@ -387,3 +387,14 @@ def test_mistakes_are_said_in_one_line(tmp_path, capsys, argv, message):
     with pytest.raises(UserError, match=re.escape(message)) as error:
         call(capsys, *(files.get(word, word) for word in argv))
     assert "\n" not in str(error.value) and not capsys.readouterr().out
+
+
+def test_one_name_for_two_runs_is_refused(tmp_path):
+    path = metrics(tmp_path / "x.jsonl")
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    with pytest.raises(UserError, match=r"^A: names two runs; give one of them another name$"):
+        compare.run(parser.parse_args([f"A={path}", f"A={path}"]))
+    assert compare.run(parser.parse_args([path, path])) == 0
+    with pytest.raises(UserError, match=r"^--steps 9{20}:: use A:B"):
+        compare.run(parser.parse_args([path, "--steps", "9" * 20 + ":"]))

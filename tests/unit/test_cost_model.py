@@ -360,12 +360,14 @@ def test_shipped_hardware_loads():
     "change, message",
     [
         (("copy_gb_s: 4200", "copy_gb_s: fast"), "copy_gb_s is fast; give a number"),
-        (("copy_gb_s: 4200", ""), "copy_gb_s is None; give a number"),
+        (("copy_gb_s: 4200", ""), "copy_gb_s is missing; add it"),
+        (("name: H200 141 GB SXM", ""), "name is missing; add it"),
+        (("name: H200 141 GB SXM", "name: 7"), "name is 7; give a word"),
         (("copy_gb_s: 4200", "copy_gb_s: 0"), "copy_gb_s is 0; give more than 0"),
         (("copy_gb_s: 4200", "copy_gb_s: .inf"), "copy_gb_s is inf; give a number"),
         (("host_ms: 36", "host_ms: .nan"), "host_ms is nan; give a number"),
         (("gpus_per_node: 8", "gpus_per_node: 8.5"), "gpus_per_node is 8.5; give a whole number"),
-        (("copy_gb_s: 4200", "copy_gb_s: 4200\ncolour: red"), "colour is no name the model knows"),
+        (("copy_gb_s: 4200", "copy_gb_s: 4200\ncolour: red"), "colour is not a name that the model knows"),
         (("name: H200", "name: [H200"), "not YAML: "),
     ],
 )
@@ -375,8 +377,10 @@ def test_a_hardware_file_that_is_not_whole_is_refused(tmp_path, change, message)
     with pytest.raises(UserError, match=message) as error:
         hardware.load(str(file))
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="no such file; give one, or one of h100-80gb-sxm"):
+    with pytest.raises(UserError, match="h300: no such file; give a YAML file, or one of h100-80gb-sxm"):
         hardware.load("h300")
+    with pytest.raises(UserError, match=f"{tmp_path}: a folder; give a YAML file"):
+        hardware.load(str(tmp_path))
 
 
 def test_a_binary_hardware_file_is_refused(tmp_path):

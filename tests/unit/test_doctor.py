@@ -10,7 +10,7 @@ import pytest
 from megatron_fp8.cli import main
 from megatron_fp8.doctor import machine, scheduler, software
 from megatron_fp8.doctor import main as doctor
-from megatron_fp8.doctor.finding import BLOCKING, DEGRADED, GOOD, blocking, good, output_of
+from megatron_fp8.doctor.finding import BLOCKING, DEGRADED, GOOD, blocking, degraded, good, output_of
 
 TOPOLOGY = """\
 \tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity
@@ -242,3 +242,33 @@ def test_a_preempted_job_is_warned_if_it_has_time(monkeypatch, kind, said, verdi
 def test_a_command_that_is_not_there_says_nothing():
     assert output_of("no-such-command") is None and output_of("false") is None
     assert output_of("sleep", "60", timeout=0.1) is None and output_of("echo", "yes") == "yes\n"
+
+
+def test_bad_leaves_good_lines_out_of_json_too(monkeypatch, capsys):
+    found = [good("this", "fine"), degraded("that", "slow", "mend it")]
+    monkeypatch.setattr(doctor, "_LOOKS", (lambda: found,))
+    for flags, shown in ((["--json"], ["this", "that"]), (["--json", "--bad"], ["that"])):
+        assert main(["doctor", *flags]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert [line["what"] for line in said["lines"]] == shown and said["verdict"] == DEGRADED
+
+
+def test_a_machine_without_torch_says_so_once(monkeypatch, capsys):
+    def look(module):
+        def absent():
+            raise ModuleNotFoundError(f"No module named '{module}'", name=module)
+            yield
+
+        return absent
+
+    monkeypatch.setattr(doctor, "_LOOKS", tuple(map(look, ("torch", "torch", "psutil"))))
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and "needs the package psutil, which is not installed; install it" in lines[0]
+
+
+def test_optional_packages_are_listed_with_what_they_are_for(monkeypatch):
+    monkeypatch.setattr(software, "installed", lambda module: module == "rich")
+    here, *missing = software.optional_packages()
+    assert here.found == "installed: rich" and len(missing) == len(software.PACKAGES) - 1
+    assert any("--wandb-project: pip install wandb" in one.found for one in missing)

@@ -202,3 +202,36 @@ def test_a_package_that_megatron_needs_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)  # not installed
     line = stock_mistake(error_of(get_async_strategy, "nvrx"))  # --async-save --use-persistent-ckpt-worker
     assert "`nvidia-resiliency-ext` installation is required" in line and "\n" not in line
+
+
+LOADING = """
+def load_checkpoint(args, optimizer):
+    optimizer.state_dict(args)
+"""
+STATES = """
+class Optimizer:
+    optimizer = None
+    def state_dict(self, args):
+        steps = [s["step"] for s in self.optimizer or ()]
+        assert len(steps) == 1
+    def of_layout(self, args):
+        assert len(args.pipeline_model_parallel_layout) % args.pipeline_model_parallel_size == 1
+"""
+
+
+def test_only_flags_that_were_given_are_named(module, parser, monkeypatch):
+    """As of a resumption of stock's distributed optimizer with torch's Adam, whose state is empty then."""
+    monkeypatch.setattr(stock_errors, "_flags", {})
+    remember_flags(parser)
+    optimizer = module("megatron.core.optimizer.distrib_optimizer", STATES)["Optimizer"]()
+    load = module("megatron.training.checkpointing", LOADING)["load_checkpoint"]
+    args = parser.parse_args([*MODEL, "--load", "there"])
+    monkeypatch.setattr(sys, "argv", ["train.py", *MODEL, "--load", "there"])
+    line = stock_mistake(error_of(load, args, optimizer))
+    said = "--load there: Megatron needs len(steps) == 1, and the checkpoint does not have it; add --no-load-optim to "
+    assert line.startswith(said) and "--optimizer" not in line
+    args.pipeline_model_parallel_layout = ["E", "t"]
+    line = stock_mistake(error_of(optimizer.of_layout, args))
+    assert line.startswith("Megatron needs len(pipeline_model_parallel_layout) % pipeline_model"), line
+    monkeypatch.setattr(sys, "argv", ["train.py", "--pipeline-model-parallel-size", "1"])
+    assert stock_mistake(error_of(optimizer.of_layout, args)).startswith("--pipeline-model-parallel-size 1: Megatron")

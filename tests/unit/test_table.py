@@ -276,8 +276,9 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
         measured(tmp_path, Gpus(150), "--gpus", "1", "--systems", "bf16", "O3", "--cap-gb", "80", "--models", *models)
     text = printed(capsys, "5", "--results", str(tmp_path / "results.csv"))
     assert widest(text) <= 140
-    _, first, second = text.split("Measured on hardware at hand. All rows: ")
-    assert first.startswith("GPU NVIDIA H200;") and second.startswith("GPU NVIDIA H100 80GB HBM3; Model 7b; #-GPUs 1;")
+    _, first, second = text.split("\nAll rows: ")
+    assert first.startswith("GPU NVIDIA H200; Commit abc; Date 20")
+    assert second.startswith("GPU NVIDIA H100 80GB HBM3; Commit abc; ") and "Model 7b; #-GPUs 1;" in " ".join(second.split())
     assert "Sequence Length 2048; TP 1; PP 1; CP 1; VP 1; EP 1." in " ".join(second.split())
     assert not re.search(r"^System .*(Model|TP|GPU)", second, re.M) and re.search(r"^System +Model ", first, re.M)
     assert re.search(r"^bf16 +13b +BF16 +2 +not tried: estimate \d+ GB$", first, re.M)
@@ -287,14 +288,14 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (("7", "--run"), "table 7: measured are those of table 5"),
-        (("5", "--only-cap"), "--only-cap: with what? add --cap-gb"),
+        (("7", "--run"), "table 7: only table 5 has measured rows"),
+        (("5", "--only-cap"), "--only-cap: no cap is given; add --cap-gb GB"),
         (("5", "--gpus", "0"), "--gpus 0: use 1 or more"),
         (("5", "--run", "--iterations", "3"), "--iterations 3: use 17 (five warm up"),
         (("5", "--run", "--gpus", "1", "--global-batch-size", "3"), "--global-batch-size 3: no multiple"),
-        (("8", "--models", "13b"), "--models 13b: of a measurement only; add --run"),
-        (("5", "--cap-gb", "80", "--only-cap"), "--cap-gb 80.0: of a measurement only; add --run"),
-        (("5", "--te-path", "/nope"), "--te-path /nope: of a measurement only; add --run"),
+        (("8", "--models", "13b"), "--models 13b: works only with --run; add it"),
+        (("5", "--cap-gb", "80", "--only-cap"), "--cap-gb 80.0: works only with --run; add it"),
+        (("5", "--te-path", "/nope"), "--te-path /nope: works only with --run; add it"),
         (("5", "--run"), "--run --models 7b: no GPU on this machine; use one that has"),
         (("5", "--results", "/no/such.csv"), "no such file; name one, or add --run"),
         (("5", "--results", "bytes.csv"), "--results bytes.csv: was written with other columns"),
