@@ -157,6 +157,17 @@ def _lock(folder: Path) -> int:
     return _lock(folder)
 
 
+def _keep_locks() -> None:
+    """Before a save: where a lock was removed meanwhile, by hand say, take it again; OSError if another run has it."""
+    for folder, lock in list(_locks.items()):
+        if not _is_at(folder / LOCK, os.fstat(lock)):
+            try:
+                _locks[folder] = _lock(folder)
+            except BlockingIOError:
+                raise OSError(errno.EBUSY, f"{LOCK} was removed, and another run saves there by now") from None
+            os.close(lock)
+
+
 def _is_at(path: Path, found: os.stat_result) -> bool:
     """Whether the path still leads to the file that was found there."""
     try:
@@ -208,6 +219,7 @@ def begin(folder: Path) -> None:
     """Put aside what the folder of a new checkpoint holds, and mark it; collective."""
 
     def put_aside() -> None:
+        _keep_locks()
         if folder.is_symlink():
             raise OSError(errno.ELOOP, f"{folder.name} is a link to another folder, which a save would change")
         _put_back(folder)

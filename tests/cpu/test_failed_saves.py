@@ -54,7 +54,7 @@ def fails(spoil: Callable[[Path], None], folder: Path, flags: str = "", run=fork
         (make_it_a_file, ""),
         pytest.param(make_the_tracker_a_folder, "", marks=pytest.mark.slow),
         pytest.param(make_it_a_file, "--async-save", marks=pytest.mark.slow),
-        pytest.param(make_the_tracker_a_folder, "--async-save --save-retain-interval 2", marks=pytest.mark.slow),
+        pytest.param(make_the_tracker_a_folder, "--async-save --save-retain-interval 6", marks=pytest.mark.slow),
     ],
 )
 def test_one_line_from_one_rank(tmp_path, spoil, flags):
@@ -70,7 +70,7 @@ def test_one_line_under_torchrun(tmp_path):
     lines = fails(make_it_a_file, tmp_path / "save", run=torchrun)
     said = [line for line in lines if line.startswith("megatron_fp8: ")]
     assert len(said) == 1 and "could not be written (" in said[0], "\n".join(lines[-60:])
-    assert not any("[rank1]" in line or "gloo" in line for line in lines), "\n".join(lines[-60:])
+    assert not any("[rank1]" in line or "Connection closed" in line for line in lines), "\n".join(lines[-60:])
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_file_that_one_rank_cannot_read(tmp_path, rank):
     forked(2, stock, tmp_path / "log.txt", timeout=900, env=env)
     file = saved / f"iter_0000002/mp_rank_0{rank}/model_optim_rng.pt"
     whole = file.read_bytes()
-    loading = [*both, "--fp8-level", "O3", "--finetune", "--load", str(saved), "--train-iters", "1"]
+    loading = [*both, "--fp8-level", "O3", "--finetune", "--load", str(saved), "--train-iters", "3"]
     for damaged in (whole[: len(whole) // 2], b"", None):
         file.unlink() if damaged is None else file.write_bytes(damaged)
         with pytest.raises(RunFailed) as failed:

@@ -67,16 +67,7 @@ CASES = {
 @pytest.mark.parametrize("case", [pytest.param(CASES[n], id=n, marks=[nightly] * (n != "another rate")) for n in CASES])
 def test_with_the_remedy_it_trains(case, tmp_path):
     train(case.ranks[0], case.saved, tmp_path, save=5, until=5)
-    resumed = [
-        *TINY_GPT,
-        *case.resumed.split(),
-        "--load",
-        str(tmp_path),
-        "--train-iters",
-        "7",
-        "--lr-decay-iters",
-        "10",
-    ]
+    resumed = [*TINY_GPT, *case.resumed.split(), "--load", str(tmp_path), "--exit-interval", "7"]
     line = said(case.ranks[1], resumed)
     assert re.match(rf"megatron_fp8: --load {tmp_path}: {case.says}", line), line
     named = set(re.findall(r"--[\w-]*(?:load|finetune|scheduler)[\w-]*|--fp8-level(?=,)", line.partition("; ")[2]))

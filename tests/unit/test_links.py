@@ -52,6 +52,33 @@ def test_a_lock_that_is_no_file_of_a_run(tmp_path, mine, make):
     assert len(lock.read_text()) == 32
 
 
+def test_a_lock_that_was_removed_by_hand(load, tmp_path, monkeypatch):
+    """It is taken again; if another run has taken it meanwhile, this one ends."""
+    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+    saves.claim(str(tmp_path))
+    for iteration in (5, 10):
+        save(tmp_path, iteration)
+        (tmp_path / saves.LOCK).unlink()
+    save(tmp_path, 15)
+    assert (tmp_path / saves.LOCK).exists()
+    (tmp_path / saves.LOCK).unlink()
+    (ours, theirs), (done, end) = os.pipe(), os.pipe()
+    if (other := os.fork()) == 0:  # another run, which has no lock of this one's
+        os.close(end)
+        saves._locks.clear()
+        saves.claim(str(tmp_path))
+        os.write(theirs, b"held")
+        os.read(done, 1)
+        os._exit(0)
+    assert os.read(ours, 4) == b"held"
+    line = rf"iter_0000020 could not be written \({saves.LOCK} was removed, and another run saves there by now, .*"
+    with pytest.raises(ValueError, match=line + "start again, from iter_0000015$"):
+        saves.lose_nothing(lambda: save(tmp_path, 20))()
+    os.close(end)
+    os.waitpid(other, 0)
+    assert load(tmp_path) == 15
+
+
 def test_a_link_in_place_of_what_a_run_tries_its_folder_with(tmp_path, mine):
     (tmp_path / f"{saves.LOCK}.{os.getpid()}").symlink_to(mine)
     saves.claim(str(tmp_path))
