@@ -38,6 +38,8 @@ from stamp import ROOT
 import prepare_data
 from launch import RunFailed, parse_step, parse_validation, torchrun
 
+from megatron_fp8.palette import looks
+
 TEXT, HELD_OUT = "runs/real_text/data/python", 0.02
 CONTEXT, BATCH = 1024, 32
 WINDOW = 100  # steps of the judgement of training losses
@@ -167,13 +169,15 @@ def plot(rows: list[dict], path: Path, reference: str = "O0") -> None:
             points = smooth([float(loss) for loss in row["losses"].split()])
             left.plot(at(points), points, color="black", linewidth=0.8, label=f"seed {row['seed']}")
     left.set_title(f"{NAMES.get(reference, reference)}: training loss, nats a byte", fontsize=9)
-    for color, (arm, seeds) in enumerate(differences(rows, reference).items()):
+    arms = differences(rows, reference)
+    look = looks([reference, *arms])
+    for arm, seeds in arms.items():
         curves = list(zip(*map(smooth, seeds.values()), strict=False))
         mean = [statistics.mean(point) for point in curves]
         error = [statistics.stdev(point) / len(point) ** 0.5 if len(point) > 1 else 0.0 for point in curves]
-        right.plot(at(mean), mean, color=f"C{color}", linewidth=1, label=f"{arm}, {len(seeds)} seeds")
+        right.plot(at(mean), mean, **look[arm], linewidth=1, label=f"{arm}, {len(seeds)} seeds")
         low, high = ([m + sign * e for m, e in zip(mean, error, strict=True)] for sign in (-1, 1))
-        right.fill_between(at(mean), low, high, color=f"C{color}", alpha=0.2, linewidth=0)
+        right.fill_between(at(mean), low, high, color=look[arm]["color"], alpha=0.2, linewidth=0)
     right.axhline(0, color="black", linewidth=0.8)
     right.set_yscale("symlog", linthresh=0.01)
     right.set_title(f"less {NAMES.get(reference, reference)}'s, same seed and batches", fontsize=9)

@@ -24,6 +24,7 @@ from launch import ROOT, RunFailed, Step, forked, parse_step, parse_validation, 
 sys.path.insert(0, str(ROOT))
 
 from megatron_fp8.flags.level import LEVELS
+from megatron_fp8.palette import looks
 
 OUTPUT = Path("runs/demo")  # in the repository
 TEXT = OUTPUT / "data/python"
@@ -170,25 +171,41 @@ def print_table(rows: list[list[str]]) -> None:
         print("  " + "  ".join([name.ljust(widths[0]), *cells]))
 
 
-def plot(curves: dict[str, list[Step]], path: Path) -> None:
-    """Save the loss curves, and below them each level's distance from O0, as a picture."""
+def plot(curves: dict[str, list[Step]], results: dict[str, dict], path: Path) -> None:
+    """Save as a picture: the loss curves; each level's distance from O0 at every step, from the same text; and its
+    distance on held-out text at the end, which is judged by how far the seeds of O0 lie apart."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
-    baseline = {step.iteration: step.loss for step in curves["O0"]}
-    for name, steps in curves.items():
-        iterations = [step.iteration for step in steps]
-        if name in LEVELS:  # another seed's steps see other text
-            above.plot(iterations, [step.loss for step in steps], label=name, linewidth=1)
-            below.plot(iterations, [step.loss - baseline[step.iteration] for step in steps], linewidth=1)
-    above.set(ylabel="training loss (nats a byte)", title="The same GPT at each level: same seed, same data")
-    above.legend()
-    below.set(xlabel="step", ylabel="difference from O0")
-    for axes in (above, below):
+    look = looks(LEVELS)
+    figure, panels = plt.subplots(3, 1, figsize=(8, 8), height_ratios=(3, 2, 2), layout="constrained")
+    above, middle, below = panels
+    losses = {name: {step.iteration: step.loss for step in steps} for name, steps in curves.items()}
+    seeds = ["O0", *map(again, SEEDS[1:])]
+    steps = list(losses["O0"])
+    ends = [(min(values), max(values)) for values in ([losses[seed][i] for seed in seeds] for i in steps)]
+    noise = {"color": look["O0"]["color"], "alpha": 0.2, "linewidth": 0}
+    above.fill_between(steps, *zip(*ends, strict=True), **noise, label=f"O0, {len(SEEDS)} seeds")
+    for level in LEVELS:
+        above.plot(steps, [losses[level][i] for i in steps], **look[level], label=level, linewidth=1)
+        middle.plot(steps, [losses[level][i] - losses["O0"][i] for i in steps], **look[level], linewidth=1)
+    held_out = {name: results[name]["heldout_loss"] - results["O0"]["heldout_loss"] for name in results}
+    said = f"the noise: as far as O0's {len(SEEDS)} seeds lie apart"
+    below.axvspan(-noise_of(results), noise_of(results), **noise, label=said)
+    below.plot([held_out[seed] for seed in seeds], [0] * len(seeds), "|", color=look["O0"]["color"], markersize=14)
+    for row, level in enumerate(LEVELS):
+        below.plot(held_out[level], row, "o", color=look[level]["color"])
+    above.set(ylabel="nats a byte", title="Training loss of the same GPT at each level: same seed, same text")
+    middle.set(xlabel="step", ylabel="nats a byte", title="Training loss less that of O0, step by step")
+    below.set(xlabel="nats a byte", yticks=range(len(LEVELS)), yticklabels=LEVELS, ylim=(len(LEVELS) - 0.5, -0.5))
+    below.set_title("Held-out loss at the end, less that of O0 (bars: O0's other seeds)")
+    above.sharex(middle)
+    for axes in panels:
         axes.grid(alpha=0.3)
+    for axes in (above, below):
+        axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -231,7 +248,7 @@ def main() -> None:
         print(verdict(level, results))
     written = [str(summary)]
     try:
-        plot(curves, OUTPUT / "loss.png")
+        plot(curves, results, OUTPUT / "loss.png")
         written.append(str(OUTPUT / "loss.png"))
     except ImportError:
         print("no loss.png: matplotlib is not installed (pip install -e '.[viz]')")
