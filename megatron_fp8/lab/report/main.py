@@ -10,6 +10,7 @@ the report of one that was not.
 
 import math
 from argparse import ArgumentParser, Namespace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..sweep.progress import duration
 from ..sweep.rows import DONE, FAILED, NOT_FINITE
 from ..sweep.store import Store
 from .curves import began, steps_ratio
-from .pieces import Log, Picture, Section, Table, between, number
+from .pieces import Log, Picture, Section, Table, between, counted, number
 from .results import Result, Results, healthy
 from .sections import sections
 from .statistics import mean, mean_band, median
@@ -95,6 +96,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab report`."""
     parser.add_argument("store", help="what `lab sweep --store` wrote; the sweep may still be running")
     parser.add_argument("--out", required=True, help="folder for the report; made if need be")
+    parser.add_argument("--baseline", metavar="ARM", help="compare the other arms with this one (the plan's first)")
 
 
 def run(args: Namespace) -> int:
@@ -103,15 +105,15 @@ def run(args: Namespace) -> int:
     try:
         if not any(row.state in (DONE, NOT_FINITE) for row in store.runs()):
             raise UserError(f"{args.store}: no run has ended well yet; wait for the first, or see its .runs folder")
-        results = Results(store)
+        results = Results(store, args.baseline)
     finally:
         store.close()
     folder = Path(args.out)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder")
     pages = {
-        "report": ("A sweep's report", sections(results)),
-        "runs": ("When, where and how fast it was run", [_speed(results), _where(results)]),
+        "report": (_title(results), sections(results)),
+        "runs": (f"{results.name}: when, where and how fast it was run", [_speed(results), _where(results)]),
     }
     refuse_link_of_others(folder / "figures")
     try:
@@ -121,6 +123,15 @@ def run(args: Namespace) -> int:
         raise UserError(f"--out {folder}: {error.strerror}; mend that, or name another folder") from None
     print(f"written: {', '.join(map(str, written))}")
     return 0
+
+
+def _title(results: Results) -> str:
+    seeds = len({row.seed for row in results.rows})
+    others = ", ".join(results.arms[1:])
+    return (
+        f"{results.name}: {f'{others} against {results.baseline}' if others else results.baseline}; "
+        f"{counted(len(results.rates), 'learning rate')}, {counted(seeds, 'seed')}, {results.length}"
+    )
 
 
 def write(folder: Path, name: str, title: str, content: list[Section]) -> list[Path]:
@@ -200,6 +211,16 @@ def _speed(results: Results) -> Section:
     return Section("Speed", [text, Table(heads, rows, len(labels))])
 
 
+def _dates(results: Results) -> list[str]:
+    """When the first run began and the last one ended, as far as is known."""
+    began = [row.started for row in results.rows if row.started]
+    ended = [row.ended for row in results.rows if row.ended]
+    if not began or not ended:
+        return []
+    first, last = (datetime.fromtimestamp(moment, UTC) for moment in (min(began), max(ended)))
+    return [f"From {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC."]
+
+
 def _where(results: Results) -> Section:
     rows = []
     for row in results.rows:
@@ -207,7 +228,7 @@ def _where(results: Results) -> Section:
         words = [row.data, f"{row.learning_rate:g}", row.arm, str(row.seed), row.state]
         rows.append([*words, str(row.attempt), seconds, row.machine or "-", row.code or "-"])
     heads = ["data", "learning rate", "arm", "seed", "state", "attempt", "time", "machine", "version"]
-    section = Section("Runs", [Table(heads, rows, 5)])
+    section = Section("Runs", [*_dates(results), Table(heads, rows, 5)])
     for row in results.rows:
         if row.state in (FAILED, NOT_FINITE) and row.error:
             section.blocks += [f"{row.name}: {row.state}", Log(row.error)]

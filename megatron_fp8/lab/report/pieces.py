@@ -39,6 +39,11 @@ class Section:
     blocks: list["str | list[str] | Table | Picture | Log"] = field(default_factory=list)
 
 
+def counted(count: int, noun: str) -> str:
+    """As in "1 pair" and "2 pairs"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def number(value: float, form: str = ".4f") -> str:
     """A number for a table; a dash where there is none."""
     return "-" if math.isnan(value) else f"{value:{form}}"

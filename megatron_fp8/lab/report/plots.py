@@ -1,7 +1,7 @@
 """A report's pictures, as SVG that is the same byte for byte for the same runs, and needs nothing beside itself.
 
 Text stays text: small, searchable, in the reader's own sans-serif. Element names are made unique over pictures, as an
-HTML page has one space of names for all of them. Colours are Okabe and Ito's, which colour-blind readers tell apart.
+HTML page has one space of names for all of them.
 """
 
 import io
@@ -15,10 +15,11 @@ import numpy as np
 
 from ...errors import UserError
 from ...metrics import LOSS
+from ...palette import looks
 from .curves import RULE, smooth
-from .pieces import Picture
+from .pieces import Picture, counted
 from .results import Cell, Result, Results, healthy
-from .statistics import mean_band, wilson
+from .statistics import mean, mean_band, paired, t_interval, wilson
 
 _SETTINGS: Any = {
     "svg.hashsalt": "megatron_fp8",  # names of elements
@@ -30,8 +31,6 @@ _SETTINGS: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-_COLOURS = "#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"
-_LINES = "-", "--", ":", "-."  # after so many arms colours come again
 _SIGNALS = {  # labels; the others have their names
     "sharpness": "sharpness (%)",
     "centred": "sharpness, centred (%)",
@@ -67,8 +66,18 @@ def _picture(name: str, caption: str, rows: int, columns: int, draw: Callable, p
 
 def _look(results: Results, arm: str) -> dict[str, Any]:
     """Colour and line of an arm, the same in all pictures."""
-    again, place = divmod(results.arms.index(arm), len(_COLOURS))
-    return {"color": _COLOURS[place], "linestyle": _LINES[again % len(_LINES)]}
+    return looks(results.arms)[arm]
+
+
+def _line(results: Results, arm: str) -> dict[str, Any]:
+    """Of an arm's median: the first arm's is the widest, so that one that lies on it does not hide it."""
+    later = len(results.arms) - 1 - results.arms.index(arm)
+    return {**_look(results, arm), "label": _text(arm), "linewidth": 1.2 + 2.4 * later / len(results.arms)}
+
+
+def _text(name: str) -> str:
+    """A name for a picture: matplotlib takes what is between two dollars for mathematics."""
+    return name.replace("$", r"\$")
 
 
 def _legend(panel) -> None:
@@ -81,7 +90,7 @@ def _panels(results: Results, axes) -> Iterator[tuple]:
     for row, data in zip(axes, results.data, strict=True):
         for panel, rate in zip(row, results.rates, strict=True):
             names = [data] * (len(results.data) > 1) + [f"learning rate {rate:g}"] * (len(results.rates) > 1)
-            panel.set(title=", ".join(names), xlabel="step")
+            panel.set(title=_text(", ".join(names)), xlabel="step")
             yield panel, data, rate
 
 
@@ -112,7 +121,7 @@ def losses(results: Results) -> list[Picture]:
 
     def draw(axes) -> None:
         for panel, data, rate in _panels(results, axes):
-            initial, fallen = [], []
+            initial, lowest, fallen = [], [], []
             for arm in results.arms:
                 if not (runs := results.cell(Cell(data, rate, arm))):
                     continue
@@ -122,14 +131,16 @@ def losses(results: Results) -> list[Picture]:
                     at, curve = _thin(len(steps)), _drawn(values, RULE.half_life)
                     panel.plot(steps[at], curve[at], **look, alpha=0.3, linewidth=0.6)
                     initial.append(run.initial)
+                    lowest.append(np.fmin.reduce(curve, initial=math.inf))
                     until = curve[(steps <= run.onset) & np.isfinite(curve)]
                     if run.divergence and len(until):
                         fallen.append((run.onset, float(until[-1]), look["color"]))
                 steps, median = _median(runs, LOSS, RULE.half_life)
                 at = _thin(len(steps))
-                panel.plot(steps[at], median[at], **look, label=arm, linewidth=1.5)
-            top = 1.1 * max((value for value in initial if math.isfinite(value)), default=math.nan)
-            if math.isfinite(top):
+                panel.plot(steps[at], median[at], **_line(results, arm))
+            highest = max((value for value in initial if math.isfinite(value)), default=math.nan)
+            top = highest + 0.1 * (highest - min(lowest, default=math.nan))  # what rises above the first loss is cut
+            if math.isfinite(top) and top > highest:
                 panel.set_ylim(top=top)
             for onset, loss, colour in fallen:
                 panel.plot([onset], [np.fmin(loss, top)], "x", color=colour, markersize=5, clip_on=False)
@@ -155,7 +166,7 @@ def divergence(results: Results) -> list[Picture]:
             look = _look(results, cell.arm)
             panel.plot([100 * low, 100 * high], [i, i], **look, linewidth=2)
             panel.plot([100 * count / len(runs)], [i], "o", color=look["color"])
-        panel.set_yticks(range(len(cells)), [", ".join(results.named(cell)) for cell, _ in cells])
+        panel.set_yticks(range(len(cells)), [_text(", ".join(results.named(cell))) for cell, _ in cells])
         panel.set(xlabel="runs that diverged (%)", xlim=(-2, 102), ylim=(len(cells) - 0.5, -0.5))
 
     caption, inches = "Rates of divergence with Wilson's 95 % intervals.", (7.0, 1 + 0.25 * len(cells))
@@ -176,11 +187,11 @@ def gaps(results: Results) -> list[Picture]:
                 if not len(steps):
                     continue
                 at, look = _thin(len(steps)), _look(results, arm)
-                label = f"{arm} ({len(differences)} pair{'s' * (len(differences) > 1)})"
+                label = _text(f"{arm} ({counted(len(differences), 'pair')})")
                 panel.plot(steps[at], differences.mean(0)[at], **look, label=label, linewidth=1.2)
                 low, high = mean_band(differences[:, at])
                 panel.fill_between(steps[at], low, high, color=look["color"], alpha=0.2, linewidth=0)
-            panel.set_ylabel(f"loss less {results.baseline}'s (nats)")
+            panel.set_ylabel(_text(f"loss less {results.baseline}'s (nats)"))
             if not panel.get_legend_handles_labels()[1]:
                 panel.set(xlim=(results.start, results.steps), yticks=[])
                 panel.text(0.5, 0.6, "no pair without a divergence", transform=panel.transAxes, ha="center")
@@ -210,37 +221,68 @@ def _differences(pairs: list[tuple[Result, Result]]) -> tuple[np.ndarray, np.nda
 
 
 def learning_rates(results: Results) -> list[Picture]:
-    """Final loss against learning rate, arms side by side."""
+    """Final loss against learning rate, and below it each arm's gap to the baseline.
+
+    Medians lie at their learning rate, so that equal ones lie on each other: the first arm's line is the widest. Runs
+    and intervals, which are not joined, lie side by side.
+    """
+    others = [arm for arm in results.arms if arm != results.baseline]
     closest = min((b / a for a, b in pairwise(results.rates)), default=1.0)
 
-    def draw(axes) -> None:
-        for panel, data in zip(axes[0], results.data, strict=True):
-            for i, arm in enumerate(results.arms):
-                points = []
-                for rate in results.rates:
-                    for run in results.cell(Cell(data, rate, arm)):
-                        points.append((rate, np.fmin(results.final(run), run.initial), run.divergence is not None))
-                if not points:
-                    continue
-                rates, finals, fell = map(np.array, zip(*points, strict=True))
-                rates = rates * closest ** (0.5 * ((i + 0.5) / len(results.arms) - 0.5))
-                look = _look(results, arm)
+    def beside(place: int, places: int) -> float:
+        """A factor of the learning rate."""
+        return closest ** (0.4 * ((place + 0.5) / places - 0.5))
+
+    def draw_losses(panel, data: str) -> None:
+        for i, arm in enumerate(results.arms):
+            look, there, medians = _look(results, arm), [], []
+            for rate in results.rates:
+                runs = results.cell(Cell(data, rate, arm))
+                finals = np.array([np.fmin(results.final(run), run.initial) for run in runs])
+                fell = np.array([run.divergence is not None for run in runs], bool)
                 for which, marker in ((~fell, "o"), (fell, "x")):
-                    panel.plot(rates[which], finals[which], marker, color=look["color"], alpha=0.4, markersize=4)
-                there = np.unique(rates[np.isfinite(finals)])
-                medians = [np.nanmedian(finals[rates == rate]) for rate in there]
-                panel.plot(there, medians, **look, label=arm, linewidth=1.5)
-            title = data if len(results.data) > 1 else ""
-            panel.set(xscale="log", xlabel="learning rate", ylabel="final loss (nats)", title=title)
-            panel.set_xticks(results.rates, [f"{rate:g}" for rate in results.rates])
-            panel.minorticks_off()
-            _legend(panel)
+                    at = np.full(which.sum(), rate * beside(i, len(results.arms)))
+                    panel.plot(at, finals[which], marker, color=look["color"], alpha=0.4, markersize=3)
+                if np.isfinite(finals).any():
+                    there.append(rate)
+                    medians.append(np.nanmedian(finals))
+            if there:
+                panel.plot(there, medians, **_line(results, arm))
+        panel.set_ylabel("final loss (nats)")
+        _legend(panel)
+
+    def draw_gaps(panel, data: str) -> None:
+        panel.axhline(0, color="black", linewidth=0.8)
+        for i, arm in enumerate(others):
+            for rate in results.rates:
+                both = healthy(results.pairs(Cell(data, rate, arm)))
+                found = paired(np.array([results.final(other) - results.final(base) for base, other in both]))
+                if found.n:
+                    share = 100 / mean([results.final(base) for base, _ in both])
+                    at, colour = rate * beside(i, len(others)), _look(results, arm)["color"]
+                    panel.plot([at, at], np.array(t_interval(found)) * share, color=colour, linewidth=1.2)
+                    panel.plot([at], [found.mean * share], "o", color=colour, markersize=4)
+        panel.set_ylabel(_text(f"gap to {results.baseline} (%)"))
+
+    def draw(axes) -> None:
+        for column, data in zip(axes.T, results.data, strict=True):
+            for panel, fill in zip(column, (draw_losses, draw_gaps), strict=False):
+                fill(panel, data)
+                panel.set(xscale="log", xlabel="learning rate")
+                panel.set_xticks(results.rates, [f"{rate:g}" for rate in results.rates])
+                panel.minorticks_off()
+            column[0].set_title(_text(data) if len(results.data) > 1 else "")
 
     caption = (
         f"Final {results.outcome} loss, capped at the first, of every run (a cross: it diverged; without a finite loss "
-        "at the end, the first), and each arm's median."
+        "at the end, the first); lines: each arm's median, the first arm's the widest."
     )
-    return [_picture("learning_rates", caption, 1, len(results.data), draw)]
+    if others:
+        caption += (
+            f" Below: the mean gap to {results.baseline} over pairs of which neither diverged, in % of its loss, with "
+            "the t-test's 95 % interval."
+        )
+    return [_picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
 
 
 def signals(results: Results, names: list[str]) -> list[Picture]:
@@ -254,7 +296,7 @@ def signals(results: Results, names: list[str]) -> list[Picture]:
                     if not len(steps):
                         continue
                     at = _thin(len(steps))
-                    panel.plot(steps[at], median[at], **_look(results, arm), label=arm, linewidth=1.2)
+                    panel.plot(steps[at], median[at], **_line(results, arm))
                 panel.set(ylabel=_SIGNALS.get(name, name), yscale="log" if name in _NORMS else "linear")
                 _legend(panel)
 

@@ -1,17 +1,20 @@
 """A store's runs, judged one by one and sorted into cells and pairs.
 
 A cell is a data set, a learning rate and an arm: its runs differ in the seed alone. A pair is two runs of one seed,
-data set and learning rate, one of them of the baseline, the plan's first arm. Everything is in the plan's order and
-then by seed, never in the order in which runs ended: the same runs give the same report.
+data set and learning rate, one of them of the baseline: the plan's first arm, or the one that is asked for. Everything
+is in the plan's order and then by seed, never in the order in which runs ended: the same runs give the same report.
 """
 
 import math
+import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import UserError
 from ...metrics import LOSS, VALIDATION_LOSS
 from ..sweep.rows import DONE, NOT_FINITE, Row
 from ..sweep.store import Store
@@ -78,20 +81,30 @@ def _judge(row: Row, series: dict[str, Series], start: int) -> Result:
 class Results:
     """What is in a store.
 
+    Args:
+        baseline: the arm that the others are compared with; None: the plan's first.
+
     Attributes:
+        name: the store's, without its suffix.
         rows: all runs, waiting and failed ones too.
         start: the step that the runs began from, 0 or a checkpoint's; the first one, if they differ.
         steps: the step at which they end, as planned.
-        arms, data, rates: in the plan's order; what the plan no longer has comes after it.
+        arms, data, rates: in the plan's order, but for the baseline, which is the first arm; what the plan no longer
+            has comes after it.
         signals: names of all that was logged.
         outcome: which final loss is compared: "validation" where every run that ended well has it, else "training".
     """
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, baseline: str | None = None):
+        self.name = store.path.stem
         outline = store.outline()
         self.rows = sorted(store.runs(), key=lambda row: (row.data, row.learning_rate, row.arm, row.seed))
         self.steps: int = outline["steps"]
         self.arms: list[str] = _ordered(outline["arms"], {row.arm for row in self.rows})
+        if baseline is not None:
+            if baseline not in self.arms:
+                raise UserError(f"--baseline {baseline}: no such arm; use one of {', '.join(self.arms)}")
+            self.arms = [baseline, *(arm for arm in self.arms if arm != baseline)]
         self.data: list[str] = _ordered(outline["data"], {row.data for row in self.rows})
         self.rates = sorted({row.learning_rate for row in self.rows})
         ended = [row for row in self.rows if row.state in (DONE, NOT_FINITE)]
@@ -117,6 +130,13 @@ class Results:
     def length(self) -> str:
         """The same in words: 400 steps, or 400 steps after step 10000."""
         return f"{self.made} steps" + f" after step {self.start}" * (self.start > 0)
+
+    def flags(self) -> tuple[list[str], dict[str, list[str]]]:
+        """(The flags that all runs have, with their values; {arm: those that its runs have beside them})."""
+        of = {arm: [_flags(row.command) for row in self.rows if row.arm == arm] for arm in self.arms}
+        own = {arm: [flag for flag in of[arm][0] if all(flag in flags for flags in of[arm])] for arm in self.arms}
+        shared = [flag for flag in own[self.arms[0]] if all(flag in flags for flags in own.values())]
+        return shared, {arm: [flag for flag in flags if flag not in shared] for arm, flags in own.items()}
 
     def cells(self) -> Iterator[tuple[Cell, list[Result]]]:
         """Every cell of which a run has ended, and those runs by seed."""
@@ -164,6 +184,16 @@ class Results:
 def healthy(pairs: list[tuple[Result, Result]]) -> list[tuple[Result, Result]]:
     """Those pairs of which neither run diverged."""
     return [(base, other) for base, other in pairs if base.divergence is None and other.divergence is None]
+
+
+def _flags(command: tuple[str, ...]) -> list[str]:
+    """A command in parts: the script, and each flag with its values; of a flag that is there twice, the last."""
+    parts: list[list[str]] = [[]]
+    for word in command:
+        if re.match("-{1,2}[a-z]", word) and parts[-1]:
+            parts.append([])
+        parts[-1].append(word)
+    return [*{part[0].partition("=")[0]: shlex.join(part) for part in parts}.values()]
 
 
 def _cell(row: Row) -> Cell:

@@ -5,6 +5,7 @@ the report says k, and which are seen at 0.05 / k too (Bonferroni).
 """
 
 import math
+import textwrap
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..sweep.plan_file import UNNAMED
 from ..sweep.rows import DONE, FAILED, NOT_FINITE, RUNNING, WAITING
 from . import onset_section, plots, signal_sections, statistics
 from .curves import CAUSES, RULE, spike_score, steps_ratio
-from .pieces import Section, Table, between, number, p_value, percent, percents
+from .pieces import Log, Section, Table, between, counted, number, p_value, percent, percents
 from .results import Cell, Result, Results, healthy
 from .statistics import Paired, fisher, lr_sensitivity, mcnemar, mean, mean_band, median, paired, wilson
 
@@ -80,12 +81,13 @@ def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
         elif c.fisher <= ALPHA or c.test.t <= ALPHA:
             lines.append(f"{c.name}: {_rate_words(results, c, strict)} {_gap_words(c, strict)}")
         else:
-            quiet.append(f"{c.name} ({_relative(c)} over {_pairs(c)})" if c.test.n > 1 else f"{c.name} ({_pairs(c)})")
+            quiet.append(f"{c.name} ({_left_open(c)})")
     if quiet:
         lines.append(
-            "No difference seen, neither in divergence nor in final loss. There may be one all the same: behind each "
-            f"mean gap of the final loss, the 95 % interval of those that are left open: {'; '.join(quiet)}. Which "
-            "rates of divergence are left open is in the tables below."
+            "No difference seen, neither in divergence nor in final loss. There may be one all the same. After each "
+            "mean gap of the final loss come the 95 % interval of those that are left open, and the gap from which the "
+            f"t-test would have seen one with probability {statistics.POWER:g}: {'; '.join(quiet)}. Which rates of "
+            "divergence are left open is in the tables below."
         )
     lines += _order_words(results)
     if not comparisons:
@@ -93,8 +95,8 @@ def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
     section.blocks += [
         f"Each arm against {results.baseline}, at the same learning rate and on the same data.",
         lines,
-        f"Each of the two kinds makes {len(comparisons)} comparisons: of differences that are not there, "
-        f"{percent(ALPHA)} are seen all the same. "
+        f"{counted(len(comparisons), 'comparison')} of divergence, and as many of final loss: of differences that are "
+        f"not there, {percent(ALPHA)} are seen all the same. "
         f"Those that stand at p <= {ALPHA:g} / {max(1, len(comparisons))} too (Bonferroni) are marked *.",
     ]
     return section
@@ -111,8 +113,8 @@ def _order_words(results: Results) -> list[str]:
             most = " at more learning rates than the opposite" if len(results.rates) > 1 else ""
             lines.append(
                 f"{name}: {votes} of {sum(order[:3])} seeds diverge {when} than {results.baseline}'s{most} "
-                f"(sign test p {_starred(order.p, ALPHA / len(orders))}; {len(orders)} such "
-                f"comparisons, marked at {ALPHA:g} / {len(orders)})."
+                f"(sign test p {_starred(order.p, ALPHA / len(orders))}; "
+                f"{counted(len(orders), 'such comparison')}, marked at {ALPHA:g} / {len(orders)})."
             )
     return lines
 
@@ -136,8 +138,14 @@ def _gap_words(c: _Comparison, strict: float) -> str:
     if test.t <= ALPHA:
         by = "t-test p" if test.n >= RANKABLE else "by the t-test alone, p"
         return f"{seen}: {'worse' if test.mean > 0 else 'better'} ({by} {_starred(test.t, strict)})."
-    limit = number(c.detectable_gap)
+    limit = f"{number(c.detectable_gap)} ({percent(c.detectable_gap / c.base_loss, 2)})"
     return f"{seen}: no difference seen; one of {limit} or more probably would have been."
+
+
+def _left_open(c: _Comparison) -> str:
+    if c.test.n < 2:
+        return _pairs(c)
+    return f"{_relative(c)} over {_pairs(c)}, seen from {percent(c.detectable_gap / c.base_loss, 2)}"
 
 
 def _relative(c: _Comparison) -> str:
@@ -151,7 +159,7 @@ def _relative_cells(c: _Comparison) -> list[str]:
 
 
 def _pairs(c: _Comparison) -> str:
-    return f"{c.test.n} pair{'s' * (c.test.n != 1)}"
+    return counted(c.test.n, "pair")
 
 
 def _starred(p: float, strict: float) -> str:
@@ -193,6 +201,8 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
             )
         if blind:
             lines.append(f"In {blind} of {len(limits)} comparisons no higher rate at all could have been told from it.")
+    if gaps := [c for c in comparisons if c.test.n > 1 and math.isfinite(c.base_loss)]:
+        lines.append(_gaps_told(gaps, len(comparisons)))
     if len(results.data) == 1:
         shown = "the command's" if results.data == [UNNAMED] else results.data[0]
         lines.append(f"One data set, {shown}: nothing about others.")
@@ -204,22 +214,39 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
     return Section("What they cannot show", [lines])
 
 
+def _gaps_told(gaps: list[_Comparison], comparisons: int) -> str:
+    """The gaps of the final loss that a test would have seen: by itself, and as one of all."""
+    words = []
+    for alpha in (ALPHA, ALPHA / comparisons):
+        found = [statistics.detectable_gap(c.test.deviation, c.test.n, alpha=alpha) for c in gaps]
+        sizes = [gap / c.base_loss for gap, c in zip(found, gaps, strict=True)]
+        words.append(f"{percent(min(sizes), 2)} at best, {percent(max(sizes), 2)} at worst")
+    together = f"; as one of all {comparisons}, after Bonferroni's correction, {words[1]}" if comparisons > 1 else ""
+    return (
+        "Gaps of the final loss that would have been seen, in % of the baseline's (t-test, power "
+        f"{statistics.POWER:g}): {words[0]}{together}."
+    )
+
+
 def _what_ran(results: Results) -> Section:
+    shared, own = results.flags()
     rows = []
     for arm in results.arms:
         states = [row.state for row in results.rows if row.arm == arm]
         counts = [str(states.count(state)) for state in (DONE, NOT_FINITE, FAILED, RUNNING, WAITING)]
-        rows.append([arm, str(len(states)), *counts])
-    heads = ["arm", "runs", "done", "ended by NaN", "failed", "running", "waiting"]
+        rows.append([arm, " ".join(own[arm]) or "-", str(len(states)), *counts])
+    heads = ["arm", "its flags", "runs", "done", "ended by NaN", "failed", "running", "waiting"]
     seeds = len({row.seed for row in results.rows})
     data = "the command's data" if results.data == [UNNAMED] else f"data {', '.join(results.data)}"
     text = (
-        f"{len(results.rows)} runs of {results.length}: {len(results.arms)} arms, {seeds} seeds, learning "
-        f"rates {', '.join(f'{rate:g}' for rate in results.rates)}, {data}. Runs of one "
+        f"{counted(len(results.rows), 'run')} of {results.length}: {counted(len(results.arms), 'arm')}, "
+        f"{counted(seeds, 'seed')}, learning rate{'s' * (len(results.rates) > 1)} "
+        f"{', '.join(f'{rate:g}' for rate in results.rates)}, {data}. Runs of one "
         "seed begin with the same weights and see the same data in the same order. Only runs that are done, or "
-        "ended by NaN, are judged."
+        "ended by NaN, are judged. What all share:"
     )
-    section = Section("What was run", [text, Table(heads, rows)])
+    command = textwrap.fill(" ".join(shared), 116, break_long_words=False, break_on_hyphens=False)
+    section = Section("What was run", [text, Log(command), Table(heads, rows, 2)])
     failed = [f"{row.name}: exit code {row.exit_code}" for row in results.rows if row.state == FAILED]
     if failed:
         section.blocks += ["Failed, the ends of their logs are in runs.html:", failed]
@@ -261,11 +288,12 @@ def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
         row = [*results.named(cell), str(len(finals)), number(mean(finals)), number(deviation)]
         if c := against.get(cell):
             row += [str(c.test.n), number(c.test.mean, "+.4f"), *_relative_cells(c)]
-            row += [p_value(c.test.sign), p_value(c.test.wilcoxon), p_value(c.test.t), number(c.detectable_gap)]
-        rows.append(row + [""] * (len(results.labels()) + 11 - len(row)))
+            row += [p_value(c.test.sign), p_value(c.test.wilcoxon), p_value(c.test.t)]
+            row += [number(c.detectable_gap), percent(c.detectable_gap / c.base_loss, 2)]
+        rows.append(row + [""] * (len(results.labels()) + 12 - len(row)))
     labels = results.labels()
     heads = [*labels, "healthy runs", "mean", "deviation", "pairs", "gap", "relative", "95 % interval"]
-    heads += ["sign p", "Wilcoxon p", "t p", "detectable gap"]
+    heads += ["sign p", "Wilcoxon p", "t p", "detectable gap", "relative"]
     kind = "The validation loss after the last step"
     if results.outcome != "validation":
         kind = (

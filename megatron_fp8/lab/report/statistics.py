@@ -156,16 +156,19 @@ def t_power(effect: float, n: int, alpha: float = 1 - CONFIDENCE) -> float:
     return float(stats.nct.sf(limit, n - 1, centre) + np.nan_to_num(stats.nct.cdf(-limit, n - 1, centre)))
 
 
-def detectable_gap(deviation: float, n: int, power: float = POWER) -> float:
-    """The smallest mean of n paired differences, of this standard deviation, that the t-test sees; NaN for n < 2."""
+def detectable_gap(deviation: float, n: int, power: float = POWER, alpha: float = 1 - CONFIDENCE) -> float:
+    """The smallest mean of n paired differences, of this standard deviation, that the t-test sees; NaN for n < 2.
+
+    alpha: the p at which it counts as seen.
+    """
     if n < 2 or not math.isfinite(deviation):
         return math.nan
     if deviation == 0:
         return 0.0
     largest = 1.0
-    while t_power(largest, n) < power:
+    while t_power(largest, n, alpha) < power:
         largest *= 2
-    return deviation * float(optimize.brentq(lambda effect: t_power(effect, n) - power, 0.0, largest))
+    return deviation * float(optimize.brentq(lambda effect: t_power(effect, n, alpha) - power, 0.0, largest))
 
 
 def draws(n: int, resamples: int = RESAMPLES) -> np.ndarray:
