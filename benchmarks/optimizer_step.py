@@ -92,7 +92,7 @@ def ours(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
             weight, of_weight = ScaledTensor(payload, 1 / scale), [scale, torch.zeros((), device=device)]
         else:
             weight, remainder = split_bf16(w)
-            of_weight = []
+            of_weight = [None, torch.zeros((), device=device)]
         master = remainder if cells["master"] == "remainder" else stored(w, cells["master"])
         gradient = gradient.bfloat16() if "bf16" in system else ops.quantize_blocks(gradient)
         moved += nbytes(gradient) + 2 * nbytes(*averages, master) + (1 + is_remainder(master)) * nbytes(weight)

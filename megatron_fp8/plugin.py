@@ -456,9 +456,11 @@ def _hook_checkpoints(fp8: Fp8Config | None) -> None:
 
 
 def _refuse_damage(stock: Callable):
+    from .engine.chain import Fp8ChainedOptimizer
+
     @functools.wraps(stock)
     def save_checkpoint(iteration, model, optimizer, *args, **kwargs):
-        if optimizer is not None:
+        if isinstance(optimizer, Fp8ChainedOptimizer):  # None, or a framework's, where nothing is trained in FP8
             optimizer.refuse_damage()
         return stock(iteration, model, optimizer, *args, **kwargs)
 

@@ -62,11 +62,11 @@ def show_to_stock(param: torch.nn.Parameter, trained: bool) -> None:
     torch.Tensor.requires_grad.__set__(param, trained)  # type: ignore[attr-defined]
 
 
-def refuse_frozen(level: str, name: str) -> None:
+def refuse_frozen(level: str, name: str) -> NoReturn:
     raise UserError(f"--fp8-level {level}: the script has frozen {name} since the optimizer was built; {REMEDY}")
 
 
-def refuse_replaced(level: str, name: str) -> None:
+def refuse_replaced(level: str, name: str) -> NoReturn:
     raise UserError(f"--fp8-level {level}: {name} was called with another weight than its own; {REMEDY}")
 
 
@@ -74,6 +74,6 @@ def refuse_unattached(level: str, name: str) -> NoReturn:
     raise UserError(
         f"--fp8-level {level}: {name} is about to train, but no FP8 optimizer has its weight: the script builds its "
         "optimizer without megatron.training.training.get_megatron_optimizer (perhaps by megatron.core.optimizer's, "
-        "which the plugin does not reach), or has added the linear since. Call the former, run a model that is not "
-        "trained under torch.no_grad(), or use --fp8-level O0"
+        "which the plugin does not reach), or has added the linear since; build it by the former, run a model that is "
+        "not trained under torch.no_grad(), or use --fp8-level O0"
     )

@@ -84,13 +84,14 @@ class OwnedSet:
     def damage(self) -> torch.Tensor:
         """0-d FP32: 0, or NaN where the last step wrote a weight or a second moment that is not finite.
 
-        Its gradients were finite, or it would have been skipped: so a moment or a master had been damaged.
+        Its gradients were finite, or it would have been skipped: so a moment or a master had been damaged. A weight of
+        2^64 counts too: BF16's infinity and a negative remainder make 3.4e38.
         """
         written = [bucket.largest.view(1) for bucket in self.buckets if bucket.scaling is None]
         if self.weight_scaling is not None:
             self.weight_scaling.wait()
             written.append(self.weight_scaling.amax)
-        return (torch.cat(written) * 0.0).sum() if written else self._mean.new_zeros(())
+        return (torch.cat(written) * 2.0**64 * 0.0).sum() if written else self._mean.new_zeros(())
 
     def zeros(self) -> torch.Tensor:
         """How many of this rank's gradients are zero, 0-d int64."""

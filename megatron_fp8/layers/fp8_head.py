@@ -36,7 +36,9 @@ def _forward(
 ):  # fmt: skip
     """In place of stock's linear_with_grad_accumulation_and_async_allreduce."""
     if grad_output_buffer is not None or gtp_remat_size > 1:
-        raise UserError("--fp8-lm-head: deferred weight gradients and generalized tensor parallelism need it removed")
+        raise UserError(
+            "--fp8-lm-head: does not work with deferred weight gradients or generalized tensor parallelism; remove it"
+        )
     n, k = weight.shape
     if n % 16 or k % 16:
         raise UserError(

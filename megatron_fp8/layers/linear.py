@@ -110,7 +110,10 @@ class _OwnedLinear:
         self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, residual=None, **stock
     ):
         if stock.get("gtp_remat_size", 1) > 1 or stock.get("grad_output_buffer") is not None:
-            raise UserError("generalized tensor parallelism and deferred weight gradients need --fp8-level O0")
+            raise UserError(
+                "a level knows neither Megatron's generalized tensor parallelism nor deferred weight gradients: switch "
+                "both off in the script, or use --fp8-level O0"
+            )
         if weight is not self.owned.param:
             refuse_replaced(self.owned.config.level, self.owned.name)
         call, given = self._given or (self.plan(), None)
@@ -192,6 +195,9 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
             input_, _ = self.begin(input_)
         (call, given, normed), self._begun = self._begun, None
         if input_ is not normed:
-            raise RuntimeError("an FP8 linear whose norm was made before it was given something else than that norm")
+            raise RuntimeError(
+                "an FP8 linear was called with another input than its norm's result: something between the two, such "
+                "as a wrapper, has replaced it"
+            )
         with self.planned(call, given):
             return super().forward(input_, *args, **kwargs)

@@ -179,7 +179,10 @@ def _cast_gradient(
     if call.mailbox:
         posted = call.mailbox.pop()
         if dy.data_ptr() != posted.ticket.data_ptr() or any(dy.stride()):
-            raise RuntimeError("the gradient of an FP8 linear was added to on its way: its result had a second reader")
+            raise RuntimeError(
+                "the gradient of an FP8 linear's result was changed on its way to the linear: something else read that "
+                "result too, such as a hook"
+            )
         return posted.q, posted.exact, None, None
     flat = source.rows(dy)
     if call.gather_dy == "fp8":
