@@ -186,3 +186,25 @@ def detectable(n: int, alpha: float) -> float:
     limit = stats.t.ppf(1 - alpha / 2, n - 1)
     effects = [i / 1000 for i in range(100, 6000)]
     return next(e for e in effects if stats.nct.sf(limit, n - 1, e * math.sqrt(n)) >= 0.8)
+
+
+def test_readmes_throughputs_are_what_table_5_has():
+    """Tokens a second, micro-batch and peak of each cell, and the quotient of the row; Llama's row is a step's."""
+    with (ROOT / "benchmarks/results/table5.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["Outcome"] == "ok"]
+    measured = {(int(row["Tokens/sec/GPU"]), int(row["MBS"])): float(row["Peak GB"]) for row in rows}
+    table = re.search(r"^\| tokens a second and GPU.*?\n\n", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert table
+    shown = 0
+    for line in table[0].replace("*", "").splitlines()[2:]:
+        found = [
+            (int(tokens.replace(",", "")), int(mbs), float(peak))
+            for tokens, mbs, peak in re.findall(r"([\d,]{5,}) \((\d+), ([\d.]+)\)", line)
+        ]
+        if "Llama" not in line:
+            assert all(abs(measured[tokens, mbs] - peak) < 0.051 for tokens, mbs, peak in found), line
+            shown += len(found)
+        if gain := re.search(r"\| ([\d.]+) \|$", line):
+            digits = len(gain[1].partition(".")[2])
+            assert abs(found[2][0] / found[1][0] - float(gain[1])) <= 0.6 * 10**-digits, line
+    assert shown >= 9
