@@ -166,7 +166,7 @@ def seconds(time: str) -> int:
     form = "(?:(N)-(N)(?::(N))?(?::(N))?|(?:(N):)?(N):(N)|(N))"
     found = re.fullmatch(form.replace("N", "[0-9]{1,9}"), time)
     if not found:
-        raise UserError(f"--time {time}: use minutes, HH:MM:SS or D-HH:MM:SS")
+        raise UserError(f"--time {time[:40]}: use minutes, HH:MM:SS or D-HH:MM:SS")
     days, day_hours, day_minutes, day_seconds, hours, minutes, rest, alone = (int(part or 0) for part in found.groups())
     hours, minutes, rest = hours + day_hours, minutes + day_minutes + alone, rest + day_seconds
     total = ((days * 24 + hours) * 60 + minutes) * 60 + rest

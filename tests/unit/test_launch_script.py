@@ -81,7 +81,7 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--flags=--train-iters=" + 5000 * "9", f"--train-iters {40 * '9'}: use a whole number, of at most 18 digits"),
         ("--flags=--train-iters=²", "--train-iters ²: use a whole number"),
         ("--flags=--train-iters=٣", "--train-iters ٣: use a whole number"),
-        ("--time " + 5000 * "9", "9: use minutes, HH:MM:SS or D-HH:MM:SS"),
+        ("--time " + 5000 * "9", f"--time {40 * '9'}: use minutes, HH:MM:SS or D-HH:MM:SS"),
         ("--time ١٢", "--time ١٢: use minutes, HH:MM:SS or D-HH:MM:SS"),
         ("--folder a\udcff", "a\\udcff/log-%j.txt\"': not text in UTF-8, as the job's script is; use another name"),
         ("--cluster nul.env", "nul.env:1: holds U+0000, which is no character of a command line; remove it"),

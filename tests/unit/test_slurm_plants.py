@@ -29,6 +29,7 @@ COMMANDS = [
     "\x1b]0;x\x07\r[job] done",
     "²",
     "9" * 20,
+    os.fsdecode(b"\xff\xfe"),
     "",
 ]
 NAMES = [command for command in COMMANDS if "/" not in command]
@@ -100,7 +101,7 @@ def test_the_name_to_which_a_lock_is_moved(job, tmp_path, plant):
 def test_what_a_tracker_holds(job):
     checkpoint(job.save / "iter_0000003")
     for command in COMMANDS:
-        (job.save / TRACKER).write_text(command)
+        (job.save / TRACKER).write_bytes(os.fsencode(command))
         assert (begins(job), last_saved(job.save)) == (3, 3), command
 
 
@@ -202,7 +203,7 @@ def test_what_slurm_says(job):
     for command in COMMANDS:
         (job.save / "lock").symlink_to("/r/job-6")
         for of in (f"JobName={command} JobState=RUNNING", f"JobName=x JobState={command}"):
-            (job.fake / "state-6").write_text(f"JobId=6 {of} Reason=None\n")
+            (job.fake / "state-6").write_bytes(os.fsencode(f"JobId=6 {of} Reason=None\n"))
             assert job()[1][0].startswith("not started: job 6 (")
         (job.save / "lock").unlink()
     job(more={"FAKE_END": COMMANDS[0], "SLURM_JOB_END_TIME": COMMANDS[0]})
@@ -215,8 +216,9 @@ def test_what_slurm_says(job):
 
 
 def test_values_of_a_file_of_flags(job):
-    words = [word for command in COMMANDS for word in ("--x", command)]
-    variables = {f"V{number}": command for number, command in enumerate(COMMANDS)}
+    commands = [command for command in COMMANDS if command.isprintable() or "\n" in command]
+    words = [word for command in commands for word in ("--x", command)]
+    variables = {f"V{number}": command for number, command in enumerate(commands)}
     job(words=words, variables=variables, mounts="", first=words, more={"NEW": ""})
     said = task(job)[0]
     assert said[: len(words)] == words and said[len(words) + 2 :][: len(words)] == words
