@@ -84,7 +84,7 @@ def test_a_lock_of_another_users_job_that_slurm_does_not_show(job):
     (job.save / "lock").symlink_to("/r/job-6")
     os.chown(job.save / "lock", 12345, 12345, follow_symlinks=False)
     code, notes = job()
-    assert code == 1 and notes[0].startswith("not started: job 6 (Slurm does not say its state; if it has ended, remove")
+    assert code == 1 and notes[0].startswith("not started: job 6 (Slurm does not say its state;")
     (job.fake / "state-6").write_text("JobId=6 JobName=x JobState=COMPLETED Reason=None\n")
     assert job(step=9)[1][0] == "job 6 left its lock and runs no more: taken over"
 
