@@ -48,6 +48,7 @@ _RUNNERS = re.compile(
     r"TEST_TYPE|MODE|METRICS|LAUNCHER|BEFORE_SCRIPT|AFTER_SCRIPT|MODEL_ENV_VARS|BASE_MODEL_ARGS|MODEL_ARGS_\d+"
     r"|(TRAINING_)?SCRIPT_PATH|THROUGHPUT_TEST_PARAMS"
 )
+A_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _AT_START = ("LD_", "PYTHON", "GLIBC_", "MALLOC_")  # read as a process starts
 _BY_TORCH = ("OMP_", "MKL_", "KMP_", "PYTORCH_", "TORCH_")  # some as torch is imported
 
@@ -133,7 +134,7 @@ def read(paths: Iterable[str]) -> Files:
                 close = did_you_mean(key, (VARIABLES, MODEL_ARGS))
                 raise UserError(f"{path}: {key}: no such key{close}; use {VARIABLES} and {MODEL_ARGS}")
         for key, into, name in (
-            (VARIABLES, together.variables, re.compile(r"[A-Za-z_]\w*")),
+            (VARIABLES, together.variables, A_VARIABLE),
             (MODEL_ARGS, together.flags, re.compile(r"--?[A-Za-z]\S*")),
         ):
             for label, value in _mapping(path, key, content.get(key)):
@@ -141,7 +142,10 @@ def read(paths: Iterable[str]) -> Files:
                     shape = "--a-flag" if key == MODEL_ARGS else "A_NAME"
                     raise UserError(f"{path}: {key}: {label}: not the name of a {_kind(key)}; write {shape}: VALUE")
                 if label == ARGS_FILE.name:
-                    raise UserError(f"{path}: {label}: a file names no others; name them on the command line")
+                    raise UserError(f"{path}: {label}: a file cannot name other files; name them on the command line")
+                check_characters(f"{path}: {key}", label)
+                for word in value if isinstance(value, list) else [value]:
+                    check_characters(f"{path}: {label}", str(word))
                 left_out = value_words(value, f"{path}: {label}") is None
                 if key == VARIABLES:
                     if isinstance(value, list):
@@ -248,10 +252,16 @@ def _fill(text: str, environment: Mapping[str, str], place: str) -> str:
             raise UserError(f"{place} {text}: the variable {name} is not set; set it{other}")
         return environment[name]
 
-    filled = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
-    if odd := re.search(r"\$\{(?!\w+\})[^}]*\}?", text):
-        raise UserError(f"{place} {text}: {odd[0]} is more than a name; write ${{NAME}}, and set the variable")
+    filled = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text, flags=re.ASCII)
+    if odd := re.search(r"\$\{(?!\w+\})[^}]*\}?", text, re.ASCII):
+        raise UserError(f"{place} {text}: {odd[0]}: only ${{NAME}} is filled in; write that, and set the variable")
     return filled
+
+
+def check_characters(place: str, text: str) -> None:
+    """UserError for what no word of a command line can hold, or a terminal acts on when it is pasted."""
+    if odd := re.search("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", text):
+        raise UserError(f"{place}: holds U+{ord(odd[0]):04X}, which is no character of a command line; remove it")
 
 
 def value_words(value: Any, place: str) -> list[str] | None:
@@ -259,7 +269,7 @@ def value_words(value: Any, place: str) -> list[str] | None:
     if isinstance(value, list):
         for word in value:
             if not isinstance(word, str):
-                raise UserError(f"{place}: a list takes words; write [a b] or [a, b]")
+                raise UserError(f"{place}: a list may hold words only; write [a b] or [a, b]")
         return value
     if isinstance(value, dict):
         raise UserError(f"{place}: a mapping; give a word, a list, true, false or null")
@@ -272,7 +282,7 @@ def value_words(value: Any, place: str) -> list[str] | None:
         try:
             return shlex.split(several[1])
         except ValueError as error:
-            raise UserError(f"{place} {text}: {error}; close it") from None
+            raise UserError(f"{place} {text}: {error}; close the quote") from None
     return [text]
 
 
@@ -280,7 +290,7 @@ def _mapping(path: str, key: str, content: Any) -> Iterable[tuple[str, Any]]:
     if content is None:
         return ()
     if not isinstance(content, dict):
-        raise UserError(f"{path}: {key}: no mapping; write a line for each {_kind(key)}")
+        raise UserError(f"{path}: {key}: holds no names with values; below it write a line for each {_kind(key)}")
     return [(str(label), value) for label, value in content.items()]
 
 
@@ -291,7 +301,7 @@ def _kind(key: str) -> str:
 def _content(path: str) -> dict[str, Any]:
     content = load_yaml(path, loader=_loader())
     if not isinstance(content, dict):
-        raise UserError(f"{path}: no mapping; write {VARIABLES}: and {MODEL_ARGS}:, and flags below")
+        raise UserError(f"{path}: holds no names with values; write {MODEL_ARGS}:, and below it --A-FLAG: VALUE")
     return {str(key): value for key, value in content.items()}
 
 

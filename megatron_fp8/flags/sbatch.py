@@ -9,13 +9,13 @@ from ..errors import UserError
 def check_options(options: str) -> None:
     """UserError for an --sbatch whose rest would be a command of the script."""
     if re.match(r"[^-]", options) or "\n" in options:
-        raise UserError(f"--sbatch {options!r}: options begin with a dash, and stand on one line")
+        raise UserError(f"--sbatch {options!r}: give options, which begin with a dash, on one line")
 
 
 def check_path(what: str, path: Path) -> None:
     """UserError for a path that Slurm's own quotes cannot hold."""
     if re.search(r'["\\\n]', str(path)):
-        raise UserError(f"{what} {str(path)!r}: Slurm takes no quote, backslash or line break; use another")
+        raise UserError(f"{what} {str(path)!r}: Slurm takes no quote, backslash or line break in a path; use another")
 
 
 def output(folder: Path, name: str) -> str:

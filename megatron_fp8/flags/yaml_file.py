@@ -95,7 +95,7 @@ def safe_loader() -> type:
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         """The stock one lets the last of two equal keys win: a flag or an arm would be lost without a word."""
 
-        def __init__(self, stream):
+        def __init__(self, stream: Any) -> None:
             super().__init__(stream)
             self.seen: set[int] = set()
 

@@ -9,10 +9,12 @@ Quoted for a shell. What stands behind -- wins over the files, as on a command l
 
 import os
 import shlex
+import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 
 from ..errors import UserError
 from ..flags.args_file import ARGS_FILE, expand
+from .shell import check_variables
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -30,8 +32,18 @@ def run(args: Namespace) -> int:
     flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
     found = expand([ARGS_FILE.name, *args.files, *flags], os.environ)
     if args.variables:
-        for name, value in found.variables.items():
-            print(f"export {name}={shlex.quote(value)}")
+        check_variables(found.variables)
+        _put("".join(f"export {name}={shlex.quote(value)}\n" for name, value in found.variables.items()))
     else:
-        print(shlex.join(found.words))
+        _put(f"{shlex.join(found.words)}\n")
     return 0
+
+
+def _put(text: str) -> None:
+    """As the bytes that the shell, whose words some of it are, has for it."""
+    try:
+        content = os.fsencode(text)
+    except UnicodeEncodeError as error:
+        said = f"{text[error.start]!a}: the character set of this shell ({error.encoding}) has no such character"
+        raise UserError(f"{said}; set LC_ALL=C.UTF-8") from None
+    sys.stdout.buffer.write(content)

@@ -25,11 +25,12 @@ from pathlib import Path
 
 from ..errors import UserError, did_you_mean
 from ..flags import sbatch
-from ..flags.args_file import ARGS_FILE, expand, find, read
+from ..flags.args_file import A_VARIABLE, ARGS_FILE, check_characters, expand, find, read
 from ..flags.command import Launch, flags_of
 from ..shipped import shipped
 from .places import unseen
-from .script import Settings, check_sbatch, last_saved, steps_of, write_script
+from .script import Settings, check_sbatch, last_saved, seconds, steps_of, write_script
+from .shell import check_variables, quoted
 
 _FIRST = ("--load", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "--pretrained-checkpoint")
 _OWN = ("--exit-signal", "--exit-signal-handler", "--exit-duration-in-mins")
@@ -50,8 +51,8 @@ class _OfSbatch(Action):
         given, option = option_string, self.option_strings[0]
         if self.nargs != 0:
             given = f"{given} {values}"
-            option += f"='{values}'" if " " in values else f"={values}"
-        raise UserError(f'{given}: an option of sbatch\'s; write --sbatch="{option}", with all others of its in one')
+            option += f"={shlex.quote(values) if re.search(r'[^!-~]|[#\'\"]', values) else values}"
+        raise UserError(f"{given}: this is an option of sbatch; write --sbatch={quoted(option)}")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -82,12 +83,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Write the script, and submit it; returns the exit code."""
+    shells = dict(os.environ)  # before the check, in which torch and Megatron set variables of this process
     args.flags, args.sbatch = " ".join(args.flags or ()), " ".join(args.sbatch or ())  # whoever gives two means both
     args.mounts = ",".join(args.mounts or ())
     if args.gpus_per_node < 0:
         raise UserError(f"--gpus-per-node {args.gpus_per_node}: use 0 or more")
     if args.gpus_per_node and args.tasks_per_node is not None:
-        raise UserError(f"--tasks-per-node {args.tasks_per_node}: one a GPU; remove it, or add --gpus-per-node 0")
+        remedy = "remove it, or add --gpus-per-node 0"
+        raise UserError(f"--tasks-per-node {args.tasks_per_node}: each GPU of a node has one task; {remedy}")
     if not args.gpus_per_node and args.tasks_per_node is None:
         raise UserError("--gpus-per-node 0: add --tasks-per-node N")
     tasks = args.gpus_per_node or args.tasks_per_node
@@ -95,18 +98,21 @@ def run(args: Namespace) -> int:
                          ("--steps", 1 if args.steps is None else args.steps)):  # fmt: skip
         if number < 1:
             raise UserError(f"{flag} {number}: use 1 or more")
+        if number >= 10**18:  # with which the script could not count
+            raise UserError(f"{flag} {number}: use a number of at most 18 digits")
+    seconds(args.time)
     name = args.name or Path(args.files[0]).stem
     if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-', and more than dots")
+        raise UserError(f"--name {name}: use letters, digits, '.', '_' and '-'; '.' and '..' are folders")
     if args.mounts and not args.container:
-        raise UserError(f"--mounts {args.mounts}: no container is there; add --container, or remove it")
+        raise UserError(f"--mounts {args.mounts}: there is no container to mount it in; add --container, or remove it")
     sbatch.check_options(args.sbatch)
     check_sbatch(args.sbatch)
     words, variables = _read(args)
     given = _given(words)
     for flag in _OWN:
         if flag in given:
-            raise UserError(f"{flag}: the job's script sets it, from its own time limit; remove it")
+            raise UserError(f"{flag}: the job's script sets it, by the time limit; remove it")
     if "--save-interval" not in given:
         raise UserError("--save-interval: missing; a job that is killed goes back to its last save: add it")
     if len(saves := given.get("--save", ["default"])) != 1 or not saves[0]:
@@ -140,7 +146,7 @@ def run(args: Namespace) -> int:
         for what, place in (("--folder", folder), ("--save", settings.save), ("the current folder", Path.cwd()),
                             ("--script", settings.script.parent)):  # fmt: skip
             if re.search("[,:]", str(place)):
-                raise UserError(f"{what} {place}: --container mounts it, and takes no ',' or ':' in it; use another")
+                raise UserError(f"{what} {place}: --container mounts it, and a mount has no ',' or ':'; use another")
     goes_on = _of_first_start(settings, given)
     checked = _check(settings, words, variables)
     path = write_script(settings)
@@ -153,7 +159,7 @@ def run(args: Namespace) -> int:
         print(f"submit it: sbatch {shlex.quote(str(path))}")
         return 0
     log, stop = (shlex.quote(str(folder / name)) for name in ("log-JOB.txt", "exit"))
-    print(f"job {_submit(path)}; its log: {log}; to stop it for good: touch {stop}")
+    print(f"job {_submit(path, shells)}; its log: {log}; to stop it for good: touch {stop}")
     return 0
 
 
@@ -162,7 +168,7 @@ def _read(args: Namespace) -> tuple[list[str], dict[str, str]]:
     try:
         flags = shlex.split(args.flags)
     except ValueError as error:
-        raise UserError(f"--flags {args.flags}: {error}; close it") from None
+        raise UserError(f"--flags {args.flags}: {error}; close the quote") from None
     if flags and not flags[0].startswith("-"):  # which would be one more file
         raise UserError(f"--flags {args.flags!r}: flags begin with a dash")
     words = [ARGS_FILE.name, *args.files, *flags]
@@ -172,6 +178,7 @@ def _read(args: Namespace) -> tuple[list[str], dict[str, str]]:
     variables = expand(words, {name: value for name, value in os.environ.items() if name not in own}).variables
     for site in args.cluster or ():
         variables |= _cluster(site)
+    check_variables(variables, in_job=True)
     return expand(words, os.environ).words, variables
 
 
@@ -185,7 +192,7 @@ def _cluster(name: str) -> dict[str, str]:
             close = did_you_mean(name, [file.stem for file in folder.glob("*.env")])
             raise UserError(f"--cluster {name}: no such file, nor is one of that name shipped{close}; give its path")
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         raise UserError(f"--cluster {name}: no text file; write lines NAME=VALUE") from None
     variables = {}
@@ -194,16 +201,17 @@ def _cluster(name: str) -> dict[str, str]:
         if not text or text.startswith("#"):
             continue
         variable, equals, value = text.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", variable):
+        check_characters(f"{path}:{number}", text)
+        if not equals or not A_VARIABLE.fullmatch(variable):
             raise UserError(f"{path}:{number}: {text}: write NAME=VALUE")
         if "$" in value or value.startswith("~"):  # nobody would fill it in: the script has values as they are
-            raise UserError(f"{path}:{number}: {text}: taken letter for letter; write it out, or set it in the shell")
+            raise UserError(f"{path}:{number}: {text}: $ and ~ stay as they are; write it out, or set it in the shell")
         try:
             words = shlex.split(value, comments=True)
         except ValueError as error:
-            raise UserError(f"{path}:{number}: {text}: {error}; close it") from None
+            raise UserError(f"{path}:{number}: {text}: {error}; close the quote") from None
         if len(words) > 1:
-            raise UserError(f"{path}:{number}: {text}: one value; quote it, or put # before a remark")
+            raise UserError(f"{path}:{number}: {text}: a variable has one value; quote it, or put # before a remark")
         variables[variable] = "".join(words)
     return variables
 
@@ -215,11 +223,11 @@ def _of_first_start(job: Settings, given: Mapping[str, list[str]]) -> list[str]:
     if not step or not job.first or (not elsewhere and job.first[:1] == ["--load"] and len(job.first) == 2):
         return []
     if "--ckpt-step" in given and not elsewhere:
-        remedy = f"train into another --save, with --load {job.save}"
+        remedy = f"train into another --save, with --load {shlex.quote(str(job.save))}"
         raise UserError(f"--ckpt-step {' '.join(given['--ckpt-step'])}: {job.save} has step {step} too, and a job goes "
                         f"on from its last one; {remedy}")  # fmt: skip
     flags = " ".join(job.first)
-    return [f"{flags}: of a first start alone; this job goes on from step {step}, which {job.save} has"]
+    return [f"{flags}: only a first start takes this; this job goes on from step {step}, which {job.save} has"]
 
 
 def _image(given: str) -> str:
@@ -258,8 +266,7 @@ def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -
     return True
 
 
-def _submit(path: Path) -> str:
-    environment = dict(os.environ)
+def _submit(path: Path, environment: Mapping[str, str]) -> str:
     if "SLURM_JOB_ID" in environment:  # of a job, whose tasks' CPUs and places the new one's would inherit
         kept = ("SLURM_CONF", "SLURM_JWT")
         environment = {name: value for name, value in environment.items() if name in kept or name[:6] != "SLURM_"}

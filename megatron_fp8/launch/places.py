@@ -6,6 +6,7 @@ share its /tmp, and its nodes have what this machine has not: so they are said, 
 """
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,8 +35,8 @@ def unseen(job: Settings, given: Mapping[str, list[str]]) -> list[str]:
                 continue
             place = Path(value)
             if job.container and not any(place.is_relative_to(mounted) for mounted in inside):
-                add = f"--mounts {place.parent}:{place.parent}"
-                lines.append(f"{flag} {value}: in no mount of the container; unless the image holds it, add {add}")
+                add = f"--mounts {shlex.quote(f'{place.parent}:{place.parent}')}"
+                lines.append(f"{flag} {value}: no mount of the container has it; unless the image does, add {add}")
             elif flag == _CACHE and job.nodes > 1 and any(place.is_relative_to(local) for local in _OF_A_NODE):
                 lines.append(f"{flag} {value}: on most clusters each node has its own; use a folder that all share")
     return lines

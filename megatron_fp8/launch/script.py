@@ -1,8 +1,10 @@
 """A job's Slurm script: scripts/slurm/train.sbatch with other options of Slurm's and other settings."""
 
 import contextlib
+import os
 import re
 import shlex
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 from ..errors import UserError
 from ..flags import sbatch
 from ..shipped import shipped
+from .shell import TEMPLATE
 
 _WARNING = 600  # seconds before the time limit: one step, one save
 _OURS = {  # an option of sbatch's that launch writes: launch's own flag for it
@@ -17,7 +20,6 @@ _OURS = {  # an option of sbatch's that launch writes: launch's own flag for it
     ("--ntasks", "-n"): "--gpus-per-node", ("--ntasks-per-node",): "--gpus-per-node",
     ("--output", "-o"): "--folder", ("--chdir", "-D"): "", ("--signal",): "", ("--no-requeue",): "",
 }  # fmt: skip
-_TEMPLATE = "scripts/slurm/train.sbatch"
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,21 @@ class Settings:
 
 def write_script(settings: Settings) -> Path:
     """Make the job's folder and write its script there."""
-    text = shipped(_TEMPLATE).read_text()
+    text = shipped(TEMPLATE).read_text()
     body = re.sub(r"\A#!.*\n(#SBATCH.*\n)+", lambda _: _header(settings), text)
     body = re.sub(r"(?<=^# >>> settings).*?(?=^# <<< settings)", lambda _: _settings(settings), body, flags=re.M | re.S)
+    try:
+        content = body.encode()
+    except UnicodeEncodeError as error:
+        line = body[: error.end].rpartition("\n")[2] + body[error.end :].partition("\n")[0]
+        raise UserError(f"{line.strip()!a}: not text in UTF-8, as the job's script is; use another name") from None
     path = settings.folder / f"{settings.name}.sbatch"
     try:
         settings.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(body)
-        path.chmod(0o755)
+        with tempfile.NamedTemporaryFile(dir=settings.folder, prefix=".", delete=False) as file:
+            file.write(content)
+        os.chmod(file.name, 0o755)
+        os.replace(file.name, path)  # a link of that name is replaced too, and not followed
     except OSError as error:
         raise UserError(f"--folder {settings.folder}: {error.strerror or error}; use another") from None
     return path
@@ -84,8 +93,8 @@ def check_sbatch(options: str) -> None:
     for word in options.split():
         for names, ours in _OURS.items():
             if word.split("=")[0] in names or (word[:2] in names and word[1] != "-"):
-                remedy = f"use {ours} of launch" if ours else "remove it"
-                raise UserError(f"--sbatch {word}: the job's script is written for another; {remedy}")
+                remedy = f"use launch's own {ours}" if ours else "remove it"
+                raise UserError(f"--sbatch {word}: the job's script needs the value that launch writes; {remedy}")
 
 
 def last_saved(save: Path) -> int:
@@ -154,9 +163,10 @@ def _settings(job: Settings) -> str:
 
 def seconds(time: str) -> int:
     """Of a time limit as sbatch takes it.  Raises UserError of one line."""
-    found = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))", time)
+    form = "(?:(N)-(N)(?::(N))?(?::(N))?|(?:(N):)?(N):(N)|(N))"
+    found = re.fullmatch(form.replace("N", "[0-9]{1,9}"), time)
     if not found:
-        raise UserError(f"--time {time}: use minutes, HH:MM:SS or D-HH:MM:SS")
+        raise UserError(f"--time {time[:40]}: use minutes, HH:MM:SS or D-HH:MM:SS")
     days, day_hours, day_minutes, day_seconds, hours, minutes, rest, alone = (int(part or 0) for part in found.groups())
     hours, minutes, rest = hours + day_hours, minutes + day_minutes + alone, rest + day_seconds
     total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
@@ -183,8 +193,8 @@ def steps_of(given: Mapping[str, list[str]], asked: int | None = None) -> int:
 
 def _number(given: Mapping[str, list[str]], flag: str) -> int:
     values = given[flag]
-    if len(values) != 1 or not values[0].isdecimal():
-        raise UserError(f"{flag} {' '.join(values)}: use a whole number")
+    if len(values) != 1 or not re.fullmatch("[0-9]{1,18}", values[0]):
+        raise UserError(f"{flag} {' '.join(values)[:40]}: use a whole number, of at most 18 digits")
     if not int(values[0]):
         raise UserError(f"{flag} {values[0]}: use 1 or more")
     return int(values[0])

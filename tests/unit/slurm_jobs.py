@@ -93,7 +93,7 @@ def job(settings, tmp_path):
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        lines = (fake / "said").read_text().splitlines()
+        lines = (fake / "said").read_text(errors="surrogateescape").splitlines()
         assert all(line.startswith("[job] ") for line in lines), lines
         return code, [line.split(" ", 2)[2] for line in lines]
 

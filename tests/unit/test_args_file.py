@@ -1,6 +1,7 @@
 """--args-file: YAML to a command line, letter for letter; who wins; one line for a mistake; what a process applies."""
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -115,7 +116,7 @@ def test_variables_are_filled_in_where_a_flag_is_used(write):
     line = error_of(expand, flags[:2], {"NAME": "n", "TOP": "t"})
     assert line.endswith("--load $NONE: the variable NONE is not set; set it, or give --load on the command line")
     odd = write(model("--save: ${OUT:-here}/a"))
-    assert "${OUT:-here} is more than a name; write ${NAME}" in error_of(expand, ["--args-file", odd], {"OUT": "o"})
+    assert "${OUT:-here}: only ${NAME} is filled in; write that" in error_of(expand, ["--args-file", odd], {"OUT": "o"})
     folder = str(Path(odd).parent)
     assert error_of(expand, ["--args-file", folder], {}) == f"--args-file {folder}: a folder; name the files in it"
 
@@ -128,12 +129,16 @@ def test_variables_are_filled_in_where_a_flag_is_used(write):
         ("ENV_VARS:\n  A-B: 1", ": ENV_VARS: A-B: not the name of a variable; write A_NAME: VALUE"),
         ("ENV_VARS:\n  A: [1, 2]", ": A: a list; a variable takes one value"),
         (model("--lr: 1", "--lr: 2"), ": --lr: is given twice; give it once"),
-        (model("--args-file: b.yaml"), ": --args-file: a file names no others; name them on the command line"),
+        (model("--args-file: b.yaml"), ": --args-file: a file cannot name other files; name them on the command line"),
         (model("--lr: {a: b}"), ": --lr: a mapping; give a word, a list, true, false or null"),
-        (model("--lr: [[a], b]"), ": --lr: a list takes words; write [a b] or [a, b]"),
-        (model("--lr: \"[a 'b]\""), ": --lr [a 'b]: No closing quotation; close it"),
-        ("MODEL_ARGS: 3", ": MODEL_ARGS: no mapping; write a line for each flag"),
-        ("just words", ": no mapping; write ENV_VARS: and MODEL_ARGS:, and flags below"),
+        (model("--lr: [[a], b]"), ": --lr: a list may hold words only; write [a b] or [a, b]"),
+        (model("--lr: \"[a 'b]\""), ": --lr [a 'b]: No closing quotation; close the quote"),
+        ("MODEL_ARGS: 3", ": MODEL_ARGS: holds no names with values; below it write a line for each flag"),
+        ("just words", ": holds no names with values; write MODEL_ARGS:, and below it --A-FLAG: VALUE"),
+        (model('--lr: "a\\0b"'), ": --lr: holds U+0000, which is no character of a command line; remove it"),
+        (model('--lr: "\\x15touch PROOF"'), ": --lr: holds U+0015, which is no character of a command line"),
+        (model('"--l\\er": 1'), ": MODEL_ARGS: holds U+001B, which is no character of a command line"),
+        ("ENV_VARS: {Aé: 1}", ": ENV_VARS: Aé: not the name of a variable; write A_NAME: VALUE"),
         ("a: [", ": not YAML: "),
         ("MODEL_ARGS: !!python/name:os.system {}", ": not YAML: could not determine a constructor"),
     ],
@@ -141,6 +146,14 @@ def test_variables_are_filled_in_where_a_flag_is_used(write):
 def test_a_mistake_is_one_line(write, text, line):
     path = write(text)
     assert error_of(read, [path]).startswith(path + line)
+
+
+def test_half_of_a_surrogate_pair(write):
+    """libyaml refuses it; PyYAML's own loader does not."""
+    assert error_of(read, [write(model('--lr: [a, "\\ud800"]'))]).endswith(
+        ("holds U+D800, which is no character of a command line; remove it", '<unicode string>", line 2, column 16')
+    )
+    assert error_of(args_file.check_characters, "here", "\udcff").startswith("here: holds U+DCFF, which is no")
 
 
 def test_a_file_that_is_not_there(tmp_path):
@@ -213,6 +226,50 @@ def test_args_prints_a_command_line_for_a_shell(write, capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main(["args", *words])
         assert capsys.readouterr().err == f"megatron_fp8: {said}\n"
+
+
+HOSTILE = ["$(touch PROOF)", "`touch PROOF`", "';touch PROOF;'", '";touch PROOF;"', "x\ny", "-e", "a[$(:)]", "☃"]
+
+
+def test_what_args_prints_is_data_to_a_shell(write, capfdbinary, tmp_path, monkeypatch):
+    """Also a word of the shell's that is no text in UTF-8."""
+    values = {f"V{number}": value for number, value in enumerate(HOSTILE)}
+    flags = {f"--v{number}": value for number, value in enumerate(HOSTILE)}
+    path = write(json.dumps({"ENV_VARS": values, "MODEL_ARGS": flags}))
+    words = [word for flag, value in flags.items() for word in ([flag, value] if value != "-e" else [f"{flag}=-e"])]
+    odd = os.fsdecode(b"\xff\xfe")
+    script = 'eval "set -- $(cat line)"; printf "%s\\0" "$@"'
+    assert main(["args", path, "--", "--odd", odd]) == 0
+    printed = capfdbinary.readouterr().out
+    (tmp_path / "line").write_bytes(printed)
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(["bash", "-c", script], capture_output=True)
+    assert done.stdout.split(b"\0")[:-1] == [os.fsencode(word) for word in [*words, "--odd", odd]]
+    assert main(["args", "--variables", path]) == 0
+    (tmp_path / "line").write_bytes(capfdbinary.readouterr().out)
+    done = subprocess.run(["bash", "-c", 'eval "$(cat line)"; env -0'], capture_output=True, text=True)
+    assert set(f"{name}={value}" for name, value in values.items()) <= set(done.stdout.split("\0"))
+    assert not (tmp_path / "PROOF").exists()
+
+
+@pytest.mark.parametrize("name", ["PROMPT_COMMAND", "PS1", "BASH_ENV", "UID", "IFS", "SHELLOPTS", "_"])
+def test_a_variable_that_a_shell_uses_itself(write, capsys, name):
+    """As a command, some of them, which it would run at the next prompt."""
+    path = write(f"ENV_VARS: {{{name}: touch PROOF}}\nMODEL_ARGS: {{--lr: 1}}")
+    line = f"variable {name}: a shell uses this name itself; remove it from the file"
+    with pytest.raises(SystemExit):
+        os.environ.pop(name, None)
+        main(["args", "--variables", path])
+    assert capsys.readouterr() == ("", f"megatron_fp8: {line}\n")
+
+
+def test_a_character_that_the_shells_character_set_has_not(write):
+    path = write(model("--lr: ☃"))
+    command = [sys.executable, "-X", "utf8=0", "-m", "megatron_fp8.cli", "args", path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    line = "megatron_fp8: '\\u2603': the character set of this shell ("
+    assert done.returncode == 2 and done.stderr.startswith(line) and done.stderr.endswith("set LC_ALL=C.UTF-8\n")
 
 
 def test_rehearse_reads_files_too(write):

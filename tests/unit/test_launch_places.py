@@ -44,7 +44,7 @@ def test_a_container_sees_its_mounts(place, mounts):
 def test_a_container_does_not_see_the_rest():
     given = {"--data-path": ["0.3", "/data/a", "0.7", "/datasets/b"], "--tokenizer-model": ["name/of-a-model"]}
     lines = said(given, container="image", mounts="/data:/data")
-    advice = "in no mount of the container; unless the image holds it, add --mounts /datasets:/datasets"
+    advice = "no mount of the container has it; unless the image does, add --mounts /datasets:/datasets"
     assert lines == [f"--data-path /datasets/b: {advice}"]
     assert said(given) == []
 

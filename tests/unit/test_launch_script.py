@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -65,40 +66,58 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--cluster infinibad", "did you mean infiniband?"),
         ("--cluster wrong.env", "wrong.env:1: two words: write NAME=VALUE"),
         ("--cluster bytes.env", "--cluster bytes.env: no text file; write lines NAME=VALUE"),
-        ("--cluster shell.env", "shell.env:2: A=/x:$A: taken letter for letter; write it out, or set it in the shell"),
+        ("--cluster shell.env", "shell.env:2: A=/x:$A: $ and ~ stay as they are; write it out, or set it in the shell"),
         ("--script nothing.py", "--script nothing.py: no such script; give its path"),
         ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
-        ("--flags='", "--flags ': No closing quotation; close it"),
+        ("--flags='", "--flags ': No closing quotation; close the quote"),
         ("--flags=other.yaml", "--flags 'other.yaml': flags begin with a dash"),
         ("--cluster=", "--cluster '': an empty value"),
         ("--name a/b", "--name a/b: use letters"),
-        ("--name ..", "--name ..: use letters, digits, '.', '_' and '-', and more than dots"),
+        ("--name ..", "--name ..: use letters, digits, '.', '_' and '-'; '.' and '..' are folders"),
         ("--gpus-per-node -1", "--gpus-per-node -1: use 0 or more"),
-        ("--tasks-per-node 4", "--tasks-per-node 4: one a GPU; remove it, or add --gpus-per-node 0"),
+        ("--tasks-per-node 4", "--tasks-per-node 4: each GPU of a node has one task; remove it, or add"),
+        ("--steps 9" + 20 * "9", f"--steps {21 * '9'}: use a number of at most 18 digits"),
+        ("--max-restarts 9" + 20 * "9", f"--max-restarts {21 * '9'}: use a number of at most 18 digits"),
+        ("--flags=--train-iters=" + 5000 * "9", f"--train-iters {40 * '9'}: use a whole number, of at most 18 digits"),
+        ("--flags=--train-iters=²", "--train-iters ²: use a whole number"),
+        ("--flags=--train-iters=٣", "--train-iters ٣: use a whole number"),
+        ("--time " + 5000 * "9", f"--time {40 * '9'}: use minutes, HH:MM:SS or D-HH:MM:SS"),
+        ("--time ١٢", "--time ١٢: use minutes, HH:MM:SS or D-HH:MM:SS"),
+        ("--folder a\udcff", "a\\udcff/log-%j.txt\"': not text in UTF-8, as the job's script is; use another name"),
+        ("--cluster nul.env", "nul.env:1: holds U+0000, which is no character of a command line; remove it"),
+        ("--cluster accent.env", "accent.env:1: Aé=1: write NAME=VALUE"),
+        ("--cluster shells.env", "variable PROMPT_COMMAND: a shell uses this name itself; remove it from the file"),
+        ("--cluster scripts.env", "variable SAVE: the job's script uses this name itself; remove it from the file"),
+        ("--cluster slurm.env", "variable SLURM_NTASKS: the job's script uses this name itself; remove it from the"),
         ("--steps 10", "--steps 10: the flags say 20; remove it, or change --train-iters or --train-samples"),
-        ("--mounts A:B", "--mounts A:B: no container is there; add --container, or remove it"),
+        ("--mounts A:B", "--mounts A:B: there is no container to mount it in; add --container, or remove it"),
         ("--flags=--train-iters=0", "--train-iters 0: use 1 or more"),
         ("--folder one.yaml", "one.yaml: File exists; use another"),
         ("--folder one.yaml/x", "one.yaml/x: Not a directory; use another"),
-        ('--folder a"b', "Slurm takes no quote, backslash or line break; use another"),
-        ("--container image --folder at-12:30", "at-12:30: --container mounts it, and takes no ',' or ':' in it; use"),
-        ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and takes no ',' or ':' in it; use"),
-        ("--partition gpu", '--partition gpu: an option of sbatch\'s; write --sbatch="--partition=gpu", with all'),
-        ("-A me", '-A me: an option of sbatch\'s; write --sbatch="--account=me", with'),
-        ("--qos=high", '--qos high: an option of sbatch\'s; write --sbatch="--qos=high", with'),
-        ("--gres gpu:8", 'write --sbatch="--gres=gpu:8", with'),
-        ("--constraint h100&ib", 'write --sbatch="--constraint=h100&ib", with'),
-        ("--exclusive", '--exclusive: an option of sbatch\'s; write --sbatch="--exclusive", with'),
+        ('--folder a"b', "Slurm takes no quote, backslash or line break in a path; use"),
+        ("--container image --folder at-12:30", "at-12:30: --container mounts it, and a mount has no ',' or ':'; use"),
+        ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and a mount has no ',' or ':'; use"),
+        ("--partition gpu", '--partition gpu: this is an option of sbatch; write --sbatch="--partition=gpu"'),
+        ("-A me", '-A me: this is an option of sbatch; write --sbatch="--account=me"'),
+        ("--qos=high", '--qos high: this is an option of sbatch; write --sbatch="--qos=high"'),
+        ("--gres gpu:8", 'write --sbatch="--gres=gpu:8"'),
+        ("--constraint h100&ib", 'write --sbatch="--constraint=h100&ib"'),
+        ("--exclusive", '--exclusive: this is an option of sbatch; write --sbatch="--exclusive"'),
         ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
-        ("--sbatch=--time=10", "--time=10: the job's script is written for another; use --time of launch"),
-        ("--sbatch=-N4", "--sbatch -N4: the job's script is written for another; use --nodes of launch"),
-        ("--sbatch=--signal=B:USR1@60", "--signal=B:USR1@60: the job's script is written for another; remove it"),
-        ("--cluster remark.env", "remark.env:1: HCA=mlx5   which adapters: one value; quote it, or put # before a"),
+        ("--sbatch=--time=10", "--time=10: the job's script needs the value that launch writes; use launch's"),
+        ("--sbatch=-N4", "--sbatch -N4: the job's script needs the value that launch writes; use launch's own"),
+        ("--sbatch=--signal=B:USR1@60", "B:USR1@60: the job's script needs the value that launch writes; remove it"),
+        ("--cluster remark.env", "remark.env:1: HCA=mlx5   which adapters: a variable has one value; quote it, or"),
         ("--flags=--save=had --flags=--load=had --flags=--ckpt-step=3", "/had has step 5 too, and a job goes on from"),
     ],
 )
 def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
     (tmp_path / "bytes.env").write_bytes(b"\xff\xfe")
+    (tmp_path / "nul.env").write_bytes(b"A=a\0b")
+    (tmp_path / "accent.env").write_text("Aé=1\n")
+    (tmp_path / "shells.env").write_text("PROMPT_COMMAND='touch PROOF'\n")
+    (tmp_path / "scripts.env").write_text("SAVE=/elsewhere\n")
+    (tmp_path / "slurm.env").write_text("SLURM_NTASKS=3\n")
     (tmp_path / "wrong.env").write_text("two words\n")
     (tmp_path / "shell.env").write_text("B=1\nA=/x:$A\n")
     (tmp_path / "remark.env").write_text("HCA=mlx5   which adapters\n")
@@ -115,7 +134,7 @@ def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch)
     assert f'#SBATCH --output="{tmp_path}/a %%j b/log-%j.txt"\n' in (tmp_path / "a %j b/one.sbatch").read_text()
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch("--folder", "a %j b", "--submit")[1].endswith(f"on a node that has it: sbatch '{path}'\n")
-    monkeypatch.setattr(launch_main, "_submit", lambda path: "12")
+    monkeypatch.setattr(launch_main, "_submit", lambda *_: "12")
     line = f"job 12; its log: '{tmp_path}/a %j b/log-JOB.txt'; to stop it for good: touch '{tmp_path}/a %j b/exit'"
     assert launch("--folder", "a %j b", "--submit")[1].splitlines()[-1] == line
 
@@ -143,15 +162,21 @@ def test_every_line_of_a_shipped_cluster_may_be_taken(launch, tmp_path, name):
 def test_flags_of_a_first_start_in_a_folder_that_has_a_checkpoint(launch, tmp_path):
     assert "note: --load there" not in launch("--flags=--save=had")[1]
     checkpoint(tmp_path / "had/iter_0000005")
-    note = "note: --load there --finetune: of a first start alone; this job goes on from step 5, "
+    note = "note: --load there --finetune: only a first start takes this; this job goes on from step 5, "
     note += f"which {tmp_path}/had has"
     assert note in launch("--flags=--save=had")[1].splitlines()
     (tmp_path / "had/iter_0000005/unsealed").touch()
     assert "note: --load there" not in launch("--flags=--save=had")[1]
 
 
-def test_an_option_of_sbatchs_with_a_space_is_quoted(launch):
-    assert "write --sbatch=\"--comment='two words'\", with" in launch("--comment", "two words")[1]
+def test_what_is_to_be_pasted_of_an_option_of_sbatchs_runs_nothing(launch, tmp_path):
+    assert launch("--comment", "two words")[1].endswith("write --sbatch=\"--comment='two words'\"\n")
+    for value in ("a $(touch PROOF)", "`touch PROOF`", "';touch PROOF '", '";touch PROOF "', "!!"):
+        remedy = launch("--comment", value)[1].rstrip("\n").partition("; write ")[2]
+        (word,) = shlex.split(remedy)
+        assert shlex.split(word.removeprefix("--sbatch=")) == [f"--comment={value}"]
+        assert shlex.split(subprocess.run(["bash", "-c", f"printf %s {remedy}"], capture_output=True, text=True).stdout)
+    assert not (tmp_path / "PROOF").exists()
 
 
 def test_launchs_own_short_forms_stay(launch):
@@ -163,6 +188,40 @@ def test_launchs_own_short_forms_stay(launch):
 def test_one_folder_of_saves(launch, flags):
     code, said = launch(f"--flags={flags}")
     assert code == 2 and "--save" in said and "use one folder, or remove it" in said
+
+
+@pytest.mark.parametrize("tracker", ["²".encode(), b"\xff\xfe", b"9" * 5000, b"\0005"])
+def test_a_tracker_that_is_none(launch, tmp_path, tracker):
+    checkpoint(tmp_path / "had/iter_0000005")
+    (tmp_path / "had/latest_checkpointed_iteration.txt").write_bytes(tracker)
+    code, said = launch("--flags=--save=had")
+    assert code == 0 and "this job goes on from step 5, which" in said
+
+
+def test_a_link_in_the_scripts_place_is_not_followed(launch, tmp_path):
+    (tmp_path / "victim").write_text("whole")
+    (tmp_path / "runs/one").mkdir(parents=True)
+    (tmp_path / "runs/one/one.sbatch").symlink_to(tmp_path / "victim")
+    assert launch()[0] == 0 and (tmp_path / "victim").read_text() == "whole"
+    path = tmp_path / "runs/one/one.sbatch"
+    assert not path.is_symlink() and os.access(path, os.X_OK) and [path] == list(path.parent.iterdir())
+
+
+def test_what_is_to_be_pasted_of_a_path_runs_nothing(launch):
+    line = "note: --data-path /x;touch PROOF #/a: no mount of the container has it; unless the image does, add --mounts"
+    said = launch("--container", "image", "--flags=--data-path '/x;touch PROOF #/a'")[1].splitlines()
+    assert f"{line} '/x;touch PROOF #:/x;touch PROOF #'" in said
+
+
+def test_a_job_is_given_the_variables_of_the_shell_alone(launch, tmp_path, monkeypatch):
+    """torch sets one as it is imported, for the check: a folder in /tmp of a name that anyone can foresee."""
+    monkeypatch.setattr(launch_main, "_check", lambda *_: os.environ.setdefault("OF_THE_CHECK", "1"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text(f"#!/bin/bash\nenv >{tmp_path}/given; echo 12\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert launch("--submit")[0] == 0
+    assert "OF_THE_CHECK" not in (tmp_path / "given").read_text() and os.environ.pop("OF_THE_CHECK")
 
 
 def test_submit(launch, tmp_path, monkeypatch):
@@ -217,5 +276,5 @@ def test_time_and_steps():
     assert steps_of({"--train-iters": ["7"]}) == steps_of({"--train-iters": ["7"]}, 7) == steps_of({}, 7) == 7
     assert steps_of({"--train-samples": ["100"], "--global-batch-size": ["32"]}) == 3
     assert error_of(steps_of, {}).startswith("--train-iters: missing; give it, or --train-samples")
-    assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number"
+    assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number, of at most 18 digits"
     assert re.match(r"--time 0:30: use a minute", error_of(seconds, "0:30"))
