@@ -148,7 +148,7 @@ def test_sound_values_are_taken(family, changes, found):
     [
         ("llama", {"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide num_attention_heads 6"),
         ("llama", {"num_attention_heads": 7, "head_dim": None}, "num_attention_heads 7 does not divide hidden_size 24"),
-        ("llama", {"head_dim": 3}, "turn 3 of a head's 3 channels"),
+        ("llama", {"head_dim": 3}, "would rotate 3 of a head's 3 channels"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ("gpt_neox", {"num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size 24"),
         ("gpt2", {"n_head": 48}, "n_head 48 does not divide n_embd 24"),

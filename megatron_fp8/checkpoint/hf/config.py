@@ -202,8 +202,8 @@ def _check_heads(args: Namespace, config: Section, keys: Mapping[str, str], file
         raise UserError(f"{file}: {said}; a group has a whole number of heads")
     rotated = int(args.kv_channels * args.rotary_percent)
     if args.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
-        said = f"rotary positions turn {rotated} of a head's {args.kv_channels} channels"
-        raise UserError(f"{file}: {said}, by its sizes and its part; they turn pairs, so an even number of 2 or more")
+        said = f"rotary positions would rotate {rotated} of a head's {args.kv_channels} channels"
+        raise UserError(f"{file}: {said}; the number must be even, and not 0")
 
 
 def flags_of(args: Namespace) -> str:
