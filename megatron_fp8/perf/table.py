@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
     measure.check(args)
     check_figure(args.figure)
     if (args.run or args.results) and args.table != "5":
-        raise UserError(f"table {args.table}: --run and --results are of table 5 only; remove them")
+        raise UserError(f"table {args.table}: measured are those of table 5; remove --run and --results")
     found = rows(hardware.load(args.hardware))
     code = measure.run(args) if args.run else 0
     measured = measure.results(args) if args.table == "5" else []  # a wrong --results is said before all else

@@ -285,7 +285,7 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (("7", "--run"), "table 7: --run and --results are of table 5 only"),
+        (("7", "--run"), "table 7: measured are those of table 5"),
         (("5", "--only-cap"), "--only-cap: with what? add --cap-gb"),
         (("5", "--gpus", "0"), "--gpus 0: use more than 0"),
         (("5", "--run", "--iterations", "3"), "--iterations 3: five warm up"),
