@@ -29,8 +29,8 @@ NO_COUNT = [*NEVER, True, False, 0, -1, -5, 0.5, 1.5, -0.0, 24.0, 1e308, 10**30,
 NO_SHARE = [*NEVER, None, True, False, -1, -1e-9, 1, 1.5, 1e308, 10**400]
 NO_POSITIVE = [*NEVER, None, True, False, 0, -0.0, -1, -1e-9, 1e308, 10**400, 1e-320]
 NO_FLAG = [*NEVER, None, 0, 1, -1, 0.0, 1.5]
-NO_ROPE = [*WORDS, True, 0, 5, [], [2], math.nan, {"a": 1}, {"factor": 2.0}, {"type": "yarn"},
-           {"rope_type": 5}, {"rope_type": "llama3"}, {"rope_type": "default", "factor": "x"}, {"rope_theta": "x"}]  # fmt: skip
+NO_ROPE = [*WORDS, True, 0, 5, [], [2], math.nan, {"a": 1}, {"factor": 2.0}, {"type": "yarn"}, {"rope_type": 5},
+           {"rope_type": "llama3"}, {"rope_type": "default", "factor": "x"}, {"rope_theta": "x"}]  # fmt: skip
 COUNTS = """num_hidden_layers hidden_size num_attention_heads intermediate_size max_position_embeddings vocab_size
 n_layer n_embd n_head n_positions""".split()
 SHARES = "attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop".split()
