@@ -55,7 +55,7 @@ def to_hf(
     saved, stored = _contents(folder)
     args = model_args(saved, vocab_size, str(folder))
     if dtype == "e4m3" and family_of(args).model_type == "gpt2":
-        raise UserError("--dtype e4m3: gpt2's weights are no Linear's, so loaders would not take them: use bf16")
+        raise UserError("--dtype e4m3: loaders know E4M3 weights of Linear modules only, and gpt2 has none; use bf16")
     wanted = parameters(args)
     _check_names(folder, stored, wanted, args)
     config = config_of(args)
@@ -99,9 +99,9 @@ def _contents(folder: Path) -> tuple[Namespace, Mapping[str, Any]]:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     saved = common.get("args") if isinstance(common, dict) else None
     if not isinstance(saved, Namespace):
-        raise UserError(f"{folder}: has no arguments of a run, which say what the model is")
+        raise UserError(f"{folder}: has no arguments of a run in it, so that the model is not known")
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise UserError(f"{folder}/.metadata: damaged, or not what it should be")
+        raise UserError(f"{folder}/.metadata: damaged, or not the metadata of a checkpoint")
     return saved, metadata.state_dict_metadata
 
 
@@ -121,7 +121,7 @@ def _damage_of(path: Path) -> Iterator[None]:
         if is_bug(error) and not isinstance(error, OSError):
             raise
         reason = str(error).strip().splitlines()[-1:] or [""]
-        raise UserError(f"{path}: damaged, or not what it should be: {type(error).__name__}: {reason[0]}") from error
+        raise UserError(f"{path}: damaged, or not a checkpoint: {type(error).__name__}: {reason[0]}") from error
 
 
 def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter], args: Namespace) -> None:
@@ -138,7 +138,7 @@ def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter
         expected = (args.num_layers, *parameter.shape) if parameter.is_stacked else parameter.shape
         if shape != expected:
             found = "is missing" if shape is None else f"has shape {shape}"
-            raise UserError(f"{folder}: {parameter.name} {found}; its arguments ask for {expected}")
+            raise UserError(f"{folder}: {parameter.name} {found}; by the arguments in the checkpoint it is {expected}")
     if model:
         raise UserError(f"{folder}: {shown(min(model))} has no place in a {family_of(args).model_type} model")
 

@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
     first, others = runs[0], runs[1:]
     said = [line for other in others if (line := unlike(first, other))]
     if said and (args.assert_equal or args.tolerance is not None):
-        raise UserError(f"--assert-equal, --tolerance: {said[0]}; log all at one --log-interval, 1 beside TensorBoard")
+        raise UserError(f"--assert-equal, --tolerance: {said[0]}; log all at one --log-interval (TensorBoard has 1)")
     _keep(runs, args.steps)
     if args.export_result:
         _export(runs[-1 if args.import_result else 0], args.export_result)
@@ -197,7 +197,7 @@ def _keep(runs: list[Run], steps: str | None) -> None:
     for run in runs:
         run.steps = {step: values for step, values in run.steps.items() if low <= step <= high}
         if not run.series(LOSS):
-            raise UserError(f"--steps {steps}: {run.name} has no loss there; it has others")
+            raise UserError(f"--steps {steps}: {run.name} has no loss there; name steps that it has")
 
 
 def _export(run: Run, path: str) -> None:

@@ -25,19 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..metrics import DEVICE, LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
+from ..metrics import DEVICE, LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS, VARIABLE
 from .text import MIB
 
 GRAD_NORM, TEST_LOSS = "grad_norm", "test_loss"
 TENSORBOARD = "tensorboard"  # a form
 MEAN_OF = "mean_of"  # in a file of --export-result: of so many steps its loss is the mean
-_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
+_ITERATION = re.compile(r"iteration +(\d{1,18})/ *\d+ \|")
 _NUMBER = r" *(-?(?:\d+\.?\d*(?:E[-+]\d+)?|NAN|INF)) \|"  # whole, as the bar behind it says
 _TITLES = {LOSS: "lm loss", GRAD_NORM: "grad norm", STEP_MS: "elapsed time per iteration (ms)",
            SKIPPED: "number of skipped iterations"}  # fmt: skip
 _PRINTED = {name: re.compile(rf"\| {re.escape(title)}:{_NUMBER}", re.I) for name, title in _TITLES.items()}
 _EVALUATION = re.compile(
-    rf"validation(?:-(.+?))? loss at iteration (\d+)( on test set)? .*?\| lm loss value:{_NUMBER}", re.I
+    rf"validation(?:-(.+?))? loss at iteration (\d{{1,18}})( on test set)? .*?\| lm loss value:{_NUMBER}", re.I
 )
 _START = "[before the start of training step]"
 # of a run without a GPU (cpu.py): its first line, and among Megatron's arguments
@@ -87,11 +87,14 @@ def read(word: str) -> Run:
     if place.is_dir() or place.name.startswith("events.out.tfevents"):
         run = _tensorboard(name, place)
     else:
-        text = place.read_text(errors="replace")  # once: it may be a pipe
+        try:
+            text = place.read_text(errors="replace")  # once: it may be a pipe
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
         is_metrics = place.suffix == ".jsonl" or _begins_with_a_step(text)
         run = _metrics(name, path, text) if is_metrics else _log(name, text)
     if not run.series(LOSS):
-        raise UserError(f"{path}: no step with a loss in it; give the output of the last rank, or another file")
+        raise UserError(f"{path}: there is no step with a loss in it; give the log of the last rank, which prints them")
     return run
 
 
@@ -113,20 +116,20 @@ def _metrics(name: str, path: str, text: str) -> Run:
             values = json.loads(line)
             step = values.pop(STEP, None)
             step = None if step is None else int(step)
-        except (ValueError, TypeError, AttributeError):
+            found = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+        except (ValueError, TypeError, AttributeError, OverflowError):
             if 1 < number == len(lines) and not text.endswith("\n"):
                 break  # of a run that was killed as it wrote
-            raise UserError(f"{path}: line {number} is no step's JSON object; give a metrics file") from None
+            said = f"line {number} is not the JSON object of a step; give a file that {VARIABLE} named"
+            raise UserError(f"{path}: {said}") from None
         if step is None:
             if DEVICE in values:
                 starts.append([])
                 run.on_cpu |= values[DEVICE] == "cpu"
             continue
-        if MEAN_OF in values:
-            run.mean_of[step] = int(values.pop(MEAN_OF))
-        run.steps.setdefault(step, {}).update(
-            {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-        )
+        if (length := found.pop(MEAN_OF, math.nan)) >= 1:
+            run.mean_of[step] = round(min(length, step))
+        run.steps.setdefault(step, {}).update(found)
         if STEP_MS in values:
             starts[-1].append(step)
     _note_means(run, starts, again=False)
@@ -188,7 +191,7 @@ def _tensorboard(name: str, path: Path) -> Run:
         try:
             _add_events(run, file)
         except (IndexError, struct.error, TypeError, AttributeError):
-            raise UserError(f"{file}: no file of TensorBoard's, or a damaged one; give another") from None
+            raise UserError(f"{file}: damaged, or not a file of TensorBoard; give another") from None
     return run
 
 

@@ -140,9 +140,9 @@ def check_figure(path: str | None) -> None:
         raise UserError(f"--figure {path}: needs matplotlib; pip install 'megatron-fp8[viz]'") from None
     file, why = Path(path), ""
     if not file.suffix:  # matplotlib would add one: another file than was named
-        why = "a name without a form"
+        why = "the name has no ending"
     elif file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
-        why = f"{file.suffix} is no form of a figure"
+        why = f"no figure is written as {file.suffix}"
     elif not file.absolute().parent.is_dir():
         why = "no such folder"
     if why:

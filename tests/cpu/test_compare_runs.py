@@ -2,12 +2,14 @@
 
 import argparse
 
+import pytest
 from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
 
 from megatron_fp8.metrics import VARIABLE
 from megatron_fp8.perf import compare
 
 
+@pytest.mark.slow
 def test_a_bit_exact_resume_is_equal(tmp_path, capsys):
     flags = [*TINY_GPT, *SIX_STEPS, "--fp8-level", "O3", "--save-interval", "3", "--save", str(tmp_path / "saved")]
     flags += "--split 8,1,1 --eval-iters 1 --eval-interval 2".split()

@@ -288,7 +288,7 @@ def test_means_are_not_compared_with_single_steps(tmp_path, capsys):
         assert code == 0 and text.endswith(f"\n# {name}: its losses are means of 2 steps, c's are of single steps\n")
         for verdict in (["--assert-equal"], ["--tolerance", "1"]):
             for other in (single, seldom, metrics(tmp_path / "a.jsonl", every)):
-                with pytest.raises(UserError, match=r"of single steps, .*; log all at one --log-interval, 1 beside"):
+                with pytest.raises(UserError, match=r"of single steps, .*; log all at one --log-interval"):
                     call(capsys, rough, other, *verdict)
             assert call(capsys, rough, rough, *verdict)[0] == 0
     whole = metrics(tmp_path / "a.jsonl", every)
@@ -363,25 +363,33 @@ def test_the_half_written_last_line_of_a_killed_run_is_left_out(tmp_path, capsys
         (("no.jsonl",), "no.jsonl: no such run"),
         (("",), "'': no such run"),
         (("EMPTY",), "no step with a loss"),
-        (("BROKEN",), "line 1 is no step's JSON object"),
-        (("WORD",), "line 1 is no step's JSON object"),
-        (("BYTES",), "line 1 is no step's JSON object"),
-        (("EVENTS",), "no file of TensorBoard's, or a damaged one"),
+        (("BROKEN",), "line 1 is not the JSON object of a step; give a file that MEGATRON"),
+        (("HUGE",), "line 1 is not the JSON object of a step"),
+        (("ENDLESS",), "line 1 is not the JSON object of a step"),
+        (("LONG",), "there is no step with a loss in it"),
+        (("WORD",), "line 1 is not the JSON object of a step; give a file that MEGATRON"),
+        (("BYTES",), "line 1 is not the JSON object of a step; give a file that MEGATRON"),
+        (("EVENTS",), "damaged, or not a file of TensorBoard"),
         (("ONE", "--assert-equal"), "there is one run; give another"),
         (("ONE", "ONE", "--steps", "1-2"), "--steps 1-2: use A:B"),
         (("ONE", "ONE", "--steps", "9:"), "--steps 9:: a.jsonl has no loss there"),
         (("ONE", "ONE", "--tolerance", "-1"), "--tolerance -1.0: use 0 or more"),
         (("ONE", "--export-result", "/no/such/file"), "--export-result /no/such/file: No such file"),
-        (("ONE", "ONE", "--figure", "loss"), "--figure loss: a name without a form; name a .svg, .png or .pdf"),
+        (("ONE", "ONE", "--figure", "loss"), "--figure loss: the name has no ending; name a .svg, .png or .pdf"),
     ],
 )
 def test_mistakes_are_said_in_one_line(tmp_path, capsys, argv, message):
     (tmp_path / "empty.log").write_text("nothing here\n")
     (tmp_path / "broken.jsonl").write_text("nothing here\n")
     (tmp_path / "word.jsonl").write_text('{"step": "one", "loss": 3.0}\n')
+    (tmp_path / "huge.jsonl").write_text(f'{{"step": 1, "loss": 1{"0" * 400}}}\n')
+    (tmp_path / "endless.jsonl").write_text('{"step": 1e999, "loss": 1.0}\n')
+    (tmp_path / "long.log").write_text(line(4, 3.0).replace("4/", f"{'4' * 5000}/"))
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\n")
     (tmp_path / "events.out.tfevents.1").write_bytes(b"\x05".ljust(12, b"\0") + b"\xff" * 5 + bytes(4))
     files = {"ONE": metrics(tmp_path / "a.jsonl"), "EMPTY": str(tmp_path / "empty.log"),
+             "HUGE": str(tmp_path / "huge.jsonl"), "ENDLESS": str(tmp_path / "endless.jsonl"),
+             "LONG": str(tmp_path / "long.log"),
              "BROKEN": str(tmp_path / "broken.jsonl"), "WORD": str(tmp_path / "word.jsonl"),
              "BYTES": str(tmp_path / "bytes.jsonl"), "EVENTS": str(tmp_path / "events.out.tfevents.1")}  # fmt: skip
     with pytest.raises(UserError, match=re.escape(message)) as error:

@@ -1,15 +1,18 @@
 """A user's mistake is one line, a bug keeps its traceback: at the command line, in loading, in conversion."""
 
+import json
 import traceback
 from argparse import Namespace
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from hf_models import saved
 from plants import BUGS, MISTAKE, bug, function
 from safetensors.torch import save_file
 from small_checkpoints import load, one_rank, save  # noqa: F401
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 
+from megatron_fp8.checkpoint.hf.config import config_of, model_args
 from megatron_fp8.errors import UserError, is_bug
 from megatron_fp8.flags import level
 from megatron_fp8.flags.stock_errors import stock_mistake
@@ -148,14 +151,16 @@ def test_a_bug_in_reading_keeps_its_traceback(kind, load, tmp_path, monkeypatch)
 
 # --- conversion
 
+CONFIG = json.dumps(config_of(model_args(saved())))
+
 
 @pytest.mark.parametrize("kind", BUGS)
 def test_a_bug_in_conversion_keeps_its_traceback(kind, tmp_path, monkeypatch):
     from megatron_fp8.checkpoint import convert
 
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(CONFIG)
     for planted, expected in ((bug(convert, kind), kind), (MISTAKE, UserError)):
-        monkeypatch.setattr(convert, "_Weights", planted)
+        monkeypatch.setattr(convert, "Weights", planted)
         error = raised(convert.to_megatron, str(tmp_path), str(tmp_path / "out"))
         assert type(error) is expected and "damaged" not in str(error)
 
@@ -172,7 +177,7 @@ def test_a_bug_while_a_checkpoint_is_converted_keeps_its_traceback(kind, one_ran
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "damaged"), ('{"model_type":', "damaged"), ("\x00\xff", "damaged"), ("[]", "config.json is no mapping")],
+    [("", "damaged"), ('{"model_type":', "damaged"), ("\x00\xff", "damaged"), ("[]", "no mapping of names")],
 )
 def test_what_is_wrong_with_a_folder_is_one_line(text, said, tmp_path):
     from megatron_fp8.checkpoint import convert
@@ -182,7 +187,7 @@ def test_what_is_wrong_with_a_folder_is_one_line(text, said, tmp_path):
     save_file({}, tmp_path / "model.safetensors")
     error = raised(convert.to_megatron, str(tmp_path), str(tmp_path / "out"))
     assert type(error) is UserError and said in str(error) and "\n" not in str(error)
-    path.write_text("{}")
+    path.write_text(CONFIG)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     error = raised(convert.to_megatron, str(tmp_path), str(tmp_path / "out"))
     assert type(error) is UserError and "damaged" in str(error)

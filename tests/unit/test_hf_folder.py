@@ -29,8 +29,8 @@ NO_COUNT = [*NEVER, True, False, 0, -1, -5, 0.5, 1.5, -0.0, 24.0, 1e308, 10**30,
 NO_SHARE = [*NEVER, None, True, False, -1, -1e-9, 1, 1.5, 1e308, 10**400]
 NO_POSITIVE = [*NEVER, None, True, False, 0, -0.0, -1, -1e-9, 1e308, 10**400, 1e-320]
 NO_FLAG = [*NEVER, None, 0, 1, -1, 0.0, 1.5]
-NO_ROPE = [*WORDS, True, 0, 5, [], [2], math.nan, {"type": "yarn"}, {"rope_type": 5}, {"rope_type": "llama3"},
-           {"rope_type": "default", "factor": "x"}, {"rope_theta": "x"}]  # fmt: skip
+NO_ROPE = [*WORDS, True, 0, 5, [], [2], math.nan, {"a": 1}, {"factor": 2.0}, {"type": "yarn"}, {"rope_type": 5},
+           {"rope_type": "llama3"}, {"rope_type": "default", "factor": "x"}, {"rope_theta": "x"}]  # fmt: skip
 COUNTS = """num_hidden_layers hidden_size num_attention_heads intermediate_size max_position_embeddings vocab_size
 n_layer n_embd n_head n_positions""".split()
 SHARES = "attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop".split()
@@ -148,7 +148,7 @@ def test_sound_values_are_taken(family, changes, found):
     [
         ("llama", {"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide num_attention_heads 6"),
         ("llama", {"num_attention_heads": 7, "head_dim": None}, "num_attention_heads 7 does not divide hidden_size 24"),
-        ("llama", {"head_dim": 3}, "turn 3 of a head's 3 channels"),
+        ("llama", {"head_dim": 3}, "would rotate 3 of a head's 3 channels"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ("gpt_neox", {"num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size 24"),
         ("gpt2", {"n_head": 48}, "n_head 48 does not divide n_embd 24"),

@@ -306,9 +306,9 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
         (("5", "--results", "/no/such.csv"), "no such file; name one, or add --run"),
         (("5", "--results", "bytes.csv"), "--results bytes.csv: was written with other columns"),
         (("5", "--results", "line.csv"), "--results line.csv: was written with other columns"),
-        (("8", "--figure", "table8"), "--figure table8: a name without a form; name a .svg, .png or .pdf"),
+        (("8", "--figure", "table8"), "--figure table8: the name has no ending; name a .svg, .png or .pdf"),
         (("5", "--run", "--figure", "no/table.svg"), "--figure no/table.svg: no such folder; name a .svg"),
-        (("5", "--figure", "table.xyz"), "--figure table.xyz: .xyz is no form of a figure; name a .svg"),
+        (("5", "--figure", "table.xyz"), "--figure table.xyz: no figure is written as .xyz; name a .svg"),
     ],
 )
 def test_mistakes_are_said_in_one_line(argv, message, monkeypatch, tmp_path, capsys):

@@ -180,14 +180,17 @@ def _read_rope(args: Namespace, config: Llama | Neox, file: str) -> None:
         said = f"partial_rotary_factor {args.rotary_percent} is not supported"
         raise UserError(f"{file}: {said}; a llama model rotates whole heads here, so use 1")
     scaling = config.rope_scaling or rope
-    kind = scaling.rope_type or scaling.type or "default"
+    kind = scaling.rope_type or scaling.type
+    given = scaling.model_dump(exclude_none=True).keys() - {"rope_theta", "partial_rotary_factor"}
+    if kind is None and given:
+        raise UserError(f"{file}: rope scaling with {shown(min(given))} and without rope_type is not supported")
     if kind == "llama3" and isinstance(config, Llama):
         for key, value in _LLAMA3_ROPE.items():
             if (found := getattr(scaling, key)) != value:
                 reason = f"is not supported; Megatron 0.19 builds every such model with {value}, whatever its flags say"
                 raise UserError(f"{file}: {key} {found} of the rope scaling {reason}")
         args.use_rope_scaling = True
-    elif kind != "default":
+    elif kind not in (None, "default"):
         raise UserError(f"{file}: rope scaling {as_json(kind)} is not supported; Megatron has llama3, for llama models")
 
 
@@ -202,8 +205,8 @@ def _check_heads(args: Namespace, config: Section, keys: Mapping[str, str], file
         raise UserError(f"{file}: {said}; a group has a whole number of heads")
     rotated = int(args.kv_channels * args.rotary_percent)
     if args.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
-        said = f"rotary positions turn {rotated} of a head's {args.kv_channels} channels"
-        raise UserError(f"{file}: {said}, by its sizes and its part; they turn pairs, so an even number of 2 or more")
+        said = f"rotary positions would rotate {rotated} of a head's {args.kv_channels} channels"
+        raise UserError(f"{file}: {said}; the number must be even, and not 0")
 
 
 def flags_of(args: Namespace) -> str:

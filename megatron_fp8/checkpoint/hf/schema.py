@@ -35,7 +35,9 @@ class Section(BaseModel):
 
 
 class Rope(Section):
-    """Rotary positions: rope_scaling of transformers 4, rope_parameters of 5."""
+    """Rotary positions: rope_scaling of transformers 4, rope_parameters of 5. Other keys are kept, not checked."""
+
+    model_config = ConfigDict(extra="allow")
 
     rope_type: str | None = None
     type: str | None = None
