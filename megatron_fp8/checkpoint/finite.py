@@ -8,6 +8,7 @@ hashing (1.6 GB/s).  The bytes of --fp8-ckpt-compact are no numbers; the weights
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ from ..ranks import gathered
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def require_finite(state: dict, folder: Path, last: str) -> None:
+def require_finite(state: dict, folder: Path, last: Callable[[], str]) -> None:
     """PassingError in one line, the same on all ranks, before a checkpoint is written; collective.
 
-    last: from where another run goes on.
+    last: says from where another run goes on; collective.
     """
     found = list(filter(None, gathered(first_not_finite(state))))
     if found:
         with contextlib.suppress(OSError):
             folder.rmdir()  # Megatron made it; with a checkpoint in it, it stays
         why = f"{folder.name} is not saved: {found[0]} is not finite, and no later step would mend that"
-        raise PassingError(f"--save {folder.parent}: {why}; start again, {last}, and if it comes again lower --lr")
+        raise PassingError(f"--save {folder.parent}: {why}; start again, {last()}, and if it comes again lower --lr")
 
 
 def first_not_finite(state: Any) -> str:

@@ -230,11 +230,15 @@ def begin(folder: Path) -> None:
         if is_finished(folder):
             aside.mkdir()  # before the mark, which alone says that there is nothing to put back
         set_mark(folder / MARK)
-        for path in sorted(found, key=lambda path: path.name != SEAL):
-            path.rename(aside / path.name) if is_own_folder(aside) else path.unlink()
+        try:
+            for path in sorted(found, key=lambda path: path.name != SEAL):
+                path.rename(aside / path.name) if is_own_folder(aside) else path.unlink()
+        except OSError:
+            _put_back(folder)
+            raise
 
-    _begun.append(folder)
     on_rank_0(put_aside)
+    _begun.append(folder)  # not before: what fails until then leaves what there was
 
 
 def finish(folder: Path) -> None:
@@ -297,7 +301,7 @@ def seal_saves(stock: Callable) -> Callable:
 
     def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
         folder = Path(checkpoint_dir)
-        require_finite(sharded_state_dict, folder, on_rank_0(lambda: _last(folder.parent)))
+        require_finite(sharded_state_dict, folder, lambda: on_rank_0(lambda: _last(folder.parent)))
         begin(folder)
         request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         if request is None:

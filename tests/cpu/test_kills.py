@@ -34,23 +34,24 @@ def test_random_kills(tmp_path, kills, how):
     command = ["pretrain_gpt_fp8.py", *flags]
     command += ["--save", str(tmp_path), "--load", str(tmp_path)]
     printed: dict[int, tuple[float, float]] = {}
-    reached, fell_back = 0, 0
+    reached, interrupted = 0, 0
     for kill in range(kills):
         saved = int((tmp_path / TRACKER).read_text() or 0) if (tmp_path / TRACKER).exists() else 0
         lines = _until_killed(command, draw, tmp_path / "log.txt")
         steps = [step for step in map(parse_step, lines) if step]
-        fell_back += any("the last save was interrupted" in line for line in lines)
+        interrupted += any(not (folder / "integrity.json").exists() for folder in tmp_path.glob("iter_*"))
         assert steps[0].iteration > saved - 2 and steps[0].iteration >= reached - 1, kill
         reached = steps[0].iteration
         for step in steps[2:]:  # stock logs the mean of a resumed run's first two losses
             seen = step.loss, step.grad_norm
             assert printed.setdefault(step.iteration, seen) == seen, (kill, step.iteration)
-    whole = run_megatron(1, [*TINY_GPT, *FLAGS.split(), "--exit-interval", str(max(printed))], timeout=600)
+    whole = run_megatron(1, [*TINY_GPT, *FLAGS.split(), "--exit-interval", str(max(printed))], timeout=3600)
     compared = [step for step in whole.steps if step.iteration in printed]
     assert len(compared) > max(printed) // 4
     for step in compared:
         assert printed[step.iteration] == (step.loss, step.grad_norm)
-    print(f"{kills} kills, {reached} iterations, {fell_back} interrupted saves passed over")
+    print(f"{kills} kills, {reached} iterations, {interrupted} of them left a save that was not finished")
+    assert interrupted or kills < 52
 
 
 def _until_killed(command, draw, log) -> list[str]:

@@ -4,7 +4,7 @@ import os
 from argparse import Namespace
 
 import pytest
-from small_checkpoints import TRACKER, load, one_rank, save
+from small_checkpoints import CONTENTS, STOCKS, TRACKER, load, one_rank, save, unsealed
 
 from megatron_fp8.checkpoint import saves
 from megatron_fp8.checkpoint.files import set_mark, write_whole
@@ -71,7 +71,7 @@ def test_a_lock_that_was_removed_by_hand(load, tmp_path, monkeypatch):
         os.read(done, 1)
         os._exit(0)
     assert os.read(ours, 4) == b"held"
-    line = rf"iter_0000020 could not be written \({saves.LOCK} was removed, and another run saves there by now, .*"
+    line = rf"a checkpoint could not be written \({saves.LOCK} was removed, and another run saves there by now, .*"
     with pytest.raises(ValueError, match=line + "start again, from iter_0000015$"):
         saves.lose_nothing(lambda: save(tmp_path, 20))()
     os.close(end)
@@ -123,15 +123,16 @@ def test_what_is_put_aside_goes_into_no_other_folder(load, tmp_path, mine):
         assert not (checkpoint / ASIDE).exists()
 
 
-def test_a_checkpoint_that_is_a_link_is_not_saved_over(load, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sealed", [True, False], ids=["ours", "stock's"])
+def test_a_checkpoint_that_is_a_link_is_not_saved_over(load, tmp_path, monkeypatch, sealed):
     folder, other = tmp_path / "save", tmp_path / "other"
     save(folder, 5)
-    theirs = save(other, 10)
+    theirs = save(other, 10, *([] if sealed else [unsealed]), content_metadata=CONTENTS if sealed else STOCKS)
     (folder / CHECKPOINT).symlink_to(theirs)
     monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(folder)))
     why = rf"{CHECKPOINT} is a link to another folder, which a save would change, \S+ GiB were free"
     rest = "mend that and start again, from iter_0000005"
-    line = rf"^--save {folder}: {CHECKPOINT} could not be written \({why}\); {rest}$"
+    line = rf"^--save {folder}: a checkpoint could not be written \({why}\); {rest}$"
     with pytest.raises(ValueError, match=line):
         saves.lose_nothing(lambda: save(folder, 10))()
     assert load(other) == 10 and load(folder, ckpt_step=5) == 5

@@ -188,6 +188,30 @@ def test_a_full_disc(load, tmp_path, monkeypatch, at, over):
     assert load(tmp_path) == 20
 
 
+@pytest.mark.parametrize("fails", ["mkdir", "touch", "rename"])
+@pytest.mark.parametrize("which", ["ours", "stock's"])
+def test_what_cannot_be_put_aside_stays(load, tmp_path, monkeypatch, which, fails):
+    """Of stock's, which has no seal, the files were taken for those of a save that was not finished."""
+    hook, contents = (None, {}) if which == "ours" else (unsealed, {"content_metadata": STOCKS})
+    checkpoint = save(tmp_path, 10, hook, **contents)
+    before = files_of(checkpoint)
+    monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
+    stock, calls = getattr(Path, fails), []
+
+    def no_inodes(path, *args, **kwargs):
+        if path.parent in (checkpoint, checkpoint / saves.ASIDE):
+            calls.append(path)
+            if fails != "rename" or len(calls) == 2:
+                raise OSError(28, "No space left on device")
+        return stock(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, fails, no_inodes)
+        with pytest.raises(ValueError, match=r"could not be written \(No space left on device"):
+            saves.lose_nothing(lambda: save(tmp_path, 10))()
+    assert calls and files_of(checkpoint) == before and load(tmp_path) == 10
+
+
 def test_an_asynchronous_save_that_fails(load, tmp_path, monkeypatch):
     """What Megatron does later, and what has been begun, is given up."""
     save(tmp_path, 10)
