@@ -125,7 +125,7 @@ TRAINING = f"""
 --ddp-reduce-scatter-with-fp32-accumulation --use-distributed-optimizer
 --overlap-param-gather-with-optimizer-step
 --keep-fp8-transpose-cache
---ddp-param-name-patterns-for-fp32-local-accumulation *norm*
+--ddp-param-name-patterns-for-fp32-local-accumulation *norm* --grad-reduce-in-bf16
 --no-align-grad-reduce
 --no-align-param-gather
 --no-use-layer-wise-param-layout
@@ -360,6 +360,8 @@ REASONS = [
     *(Reason(line, "refused", "") for line in case_lines(REFUSED)),
     *(Reason(line, "refused", "") for line in case_lines(TRAINING_REFUSED)),
     Reason("--context-parallel-size 2", "refused", ""),
+    Reason("--no-position-embedding", "refused", ""),  # by Megatron's own checks, as the next
+    Reason("--micro-batch-size 4 + --overlap-param-gather", "refused", ""),
     Reason("--position-embedding-type mrope", "neither", NO_AXES),
     Reason("--no-initialization", "neither", UNINITIALISED),
     Reason("--no-pad-vocab-size", "neither", NO_MULTIPLE),
