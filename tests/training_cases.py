@@ -125,7 +125,7 @@ TRAINING = f"""
 --ddp-reduce-scatter-with-fp32-accumulation --use-distributed-optimizer
 --overlap-param-gather-with-optimizer-step
 --keep-fp8-transpose-cache
---ddp-param-name-patterns-for-fp32-local-accumulation *norm*
+--ddp-param-name-patterns-for-fp32-local-accumulation *norm* --grad-reduce-in-bf16
 --no-align-grad-reduce
 --no-align-param-gather
 --no-use-layer-wise-param-layout
@@ -140,7 +140,7 @@ TRAINING = f"""
 --eval-global-batch-size 8 --eval-iters 1 --eval-interval 2
 --eval-micro-batch-size 1 --eval-iters 1 --eval-interval 2
 --full-validation --eval-interval 2 --split 90,10,0
---phase-transition-iterations 2
+--phase-transition-iterations 2 --train-samples 16
 --split 90,10,0
 --num-workers 1
 --eod-mask-loss
@@ -351,7 +351,8 @@ LAST_BIT = (
 UNREAD_MASK = "Transformer Engine's causal attention reads no mask; a level's reads it, as Megatron's own does"
 NO_AXES = "pretrain_gpt.py gives positions of one axis, and Megatron's mrope wants three"
 UNINITIALISED = "the weights are what the memory was; the loss is NaN, and Megatron would save, without --save"
-STOCKS_FAULT = "Megatron 0.19 multiplies by a vocabulary's multiple that it has set to None"
+NO_MULTIPLE = "Megatron 0.19 multiplies by a vocabulary's multiple that it has set to None"
+NO_LIST = "Megatron 0.19 asks a number of iterations for its first entry"
 NEEDS_CUDA = "stock needs a GPU for it; a level has switched it off"
 CHECKED_FIRST = "stock asks for companions of it, which it checks after a level has switched it off"
 NEEDS_TE = "stock's own FP8 needs Transformer Engine itself; a level's is its own"
@@ -359,13 +360,17 @@ REASONS = [
     *(Reason(line, "refused", "") for line in case_lines(REFUSED)),
     *(Reason(line, "refused", "") for line in case_lines(TRAINING_REFUSED)),
     Reason("--context-parallel-size 2", "refused", ""),
+    Reason("--no-position-embedding", "refused", ""),  # by Megatron's own checks, as the next
+    Reason("--micro-batch-size 4 + --overlap-param-gather", "refused", ""),
     Reason("--position-embedding-type mrope", "neither", NO_AXES),
     Reason("--no-initialization", "neither", UNINITIALISED),
-    Reason("--no-pad-vocab-size", "neither", STOCKS_FAULT),
+    Reason("--no-pad-vocab-size", "neither", NO_MULTIPLE),
+    Reason("--full-validation", "neither", NO_LIST),
     Reason("--optimizer-cuda-graph", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl full_iteration", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl local", "alone", NEEDS_CUDA),
     Reason("--tp-comm-overlap", "alone", CHECKED_FIRST),
+    Reason("--overlap-param-gather-with-optimizer-step", "alone", CHECKED_FIRST),
     Reason("--delay-wgrad-compute", "alone", CHECKED_FIRST),
     Reason("--fp8-format hybrid", "alone", NEEDS_TE),
     Reason("--softmax-type learnable", "differs", SINK, 1e-3),

@@ -74,10 +74,18 @@ class _PassesForColumnParallel(ModuleSpec):
         return other is ColumnParallelLinear
 
 
+def _can_draw_fused(config) -> bool:
+    """Whether stock can train with one linear for W_dq and W_dkv.  What is drawn on the CPU is not gathered here."""
+    if config.q_lora_rank is None or not config.perform_initialization or config.use_cpu_initialization:
+        return False
+    latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+    return config.q_lora_rank % config.tensor_model_parallel_size == latent % config.tensor_model_parallel_size == 0
+
+
 def _drawn_fused(config, tp_group) -> tuple[torch.Tensor, torch.Tensor]:
     """The first values of W_dq and W_dkv as of one column-parallel linear, of which each rank has a part of both."""
     rows = config.q_lora_rank // tp_group.size(), (config.kv_lora_rank + config.qk_pos_emb_head_dim) // tp_group.size()
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    device = torch.cuda.current_device()
     part = torch.empty(sum(rows), config.hidden_size, dtype=config.params_dtype, device=device)
     with torch.no_grad(), get_cuda_rng_tracker().fork():
         config.init_method(part)
@@ -135,8 +143,7 @@ def is_latent(spec) -> bool:
 
 def convert_latent(attention: ModuleSpec, core_attention, config, fp8: Fp8Config) -> ModuleSpec:
     """The spec of a multi-latent attention with our linears, whichever it was."""
-    fused = fp8.draws_fused and config.q_lora_rank and config.perform_initialization
-    down = _PassesForColumnParallel(ReplicatedLinear, {"drawn": not fused})
+    down = _PassesForColumnParallel(ReplicatedLinear, {"drawn": not (fp8.draws_fused and _can_draw_fused(config))})
     return dataclasses.replace(
         attention,
         module=LatentAttention,
