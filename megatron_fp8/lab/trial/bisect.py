@@ -132,9 +132,8 @@ class _Results:
         if self._file.is_file():
             found = _read(self._file)
             if found is None:
-                raise UserError(
-                    f"--folder {self.folder}: bisect.json was not written by `lab bisect`; take another folder"
-                )
+                remedy = "take another folder"
+                raise UserError(f"--folder {self.folder}: bisect.json was not written by `lab bisect`; {remedy}")
             if any(found.get(key) != value for key, value in self._same.items()):
                 what = "another command, or of another checkpoint in --load"
                 raise UserError(f"--folder {self.folder}: holds runs of {what}; take another folder")
@@ -195,9 +194,8 @@ class _Bisect:
             raise UserError(f"--measure {self.args.measure}: not logged; use one of {', '.join(twin) or 'nothing'}")
         self.twin = {name: twin.get(name, {}) for name in self.measures}
         if not self.results.linears:
-            raise UserError(
-                f"{BF16_FLAG} '*' finds no linear in the command's model; give a command that trains Megatron's GPT"
-            )
+            remedy = "give a command that trains Megatron's GPT"
+            raise UserError(f"{BF16_FLAG} '*' finds no linear in the command's model; {remedy}")
         self.linears = self.results.linears
         if self.kept is not None:
             kept = tuple(self.kept.split(","))
