@@ -281,8 +281,8 @@ def learning_rates(results: Results) -> list[Picture]:
     )
     if others:
         caption += (
-            f" Below: the mean gap to {results.baseline} over pairs of which neither diverged, {_PAIRS} or more, in % of "
-            "its loss, with the t-test's 95 % interval."
+            f" Below: the mean gap to {results.baseline} over {_PAIRS} or more pairs of which neither diverged, in % of its "
+            "loss, with the t-test's 95 % interval."
         )
     return [_picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
 

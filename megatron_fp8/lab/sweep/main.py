@@ -63,9 +63,7 @@ def run(args: Namespace) -> int:
     split_words("--sbatch", args.sbatch)
     sbatch.check_options(args.sbatch)
     if args.sbatch and not args.slurm:
-        raise UserError(
-            f"--sbatch {args.sbatch!r}: has an effect only with --slurm; add that, or remove it"
-        )
+        raise UserError(f"--sbatch {args.sbatch!r}: has an effect only with --slurm; add that, or remove it")
     if args.slurm:
         for what, path in (("--store", Path(args.store).resolve()), ("the current folder", Path.cwd())):
             sbatch.check_path(what, path)
