@@ -281,8 +281,8 @@ def learning_rates(results: Results) -> list[Picture]:
     )
     if others:
         caption += (
-            f" Below: the mean gap to {results.baseline}, in % of its loss, over {_PAIRS} or more pairs of which neither "
-            "diverged, with the t-test's 95 % interval."
+            f" Below: the mean gap to {results.baseline}, in % of its loss, with the t-test's 95 % interval, over "
+            f"{_PAIRS} or more pairs of which neither diverged."
         )
     return [_picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
 
