@@ -105,7 +105,7 @@ def test_what_was_run_is_not_run_again(bisected):
     assert not begun and again.splitlines()[-1] == out.splitlines()[-1]
     other, begun = bisected("--share 0.5 --measure grad_norm", training=training)
     assert not begun and "gap of grad_norm" in other
-    with pytest.raises(ValueError, match=r"^--folder .*: has the runs of another command, or of another checkpoint"):
+    with pytest.raises(ValueError, match=r"^--folder .*: holds runs of another command, or of another checkpoint"):
         bisected(training="--lr 0.3")
 
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_came_later_is_another_run(bisected, tmp_path):
     bisected(training=training)
     assert not bisected(training=training)[1]
     tracker.write_text("20\n")
-    with pytest.raises(ValueError, match=r"^--folder .*: has the runs of another command, or of another checkpoint in"):
+    with pytest.raises(ValueError, match=r"^--folder .*: holds runs of another command, or of another checkpoint in"):
         bisected(training=training)
 
 
@@ -129,10 +129,10 @@ def test_what_writes_or_ends_is_left_out(bisected, tmp_path):
 
 def test_nothing_above_the_floor(bisected):
     out, begun = bisected(training="--lr 0.0001")
-    assert "too near to it to search in" in out and "add --attention-dropout 0 --hidden-dropout 0" in out
+    assert "a search in it would find noise" in out and "add --attention-dropout 0 --hidden-dropout 0" in out
     assert len(begun) == 3
     out, begun = bisected(training="--lr 0 --attention-dropout 0 --hidden-dropout 0", folder="exact")
-    assert "too near to it to search in" in out and "dropout 0." not in out
+    assert "a search in it would find noise" in out and "dropout 0." not in out
 
 
 def test_fewer_steps_are_better_where_rounding_grows(bisected):
@@ -149,7 +149,7 @@ def test_steps_are_steps_where_a_measure_is_logged_less_often(bisected):
     out, _ = bisected("--measure grad_norm --steps 40", training=sparse)
     assert out.endswith("Over 20 steps it is 10 times it: take --steps 20, another --folder.\n")
     out, _ = bisected("--measure grad_norm --steps 16", training=sparse.replace("35", "20"), folder="few")
-    assert "too near to it to search in" in out and "take --steps" not in out  # one or two points say nothing
+    assert "a search in it would find noise" in out and "take --steps" not in out  # one or two points say nothing
 
 
 def test_a_gap_that_is_spread(bisected):
@@ -178,7 +178,7 @@ def test_what_the_command_keeps_in_bf16_stays(bisected):
     [
         ("--steps 0", "--steps 0: use 1 or more"),
         ("--processes 0", "--processes 0: use more than 0"),
-        ("--share 1.5", "--share 1.5: use a share above 0, to 1"),
+        ("--share 1.5", "--share 1.5: use a share above 0 and at most 1"),
         ("--measure sharpness", "--measure sharpness: not logged; use one of loss, loss_scale, grad_norm"),
         (f"--folder {__file__}", f"--folder {__file__}: File exists; name another folder"),
     ],
@@ -192,7 +192,7 @@ def test_mistakes_are_one_line(flags, message, bisected):
 def test_what_is_no_bisects_is_not_gone_on_with(text, tmp_path, bisected):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/bisect.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"bisect\.json is no bisect's; take another folder$"):
+    with pytest.raises(ValueError, match=r"bisect\.json was not written by `lab bisect`; take another folder$"):
         bisected(folder="other")
 
 

@@ -288,7 +288,7 @@ class TestVerb:
 
         monkeypatch.setattr(probe, "curves", curves)
         said = error_of(probe.probe, [SCRIPT, *flags.split()], 1, tmp_path, None, 3, 3)
-        assert said == f"{why}: no linear left that is FP8 or emulated; leave some of them"
+        assert said == f"{why}: leaves no linear in FP8, nothing to probe; let it match fewer linears"
 
     def test_the_table_is_printed_before_it_is_written(self, monkeypatch, tmp_path, capsys):
         made, found = [], {"step": 3, "linears": {"a": linear(0.1, "E4M3")}}

@@ -5,6 +5,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 import zlib
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 import scipy.stats
 from lab_runs import reports
 
+from megatron_fp8.errors import UserError
 from megatron_fp8.lab.report import onset_section, pieces, plots, sections, statistics
 from megatron_fp8.lab.report.curves import smooth
 from megatron_fp8.lab.report.main import _milliseconds, markdown
@@ -20,7 +22,9 @@ from megatron_fp8.lab.report.main import html as as_html
 from megatron_fp8.lab.report.pieces import Log, Picture, Section, Table
 from megatron_fp8.lab.report.results import Cell, Results
 from megatron_fp8.lab.sweep.plan_file import UNNAMED, SweepPlan
-from megatron_fp8.lab.sweep.store import DONE, FAILED, NOT_FINITE, Store
+from megatron_fp8.lab.sweep.rows import DONE, FAILED, NOT_FINITE
+from megatron_fp8.lab.sweep.store import Store
+from megatron_fp8.palette import COLOURS
 
 STEPS = 120
 GAP = 0.03
@@ -207,6 +211,9 @@ def test_gaps_are_those_of_the_pairs(report, tmp_path):
     assert row["gap"] == f"{np.mean(gaps):+.4f}" and abs(np.mean(gaps) - GAP) < 0.005 and row["pairs"] == "8"
     assert row["t p"] == pieces.p_value(test.t) and row["sign p"] == "0.0078" == row["Wilcoxon p"]
     assert row["detectable gap"] == f"{statistics.detectable_gap(test.deviation, 8):.4f}"
+    loss = float(table(report, "Wilcoxon p")[0]["mean"])
+    share = float(row["detectable share"].removesuffix(" %")) / 100
+    assert share == pytest.approx(float(row["detectable gap"]) / loss, rel=0.02)
     last = table(report, "Wilcoxon p")[-1]
     assert (last["healthy runs"], last["pairs"], last["t p"]) == ("1", "1", "-")
 
@@ -224,6 +231,53 @@ def test_what_is_seen_and_what_cannot_be(report):
     assert "One data set, d: nothing about others." in text and "centred, log_z, update_norm" in text
 
 
+def test_the_gap_that_could_have_been_seen_is_said(report):
+    """In a run that shows nothing too, by a single test and by one of all of them."""
+    text = " ".join(Page(report["report.html"]).text)
+    row = table(report, "Wilcoxon p")[1]
+    said = re.search(
+        r"Gaps of the final loss that would have been seen, in % of the baseline's \(t-test, power 0.8\): "
+        r"([\d.]+) % at best, ([\d.]+) % at worst; as one of all 2, after Bonferroni's correction, ([\d.]+) % at best",
+        text,
+    )
+    assert said[1] == said[2] == row["detectable share"].removesuffix(" %")
+    assert 1.1 < float(said[3]) / float(said[1]) < 1.5
+
+
+def test_a_report_says_what_it_is_of(report):
+    title = "sweep: E8M3, broken against BF16; 2 learning rates, 8 seeds, 120 steps"
+    assert report["report.md"].startswith(f"# {title}\n") and f"<title>{title}</title>" in report["report.html"]
+    assert report["runs.md"].startswith("# sweep: when, where and how fast it was run\n")
+    assert re.search(r"^From 20\d\d-\d\d-\d\d \d\d:\d\d to 20\d\d-\d\d-\d\d \d\d:\d\d UTC\.$", report["runs.md"], re.M)
+    assert "2 comparisons of divergence, and as many of final loss" in report["report.md"]
+
+
+def test_an_arm_s_flags_are_those_that_the_others_lack(tmp_path):
+    of = plan(2, arms=("BF16", "E8M3"))
+    of = replace(of, command=("train.py", "--lr", "1e-3", "--betas", "0.9", "-0.5"))
+    of = replace(of, arms={"BF16": ("--fp8-level", "O0"), "E8M3": ("--fp8-level", "O1", "--fp8-emulate", "E8M3:x y")})
+    fill(tmp_path / "sweep.sqlite", of, without=("sharpness", "grad_norm")).close()
+    written = reports(tmp_path)
+    assert [(row["arm"], row["its flags"]) for row in table(written, "its flags")] == [
+        ("BF16", "--fp8-level O0"),
+        ("E8M3", "--fp8-level O1 --fp8-emulate 'E8M3:x y'"),
+    ]
+    shared = "train.py --betas 0.9 -0.5 --train-iters 120 --log-interval 1 --data-cache-path '{run}/cache'"
+    assert f"\n    {shared}\n" in written["report.md"]
+
+
+def test_any_arm_may_be_the_baseline(report, tmp_path):
+    with closing(fill(tmp_path / "s.sqlite", diverges=at_the_edge)) as store:
+        results = Results(store, "E8M3")
+        with pytest.raises(UserError, match=r"^--baseline E8: no such arm; use one of BF16, E8M3, broken$"):
+            Results(store, "E8")
+    assert results.baseline == "E8M3" and results.arms == ["E8M3", "BF16", "broken"]
+    text = markdown("", [section for section in sections.sections(results) if "show" in section.title])
+    assert "0.01, BF16: 0 of 8 runs diverged, of E8M3's 7 of 8: less often (Fisher p 0.0014\\*)." in text
+    gap = table(report, "Wilcoxon p")[1]["gap"].removeprefix("+")
+    assert f"Final loss -{gap} nats" in text and "better (t-test p" in text
+
+
 def test_which_falls_first(report):
     """Seven seeds fall at the high rate, of E8M3 alone: at the low rate all pairs are ties, and no votes."""
     rows = [[*row.values()] for row in table(report, "sign p") if "earlier" in row]
@@ -234,7 +288,7 @@ def test_which_falls_first(report):
     ]
     text = " ".join(Page(report["report.html"]).text)
     words = "E8M3: 7 of 8 seeds diverge earlier than BF16's at more learning rates than the opposite"
-    assert f"{words} (sign test p 0.0156*; 1 such comparisons, marked at 0.05 / 1)." in text
+    assert f"{words} (sign test p 0.0156*; 1 such comparison, marked at 0.05 / 1)." in text
 
 
 def test_a_seed_has_one_vote(tmp_path):
@@ -319,15 +373,15 @@ def test_warnings_come_before_the_divergence(tmp_path):
     fill(tmp_path / "sweep.sqlite", plan(seeds=16), diverges=at_the_edge).close()
     report = reports(tmp_path)
     rows = {(row["signal"], row["as"], row["within"]): row for row in table(report, "within")}
-    early = [head for head in next(iter(rows.values())) if head.endswith("steps before")]
-    assert early == ["1 steps before", "6 steps before", "12 steps before"]
+    early = [head for head in next(iter(rows.values())) if head.endswith(" before")]
+    assert early == ["1 step before", "6 steps before", "12 steps before"]
     sharp = rows["sharpness", "level", "data set"]
     assert sharp["runs"] == "15, 49" and all(sharp[head].startswith("1.00") for head in early)
     assert 0.2 < float(rows["grad_norm", "level", "data set"][early[1]].split()[0]) < 0.8
     assert rows["sharpness", "rise", "cell"]["runs"] == "15, 1"  # one run of that cell did not
     text = " ".join(Page(report["report.html"]).text)
     assert "judged on the rest, 2, 4, 6, 8, 10, 12, 14, 16: 8 runs that diverged, 24 that did not." in text
-    risen = re.search(r"its best so far by \(median\) ([\d.]+) nats 1 steps before it, ([\d.]+) nats 6 steps", text)
+    risen = re.search(r"its best so far by \(median\) ([\d.]+) nats 1 step before it, ([\d.]+) nats 6 steps", text)
     assert float(risen[1]) > 0.5 and float(risen[1]) - float(risen[2]) == pytest.approx(5 * 0.3, abs=0.1)
     alarms = {row["signal"]: row for row in table(report, "median lead")}
     assert alarms["sharpness"]["warned"] == "8 of 8" and 15 <= int(alarms["sharpness"]["median lead"]) <= 40
@@ -373,7 +427,7 @@ def test_the_ends_of_failed_logs_are_text(report):
 def test_a_plan_that_names_no_data_has_the_commands(tmp_path):
     fill(tmp_path / "sweep.sqlite", plan(seeds=2, rates=(1e-3,), data=(UNNAMED,), arms=("BF16", "E8M3"))).close()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
-    assert "learning rates 0.001, the command's data. Runs of one seed" in text
+    assert "learning rate 0.001, the command's data. Runs of one seed" in text
     assert "One data set, the command's: nothing about others." in text
 
 
@@ -444,7 +498,8 @@ def test_what_is_left_open_is_said(tmp_path):
     assert test.pvalue > 0.05  # of these seeds
     low, high = test.confidence_interval()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
-    assert f"left open: O3 ({shares.mean():+.2f} %, {low:+.2f} .. {high:+.2f} % over 3 pairs)." in text
+    interval = f"{shares.mean():+.2f} %, {low:+.2f} .. {high:+.2f} % over 3 pairs"
+    assert re.search(rf"with probability 0.8: O3 \({re.escape(interval)}, seen from 0.\d\d %\)\.", text)
 
 
 def test_pictures_show_what_diverged(report):
@@ -511,3 +566,67 @@ def test_numbers_as_text():
     ]
     assert pieces.between((0.1, 0.25), ".1f") == "0.1 .. 0.2" and pieces.between((nan, 1.0)) == "-"
     assert pieces.percents((0.004, 0.996)) == "0 .. 100 %"
+
+
+# Pictures, as matplotlib has them.
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """{name: its panels} of pictures that are drawn and not written."""
+    from matplotlib.figure import Figure
+
+    found = {}
+
+    def picture(name, caption, rows, columns, draw, panel=None):
+        found[name] = Figure().subplots(rows, columns, squeeze=False)
+        draw(found[name])
+        return Picture(name, caption, "<svg/>")
+
+    monkeypatch.setattr(plots, "_picture", picture)
+    return found
+
+
+def same(store_file, arms, values, rates=(1e-3, 1e-2), seeds=3) -> Results:
+    """Results of runs whose losses (steps,) depend on the learning rate alone."""
+    of = replace(plan(seeds, rates, arms=arms), steps=10)
+    with closing(Store(store_file, create=True)) as store:
+        store.add(of)
+        while row := store.claim(""):
+            losses = values + 0.1 * math.log10(row.learning_rate)
+            store.write(row, [(step, "loss", loss) for step, loss in enumerate(losses.tolist(), 1)])
+            store.finish(row, DONE, 0)
+        return Results(store)
+
+
+def test_arms_that_are_equal_lie_on_each_other(tmp_path, drawn):
+    """They were shifted sideways and joined: of lines that rise, the last arm's lay lowest, and looked best."""
+    results = same(tmp_path / "s", ("BF16", "O1", "O3"), np.linspace(5.6, 5.5, 10))
+    plots.learning_rates(results)
+    losses, gaps = drawn["learning_rates"][:, 0]
+    lines = {line.get_label(): line for line in losses.get_lines() if not line.get_label().startswith("_")}
+    assert list(lines) == ["BF16", "O1", "O3"]
+    for line in lines.values():
+        assert list(line.get_xdata()) == [1e-3, 1e-2]
+        assert list(line.get_ydata()) == list(lines["BF16"].get_ydata())
+    widths = [line.get_linewidth() for line in lines.values()]
+    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 3  # none hides another
+    dots = [line for line in losses.get_lines() if line.get_marker() == "o"]
+    assert len({float(line.get_xdata()[0]) for line in dots if len(line.get_xdata())}) == 6  # side by side
+    means = [line for line in gaps.get_lines() if line.get_marker() == "o"]
+    assert len(means) == 4 and all(line.get_ydata()[0] == 0 for line in means)
+    assert {line.get_color() for line in means} == {COLOURS["O1"], COLOURS["O3"]}
+
+
+def test_the_axis_of_the_losses_fits_them(tmp_path, drawn):
+    """Of losses from 5.56 to 5.50 it went to 6.1."""
+    plots.losses(same(tmp_path / "s", ("BF16", "O3"), np.linspace(5.56, 5.5, 10) + 0.3, rates=(1e-3,)))
+    low, high = drawn["losses"][0, 0].get_ylim()
+    assert 5.5 < low < 5.53 and 5.56 < high < 5.57
+
+
+def test_names_are_no_mathematics(tmp_path):
+    """matplotlib reads what is between two dollars, and ends where it cannot."""
+    results = same(tmp_path / "s", ("$\\frac$", "a$b_$"), np.linspace(5.6, 5.5, 10), seeds=2)
+    (picture,) = plots.learning_rates(results)
+    assert "$\\frac$" in picture.svg and "a$b_$" in picture.svg

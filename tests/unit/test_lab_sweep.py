@@ -282,7 +282,7 @@ def test_wrong_command_lines_are_one_line(tmp_path):
     for argv, message in (
         (["none.yaml", "--store", "s"], "none.yaml: No such file or directory; give a plan file"),
         (["plan.yaml", "--store", "s", "--jobs", "0"], "--jobs 0: use 1 or more"),
-        (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "only with --slurm"),
+        (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "has an effect only with --slurm"),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-C 'a"], '--sbatch "-C \'a": a quote is not'),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-p a\nb"], "stand on one line"),
         (["plan.yaml", "--store", 's"t', "--slurm", "print"], "Slurm takes no quote, backslash or line break"),

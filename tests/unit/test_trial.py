@@ -48,7 +48,7 @@ def test_the_command_comes_last():
         (["--steps", "3", "--"], "^no training command"),
         (["--", "--lr", "3"], "^--lr: the command must begin with a script, or -m and a module"),
         (["--", "nowhere.py", "--lr", "3"], "^nowhere.py: no such script here"),
-        (["--stpes", "3", "--", __file__], "^3: no flag before the -- takes it; see --help$"),
+        (["--stpes", "3", "--", __file__], "^3: stands before -- and belongs to no flag there; see --help$"),
         (["--processes", "0", "--", __file__], "^--processes 0: use more than 0$"),
         (["--timeout", "nan", "--", __file__], "^--timeout nan: use more than 0$"),
     ],

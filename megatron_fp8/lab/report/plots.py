@@ -39,6 +39,7 @@ _SIGNALS = {  # labels; the others have their names
     "update_norm": "update norm",
 }
 _NORMS = "grad_norm", "update_norm"  # over several orders of magnitude
+_PAIRS = 3  # below which an interval is so wide that the others cannot be seen beside it
 _POINTS = 300  # of a curve
 _SMOOTHED = f"a half-life of {RULE.half_life:g} logged steps"
 _PANEL = 4.2, 3.0  # inches
@@ -257,7 +258,7 @@ def learning_rates(results: Results) -> list[Picture]:
             for rate in results.rates:
                 both = healthy(results.pairs(Cell(data, rate, arm)))
                 found = paired(np.array([results.final(other) - results.final(base) for base, other in both]))
-                if found.n:
+                if found.n >= _PAIRS:
                     share = 100 / mean([results.final(base) for base, _ in both])
                     at, colour = rate * beside(i, len(others)), _look(results, arm)["color"]
                     panel.plot([at, at], np.array(t_interval(found)) * share, color=colour, linewidth=1.2)
@@ -271,6 +272,7 @@ def learning_rates(results: Results) -> list[Picture]:
                 panel.set(xscale="log", xlabel="learning rate")
                 panel.set_xticks(results.rates, [f"{rate:g}" for rate in results.rates])
                 panel.minorticks_off()
+                panel.set_xlim(column[0].get_xlim())
             column[0].set_title(_text(data) if len(results.data) > 1 else "")
 
     caption = (
@@ -279,8 +281,8 @@ def learning_rates(results: Results) -> list[Picture]:
     )
     if others:
         caption += (
-            f" Below: the mean gap to {results.baseline} over pairs of which neither diverged, in % of its loss, with "
-            "the t-test's 95 % interval."
+            f" Below: the mean gap to {results.baseline}, in % of its loss, with the t-test's 95 % interval, over "
+            f"{_PAIRS} or more pairs of which neither diverged."
         )
     return [_picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
 

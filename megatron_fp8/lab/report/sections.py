@@ -293,7 +293,7 @@ def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
         rows.append(row + [""] * (len(results.labels()) + 12 - len(row)))
     labels = results.labels()
     heads = [*labels, "healthy runs", "mean", "deviation", "pairs", "gap", "relative", "95 % interval"]
-    heads += ["sign p", "Wilcoxon p", "t p", "detectable gap", "relative"]
+    heads += ["sign p", "Wilcoxon p", "t p", "detectable gap", "detectable share"]
     kind = "The validation loss after the last step"
     if results.outcome != "validation":
         kind = (

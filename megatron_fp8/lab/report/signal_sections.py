@@ -8,7 +8,7 @@ import numpy as np
 from ...metrics import LOSS
 from . import plots
 from .early_warning import ENOUGH, WINDOW, Signal, alarms, auroc, held_out, rise, threshold
-from .pieces import Section, Table, between, number, percents
+from .pieces import Section, Table, between, counted, number, percents
 from .results import Cell, Result, Results
 from .statistics import median, wilson
 
@@ -87,7 +87,7 @@ def warnings(results: Results) -> Section:
         "values. With a 95 % band, and the number of runs of either kind that had a pair; no row where none had, as "
         "the runs diverged before the signal had a history, or all of a cell did. The onset is the smoothed loss's, "
         f"which lags: the loss itself is above its best so far by (median) {_risen(all_runs, leads)}.",
-        Table(["signal", "as", "within", "runs", *(f"{lead} steps before" for lead in leads)], ranked, 3),
+        Table(["signal", "as", "within", "runs", *(f"{counted(lead, 'step')} before" for lead in leads)], ranked, 3),
         "Alarms: the rise is above all that a healthy run of the other seeds ever reached. Warned: of those that "
         "diverged, how many had an alarm before. The lead is the time from the first alarm, which may have been a "
         "false one.",
@@ -106,7 +106,7 @@ def _risen(runs: list[tuple[Cell, Result]], leads: list[int]) -> str:
             before = losses[(steps <= run.onset - lead) & np.isfinite(losses)]
             if run.divergence and len(before):
                 risen.append(float(before[-1] - before.min()))
-        parts.append(f"{number(median(risen), '.2f')} nats {lead} steps before it")
+        parts.append(f"{number(median(risen), '.2f')} nats {counted(lead, 'step')} before it")
     return ", ".join(parts)
 
 

@@ -63,7 +63,7 @@ def run(args: Namespace) -> int:
     split_words("--sbatch", args.sbatch)
     sbatch.check_options(args.sbatch)
     if args.sbatch and not args.slurm:
-        raise UserError(f"--sbatch {args.sbatch!r}: only with --slurm; add that, or remove it")
+        raise UserError(f"--sbatch {args.sbatch!r}: has an effect only with --slurm; add that, or remove it")
     if args.slurm:
         for what, path in (("--store", Path(args.store).resolve()), ("the current folder", Path.cwd())):
             sbatch.check_path(what, path)
@@ -278,7 +278,8 @@ def _slurm(args: Namespace, store: Store) -> int:
     waiting = store.counts()[WAITING]
     tasks = min(args.jobs or waiting, _MOST_TASKS)
     if not tasks:
-        raise UserError(f"--slurm {args.slurm}: no run of {args.store} waits; nothing to submit")
+        remedy = "--retry-failed runs failed ones again"
+        raise UserError(f"--slurm {args.slurm}: no run of {args.store} waits, nothing to submit; {remedy}")
     script = slurm_script(Path(args.plan).resolve(), store.path.resolve(), tasks, args.sbatch)
     if args.slurm == "print":
         print(script, end="")

@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--steps {args.steps}: use 1 or more")
     split_words("--floor", args.floor or "")
     if not 0 < args.share <= 1:
-        raise UserError(f"--share {args.share}: use a share above 0, to 1")
+        raise UserError(f"--share {args.share}: use a share above 0 and at most 1")
     if not says_fp8(args.command):
         raise UserError("the command has no GEMM in FP8, nothing to bisect; add --fp8-level or --fp8-emulate to it")
     try:
@@ -131,10 +131,11 @@ class _Results:
         if self._file.is_file():
             found = _read(self._file)
             if found is None:
-                raise UserError(f"--folder {self.folder}: bisect.json is no bisect's; take another folder")
+                remedy = "take another folder"
+                raise UserError(f"--folder {self.folder}: bisect.json was not written by `lab bisect`; {remedy}")
             if any(found.get(key) != value for key, value in self._same.items()):
                 what = "another command, or of another checkpoint in --load"
-                raise UserError(f"--folder {self.folder}: has the runs of {what}; take another folder")
+                raise UserError(f"--folder {self.folder}: holds runs of {what}; take another folder")
             self.linears, self.runs = found["linears"], found["runs"]
 
     def of(self, flags: list[str], label: str) -> Curves:
@@ -192,7 +193,8 @@ class _Bisect:
             raise UserError(f"--measure {self.args.measure}: not logged; use one of {', '.join(twin) or 'nothing'}")
         self.twin = {name: twin.get(name, {}) for name in self.measures}
         if not self.results.linears:
-            raise UserError(f"{BF16_FLAG} '*' keeps no linear of the command in BF16: is its model Megatron's GPT?")
+            remedy = "give a command that trains Megatron's GPT"
+            raise UserError(f"{BF16_FLAG} '*' finds no linear in the command's model; {remedy}")
         self.linears = self.results.linears
         if self.kept is not None:
             kept = tuple(self.kept.split(","))
@@ -206,7 +208,7 @@ class _Bisect:
         print(f"gap of {self.args.measure} {self.whole:.3g}, noise floor {self.floor:.3g}", flush=True)
         if self.whole <= _ABOVE * self.floor or self.whole == 0:
             self._print_table()
-            near = f"The gap is less than {_ABOVE:g} times the noise floor, too near to it to search in."
+            near = f"The gap is less than {_ABOVE:g} times the noise floor: a search in it would find noise."
             print(*filter(None, [near, remark]))
             if steps := self._clear_steps():
                 print(f"Over {steps} steps it is {2 * _ABOVE:g} times it: take --steps {steps}, another --folder.")

@@ -90,7 +90,7 @@ def probe(
         values = {flag: flag_value(tuple(command), flag) for flag in (BF16_FLAG, "--fp8-emulate-layers")}
         why = [f"{flag} {value}" for flag, value in values.items() if value is not None]
         why += [word for word in command if word == "--first-last-layers-bf16"]
-        raise UserError(f"{' with '.join(why)}: no linear left that is FP8 or emulated; leave some of them")
+        raise UserError(f"{' with '.join(why)}: leaves no linear in FP8, nothing to probe; let it match fewer linears")
     return found
 
 

@@ -60,7 +60,7 @@ class _Command(argparse.Action):
             raise UserError(f"{words[0]}: the command must begin with a script, or -m and a module; put it last")
         if words[0] != "-m" and not Path(words[0]).is_file():
             if "--" in words[words is not values :]:  # the value of a flag that is misspelt, most likely
-                raise UserError(f"{words[0]}: no flag before the -- takes it; see --help")
+                raise UserError(f"{words[0]}: stands before -- and belongs to no flag there; see --help")
             raise UserError(f"{words[0]}: no such script here; {ELSEWHERE}")
         for flag, number in (("--processes", namespace.processes), ("--timeout", namespace.timeout)):
             if number is not None and not number > 0:
