@@ -67,17 +67,27 @@ def test_a_run_that_skips_step_after_step_ends(flags, poison, tmp_path):
 
 
 @nightly
-@pytest.mark.parametrize("flags", ["--fp8-level O1", "--fp8-level O3 --use-distributed-optimizer"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8-level O1",
+        "--fp8-level O3 --use-distributed-optimizer",
+        "--fp8-level O1 --save-interval 7",  # seen by the next step
+        "--fp8-level O3 checked --save-interval 7",  # by stock's check of the loss too, which is the default
+    ],
+)
 def test_a_damaged_moment_is_not_saved(flags, tmp_path):
-    """Without stock's check of the loss: the checkpoint of the step before is the newest."""
+    """The checkpoint of a step before is the newest."""
+    unknown = ("checked", *UNCHECKED[:1]) if "checked" in flags else ()
     with pytest.raises(RunFailed) as failed:
         run_megatron(
             2,
-            [*saving(tmp_path), *flags.split()],
+            [flag for flag in (*saving(tmp_path), *flags.split()) if flag not in unknown],
             script=str(ROOT / "tests/scripts/poisoned_for_good.py"),
             env={**TOOLS, "POISON": "nan", "POISON_AT": "moment"},
         )
     assert failed.value.code == 2
     said = [line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")]
     assert len(said) == 1 and "wrote weights or moments that are not finite, although its gradients were" in said[0]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    saved = tmp_path / "latest_checkpointed_iteration.txt"
+    assert saved.read_text() == "2" if "--save-interval" not in flags else not saved.exists()

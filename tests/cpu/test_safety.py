@@ -16,10 +16,12 @@ nightly = pytest.mark.slow
     ("value", "rank", "at", "flags"),
     [
         pytest.param("nan", 0, "storage", "--fp8-grad-accum fp32", marks=nightly),
-        ("inf", 1, "storage", "--fp8-grad-accum fp32 --use-distributed-optimizer"),
+        pytest.param("inf", 1, "storage", "--fp8-grad-accum fp32 --use-distributed-optimizer", marks=nightly),
         pytest.param("-inf", 1, "storage", "--fp8-grad-accum fp32 --fp8-grad-reduce fp32", marks=nightly),
         pytest.param("nan", 1, "storage", "--fp8-grad-accum fp8 --use-distributed-optimizer", marks=nightly),
-        ("-inf", 0, "wgrad", "--fp8-grad-accum fp8 --use-distributed-optimizer --overlap-grad-reduce"),
+        pytest.param(
+            "-inf", 0, "wgrad", "--fp8-grad-accum fp8 --use-distributed-optimizer --overlap-grad-reduce", marks=nightly
+        ),
         ("inf", 1, "wgrad", "--fp8-grad-accum fp8 --fp8-grad-reduce shared"),
         pytest.param("nan", 0, "storage", "--fp8-grad-reduce shared --use-distributed-optimizer", marks=nightly),
         pytest.param("-inf", 1, "storage", "--fp8-grad-accum bf16 --fp8-grad-reduce shared", marks=nightly),
