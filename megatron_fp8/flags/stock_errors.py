@@ -100,7 +100,7 @@ def stock_mistake(error: BaseException) -> str | None:
     if not given and (folder := _loaded(frames)):
         given, tail = [f"--load {folder}"], "" if str(error) else ", and the checkpoint does not have it"
         modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-        if "'optimizer'" in text or any(module.startswith("megatron.core.optimizer") for module in modules):
+        if any(module.startswith("megatron.core.optimizer") for module in modules):
             tail += "; add --no-load-optim to load the weights alone"
         text = text.removesuffix("; change it")
     head = f"{', '.join(given)}: " if given else ""
