@@ -98,8 +98,9 @@ def stock_mistake(error: BaseException) -> str | None:
     given = [flag for flag in given if not text.startswith(flag)]
     tail = f" (without {', '.join(missing)})" if missing else ""
     if not given and (folder := _loaded(frames)):
-        given, tail = [f"--load {folder}"], ", and the checkpoint does not have it"
-        if any(frame.f_globals.get("__name__", "").startswith("megatron.core.optimizer") for frame, _ in frames):
+        given, tail = [f"--load {folder}"], "" if str(error) else ", and the checkpoint does not have it"
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+        if any(module.startswith("megatron.core.optimizer") for module in modules):
             tail += "; add --no-load-optim to load the weights alone"
         text = text.removesuffix("; change it")
     head = f"{', '.join(given)}: " if given else ""

@@ -18,6 +18,7 @@ from launch import ROOT, forked
 from megatron_runs import script_path
 
 from megatron_fp8.flags.command import flags_of, job_of, take_apart
+from megatron_fp8.flags.usage import one_line_usage_errors
 from megatron_fp8.rehearsal import full, main, page, shrink
 from megatron_fp8.rehearsal import job as examined
 from megatron_fp8.rehearsal.job import examine
@@ -93,7 +94,7 @@ def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--gpus 4", "--gpus 4: the command starts 8; remove it, or change the command"),
+        ("--gpus 4", "--gpus 4: the command starts 8 processes; remove --gpus, or change the command"),
         *((f"{flag} 0", f"{flag} 0: use 1 or more") for flag in ("--gpus", "--ranks", "--timeout")),
         ("--folder README.md", "--folder README.md: File exists; use another"),
     ],
@@ -101,8 +102,9 @@ def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
 def test_a_mistake_in_a_rehearsals_own_flags_is_one_line(flags, line):
     parser = argparse.ArgumentParser()
     main.add_arguments(parser)
+    one_line_usage_errors(parser)
     words = [*flags.split(), "--", *f"torchrun --nproc-per-node 8 {SCRIPT} --bf16".split()]
-    assert error_of(main.run, parser.parse_args(words)) == line
+    assert error_of(lambda: main.run(parser.parse_args(words))) == line
 
 
 # A rank that writes files for ever, as does what it has started: a process of Megatron's that saves.
@@ -435,6 +437,7 @@ def test_a_mistake_in_the_command_is_a_page_and_one_line_as_of_any_verb(parser, 
     monkeypatch.setattr(main.ranks, "warm_up", lambda folder: None)
     own = argparse.ArgumentParser()
     main.add_arguments(own)
+    own.set_defaults(format="markdown")
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --eval-interval 1000"
     command = f"torchrun --nproc-per-node {gpus} {SCRIPT} {GPT} {model} --fp8-level O3 {flag}"
     line = error_of(main.run, own.parse_args(["--", *command.split()]))
