@@ -177,7 +177,7 @@ if __name__ == "__main__":
 
 
 def test_what_a_killed_process_has_started_by_multiprocessing_ends(tmp_path):
-    """Managers and workers, of each way to start them, a server that forks, the tracker; a manager's folder goes too."""
+    """Managers and workers, started in each way, a server that forks, the tracker; a manager's folder goes too."""
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, "parent.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
