@@ -55,6 +55,23 @@ def _without_nccl() -> None:
         setattr(torch.distributed, name, made)
 
 
+def _leave_no_groups() -> None:
+    """Megatron forgets its groups and destroys none: of gloo each keeps threads, thousands of them by the end."""
+    from megatron.core import parallel_state
+
+    forget = parallel_state.destroy_model_parallel
+
+    @functools.wraps(forget)
+    def destroy_model_parallel():
+        forget()
+        if torch.distributed.is_initialized():
+            for group in list(torch.distributed.distributed_c10d._world.pg_map):
+                if group is not torch.distributed.group.WORLD:
+                    torch.distributed.destroy_process_group(group)
+
+    parallel_state.destroy_model_parallel = destroy_model_parallel
+
+
 def _hook_level() -> None:
     """What `plugin._start` hooks for a run of FLAGS, for good; later parsers only read the level."""
     import megatron.core.optimizer as optimizer
@@ -111,6 +128,7 @@ sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = Sim
 )
 if cpu.needed():
     _without_nccl()
+    _leave_no_groups()
     utils.get_fa_version = lambda: Version("0")  # asked where tests are collected
 if LEVEL:
     _hook_level()
