@@ -72,26 +72,26 @@ def end_children_with_parent(start: Callable) -> Callable:
     """In place of multiprocessing.process.BaseProcess.start: children, spawned or forked, end when this process has.
 
     Killed, a process ends nothing that it has started: a manager, or a worker that waits for its next task, lives on
-    for ever.  They ask for their parent once a second, since the kernel's own signal (prctl) would come when the thread
-    that started them ends.  What keeps a resource tracker is its users: it ends with the last.
+    for ever.  They look for it once a second, since the kernel's own signal (prctl) would come when the thread that
+    started them ends.  What keeps a resource tracker is its users: it ends with the last.
     """
 
     @functools.wraps(start)
     def start_and_watch(self):
         if self._target is not None:
-            self._target = functools.partial(_run_watched, os.getpid(), self._target)
+            self._target = functools.partial(_run_watched, identity(os.getpid()), self._target)
         start(self)
 
     return start_and_watch
 
 
-def _run_watched(parent: int, target: Callable, *args, **kwargs) -> None:
+def _run_watched(parent: str, target: Callable, *args, **kwargs) -> None:
     threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     target(*args, **kwargs)
 
 
-def _end_after(parent: int) -> None:
-    while os.getppid() == parent:
+def _end_after(parent: str) -> None:
+    while living(parent):  # not its own parent, where a server forks for it
         time.sleep(1)
     if folder := multiprocessing.process.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
         shutil.rmtree(folder, ignore_errors=True)  # a manager's socket lies there

@@ -13,7 +13,7 @@ from megatron_fp8.processes import TorchRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 SAVED = "successfully saved checkpoint"
-LATER = "--async-save --use-persistent-ckpt-worker"
+LATER = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 
 
 def lives(process: psutil.Process) -> bool:

@@ -206,7 +206,7 @@ if __name__ == "__main__":
     base = multiprocessing.process.BaseProcess
     base.start = end_children_with_parent(base.start)
     kept = []
-    for mode in "spawn", "fork":
+    for mode in "spawn", "fork", "forkserver":
         context = multiprocessing.get_context(mode)
         manager = context.Manager()  # as Megatron's for a save's results
         queue = manager.Queue()
@@ -219,17 +219,17 @@ if __name__ == "__main__":
 
 
 def test_what_a_killed_process_has_started_by_multiprocessing_ends(tmp_path):
-    """A manager, a worker, forked and spawned, and the tracker of their resources; the manager's folder goes too."""
+    """Managers and workers, started in each way, a server that forks, the tracker; a manager's folder goes too."""
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, "parent.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         try:
-            said = [parent.stdout.readline().split() for _ in range(2)]
+            said = [parent.stdout.readline().split() for _ in range(3)]
             family = psutil.Process(parent.pid).children(recursive=True)
             folders = [Path(folder) for *_, folder in said]
             assert {int(pid) for *pids, _ in said for pid in pids} < {child.pid for child in family}
-            assert len(family) == 5 and all(folder.is_dir() for folder in folders)
+            assert len(family) == 8 and all(folder.is_dir() for folder in folders)
         finally:
             parent.kill()
     for child in family:

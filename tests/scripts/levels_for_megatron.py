@@ -1,0 +1,134 @@
+"""A pytest plugin that runs Megatron-LM's own tests at a level, on the CPU: models, optimizers and checkpoints.
+
+    cd MEGATRON-LM
+    export FP8_LEVEL=O1 FP8_FLAGS="--fp8-gemm bf16" PYTHONPATH=HERE:HERE/tests:HERE/tests/scripts
+    python -m pytest -p levels_for_megatron -o addopts= --timeout 240 TESTS
+
+MEGATRON-LM is a checkout of the release that is installed, without its folder `megatron`: the wheel's is tested, which
+has its compiled helpers. HERE is this repository; TESTS are files of tests/unit_tests. Without FP8_LEVEL stock runs on
+the same CPU, to compare with. FP8_FLAGS: further flags of ours. The tests' models are narrow: a level refuses those
+whose linears have no multiple of 128 elements, and in FP8 whose widths are no multiples of 16.
+
+Those tests build most models by hand, and call no parser. So what a run's flags hook is hooked once, here: a GPTModel
+gets the level's layers, whoever builds it; megatron.core.optimizer.get_megatron_optimizer appends the engine; a
+parser's arguments get the level. A model that nobody gave an optimizer has no engine, and is refused at its first
+backward pass. What is not a GPTModel, and its optimizer, is stock's.
+"""
+
+import functools
+import os
+import sys
+import tempfile
+import unittest.mock
+from types import SimpleNamespace
+
+import stand_in_te
+import torch
+
+stand_in_te.install()  # many of the tests import Transformer Engine, and build its layers
+sys.modules["transformer_engine.pytorch.fp8"].check_fp8_support = lambda: (False, "no GPU")  # type: ignore
+
+from megatron.core import utils
+from packaging.version import Version
+
+from megatron_fp8 import cpu, plugin
+from megatron_fp8.rebind import Rebound
+
+LEVEL = os.environ.get("FP8_LEVEL", "")
+# A run's flags, as far as a level reads them: the tests' models are of all kinds.
+FLAGS = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+--micro-batch-size 1 --train-iters 10 --lr 1e-3 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--eval-interval 10 --transformer-impl local --fp8-level {LEVEL} {os.environ.get("FP8_FLAGS", "")}"""
+
+
+def _without_nccl() -> None:
+    """Groups are made by the tests themselves, and named by their backend."""
+    for name in ("init_process_group", "new_group", "split_group"):
+        stock = getattr(torch.distributed, name)
+
+        @functools.wraps(stock)
+        def made(*args, stock=stock, **kwargs):
+            if kwargs.get("backend") in ("nccl", "cpu:gloo,cuda:nccl"):
+                kwargs["backend"] = "gloo"
+            return stock(*args, **{k: v for k, v in kwargs.items() if k not in ("device_id", "pg_options")})
+
+        setattr(torch.distributed, name, made)
+
+
+def _leave_no_groups() -> None:
+    """Megatron forgets its groups and destroys none: of gloo each keeps threads, thousands of them by the end."""
+    from megatron.core import parallel_state
+
+    forget = parallel_state.destroy_model_parallel
+
+    @functools.wraps(forget)
+    def destroy_model_parallel():
+        forget()
+        if torch.distributed.is_initialized():
+            for group in list(torch.distributed.distributed_c10d._world.pg_map):
+                if group is not torch.distributed.group.WORLD:
+                    torch.distributed.destroy_process_group(group)
+
+    parallel_state.destroy_model_parallel = destroy_model_parallel
+
+
+def _hook_level() -> None:
+    """What `plugin._start` hooks for a run of FLAGS, for good; later parsers only read the level."""
+    import megatron.core.optimizer as optimizer
+    import megatron.training.arguments as arguments
+    from megatron.training import global_vars, training
+
+    from megatron_fp8.engine.owned import owned_weights
+
+    ours, own = arguments.parse_args, {}
+
+    def hook(args, config, *_):
+        own["args"], own["config"] = args, config
+        plugin._log(plugin.adapt_stock_args(args, config))
+
+    start, plugin._start = plugin._start, hook
+    before, sys.argv = sys.argv, ["pretrain_gpt.py", *FLAGS.split()]
+    args = ours()
+    sys.argv = before
+    stock_optimizer = optimizer.get_megatron_optimizer
+    args.save = tempfile.mkdtemp(prefix="level")
+    args.world_size, args.rank = 1, 0
+    start(args, own["config"], None, None)
+    args.save = None
+    of_session, plugin._of_run = plugin._of_run, Rebound()  # parsers put back what is in _of_run
+    assert of_session
+    with_engine = training.get_megatron_optimizer
+
+    @functools.wraps(stock_optimizer)
+    def get_megatron_optimizer(config, model_chunks, *more, **named):
+        if not owned_weights(model_chunks):
+            return stock_optimizer(config, model_chunks, *more, **named)
+        kept, global_vars._GLOBAL_ARGS = global_vars._GLOBAL_ARGS, global_vars._GLOBAL_ARGS or args
+        try:
+            return with_engine(config, model_chunks, *more, **named)
+        finally:
+            global_vars._GLOBAL_ARGS = kept
+
+    def parse_args(*given, **named):
+        before, sys.argv = sys.argv, [*sys.argv, *FLAGS[FLAGS.index("--fp8-level") :].split()]
+        try:
+            return ours(*given, **named)
+        finally:
+            sys.argv = before
+
+    training.get_megatron_optimizer = optimizer.get_megatron_optimizer = get_megatron_optimizer
+    arguments.parse_args = parse_args
+
+
+plugin.install()
+sys.modules.setdefault("mock", unittest.mock)  # what the tests call so
+# The tests' data are a download of gigabytes, which these tests do not read.
+sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = SimpleNamespace(  # type: ignore
+    download_and_extract_asset=lambda **_: None
+)
+if cpu.needed():
+    _without_nccl()
+    _leave_no_groups()
+    utils.get_fa_version = lambda: Version("0")  # asked where tests are collected
+if LEVEL:
+    _hook_level()
