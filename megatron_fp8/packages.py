@@ -4,6 +4,7 @@ Bounds are megatron-core's own where its metadata has one, and pyproject.toml's 
 compares.  flags/optional.py says which flag needs which, `megatron-fp8 doctor` which are here.
 """
 
+import sys
 from importlib.util import find_spec
 
 # {module that is imported: (what pip installs, what for)}
@@ -30,7 +31,7 @@ PACKAGES = {
 def installed(module: str) -> bool:
     """Whether a package is here; it is not imported."""
     try:
-        return find_spec(module) is not None
+        return module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 

@@ -235,11 +235,19 @@ class _Grads:
         self.sum = self.sum + product.compute(dtype=torch.float32)
 
 
+def attach(model: torch.nn.Module) -> list:
+    """A model's owned weights, whose gradients are added up without an engine."""
+    from megatron_fp8.engine.owned import owned_weights
+
+    weights = owned_weights([model])
+    for weight in weights:
+        weight.sink = _Grads()
+    return weights
+
+
 def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The loss of each token, and gradients by the parameters' names; of this run alone."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    from megatron_fp8.engine.owned import owned_weights
 
     generator = torch.Generator().manual_seed(5)
     device = next(model.parameters()).device
@@ -248,9 +256,7 @@ def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     if model.position_embedding_type == "mrope":
         positions = positions.expand(3, 2, 32) // torch.tensor([[[1]], [[2]], [[3]]], device=device)
     mask = torch.triu(torch.ones(32, 32, dtype=torch.bool, device=device), 1).expand(2, 1, 32, 32)
-    ours = {id(weight.param): weight for weight in owned_weights([model])}
-    for weight in ours.values():
-        weight.sink = _Grads()
+    ours = {id(weight.param): weight for weight in attach(model)}
     model.train()
     model.zero_grad(set_to_none=True)
     MTPLossLoggingHelper.tracker.clear()

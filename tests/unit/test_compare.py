@@ -401,7 +401,7 @@ def test_one_name_for_two_runs_is_refused(tmp_path):
     path = metrics(tmp_path / "x.jsonl")
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
-    with pytest.raises(UserError, match=r"^A: names two runs; give one of them another name$"):
+    with pytest.raises(UserError, match=r"^A: two runs have this name; give each its own, as NAME=x.jsonl$"):
         compare.run(parser.parse_args([f"A={path}", f"A={path}"]))
     assert compare.run(parser.parse_args([path, path])) == 0
     with pytest.raises(UserError, match=r"^--steps 9{20}:: use A:B"):

@@ -104,6 +104,7 @@ def test_what_the_table_of_runs_says_is_in_its_sources():
 def test_and_those_of_table_5():
     with (RESULTS / "table5.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Outcome"] == "ok"]
+    rows = [row for row in rows if not row["Log"].startswith("train_step_hosts")]  # which has them too
     named = [run for run in measured.runs() if run.row["source"] == "table5.csv"]
     assert len(named) == len(rows) > 8
     for run, row in zip(named, rows, strict=True):

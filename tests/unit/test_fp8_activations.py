@@ -32,6 +32,7 @@ def waiting(flags: str, given: bool) -> dict[tuple, int]:
     found = []
     for layers in (1, 2):
         model, kept = build(f"{flags} --num-layers {layers}", given=given), {}
+        architecture.attach(model)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(x, kept=kept):

@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, capsys):
     in_a_file, not_utf_8 = str(tmp_path / "hf/config.json/x"), f"{tmp_path}/x" + os.fsdecode(b"\xff")
     said = f"{in_a_file}: Not a directory; name a new or an empty folder"
     assert refusal(capsys, "to-megatron", str(tmp_path / "hf"), in_a_file) == said
-    assert ": a name that is not UTF-8; name another" in refusal(capsys, "to-megatron", str(tmp_path / "hf"), not_utf_8)
+    assert ": is not UTF-8 text" in refusal(capsys, "to-megatron", str(tmp_path / "hf"), not_utf_8)
 
 
 # ---- files that are no files, and files that lie

@@ -302,13 +302,13 @@ class TestFlags:
 
     @pytest.mark.parametrize("steps", ["0", "1,", "x", "-3", "1.5"])
     def test_wrong_steps(self, parse, steps):
-        args = parse(*O1, f"--fp8-probe-step={steps}", "--fp8-probe-dir", "out")
-        assert f"--fp8-probe-step {steps}: use steps from 1" in error_of(probe_from_args, args, True)
+        words = f"--fp8-probe-step={steps}", "--fp8-probe-dir", "out"
+        assert f"--fp8-probe-step {steps}: use steps from 1" in error_of(parse, *O1, *words)
 
     def test_one_without_the_other(self, parse):
         assert "add --fp8-probe-dir" in error_of(probe_from_args, parse(*O1, "--fp8-probe-step", "1"), True)
-        nowhere = parse(*O1, "--fp8-probe-step", "1", "--fp8-probe-dir", "")
-        assert error_of(probe_from_args, nowhere, True) == "--fp8-probe-dir : an empty name; give one"
+        nowhere = "--fp8-probe-step", "1", "--fp8-probe-dir", ""
+        assert error_of(parse, *O1, *nowhere) == "--fp8-probe-dir '': an empty name; give one"
         assert "add --fp8-probe-step" in error_of(probe_from_args, parse(*O1, "--fp8-probe-dir", "x"), True)
         both = parse(*O1, "--fp8-probe-step", "1", "--fp8-probe-dir", "x")
         assert "no GEMM of this run is FP8" in error_of(probe_from_args, both, False)

@@ -148,7 +148,8 @@ def test_what_is_frozen(added):
     frozen = {name for name, _ in model.named_parameters() if "layer_norm" in name or "embedding" in name}
     for name, parameter in model.named_parameters():
         parameter.grad = None
-        parameter.requires_grad_(parameter.requires_grad and name not in frozen)
+        if name in frozen:
+            parameter.requires_grad_(False)
     added.clear()
     found = architecture.run(model)
     assert added == [True] * 3  # the first norm's input and parameters are frozen: it has no backward pass
@@ -243,8 +244,9 @@ def test_hooks_of_all_modules_see_what_the_linear_makes(summed):
 
 def test_a_norm_made_before_is_what_the_linear_must_be_given():
     layer = build("").decoder.layers[0]
+    architecture.attach(layer)
     layer.pre_mlp_layernorm(torch.randn(32, 2, 64, requires_grad=True))
-    with pytest.raises(RuntimeError, match="norm was made before"):
+    with pytest.raises(RuntimeError, match="another input than its norm's result"):
         layer.mlp.linear_fc1(torch.randn(32, 2, 64))
 
 

@@ -37,7 +37,7 @@ def test_at_every_level_and_without_one(parse, run):
     "flags, words",
     [
         ("--fp8-sharpness-interval -1", "--fp8-sharpness-interval -1: use 0"),
-        ("--fp8-sharpness-eval=", "--fp8-sharpness-eval : an empty name; give one"),
+        ("--fp8-sharpness-eval=", "--fp8-sharpness-eval '': an empty name; give one"),
         ("--fp8-sharpness-eval x --fp8-sharpness-iterations -2", "--fp8-sharpness-iterations -2: use 0"),
         ("--fp8-sharpness-interval 5 --fp8-sharpness-iterations 10", "add --fp8-sharpness-eval FILE"),
         ("--fp8-sharpness-interval 5 --cuda-graph-impl full_iteration", "--cuda-graph-impl full_iteration with --fp8"),

@@ -68,7 +68,8 @@ def test_without():
 def test_what_writes_can_be_left_out(parse, parser):
     """Each of them is a flag that Megatron or the plugin has, and what is left is a command."""
     switches = ("--async-save", "--fp8-log-grad-snr")
-    flags = [word for flag in WRITING for word in ([flag] if flag in switches else [flag, "2"])]
+    values = {"--fp8-on-spike": "log", "--fp8-spike-window": "16"}
+    flags = [word for flag in WRITING for word in ([flag] if flag in switches else [flag, values.get(flag, "2")])]
     parse(*O1, *flags)
     assert without([*O1, *flags, "--lr", "3"], WRITING) == [*O1, "--lr", "3"]
     saving = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--save")}
