@@ -31,7 +31,6 @@ from torch.distributed.checkpoint import CheckpointException
 from ..errors import PassingError, UserError
 from .failing import from_one_rank
 from .files import is_own_folder, set_mark, write_whole
-from .finite import require_finite
 from .loads import is_named, named, sealed_iterations
 from .pickles import check_arguments
 from .refusals import said_by
@@ -301,7 +300,6 @@ def seal_saves(stock: Callable) -> Callable:
 
     def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
         folder = Path(checkpoint_dir)
-        require_finite(sharded_state_dict, folder, lambda: on_rank_0(lambda: _last(folder.parent)))
         begin(folder)
         request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         if request is None:

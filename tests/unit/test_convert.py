@@ -403,7 +403,7 @@ def test_truncated_files_are_refused(tmp_path):
         ("transmute", "transmute"),
         ("convert to-hf nowhere out --dtype fp4", "fp4"),
         ("convert to-hf nowhere out", "nowhere: no complete checkpoint"),
-        ("convert to-hf nowhere out --max-shard-size nan", "--max-shard-size nan: not a number; give one, or remove it"),
+        ("convert to-hf nowhere out --max-shard-size nan", "--max-shard-size nan: not a number; give one"),
         ("convert to-hf nowhere out --max-shard-size inf", "--max-shard-size inf: use a number above 0"),
         ("convert to-hf nowhere out --vocab-size 0", "--vocab-size 0: use 1 or more"),
         ("convert to-hf nowhere --dtype= out", "--dtype '': an empty value"),

@@ -78,7 +78,7 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--tasks-per-node 4", "--tasks-per-node 4: each GPU of a node has one task; remove it, or add"),
         ("--steps 9" + 20 * "9", f"--steps {21 * '9'}: too large; use at most 1000000000"),
         ("--max-restarts 9" + 20 * "9", f"--max-restarts {21 * '9'}: too large; use at most 1000000000"),
-        ("--flags=--train-iters=" + 5000 * "9", f"--flags=--train-iters={38 * '9'}...: a number of more than 1,000 digits; write a shorter one"),
+        ("--flags=--train-iters=" + 5000 * "9", "...: a number of more than 1,000 digits; write a shorter one"),
         ("--flags=--train-iters=²", "--train-iters ²: use a whole number"),
         ("--flags=--train-iters=٣", "--train-iters ٣: use a whole number"),
         ("--time " + 5000 * "9", "...: a number of more than 1,000 digits; write a shorter one"),
