@@ -208,7 +208,7 @@ def triton_cache(mounts: str | None = None, folder: str | None = None) -> Iterat
         yield blocking("Triton's cache", f"{path} cannot be written", "set TRITON_CACHE_DIR to a folder of this node")
     elif kind in _SHARED or kind.startswith("fuse."):
         found = f"{path} is on {kind}"
-        remedy = "all ranks compile there at once: TRITON_CACHE_DIR=/tmp/triton-$USER"
+        remedy = "all ranks compile there at once: set TRITON_CACHE_DIR to a folder of the node that only you can enter"
         yield degraded("Triton's cache", found, remedy)
     else:
         yield good("Triton's cache", f"{path} ({kind or 'unknown file system'})")
