@@ -13,6 +13,7 @@ PACKAGES = {
     "matplotlib": ("matplotlib", "--figure and the lab's reports"),
     "rich": ("rich", "tables in colour on a terminal"),
     "safetensors": ("safetensors", "megatron-fp8 convert"),
+    "pydantic": ("pydantic>=2", "megatron-fp8 convert"),
     "scipy": ("scipy", "the lab's reports, --fp8-sharpness-iterations"),
     "transformers": ("transformers", "--tokenizer-type, all but SentencePiece's, TikTokenizer and NullTokenizer"),
     "sentencepiece": ("sentencepiece", "--tokenizer-type SentencePieceTokenizer, Llama2Tokenizer"),

@@ -180,7 +180,7 @@ def _not_read(stock: Callable):
     def init(self, *args, **kwargs):
         raise UserError(
             f"{LEVEL.name}: the script builds a GPTModel and has not called megatron.training.arguments.parse_args, as "
-            "Megatron Bridge and what is built on it: nothing would be in FP8; use a script that calls it, or remove "
+            "Megatron Bridge does: nothing would be in FP8; use a script that calls it, or remove "
             f"{LEVEL.name}"
         )
 

@@ -155,7 +155,7 @@ def load_whole(fp8: Fp8Config | None) -> Callable:
                     raise UserError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
                 if fp8 is not None:
                     if loaded[3] is CheckpointType.LEGACY and not (args.finetune or args.no_load_optim):
-                        says = "a checkpoint of --ckpt-format torch, of whose optimizer state a level reads nothing"
+                        says = "a checkpoint of --ckpt-format torch; a level cannot read its optimizer state"
                         raise UserError(f"--load {load_dir}: {says}; add --no-load-optim or --finetune")
                     check_fits(loaded[0], args, fp8)
                     if padding := other_padding(loaded[0].get("args"), args):
@@ -298,7 +298,7 @@ def _remedy(load: Path, folder: Path) -> str:
         with contextlib.suppress(Broken):
             verify(other, everything=False)
             return _go_on_from(load, folder, other, "whole" if dist.is_initialized() else "sealed")
-    return on_rank_0(lambda: _mistaken(load)) or "no other there is whole: restore it from a copy"
+    return on_rank_0(lambda: _mistaken(load)) or "no other checkpoint there is whole: restore it from a copy"
 
 
 def _remedy_alone(load: Path, folder: Path) -> str:

@@ -51,5 +51,6 @@ def check_packages(args: Namespace) -> None:
         if need.test(value) and not packages.installed(need.module):
             words = [] if value is True else value if isinstance(value, list) else [value]
             given = " ".join([need.flag, *map(str, words)])
-            remedy = f"{packages.how_to_install(need.module)}, or {'remove the flag' if value is True else 'change it'}"
+            otherwise = "remove the flag" if need.test is bool else "change it"
+            remedy = f"{packages.how_to_install(need.module)}, or {otherwise}"
             raise UserError(f"{given}: needs a package that is not installed here; {remedy}")

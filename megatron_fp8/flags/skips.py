@@ -3,7 +3,7 @@
 A step is skipped where its gradient norm is not finite, is a spike (--fp8-on-spike skip) or is over a threshold of
 stock's. One is a bad batch; but weights that are not finite skip every step that follows, and stock's loss check, which
 would end the run, may be off. Without loss scaling no step is skipped to find a scale, as FP16's first ones are, so the
-limit may be low: where every second batch were bad, twenty in a row would come once in a million steps. It is above the
+limit may be low: if every second batch were bad, twenty in a row would come once in a million steps. It is above the
 eight spikes that --fp8-on-spike skip passes over in a row.
 """
 

@@ -437,7 +437,6 @@ TABLE: list[Row] = [
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--save --load --pretrained-checkpoint", FILES, NO_FILES),
     *_note("--tensorboard-dir", "nothing is written: pip install tensorboard", missing="tensorboard"),
-    *_refuse("--wandb-project", "pip install wandb, or remove it", missing="wandb"),
     *_refuse("--ckpt-format", ONE_FORMAT, KEEPS_OPTIMIZER),
     *_refuse("--ckpt-convert-format", ONE_FORMAT, one_of("torch")),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),

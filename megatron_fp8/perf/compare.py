@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
     print(render([{column: cells.get(column, "") for column in columns} for cells in rows], args.format))
     said += [line for other in others for line in left_out(first, other)]
     if slow := [run.name for run in runs if run.on_cpu and run.series(STEP_MS)]:
-        said.append(f"{', '.join(slow)}: trained on a CPU, where FP8 is emulated; its times say nothing of a GPU's")
+        said.append(f"{', '.join(slow)}: trained on a CPU, which emulates FP8; its times do not tell how fast a GPU is")
     found = [line for other in others for line in differences(first, other)] if args.assert_equal else []
     found += [f"{other.name}: no step in common with {first.name}"
               for other in others if not _common(first, other, LOSS)]  # fmt: skip

@@ -1,6 +1,6 @@
 """Runs killed at random moments while they train and save: the latest complete checkpoint loads and goes on.
 
-With the slow tests 104 kills, half of them of asynchronous saves; always a few.
+With the slow tests 104 kills, half of them of asynchronous saves, all slow.
 """
 
 import random
@@ -22,7 +22,7 @@ class Kill(Exception):
 @pytest.mark.parametrize(
     ("kills", "how"),
     [
-        (3, ""),
+        pytest.param(3, "", marks=pytest.mark.slow),
         pytest.param(52, "", marks=pytest.mark.slow),
         pytest.param(52, "--async-save", marks=pytest.mark.slow),
     ],

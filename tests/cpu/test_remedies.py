@@ -64,7 +64,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(CASES[n], id=n, marks=[nightly] * (n != "another rate")) for n in CASES])
+@pytest.mark.parametrize("case", [pytest.param(CASES[n], id=n, marks=nightly) for n in CASES])
 def test_with_the_remedy_it_trains(case, tmp_path):
     train(case.ranks[0], case.saved, tmp_path, save=5, until=5)
     resumed = [*TINY_GPT, *case.resumed.split(), "--load", str(tmp_path), "--exit-interval", "7"]

@@ -81,10 +81,10 @@ def test_readmes_accuracy_is_the_rows(curves):
     assert f"(95 % interval {te[1]:+.2f} to {te[2]:+.2f} %)" in readme and max(-te[1], te[2]) < 0.405
     assert f"the interval is wider: {bf16[1]:+.1f} to {bf16[2]:+.1f} % (mean {bf16[0]:+.2f} %)" in readme
     words = "four seeds of a GPT of 85 M parameters (GPT-125M's layers, a vocabulary of 257 bytes), 800 steps, "
-    assert f"{words}{800 * 32 * 1024 // 10**6} M bytes" in readme
+    assert f"{words}{800 * 32 * 1024 // 10**6} M bytes (12 MB" in readme
     width, layers, rows = 768, 12, 384
     parameters = layers * (4 * width**2 + 3 * 2048 * width + 2 * width) + width + rows * width
-    assert round(parameters / 1e6) == 85
+    assert f"a GPT of {parameters / 1e6:.0f} M parameters" in readme
 
 
 def test_seeds_that_half_a_per_cent_needs(curves):
@@ -111,8 +111,11 @@ def test_o3_leads_by_one_step(curves):
     third = [curves["O0", seed][2] - curves["O3", seed][2] for seed in (1, 2, 3, 4)]
     assert f"third loss is {min(third):.2f} to {max(third):.2f} nats below" in levels
     assert f"(seed 1: {curves['O3', 1][2]:.3f} and {curves['O0', 1][2]:.3f})" in levels
-    for step in (3, 5, 7):
-        assert len({curves["O3", seed][step] > curves["O0", seed][step] for seed in (1, 2, 3, 4)}) == 2
+    end = min(len(curves[arm, seed]) for arm in ("O0", "O3") for seed in (1, 2, 3, 4))
+    leads = [[curves["O3", seed][step] < curves["O0", seed][step] for seed in (1, 2, 3, 4)] for step in range(3, end)]
+    below, above = sum(map(all, leads)), sum(not any(lead) for lead in leads)
+    words = f"of the {end - 3} steps after it that both have, O3 is below in all four seeds in {below}"
+    assert f"{words}, and in no seed in {above}." in levels
 
 
 def test_what_a_weight_shows_of_the_first_update():

@@ -231,7 +231,7 @@ def test_lost_lines_are_missing_steps(tmp_path, capsys):
 
 
 def test_times_on_a_cpu_are_said_to_mean_nothing(tmp_path, capsys):
-    note = "trained on a CPU, where FP8 is emulated; its times say nothing of a GPU's"
+    note = "trained on a CPU, which emulates FP8; its times do not tell how fast a GPU is"
     gpu, cpu_run = metrics(tmp_path / "gpu.jsonl"), metrics(tmp_path / "cpu.jsonl", device="cpu")
     for words in ("[fp8] no CUDA device: --distributed-backend nccl -> gloo", "  distributed_backend ....... gloo"):
         assert f"b.log: {note}" in call(capsys, gpu, log(tmp_path / "b.log", head=words))[1]

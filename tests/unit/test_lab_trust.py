@@ -106,7 +106,6 @@ def test_only_processes_with_the_mark_of_a_dead_sweep_of_this_store_are_ended(tm
     environments = {name: {**os.environ, **({MARK: text} if text else {})} for name, text in marks.items()}
     started = {name: subprocess.Popen(["sleep", "60"], env=env) for name, env in environments.items()}
     try:
-        time.sleep(0.2)  # until they are sleep
         end_left_behind(ours)
         assert {name for name, process in started.items() if process.poll() is not None} == {"dead"}
         other.symlink_to(ours)
@@ -121,7 +120,7 @@ def test_only_processes_with_the_mark_of_a_dead_sweep_of_this_store_are_ended(tm
 def test_ranks_whose_launcher_was_killed_are_ended_too(tmp_path):
     """Their mark is their own: no number in a store leads to them."""
     write(tmp_path, PLAN.replace("train.py", "train.py --gate gate").replace("seeds: 3", "seeds: [2]"))
-    (tmp_path / "rank.py").write_text("import time\nprint('rank', flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "rank.py").write_text("import time\ntime.sleep(600)\n")
     script = tmp_path / "train.py"
     spawn = "import subprocess, sys\nrank = subprocess.Popen([sys.executable, 'rank.py'])\n"
     script.write_text(f"{spawn}open('rank.pid', 'a').write(f'{{rank.pid}} ')\n" + script.read_text())

@@ -47,7 +47,7 @@ def test_what_is_here_is_seen():
         ("--tokenizer-type TikTokenizer", "pip install tiktoken, or change it"),
         ("--log-straggler", "pip install nvidia-ml-py, or remove the flag"),
         ("--log-energy", "pip install nvidia-ml-py, or remove the flag"),
-        ("--wandb-project it", "pip install wandb, or change it"),
+        ("--wandb-project it", "pip install wandb, or remove the flag"),
         ("--enable-ft-package", "pip install 'nvidia-resiliency-ext==0.6.0', or remove the flag"),
         ("--non-persistent-ckpt-type local", "pip install 'nvidia-resiliency-ext==0.6.0', or change it"),
         ("--data-path s3://there/data", "pip install boto3, or change it"),

@@ -144,7 +144,8 @@ def test_the_figure_of_table_5_names_each_case_once_and_has_what_was_measured(tm
     pytest.importorskip("matplotlib")
     file = tmp_path / "table5.svg"
     printed(capsys, "5", "--results", str(measure.ROOT / "benchmarks/results/table5.csv"), "--figure", str(file))
-    drawn = re.findall(r"<!-- (Measured on .*?|.*?, MBS .*?) -->", file.read_text())
+    words = r"(?:<!-- |<text[^>]*>)(Measured on [^<]*?|[^<>]*?, MBS [^<]*?)(?: -->|</text>)"
+    drawn = re.findall(words, file.read_text())
     panel, names = "", []
     for text in drawn:
         panel = text if text.startswith("Measured") else panel

@@ -265,7 +265,7 @@ class _Sweep:
 def _interval(row: Row) -> int:
     """Steps from one line of the log to the next; 1 where the command says none, or no number, which ends its run."""
     said = flag_value(row.command, "--log-interval") or ""
-    return int(said) if said.isdecimal() else 1
+    return int(said) if re.fullmatch("[0-9]{1,9}", said) else 1
 
 
 def _folder_name(row: Row) -> str:
@@ -287,7 +287,8 @@ def _slurm(args: Namespace, store: Store) -> int:
     try:
         return subprocess.run(["sbatch"], input=script, text=True).returncode
     except FileNotFoundError:
-        raise UserError("--slurm submit: no sbatch here; use --slurm print, and submit it where there is one") from None
+        line = "--slurm submit: no sbatch here; use --slurm print, and submit it on a machine that has sbatch"
+        raise UserError(line) from None
 
 
 def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:

@@ -203,7 +203,7 @@ class Store:
                 elif run is not None and run != _planned(row):
                     old, new = _first_difference(row.command, run.command)
                     raise UserError(
-                        f"{self.path}: {row.name} was run with {old} where the plan has {new}; take another --store"
+                        f"{self.path}: {row.name} was run with {old} but the plan has {new}; take another --store"
                     )
             self._db.executemany(
                 "INSERT OR IGNORE INTO runs (arm, seed, learning_rate, data, command) VALUES (?, ?, ?, ?, ?)",

@@ -10,10 +10,12 @@ import argparse
 import contextlib
 import math
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.tracker import TRACKER, is_tracker, read_tracker
 from ...errors import UserError
 from ...flags.level import is_stock
 from ...metrics import LOSS
@@ -30,7 +32,6 @@ WRITING = (  # flags that would mix a trial's output with the user's own, end it
     *("--fp8-probe-step", "--fp8-probe-dir", "--exit-interval", "--exit-duration-in-mins"),
     *("--fp8-on-spike", "--fp8-spike-sigma", "--fp8-spike-window"),
 )
-TRACKER = "latest_checkpointed_iteration.txt"  # where Megatron notes the last checkpoint of a folder
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 
 
@@ -84,14 +85,14 @@ def loaded(command: Sequence[str]) -> str | None:
     folder, step = (flag_value(tuple(command), flag) for flag in ("--load", "--ckpt-step"))
     if folder is None:
         return None
-    tracker = Path(folder) / TRACKER
-    if step is not None or not os.path.isfile(tracker):
+    if step is not None or not os.path.isfile(Path(folder) / TRACKER):
         return step
     try:
-        said = tracker.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        said = read_tracker(Path(folder))
+    except OSError:
         said = "what cannot be read"
-    if said != "release" and not (said.isascii() and said.isdigit() and len(said) < 20):
+    if not is_tracker(said):
+        tracker = Path(folder) / TRACKER
         raise UserError(f"{tracker}: says {said[:40]!a}, not a step; say which in --ckpt-step, or mend the file")
     return said
 
@@ -99,7 +100,7 @@ def loaded(command: Sequence[str]) -> str | None:
 def first_step(command: Sequence[str]) -> int:
     """The step that the command would begin with, as Megatron counts them: after the one that it loads, or 1."""
     step = loaded(command)
-    return 1 + int(step) if step is not None and step.isdecimal() and "--finetune" not in command else 1
+    return 1 + int(step) if step and re.fullmatch("[0-9]{1,18}", step) and "--finetune" not in command else 1
 
 
 def says_fp8(command: Sequence[str]) -> bool:
