@@ -139,9 +139,9 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         self._skipped = 0 if success else self._skipped + 1
         if self._skipped == self.max_skipped > 0:
             raise UserError(
-                f"{MAX_SKIPPED.name} {self.max_skipped}: as many steps in a row were skipped (gradient norm {self._norm:g}), "
-                "so the weights do not change; go on from the last checkpoint with a lower --lr or other data, or set the "
-                "flag higher (0: no limit)"
+                f"{MAX_SKIPPED.name} {self.max_skipped}: as many steps in a row were skipped (gradient norm "
+                f"{self._norm:g}), so the weights do not change; go on from the last checkpoint with a lower --lr or "
+                "other data, or set the flag higher (0: no limit)"
             )
         return success
 

@@ -75,7 +75,7 @@ def test_a_row_of_the_plan_with_another_command_is_made_anew_or_refused(store, t
         assert "6 done" in done(tmp_path, *SWEEP)
     else:
         output = done(tmp_path, *SWEEP, code=2)
-        assert "was run with evil.py where the plan has train.py; take another --store" in output
+        assert "was run with evil.py but the plan has train.py; take another --store" in output
         assert output.count("\n") == 1
     assert not (tmp_path / "PROOF").exists()
 

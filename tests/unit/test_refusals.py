@@ -90,7 +90,7 @@ def test_seal_and_metadata_both_gone(load, tmp_path, others):
     rest = {
         "sealed": "iter_0000005 is whole: add --ckpt-step 5",
         "stock's": "iter_0000005 is there too, without a seal: add --ckpt-step 5",
-        "none": "no other there is whole: restore it from a copy",
+        "none": "no other checkpoint there is whole: restore it from a copy",
     }[others]
     missing = "iter_0000010/.metadata is missing, or cannot be read"
     assert line_of(lambda: load(tmp_path)) == f"--load {tmp_path}: {missing}; {rest}"

@@ -201,7 +201,7 @@ def test_stocks_own_seal_and_none(load, folder):
 def test_no_other_is_whole(load, folder):
     for name in ("iter_0000005", "iter_0000010"):
         (folder / name / "metadata.json").write_text("{}")
-    assert line_of(lambda: load(folder)).endswith("; no other there is whole: restore it from a copy")
+    assert line_of(lambda: load(folder)).endswith("; no other checkpoint there is whole: restore it from a copy")
 
 
 def test_a_file_newer_than_the_seal(load, folder):
@@ -309,7 +309,8 @@ def test_an_empty_folder_and_one_where_nothing_is_left(load, tmp_path):
     (tmp_path / TRACKER).write_text("30")
     assert f"{TRACKER} says '30', and no checkpoint is there" in line_of(lambda: load(tmp_path))
     (tmp_path / "iter_0000030").mkdir()
-    assert "iter_0000030/metadata.json is missing; no other there is whole" in line_of(lambda: load(tmp_path))
+    line = "iter_0000030/metadata.json is missing; no other checkpoint there is whole"
+    assert line in line_of(lambda: load(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["iter_0000005", "latest", "release"])
