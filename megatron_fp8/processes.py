@@ -28,15 +28,21 @@ _MOST = 1 << 20  # bytes read at once; more than a pipe holds, so that of a run 
 
 def identity(pid: int) -> str:
     """A process' number and birth: what no later process has."""
-    return f"{pid}:{psutil.Process(pid).create_time():.2f}"
+    return f"{pid}:{_born(pid)}"
+
+
+def _born(pid: int) -> str:
+    """Clock ticks since the machine's start, field 22 of stat: a step of the clock leaves them as they are. Raises
+    OSError without such a process."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
 
 
 def living(identity_: str | None) -> psutil.Process | None:
     """The process of an `identity` of this machine, if it still lives."""
     pid, _, born = (identity_ or "").partition(":")
-    with contextlib.suppress(psutil.NoSuchProcess, ValueError, OverflowError):
+    with contextlib.suppress(psutil.NoSuchProcess, ValueError, OverflowError, OSError):
         process = psutil.Process(int(pid))
-        if abs(process.create_time() - float(born)) < 2 and _lives(process):
+        if _born(int(pid)) == born and _lives(process):
             return process
     return None
 
@@ -85,7 +91,7 @@ def end_children_with_parent(start: Callable) -> Callable:
     return start_and_watch
 
 
-def _run_watched(parent: str, target: Callable, *args, **kwargs) -> None:
+def _run_watched(parent: str, target: Callable, /, *args, **kwargs) -> None:
     threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     target(*args, **kwargs)
 

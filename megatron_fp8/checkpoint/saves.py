@@ -131,13 +131,14 @@ def _leave(folder: Path, made: list[Path], process: int) -> None:
 def _lock(folder: Path) -> int:
     """Lock the folder, and write into the lock what check_saving compares; its file descriptor.
 
-    A link in the lock's place is refused, a second name of another file too: what is written would go into that.
+    A link in the lock's place is refused: what is written would go into its target. A file with a second name (a stale
+    lock of a folder that was copied by links, or another's file) is left to that name, and a new one is made.
     """
     path = folder / LOCK
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         found = os.fstat(lock)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EMLINK, os.strerror(errno.EMLINK), str(path))
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,6 +146,8 @@ def _lock(folder: Path) -> int:
             raise
         except OSError:
             pass  # a file system without locks
+        if found.st_nlink > 1 and _is_at(path, found):
+            path.unlink()
         if _is_at(path, found):
             os.pwrite(lock, os.urandom(16).hex().encode(), 0)
             os.fsync(lock)  # NFS would keep it for a while
@@ -159,12 +162,21 @@ def _lock(folder: Path) -> int:
 def _keep_locks() -> None:
     """Before a save: where a lock was removed meanwhile, by hand say, take it again; OSError if another run has it."""
     for folder, lock in list(_locks.items()):
-        if not _is_at(folder / LOCK, os.fstat(lock)):
+        if not _is_held_at(folder / LOCK, lock):
             try:
                 _locks[folder] = _lock(folder)
             except BlockingIOError:
                 raise OSError(errno.EBUSY, f"{LOCK} was removed, and another run saves there by now") from None
             os.close(lock)
+
+
+def _is_held_at(path: Path, lock: int) -> bool:
+    try:
+        return _is_at(path, os.fstat(lock))
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # NFS, of a file that another node has removed
+            raise
+        return False
 
 
 def _is_at(path: Path, found: os.stat_result) -> bool:
@@ -179,6 +191,9 @@ def _mend_tracker(folder: Path) -> None:
     """Let it name a checkpoint: Megatron reads it with int() after a save, with --save-retain-interval."""
     if is_garbled(folder):
         last, _ = named(folder)
+        if last <= 0 and any(map(is_finished, folder.glob("iter_*"))):
+            said = f"{TRACKER} names no checkpoint, and those there have no seal; write the step to go on from into it"
+            raise UserError(f"--save {folder}: {said}")
         write_whole(folder / TRACKER, str(last)) if last > 0 else (folder / TRACKER).unlink()
 
 

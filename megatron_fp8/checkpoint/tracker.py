@@ -6,6 +6,7 @@ and its first bytes alone; opening a pipe to read it would wait without an end.
 Imports nothing heavy: `launch` and `convert` read the tracker too.
 """
 
+import errno
 import os
 import re
 import stat
@@ -29,10 +30,10 @@ def read_tracker(folder: Path) -> str:
         file = os.open(folder / TRACKER, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return _NO_FILE if (folder / TRACKER).is_symlink() else ""
-    except PermissionError:
-        raise
-    except OSError:  # a link to itself, a socket
-        return _NO_FILE
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link to itself, a socket
+            return _NO_FILE
+        raise  # storage that does not answer for a moment says nothing of the tracker
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return _NO_FILE

@@ -152,7 +152,8 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
             known = ", ".join(getattr(choice, "name", str(choice)) for choice in action.choices or ())
             remedy = f"no such value; use one of {known}" if known else f"use {_KINDS.get(convert, 'another value')}"
             raise _Refused(action, text, remedy) from None
-        if said := beyond(action.option_strings, value):
+        of_verb = "--use-checkpoint-args" not in parser._option_string_actions  # which Megatron's parser has
+        if said := beyond(action.option_strings, value, of_verb):
             raise _Refused(action, text, said)
         return value
 

@@ -130,6 +130,7 @@ def _is_finished(folder: Path, needs_seal: bool = False) -> bool:
         if needs_seal or (folder / "integrity.json").exists():
             seal = _beginning(folder / "integrity.json", 2**24)
             return has_metadata and bool(re.search(rb'"metadata\.json": *"[0-9a-f]{64}"', seal))
+        has_metadata |= bool(_beginning(folder / ".metadata", 1))  # torch's own formats have no other
         return has_metadata or any(folder.glob("mp_rank_*"))
     except OSError:
         return False

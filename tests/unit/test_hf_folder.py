@@ -33,6 +33,7 @@ NO_ROPE = [*WORDS, True, 0, 5, [], [2], math.nan, {"a": 1}, {"factor": 2.0}, {"t
            {"rope_type": "llama3"}, {"rope_type": "default", "factor": "x"}, {"rope_theta": "x"}]  # fmt: skip
 COUNTS = """num_hidden_layers hidden_size num_attention_heads intermediate_size max_position_embeddings vocab_size
 n_layer n_embd n_head n_positions""".split()
+REQUIRED = {*COUNTS, "model_type", "use_parallel_residual"}
 SHARES = "attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop".split()
 ONE_VALUE = """use_parallel_residual scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention
 attention_bias""".split()
@@ -77,6 +78,13 @@ def test_every_key_is_mutated(family):
     assert config_for(family).keys() - NO_MATTER <= NONSENSE.keys()
 
 
+def test_null_is_absent(family):
+    """As in the configurations that transformers writes."""
+    config = config_for(family)
+    for key in config.keys() & {"attention_dropout", "attention_bias", "tie_word_embeddings", "initializer_range"}:
+        assert vars(args_of({**config, key: None})) == vars(args_of({k: v for k, v in config.items() if k != key}))
+
+
 def test_seeded_mutations_of_config_json_are_refused(family, tmp_path, capsys, monkeypatch):
     """200 a family: nonsense for a key, or a key left out that has to be there; each is told by its key."""
     monkeypatch.setattr(convert, "Weights", None)  # nothing is read of them
@@ -88,7 +96,7 @@ def test_seeded_mutations_of_config_json_are_refused(family, tmp_path, capsys, m
     for seed in range(SEEDS):
         rng = random.Random(f"{family} {seed}")
         key = rng.choice(keys)
-        value = rng.choice(NONSENSE[key])
+        value = rng.choice([one for one in NONSENSE[key] if one is not None or key in REQUIRED])  # null is absent
         long = isinstance(value, int) and abs(value) > 10**4000  # Python would not write it
         text = json.dumps(config | {key: "LONG" if long else value})
         file.write_text(text.replace('"LONG"', f"1{'0' * 5000}"))
@@ -98,7 +106,7 @@ def test_seeded_mutations_of_config_json_are_refused(family, tmp_path, capsys, m
         assert bad_json or key in line or key.startswith("rope_") or key == "rotary_pct", (key, value, line)
         tried.add(key)
     assert tried == set(keys) and not (tmp_path / "out").exists()
-    for key in config.keys() & {*COUNTS, "model_type", "use_parallel_residual"}:  # which have to be there
+    for key in config.keys() & REQUIRED:
         file.write_text(json.dumps({name: config[name] for name in config if name != key}))
         line = refusal(capsys, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"))
         assert line.startswith(f"{file}: {key} "), line

@@ -61,7 +61,7 @@ def test_a_number_is_bounded_by_its_flag():
         assert not beyond([name], most) and beyond([name], most + 1).startswith("too large")
         if least is not None:
             assert beyond([name], least - 1) == f"use {least} or more"
-    assert beyond(["--other"], 10**16) and beyond(["--other"], [1, 10**16]) and not beyond(["--other"], [1, -5])
+    assert beyond(["--other"], 2**63) and beyond(["--other"], [1, 2**63]) and not beyond(["--other"], [1, -5])
     assert beyond(["--other"], float("nan")) and beyond(["--other"], 1e200) and not beyond(["--other"], float("inf"))
     assert not beyond(["--other"], True) and not beyond(["--num-layers"], "text") and beyond(["--num-layers"], 10**19)
 

@@ -134,7 +134,8 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
     if family is None:
         said = f"model_type {as_json(values.get('model_type'))} is not supported; use one of {', '.join(FAMILIES)}"
         raise UserError(f"{file}: {said}")
-    config = checked(family.schema, values, file, f"is missing, and a {family.model_type} model needs it")
+    given = {key: value for key, value in values.items() if value is not None}  # null is absent
+    config = checked(family.schema, given, file, f"is missing, and a {family.model_type} model needs it")
     args = Namespace(**{name: getattr(config, key) for name, key in family.keys.items()})
     defaults = {
         "ffn_hidden_size": 4 * args.hidden_size,
@@ -148,7 +149,7 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
         **family.needs,
     }
     for name, value in defaults.items():
-        if getattr(args, name, None) is None:  # absent in config.json, or null
+        if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.untie_embeddings_and_output_weights = not config.tie_word_embeddings
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
