@@ -236,7 +236,7 @@ def test_a_plan_may_not_change_what_has_run(store, path):
     store.add(plan(flags=("--bf16",)))  # nothing has run yet
     assert "--bf16" in store.runs()[0].command
     store.finish(store.claim(""), DONE, 0)
-    said = r"BF16, .* was run with --train-iters 10 where .* --train-iters 20; take another"
+    said = r"BF16, .* was run with --train-iters 10 but .* --train-iters 20; take another"
     with pytest.raises(ValueError, match=said):
         store.add(plan(steps=20, flags=("--bf16",)))
     assert store.counts()[WAITING] == 7 and store.outline()["steps"] == 10  # nothing was changed
