@@ -36,10 +36,8 @@ from .pickles import data_only
 from .seal import Broken, how_to_put_back, is_finished, seal, verify
 from .tracker import TRACKER, tracked
 
-try:
-    from safetensors.torch import save_file
-except ModuleNotFoundError:
-    raise UserError("convert needs the package safetensors: pip install 'megatron-fp8[hf]'") from None
+# isort: split
+from safetensors.torch import save_file  # hf/folder.py says in one line if it is missing
 
 
 def to_hf(

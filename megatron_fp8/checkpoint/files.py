@@ -14,7 +14,7 @@ def write_whole(path: Path, text: str) -> None:
     """All of the text, or nothing; in a new file, which takes the place of what lay there."""
     partial = path.with_name(path.name + PARTIAL)
     partial.unlink(missing_ok=True)
-    with partial.open("x") as file:  # follows no link
+    with partial.open("x", encoding="utf-8") as file:  # follows no link
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -26,12 +26,3 @@ def make_empty(folder: Path) -> None:
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step, whole or not at all: in the place of one, or of a link, that is there."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.unlink(missing_ok=True)
-    with open(unfinished, "x", encoding="utf-8") as file:  # never through a link
-        file.write(text)
-    unfinished.replace(path)

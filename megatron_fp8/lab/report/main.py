@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ...checkpoint.files import write_whole
 from ...errors import UserError
 from ...metrics import STEP_MS
-from ..files import refuse_link_of_others, write_whole
+from ..files import refuse_link_of_others
 from ..sweep.progress import duration
 from ..sweep.rows import DONE, FAILED, NOT_FINITE
 from ..sweep.store import Store

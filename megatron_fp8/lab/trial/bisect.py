@@ -36,10 +36,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.files import write_whole
 from ...errors import UserError
 from ...flags.emulate import BF16_FLAG, matches, read_operands
 from ...metrics import LINEARS, LOSS, facts
-from ..files import write_whole
 from ..sweep.plan_file import flag_value, split_words
 from ..sweep.progress import duration
 from ..sweep.runner import NUMBERS
