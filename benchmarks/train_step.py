@@ -93,6 +93,7 @@ class System(NamedTuple):
     flags: str
 
 
+GRAPH = "--cuda-graph-impl full_iteration --te-rng-tracker --no-check-for-nan-in-loss-and-grad"
 TE_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
 LOCAL = "--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
 SYSTEMS = {
@@ -102,6 +103,7 @@ SYSTEMS = {
     "te-delayed-graph": System(
         "repaired", TE_FP8 + " --fp8-recipe delayed --cuda-graph-impl transformer_engine --te-rng-tracker"
     ),
+    "te-delayed-whole-graph": System("repaired", f"{TE_FP8} --fp8-recipe delayed {GRAPH}"),
     "te-delayed-overlap": System("repaired", TE_FP8 + " --fp8-recipe delayed --tp-comm-overlap"),
     "te-delayed-unrepaired": System("unrepaired", TE_FP8 + " --fp8-recipe delayed"),
     "te-tensorwise": System("repaired", TE_FP8 + " --fp8-recipe tensorwise"),
@@ -109,6 +111,9 @@ SYSTEMS = {
     "O1": System("none", "--fp8-level O1"),
     "O2": System("none", "--fp8-level O2"),
     "O3": System("none", "--fp8-level O3"),
+    "O1-graph": System("none", f"--fp8-level O1 {GRAPH}"),
+    "O2-graph": System("none", f"--fp8-level O2 {GRAPH}"),
+    "O3-graph": System("none", f"--fp8-level O3 {GRAPH}"),
     "O3-tp-fp8": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter fp8"),
     "O3-tp-fp8-backward": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter backward"),
     "O3-with-te": System("repaired", "--fp8-level O3"),  # TE's fused rotary embedding and optimizer for what is stock's

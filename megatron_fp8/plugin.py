@@ -95,7 +95,7 @@ from . import cpu
 from .engine.agreed import SameEverywhere
 from .engine.gemms import RunGemms
 from .errors import UserError
-from .flags import args_file, log
+from .flags import args_file, graphs, log
 from .flags.checks import (
     check_data_files,
     check_device,
@@ -256,8 +256,11 @@ def _claim_folders(args) -> None:
 
 def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: SharpnessPlan | None) -> None:
     """Adapt stock's flags to a run's, and hook into Megatron what they ask for."""
-    gemms = None
+    gemms = checks = None
     if config is not None:
+        from .monitor.late_checks import LateChecks
+
+        checks = LateChecks(args.check_for_nan_in_loss_and_grad)
         if not cpu.needed() and not is_stock(LEVEL.given(args)):
             _hook_weight_gradients()  # first: it is what adapt_stock_args looks for
         _log(adapt_stock_args(args, config))
@@ -265,10 +268,10 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         if not cpu.needed():
             check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
         gemms = RunGemms(config, "cpu" if cpu.needed() else "cuda", _log, _of_run)
-        _hook_model(config, gemms)
+        _hook_model(config, gemms, checks)
         gemms.choose()
     if config is not None or "MEGATRON_FP8_REPORT" in os.environ:
-        _hook_optimizer(config, gemms)
+        _hook_optimizer(config, gemms, checks)
     if args.load or args.save or args.pretrained_checkpoint:
         _hook_checkpoints(config)
         if config is not None:
@@ -280,7 +283,8 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
         _hook_metrics()
 
 
-def _hook_model(fp8: Fp8Config, gemms: RunGemms) -> None:
+def _hook_model(fp8: Fp8Config, gemms: RunGemms, checks) -> None:
+    """checks: the run's LateChecks."""
     import megatron.core.models.common.language_module.language_module as language_module
     import megatron.core.tensor_parallel as tensor_parallel
     import megatron.core.tensor_parallel.layers as tensor_parallel_layers
@@ -292,7 +296,6 @@ def _hook_model(fp8: Fp8Config, gemms: RunGemms) -> None:
     from .layers import cross_entropy
     from .layers.embedding import Functional
     from .layers.model import built_with
-    from .monitor.late_checks import LateChecks
 
     _of_run.replace(tensor_parallel_layers, "F", Functional())
     _of_run.rebind(GPTModel, "__init__", built_with(fp8), "self config transformer_layer_spec")
@@ -301,7 +304,6 @@ def _hook_model(fp8: Fp8Config, gemms: RunGemms) -> None:
     parameters = "vocab_parallel_logits target label_smoothing tp_group"
     _of_run.rebind(tensor_parallel, "vocab_parallel_cross_entropy", cross_entropy.unfused, parameters)
     _of_run.rebind(CheckpointWithoutOutput, "__init__", _without_fp8, "self fp8")
-    checks = LateChecks()
     _of_run.rebind(RerunStateMachine, "validate_result", checks.validate_result, "self result rejection_func message")
     loop = "should_run_forward_backward"
     _of_run.rebind(RerunStateMachine, loop, checks.should_run_forward_backward, "self data_iterator")
@@ -329,14 +331,14 @@ def _hook_weight_gradients() -> None:
     _of_run.replace(layers, "_grad_accum_fusion_available", True)
 
 
-def _hook_optimizer(fp8: Fp8Config | None, gemms: RunGemms | None) -> None:
+def _hook_optimizer(fp8: Fp8Config | None, gemms: RunGemms | None, checks) -> None:
     import megatron.training.training as training
 
     from .engine import params_norm
     from .engine.chain import WaitsForWeights
 
     parameters, same = "config model_chunks config_overrides", SameEverywhere()
-    _of_run.rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same, gemms), parameters)
+    _of_run.rebind(training, "get_megatron_optimizer", _get_megatron_optimizer(fp8, same, gemms, checks), parameters)
     if fp8 is not None:
         _of_run.rebind(training, "logical_and_across_model_parallel_group", same.logical_and, "input group")
         _of_run.rebind(training, "reduce_max_stat_across_model_parallel_group", same.largest, "stat group")
@@ -419,13 +421,15 @@ def _hook_dumps(model_chunks) -> None:
         _of_run.replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
 
 
-def _hook_graph(engine) -> None:
-    """Of --cuda-graph-impl full_iteration; without it nobody calls what is bound here."""
+def _hook_graph(args, engine, checks) -> None:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     from .engine.step_graph import StepGraph
 
-    _of_run.rebind(FullCudaGraphWrapper, "__call__", StepGraph(engine, _log).around, "self args kwargs")
+    args.check_for_nan_in_loss_and_grad = checks.asked
+    step_graph = StepGraph(engine, checks, graphs.reads_ahead(args), _log)
+    _of_run.rebind(FullCudaGraphWrapper, "__call__", step_graph.around, "self args kwargs")
+    _of_run.append(step_graph.forget)
 
 
 def _hook_checkpoints(fp8: Fp8Config | None) -> None:
@@ -480,7 +484,7 @@ def _hook_loading(hooked: Rebound, fp8: Fp8Config | None) -> None:
     hooked.rebind(DefaultLoadPlanner, "load_bytes", pickles.data_only_objects, "self read_item value")
 
 
-def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: RunGemms | None):
+def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: RunGemms | None, checks):
     from megatron.training.global_vars import get_args
 
     from .checkpoint.archive import Archive
@@ -517,7 +521,8 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()
                 _hook_dumps(model_chunks)
-                _hook_graph(engine)
+                if get_args().cuda_graph_impl == graphs.WHOLE:
+                    _hook_graph(get_args(), engine, checks)
             write_at_exit(model_chunks, chain)
             return chain
 

@@ -15,6 +15,7 @@ Whatever reads a weight asks for it first (`OwnedWeight.arrive`), checkpoints to
 """
 
 import functools
+from collections.abc import Callable
 
 from .weights import Bucket
 
@@ -25,10 +26,13 @@ class ChunkGather:
     Args:
         buckets: the chunk's, in forward order.
         overlap: whether they are gathered during the forward pass.
+
+    Attributes:
+        early: whether the first starts at the end of the step; else at its first use, inside the graph of a step.
     """
 
     def __init__(self, buckets: list[Bucket], overlap: bool):
-        self.buckets, self.overlap = buckets, overlap
+        self.buckets, self.overlap, self.early = buckets, overlap, True
         self._started = self._arrived = len(buckets)
 
     def begin(self) -> None:
@@ -37,22 +41,36 @@ class ChunkGather:
         for count, bucket in enumerate(self.buckets, 1):
             for weight in bucket.weights:
                 weight.on_use = functools.partial(self._need, count)
-        self._start(1)
         if not self.overlap:
             self.finish()
+        elif self.early:
+            self._start(1)
 
     def finish(self) -> None:
         """Have everything."""
         self._need(len(self.buckets))
+
+    def land(self) -> None:
+        """Have what has started."""
+        self._need(self._started, ahead=0)
+
+    def remember(self) -> Callable[[], None]:
+        """What puts back that all is here, after a step that a graph made."""
+        return self._have_all
+
+    def _have_all(self) -> None:
+        self._started = self._arrived = len(self.buckets)
+        for bucket in self.buckets:
+            bucket.land_weights()
 
     def _start(self, count: int) -> None:
         for bucket in self.buckets[self._started : count]:
             bucket.gather()
         self._started = max(self._started, min(count, len(self.buckets)))
 
-    def _need(self, count: int) -> None:
-        """Have the first `count` buckets; start the one after them."""
+    def _need(self, count: int, ahead: int = 1) -> None:
+        """Have the first `count` buckets; start as many as `ahead` after them."""
         while self._arrived < count:
-            self._start(self._arrived + 2)
+            self._start(self._arrived + 1 + ahead)
             self.buckets[self._arrived].land_weights()
             self._arrived += 1

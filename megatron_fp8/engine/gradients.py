@@ -22,7 +22,8 @@ A `GradSink` is a weight's place in a store. It takes dW as an ops.Product, a GE
 how it runs: into its memory, accumulating there, or out of it to be added in FP8.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -30,8 +31,9 @@ from .. import ops
 from ..comm.reduce import BlockShards, DenseShard
 from ..comm.wire import Stages
 from ..numerics.blocks import BlockScaled, PackedBlocks
-from ..numerics.noise import noise_seed
+from ..numerics.noise import Seed, noise_seed
 
+_PIECE = 4096  # seeds
 _DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -60,6 +62,10 @@ class DenseStore:
         """What is stored, as a reduced gradient: of a data-parallel group of one."""
         yield from ()
         return DenseShard(self._values), []
+
+    def remember(self) -> Callable[[], None]:
+        """What puts back where the gradients lie now."""
+        return lambda: None
 
     def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
         """Send the gradients in FP8: `reduce(what to send, where to receive)`.
@@ -111,6 +117,10 @@ class BlockStore:
         yield from ()
         return BlockShards(self._packed), []
 
+    def remember(self) -> Callable[[], None]:
+        """As DenseStore's."""
+        return functools.partial(setattr, self, "_packed", self._packed)
+
     def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
         """Send the gradients as they are; what was received takes their place."""
         reduced, handles = yield from reduce(self._packed, None)
@@ -137,11 +147,13 @@ class GradSink:
 
     identity: (run seed, data-parallel rank, and what tells the weight from all others), for the noise.
     place: a view of these elements, of a store in FP32 or BF16, made once.
+    recorded: while a step is recorded, where its additions read their seeds; else None.
     """
 
     def __init__(self, store: GradStore, start: int, shape: torch.Size, identity: tuple[int, ...]):
         self.store, self.start, self.shape, self.identity = store, start, shape, identity
         self.place: torch.Tensor | None = None
+        self.recorded: RecordedSeeds | None = None
         self.step = self.adds = 0
         self.closed = False
 
@@ -159,12 +171,52 @@ class GradSink:
         self.store.add(product, self)
         self.adds += 1
 
-    def seed(self) -> tuple[int, int]:
+    def seed(self) -> Seed:
         """Of the noise of the addition that comes."""
-        return noise_seed(*self.identity, self.step, self.adds)
+        return self.seed_of(self.adds) if self.recorded is None else self.recorded.next(self)
+
+    def seed_of(self, adds: int) -> tuple[int, int]:
+        """Of the noise of the step's addition number `adds`."""
+        return noise_seed(*self.identity, self.step, adds)
 
     def close(self) -> None:
         """No more gradients in this step; make it valid also where no micro-batch gave one."""
         self.closed = True
         if self.adds == 0:
             self.store.clear(self.start, self.shape.numel())
+
+
+class RecordedSeeds:
+    """The seeds of a step that a graph makes again, in memory that its kernels read.
+
+    Inside of `with seeds:` the sinks' additions are told where each reads its own; `fill` writes those of the step.
+    """
+
+    def __init__(self, sinks: Iterable[GradSink]):
+        self._sinks = list(sinks)
+        self._additions: list[tuple[GradSink, int]] = []
+        self._memory: list[torch.Tensor] = []  # pieces (_PIECE, 2) int32
+
+    def __enter__(self) -> "RecordedSeeds":
+        for sink in self._sinks:
+            sink.recorded = self
+        return self
+
+    def __exit__(self, *error) -> None:
+        for sink in self._sinks:
+            sink.recorded = None
+
+    def next(self, sink: GradSink) -> torch.Tensor:
+        """Where (2,) int32 the sink's next addition reads its seed."""
+        at = len(self._additions) % _PIECE
+        if at == 0:
+            self._memory.append(torch.empty(_PIECE, 2, dtype=torch.int32, device=sink.store.tensors[0].device))
+        self._additions.append((sink, sink.adds))
+        return self._memory[-1][at]
+
+    def fill(self) -> None:
+        """Write the seeds of the sinks' present step."""
+        for i, piece in enumerate(self._memory):
+            of = self._additions[i * _PIECE : (i + 1) * _PIECE]
+            words = torch.tensor([sink.seed_of(adds) for sink, adds in of]).to(torch.int32)
+            piece[: len(of)].copy_(words.pin_memory() if piece.is_cuda else words, non_blocking=True)

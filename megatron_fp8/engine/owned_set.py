@@ -9,6 +9,7 @@ A step, as EngineOptimizer drives every set through it:
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -116,3 +117,15 @@ class OwnedSet:
         """Have all weights."""
         for gather in self.gathers:
             gather.finish()
+
+    def remember(self) -> Callable[[], None]:
+        """What puts back what is known now, when the gradients are summed: for a step that a graph makes again."""
+        grad_scale = self.grad_scale
+        parts = [bucket.remember() for bucket in self.buckets] + [gather.remember() for gather in self.gathers]
+
+        def restore() -> None:
+            self.grad_scale = grad_scale
+            for part in parts:
+                part()
+
+        return restore

@@ -1,41 +1,65 @@
-"""All forward and backward passes of a step as one CUDA graph (`--cuda-graph-impl full_iteration`).
+"""All forward and backward passes of a step, with what ranks exchange in them, as one CUDA graph.
 
-A small model waits for its host: of a step of GPT-125M the GPU works 94 ms, and the host needs 120 to launch what it
-does. A graph is launched at once.
+A host that launches kernel by kernel may be slower than its GPU. Of a step of GPT-125M the GPU works 94 ms, and the
+host needs 120 to launch what it does. With tensor parallelism, at micro-batch 1, a GPU waits for more than half of the
+time even with GPT-175B's layers. A graph is launched at once.
 
-    host   scales ─► replay ─► the next step's data ─► reduce, norm, Adam        as ever, outside the graph
-    GPU              forward, backward | forward, ... | reduce, norm, Adam
+    host   scales ─► replay ─► the next step's data ─► norm, Adam            as ever, outside the graph
+    GPU             gather, forward, backward | ... | sum of gradients | norm, Adam
 
-Stock's wrapper records the step and replays it. What stock does not know of is ours: a replay runs no Python, so
-whatever the host of a level does anew in each step must be done beside it:
+Stock's wrapper (`--cuda-graph-impl full_iteration`) records a step and replays it. NCCL's collectives are recorded too,
+each on its stream: in a replay they overlap as they did when they were recorded. A replay runs no Python. So what the
+host of a level does anew in each step must be done beside it:
 
     scales      of casts and of E4M3 weights are new tensors after each step: copied into those that were recorded
-    reduction   of gradients belongs to the host as much as to the GPU (engine/overlap.py): it is left out of the
-                recording, and called after each replay
-    sinks       count the micro-batches that gave them a gradient: told what the recorded step had counted
+    seeds       of rounding are of the step: the recorded kernels read them from memory, filled before each replay
+    gathers     of weights (--overlap-param-gather) belong to the forward pass: none starts before it
+    knowledge   of what was summed, and where it lies, is as after the recorded step: each part can `remember` it
+    checks      of the loss are made when the replay is launched (monitor/late_checks.py)
     quantised   copies of BF16 weights and kept transposes are made once a step: so inside, and forgotten before
 
-A step that somebody looks at (statistics, a probe, a watch) or that is not the recorded one (another number of
-micro-batches while the batch ramps up, linears in BF16 for a while after a spike) is run as without a graph, and so are
-evaluations; their memory comes on top of the graph's, which keeps a step's activations for good. The bits are the same
-either way. What the host decides anew in every step rules a graph out from the start (flags/graphs.py).
+All ranks record in the same step, when the steps before have used every communicator. If one cannot, all go on without
+a graph, and run that step again with the same data. A step that an observer looks at (statistics, a probe), or with
+linears in BF16 for a while after a spike, runs as without a graph, and so do evaluations; their memory comes on top of
+the graph's, which keeps a step's activations for good. Each number of micro-batches has a graph of its own, in the same
+memory. The bits are the same either way. What rules a graph out from the start: flags/graphs.py.
+
+Source: to record a whole step with its collectives is the idea of Megatron-LM's FullCudaGraphWrapper.
 """
 
+import atexit
+import contextlib
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.full_cuda_graph import get_shared_capture_stream
 from megatron.core.tensor_parallel.random import get_all_rng_states
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 
-from ..errors import UserError
+from ..comm.shared import SharedScale
+from ..comm.wire import sent_bytes
 from ..numerics.scaling import Slots
-from .gradients import GradSink
+from ..ranks import gathered
+from .gradients import RecordedSeeds
 from .optimizer import EngineOptimizer
+from .owned_set import OwnedSet
+
+MOST = 4  # graphs; the numbers of micro-batches of a batch that ramps up need one each, and the oldest goes
+
+
+class Checks(Protocol):
+    """The checks of losses that a step makes, and whether one is run again over them (monitor/late_checks.py)."""
+
+    reruns: bool
+
+    def recording(self) -> contextlib.AbstractContextManager[list]: ...
+
+    def repeat(self, recorded: list) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,33 +67,35 @@ class Recorded:
     """A recorded step.
 
     Attributes:
-        key: what tells its kind of step from others.
         scales: the tensors it reads scales from, each with the Slots that it was of, and the attribute's name.
-        adds: how many gradients each sink had then.
-        finalize: reduces the gradients, by the arguments of then.
+        seeds: of its stochastic rounding.
+        checks: of its losses.
+        sent: what it sends, in bytes by kind.
+        restore: each puts back what the host knew of a part after the step.
         result: what stock's schedule returned, in the graph's memory.
         kept: memory of ours that it uses.
     """
 
     graph: torch.cuda.CUDAGraph
-    key: tuple
-    scales: list[tuple[torch.Tensor, Slots, str]]
-    adds: dict[GradSink, int]
-    finalize: Callable[[], None]
+    scales: list[tuple[torch.Tensor, Slots | SharedScale, str]]
+    seeds: RecordedSeeds
+    checks: list
+    sent: Counter[str]
+    restore: list[Callable[[], None]]
     result: Any
     kept: list[Any]
 
-    def replay(self, meanwhile: Callable[[], None]) -> Any:
-        """The step again, with the scales and the data of now; the host does `meanwhile` while the GPU works."""
+    def replay(self) -> Any:
+        """Launch the step again, with the scales, seeds and data of now."""
         for recorded, slots, name in self.scales:
             now = getattr(slots, name)
             if now is not recorded:
                 recorded.copy_(now)
+        self.seeds.fill()
         self.graph.replay()
-        meanwhile()
-        for sink, adds in self.adds.items():
-            sink.adds = adds
-        self.finalize()
+        sent_bytes.update(self.sent)
+        for restore in self.restore:
+            restore()
         return self.result
 
 
@@ -99,40 +125,72 @@ class ReadAhead:
 
 
 class StepGraph:
-    """What stands for FullCudaGraphWrapper.__call__ in a run with a level."""
+    """What stands for FullCudaGraphWrapper.__call__ in a run with a level.
 
-    def __init__(self, engine: EngineOptimizer, log: Callable[[list[str]], None]):
-        self._engine, self._log = engine, log
+    Args:
+        reads_ahead: whether the next step's data may be read during a replay: nobody else reads it, or saves how far
+            it was read.
+    """
+
+    def __init__(self, engine: EngineOptimizer, checks: Checks, reads_ahead: bool, log: Callable[[list[str]], None]):
+        self._engine, self._checks, self._reads_ahead, self._log = engine, checks, reads_ahead, log
         self._steps = 0  # run without a graph
-        self._recorded: Recorded | None = None
-        self._data: ReadAhead | None = None
+        self._recorded: dict[tuple, Recorded] = {}
+        self._pool: Any = None  # the memory of all graphs
+        self._failed = False
+        self._data: list[ReadAhead | None] = []
+        for owned in engine.sets:
+            for gather in owned.gathers:
+                gather.early = False
 
-    def _reading(self, source: Iterator) -> "ReadAhead":
-        if self._data is None or self._data.source is not source:
-            self._data = ReadAhead(source)
-        return self._data
+        atexit.register(self.forget)
+
+    def forget(self) -> None:
+        """Free all graphs: NCCL waits for those that use a communicator before it ends that."""
+        self._recorded.clear()
 
     def around(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
         def __call__(wrapper, *args: Any, **kwargs: Any) -> Any:
             if args or kwargs["forward_only"]:
                 return wrapper.forward_backward_func(*args, **kwargs)
-            number, source = kwargs["num_microbatches"], kwargs["data_iterator"]
-            data = self._reading(source[0] if isinstance(source, list) else source)
-            read = wrapper.data_read(data, kwargs["model"], True, number)
-            step = functools.partial(wrapper.forward_backward_func, **{**kwargs, "data_iterator": read})
-            key = number, kwargs["seq_length"], kwargs["micro_batch_size"], *(w.fp8 for w in self._weights)
-            if self._looked_at:
+            model, number = kwargs["model"], kwargs["num_microbatches"]
+            read = wrapper.data_read(self._sources(kwargs["data_iterator"]), model, True, number)
+            lists = [None if chunk is None else list(chunk) for chunk in read]
+
+            def step() -> Any:
+                again = [None if chunk is None else iter(chunk) for chunk in lists]
+                return wrapper.forward_backward_func(**{**kwargs, "data_iterator": again})
+
+            if self._failed or self._looked_at or self._checks.reruns or kwargs.get("force_all_reduce"):
                 return step()
-            if self._recorded is None and self._steps >= max(1, wrapper.cuda_graph_warmup_steps) and self._warm:
-                self._recorded = self._record(step, key, get_model_config(kwargs["model"][0]))
-                self._log([f"the step of {number} micro-batches is a CUDA graph from now on"])
-            if self._recorded is not None and self._recorded.key == key:
-                return self._recorded.replay(meanwhile=functools.partial(data.read, number))
+            key = number, kwargs["seq_length"], kwargs["micro_batch_size"]
+            if key not in self._recorded and self._steps >= max(1, wrapper.cuda_graph_warmup_steps):
+                self._record(step, key, model)
+            if key in self._recorded:
+                return self._replay(self._recorded[key], number)
             self._steps += 1
             return step()
 
         return __call__
+
+    def _sources(self, source: Any) -> list[ReadAhead | None]:
+        """Of each model chunk the iterator of its data, None on a rank that is given none."""
+        sources = source if isinstance(source, list) else [source]
+        if [data and data.source for data in self._data] != sources:
+            self._data = [None if chunk is None else ReadAhead(chunk) for chunk in sources]
+        return self._data
+
+    def _replay(self, recorded: Recorded, number: int) -> Any:
+        for owned in self._engine.sets:
+            for gather in owned.gathers:
+                gather.land()
+        result = recorded.replay()
+        self._checks.repeat(recorded.checks)
+        for data in self._data if self._reads_ahead else ():
+            if data is not None:
+                data.read(number)  # while the GPU works
+        return result
 
     @property
     def _weights(self):
@@ -140,49 +198,136 @@ class StepGraph:
 
     @property
     def _looked_at(self) -> bool:
-        """Whether somebody wants to be told what happens inside."""
-        events = self._engine.events
-        return bool(events.cast or events.forward or events.backward or events.gradient or events.gradient_added)
+        """Whether an observer wants to be told what happens inside, or the step is not of the usual precision."""
+        events, watch = self._engine.events, self._engine.watch
+        inside = events.cast, events.forward, events.backward, events.gradient, events.gradient_added, events.reducing
+        return any(inside) or (watch is not None and watch.any_in_bf16)
 
     @property
     def _warm(self) -> bool:
         """Whether casts have their scales: the first step's are made just in time."""
         return all(owned.scaling is None or owned.scaling.warm for owned in self._engine.sets)
 
-    def _record(self, step: Callable, key: tuple, config) -> Recorded:
-        """Record step(), without running it; `config` of the model is put back as it was."""
-        calls: list[tuple[tuple, dict]] = []
-        stock, timers = config.finalize_model_grads_func, config.timers
-        for weight in self._weights:
+    def _record(self, step: Callable, key: tuple, model: list) -> None:
+        """Record step() on all ranks, without running it; or on none."""
+        if not all(gathered(self._warm)):
+            return
+        while len(self._recorded) >= MOST:
+            del self._recorded[next(iter(self._recorded))]
+        recorded, reason = None, ""
+        sent = sent_bytes.copy()
+        try:
+            recorded = self._capture(step, model)
+        except RuntimeError as error:  # CUDA's, of what cannot be recorded, and of memory
+            reason = _first_line(error)
+        sent_bytes.clear()
+        sent_bytes.update(sent)
+        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(gathered(reason)) if why]
+        if recorded is not None and not reasons:
+            self._recorded[key] = recorded
+            self._log([f"the step of {key[0]} micro-batches is a CUDA graph from now on"])
+            return
+        self._failed = True
+        self._recorded.clear()
+        self._begin_again(model)
+        self._log([f"--cuda-graph-impl: the run goes on without a CUDA graph: it cannot be recorded ({reasons[0]})"])
+
+    def _capture(self, step: Callable, model: list) -> Recorded:
+        config, before = get_model_config(model[0]), sent_bytes.copy()
+        weights = self._weights
+        for weight in weights:
             weight.invalidate()
+        self._forget_gathers(model)
+        for owned in self._engine.sets:
+            if owned.weight_scaling is not None:
+                owned.weight_scaling.wait()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
-        config.finalize_model_grads_func = lambda *args, **kwargs: calls.append((args, kwargs))
-        config.timers = None  # theirs wait for the GPU
-        try:
-            with torch.cuda.graph(graph, stream=get_shared_capture_stream(), capture_error_mode="thread_local"):
-                result = step()
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(
-                f"--cuda-graph-impl full_iteration: the step cannot be recorded ({reason}): remove it"
-            ) from error
-        finally:
-            config.finalize_model_grads_func, config.timers = stock, timers
-
-        def finalize() -> None:
-            for args, kwargs in calls:
-                stock(*args, **kwargs)
-
-        slots = [s for owned in self._engine.sets for s in (owned.scaling, owned.weight_scaling) if s is not None]
-        sinks = [weight.sink for weight in self._weights if weight.sink is not None]
+        seeds = RecordedSeeds([weight.sink for weight in weights if weight.sink is not None])
+        # Megatron's timers wait for the GPU, and so does it after each exchange of pipeline stages, for old torch.
+        theirs = {"timers": None, "batch_p2p_sync": False}
+        kept = [tensor for owned in self._engine.sets for b in owned.buckets for tensor in b.grads.tensors]
+        with _as(config, theirs), self._checks.recording() as checks, seeds, torch.cuda.graph(
+            graph, pool=self._pool, stream=get_shared_capture_stream(), capture_error_mode="thread_local"
+        ):
+            result = step()
+        scales = [(getattr(part, name), part, name) for owned in self._engine.sets for part, name in _scales(owned)]
+        restore = [owned.remember() for owned in self._engine.sets]
+        restore += [functools.partial(_after_step, group) for chunk in model for group in _groups(chunk)]
+        tracked = dict(MTPLossLoggingHelper.tracker)
         return Recorded(
             graph,
-            key,
-            [(getattr(s, name), s, name) for s in slots for name in ("scale", "scale_inv")],
-            {sink: sink.adds for sink in sinks},
-            finalize,
+            scales,
+            seeds,
+            checks,
+            sent_bytes - before,
+            [*restore, functools.partial(MTPLossLoggingHelper.tracker.update, tracked)],
             result,
-            [weight.scratch.memory for weight in self._weights],
+            [*kept, *(weight.scratch.memory for weight in weights)],
         )
+
+    def _forget_gathers(self, model: list) -> None:
+        """Have the step that comes gather all weights itself, if it is to overlap: an evaluation may have done so."""
+        for owned in self._engine.sets:
+            for gather in owned.gathers:
+                if gather.overlap:
+                    gather.finish()
+                    gather.begin()
+        for chunk in model:
+            for group in _groups(chunk):
+                if group.param_gather_handle is not None:
+                    group.param_gather_handle.wait()
+                    group.param_gather_handle = None
+                group.param_gather_dispatched = False
+
+    def _begin_again(self, model: list) -> None:
+        """Forget what a recording that failed has told the host."""
+        for owned in self._engine.sets:
+            owned.begin_step(self._engine.steps)
+        self._forget_gathers(model)
+        for weight in self._weights:
+            weight.invalidate()
+        for chunk in model:
+            for group in _groups(chunk):
+                group.grad_reduce_handle = None
+            chunk.zero_grad_buffer()
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what came first: the end of a recording that failed is an error of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _scales(owned: OwnedSet) -> list[tuple[Slots | SharedScale, str]]:
+    """What holds the set's scales, and the attributes that are new tensors after each step."""
+    found: list[tuple[Slots | SharedScale, str]] = []
+    for part in owned.scaling, owned.weight_scaling:
+        if part is not None:
+            found += [(part, "scale"), (part, "scale_inv")]
+    return found if owned.shared_scale is None else [*found, (owned.shared_scale, "mu")]
+
+
+def _groups(chunk) -> list:
+    """Stock's bucket groups of a model chunk."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _after_step(group) -> None:
+    """What stock's bucket group knows after a step."""
+    group.param_gather_dispatched, group.grad_reduce_finished = False, True
+
+
+@contextlib.contextmanager
+def _as(config, values: dict[str, Any]):
+    """`config` with other values, inside."""
+    stock = {name: getattr(config, name) for name in values}
+    vars(config).update(values)
+    try:
+        yield
+    finally:
+        vars(config).update(stock)

@@ -159,6 +159,19 @@ class Bucket:
         if self._flight is not None:
             self._reduced, self._flight = self._flight.land(), None
 
+    def remember(self) -> Callable[[], None]:
+        """As OwnedSet.remember."""
+        reduced, store = self._reduced, self.grads.remember()
+        adds = [(sink, sink.adds) for sink in self._sinks]
+
+        def restore() -> None:
+            self._reduced = reduced
+            store()
+            for sink, count in adds:
+                sink.adds = count
+
+        return restore
+
     @property
     def reduced(self) -> Reduced:
         """The sum of the gradients over data parallelism, for this rank's shard, from `land` to `step`."""

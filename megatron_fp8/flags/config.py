@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
-from . import args_file, emulate, gemm, gradients, level, log, probe, sharpness, watch
+from . import args_file, emulate, gemm, gradients, graphs, level, log, probe, sharpness, watch
 from .activations import ACTIVATIONS, activations, activations_line
 from .emulate import BF16_FLAG, EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
@@ -56,6 +56,7 @@ ALL = (
     *sharpness.FLAGS,
     *watch.FLAGS,
     MAX_SKIPPED,
+    graphs.STEP_GRAPH,
     *probe.FLAGS,
     *args_file.FLAGS,
 )

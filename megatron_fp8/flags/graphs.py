@@ -1,42 +1,75 @@
-"""When a level's steps are one CUDA graph: `--cuda-graph-impl full_iteration`, on one GPU, where the host does the
-same in each step. A replay runs no Python (engine/step_graph.py).
+"""When a level's steps are CUDA graphs: with `--cuda-graph-impl`, or `--fp8-step-graph on`, if the host does the same
+in each step. A replay runs no Python (engine/step_graph.py).
+
+Megatron graphs whole steps (full_iteration), or what it can of each layer (local, transformer_engine). A level graphs
+whole steps: whichever of the three is asked for.
 """
 
 from argparse import Namespace
 
 from .. import cpu
+from .flag import Flag, one_of
 
-_WHOLE = "full_iteration"
-# With these the host does something in a step that a replay would leave out: noise and formats of the step, counts,
-# looks at losses and at what passes, other shapes; or somebody else takes, or saves the place of, data that a replay
-# has read ahead.
-BY_THE_STEP = """--fp8-emulate --num-experts --mtp-num-layers --check-for-spiky-loss --save-activations-interval
---save-dgrads-interval --log-straggler --sft --iterations-to-skip --result-rejected-tracker-filename
---dataloader-save --dataloader-inter-document-masking --logits-load-dir""".split()
-NOISY = "--fp8-grad-accum fp8"
+WHOLE = "full_iteration"
+STEP_GRAPH = Flag(
+    "--fp8-step-graph",
+    "Run each step as one CUDA graph, as --cuda-graph-impl full_iteration does: on, off, or auto, if the GPU waits for "
+    "its host in the first steps. Default: on with --cuda-graph-impl, else off.",
+    one_of("auto", "on", "off"),
+)
+# In a step with these the host does something that a replay would leave out.
+INSIDE = {
+    "--fp8-emulate": "the noise of its rounding, and its formats, are of the step",
+    "--num-experts": "the host counts the tokens of each expert",
+    "--sft --dataloader-inter-document-masking": "the host reads the lengths of documents",
+    "--save-activations-interval --save-dgrads-interval --logits-load-dir": "the host reads or writes files",
+    "--log-straggler": "the host times the parts of a step",
+    "--fp8-sharpness-interval --fp8-sharpness-eval": "the host looks at the logits",
+}
+
+
+def _value(args: Namespace, flag: str):
+    """Of a flag that only some scripts have."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
 
 
 def asked(args: Namespace) -> bool:
-    """Whether whole steps are to be graphed; Megatron's older spelling is --cuda-graph-scope full_iteration.
+    """Whether graphs are asked for, of whole steps or of layers.
 
-    args: before Megatron's validation or after it, which translates the older spelling and deletes its attribute.
+    args: before Megatron's validation or after it, which translates the older spellings and deletes their attributes.
     """
-    scopes = [*(getattr(args, "cuda_graph_scope_deprecated", None) or ()), *(args.cuda_graph_modules or ())]
-    return args.cuda_graph_impl == _WHOLE or (args.cuda_graph_impl == "local" and _WHOLE in scopes)
+    switch = STEP_GRAPH.given(args)
+    if switch is not None:
+        return switch != "off"
+    older = _value(args, "--enable-cuda-graph") or _value(args, "--external-cuda-graph")
+    return args.cuda_graph_impl != "none" or bool(older)
 
 
-def one_gpu(args: Namespace) -> bool:
-    """Whether the run has one GPU, and one process."""
-    return not cpu.needed() and args.world_size == 1
+def hindrance(args: Namespace) -> str:
+    """A flag, as it is given, with which the steps cannot be graphs; or "without a GPU"; or ""."""
+    return inside(args) if can_record() else "without a GPU"
 
 
-def differ(args: Namespace) -> bool:
-    """Whether the host's part differs between steps."""
-    # The last are flags of some scripts only.
-    given = (getattr(args, flag.removeprefix("--").replace("-", "_"), None) for flag in BY_THE_STEP)
-    return args.fp8_grad_accum == "fp8" or any(given)
+def inside(args: Namespace) -> str:
+    """The first flag of INSIDE that is given, or ""."""
+    return next((flag for flags in INSIDE for flag in flags.split() if _value(args, flag)), "")
+
+
+def can_record() -> bool:
+    """Whether this machine has a GPU."""
+    return not cpu.needed()
 
 
 def graphed(args: Namespace) -> bool:
-    """Whether whole steps will be graphed."""
-    return asked(args) and one_gpu(args) and not differ(args)
+    """Whether steps will be graphs."""
+    return asked(args) and not hindrance(args)
+
+
+def reads_ahead(args: Namespace) -> bool:
+    """Whether a step's data may be read during the step before.
+
+    Not if the loop passes over some of it, or saves how far it was read, or goes back to it to run a step again.
+    """
+    checks = args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss
+    again = args.rerun_mode != "disabled" and checks
+    return not (args.iterations_to_skip or _value(args, "--dataloader-save") or again)

@@ -170,54 +170,72 @@ WITH_BF16_WEIGHTS = When(
 FUSED_KERNELS, UNFUSED_KERNELS = one_of("flash", "fused"), one_of("unfused", "local")
 KEEPS_OPTIMIZER = When(
     "torch, torch_dcp or fsdp_dtensor, with --save, or --load of the optimizer",
-    lambda value, args: plain(value) in ("torch", "torch_dcp", "fsdp_dtensor")
-    and bool(args.save or (args.load and not args.finetune and not args.no_load_optim)),
+    lambda value, args: (
+        plain(value) in ("torch", "torch_dcp", "fsdp_dtensor")
+        and bool(args.save or (args.load and not args.finetune and not args.no_load_optim))
+    ),
 )
 CUT_AS_BUFFERS = When(
     "not given, with --use-distributed-optimizer and --save or --ckpt-convert-save, "
     "without --fp8-ckpt-compact and local checkpoints",
-    lambda value, args: not value
-    and bool(args.use_distributed_optimizer and (args.save or args.ckpt_convert_save))
-    and not args.fp8_ckpt_compact
-    and args.non_persistent_ckpt_type != "local",
+    lambda value, args: (
+        not value
+        and bool(args.use_distributed_optimizer and (args.save or args.ckpt_convert_save))
+        and not args.fp8_ckpt_compact
+        and args.non_persistent_ckpt_type != "local"
+    ),
 )
-LATENT = When(
-    "given, with --multi-latent-attention", lambda value, args: bool(value) and args.multi_latent_attention
-)
+LATENT = When("given, with --multi-latent-attention", lambda value, args: bool(value) and args.multi_latent_attention)
 UNFUSABLE = When(
     "not given, with biases and --squared-relu, or --quick-geglu, or --num-experts without --swiglu or --quick-geglu",
-    lambda value, args: bool(value)
-    and args.add_bias_linear
-    and not args.swiglu
-    and (args.squared_relu or bool(args.num_experts) != args.quick_geglu),
+    lambda value, args: (
+        bool(value)
+        and args.add_bias_linear
+        and not args.swiglu
+        and (args.squared_relu or bool(args.num_experts) != args.quick_geglu)
+    ),
 )
 STAGES_BETWEEN = When(
     "given, with more than 2 pipeline stages or virtual ones",
-    lambda value, args: bool(value)
-    and (
-        args.pipeline_model_parallel_size > 2
-        or bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
-        or bool(args.pipeline_model_parallel_layout)
+    lambda value, args: (
+        bool(value)
+        and (
+            args.pipeline_model_parallel_size > 2
+            or bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
+            or bool(args.pipeline_model_parallel_layout)
+        )
     ),
 )
 WITHOUT_MASK = When(
     "given, with --no-create-attention-mask-in-dataloader",
     lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
 )
-PARTLY_GRAPHED = When(
-    "local or transformer_engine", lambda value, args: plain(value) != "none" and not graphs.asked(args)
+GRAPHED_IN_PARTS = When(
+    "local or transformer_engine, or --fp8-step-graph on or auto",
+    lambda value, args: plain(value) != graphs.WHOLE and graphs.graphed(args),
 )
-GRAPHED_ON_MANY = When(
-    "full_iteration, without a GPU or in several processes",
-    lambda value, args: graphs.asked(args) and not graphs.one_gpu(args),
-)
-GRAPHED_BUT_DIFFERING = When(
-    f"full_iteration, with {', '.join(graphs.BY_THE_STEP)} or {graphs.NOISY}",
-    lambda value, args: graphs.asked(args) and graphs.one_gpu(args) and graphs.differ(args),
-)
+SWITCHED_OFF = When("given, with --fp8-step-graph off", lambda value, args: plain(value) != "none" and _off(args))
 UNGRAPHED = When("given, without a graph of whole steps", lambda value, args: bool(value) and not graphs.graphed(args))
 WITH_GRAPH = When("given, with a graph of whole steps", lambda value, args: bool(value) and graphs.graphed(args))
 GRAPHED = When("not given, with a graph of whole steps", lambda value, args: not value and graphs.graphed(args))
+
+
+def _off(args: Namespace) -> bool:
+    return graphs.STEP_GRAPH.given(args) == "off"
+
+
+def _with(flag: str) -> str:
+    return flag if flag.startswith("without") else f"with {flag}"
+
+
+def _hindered(flag: str) -> When:
+    """Graphs asked for in a run with a flag, or without a GPU."""
+    return When(
+        f"any but none, {_with(flag)}",
+        lambda value, args: graphs.asked(args) and graphs.hindrance(args) == flag,
+    )
+
+
 UNGATHERED_GATE = When(
     "given, with --moe-shared-expert-gate and --overlap-param-gather",
     lambda value, args: bool(value) and args.moe_shared_expert_gate and args.overlap_param_gather,
@@ -235,13 +253,10 @@ OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always 
 DEFERRED = "switched off: stock's code for it takes each column-parallel linear for an LM head (same result)"
 GATED_TOO_SOON = "switched off: stock would read the gate's weight before it has arrived (same result)"
 TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
-NO_GRAPHS = "switched off: a level graphs whole steps, --cuda-graph-impl full_iteration (same result)"
-ONE_GPU = "switched off: a level graphs the steps of one GPU only (same result)"
-STEPS_DIFFER = (
-    f"switched off: with {', '.join(graphs.BY_THE_STEP)} or {graphs.NOISY} the host does in each step what a replay "
-    "would leave out (same result)"
-)
-ALONE = "switched off: the one GPU whose step is a graph has nobody to talk to (same result)"
+NO_GRAPHS = "switched off: a level graphs whole steps (same result)"
+WHOLE_STEPS = "full_iteration instead: a level graphs whole steps (same result)"
+UNGRAPHED_NOTE = "switched off, with --cuda-graph-impl (same result)"
+LATE_CHECK = "for Megatron's validation alone: a level looks at the losses when a step is launched, with a graph too"
 GRAPHED_NOISE = "added: a CUDA graph draws its random numbers so (Megatron's own where there is no Transformer Engine)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
 NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
@@ -464,13 +479,24 @@ TABLE: list[Row] = [
     *_adapt("--use-te-activation-func", False, TORCH_GELU),
     *_adapt("--symmetric-ar-type", None, TE_LAYERS),
     *_adapt("--overlap-param-gather-with-optimizer-step", False, TWO_OPTIMIZERS),
-    *_adapt("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph", False, NO_GRAPHS),
-    *_adapt("--overlap-grad-reduce --overlap-param-gather", False, ALONE, WITH_GRAPH),
-    *_adapt("--cuda-graph-impl", "none", NO_GRAPHS, PARTLY_GRAPHED),
-    *_adapt("--cuda-graph-impl", "none", ONE_GPU, GRAPHED_ON_MANY),
-    *_adapt("--cuda-graph-impl", "none", STEPS_DIFFER, GRAPHED_BUT_DIFFERING),
-    *_adapt("--cuda-graph-scope --inference-cuda-graph-scope", None, NO_GRAPHS, UNGRAPHED),
-    *_adapt("--cuda-graph-modules", [], NO_GRAPHS, UNGRAPHED),
+    *_adapt("--optimizer-cuda-graph", False, NO_GRAPHS),
+    *_adapt("--cuda-graph-impl", graphs.WHOLE, WHOLE_STEPS, GRAPHED_IN_PARTS),
+    *_adapt("--enable-cuda-graph --external-cuda-graph", False, WHOLE_STEPS, WITH_GRAPH),
+    *_adapt("--cuda-graph-scope", None, WHOLE_STEPS, WITH_GRAPH),
+    *_adapt("--cuda-graph-modules", [], WHOLE_STEPS, WITH_GRAPH),
+    *_adapt("--no-check-for-nan-in-loss-and-grad", False, LATE_CHECK, WITH_GRAPH),
+    *_adapt("--cuda-graph-impl", "none", "switched off by --fp8-step-graph off", SWITCHED_OFF),
+    *[
+        row
+        for flags, why in {"without a GPU": "nothing records one", **graphs.INSIDE}.items()
+        for flag in ([flags] if flags == "without a GPU" else flags.split())
+        for row in _adapt(
+            "--cuda-graph-impl", "none", f"no CUDA graph {_with(flag)}: {why} (same result)", _hindered(flag)
+        )
+    ],
+    *_adapt("--enable-cuda-graph --external-cuda-graph", False, UNGRAPHED_NOTE, UNGRAPHED),
+    *_adapt("--cuda-graph-scope --inference-cuda-graph-scope", None, UNGRAPHED_NOTE, UNGRAPHED),
+    *_adapt("--cuda-graph-modules", [], UNGRAPHED_NOTE, UNGRAPHED),
 ]
 
 # Flags whose names look numeric and that no level can meet, with the reason.

@@ -14,10 +14,14 @@ What becomes of a bad loss is stock's to do, in the same pass, with the same mes
 end, or go on (RerunStateMachine.validate_result). The only difference is that it does so before the step, and not
 before the micro-batch's backward pass. Checks of other kinds, of what is on the CPU, in an evaluation, in a rerun or in
 a backward pass (of gradients, with --overlap-grad-reduce) are stock's own, at once, after all that wait.
+
+A step that is recorded as a CUDA graph (engine/step_graph.py) makes no check while it is recorded, of any kind: what
+would be checked is kept, in the graph's memory, and looked at after each replay, as late.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,32 +32,60 @@ LATER = (torch.isnan, torch.isinf)
 
 
 @dataclass(frozen=True)
-class Check:
-    """One call of validate_result, and its answer on the way to the host: `is_bad` may be read after `copied`."""
+class Asked:
+    """A call of validate_result: whether `rejection_func` says True of `result` is for `machine` to act on."""
 
-    call: Callable[..., None]  # without its rejection_func
-    is_bad: torch.Tensor
-    copied: torch.cuda.Event
+    stock: Callable[..., None]
+    machine: Any
+    result: Any
+    rejection_func: Callable[[Any], Any]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def later(self) -> Callable[[], None]:
+        """What hands it to stock, with its answer, which is on the way to the host from now on if it can be."""
+        if self.rejection_func not in LATER or not _on_gpu(self.result):
+            return functools.partial(self._hand, self.rejection_func)
+        is_bad = self.rejection_func(self.result).to("cpu", non_blocking=True)  # pinned
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def hand() -> None:
+            copied.synchronize()
+            self._hand(lambda _: bool(is_bad))
+
+        return hand
+
+    def _hand(self, rejection_func: Callable[[Any], Any]) -> None:
+        self.stock(self.machine, self.result, rejection_func, *self.args, **self.kwargs)
 
 
 class LateChecks:
     """What stands for RerunStateMachine.validate_result, should_run_forward_backward and _reduce_any in a run with a
-    level."""
+    level.
 
-    def __init__(self) -> None:
-        self._waiting: list[Check] = []
+    asked: whether the run asks for stock's checks; Megatron's validation of its flags takes them, and a graph, for
+        impossible.
+    reruns: whether Megatron runs the present step a second time.
+    """
+
+    def __init__(self, asked: bool = True) -> None:
+        self.asked = asked
+        self._waiting: list[Callable[[], None]] = []
+        self._recorded: list[Asked] | None = None
+        self.reruns = False
 
     def validate_result(self, stock: Callable) -> Callable:
         @functools.wraps(stock)
         def validate_result(machine, result, rejection_func, *args: Any, **kwargs: Any) -> None:
-            if not _can_wait(machine, result, rejection_func):
+            if self._recorded is not None:
+                held = result.detach() if isinstance(result, torch.Tensor) else result
+                self._recorded.append(Asked(stock, machine, held, rejection_func, args, kwargs))
+            elif _can_wait(machine, result, rejection_func):
+                self._waiting.append(Asked(stock, machine, result.detach(), rejection_func, args, kwargs).later())
+            else:
                 self.look()  # of a NaN in the loss there is one in the gradients: the first is what is told
-                return stock(machine, result, rejection_func, *args, **kwargs)
-            is_bad = rejection_func(result.detach()).to("cpu", non_blocking=True)  # pinned
-            copied = torch.cuda.Event()
-            copied.record()
-            call = functools.partial(_replay, stock, machine, result.detach(), args, kwargs)
-            self._waiting.append(Check(call, is_bad, copied))
+                stock(machine, result, rejection_func, *args, **kwargs)
 
         return validate_result
 
@@ -61,7 +93,9 @@ class LateChecks:
         @functools.wraps(stock)
         def should_run_forward_backward(machine, data_iterator) -> bool:
             self.look()
-            return stock(machine, data_iterator)
+            runs = stock(machine, data_iterator)
+            self.reruns = machine.state not in (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
+            return runs
 
         return should_run_forward_backward
 
@@ -77,9 +111,22 @@ class LateChecks:
     def look(self) -> None:
         """Hand stock the checks that wait, in their order, each with its answer."""
         waiting, self._waiting = self._waiting, []
-        for check in waiting:
-            check.copied.synchronize()
-            check.call(bool(check.is_bad))
+        for hand in waiting:
+            hand()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Asked]]:
+        """Inside, no check is made; what was asked is in the list."""
+        asked: list[Asked] = []
+        self._recorded = asked
+        try:
+            yield asked
+        finally:
+            self._recorded = None
+
+    def repeat(self, recorded: list[Asked]) -> None:
+        """Make the checks of a recorded step on what its replay has computed."""
+        self._waiting += [asked.later() for asked in recorded]
 
 
 def _can_wait(machine, result: Any, rejection_func: Callable) -> bool:
@@ -89,7 +136,3 @@ def _can_wait(machine, result: Any, rejection_func: Callable) -> bool:
 
 def _on_gpu(result: Any) -> bool:
     return isinstance(result, torch.Tensor) and result.is_cuda
-
-
-def _replay(stock: Callable, machine, result: torch.Tensor, args: tuple, kwargs: dict, is_bad: bool) -> None:
-    stock(machine, result, lambda _: is_bad, *args, **kwargs)

@@ -169,6 +169,11 @@ class Watch(Observer):
             weight = torch.ones_like(losses) if mask is None else mask.double()
             self._loss += torch.stack([(losses * weight).sum(), weight.sum()])
 
+    @property
+    def any_in_bf16(self) -> bool:
+        """Whether linears, of any rank, are out of FP8 for a while."""
+        return bool(self._fallback.out())
+
     def begin_step(self) -> None:
         """Begin a step."""
         self._loss.zero_()

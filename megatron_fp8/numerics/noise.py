@@ -30,6 +30,9 @@ import struct
 
 import torch
 
+# Two unsigned 32-bit words; or the same bits in a tensor (2,) int32, which is read when the noise is made.
+type Seed = tuple[int, int] | torch.Tensor
+
 
 def noise_seed(*parts: int) -> tuple[int, int]:
     """Two unsigned 32-bit words from integers of any size and number, in their order; TypeError or ValueError
@@ -42,17 +45,17 @@ def noise_seed(*parts: int) -> tuple[int, int]:
     return first, second
 
 
-def uniform_noise(n: int, seed: tuple[int, int], device: torch.device | str = "cpu", first: int = 0) -> torch.Tensor:
+def uniform_noise(n: int, seed: Seed, device: torch.device | str = "cpu", first: int = 0) -> torch.Tensor:
     """Noise (n,) float32 in [0, 1) of the indices first .. first + n - 1, modulo 2^32.
 
-    seed: two unsigned 32-bit words, from `noise_seed`.
+    seed: from `noise_seed`.
     """
     # int32 arithmetic wraps as uint32's does, with the constants' two's complement; its >> copies the sign.
-    x = torch.arange(first + seed[0], first + seed[0] + n, device=device).to(torch.int32)
+    x = (torch.arange(first, first + n, device=device) + seed[0]).to(torch.int32)
     x ^= (x >> 17) & 0x7FFF
     x *= 0xED5AD4BB - (1 << 32)
     x ^= (x >> 11) & 0x1FFFFF
-    x ^= torch.tensor(seed[1]).to(torch.int32)
+    x ^= torch.as_tensor(seed[1]).to(torch.int32)
     x *= 0xAC4C1B51 - (1 << 32)
     x ^= (x >> 15) & 0x1FFFF
     x *= 0x31848BAB

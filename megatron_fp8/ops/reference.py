@@ -22,7 +22,7 @@ import torch
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
 from megatron_fp8.numerics.formats import E4M3, Format, decode, encode
-from megatron_fp8.numerics.noise import uniform_noise
+from megatron_fp8.numerics.noise import Seed, uniform_noise
 from megatron_fp8.numerics.rounding import round_to_format
 
 
@@ -129,7 +129,7 @@ def quantize_blocks(
     return out
 
 
-def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: tuple[int, int], first: int = 0) -> None:
+def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: Seed, first: int = 0) -> None:
     """Add x (n,), bf16, fp16 or fp32, into the elements first .. first + n - 1 of `blocks`, rounding stochastically.
 
     blocks <- quantize_blocks(dequantise(blocks) + float32(x)) with the noise uniform_noise(n, seed), which counts

@@ -128,7 +128,7 @@ OURS = {
     "--fp8-log-interval": "0",
     "--fp8-log-grad-snr": None,
     **{"--fp8-on-spike": "skip", "--fp8-spike-sigma": "6.5", "--fp8-spike-window": "64"},
-    **{"--fp8-max-skipped-steps": "5"},
+    **{"--fp8-max-skipped-steps": "5", "--fp8-step-graph": "on"},
 }
 LOOK_ON = [flag.name for flag in ALL if not flag.needs_level]  # test_sharpness_flags.py, test_probe.py
 

@@ -154,14 +154,15 @@ def test_calibration_is_no_better_than_it_must_be():
 
 
 def test_a_graph_waits_for_no_host():
-    """And knows when a level's steps are none: on several GPUs, with experts."""
+    """On several GPUs too; and knows when a level's steps are none: with packed documents."""
     flags = read.parse(
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 2048 --max-position-embeddings 2048 "
         "--micro-batch-size 8 --global-batch-size 64 --vocab-size 50304 --use-distributed-optimizer "
         "--cuda-graph-impl full_iteration --te-rng-tracker --bf16".split()
     )
     one, two, stock = (read.workload(flags, gpus, system) for gpus, system in ((1, "O3"), (2, "O3"), (2, "bf16")))
-    assert [w.graphed for w in (one, two, stock)] == [True, False, True]
+    assert [w.graphed for w in (one, two, stock)] == [True, True, True]
+    assert not read.workload(flags, 2, "O3", sft=True).graphed
     graph, plain = estimate(one, H200), estimate(replace(one, graphed=False), H200)
     assert graph.host_ms == 0 < graph.gpu_ms == graph.ms < plain.gpu_ms < plain.host_ms == plain.ms
     assert graph.peak - plain.peak == pytest.approx(0.07)

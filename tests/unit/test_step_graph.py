@@ -1,14 +1,15 @@
 """What the host does beside the replay of a graphed step (engine/step_graph.py), with a graph that runs nothing."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_fp8.comm.wire import sent_bytes
 from megatron_fp8.engine import step_graph
 from megatron_fp8.engine.events import Events, Observer
-from megatron_fp8.errors import UserError
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import DelayedScaling
 
@@ -18,14 +19,26 @@ class Looking(Observer):
         pass
 
 
-class Sink:
-    adds = 0
+class Checks:
+    """LateChecks that were asked for one a step."""
+
+    reruns = False
+
+    def __init__(self, did: list):
+        self.did = did
+
+    @contextlib.contextmanager
+    def recording(self):
+        yield ["is it NaN?"]
+
+    def repeat(self, recorded: list) -> None:
+        self.did.append(*recorded)
 
 
 class Job:
     """A run of one weight: `did` is what happened, `step` what Megatron does for one."""
 
-    def __init__(self, monkeypatch, fails: bool = False):
+    def __init__(self, monkeypatch, fails: bool = False, reads_ahead: bool = True):
         self.did: list = []
         job = self
 
@@ -33,63 +46,69 @@ class Job:
             def replay(self):
                 job.did.append("replay")
 
-        config = SimpleNamespace(timers="theirs")
-        config.finalize_model_grads_func = lambda *args, **kwargs: self.did.append(("sum", *args))
-        self.sink = Sink()
+        config = SimpleNamespace(timers="theirs", batch_p2p_sync=True)
         self.weight = SimpleNamespace(
-            fp8=True, sink=self.sink, scratch=SimpleNamespace(memory=None), invalidate=lambda: self.did.append("forget")
+            sink=None, scratch=SimpleNamespace(memory=None), invalidate=lambda: self.did.append("forget")
         )
         self.scaling = DelayedScaling([E4M3], 1, "most_recent", 0, "cpu")
-        owned = SimpleNamespace(weights=[self.weight], scaling=self.scaling, weight_scaling=None)
+        owned = SimpleNamespace(
+            weights=[self.weight], scaling=self.scaling, weight_scaling=None, shared_scale=None, gathers=[],
+            buckets=[], remember=lambda: lambda: self.did.append("know"),
+            begin_step=lambda steps: self.did.append(("begin", steps)),
+        )  # fmt: skip
         self.config, self.events, self.data = config, Events(), iter(range(1000))
+        self.watch = SimpleNamespace(any_in_bf16=False)
         self.lines: list[str] = []
 
         def schedule(**kwargs):
-            read = list(kwargs["data_iterator"])
-            self.did.append(("run", read))
+            (data,) = kwargs["data_iterator"]
+            self.did.append(("run", list(data)))
             if fails and config.timers is None:
-                raise RuntimeError("operation not permitted when stream is capturing")
-            self.sink.adds += kwargs["num_microbatches"]
+                raise RuntimeError("operation not permitted when stream is capturing\nAnd more.")
             if not kwargs["forward_only"]:
-                config.finalize_model_grads_func("model", tokens=None)
+                sent_bytes["grads"] += 100
             return "losses"
 
-        def data_read(source, model, training, number):
-            return iter([next(source) for _ in range(number)])
+        def data_read(sources, model, training, number):
+            return [iter([next(source) for _ in range(number)]) for source in sources]
 
         self.wrapper = SimpleNamespace(forward_backward_func=schedule, data_read=data_read, cuda_graph_warmup_steps=1)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(step_graph, "get_shared_capture_stream", lambda: None)
         monkeypatch.setattr(step_graph, "get_all_rng_states", dict)
         monkeypatch.setattr(step_graph, "get_model_config", lambda model: config)
-        engine = SimpleNamespace(sets=[owned], events=self.events)
-        self._call = step_graph.StepGraph(engine, self.lines.extend).around(lambda wrapper, *args, **kwargs: None)
+        engine = SimpleNamespace(sets=[owned], events=self.events, watch=self.watch, steps=7)
+        self.graph = step_graph.StepGraph(engine, Checks(self.did), reads_ahead, self.lines.extend)
+        self._call = self.graph.around(lambda wrapper, *args, **kwargs: None)
+        zero_grad = functools.partial(self.did.append, "zero")
+        self.chunk = SimpleNamespace(bucket_groups=[], expert_parallel_bucket_groups=[], zero_grad_buffer=zero_grad)
 
     def step(self, number: int = 2, forward_only: bool = False, amax: float = 1.0) -> list:
-        """What one step did; its sums have been begun, and it ends with new scales."""
+        """What one step did, which ends with new scales."""
         self.did.clear()
-        self.sink.adds = 0
+        sent_bytes.clear()
+        data = [self.data if not forward_only else iter([-1])]
         kwargs = {"num_microbatches": number, "seq_length": 8, "micro_batch_size": 1, "forward_only": forward_only}
-        assert self._call(self.wrapper, model=["chunk"], data_iterator=[self.data], **kwargs) == "losses"
-        self.adds = self.sink.adds
+        assert self._call(self.wrapper, model=[self.chunk], data_iterator=data, **kwargs) == "losses"
+        assert forward_only or sent_bytes["grads"] == 100  # of a replay too, and not of a recording beside it
         if not forward_only:
             self.scaling.amax.fill_(amax)
             self.scaling.update()
         return list(self.did)
 
 
-SUM = ("sum", "model")
+REPLAY = ["replay", "know", "is it NaN?"]
 
 
 def test_one_step_is_recorded_and_the_rest_replayed(monkeypatch):
     job = Job(monkeypatch)
-    assert job.step() == [("run", [0, 1]), SUM]
-    assert job.step(forward_only=True) == [("run", [job.data])]  # an evaluation, with its own data
-    assert job.step() == ["forget", ("run", [2, 3]), "replay", SUM] and len(job.lines) == 1
-    assert (job.config.timers, job.adds) == ("theirs", 2)
-    assert job.step() == ["replay", SUM]
-    assert job.adds == 2  # or the sum would take it that no gradient came
+    assert job.step() == [("run", [0, 1])]
+    assert job.step(forward_only=True) == [("run", [-1])]  # an evaluation, with its own data
+    assert job.step() == ["forget", ("run", [2, 3]), *REPLAY] and len(job.lines) == 1
+    assert (job.config.timers, job.config.batch_p2p_sync) == ("theirs", True)
+    assert job.step() == REPLAY
 
 
 def test_a_replay_reads_the_scales_of_now_and_the_data_in_their_order(monkeypatch):
@@ -100,7 +119,17 @@ def test_a_replay_reads_the_scales_of_now_and_the_data_in_their_order(monkeypatc
     assert job.scaling.scale is not recorded[0] and recorded[0].item() == 448.0
     job.step(amax=4.0)
     assert (recorded[0].item(), recorded[1].item()) == (256.0, 1 / 256)
-    assert job.step(3)[0] == ("run", [6, 7, 8])  # two of them had been read ahead
+    looking = Looking()
+    job.events.subscribe(looking)
+    assert job.step(3) == [("run", [6, 7, 8])]  # two of them had been read ahead
+
+
+def test_data_that_others_read_too_are_not_read_ahead(monkeypatch):
+    job = Job(monkeypatch, reads_ahead=False)
+    job.step()
+    job.step()
+    job.step()
+    assert next(job.data) == 6
 
 
 def test_what_is_looked_at_or_another_step_runs_as_without(monkeypatch):
@@ -111,11 +140,22 @@ def test_what_is_looked_at_or_another_step_runs_as_without(monkeypatch):
     job.events.subscribe(looking)
     assert job.step()[0][0] == "run"
     job.events.unsubscribe(looking)
-    assert job.step(4)[0][0] == "run"
-    job.weight.fp8 = False
+    job.watch.any_in_bf16 = True
     assert job.step()[0][0] == "run"
-    job.weight.fp8 = True
-    assert job.step() == ["replay", SUM]
+    job.watch.any_in_bf16 = False
+    Checks.reruns = True
+    assert job.step()[0][0] == "run"
+    Checks.reruns = False
+    assert job.step() == REPLAY
+
+
+def test_each_number_of_micro_batches_has_a_graph_and_the_oldest_goes(monkeypatch):
+    job = Job(monkeypatch)
+    job.step()
+    for number in range(1, step_graph.MOST + 2):
+        assert job.step(number)[0] == "forget" and job.step(number) == REPLAY
+    assert job.step(2) == REPLAY and job.step(1)[0] == "forget"
+    assert job.step(2)[0] == "forget"  # it was the oldest then
 
 
 def test_without_scales_nothing_is_recorded(monkeypatch):
@@ -126,12 +166,24 @@ def test_without_scales_nothing_is_recorded(monkeypatch):
     assert job.step()[0] == "forget"
 
 
-def test_a_step_that_cannot_be_recorded(monkeypatch):
+def test_a_step_that_cannot_be_recorded_runs_with_the_same_data_and_no_other_is_tried(monkeypatch):
     job = Job(monkeypatch, fails=True)
     job.step()
-    with pytest.raises(UserError, match=r"--cuda-graph-impl full_iteration.*not permitted when stream.*remove it"):
-        job.step()
-    assert job.config.timers == "theirs" and job.config.finalize_model_grads_func is not None
+    assert job.step() == ["forget", ("run", [2, 3]), ("begin", 7), "forget", "zero", ("run", [2, 3])]
+    assert job.lines == [
+        "--cuda-graph-impl: the run goes on without a CUDA graph: it cannot be recorded (rank 0: operation not "
+        "permitted when stream is capturing)"
+    ]
+    assert (job.config.timers, job.config.batch_p2p_sync) == ("theirs", True)
+    assert job.step() == [("run", [4, 5])]
+
+
+def test_nothing_of_a_graph_is_left_at_the_end(monkeypatch):
+    job = Job(monkeypatch)
+    job.step()
+    job.step()
+    job.graph.forget()
+    assert job.step()[0] == "forget"
 
 
 def test_the_end_of_the_data_is_told_to_who_asks():

@@ -23,6 +23,17 @@ ADD_ONS = {  # flags that Megatron has only where another package is installed
     "--export-kd-teacher-load",
 }
 LOOKS_NUMERIC = re.compile("fp8|fp4|mxfp|nvfp|amax|quant|kitchen|precision|wgrad|-dtype|bf16|fp16")
+BESIDE = {  # what stands behind a flag with which no step is a graph
+    "--fp8-emulate": ["E8M3"],
+    "--num-experts": ["4", "--disable-bias-linear"],
+    "--sft": ["--fp8-attention", "te"],
+    "--log-straggler": [],
+    "--dataloader-inter-document-masking": ["--fp8-attention", "te"],
+    "--save-activations-interval": ["3", "--save", "somewhere"],
+    "--save-dgrads-interval": ["3", "--save", "somewhere"],
+    "--logits-load-dir": ["x"],
+    "--fp8-sharpness-eval": ["x"],
+}
 COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effect
     "--num-layers-at-start-in-bf16": ["--first-last-layers-bf16"],
     "--num-layers-at-end-in-bf16": ["--first-last-layers-bf16"],
@@ -36,7 +47,12 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
     stock_flags.WITH_GRAPH.text: ["--cuda-graph-impl", "full_iteration"],
     stock_flags.GRAPHED.text: ["--cuda-graph-impl", "full_iteration"],
-    stock_flags.GRAPHED_BUT_DIFFERING.text: ["--fp8-grad-accum", "fp8"],
+    stock_flags.SWITCHED_OFF.text: ["--fp8-step-graph", "off"],
+    **{
+        f"any but none, with {flag}": [flag, *BESIDE.get(flag, ["3"])]
+        for flags in graphs.INSIDE
+        for flag in flags.split()
+    },
     stock_flags.UNGATHERED_GATE.text: ["--moe-shared-expert-gate", "--overlap-grad-reduce", "--overlap-param-gather"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
 }
@@ -62,8 +78,9 @@ def samples(row, parser, parse):
     for attention in ("torch", "te"):
         for value in values if not found else ():
             base = [*(a for a in O1 if a != row.flag), *companions_of(row)]
+            kind = [] if "--fp8-attention" in base else ["--fp8-attention", attention]
             try:
-                args = parse(*base, "--fp8-attention", attention, *value)
+                args = parse(*base, *kind, *value)
             except (ValueError, KeyError):  # not a value of this flag
                 continue
             if row.when.test(getattr(args, row.dest), args):
@@ -72,21 +89,33 @@ def samples(row, parser, parse):
     return found
 
 
-@pytest.mark.parametrize("scope", ["full_iteration", "local --cuda-graph-scope full_iteration"])
-def test_a_graph_of_whole_steps(scope, parse, monkeypatch):
-    """On one GPU both of Megatron's spellings are left as they are, and it sets up its random numbers for a graph."""
-    args = parse(*O1, "--cuda-graph-impl", *scope.split())
-    before = args.cuda_graph_impl, args.cuda_graph_scope_deprecated
-    with monkeypatch.context() as patch:
-        patch.setattr(graphs.cpu, "needed", lambda: False)
-        args.world_size = 2
-        assert not graphs.graphed(args)
-        args.world_size = 1
-        adapt_stock_args(args, config_from_args(args))
-        assert graphs.graphed(args) and (args.cuda_graph_impl, args.cuda_graph_scope_deprecated) == before
-    assert args.te_rng_tracker
-    adapt_stock_args(args, config_from_args(args))  # no GPU here
-    assert (args.cuda_graph_impl, args.cuda_graph_scope_deprecated) == ("none", None)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "--cuda-graph-impl full_iteration",
+        "--cuda-graph-impl local --cuda-graph-scope full_iteration",
+        "--cuda-graph-impl local --cuda-graph-modules attn mlp",
+        "--cuda-graph-impl transformer_engine",
+        "--enable-cuda-graph",
+        "--external-cuda-graph",
+        "--fp8-step-graph on",
+        "--fp8-step-graph auto",
+    ],
+)
+def test_a_graph_of_whole_steps(spelling, parse, monkeypatch):
+    """Whatever graph is asked for; Megatron then sets up its random numbers for it."""
+    args = parse(*O1, *spelling.split())
+    without = copy.copy(args)
+    monkeypatch.setattr(graphs, "can_record", lambda: True)
+    adapt_stock_args(args, config_from_args(args))
+    assert (args.cuda_graph_impl, args.cuda_graph_scope_deprecated, args.cuda_graph_modules) == (graphs.WHOLE, None, [])
+    assert args.te_rng_tracker and not args.check_for_nan_in_loss_and_grad
+    assert not args.enable_cuda_graph and not args.external_cuda_graph
+    monkeypatch.setattr(graphs, "can_record", lambda: False)
+    adapt_stock_args(without, config_from_args(without))
+    assert (without.cuda_graph_impl, without.cuda_graph_modules) == ("none", [])
+    assert not without.te_rng_tracker and without.check_for_nan_in_loss_and_grad
+    assert not without.enable_cuda_graph and not without.external_cuda_graph
 
 
 @pytest.mark.parametrize("saves", ["--save", "--ckpt-convert-format torch_dist --ckpt-convert-save"])
@@ -158,8 +187,10 @@ def test_honoured(row, parser, parse, everything_installed):
 
 @of(ADAPTED)
 def test_adapted(row, parser, parse, monkeypatch):
-    if row.when in (stock_flags.GRAPHED, stock_flags.WITH_GRAPH, stock_flags.GRAPHED_BUT_DIFFERING):
-        monkeypatch.setattr(graphs, "one_gpu", lambda args: True)
+    in_graphs = (stock_flags.GRAPHED, stock_flags.WITH_GRAPH, stock_flags.GRAPHED_IN_PARTS)
+    if row.when in in_graphs or row.when.text.startswith("any but none, with "):
+        monkeypatch.setattr(graphs, "can_record", lambda: True)
+        monkeypatch.setattr("megatron_fp8.flags.config.installed", lambda module: True)
     for args in samples(row, parser, parse):
         config = config_from_args(args)
         shown = row.shown(args)

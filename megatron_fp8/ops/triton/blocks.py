@@ -40,6 +40,7 @@ import triton.language as tl
 
 from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
 from megatron_fp8.numerics.formats import E4M3
+from megatron_fp8.numerics.noise import Seed
 from megatron_fp8.ops.triton.cast import fp8_quad, magnitude_bits
 from megatron_fp8.ops.triton.launch import launched
 
@@ -136,11 +137,11 @@ def _quantize_kernel(
 @launched
 @triton.jit(do_not_specialize=["first", "s0", "s1", "zero"])
 def _add_kernel(
-    x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, first, per_row, pitch, s0: tl.uint32, s1: tl.uint32, zero,
-    ROWS: tl.constexpr,
+    x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, first, per_row, pitch, s0: tl.uint32, s1: tl.uint32, seed_ptr,
+    zero, ROWS: tl.constexpr,
 ):  # fmt: skip
     """blocks <- blocks + x, from block `first` on. codes_ptr is payload_ptr as bytes: read as FP8, written as
-    fp8_quad's bytes."""
+    fp8_quad's bytes. The seed is s0 and s1, or in memory if there is a seed_ptr."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = rows < blocks
@@ -148,7 +149,10 @@ def _add_kernel(
     total = _load_blocks(payload_ptr, exponents_ptr, values, scales, inside)
     total += tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
     # Compiled, the words are uint32 as annotated; the interpreter takes large ones for int64.
-    noise = _noise(offsets.to(tl.uint32), s0.to(tl.uint32), s1.to(tl.uint32))
+    if seed_ptr is not None:
+        noise = _noise(offsets.to(tl.uint32), tl.load(seed_ptr).to(tl.uint32), tl.load(seed_ptr + 1).to(tl.uint32))
+    else:
+        noise = _noise(offsets.to(tl.uint32), s0.to(tl.uint32), s1.to(tl.uint32))
     _store_blocks(total, noise, codes_ptr, exponents_ptr, values, scales, inside, zero)
 
 
@@ -208,15 +212,16 @@ def quantize_blocks(
     return target
 
 
-def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: tuple[int, int], first: int = 0) -> None:
+def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: Seed, first: int = 0) -> None:
     """reference.add_blocks in one pass."""
     if x.dim() != 1:
         raise ValueError(f"add_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
     blocks.check_span(first, x.numel())
     count, payload, exponents = x.numel() // BLOCK, blocks.payload, blocks.exponents
+    words = (0, 0, seed) if isinstance(seed, torch.Tensor) else (*seed, None)
     _add_kernel[(triton.cdiv(count, ADD_BLOCKS),)](
         x.contiguous(), payload, payload.view(torch.uint8), exponents, count, first // BLOCK,
-        exponents.shape[1], blocks.data.stride(0), *seed, 0,
+        exponents.shape[1], blocks.data.stride(0), *words, 0,
         ROWS=ADD_BLOCKS, num_warps=ADD_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
