@@ -422,12 +422,20 @@ def _hook_dumps(model_chunks) -> None:
 
 
 def _hook_graph(args, engine, checks) -> None:
+    from .monitor.host_wait import HostWait
+
+    asked = graphs.STEP_GRAPH.given(args)
+    if args.cuda_graph_impl != graphs.WHOLE:
+        if asked is None and graphs.can_record() and not graphs.inside(args):
+            HostWait(engine.events, lambda share: _log(graphs.advice(share, args)))
+        return
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     from .engine.step_graph import StepGraph
 
     args.check_for_nan_in_loss_and_grad = checks.asked
-    step_graph = StepGraph(engine, checks, graphs.reads_ahead(args), _log)
+    wanted = (lambda: True) if asked != "auto" else HostWait(engine.events, lambda share: None).wanted
+    step_graph = StepGraph(engine, checks, graphs.reads_ahead(args), _log, wanted)
     _of_run.rebind(FullCudaGraphWrapper, "__call__", step_graph.around, "self args kwargs")
     _of_run.append(step_graph.forget)
 
@@ -521,8 +529,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 watch_spikes(fp8, engine, attach(fp8, engine))
                 check_saving()
                 _hook_dumps(model_chunks)
-                if get_args().cuda_graph_impl == graphs.WHOLE:
-                    _hook_graph(get_args(), engine, checks)
+                _hook_graph(get_args(), engine, checks)
             write_at_exit(model_chunks, chain)
             return chain
 

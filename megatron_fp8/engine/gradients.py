@@ -190,12 +190,15 @@ class RecordedSeeds:
     """The seeds of a step that a graph makes again, in memory that its kernels read.
 
     Inside of `with seeds:` the sinks' additions are told where each reads its own; `fill` writes those of the step.
+
+    filled: whether each is written when it is asked for: by a step before the recorded one, which compiles the kernels
+        that read seeds from memory. A recording may not load a kernel.
     """
 
-    def __init__(self, sinks: Iterable[GradSink]):
-        self._sinks = list(sinks)
+    def __init__(self, sinks: Iterable[GradSink], filled: bool = False):
+        self._sinks, self.filled = list(sinks), filled
         self._additions: list[tuple[GradSink, int]] = []
-        self._memory: list[torch.Tensor] = []  # pieces (_PIECE, 2) int32
+        self._memory: list[torch.Tensor] = []  # pieces (_PIECE, 4) int32, two of four unused: all are aligned alike
 
     def __enter__(self) -> "RecordedSeeds":
         for sink in self._sinks:
@@ -210,13 +213,20 @@ class RecordedSeeds:
         """Where (2,) int32 the sink's next addition reads its seed."""
         at = len(self._additions) % _PIECE
         if at == 0:
-            self._memory.append(torch.empty(_PIECE, 2, dtype=torch.int32, device=sink.store.tensors[0].device))
+            self._memory.append(torch.empty(_PIECE, 4, dtype=torch.int32, device=sink.store.tensors[0].device))
         self._additions.append((sink, sink.adds))
-        return self._memory[-1][at]
+        seed = self._memory[-1][at, :2]
+        if self.filled:
+            seed.copy_(_int32(sink.seed_of(sink.adds), seed.device))
+        return seed
 
     def fill(self) -> None:
         """Write the seeds of the sinks' present step."""
         for i, piece in enumerate(self._memory):
             of = self._additions[i * _PIECE : (i + 1) * _PIECE]
-            words = torch.tensor([sink.seed_of(adds) for sink, adds in of]).to(torch.int32)
-            piece[: len(of)].copy_(words.pin_memory() if piece.is_cuda else words, non_blocking=True)
+            piece[: len(of), :2].copy_(_int32([sink.seed_of(adds) for sink, adds in of], piece.device))
+
+
+def _int32(seeds, device: torch.device) -> torch.Tensor:
+    words = torch.tensor(seeds).to(torch.int32)
+    return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words

@@ -22,7 +22,7 @@ All ranks record in the same step, when the steps before have used every communi
 a graph, and run that step again with the same data. A step that an observer looks at (statistics, a probe), or with
 linears in BF16 for a while after a spike, runs as without a graph, and so do evaluations; their memory comes on top of
 the graph's, which keeps a step's activations for good. Each number of micro-batches has a graph of its own, in the same
-memory. The bits are the same either way. What rules a graph out from the start: flags/graphs.py.
+memory, after a first step without. The bits are the same either way. What rules a graph out: flags/graphs.py.
 
 Source: to record a whole step with its collectives is the idea of Megatron-LM's FullCudaGraphWrapper.
 """
@@ -30,6 +30,8 @@ Source: to record a whole step with its collectives is the idea of Megatron-LM's
 import atexit
 import contextlib
 import functools
+import statistics
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,10 +47,11 @@ from ..comm.shared import SharedScale
 from ..comm.wire import sent_bytes
 from ..numerics.scaling import Slots
 from ..ranks import gathered
-from .gradients import RecordedSeeds
+from .gradients import GradSink, RecordedSeeds
 from .optimizer import EngineOptimizer
 from .owned_set import OwnedSet
 
+_ENOUGH = 6  # steps
 MOST = 4  # graphs; the numbers of micro-batches of a batch that ramps up need one each, and the oldest goes
 
 
@@ -124,20 +127,52 @@ class ReadAhead:
                 return
 
 
+class Pace:
+    """Says once, when some steps have been graphs, how long one takes, and how long it took without; whole steps, from
+    the start of one to that of the next."""
+
+    def __init__(self, log: Callable[[list[str]], None]):
+        self._log = log
+        self._began = 0.0
+        self._without: list[float] = []
+        self._with: list[float] = []
+        self.graphed = False  # whether the present step is one
+
+    def step(self) -> None:
+        """A step begins."""
+        began, self._began = self._began, time.monotonic()
+        if began:
+            (self._with if self.graphed else self._without).append(self._began - began)
+        self.graphed = False
+        if len(self._with) == _ENOUGH:  # the first of either does more than a step
+            ms = [f"{statistics.median(times[1:] or times) * 1e3:.0f} ms" for times in (self._with, self._without)]
+            self._log([f"a step takes {ms[0]} as a CUDA graph, and took {ms[1]} without"])
+
+
 class StepGraph:
     """What stands for FullCudaGraphWrapper.__call__ in a run with a level.
 
     Args:
-        reads_ahead: whether the next step's data may be read during a replay: nobody else reads it, or saves how far
+        reads_ahead: whether the next step's data may be read during a replay: nothing else reads it, or saves how far
             it was read.
+        wanted: whether a graph is worth it for this rank; asked when the first could be recorded.
     """
 
-    def __init__(self, engine: EngineOptimizer, checks: Checks, reads_ahead: bool, log: Callable[[list[str]], None]):
+    def __init__(
+        self,
+        engine: EngineOptimizer,
+        checks: Checks,
+        reads_ahead: bool,
+        log: Callable[[list[str]], None],
+        wanted: Callable[[], bool] = lambda: True,
+    ):
         self._engine, self._checks, self._reads_ahead, self._log = engine, checks, reads_ahead, log
-        self._steps = 0  # run without a graph
+        self._wanted, self._pace = wanted, Pace(log)
+        self._steps = 0  # without a graph
+        self._ran: set[tuple] = set()  # kinds of them: a recording may load no kernel for the first time
         self._recorded: dict[tuple, Recorded] = {}
         self._pool: Any = None  # the memory of all graphs
-        self._failed = False
+        self._off = False  # for the rest of the run
         self._data: list[ReadAhead | None] = []
         for owned in engine.sets:
             for gather in owned.gathers:
@@ -162,15 +197,21 @@ class StepGraph:
                 again = [None if chunk is None else iter(chunk) for chunk in lists]
                 return wrapper.forward_backward_func(**{**kwargs, "data_iterator": again})
 
-            if self._failed or self._looked_at or self._checks.reruns or kwargs.get("force_all_reduce"):
+            self._pace.step()
+            if self._off or self._looked_at or self._checks.reruns or kwargs.get("force_all_reduce"):
+                self._steps += 1
                 return step()
             key = number, kwargs["seq_length"], kwargs["micro_batch_size"]
-            if key not in self._recorded and self._steps >= max(1, wrapper.cuda_graph_warmup_steps):
+            warmed_up = self._steps >= wrapper.cuda_graph_warmup_steps and key in self._ran
+            if key not in self._recorded and warmed_up:
                 self._record(step, key, model)
             if key in self._recorded:
+                self._pace.graphed = True
                 return self._replay(self._recorded[key], number)
+            self._ran.add(key)
             self._steps += 1
-            return step()
+            with RecordedSeeds(self._sinks, filled=True):
+                return step()
 
         return __call__
 
@@ -197,6 +238,10 @@ class StepGraph:
         return [weight for owned in self._engine.sets for weight in owned.weights]
 
     @property
+    def _sinks(self) -> list[GradSink]:
+        return [weight.sink for weight in self._weights if weight.sink is not None]
+
+    @property
     def _looked_at(self) -> bool:
         """Whether an observer wants to be told what happens inside, or the step is not of the usual precision."""
         events, watch = self._engine.events, self._engine.watch
@@ -210,7 +255,12 @@ class StepGraph:
 
     def _record(self, step: Callable, key: tuple, model: list) -> None:
         """Record step() on all ranks, without running it; or on none."""
-        if not all(gathered(self._warm)):
+        found = gathered((self._warm, bool(self._recorded) or self._wanted()))
+        if not all(warm for warm, _ in found):
+            return
+        if not any(wanted for _, wanted in found):
+            self._off = True
+            self._log(["no CUDA graph of a step: the hosts are ahead of their GPUs"])
             return
         while len(self._recorded) >= MOST:
             del self._recorded[next(iter(self._recorded))]
@@ -227,7 +277,7 @@ class StepGraph:
             self._recorded[key] = recorded
             self._log([f"the step of {key[0]} micro-batches is a CUDA graph from now on"])
             return
-        self._failed = True
+        self._off = True
         self._recorded.clear()
         self._begin_again(model)
         self._log([f"--cuda-graph-impl: the run goes on without a CUDA graph: it cannot be recorded ({reasons[0]})"])
@@ -246,7 +296,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
-        seeds = RecordedSeeds([weight.sink for weight in weights if weight.sink is not None])
+        seeds = RecordedSeeds(self._sinks)
         # Megatron's timers wait for the GPU, and so does it after each exchange of pipeline stages, for old torch.
         theirs = {"timers": None, "batch_p2p_sync": False}
         kept = [tensor for owned in self._engine.sets for b in owned.buckets for tensor in b.grads.tensors]

@@ -17,6 +17,8 @@ STEP_GRAPH = Flag(
     "its host in the first steps. Default: on with --cuda-graph-impl, else off.",
     one_of("auto", "on", "off"),
 )
+# Share of looks (monitor/host_wait.py): a GPU that waits is done at nearly all of them, one that is the bound at few.
+WAITS = 0.5
 # In a step with these the host does something that a replay would leave out.
 INSIDE = {
     "--fp8-emulate": "the noise of its rounding, and its formats, are of the step",
@@ -73,3 +75,13 @@ def reads_ahead(args: Namespace) -> bool:
     checks = args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss
     again = args.rerun_mode != "disabled" and checks
     return not (args.iterations_to_skip or _value(args, "--dataloader-save") or again)
+
+
+def advice(share: float, args: Namespace) -> list[str]:
+    """The line for a run without a graph whose GPU had done all it was given at so many of the looks, if it waits."""
+    if share <= WAITS:
+        return []
+    return [
+        f"the GPU waits for its host: it was done with all it had been given at {share:.0%} of the looks; "
+        f"{STEP_GRAPH.name} on, or a --micro-batch-size above {args.micro_batch_size}, ends that"
+    ]

@@ -82,6 +82,15 @@ def test_graphs_of_layers_become_graphs_of_steps(asked):
     assert any("is a CUDA graph from now on" in line for line in run.lines)
 
 
+def test_auto_records_if_the_gpu_waits_for_its_host():
+    """A CPU that stands for one is always done."""
+    run = run_megatron(2, [*TINY_GPT, *FLAGS, "--fp8-level", "O3", "--fp8-step-graph", "auto"], script=TAPE)
+    plain = run_megatron(2, [*TINY_GPT, *FLAGS, "--fp8-level", "O3"])
+    assert any("is a CUDA graph from now on" in line for line in run.lines)
+    exact = [[line for line in r.lines if "exact lm loss" in line] for r in (run, plain)]
+    assert exact[0] == exact[1] and len(exact[0]) == 7
+
+
 @pytest.mark.parametrize(("nproc", "layout"), [(2, "--tensor-model-parallel-size 2"), (2, "--overlap-grad-reduce")])
 def test_a_rank_that_cannot_record_makes_all_go_on_without(nproc, layout):
     flags = [*TINY_GPT, *FLAGS, "--fp8-level", "O3", *layout.split()]

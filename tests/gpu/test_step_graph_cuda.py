@@ -74,10 +74,10 @@ def test_graphed_steps_are_the_steps(case):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_graphed_run_resumes_as_the_run(tmp_path):
     nproc, flags = flags_of("tensor-O3")
-    saving = f"--save {tmp_path} --save-interval 6 --lr-decay-iters 12".split()
-    run_megatron(nproc, [*flags, *saving, *GRAPH.split(), "--train-iters", "6"], gpu=True, timeout=120)
+    saving = f"--save {tmp_path} --save-interval 6".split()
+    run_megatron(nproc, [*flags, *saving, *GRAPH.split(), "--exit-interval", "6"], gpu=True, timeout=120)
     resumed = run_megatron(nproc, [*flags, *saving, *GRAPH.split(), "--load", str(tmp_path)], gpu=True, timeout=120)
-    plain = run_megatron(nproc, [*flags, "--lr-decay-iters", "12"], gpu=True, timeout=120)
+    plain = run_megatron(nproc, flags, gpu=True, timeout=120)
     assert any("is a CUDA graph from now on" in line for line in resumed.lines)
     assert exact(resumed) == exact(plain)[6:] and len(exact(resumed)) == 6
 

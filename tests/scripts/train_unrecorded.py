@@ -10,13 +10,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
+def records(sink) -> bool:
+    """Whether the step of this sink is being recorded."""
+    return sink is not None and sink.recorded is not None and not sink.recorded.filled
+
+
 def ask_in_the_middle() -> None:
     from megatron_fp8.engine.owned import OwnedWeight
 
     stock = OwnedWeight.take_gradient
 
     def take_gradient(self, product) -> None:
-        if self.sink is not None and self.sink.recorded is not None:
+        if records(self.sink):
             self.param.float().sum().item()
         stock(self, product)
 
@@ -30,7 +35,7 @@ def ask_at_the_end() -> None:
 
     def finalize_grads(self, num_tokens) -> None:
         stock(self, num_tokens)
-        if self.buckets[0].weights[0].sink.recorded is not None:
+        if records(self.buckets[0].weights[0].sink):
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nAnd more.")
 
     EngineOptimizer.finalize_grads = finalize_grads

@@ -1,0 +1,61 @@
+"""Whether the GPU waits for its host, from two steps' looks.
+
+A host that is ahead of its GPU has launched layers of work that the GPU has not begun. So each time that a weight's
+gradient has been launched, in the backward pass, the host asks whether the GPU is done with all that was launched up to
+the gradient before:
+
+    host ahead     launches ........ grad L | grad L-1 ? no      the GPU is layers behind
+    GPU waits      launches ........ grad L | grad L-1 ? yes     it is done before more comes
+
+It costs one event a linear, in two steps. The share of looks that find the GPU done is not the share of time that it
+waits for; a CUDA graph's own time, which the log has, shows that.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from ..engine.events import Events, Observer
+from ..flags.graphs import WAITS
+
+FIRST, LAST = 3, 4  # steps, from 1: the first two compile kernels
+
+
+class HostWait(Observer):
+    """Looks on in steps FIRST to LAST of this process.
+
+    Args:
+        then: called with the share of looks that found the GPU done, in 0 .. 1, when there have been all.
+
+    Attributes:
+        share: that, or None before.
+    """
+
+    def __init__(self, events: Events, then: Callable[[float], None]):
+        self._events, self._then = events, then
+        self.share: float | None = None
+        self._step = self._looks = self._done = 0
+        self._last: torch.cuda.Event | None = None
+        events.subscribe(self)
+
+    def wanted(self) -> bool:
+        """Whether this rank's GPU waits for its host."""
+        return self.share is not None and self.share > WAITS
+
+    def begin_step(self) -> None:
+        self._step, self._last = self._step + 1, None
+
+    def gradient_added(self, weight) -> None:
+        if self._step < FIRST:
+            return
+        if self._last is not None:
+            self._looks += 1
+            self._done += self._last.query()
+        self._last = torch.cuda.Event()
+        self._last.record()
+
+    def end_step(self) -> None:
+        if self._step == LAST:
+            self._events.unsubscribe(self)
+            self._last, self.share = None, self._done / max(1, self._looks)
+            self._then(self.share)

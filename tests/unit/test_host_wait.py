@@ -1,0 +1,44 @@
+"""Whether the GPU waits for its host (monitor/host_wait.py), of looks whose answers are given."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_fp8.engine.events import Events
+from megatron_fp8.flags import graphs
+from megatron_fp8.monitor.host_wait import HostWait
+
+ANSWERS = [True, True, True, False]
+
+
+@pytest.mark.parametrize(("answers", "waits"), [(ANSWERS, True), ([not a for a in ANSWERS], False)])
+def test_the_share_of_looks(answers, waits, monkeypatch):
+    events, shares, asked = Events(), [], []
+
+    class Event:
+        def record(self):
+            pass
+
+        def query(self):
+            asked.append(True)
+            return answers[(len(asked) - 1) % len(answers)]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    looking = HostWait(events, shares.append)
+    for _ in range(6):
+        for begin in events.begin_step:
+            begin()
+        for _ in range(5):  # weights
+            for look in events.gradient_added:
+                look(None)
+        for end in events.end_step:
+            end()
+    assert len(asked) == 2 * 4 and not events.gradient_added  # the first two steps compile, and the rest is in peace
+    assert shares == [looking.share] == [0.75 if waits else 0.25]
+    assert looking.wanted() == waits
+    lines = graphs.advice(looking.share, SimpleNamespace(micro_batch_size=1))
+    assert lines == [
+        "the GPU waits for its host: it was done with all it had been given at 75% of the looks; --fp8-step-graph on, "
+        "or a --micro-batch-size above 1, ends that"
+    ] * waits
