@@ -1,7 +1,8 @@
 """Packages that a run, a verb or one of Megatron's flags may need: one table of what to install, with its versions.
 
 Bounds are megatron-core's own where its metadata has one, and pyproject.toml's for ours; tests/unit/test_packages.py
-compares.  flags/optional.py says which flag needs which, `megatron-fp8 doctor` which are here.
+compares.  Lines about a package that is missing end in what `needs` says.  flags/optional.py says which flag needs
+which, `megatron-fp8 doctor` which are here.
 """
 
 import sys
@@ -42,3 +43,12 @@ def how_to_install(module: str) -> str:
     requirement = PACKAGES[module][0]
     quoted = f"'{requirement}'" if set(requirement) & set("=<>~*[") else requirement
     return f"pip install {quoted}"
+
+
+def needs(module: str, otherwise: str = "") -> str:
+    """For the line of what cannot be done without a package, "--figure a.svg: " before it: the package, the remedy.
+
+    otherwise: another remedy, as "remove the flag". The module may be one that the table does not have.
+    """
+    remedy = how_to_install(module) if module in PACKAGES else "install it"
+    return f"needs the package {module}, which is not installed; {remedy}{otherwise and f', or {otherwise}'}"

@@ -28,6 +28,7 @@ ASIDE = "replaced"  # where that puts what the folder held
 # of it. What else lies in the folder is never read.
 _OLD_COMMON = "common.pt"
 _CHUNK = 2**24  # bytes read at once; and what every process hashes where there is no process group yet
+_LONGEST = 2**24  # bytes of a seal: it has a line of some 100 for a file
 _LARGE = "not hashed"
 
 
@@ -137,7 +138,7 @@ def _read_seal(folder: Path) -> dict[str, str] | None:
     if not is_sealed(folder):
         return None
     try:
-        found = json.loads((folder / SEAL).read_text() if (folder / SEAL).is_file() else "")
+        found = json.loads(_beginning(folder / SEAL))
         files = found["files"]
         megatrons = found.keys() == {"algorithm", "files"}
         right = found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files))
@@ -148,6 +149,14 @@ def _read_seal(folder: Path) -> dict[str, str] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise Broken(f"/{SEAL} is damaged")
+
+
+def _beginning(path: Path) -> bytes:
+    """As much of a file as a seal may have; of what is no file nothing, as opening a pipe would wait for ever."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(_LONGEST)
 
 
 def _is_entry(entry: tuple[Any, Any]) -> bool:

@@ -8,11 +8,11 @@ Imports nothing heavy: `launch` and `convert` read the tracker too.
 
 import errno
 import os
-import re
 import stat
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.flag import whole_number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LONGEST = 64  # bytes; Megatron writes a number of 18 digits at most
@@ -44,7 +44,7 @@ def read_tracker(folder: Path) -> str:
 
 def is_tracker(written: str) -> bool:
     """Whether Megatron can have written this to its tracker."""
-    return bool(re.fullmatch(r"release|[0-9]{1,18}", written))
+    return written == "release" or whole_number(written) is not None
 
 
 def is_garbled(folder: Path) -> bool:

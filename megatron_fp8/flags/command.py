@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ..errors import UserError
 from ..flags.args_file import expand
+from ..flags.flag import whole_number
 
 Flags = list[tuple[str, list[str]]]
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py")
@@ -135,6 +136,5 @@ def _gpus(launcher: Sequence[str]) -> int | None:
     numbers = [given.nodes, given.each if torchrun else of_slurm]
     if not torchrun and given.tasks != "1":
         numbers = [given.tasks]
-    if not all(number.isdecimal() and int(number) for number in numbers):
-        return None  # as --nproc-per-node gpu, or a variable of the job's that is empty here
-    return math.prod(map(int, numbers))
+    counts = [whole_number(number) or 0 for number in numbers]  # 0: "gpu", or a variable that is empty here
+    return math.prod(counts) or None

@@ -6,6 +6,7 @@ To add one: a Flag among the FLAGS of its subject's file, and its reader there. 
 """
 
 import math
+import re
 from argparse import ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ class Values:
 
 SWITCH = Values("")
 LARGEST = 10**15  # of any number: what is computed of it still fits 64 bits
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a word or a file says, in 1 to 18 digits, as a shell counts too; None for any other text.
+
+    Python's int() takes other digits than 0 to 9, and raises for more than 4,300 of them.
+    """
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def named(shown: str) -> Values:

@@ -9,7 +9,7 @@ from argparse import Namespace
 
 from ..errors import UserError
 from ..numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
-from .flag import Flag, Values, filled, one_of, positive, refuse, whole
+from .flag import Flag, Values, filled, one_of, positive, refuse, whole, whole_number
 from .numbers import FEW_MICRO_BATCHES, largest_batch
 
 HIERARCHY = Flag(
@@ -18,7 +18,7 @@ HIERARCHY = Flag(
     "together, or N data-parallel ranks. Default off.",
     Values(
         "{off,node,N}",
-        test=lambda node: node in ("off", "node") or (node.isdecimal() and int(node) > 0),
+        test=lambda node: node in ("off", "node") or bool(whole_number(node)),
         remedy="use off, node, or the number of data-parallel ranks in a node",
     ),
 )

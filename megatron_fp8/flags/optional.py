@@ -52,5 +52,4 @@ def check_packages(args: Namespace) -> None:
             words = [] if value is True else value if isinstance(value, list) else [value]
             given = " ".join([need.flag, *map(str, words)])
             otherwise = "remove the flag" if need.test is bool else "change it"
-            remedy = f"{packages.how_to_install(need.module)}, or {otherwise}"
-            raise UserError(f"{given}: needs a package that is not installed here; {remedy}")
+            raise UserError(f"{given}: {packages.needs(need.module, otherwise)}")

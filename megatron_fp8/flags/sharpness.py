@@ -9,8 +9,8 @@ Measuring looks on: the losses are the same to the last bit.
 
 from argparse import Namespace
 from dataclasses import dataclass
-from importlib.util import find_spec
 
+from .. import packages
 from ..errors import UserError
 from .flag import Flag, filled, named, refuse, whole
 
@@ -67,8 +67,8 @@ def sharpness_from_args(args: Namespace) -> SharpnessPlan | None:
     plan = SharpnessPlan(**filled(args, FLAGS))
     if plan.iterations and plan.file is None:
         refuse(args, [ITERATIONS], ": of evaluations only; add --fp8-sharpness-eval FILE")
-    if plan.iterations and find_spec("scipy") is None:
-        raise UserError(f"{ITERATIONS.shown(args)}: needs scipy; pip install 'megatron-fp8[lab]', or use 0")
+    if plan.iterations and not packages.installed("scipy"):
+        raise UserError(f"{ITERATIONS.shown(args)}: {packages.needs('scipy', 'use 0')}")
     if not plan.interval and plan.file is None:
         return None
     asked = (INTERVAL if plan.interval else FILE).shown(args)

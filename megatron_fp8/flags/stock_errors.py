@@ -32,7 +32,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import is_bug
-from ..packages import PACKAGES, how_to_install
+from ..packages import needs
 
 _KINDS = (
     AssertionError, ValueError, RuntimeError, NotImplementedError, TypeError, Exception,
@@ -89,8 +89,7 @@ def stock_mistake(error: BaseException) -> str | None:
         )
     if isinstance(error, ModuleNotFoundError) and isinstance(statement, ast.Import | ast.ImportFrom):
         module = (error.name or "").partition(".")[0]
-        remedy = how_to_install(module) if module in PACKAGES else "install it, or remove the flag that asks for it"
-        return f"Megatron needs the package {module}, which is not installed; {remedy}; Megatron imports it in {place}"
+        return f"Megatron {needs(module, 'remove the flag that asks for it')}; Megatron imports it in {place}"
     if not isinstance(statement, ast.Assert | ast.Raise):
         return None
     given, missing = _values(frames)

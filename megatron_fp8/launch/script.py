@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.tracker import folder_name, read_tracker
 from ..errors import UserError
 from ..flags import sbatch
+from ..flags.flag import whole_number
 from ..shipped import shipped
 from .shell import TEMPLATE
 
@@ -99,17 +101,13 @@ def check_sbatch(options: str) -> None:
 
 def last_saved(save: Path) -> int:
     """The step that the job would go on from, as its script finds it (saved(), there); 0: none."""
-    named = _step(_beginning(save / "latest_checkpointed_iteration.txt", 64).strip())
-    if named is not None and _is_finished(save / f"iter_{named:07d}"):
-        return named
-    found = {path: _step(path.name[5:].encode("utf-8", "replace")) or 0 for path in save.glob("iter_*")}
-    sealed = (step for path, step in found.items() if path.name == f"iter_{step:07d}" and _is_finished(path, True))
+    with contextlib.suppress(OSError):
+        named = whole_number(read_tracker(save))
+        if named is not None and _is_finished(save / folder_name(named)):
+            return named
+    found = {path: whole_number(path.name[5:]) or 0 for path in save.glob("iter_*")}
+    sealed = (step for path, step in found.items() if path.name == folder_name(step) and _is_finished(path, True))
     return max(sealed, default=0)
-
-
-def _step(written: bytes) -> int | None:
-    """A step's number; None for what is none, or has more digits than a shell counts with."""
-    return int(written) if re.fullmatch(rb"[0-9]{1,18}", written) else None
 
 
 def _beginning(path: Path, size: int) -> bytes:
@@ -194,8 +192,9 @@ def steps_of(given: Mapping[str, list[str]], asked: int | None = None) -> int:
 
 def _number(given: Mapping[str, list[str]], flag: str) -> int:
     values = given[flag]
-    if len(values) != 1 or not re.fullmatch("[0-9]{1,18}", values[0]):
+    number = whole_number(values[0]) if len(values) == 1 else None
+    if number is None:
         raise UserError(f"{flag} {' '.join(values)[:40]}: use a whole number, of at most 18 digits")
-    if not int(values[0]):
+    if not number:
         raise UserError(f"{flag} {values[0]}: use 1 or more")
-    return int(values[0])
+    return number

@@ -46,6 +46,7 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from ..flags.sharpness import PAPER_ITERATIONS, QUANTILES
+from ..packages import needs
 
 EPSILON = 5e-4
 AT_ONCE = 2**22  # logits whose temporaries exist together
@@ -141,7 +142,7 @@ def lbfgsb(
     try:
         from scipy.optimize import minimize
     except ImportError:
-        raise UserError("sharpness by L-BFGS-B needs scipy: pip install 'megatron-fp8[lab]'") from None
+        raise UserError(f"sharpness by L-BFGS-B {needs('scipy')}") from None
     z = logits.detach().double().cpu().numpy()
     if not np.isfinite(z).all():
         return Search(math.nan, 0, False)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UserError
+from ..flags.flag import whole_number
 from ..metrics import LOSS, SKIPPED, STEP, STEP_MS, VALIDATION_LOSS
 from .figures import curves
 from .runs import GRAD_NORM, MEAN_OF, Run, read, same
@@ -190,12 +191,12 @@ def _keep(runs: list[Run], steps: str | None) -> None:
     """Leave only the steps A:B."""
     if steps is None:
         return
-    ends = steps.split(":")
-    if len(ends) != 2 or not all(end == "" or (end.isdecimal() and len(end) < 16) for end in ends):
+    low, colon, high = steps.partition(":")
+    first, last = whole_number(low or "0"), whole_number(high) if high else math.inf
+    if not colon or first is None or last is None:
         raise UserError(f"--steps {steps}: use A:B, such as 10:200, :200 or 10:")
-    low, high = (int(end) if end else default for end, default in zip(ends, (0, math.inf), strict=True))
     for run in runs:
-        run.steps = {step: values for step, values in run.steps.items() if low <= step <= high}
+        run.steps = {step: values for step, values in run.steps.items() if first <= step <= last}
         if not run.series(LOSS):
             raise UserError(f"--steps {steps}: {run.name} has no loss there; name steps that it has")
 

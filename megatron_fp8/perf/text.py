@@ -137,7 +137,7 @@ def check_figure(path: str | None) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError(f"--figure {path}: needs matplotlib; pip install 'megatron-fp8[viz]'") from None
+        raise UserError(f"--figure {path}: {packages.needs('matplotlib', 'leave it out')}") from None
     file, why = Path(path), ""
     if not file.suffix:  # matplotlib would add one: another file than was named
         why = "the name has no ending"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import NoSuchFile, UserError
 from ..flags.command import Flags, Launch, flags_of, words_of
+from ..flags.flag import whole_number
 from ..metrics import VARIABLE as METRICS
 
 _OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
@@ -89,8 +90,7 @@ def examine(launch: Launch, gpus: int) -> Job:
 
 def size_of(given: Mapping[str, list[str]], flag: str) -> int:
     """The value of a flag that counts ranks; 1 where it is not given, or no number."""
-    value = given.get(flag, ["1"])
-    return int(value[0]) if value and value[0].isdecimal() and int(value[0]) else 1
+    return whole_number(" ".join(given.get(flag, []))) or 1
 
 
 def _in_a_fork(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:

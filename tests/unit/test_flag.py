@@ -11,7 +11,7 @@ from commands import MODEL, error_of
 import megatron_fp8.flags
 from megatron_fp8.flags import config, gradients, log
 from megatron_fp8.flags.emulate import EmulationPlan
-from megatron_fp8.flags.flag import SWITCH, Flag, Values, filled, listed, one_of, positive, refuse, whole
+from megatron_fp8.flags.flag import SWITCH, Flag, Values, filled, listed, one_of, positive, refuse, whole, whole_number
 from megatron_fp8.flags.sharpness import SharpnessPlan
 from megatron_fp8.flags.usage import one_line_usage_errors
 from megatron_fp8.flags.watch import WatchPlan
@@ -56,6 +56,12 @@ def test_a_new_flag_takes_one_place(monkeypatch, parse):
     assert make_flags_doc.own_flags().splitlines()[2:] == ["| `--fp8-new` | N | Does something new. |"]
 
 
+def test_whole_numbers():
+    taken = {"0": 0, "007": 7, "9" * 18: 10**18 - 1}
+    assert {text: whole_number(text) for text in taken} == taken
+    assert not any(whole_number(text) for text in ("", " 7", "7\n", "-7", "7.0", "²", "٣", "9" * 19, "9" * 5000))
+
+
 @pytest.mark.parametrize(
     ("values", "taken", "refused"),
     [
@@ -65,7 +71,7 @@ def test_a_new_flag_takes_one_place(monkeypatch, parse):
         (positive(), ["0.1", "1e30"], {v: f"--x {v}: use a number above 0" for v in ("0", "-1", "inf", "nan")}),
         (positive(1), ["1"], {"1.5": "--x 1.5: use a number above 0, at most 1"}),
         (listed("N,...", lambda n: 0 < n < 99, "use s"), ["1,2"], dict.fromkeys(("0", "1,,2", "²", "9" * 500), "--x ")),
-        (gradients.HIERARCHY.values, ["off", "node", "8"], {"2.5": "--x 2.5: use off, node, or the number of"}),
+        (gradients.HIERARCHY.values, ["off", "node", "8"], dict.fromkeys(("2.5", "0", "²", "9" * 500), "--x ")),
     ],
 )  # fmt: skip
 def test_values(values, taken, refused):

@@ -2,7 +2,9 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import re
+import sys
 import tomllib
 
 import pytest
@@ -12,7 +14,9 @@ from launch import ROOT
 from megatron_fp8 import packages
 from megatron_fp8.flags.optional import NEEDS, check_packages
 from megatron_fp8.flags.stock_errors import stock_mistake
+from megatron_fp8.lab.report import plots
 from megatron_fp8.packages import PACKAGES, how_to_install, installed
+from megatron_fp8.perf.text import check_figure
 
 
 def named(requirement: str) -> tuple[str, str]:
@@ -39,28 +43,52 @@ def test_what_is_here_is_seen():
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("flags", "module", "line"),
     [
-        ("--tokenizer-type HuggingFaceTokenizer", "pip install transformers, or change it"),
-        ("--tokenizer-type GPT2BPETokenizer", "pip install transformers, or change it"),
-        ("--tokenizer-type Llama2Tokenizer", "pip install sentencepiece, or change it"),
-        ("--tokenizer-type TikTokenizer", "pip install tiktoken, or change it"),
-        ("--log-straggler", "pip install nvidia-ml-py, or remove the flag"),
-        ("--log-energy", "pip install nvidia-ml-py, or remove the flag"),
-        ("--wandb-project it", "pip install wandb, or remove the flag"),
-        ("--enable-ft-package", "pip install 'nvidia-resiliency-ext==0.6.0', or remove the flag"),
-        ("--non-persistent-ckpt-type local", "pip install 'nvidia-resiliency-ext==0.6.0', or change it"),
-        ("--data-path s3://there/data", "pip install boto3, or change it"),
-        ("--use-megatron-fsdp", "pip install 'einops~=0.8', or remove the flag"),
-        ("--optimizer muon", "pip install emerging_optimizers, or change it"),
+        ("--tokenizer-type HuggingFaceTokenizer", "transformers", "transformers, or change it"),
+        ("--tokenizer-type GPT2BPETokenizer", "transformers", "transformers, or change it"),
+        ("--tokenizer-type Llama2Tokenizer", "sentencepiece", "sentencepiece, or change it"),
+        ("--tokenizer-type TikTokenizer", "tiktoken", "tiktoken, or change it"),
+        ("--log-straggler", "pynvml", "nvidia-ml-py, or remove the flag"),
+        ("--log-energy", "pynvml", "nvidia-ml-py, or remove the flag"),
+        ("--wandb-project it", "wandb", "wandb, or remove the flag"),
+        ("--enable-ft-package", "nvidia_resiliency_ext", "'nvidia-resiliency-ext==0.6.0', or remove the flag"),
+        ("--non-persistent-ckpt-type local", "nvidia_resiliency_ext", "'nvidia-resiliency-ext==0.6.0', or change it"),
+        ("--data-path s3://there/data", "boto3", "boto3, or change it"),
+        ("--use-megatron-fsdp", "einops", "'einops~=0.8', or remove the flag"),
+        ("--optimizer muon", "emerging_optimizers", "emerging_optimizers, or change it"),
     ],
 )
-def test_a_flag_whose_package_is_missing_is_one_line(flags, line, parse, monkeypatch):
+def test_a_flag_whose_package_is_missing_is_one_line(flags, module, line, parse, monkeypatch):
     args = parse(*MODEL, *flags.split())
     monkeypatch.setattr(packages, "installed", lambda module: False)
-    assert error_of(check_packages, args) == f"{flags}: needs a package that is not installed here; {line}"
+    missing = f"{flags}: needs the package {module}, which is not installed"
+    assert error_of(check_packages, args) == f"{missing}; pip install {line}"
     monkeypatch.setattr(packages, "installed", lambda module: True)
     check_packages(args)
+
+
+@pytest.mark.parametrize(
+    ("module", "hidden", "line"),
+    [
+        ("checkpoint.hf.schema", "pydantic", "megatron-fp8 convert {}; pip install 'pydantic>=2'"),
+        ("checkpoint.hf.folder", "safetensors", "megatron-fp8 convert {}; pip install safetensors"),
+    ],
+)
+def test_a_verb_whose_package_is_missing_says_so_as_it_is_imported(module, hidden, line, monkeypatch):
+    monkeypatch.setitem(sys.modules, hidden, None)
+    path = ROOT / "megatron_fp8" / f"{module.replace('.', '/')}.py"
+    spec = importlib.util.spec_from_file_location(f"megatron_fp8.{module}_again", path)
+    said = error_of(spec.loader.exec_module, importlib.util.module_from_spec(spec))
+    assert said == line.format(f"needs the package {hidden}, which is not installed")
+
+
+def test_figures_and_reports_need_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    missing = "needs the package matplotlib, which is not installed; pip install matplotlib"
+    assert error_of(check_figure, "a.svg") == f"--figure a.svg: {missing}, or leave it out"
+    assert error_of(plots._picture, "a", "", 1, 1, print) == f"megatron-fp8 lab report {missing}"
 
 
 def test_a_plain_run_needs_no_package(parse, monkeypatch):

@@ -46,6 +46,9 @@ def here(monkeypatch):
         (f"python {SCRIPT} --bf16", 1),
         (f"torchrun --nproc-per-node gpu {SCRIPT} --bf16", None),
         (f"torchrun --nnodes --nproc-per-node 8 {SCRIPT} --bf16", None),
+        (f"torchrun --nnodes 0 --nproc-per-node 8 {SCRIPT} --bf16", None),
+        (f"torchrun --nnodes 4 --nproc-per-node {'8' * 5000} {SCRIPT} --bf16", None),  # more than int() reads
+        (f"srun -n ² python {SCRIPT} --bf16", None),
     ],
 )
 def test_a_launcher_says_how_many(command, gpus):
@@ -497,7 +500,7 @@ def test_gpus_of_one_replica():
         ("--context-parallel-size 4 --expert-model-parallel-size 2", 4),
         ("--expert-model-parallel-size 8 --pipeline-model-parallel-size 2", 16),
         ("--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1", 8),
-        ("--tensor-model-parallel-size many", 1),
+        *((f"--tensor-model-parallel-size {size}", 1) for size in ("many", "²", "0", "9" * 5000)),
     ):
         assert main._gpus_of_one_replica(list(flags_of(flags.split()))) == expected
 

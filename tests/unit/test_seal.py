@@ -113,6 +113,13 @@ def test_every_missing_file_is_refused(load, folder, name, instead):
     assert line.endswith("; iter_0000005 is whole: add --ckpt-step 5")
 
 
+def test_of_a_seal_without_an_end_only_the_beginning_is_read(load, folder):
+    path = folder / "iter_0000010" / SEAL
+    os.truncate(path, 2**42)  # a sparse file: read whole, it would not fit in memory
+    line = line_of(lambda: load(folder))
+    assert line.startswith(f"--load {folder}: iter_0000010/{SEAL} is damaged"), line
+
+
 def test_without_seal_and_metadata_it_is_no_interrupted_save(load, folder):
     """The tracker names it: it was finished."""
     for name in (SEAL, "metadata.json"):

@@ -205,7 +205,7 @@ class TestSearch:
 
     def test_without_scipy(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-        with pytest.raises(ValueError, match=r"pip install 'megatron-fp8\[lab\]'"):
+        with pytest.raises(ValueError, match=r"needs the package scipy, which is not installed; pip install scipy$"):
             lbfgsb(torch.zeros(3), 0)
 
 

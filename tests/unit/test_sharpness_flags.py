@@ -51,9 +51,10 @@ def test_what_cannot_work_is_refused(parse, flags, words):
 
 
 def test_search_needs_scipy(parse, monkeypatch):
-    monkeypatch.setattr("megatron_fp8.flags.sharpness.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_fp8.packages.installed", lambda module: False)
     flags = [*MODEL, "--fp8-sharpness-eval", "x"]
-    assert "megatron-fp8[lab]" in error_of(planned, parse, *flags, "--fp8-sharpness-iterations", "1")
+    line = "--fp8-sharpness-iterations 1: needs the package scipy, which is not installed; pip install scipy, or use 0"
+    assert error_of(planned, parse, *flags, "--fp8-sharpness-iterations", "1") == line
     assert planned(parse, *flags) == SharpnessPlan(0, "x", 0)
 
 

@@ -15,13 +15,14 @@ import torch
 
 from ...errors import UserError
 from ...numerics import FORMATS, ScaledTensor
+from ...packages import needs
 from .families import Parameter
 from .schema import Index, checked, shown
 
 try:
     from safetensors import SafetensorError, safe_open
 except ModuleNotFoundError:
-    raise UserError("convert needs the package safetensors: pip install 'megatron-fp8[hf]'") from None
+    raise UserError(f"megatron-fp8 convert {needs('safetensors')}") from None
 from pydantic_core import from_json
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from ...errors import UserError
+from ...packages import needs
 
 try:
     from pydantic import BaseModel, ConfigDict, Field, ValidationError
 except ModuleNotFoundError:
-    raise UserError("convert needs the package pydantic: pip install 'megatron-fp8[hf]'") from None
+    raise UserError(f"megatron-fp8 convert {needs('pydantic')}") from None
 
 Count = Annotated[int, Field(ge=1, le=100_000)]  # of layers, heads
 Size = Annotated[int, Field(ge=1, le=2**30)]

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...errors import UserError
 from ...metrics import LOSS
+from ...packages import needs
 from ...palette import looks
 from .curves import RULE, smooth
 from .pieces import Picture, counted
@@ -52,7 +53,7 @@ def _picture(name: str, caption: str, rows: int, columns: int, draw: Callable, p
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("a report's pictures need matplotlib: pip install 'megatron-fp8[lab]'") from None
+        raise UserError(f"megatron-fp8 lab report {needs('matplotlib')}") from None
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(panel[0] * columns, panel[1] * rows), layout="constrained")
         draw(figure.subplots(rows, columns, squeeze=False))

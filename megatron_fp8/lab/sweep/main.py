@@ -30,6 +30,7 @@ from pathlib import Path
 from ... import __version__
 from ...errors import UserError
 from ...flags import sbatch
+from ...flags.flag import whole_number
 from ...metrics import LOSS
 from .left_behind import end_left_behind, mark
 from .plan_file import ELSEWHERE, SweepPlan, flag_value, read_plan, split_words
@@ -264,8 +265,7 @@ class _Sweep:
 
 def _interval(row: Row) -> int:
     """Steps from one line of the log to the next; 1 where the command says none, or no number, which ends its run."""
-    said = flag_value(row.command, "--log-interval") or ""
-    return int(said) if re.fullmatch("[0-9]{1,9}", said) else 1
+    return whole_number(flag_value(row.command, "--log-interval") or "") or 1
 
 
 def _folder_name(row: Row) -> str:

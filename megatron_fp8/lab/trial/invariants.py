@@ -37,7 +37,7 @@ from ...errors import UserError
 from ...flags.level import CELLS, is_stock
 from ...metrics import LOSS
 from ..sweep.plan_file import flag_value
-from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, says_fp8, without
+from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, says_fp8, size_of, without
 
 Curves = dict[str, dict[int, float]]
 _COMPARED = (LOSS, "grad_norm")
@@ -112,7 +112,7 @@ class Trials:
 
     def size(self, flag: str) -> int:
         """A flag's number; 1 where the command does not have it."""
-        return int(flag_value(tuple(self.command), flag) or 1)
+        return size_of(self.command, flag) or 1
 
     @property
     def data_parallel(self) -> int:

@@ -10,13 +10,13 @@ import argparse
 import contextlib
 import math
 import os
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...checkpoint.tracker import TRACKER, is_tracker, read_tracker
 from ...errors import UserError
+from ...flags.flag import whole_number
 from ...flags.level import is_stock
 from ...metrics import LOSS
 from ...processes import ended_like_ctrl_c
@@ -99,8 +99,7 @@ def loaded(command: Sequence[str]) -> str | None:
 
 def first_step(command: Sequence[str]) -> int:
     """The step that the command would begin with, as Megatron counts them: after the one that it loads, or 1."""
-    step = loaded(command)
-    return 1 + int(step) if step and re.fullmatch("[0-9]{1,18}", step) and "--finetune" not in command else 1
+    return 1 if "--finetune" in command else 1 + (whole_number(loaded(command) or "") or 0)
 
 
 def says_fp8(command: Sequence[str]) -> bool:
@@ -112,16 +111,20 @@ def says_fp8(command: Sequence[str]) -> bool:
 def replicas(command: Sequence[str], processes: int) -> int:
     """The number of data-parallel ranks of the command."""
     parallel = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
-    return max(1, processes // math.prod(int(flag_value(tuple(command), flag) or 1) for flag in parallel))
+    return max(1, processes // math.prod(size_of(command, flag) or 1 for flag in parallel))
+
+
+def size_of(command: Sequence[str], flag: str) -> int | None:
+    """A flag's number; None where the command does not have it, or no number: its run says so."""
+    return whole_number(flag_value(tuple(command), flag) or "")
 
 
 def other_micro_batches(command: Sequence[str], processes: int) -> list[str] | None:
     """Flags that split a step of the command into other micro-batches; None where there is no other split."""
-    words, ranks = tuple(command), replicas(command, processes)
-    size = int(flag_value(words, "--micro-batch-size") or 0)
-    total = int(flag_value(words, "--global-batch-size") or size * ranks)
+    size = size_of(command, "--micro-batch-size") or 0
+    total = size_of(command, "--global-batch-size") or size * replicas(command, processes)
     smaller = [n for n in range(size // 2, 0, -1) if size % n == 0]
-    larger = [2 * size] if size and total % (2 * size * ranks) == 0 else []
+    larger = [2 * size] if size and total % (2 * size * replicas(command, processes)) == 0 else []
     for other in (smaller + larger)[:1]:
         return ["--micro-batch-size", str(other), "--global-batch-size", str(total)]
     return None
