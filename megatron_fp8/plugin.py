@@ -99,7 +99,6 @@ from .flags import args_file, graphs, log
 from .flags.checks import (
     check_data_files,
     check_device,
-    check_evaluation,
     check_megatron_version,
     check_model,
     check_script,
@@ -119,6 +118,7 @@ from .flags.optional import check_packages
 from .flags.probe import ProbePlan, probe_from_args
 from .flags.sharpness import SharpnessPlan, sharpness_from_args
 from .flags.stock import installed
+from .flags.stock_faults import check_faults
 from .flags.usage import escape_bad_help, one_line_usage_errors
 from .metrics import begin
 from .processes import end_children_with_parent
@@ -213,7 +213,7 @@ def _parse_args(stock: Callable, begins: bool) -> Callable:
         _log(cpu.adapt_args(args))
         if config is not None:
             check_script(config.level)
-            check_evaluation(args)
+            check_faults(args)
         probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
         sharpness = sharpness_from_args(args)
         if begins:

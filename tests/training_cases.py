@@ -349,10 +349,7 @@ LAST_BIT = (
     "logits fall on the other side of a rounding to BF16"
 )
 UNREAD_MASK = "Transformer Engine's causal attention reads no mask; a level's reads it, as Megatron's own does"
-NO_AXES = "pretrain_gpt.py gives positions of one axis, and Megatron's mrope wants three"
 UNINITIALISED = "the weights are what the memory was; the loss is NaN, and Megatron would save, without --save"
-NO_MULTIPLE = "Megatron 0.19 multiplies by a vocabulary's multiple that it has set to None"
-NO_LIST = "Megatron 0.19 asks a number of iterations for its first entry"
 NEEDS_CUDA = "stock needs a GPU for it; a level has switched it off"
 CHECKED_FIRST = "stock asks for companions of it, which it checks after a level has switched it off"
 NEEDS_TE = "stock's own FP8 needs Transformer Engine itself; a level's is its own"
@@ -360,12 +357,12 @@ REASONS = [
     *(Reason(line, "refused", "") for line in case_lines(REFUSED)),
     *(Reason(line, "refused", "") for line in case_lines(TRAINING_REFUSED)),
     Reason("--context-parallel-size 2", "refused", ""),
-    Reason("--no-position-embedding", "refused", ""),  # by Megatron's own checks, as the next
-    Reason("--micro-batch-size 4 + --overlap-param-gather", "refused", ""),
-    Reason("--position-embedding-type mrope", "neither", NO_AXES),
+    Reason("--no-position-embedding", "checked", ""),
+    Reason("--micro-batch-size 4 + --overlap-param-gather", "checked", ""),
+    Reason("--position-embedding-type mrope", "refused", ""),  # as the next two, of flags/stock_faults.py
+    Reason("--no-pad-vocab-size", "refused", ""),
+    Reason("--full-validation", "refused", ""),
     Reason("--no-initialization", "neither", UNINITIALISED),
-    Reason("--no-pad-vocab-size", "neither", NO_MULTIPLE),
-    Reason("--full-validation", "neither", NO_LIST),
     Reason("--optimizer-cuda-graph", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl full_iteration", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl local", "alone", NEEDS_CUDA),

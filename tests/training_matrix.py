@@ -7,7 +7,8 @@ RESULTS keeps what each run gave, a line of JSON a run; runs that it has are not
     same        the first loss is equal bit for bit, its gradient's norm but for the order of its sum, and later losses
                 are near.  They too are equal until a BF16 weight falls on the other side of a rounding: a level's Adam
                 rounds each operation of the second moment by itself, torch's fuses two
-    refused     a level says no, in one line
+    refused     a level says no, in one line of its own that begins with a flag of the case
+    checked     a check of Megatron's own says no in one line, and stock fails too
     neither     stock fails, and so does a level
     fails       stock trains, and a level does not
     alone       a level trains, and stock fails
@@ -17,6 +18,7 @@ RESULTS keeps what each run gave, a line of JSON a run; runs that it has are not
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,8 +90,12 @@ class Outcome:
 def judge(stock: dict, level: dict) -> Outcome:
     """The outcome of what train_cases.py says of both sides."""
     last = (level["said"] or [""])[-1]
-    if level["code"] == 2 and last.startswith("megatron_fp8: ") and "Traceback" not in " ".join(level["said"]):
-        return Outcome("refused", words=last.removeprefix("megatron_fp8: "))
+    if level["code"] == 2 and "Traceback" not in " ".join(level["said"]):
+        named = re.match(r"megatron_fp8: (--[\w-]+)", last)
+        if "; Megatron checks it in " in last:
+            return Outcome("checked" if named and stock["code"] else "fails", words=last)
+        if named and named[1] in re.findall(r"--[\w-]+", level["case"]):
+            return Outcome("refused", words=last.removeprefix("megatron_fp8: "))
     if level["code"] or stock["code"]:
         verdict = "neither" if level["code"] and stock["code"] else "fails" if level["code"] else "alone"
         return Outcome(verdict, words=last or stock["said"][-1])
@@ -126,13 +132,13 @@ def _expected(outcome: Outcome, why: Reason | None) -> bool:
 
 
 def report(found: dict[Case, Outcome]) -> str:
-    """Counts, and each case that is neither the same nor refused, with the reason that training_cases.py gives."""
+    """Counts, and each case that is neither the same nor refused nor checked, with the reason that training_cases.py gives."""
     counts = Counter(outcome.verdict for outcome in found.values())
     exact = sum(outcome.exact for outcome in found.values())
     lines = [f"{sum(counts.values())} cases: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
     lines.append(f"of those that are the same, {exact} are so bit for bit in every step")
     for (ranks, case), outcome in found.items():
-        if outcome.verdict not in ("same", "refused"):
+        if outcome.verdict not in ("same", "refused", "checked"):
             why = reason((ranks, case))
             size = f" by {outcome.first:.1e}, then {outcome.apart:.1e}," if outcome.verdict == "differs" else ""
             said = f"; it said: {outcome.words}" if outcome.words else ""

@@ -141,12 +141,6 @@ def _only_gpt(level: str, model: str) -> UserError:
     )
 
 
-def check_evaluation(args: Namespace) -> None:
-    """Raise UserError where Megatron would divide by an interval that has no default."""
-    if args.eval_interval is None and not args.skip_train and not args.full_validation:
-        raise UserError("--eval-interval: missing, and Megatron counts its samples by it; give one, such as 1000")
-
-
 def check_data_files(args: Namespace) -> None:
     """Raise NoSuchFile for the first data or tokenizer file on the command line that is not there.
 

@@ -26,6 +26,7 @@ from .stock_errors import remember_flags, stock_mistake, through_callback
 PATIENCE = 10  # seconds
 _LONG = 60  # characters
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
+_AROUND_IT = re.compile(r"( when instantiating \w+)+$")  # what Megatron's build_module adds, once for each module
 _SHOWN = 12  # words of what no flag is known for: a whole command may be
 
 
@@ -47,7 +48,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except Exception as error:
         ours = isinstance(error, UserError)
-        message = str(error) if ours else stock_mistake(error)
+        message = _AROUND_IT.sub("", str(error)) if ours else stock_mistake(error)
         if message is None:
             raise
         if int(os.environ.get("RANK", "0")) > 0:

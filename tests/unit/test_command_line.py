@@ -204,6 +204,23 @@ def test_a_mistake_is_one_line_and_reaches_torchrun(capsys, monkeypatch, tmp_pat
     assert json.loads(report.read_text())["message"]["message"] == line.strip()
 
 
+def test_a_mistake_found_as_the_model_is_built_is_no_longer_a_line(capsys):
+    """Megatron raises it once more at every module around, with the module's name behind it."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    class Inner:
+        def __init__(self):
+            raise UserError("--hidden-size 72: use a multiple of 16")
+
+    class Fp8Outer:
+        def __init__(self):
+            build_module(Inner)
+
+    with pytest.raises(SystemExit), entry.one_line_errors():
+        build_module(Fp8Outer)
+    assert capsys.readouterr().err == "megatron_fp8: --hidden-size 72: use a multiple of 16\n"
+
+
 def test_other_errors_keep_their_traceback():
     with pytest.raises(ValueError, match="not ours"), entry.one_line_errors():
         raise ValueError("not ours")

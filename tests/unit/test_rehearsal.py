@@ -411,7 +411,7 @@ def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, 
         (plants.bug(plugin, AssertionError), "AssertionError:"),
         (plants.MISTAKE, "--flag 3: is wrong; use 4"),
     ):
-        monkeypatch.setattr(plugin, "check_evaluation", planted)
+        monkeypatch.setattr(plugin, "check_faults", planted)
         assert examine(launch, 128).error == said
         assert ("Traceback" in capfd.readouterr().err) == (planted is not plants.MISTAKE)
 

@@ -8,7 +8,7 @@ from training_matrix import NEAR, NORM, Outcome, judge, unexpected
 
 def run(*losses: float, norm: float = 1.0, code: int = 0, said: str = "") -> dict:
     values = [{"lm loss": loss} for loss in losses]
-    return {"code": code, "losses": values, "norms": [norm] * len(losses), "said": [said] if said else []}
+    return {"code": code, "case": "--seed 7 --fp16", "losses": values, "norms": [norm] * len(losses), "said": [said] if said else []}
 
 
 def test_every_flag_of_training_is_tried_or_left_out(parser):
@@ -42,6 +42,11 @@ def test_what_excludes_a_flag_of_every_run_takes_its_place():
         (run(5.0, 4.0), run(5.0), "differs"),
         (run(), run(), "differs"),
         (run(5.0), run(code=2, said="megatron_fp8: --fp16: use --bf16 instead"), "refused"),
+        (run(5.0), run(code=2, said="megatron_fp8: --seed 7: use another"), "refused"),
+        (run(5.0), run(code=2, said="megatron_fp8: a line without a flag"), "fails"),
+        (run(5.0), run(code=2, said="megatron_fp8: --lr 1: a flag of another command"), "fails"),
+        (run(5.0), run(code=2, said="megatron_fp8: --seed 7: no; Megatron checks it in arguments.py:1"), "fails"),
+        (run(code=1), run(code=2, said="megatron_fp8: --seed 7: no; Megatron checks it in arguments.py:1"), "checked"),
         (run(5.0), run(code=1, said="ValueError: no"), "fails"),
         (run(5.0), run(code=1, said="megatron_fp8: with another exit code"), "fails"),
         (run(code=1, said="ValueError: no"), run(5.0), "alone"),

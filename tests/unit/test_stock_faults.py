@@ -1,0 +1,50 @@
+"""What Megatron does not check and fails at is one line: the flag, its value, a remedy with which the line is gone.
+
+tests/cpu/test_stock_fault_runs.py has that stock Megatron fails there, and that the remedies train.
+"""
+
+import sys
+
+import pytest
+from commands import MODEL, error_of
+
+from megatron_fp8.flags.stock_faults import check_faults
+
+EVALUATES = ["--eval-interval", "5"]
+
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/there/pretrain_gpt.py"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "remedy"),
+    [
+        ("", "--eval-interval: missing, ", "--eval-interval 1000"),
+        ("--full-validation", "--full-validation: ", "--full-validation --multiple-validation-sets"),
+        ("--skip-train --full-validation", "--full-validation: ", "--multiple-validation-sets"),
+        ("--no-pad-vocab-size", "--no-pad-vocab-size: ", "--no-pad-vocab-size --padded-vocab-size 256"),
+        ("--phase-transition-iterations 2", "--phase-transition-iterations 2: Megatron counts ", "--train-samples 9"),
+        ("--phase-transition-iterations 2,x", "--phase-transition-iterations 2,x: use whole numbers ", ""),
+        ("--phase-transition-iterations=-2 --train-samples 9", "--phase-transition-iterations -2: use whole ", ""),
+        ("--position-embedding-type mrope", "--position-embedding-type mrope: ", "--position-embedding-type rope"),
+    ],
+)
+def test_each_is_one_line(flags, line, remedy, parse):
+    evaluates = [] if "eval-interval" in line else EVALUATES
+    said = error_of(check_faults, parse(*MODEL, *evaluates, *flags.split()))
+    assert said.startswith(line), said
+    assert all(word in said for word in remedy.split() if word.startswith("--"))
+    check_faults(parse(*MODEL, *EVALUATES, *remedy.split()))
+
+
+@pytest.mark.parametrize("flags", ["--phase-transition-iterations 2,4 --train-samples 96", "--full-validation "
+                         "--multiple-validation-sets", "--skip-train"])  # fmt: skip
+def test_what_megatron_can_do_is_taken(flags, parse):
+    check_faults(parse(*MODEL, *EVALUATES, *flags.split()))
+
+
+def test_a_script_of_ones_own_may_have_three_axes(parse, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_vlm.py"])
+    check_faults(parse(*MODEL, *EVALUATES, "--position-embedding-type", "mrope"))
