@@ -132,7 +132,7 @@ def _expected(outcome: Outcome, why: Reason | None) -> bool:
 
 
 def report(found: dict[Case, Outcome]) -> str:
-    """Counts, and each case that is neither the same nor refused nor checked, with the reason that training_cases.py gives."""
+    """Counts, and each case that is not the same, refused or checked, with the reason that training_cases.py gives."""
     counts = Counter(outcome.verdict for outcome in found.values())
     exact = sum(outcome.exact for outcome in found.values())
     lines = [f"{sum(counts.values())} cases: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]

@@ -8,7 +8,8 @@ from training_matrix import NEAR, NORM, Outcome, judge, unexpected
 
 def run(*losses: float, norm: float = 1.0, code: int = 0, said: str = "") -> dict:
     values = [{"lm loss": loss} for loss in losses]
-    return {"code": code, "case": "--seed 7 --fp16", "losses": values, "norms": [norm] * len(losses), "said": [said] if said else []}
+    norms = [norm] * len(losses)
+    return {"code": code, "case": "--seed 7 --fp16", "losses": values, "norms": norms, "said": [said] if said else []}
 
 
 def test_every_flag_of_training_is_tried_or_left_out(parser):
