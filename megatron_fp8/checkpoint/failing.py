@@ -2,11 +2,14 @@
 
 They wait for it in a collective, which breaks as it ends (gloo: "Connection closed by peer"); NCCL's would last until
 the launcher ends them.  So the rank that fails first says so in the store by which the ranks found each other.  Under
-torchrun that is the agent's, and outlives every rank.  Without an entry there a broken collective is what it looks
-like, the network's failure, and keeps its traceback.
+torchrun that is the agent's, and outlives every rank.  Ranks that srun started have it from rank 0: if it is gone, so
+is rank 0, which has printed why, or its launcher says that it was killed.  With a store and no entry there a broken
+collective is what it looks like, the network's failure, and keeps its traceback.
 """
 
 import contextlib
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -53,11 +56,27 @@ def _say_failed() -> None:
 
 def _failed() -> int | None:
     """The rank that failed first; None where no rank says so."""
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            if _store().check([_KEY]):
-                return int(_store().get(_KEY))
+    if not dist.is_initialized():
+        return None
+    if _store_is_gone():
+        return 0
+    with contextlib.suppress(RuntimeError):
+        if _store().check([_KEY]):
+            return int(_store().get(_KEY))
     return None
+
+
+def _store_is_gone() -> bool:
+    """Whether rank 0 held the store, and has ended.  Asking the store itself would print torch's frames."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.get_rank() == 0:
+        return False
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), PATIENCE).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, KeyError):  # of a network that fails nothing is known; without an address ranks met elsewhere
+        return False
+    return False
 
 
 def _store() -> dist.Store:

@@ -1,5 +1,10 @@
 """Of ranks that wait for one that fails, that one has the line, and the others none."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 from gloo_ranks import WHERE
 from launch import RunFailed, forked
@@ -39,3 +44,38 @@ def test_what_is_no_mistake_keeps_its_traceback(tmp_path):
     code, said = ended(tmp_path, "0", "bug")
     assert code == 1 and "megatron_fp8: " not in said, said
     assert "ZeroDivisionError: a bug" in said
+
+
+LATE = """
+import time
+def _failed(asks=failing._failed):
+    time.sleep(2 * int(os.environ["RANK"] != "0"))  # rank 0, which holds the store, has ended meanwhile
+    return asks()
+failing._failed = _failed
+failing.PATIENCE = 1
+dist.init_process_group("gloo")
+"""
+
+
+@pytest.mark.parametrize("fails", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_ranks_that_no_torchrun_has_started(tmp_path, fails):
+    """As srun starts them: the store ends with rank 0."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace('dist.init_process_group("gloo")\n', LATE))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": WHERE}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), fails, "mistake"], env={**outside, **place, "RANK": str(rank)},
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2, 2], said
+    assert said == ["megatron_fp8: the line\n" if str(rank) == fails else "" for rank in range(3)]
