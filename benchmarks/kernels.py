@@ -16,8 +16,8 @@ must move at 4.0 TB/s, which is 95 % of a device copy (docs/performance.md).
   attention  7 T s A L, causal, at the BF16 rate, which no attention reaches: cuDNN 440 forward, 390 backward
 
   and bytes, each pass reading its inputs once and writing for the next one what that reads:
-  cast       2 an element of every FP8 linear's input and output gradient (row and transposed copy, written by whoever
-             has the values), 2 more to read attention's output, 2 a weight and step (transposed copy)
+  cast       2 an element of every FP8 linear's input and output gradient (row and transposed copy, written by the
+             kernel that has the values), 2 more to read attention's output, 2 a weight and step (transposed copy)
   norm       2 a norm forward (a read; the writes are the cast's), 8 backward (dy, x and the residual's gradient in,
              dx out); the last norm, whose reader is BF16, 4 and 6
   activation 2 U forward; 2 F + 2 U backward; its outputs are the cast's

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             code = run_verb("megatron-fp8", VERBS, chosen)
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads has enough of it, as head has
+        except BrokenPipeError:  # the reader has enough of it, as head has
             _forget_output()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

@@ -1,6 +1,6 @@
 """torchrun for processes of this machine alone: `python -m megatron_fp8.loopback --nproc-per-node N SCRIPT FLAGS...`.
 
-torch's own store listens on every interface, whatever address it is given, and takes commands from whoever connects.
+torch's own store listens on every interface, whatever address it is given, and takes commands from all who connect.
 Here it gets a socket that listens on 127.0.0.1, on a port that the kernel chose. The rest is torchrun's: a rendezvous
 of this kind is registered with it, and named on its command line. The ranks' gloo and NCCL are told to use the loopback
 interface too.

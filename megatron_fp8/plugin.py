@@ -126,7 +126,7 @@ from .rebind import Rebound
 
 _of_process = Rebound()  # by install(): what reads the flags of every run
 _TO_LOAD = "load_dir args rank0"  # parameters of _load_base_checkpoint
-_until_read = Rebound()  # while nobody has read the arguments, which ask for a level
+_until_read = Rebound()  # until the arguments, which ask for a level, are read
 _of_run = Rebound()  # for what the flags of one run ask for; put back when the next run's are read
 
 

@@ -48,7 +48,7 @@ def living(identity_: str | None) -> psutil.Process | None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether it has not ended; one that nobody has waited for, as in a container without an init, has."""
+    """Whether it has not ended; one that no process has waited for, as in a container without an init, has."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -126,7 +126,7 @@ class TorchRun:
         log: file for everything that they print; its folder is made if need be.
         environment: variables to set beside those of this process.
         folder: where it runs; None: here.
-        own_session: a Ctrl-C at the terminal is not for the run but for whoever started it, who must then close it.
+        own_session: a Ctrl-C at the terminal is not for the run but for its parent, which must then close it.
 
     Attributes:
         silent: whether it can print no more.
@@ -165,7 +165,7 @@ class TorchRun:
     def lines(self) -> list[str]:
         """What has been printed since the last call: whole lines, but for the last of all.
 
-        Of a run that prints without end a part, or whoever reads it would never look up, not at a Ctrl-C either.
+        Of a run that prints without end a part, or its reader would never look up, not at a Ctrl-C either.
         """
         text = b""
         with contextlib.suppress(BlockingIOError):

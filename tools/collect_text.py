@@ -1,4 +1,4 @@
-"""English and C text that anyone can fetch again: Debian's packages, as one .jsonl each, with a manifest.
+"""English and C text that can be fetched again: Debian's packages, as one .jsonl each, with a manifest.
 
     python tools/collect_text.py runs/text                          fetches the packages (apt-get download, 260 MB)
     python tools/collect_text.py runs/text --packages FOLDER        takes .deb files that lie in FOLDER

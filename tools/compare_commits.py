@@ -46,7 +46,7 @@ from megatron_runs import TINY_GPT  # noqa: E402
 TIMEOUT = 300  # seconds, of a run
 ALWAYS = "--train-iters 6 --lr-decay-iters 40 --ckpt-format torch_dist --save ckpt --save-interval 1000"
 RESUMED = "--train-iters 9 --override-opt_param-scheduler --exit-on-missing-checkpoint"
-EXACT = "--fp8-log-exact"  # not in the plain levels: there nothing looks on
+EXACT = "--fp8-log-exact"  # not in the plain levels: there nothing observes
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

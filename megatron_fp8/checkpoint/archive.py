@@ -46,7 +46,7 @@ class Archive:
         else:
             state = {"state": sharded_engine_state(engine.buckets, model, is_loading)}
         weights = [weight for owned in engine.sets for weight in owned.weights]
-        # Of scales that are still another run's, for no step was made since, nobody says again what they are for.
+        # Of scales that are still another run's, for no step was made since, no code says again what they are for.
         warm = all(owned.scaling is None or owned.scaling.warm for owned in engine.sets)
         state["step"], state["scaled_for"] = engine.steps, self._scaled_for() if warm else ""
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.

@@ -210,7 +210,7 @@ class _ShardWriter:
             _write_json(self.folder / INDEX, index)
         _write_json(self.folder / CONFIG, config)
         for path in self.folder.glob("*.safetensors"):
-            shutil.copymode(self.folder / CONFIG, path)  # safetensors lets nobody else read its files
+            shutil.copymode(self.folder / CONFIG, path)  # safetensors lets no other user read its files
         return count
 
 

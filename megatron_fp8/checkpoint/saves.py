@@ -302,7 +302,7 @@ def _give_up(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a checkpoint, whoever's; what else lies there is left alone."""
+    """The files of a checkpoint, a level's or stock's; what else lies there is left alone."""
     names, kinds = (METADATA, SEAL, ".metadata", "common.pt"), (".distcp", ".tmp", ".partial")
     return [path for path in folder.iterdir() if path.name in names or path.suffix in kinds]
 

@@ -4,7 +4,7 @@ integrity.json is Megatron's own form (`--verify-integrity`) and a hash of itsel
 which a terabyte takes a quarter of an hour, ours by all ranks, each its share.  The folder must be one file system for
 all of them.  What is not sealed, checkpoints of stock Megatron, is read as it is.
 
-A seal shows damage, not malice: whoever can change a file can write a new seal.  What else keeps a checkpoint from
+A seal shows damage, not malice: a user who can change a file can write a new seal.  What else keeps a checkpoint from
 running code is in pickles.py.
 """
 

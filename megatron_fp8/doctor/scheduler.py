@@ -55,7 +55,7 @@ def _of_partitions() -> dict[str, int] | None:
     """{partition: seconds of GraceTime} of those whose jobs are stopped for another's; None: not known."""
     text = output_of("scontrol", "--oneliner", "show", "partition")
     found = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in (text or "").splitlines() if line]
-    highest = max((int(of["PriorityTier"]) for of in found), default=0)  # which nobody's jobs are stopped for
+    highest = max((int(of["PriorityTier"]) for of in found), default=0)  # no job of it is stopped for another
     stopped = [of for of in found if of["PreemptMode"] in ("REQUEUE", "CANCEL") and int(of["PriorityTier"]) < highest]
     return {of["PartitionName"]: int(of["GraceTime"]) for of in stopped} if found else None
 

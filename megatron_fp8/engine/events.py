@@ -1,4 +1,4 @@
-"""Who looks on while the engine works: observers subscribe to events, and whoever works tells those that did.
+"""Observers of the engine: they subscribe to events, and the code that works calls those that did.
 
     class Counting(Observer):
         def cast(self, weight, role, x, q):     # overrides the events it wants

@@ -1,7 +1,7 @@
 """What a script does to an owned weight's parameter: it freezes it, or puts something else in its place.
 
 The engine would train the weight all the same, so a run ends then in one line. To stock the parameter is frozen in any
-case, by our own doing; so the parameter itself notes what a script sets, whoever sets it and whenever:
+case, by our own doing; so the parameter itself notes what a script sets, at any place and time:
 
     weight.requires_grad = False, weight.requires_grad_(False), weight.detach_(), module.requires_grad_(False)
     a LoRA wrapper's freezing of its base                                      all end in one of the first three

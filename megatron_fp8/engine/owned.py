@@ -73,7 +73,7 @@ class Casts:
     def quantize(
         self, x: Castable, role: int, *, columns: bool, rows: bool, training: bool, group
     ) -> tuple[ScaledTensor, torch.Tensor]:
-        """OwnedWeight.cast, without whoever looks on."""
+        """OwnedWeight.cast, without telling observers."""
         scaling, slot, amax_out = self.scaling, self.slots[role], None
         fmt = self._config.forward_format if role == INPUT else self._config.grad_format
         if scaling is not None and scaling.warm:
@@ -215,7 +215,7 @@ class OwnedWeight:
     ) -> tuple[ScaledTensor, torch.Tensor]:
         """x (M, K), an INPUT or a GRAD -> (its cast to the format of its role, in the layouts asked for; the scale).
 
-        In training its amax counts, and whoever looks on sees it, and has the rows made.
+        In training its amax counts, and observers see it, and have the rows made.
         group: the ranks that must use one scale, or None.
         """
         looks = self.events.cast if training else ()

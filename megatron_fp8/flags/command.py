@@ -4,7 +4,7 @@
     launcher: 16 x 8 GPUs                          script                            flags
 
 The launcher is torchrun, in any spelling, srun, both, or none.  What it says of the number of GPUs is read; where it
-leaves that to the environment of a job, nobody can know it here.
+leaves that to the environment of a job, it is not known here.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     --fp8-probe-step N[,N...]    the steps, as Megatron's log numbers them (monitor/probe.py says what is measured)
     --fp8-probe-dir DIR          where rank 0 writes step-N.json
 
-It looks on: the losses are the same to the last bit.
+It changes nothing: the losses are the same to the last bit.
 """
 
 from argparse import Namespace

@@ -4,7 +4,7 @@
     --fp8-sharpness-eval FILE       in evaluations, with --skip-train too: to a file (`megatron-fp8 lab sharpness`)
     --fp8-sharpness-iterations N    there also by N iterations of L-BFGS-B, on the last token of each sequence
 
-Measuring looks on: the losses are the same to the last bit.
+Measuring changes nothing: the losses are the same to the last bit.
 """
 
 from argparse import Namespace

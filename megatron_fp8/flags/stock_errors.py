@@ -227,7 +227,7 @@ def _values(frames: list[tuple[FrameType, int]]) -> tuple[list[str], list[str]]:
             given = {name: shown for name, value in read.items() if (shown := _as_given(name, value)) is not None}
             typed = [shown for name, shown in given.items() if _is_typed(name)]
             missing = [_flags[name].option_strings[0] for name in read.keys() - given.keys() if not i]
-            if typed:  # a flag that nobody gave is no one's mistake, and a clue only beside one that was
+            if typed:  # a flag that was not given is no mistake, and a clue only beside one that was
                 return typed, sorted(missing)[:_MANY]
         wanted = {getattr(n, "attr", getattr(n, "id", "")) for part in parts for n in ast.walk(part)}
     return [], []

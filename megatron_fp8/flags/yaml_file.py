@@ -1,6 +1,6 @@
 """A YAML file, read by libyaml where PyYAML has it, within bounds: all of the project's YAML comes through here.
 
-A file may be anybody's. So its size is bounded before it is parsed; its depth, since PyYAML and libyaml descend by
+A file may be another user's. So its size is bounded before it is parsed; its depth, since PyYAML and libyaml descend by
 recursion and end the process; and the number of its values with aliases written out, since `<<: [*a, *a]`, in a few
 lines that refer to one another, becomes more than fits into memory. All of it is counted on libyaml's stream of events,
 before anything is built of them.

@@ -84,7 +84,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Write the script, and submit it; returns the exit code."""
     shells = dict(os.environ)  # before the check, in which torch and Megatron set variables of this process
-    args.flags, args.sbatch = " ".join(args.flags or ()), " ".join(args.sbatch or ())  # whoever gives two means both
+    args.flags, args.sbatch = " ".join(args.flags or ()), " ".join(args.sbatch or ())  # given twice, both count
     args.mounts = ",".join(args.mounts or ())
     if args.gpus_per_node < 0:
         raise UserError(f"--gpus-per-node {args.gpus_per_node}: use 0 or more")
@@ -204,7 +204,7 @@ def _cluster(name: str) -> dict[str, str]:
         check_characters(f"{path}:{number}", text)
         if not equals or not A_VARIABLE.fullmatch(variable):
             raise UserError(f"{path}:{number}: {text}: write NAME=VALUE")
-        if "$" in value or value.startswith("~"):  # nobody would fill it in: the script has values as they are
+        if "$" in value or value.startswith("~"):  # nothing would fill it in: the script has values as they are
             raise UserError(f"{path}:{number}: {text}: $ and ~ stay as they are; write it out, or set it in the shell")
         try:
             words = shlex.split(value, comments=True)

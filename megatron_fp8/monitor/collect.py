@@ -22,7 +22,7 @@ Of the gradient summed over data parallelism ("wgrad_reduced"):
                    micro-batches' dW added in FP32 and summed over data parallelism in FP32 (`--fp8-log-grad-snr`).
                    Both use the same GEMM operands, so this is the noise of storage and wire alone.
 
-On all other steps nobody is subscribed, and nothing here runs. On a step that logs, one kernel reads each cast tensor
+On all other steps nothing is subscribed, and nothing here runs. On a step that logs, one kernel reads each cast tensor
 and its payload again, 3 bytes an element of BF16; the SNR holds 4 bytes a parameter, does one more weight-gradient
 GEMM a micro-batch, as FP8 storage's counts do, and one FP32 reduction. Until the optimizer's step is made nothing goes
 from host to device or back, since each such copy, of a single number too, would make the host wait; then one copy

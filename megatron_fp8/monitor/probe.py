@@ -299,7 +299,7 @@ def make(folder: str) -> None:
 def write(folder: str, step: int, linears: dict[str, Any]) -> None:
     """Write a probed step's JSON file, and a line with the worst for the log."""
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)  # again: whoever reads may have moved the folder
+    path.mkdir(parents=True, exist_ok=True)  # again: a reader may have moved the folder
     text = json.dumps({"step": step, "linears": linears}, indent=1, allow_nan=False)
     (path / f"step-{step}.json").write_text(text + "\n")
     say(step, summary(linears))

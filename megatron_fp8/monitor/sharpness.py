@@ -58,7 +58,7 @@ def watch_evaluation(plan: SharpnessPlan, name: str, chunks: Sequence[torch.nn.M
         result = run()
     probe.reduce()
     if is_last_rank():
-        assert plan.file is not None  # or nobody would be here
+        assert plan.file is not None  # else this is not called
         found = {key: of and of.summary() for key, of in (("tokens", probe.tokens), ("last", probe.last))}
         path = Path(plan.file)
         path.parent.mkdir(parents=True, exist_ok=True)

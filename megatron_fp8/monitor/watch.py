@@ -241,7 +241,7 @@ class Watch(Observer):
             self._say(iteration, f"{name} rise {line.last:.4g}, from {line.first:.4g} along its last {line.length}")
 
     def observe_on_last(self, name: str, iteration: int, value: float | None) -> None:
-        """`observe` what only the last rank knows, or nobody: None. Every rank must come here.
+        """`observe` what only the last rank knows, or no rank: None. Every rank must come here.
 
         For spikes only: it is for sharpness, which rises several-fold as a healthy model begins to learn.
         """

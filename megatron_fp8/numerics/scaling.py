@@ -133,7 +133,7 @@ class DelayedScaling(Slots):
     def clipped(self, factor: float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Which tensors of the step have a value beyond `factor` times what their scale can hold, or not finite.
 
-        (n,) bool, agreed over `group` (None: with nobody), before `update`.
+        (n,) bool, agreed over `group` (None: with no other rank), before `update`.
         """
         fits = self.amax * self.scale <= self._largest * factor
         found = (~fits).to(torch.uint8)  # true for NaN
@@ -142,7 +142,7 @@ class DelayedScaling(Slots):
         return found.bool()
 
     def update(self, group: dist.ProcessGroup | None = None) -> None:
-        """End the step: agree amax over `group` (None: with nobody), add it to the history, set new scales.
+        """End the step: agree amax over `group` (None: with no other rank), add it to the history, set new scales.
 
         One all_reduce for all slots; no host synchronisation. A slot whose amax is not finite enters the
         history as zero: the lost step neither sets a scale nor lingers in the maximum of the history.
@@ -201,7 +201,7 @@ class WeightScaling(Slots):
         self.amax.zero_()
 
     def end_step(self) -> None:
-        """Agree the step's amax; nobody waits for it before the next."""
+        """Agree the step's amax; no rank waits for it before the next."""
         self._handle = all_reduce_largest(self.amax, self.group, async_op=True)
 
     def wait(self) -> None:

@@ -40,7 +40,7 @@ class Announcing:
 
 def announce(device: str, say: Callable[[str], None]) -> Callable[[], None]:
     """Say it of the backend that serves a device type, and of the weight gradients of stock's linears; returns what
-    undoes it.  Whoever plans says it himself, with what was planned, whoever asked."""
+    undoes it.  The code that plans says it, with what was planned, for every caller."""
     inner = serving(device)
     if not isinstance(inner, Planned) or not cublaslt.bound():
         register(Announcing(inner, say))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Raises OSError where it is nowhere, as nobody has a home."""
+    """Raises OSError where it is nowhere, as the user nobody has no home."""
     try:
         return Path(os.environ.get("MEGATRON_FP8_CACHE") or Path.home() / ".cache" / "megatron_fp8")
     except RuntimeError as error:

@@ -155,7 +155,7 @@ class Cutlass:
 
     def launch(self, choice: Choice, problem: Problem, device: int, pointers: tuple[int, ...]) -> Launch:
         """The plan of a choice; the problem is one that its kernel takes."""
-        assert self._library is not None  # whoever has a kernel has loaded it
+        assert self._library is not None  # there is a kernel, so it is loaded
         return Launch(self._library, problem, device, pointers, choice)
 
     def choices(self, problem: Problem) -> list[Choice]:

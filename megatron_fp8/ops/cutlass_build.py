@@ -3,8 +3,8 @@
 The library is plain C (csrc/abi.h), with the CUDA runtime inside, so that no version of torch or Python matters to it.
 It needs nvcc 12.3 or newer and CUTLASS' headers, which the package nvidia-cutlass brings, but no GPU. It is kept in
 $MEGATRON_FP8_CACHE, by default ~/.cache/megatron_fp8, under a hash of sources and flags and the versions of nvcc and
-CUTLASS; processes that start together build it once. Whoever finds one of these sources takes it, and needs neither
-nvcc nor headers: a node that only trains. $MEGATRON_FP8_CUTLASS names one that lies elsewhere.
+CUTLASS; processes that start together build it once. A process that finds one of these sources takes it, and needs
+neither nvcc nor headers: a node that only trains. $MEGATRON_FP8_CUTLASS names one that lies elsewhere.
 
     megatron-fp8 build [--jobs N]      builds it if it is not there, and prints where it lies
 """

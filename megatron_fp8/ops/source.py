@@ -2,7 +2,7 @@
 
 A norm, an activation function or an attention's gradient is read by one GEMM, in FP8. Written in BF16 and read again
 it costs four bytes an element for nothing, and a rounding. So who makes such values may describe them instead, as a
-`Source`, and whoever knows the scale has them made: in FP8, or in their own type where a scale must be found first.
+`Source`, and what knows the scale has them made: in FP8, or in their own type where a scale must be found first.
 """
 
 from typing import Protocol

@@ -34,7 +34,7 @@ def in_turns[Name](calls: Mapping[Name, Callable[[], object]], repetitions: int)
 def under_load[Name](calls: Mapping[Name, Callable[[], object]], bursts: Mapping[Name, float]) -> dict[Name, float]:
     """The means of running alone for LOAD_MS; bursts: a run's milliseconds, about. Waits for the device.
 
-    The first runs once more before, for whoever meets a GPU that has rested is faster.
+    The first runs once more before, for the first on a GPU that has rested is faster.
     """
 
     def alone(name: Name) -> float:

@@ -34,7 +34,7 @@ def _saved(w: Workload, modules: tuple[str, ...]) -> float:
     if "layernorm" not in modules:
         saved += 2 * i * hidden * (not kept)
     saved += 2 * (w.heads + 2 * w.groups) / tensor
-    if "core_attn" not in modules or i == 2:  # stock's projection reads the output itself, whoever recomputes it
+    if "core_attn" not in modules or i == 2:  # stock's projection reads the output itself, recomputed or not
         saved += 2 * w.heads / tensor
     saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
     saved += (i == 1 and not kept) * w.heads / tensor

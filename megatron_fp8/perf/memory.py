@@ -53,7 +53,7 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 KINDS = ("weight", "weight fp8 copy", "transpose scratch", "grad", *STATES)
 _CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight", "partition")]
 _GB = 1e9
-# What --fp8-grad-accum auto comes to where no micro-batch is given: nobody knows, and FP8 is counted.
+# What --fp8-grad-accum auto comes to if no micro-batch is given: not known, and FP8 is counted.
 _UNKNOWN = "auto", (
     f"Gradients in FP8: {FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more"
 )

@@ -1,6 +1,6 @@
 """What Megatron and the plugin make of a job's command, at its full size: validated, refused, adapted; not built.
 
-In a fork of a warm process, as rank 0 of all of the job's ranks, so that a mistake costs nobody else anything.
+In a fork of a warm process, as rank 0 of all of the job's ranks, so that a mistake ends that fork alone.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def examine(launch: Launch, gpus: int) -> Job:
             mock += ["--vocab-size", str(_GPT2)]
             if given.get("--tokenizer-type", ["GPT2BPETokenizer"]) != ["GPT2BPETokenizer"]:
                 guessed = f"a vocabulary of {_GPT2} tokens, GPT-2's, since the job's is not known here (--vocab-size)"
-                mock += ["--make-vocab-size-divisible-by", "128"]  # whether the job's fits an FP8 head, nobody knows
+                mock += ["--make-vocab-size-divisible-by", "128"]  # whether the job's fits an FP8 head is not known
         job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus, unknown)
         job.missing, job.guessed = missing, guessed
     job.flags = [(flag, values) for flag, values in launch.flags if flag not in of_attention]

@@ -8,7 +8,7 @@ Importing torch and Megatron takes a process four seconds and 600 MB. Here it is
         ├ rank 1   ...
 
 Pages that no rank writes exist once, so 32 ranks of a tiny model take some 2 GB, and start within seconds. A rank's
-environment is torchrun's; the store is the supervisor's, on a port that nobody else can take. A rank that fails ends
+environment is torchrun's; the store is the supervisor's, on a port that no other process takes. A rank that fails ends
 the others, as under torchrun, and all end with their supervisor.
 
 Three differences from a cold start: environment variables that are read while torch is imported are the warm process',

@@ -1,4 +1,4 @@
-"""Every remedy that a refused checkpoint's line names is tried: with it the same command trains."""
+"""Ten kinds of lines about a checkpoint that does not load: with each remedy that one names, the command trains."""
 
 import math
 import re

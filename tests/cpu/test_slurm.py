@@ -239,7 +239,7 @@ def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):
     )
     job = Job(slurm, tmp_path / "job", files, "--script", str(script))
     assert job.end() == ("FAILED", 2), job.log[-5000:]
-    assert job.notes[-1] == "started 3 times from step 0, and saved nothing: failed"
+    assert job.notes[-1] == "failed: 3 starts from step 0 saved no later step; submit it again when that is mended"
     assert sum(f"; step 0 of {STEPS} is saved" in note for note in job.notes) == 3
 
 

@@ -42,7 +42,7 @@ def test_a_job_that_has_saved_is_requeued_until_it_is_done(job):
 def test_only_whole_checkpoints_are_progress(job, code, seal):
     for restarts in (0, 1):
         assert job(code=code, seal=seal, restarts=restarts)[1][-1] == "requeued, to go on from step 0"
-    failed = "started 3 times from step 0, and saved nothing: failed"
+    failed = "failed: 3 starts from step 0 saved no later step; submit it again when that is mended"
     ended, notes = job(code=code, seal=seal, restarts=2)
     assert ended == 1 and notes[1:] == [f"ended with code {code}; step 0 of 9 is saved", failed]
     assert job(restarts=3) == (1, [failed]) and requeues(job) == 2  # however the third start ended
@@ -112,9 +112,8 @@ def test_what_hangs_does_not_end_the_job(job):
 def test_a_start_without_time_to_train(job):
     """Of sbatch --time=10, say: told to stop from its first second, each start would train one step."""
     code, notes = job(more={"SLURM_JOB_END_TIME": str(int(time.time()) + 590)})
-    assert code == 2 and re.fullmatch(
-        r"not started: 5\d\d seconds are left, and it would be told to stop 600 before its end; give it more", notes[0]
-    )
+    line = r"not started: 5\d\d seconds of its time are left, and it stops 600 seconds before their end; raise --time"
+    assert code == 2 and re.fullmatch(line, notes[0])
     assert not (job.fake / "task.json").exists()
 
 

@@ -1,8 +1,8 @@
 """A Hugging Face folder, read: its config.json, and the tensors of its safetensors files.
 
-The folder may be anybody's. Only regular files are opened: a FIFO would wait for ever, a device never end. A link may
-lead anywhere, as those of Hugging Face's own cache do; a name in the index may not. JSON is bounded. Names and shapes
-are compared with what the model needs by the files' headers, before a tensor is read or memory taken for it.
+The folder may come from another user. Only regular files are opened: a FIFO would wait for ever, a device never end.
+A link may lead anywhere, as those of Hugging Face's own cache do; a name in the index may not. JSON is bounded. Names
+and shapes are compared with what the model needs by the files' headers, before a tensor is read or memory taken for it.
 """
 
 import stat

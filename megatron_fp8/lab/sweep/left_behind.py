@@ -2,7 +2,7 @@
 
 A run's processes inherit an environment variable of three parts: the namespace that process numbers are of, the sweep's
 own process, and the file of its store. A sweep of the same store ends what bears such a mark of a sweep that no longer
-lives. The store is not asked: whoever can write to it could name any process of this user.
+lives. The store is not asked: a user who can write to it could name any process of this user.
 """
 
 import os

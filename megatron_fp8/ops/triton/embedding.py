@@ -3,7 +3,7 @@
 The n row numbers are sorted (stably, some microseconds), and so equal ones lie side by side, in runs. The sorted places
 are cut into chunks of CHUNK. One program a chunk and BLOCK columns goes through its places and sums each run:
 
-    a run that lies in the chunk        is added to its row at once: nobody else touches that row
+    a run that lies in the chunk        is added to its row at once: no other program touches that row
     a run that goes on beyond it        leaves its part in `parts`: as the tail of the chunk where it begins, and as the
                                         head of each chunk where it goes on
 

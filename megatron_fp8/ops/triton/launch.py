@@ -7,7 +7,7 @@ that Triton itself goes by: its own binder makes it of the arguments, and types,
 Triton sees them. What is not in the key does not change while a process trains: options from the environment, and a
 kernel's globals.
 
-The first launch of a key is Triton's own, and so is every launch while somebody's hooks watch (a profiler), under the
+The first launch of a key is Triton's own, and so is every launch while hooks are set (a profiler's), under the
 interpreter, and with another version of Triton, whose insides may differ.
 
     @launched

@@ -13,7 +13,7 @@ are powers of two with masks, so a head may have any size.
 A join in FP8 with columns is a cast of tiles whose rows lie in heads: cast.py's, and as fast, where nothing is rotated.
 Where whole heads are, a program turns two such tiles, its head's halves or every other of its columns, into each other:
 246 us for 201 M elements in heads of 128 on an H200; with four or eight heads in turn 290, as below 333, with one table
-for both of a pair, which nobody promises, 225.
+for both of a pair, which nothing promises, 225.
 
 In place no thread may read what another has written: a pair is read and written by one thread, since a tile has more
 pairs than the program threads; interleaved ones change threads, if at all, past a barrier.
@@ -353,7 +353,7 @@ def split_qkv(
             mixed, *outputs, cos, sin, b, s * b, groups,
             R=r, HN=hn, INTERLEAVED=interleaved, **cut, enable_fp_fusion=False,
         )  # fmt: skip
-    if d and in_place:  # autograd, which cannot see a kernel write, is to refuse whoever has kept the old values
+    if d and in_place:  # autograd, which cannot see a kernel write, is to refuse a user of the old values
         torch.autograd.graph.increment_version(mixed)
     return q, k, v
 
