@@ -229,47 +229,13 @@ def learning_rates(results: Results) -> list[Picture]:
     and intervals, which are not joined, lie side by side.
     """
     others = [arm for arm in results.arms if arm != results.baseline]
-    closest = min((b / a for a, b in pairwise(results.rates)), default=1.0)
-
-    def beside(place: int, places: int) -> float:
-        """A factor of the learning rate."""
-        return closest ** (0.4 * ((place + 0.5) / places - 0.5))
-
-    def draw_losses(panel, data: str) -> None:
-        for i, arm in enumerate(results.arms):
-            look, there, medians = _look(results, arm), [], []
-            for rate in results.rates:
-                runs = results.cell(Cell(data, rate, arm))
-                finals = np.array([np.fmin(results.final(run), run.initial) for run in runs])
-                fell = np.array([run.divergence is not None for run in runs], bool)
-                for which, marker in ((~fell, "o"), (fell, "x")):
-                    at = np.full(which.sum(), rate * beside(i, len(results.arms)))
-                    panel.plot(at, finals[which], marker, color=look["color"], alpha=0.4, markersize=3)
-                if np.isfinite(finals).any():
-                    there.append(rate)
-                    medians.append(np.nanmedian(finals))
-            if there:
-                panel.plot(there, medians, **_line(results, arm))
-        panel.set_ylabel("final loss (nats)")
-        _legend(panel)
-
-    def draw_gaps(panel, data: str) -> None:
-        panel.axhline(0, color="black", linewidth=0.8)
-        for i, arm in enumerate(others):
-            for rate in results.rates:
-                both = healthy(results.pairs(Cell(data, rate, arm)))
-                found = paired(np.array([results.final(other) - results.final(base) for base, other in both]))
-                if found.n >= _PAIRS:
-                    share = 100 / mean([results.final(base) for base, _ in both])
-                    at, colour = rate * beside(i, len(others)), _look(results, arm)["color"]
-                    panel.plot([at, at], np.array(t_interval(found)) * share, color=colour, linewidth=1.2)
-                    panel.plot([at], [found.mean * share], "o", color=colour, markersize=4)
-        panel.set_ylabel(_text(f"gap to {results.baseline} (%)"))
 
     def draw(axes) -> None:
         for column, data in zip(axes.T, results.data, strict=True):
-            for panel, fill in zip(column, (draw_losses, draw_gaps), strict=False):
-                fill(panel, data)
+            _draw_finals(results, column[0], data)
+            for panel in column[1:]:
+                _draw_gaps(results, panel, data, others)
+            for panel in column:
                 panel.set(xscale="log", xlabel="learning rate")
                 panel.set_xticks(results.rates, [f"{rate:g}" for rate in results.rates])
                 panel.minorticks_off()
@@ -286,6 +252,47 @@ def learning_rates(results: Results) -> list[Picture]:
             f"{_PAIRS} or more pairs of which neither diverged."
         )
     return [_picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
+
+
+def _draw_finals(results: Results, panel, data: str) -> None:
+    """Each run's final loss, and the line of each arm's medians."""
+    for i, arm in enumerate(results.arms):
+        medians = {}
+        for rate in results.rates:
+            runs = results.cell(Cell(data, rate, arm))
+            finals = np.array([np.fmin(results.final(run), run.initial) for run in runs])
+            fell = np.array([run.divergence is not None for run in runs], bool)
+            for which, marker in ((~fell, "o"), (fell, "x")):
+                at = np.full(which.sum(), _beside(results, rate, i, len(results.arms)))
+                colour = _look(results, arm)["color"]
+                panel.plot(at, finals[which], marker, color=colour, alpha=0.4, markersize=3)
+            if np.isfinite(finals).any():
+                medians[rate] = np.nanmedian(finals)
+        if medians:
+            panel.plot([*medians], [*medians.values()], **_line(results, arm))
+    panel.set_ylabel("final loss (nats)")
+    _legend(panel)
+
+
+def _draw_gaps(results: Results, panel, data: str, arms: list[str]) -> None:
+    """Each arm's mean gap to the baseline and its interval, at rates of which there are pairs enough."""
+    panel.axhline(0, color="black", linewidth=0.8)
+    for i, arm in enumerate(arms):
+        for rate in results.rates:
+            both = healthy(results.pairs(Cell(data, rate, arm)))
+            found = paired(np.array([results.final(other) - results.final(base) for base, other in both]))
+            if found.n >= _PAIRS:
+                share = 100 / mean([results.final(base) for base, _ in both])
+                at, colour = _beside(results, rate, i, len(arms)), _look(results, arm)["color"]
+                panel.plot([at, at], np.array(t_interval(found)) * share, color=colour, linewidth=1.2)
+                panel.plot([at], [found.mean * share], "o", color=colour, markersize=4)
+    panel.set_ylabel(_text(f"gap to {results.baseline} (%)"))
+
+
+def _beside(results: Results, rate: float, place: int, places: int) -> float:
+    """Where the place-th of so many lies around its rate: together they take 0.4 of the two closest rates' distance."""
+    closest = min((b / a for a, b in pairwise(results.rates)), default=1.0)
+    return rate * closest ** (0.4 * ((place + 0.5) / places - 0.5))
 
 
 def signals(results: Results, names: list[str]) -> list[Picture]:
