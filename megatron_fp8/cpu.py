@@ -155,8 +155,10 @@ def _nothing(*args, **kwargs) -> None:
     """Stands for every call whose only effect would be on a GPU."""
 
 
-def _zero(*args, **kwargs) -> int:
-    return 0
+def _always(value: int | None, *names: str) -> dict[str, Callable[..., int | None]]:
+    """{name: a function that only returns the value}; each its own, as torch's compiler has one rule for a function,
+    and not the same for all names."""
+    return {name: lambda *args, **kwargs: value for name in names}
 
 
 class _Works:
@@ -248,12 +250,12 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
-        "current_device": _zero,  # an index, as on a GPU: some callers build f"cuda:{index}" from it
+        **_always(0, "current_device"),  # an index, as on a GPU: some callers build f"cuda:{index}" from it
         "device": lambda device: contextlib.nullcontext(),
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_name": lambda device=None: properties.name,
-        **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "ipc_collect"), _nothing),
+        **_always(None, "init", "_lazy_init", "set_device", "synchronize", "ipc_collect"),
         "_lazy_call": lambda call, **kwargs: call(),
         # streams and events
         "Stream": _Stream,
@@ -261,27 +263,27 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "set_stream": _nothing,
         "is_current_stream_capturing": lambda: False,
-        "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, mark=_nothing),
+        **_always(None, "set_stream"),
+        "nvtx": types.SimpleNamespace(**_always(None, "range_push", "range_pop", "mark")),
         # random numbers
         "default_generators": (generator,),
         "manual_seed": generator.manual_seed,
-        "manual_seed_all": _nothing,  # torch.manual_seed calls it, after seeding this very generator
+        **_always(None, "manual_seed_all"),  # torch.manual_seed calls it, after seeding this very generator
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         # memory
-        **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing),
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "device_memory_used"), _zero),
-        **dict.fromkeys(("memory_reserved", "max_memory_reserved", "utilization"), _zero),
+        **_always(None, "empty_cache", "reset_peak_memory_stats"),
+        **_always(0, "memory_allocated", "max_memory_allocated", "device_memory_used"),
+        **_always(0, "memory_reserved", "max_memory_reserved", "utilization"),
         "memory_stats": lambda device=None: collections.defaultdict(int),
         "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
     }
     accelerator = {
-        "current_device_index": _zero,  # asked by the thread of a DataLoader with workers that pins memory
+        **_always(0, "current_device_index"),  # asked by the thread of a DataLoader with workers that pins memory
         "device_index": lambda device: contextlib.nullcontext(),
         "current_stream": lambda device=None: stream,  # torch.optim asks it, from 2.15 on, if a graph is captured
-        **dict.fromkeys(("set_device_index", "set_stream", "synchronize"), _nothing),
+        **_always(None, "set_device_index", "set_stream", "synchronize"),
     }
     substitutes: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, cuda),

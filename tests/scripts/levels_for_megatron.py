@@ -5,9 +5,11 @@
     python -m pytest -p levels_for_megatron -o addopts= --timeout 240 TESTS
 
 MEGATRON-LM is a checkout of the release that is installed, without its folder `megatron`: the wheel's is tested, which
-has its compiled helpers. HERE is this repository; TESTS are files of tests/unit_tests. Without FP8_LEVEL stock runs on
-the same CPU, to compare with. FP8_FLAGS: further flags of ours. The tests' models are narrow: a level refuses those
-whose linears have no multiple of 128 elements, and in FP8 whose widths are no multiples of 16.
+has its compiled helpers. HERE is this repository; TESTS is one file of tests/unit_tests: many leave gloo groups behind,
+with their threads, so a process for each. Without FP8_LEVEL stock runs on the same CPU, to compare with. FP8_FLAGS:
+further flags of ours. The tests' models are narrow, of width 12: a level refuses linears that have no multiple of 128
+elements, and in FP8 widths that are no multiples of 16. So with a level all widths are rounded up to such; tests that
+know a width, or count parameters, fail then.
 
 Those tests build most models by hand, and call no parser. So what a run's flags hook is hooked once, here: a GPTModel
 gets the level's layers, whoever builds it; megatron.core.optimizer.get_megatron_optimizer appends the engine; a
@@ -39,6 +41,7 @@ LEVEL = os.environ.get("FP8_LEVEL", "")
 FLAGS = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
 --micro-batch-size 1 --train-iters 10 --lr 1e-3 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
 --eval-interval 10 --transformer-impl local --fp8-level {LEVEL} {os.environ.get("FP8_FLAGS", "")}"""
+WIDTHS = "ffn_hidden_size kv_channels q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
 
 
 def _without_nccl() -> None:
@@ -70,6 +73,26 @@ def _leave_no_groups() -> None:
                     torch.distributed.destroy_process_group(group)
 
     parallel_state.destroy_model_parallel = destroy_model_parallel
+
+
+def _widen() -> None:
+    """Round the widths of every configuration up, so that each linear's is a multiple of 16 whatever its heads."""
+    from megatron.core.transformer import transformer_config
+
+    def up(size, unit: int):
+        return -(-size // unit) * unit if size else size
+
+    stock = transformer_config.TransformerConfig.__post_init__
+
+    @functools.wraps(stock)
+    def __post_init__(self):
+        self.hidden_size = up(self.hidden_size, 16 * (self.num_attention_heads or 1))
+        for name in WIDTHS:
+            if hasattr(self, name):
+                setattr(self, name, up(getattr(self, name), 16))
+        stock(self)
+
+    transformer_config.TransformerConfig.__post_init__ = __post_init__
 
 
 def _hook_level() -> None:
@@ -131,4 +154,5 @@ if cpu.needed():
     _leave_no_groups()
     utils.get_fa_version = lambda: Version("0")  # asked where tests are collected
 if LEVEL:
+    _widen()
     _hook_level()

@@ -113,6 +113,19 @@ def test_torchs_names_for_any_accelerator_need_no_driver(installed):
         assert torch.accelerator.current_device_index() == 0
 
 
+def test_torchs_compiler_finds_one_rule_for_every_name(installed):
+    """It raises "Duplicate torch object" for a function under two names with different rules."""
+    from torch._dynamo import trace_rules
+
+    rules: dict[int, set] = {}
+    for names in trace_rules.torch_name_rule_map:
+        for name, rule in names.items():
+            if name.startswith(("torch.cuda.", "torch.accelerator.")):
+                rules.setdefault(id(trace_rules.load_object(name)), set()).add((rule, name))
+    twice = [found for found in rules.values() if len({rule for rule, _ in found}) > 1]
+    assert len(rules) > 50 and not twice, twice
+
+
 def test_uninstall_restores_everything():
     places = [(owner, name) for owner, substitutes in cpu._substitutes() for name in substitutes]
     before = [getattr(owner, name) for owner, name in places]
