@@ -12,9 +12,9 @@ elements, and in FP8 widths that are no multiples of 16. So with a level all wid
 know a width, or count parameters, fail then.
 
 Those tests build most models by hand, and call no parser. So what a run's flags hook is hooked once, here: a GPTModel
-gets the level's layers, whoever builds it; megatron.core.optimizer.get_megatron_optimizer appends the engine; a
-parser's arguments get the level. A model that nobody gave an optimizer has no engine, and is refused at its first
-backward pass. What is not a GPTModel, and its optimizer, is stock's.
+gets the level's layers, from any script; megatron.core.optimizer.get_megatron_optimizer appends the engine; a
+parser's arguments get the level. A model without an optimizer, whose training a level refuses, is given what adds up
+its gradients. What is not a GPTModel, and its optimizer, is stock's.
 """
 
 import functools
@@ -95,12 +95,30 @@ def _widen() -> None:
     transformer_config.TransformerConfig.__post_init__ = __post_init__
 
 
+def _train_without_optimizer() -> None:
+    from architecture import attach
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron_fp8.engine.owned import owned_weights
+
+    stock = GPTModel.forward
+
+    @functools.wraps(stock)
+    def forward(self, *args, **kwargs):
+        if any(weight.sink is None for weight in owned_weights([self])):
+            attach(self)
+        return stock(self, *args, **kwargs)
+
+    GPTModel.forward = forward
+
+
 def _hook_level() -> None:
     """What `plugin._start` hooks for a run of FLAGS, for good; later parsers only read the level."""
     import megatron.core.optimizer as optimizer
     import megatron.training.arguments as arguments
     from megatron.training import global_vars, training
 
+    from megatron_fp8.checkpoint import archive, loads, saves, stock_state
     from megatron_fp8.engine.owned import owned_weights
 
     ours, own = arguments.parse_args, {}
@@ -139,6 +157,8 @@ def _hook_level() -> None:
         finally:
             sys.argv = before
 
+    for module in archive, loads, saves, stock_state:  # a run has parsed its arguments; most of these tests have none
+        module.get_args = lambda: global_vars._GLOBAL_ARGS or args
     training.get_megatron_optimizer = optimizer.get_megatron_optimizer = get_megatron_optimizer
     arguments.parse_args = parse_args
 
@@ -155,4 +175,5 @@ if cpu.needed():
     utils.get_fa_version = lambda: Version("0")  # asked where tests are collected
 if LEVEL:
     _widen()
+    _train_without_optimizer()
     _hook_level()
