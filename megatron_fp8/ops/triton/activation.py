@@ -40,7 +40,7 @@ from megatron_fp8.ops.triton.cast import (
     store_codes,
     tile_place,
 )
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 from megatron_fp8.ops.triton.sums import empty_sums, summed
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -301,7 +301,7 @@ def _forward(h, kind, bias, kept, out, out_t=None, scale=None, fmt=None, amax_ou
     tile_m, tile_k, warps = GATED_FORWARD if kind in GATED else FORWARD
     assert kept is None or tile_k == BLOCK
     keeping = (None, None) if kept is None else (kept.payload, kept.exponents)
-    _activate_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(F, tile_k),)](
+    _activate_kernel[(cdiv(M, tile_m) * cdiv(F, tile_k),)](
         *_operand(h, bias, tile_k), M, F, *keeping, scale, out, out_t, amax_out, 0,
         KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=by_words(out_t, M),
         TILE_M=tile_m, TILE_K=tile_k, num_warps=warps,
@@ -315,7 +315,7 @@ def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out
     again_scale, again_t = again or (None, None)
     width = _gradient_shape(h, kind)[1]
     sums, tiles = empty_sums(M, F, tile_m, tile_k, width, dy.device) if bias_grad else (None, 1)
-    _activate_backward_kernel[(triton.cdiv(M, tile_m * tiles) * triton.cdiv(F, tile_k),)](
+    _activate_backward_kernel[(cdiv(M, tile_m * tiles) * cdiv(F, tile_k),)](
         dy.contiguous(), *_operand(h, bias, tile_k), M, F, scale, out, out_t, amax_out, sums,
         again_scale, again_t, 0,
         KIND=kind, GATED=kind in GATED, E4M3=fmt == E4M3, WORDS=by_words(out_t, M),

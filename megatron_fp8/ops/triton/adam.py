@@ -47,7 +47,7 @@ from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops.states import AdamHyper, Gradient, State
 from megatron_fp8.ops.triton.blocks import _rows
 from megatron_fp8.ops.triton.cast import as_type
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 
 _BLOCK = tl.constexpr(BLOCK)
 ADAM_BLOCKS, ADAM_WARPS = 16, 4  # blocks of 128 and warps a program; half the blocks where a state is float32
@@ -277,7 +277,7 @@ def adam_step(
     blocks = states[0].numel() // BLOCK
     # 16 bytes a thread: eight elements, of float32 four.
     rows = ADAM_BLOCKS // 2 if any(state.dtype == torch.float32 for state in states[::2]) else ADAM_BLOCKS
-    _adam_kernel[(triton.cdiv(blocks, rows),)](
+    _adam_kernel[(cdiv(blocks, rows),)](
         *gradients, grad_scale, *states, *weights, amax_out, blocks,
         *map(float, rates), 0,
         RANKS=ranks, DECOUPLED=hyper.decoupled, ROWS=rows, EVEN=blocks % rows == 0, num_warps=ADAM_WARPS,

@@ -42,7 +42,7 @@ from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.noise import Seed
 from megatron_fp8.ops.triton.cast import fp8_quad, magnitude_bits
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 
 _BLOCK = tl.constexpr(BLOCK)
 QUANTIZE_BLOCKS, QUANTIZE_WARPS = 32, 4  # blocks of 128 and warps a program
@@ -205,7 +205,7 @@ def quantize_blocks(
     else:
         out.check_span(first, x.numel())
         target, per_row, pitch = out, out.exponents.shape[1], out.data.stride(0)
-    _quantize_kernel[(triton.cdiv(blocks, QUANTIZE_BLOCKS),)](
+    _quantize_kernel[(cdiv(blocks, QUANTIZE_BLOCKS),)](
         x.contiguous(), noise, target.payload.view(torch.uint8), target.exponents, blocks, first // BLOCK,
         per_row, pitch, 0, ROWS=QUANTIZE_BLOCKS, num_warps=QUANTIZE_WARPS,
     )  # fmt: skip
@@ -219,7 +219,7 @@ def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: Seed, first: int = 0
     blocks.check_span(first, x.numel())
     count, payload, exponents = x.numel() // BLOCK, blocks.payload, blocks.exponents
     words = (0, 0, seed) if isinstance(seed, torch.Tensor) else (*seed, None)
-    _add_kernel[(triton.cdiv(count, ADD_BLOCKS),)](
+    _add_kernel[(cdiv(count, ADD_BLOCKS),)](
         x.contiguous(), payload, payload.view(torch.uint8), exponents, count, first // BLOCK,
         exponents.shape[1], blocks.data.stride(0), *words, 0,
         ROWS=ADD_BLOCKS, num_warps=ADD_WARPS, enable_fp_fusion=False,
@@ -234,7 +234,7 @@ def _rows(shards: torch.Tensor) -> torch.Tensor:
 def _launch_sum(payload, exponents, start=None, out=None, scale=None, squares=None):
     payload, exponents = _rows(payload), _rows(exponents)
     ranks, blocks = exponents.shape
-    _sum_kernel[(triton.cdiv(blocks, SUM_BLOCKS),)](
+    _sum_kernel[(cdiv(blocks, SUM_BLOCKS),)](
         payload, exponents, start, out, scale, squares, blocks, payload.stride(0), exponents.stride(0),
         RANKS=ranks, ROWS=SUM_BLOCKS, num_warps=SUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -254,7 +254,7 @@ def sum_blocks(
 
 def square_sum_blocks(payload: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """reference.square_sum_blocks in one pass, without the (n,) sums in memory."""
-    programs = triton.cdiv(exponents.shape[1], SUM_BLOCKS)
+    programs = cdiv(exponents.shape[1], SUM_BLOCKS)
     squares = payload.new_empty(programs, dtype=torch.float32)
     _launch_sum(payload, exponents, squares=squares)
     return squares.sum()

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 from megatron_fp8.ops.triton.sums import empty_sums, summed
 
 BLOCK, FLAT_WARPS = 8192, 8
@@ -238,7 +238,7 @@ def _tile_kernel(
 
 
 def _launch_flat(x, scale=None, out=None, amax_out=None, fmt=None):
-    grid = (triton.cdiv(x.numel(), BLOCK),)
+    grid = (cdiv(x.numel(), BLOCK),)
     _flat_kernel[grid](x, x.numel(), scale, out, amax_out, 0, E4M3=fmt == E4M3, BLOCK=BLOCK, num_warps=FLAT_WARPS)
 
 
@@ -249,7 +249,7 @@ def by_words(out_t: torch.Tensor | None, M: int) -> bool:
 
 def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, sums=None, fmt=None, tiles=1):
     M, K = x.shape
-    grid = (triton.cdiv(M, TILE_M * tiles) * triton.cdiv(K, TILE_K),)
+    grid = (cdiv(M, TILE_M * tiles) * cdiv(K, TILE_K),)
     _tile_kernel[grid](
         x, M, K, scale, out, out_t, amax_out, sums, 0,
         E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=TILE_K, TILES=tiles, num_warps=TILE_WARPS,

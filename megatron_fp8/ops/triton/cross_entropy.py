@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 
 LANES, GROUPS, STATISTICS_WARPS = 1024, 4, 4  # a lane and its neighbours load 16 bytes a thread
 BLOCK, GRADIENT_WARPS = 2048, 4
@@ -121,7 +121,7 @@ def cross_entropy_loss(
     """reference_cross_entropy.cross_entropy_loss in one launch."""
     ranks, _, rows = statistics.shape
     loss, normalizer = statistics.new_empty(rows), statistics.new_empty(2, rows)
-    _cross_entropy_loss_kernel[(triton.cdiv(rows, LOSS_BLOCK),)](
+    _cross_entropy_loss_kernel[(cdiv(rows, LOSS_BLOCK),)](
         statistics, target, loss, normalizer, rows, vocabulary, RANKS=ranks, BLOCK=LOSS_BLOCK
     )
     return loss, normalizer

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 
 CHUNK, BLOCK, WARPS = 32, 512, 4
 
@@ -99,9 +99,9 @@ def add_rows(into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> No
         return
     ordered, order = rows.sort(stable=True)
     values = values.contiguous()
-    chunks = triton.cdiv(n, CHUNK)
+    chunks = cdiv(n, CHUNK)
     parts = values.new_empty(chunks, 2, k, dtype=torch.float32)
-    grid = chunks, triton.cdiv(k, BLOCK)
+    grid = chunks, cdiv(k, BLOCK)
     how = {"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": WARPS}
     _embedding_runs_kernel[grid](into, ordered, order, values, parts, n, into.shape[0], k, **how)
     _embedding_joins_kernel[grid](into, ordered, parts, n, into.shape[0], k, chunks, **how)

@@ -27,7 +27,7 @@ from megatron_fp8.numerics.emulation import SMALLEST_NOISE, EmulatedFormat, larg
 from megatron_fp8.ops.triton import cast
 from megatron_fp8.ops.triton.blocks import _noise
 from megatron_fp8.ops.triton.cast import magnitude_bits
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched, next_power_of_2
 
 _SMALLEST_NOISE = tl.constexpr(SMALLEST_NOISE)
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
@@ -149,15 +149,15 @@ def emulate(x: torch.Tensor, spec: EmulatedFormat, seed: tuple[int, int] | None 
     if spec.scaled and spec.scaling != "tensor":
         K = x.shape[-1] if x.dim() else 1
         N = min(spec.block(K), K)
-        per_row, span = triton.cdiv(K, N), min(triton.next_power_of_2(N), _TILE)
+        per_row, span = cdiv(K, N), min(next_power_of_2(N), _TILE)
         blocks, count = x.numel() // K * per_row, _TILE // span
-        _block_kernel[(triton.cdiv(blocks, count),)](
+        _block_kernel[(cdiv(blocks, count),)](
             x, out, blocks, per_row, K, N, *words, **constants,
-            COUNT=count, SPAN=span, PARTS=triton.cdiv(N, span), num_warps=_WARPS,
+            COUNT=count, SPAN=span, PARTS=cdiv(N, span), num_warps=_WARPS,
         )  # fmt: skip
     else:
         amax = cast.amax(x).view(torch.int32) if spec.scaled else None
-        _flat_kernel[(triton.cdiv(x.numel(), _TILE),)](
+        _flat_kernel[(cdiv(x.numel(), _TILE),)](
             x, out, x.numel(), amax, *words, **constants, TILE=_TILE, num_warps=_WARPS
         )
     return out

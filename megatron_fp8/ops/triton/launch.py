@@ -31,6 +31,17 @@ def launched(kernel: Any) -> Any:
     return Launched(kernel) if known else kernel
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own serves kernels too, and looks through its arguments for constants of theirs:
+    1.9 us of the host for 0.1, 35 times a layer."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least that is n, 1 or more, or above; as `cdiv`."""
+    return 1 << (n - 1).bit_length()
+
+
 class Launched:
     """See the top of the file. What it lacks is the kernel's."""
 

@@ -43,7 +43,7 @@ from megatron_fp8.ops.triton.cast import (
     tile_place,
     transpose,
 )
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched, next_power_of_2
 from megatron_fp8.ops.triton.sums import sum_parts
 
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -247,10 +247,10 @@ def _statistics(x: torch.Tensor, rms: bool):
 
 def _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept, scale=None, amax=None, fmt=None):
     M, K = x.shape
-    cols = triton.next_power_of_2(K)
+    cols = next_power_of_2(K)
     rows = max(1, 4096 // cols)
     warps = 4 if cols <= 4096 else 8 if cols <= 16384 else 16
-    _norm_rows_kernel[(triton.cdiv(M, rows),)](
+    _norm_rows_kernel[(cdiv(M, rows),)](
         x, weight, bias, M, eps, y, kept, mean, rstd, scale, amax, 0,
         K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), ROWS=rows, COLS=cols,
         num_warps=warps,
@@ -313,7 +313,7 @@ def norm_requantize(
     payload = empty_payload(kept, kept.shape, fmt) if rows or not columns else None
     payload_t = empty_payload(kept, kept.shape[::-1], fmt) if columns else None
     M, K = kept.shape
-    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(K, TILE_K),)
+    grid = (cdiv(M, TILE_M) * cdiv(K, TILE_K),)
     _norm_recast_kernel[grid](
         kept, weight, bias, M, payload, payload_t, scale, 0,
         K=K, ZERO_CENTERED=zero_centered, E4M3=fmt == E4M3, KEPT_SCALE=kept_scale(K), WORDS=by_words(payload_t, M),
@@ -344,8 +344,8 @@ def norm_backward(
     M, K = x.shape
     config = _chosen(BACKWARD, K)
     most = _multiprocessors(x.device) * config.programs
-    per_program = triton.cdiv(triton.cdiv(M, most), config.rows) * config.rows
-    programs = triton.cdiv(M, per_program) if M else 0
+    per_program = cdiv(cdiv(M, most), config.rows) * config.rows
+    programs = cdiv(M, per_program) if M else 0
     a = 1 << (K.bit_length() - 1)
     dx, sums = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device), 1 if rms else 2
     partial = torch.empty(sums, programs, K, dtype=torch.float32, device=x.device)
@@ -358,7 +358,7 @@ def norm_backward(
         dy, x, weight, None if kept else mean, rstd, residual, M, per_program,
         dx, partial,
         K=K, RMS=rms, ZERO_CENTERED=zero_centered, KEPT=kept, KEPT_SCALE=kept_scale(K),
-        ROWS=config.rows, A=a, B=triton.next_power_of_2(K - a) if a < K else 0,
+        ROWS=config.rows, A=a, B=next_power_of_2(K - a) if a < K else 0,
         STAGES=config.stages, num_warps=config.warps, maxnreg=_registers(config),
     )  # fmt: skip
     sum_parts(partial, dweight, dbias, add=into is not None)

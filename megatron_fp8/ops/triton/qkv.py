@@ -42,7 +42,7 @@ from megatron_fp8.ops.triton.cast import (
     store_codes,
     tile_place,
 )
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched, next_power_of_2
 
 PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs of numbers in a tile, heads at most and warps a program
 COLUMN_ROWS, COLUMN_WARPS = 32, 8  # where a transposed payload is written: its runs are of ROWS bytes
@@ -314,7 +314,7 @@ def _qkv_turn_kernel(
 
 def _cut(heads: int, d: int, rest: int, transposed: bool = False) -> dict[str, int]:
     """How `heads` heads of d rotated numbers and `rest` others become programs and tiles: constants, num_warps."""
-    block, tail = triton.next_power_of_2(max(d // 2, 1)), triton.next_power_of_2(max(rest, 1))
+    block, tail = next_power_of_2(max(d // 2, 1)), next_power_of_2(max(rest, 1))
     pairs = max(block, tail // 2)  # in a row of the wider tile
     rows = max(PAIRS // pairs, COLUMN_ROWS if transposed else 1)
     warps = WARPS if rows * pairs <= PAIRS else COLUMN_WARPS
@@ -348,7 +348,7 @@ def split_qkv(
         outputs, taken, rest = (q, k, v), groups * (r + 2), hn - d
     if d or not in_place:
         cut = _cut(taken, d, rest)
-        grid = (triton.cdiv(s * b, cut["ROWS"]) * taken // cut["HEADS"],)
+        grid = (cdiv(s * b, cut["ROWS"]) * taken // cut["HEADS"],)
         _qkv_split_kernel[grid](
             mixed, *outputs, cos, sin, b, s * b, groups,
             R=r, HN=hn, INTERLEAVED=interleaved, **cut, enable_fp_fusion=False,
@@ -390,20 +390,20 @@ def join_qkv(
     d = 0 if cos is None else cos.shape[-1]
     tile_k = min(hn & -hn, TILE_K)  # the largest power of two in a head
     if columns and d == 0 and tile_k >= NARROWEST:
-        _qkv_cast_kernel[(triton.cdiv(M, TILE_M) * (width // tile_k),)](
+        _qkv_cast_kernel[(cdiv(M, TILE_M) * (width // tile_k),)](
             *given, b, M, groups, scale, out, out_t, amax_out, 0,
             R=r, HN=hn, E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TILE_M, TILE_K=tile_k, num_warps=TILE_WARPS,
         )  # fmt: skip
         return out, out_t
-    if columns and d == hn == triton.next_power_of_2(hn) >= 2 * NARROWEST:
-        _qkv_turn_kernel[(triton.cdiv(M, TURN_M) * groups * (r + 2),)](
+    if columns and d == hn == next_power_of_2(hn) >= 2 * NARROWEST:
+        _qkv_turn_kernel[(cdiv(M, TURN_M) * groups * (r + 2),)](
             *given, cos, sin, b, M, groups, scale, out, out_t, amax_out, 0,
             R=r, HN=hn, INTERLEAVED=interleaved, E4M3=fmt == E4M3, WORDS=by_words(out_t, M), TILE_M=TURN_M,
             num_warps=TURN_WARPS * max(hn // 128, 1), enable_fp_fusion=False,
         )  # fmt: skip
         return out, out_t
     cut = _cut(groups * (r + 2), d, hn - d, columns)
-    grid = (triton.cdiv(M, cut["ROWS"]) * groups * (r + 2) // cut["HEADS"],)
+    grid = (cdiv(M, cut["ROWS"]) * groups * (r + 2) // cut["HEADS"],)
     _qkv_join_kernel[grid](
         *given, cos, sin, b, M, groups, scale, out, out_t, amax_out, 0,
         R=r, HN=hn, INTERLEAVED=interleaved, E4M3=fmt == E4M3, **cut, enable_fp_fusion=False,

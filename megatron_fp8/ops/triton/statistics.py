@@ -24,7 +24,7 @@ import triton.language as tl
 from megatron_fp8.numerics.blocks import BLOCK
 from megatron_fp8.ops.reference_statistics import check_cast, largest_kept
 from megatron_fp8.ops.triton.cast import magnitude_bits
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -75,7 +75,7 @@ def count_cast(
     """reference_statistics.count_cast in one pass. `extremes` must hold what it began with, or a cast's."""
     check_cast(x, payload, scale_inv)
     n = x.numel()
-    _count_cast_kernel[(triton.cdiv(n, BLOCKS * BLOCK),)](
+    _count_cast_kernel[(cdiv(n, BLOCKS * BLOCK),)](
         x.contiguous(), payload.contiguous().view(torch.uint8), n, scale_inv.contiguous(), largest_kept(payload),
         counts, extremes.view(torch.int32), SCALES=scale_inv.dim() > 0, BLOCKS=BLOCKS, num_warps=WARPS,
     )  # fmt: skip

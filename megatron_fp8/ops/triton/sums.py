@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.ops.triton.launch import launched
+from megatron_fp8.ops.triton.launch import cdiv, launched
 
 # 256 parts of 4096 columns take 7 us, of 32 columns a program 11, torch's sum and cast 16 (H200).
 ROWS, COLUMNS = 64, 16
@@ -41,9 +41,9 @@ def _parts_sum_kernel(
 def empty_sums(M: int, K: int, tile_m: int, tile_k: int, width: int, device) -> tuple[torch.Tensor, int]:
     """(1, programs down, width) float32 for sums of programs of tiles over (M, K), and how many tiles one goes down:
     more make fewer sums, in programs and of programs, but leave fewer programs to fill a GPU."""
-    down, across = triton.cdiv(M, tile_m), triton.cdiv(K, tile_k)
+    down, across = cdiv(M, tile_m), cdiv(K, tile_k)
     tiles = next(n for n in (8, 4, 2, 1) if n == 1 or down // n * across >= FEWEST_PROGRAMS)
-    return torch.empty(1, triton.cdiv(down, tiles), width, dtype=torch.float32, device=device), tiles
+    return torch.empty(1, cdiv(down, tiles), width, dtype=torch.float32, device=device), tiles
 
 
 def summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -57,4 +57,4 @@ def sum_parts(parts: torch.Tensor, first: torch.Tensor, second: torch.Tensor | N
     """first (K,) and, if it is given, second become the sums over P of parts (1 or 2, P, K) float32, rounded once; or,
     with `add`, have them added. Both are of one type."""
     n, p, k = parts.shape
-    _parts_sum_kernel[(triton.cdiv(k, COLUMNS), n)](parts, p, first, second, K=k, ADD=add, ROWS=ROWS, COLUMNS=COLUMNS)
+    _parts_sum_kernel[(cdiv(k, COLUMNS), n)](parts, p, first, second, K=k, ADD=add, ROWS=ROWS, COLUMNS=COLUMNS)
