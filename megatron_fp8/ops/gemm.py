@@ -259,7 +259,7 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool
 def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> Any:
     """`gemm` by one backend: what it fuses, up to the first part that it lacks, and what is left after it."""
     parts = epilogue.parts()
-    if not parts:
+    if backend.fuses.issuperset(parts):
         return backend.product(a, b, epilogue, fast_accum)
     done = next((i for i, part in enumerate(parts) if part not in backend.fuses), len(parts))
     y = backend.product(a, b, epilogue.only(parts[:done]), fast_accum)
