@@ -28,7 +28,7 @@ GATHERS, SUMS = "tp_gather", "tp_sum"
 def gather(x: torch.Tensor, group) -> wire.Stages:
     """(s/T, ...) on each rank -> (s, ...), of any type."""
     yield from ()
-    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    out = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
     # As bytes: gloo has no FP8 types.
     sent = x.contiguous().view(torch.uint8)
     handle = dist.all_gather_into_tensor(out.view(torch.uint8), sent, group=group, async_op=True)
@@ -47,10 +47,10 @@ def add(x: torch.Tensor, group, scatter: bool, fp8: bool) -> wire.Stages:
             return (yield from _add_everywhere(x, group))
         wire.count(SUMS, 2 * x.nbytes, group)
         return x, [dist.all_reduce(x, group=group, async_op=True)]
-    parts = x.view(ranks, -1, *x.shape[1:])
     if fp8:
+        parts = x.view(ranks, -1, *x.shape[1:])
         return (yield from _add_own((parts[:rank], parts[rank + 1 :]), parts[rank], group))
-    out = torch.empty_like(parts[rank])
+    out = torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
     wire.count(SUMS, x.nbytes, group)
     return out, [dist.reduce_scatter_tensor(out, x, group=group, async_op=True)]
 

@@ -45,7 +45,7 @@ def exchange(data: torch.Tensor, group, kind: str, out: torch.Tensor | None = No
     out = torch.empty_like(data) if out is None else out
     rows = [1] * group.size()
     rows[group.rank()] = 0
-    send, receive = (t.flatten(1).view(torch.uint8) for t in (data, out))
+    send, receive = data.view(torch.uint8), out.view(torch.uint8)
     handle = dist.all_to_all_single(receive, send, rows, rows, group=group, async_op=True)
     sent_bytes[kind] += data.nbytes
     return out, handle

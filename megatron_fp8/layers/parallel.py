@@ -34,18 +34,20 @@ def gathered_product(
     if not _splits(m, n, k):
         rows = ScaledTensor(arriving.land(), q.scale_inv)
         return ops.gemm(rows, w, epilogue, fast_accum=fast_accum), rows
-    y = q.payload.new_empty(ranks, m, n, dtype=epilogue.dtype)
+    y = torch.empty(ranks * m, n, dtype=epilogue.dtype, device=q.payload.device)
+    own, after = rank * m, (rank + 1) * m
 
     def multiply(part: torch.Tensor, out: torch.Tensor) -> None:
-        if len(out):
-            into = ops.Epilogue(epilogue.dtype, bias=epilogue.bias, into=out.view(-1, n))
-            ops.gemm(ScaledTensor(part, q.scale_inv), w, into, fast_accum=fast_accum)
+        into = ops.Epilogue(epilogue.dtype, bias=epilogue.bias, into=out)
+        ops.gemm(ScaledTensor(part, q.scale_inv), w, into, fast_accum=fast_accum)
 
-    multiply(q.payload, y[rank])
+    multiply(q.payload, y[own:after])
     rows = arriving.land()
-    multiply(rows[: rank * m], y[:rank])
-    multiply(rows[(rank + 1) * m :], y[rank + 1 :])
-    return y.view(-1, n), ScaledTensor(rows, q.scale_inv)
+    if own:
+        multiply(rows[:own], y[:own])
+    if after < len(y):
+        multiply(rows[after:], y[after:])
+    return y, ScaledTensor(rows, q.scale_inv)
 
 
 def summed_product(
@@ -58,17 +60,20 @@ def summed_product(
         y = ops.gemm(q, w, ops.Epilogue(dtype), fast_accum=True)
         return Flight(tensor.add(y, group, scatter, fp8)).land()
 
-    def multiply(first: int, out: torch.Tensor) -> None:
-        if len(out):
-            part = ScaledTensor(q.payload[first * m : (first + len(out)) * m], q.scale_inv)
-            ops.gemm(part, w, ops.Epilogue(dtype, into=out.view(-1, n)), fast_accum=True)
+    others = torch.empty(ranks - 1, m, n, dtype=dtype, device=q.payload.device)
+    room = torch.empty(1 if fp8 else ranks, m, n, dtype=dtype, device=q.payload.device)
+    own, after = rank * m, (rank + 1) * m
 
-    others = q.payload.new_empty(ranks - 1, m, n, dtype=dtype)
-    room = others.new_empty(1 if fp8 else ranks, m, n)
-    multiply(0, others[:rank])
-    multiply(rank + 1, others[rank:])
+    def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
+        into = ops.Epilogue(dtype, into=out.view(-1, n))
+        ops.gemm(ScaledTensor(rows, q.scale_inv), w, into, fast_accum=True)
+
+    if own:
+        multiply(q.payload[:own], others[:rank])
+    if after < len(q.payload):
+        multiply(q.payload[after:], others[rank:])
     arriving = Flight(tensor.add_early(others, room, group, fp8))
-    multiply(rank, room[-1:])
+    multiply(q.payload[own:after], room[-1])
     return arriving.land()
 
 
