@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from ..errors import UserError
 from .again import hold
@@ -29,7 +29,21 @@ _FASTEST_FIRST = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
+    SDPBackend.OVERRIDEABLE,  # of other devices
 ]
+_ORDER = [int(backend) for backend in _FASTEST_FIRST]
+
+
+@contextlib.contextmanager
+def _fastest_first():
+    """Have torch ask its kernels in this order. torch's own sdpa_kernel also enables them one by one, as they are
+    anyway, and says all of it again at the end: 28 us of the host a layer, for 2."""
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(_ORDER)
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_priority_order(before)
 
 
 def _window_of(config, layer_number: int) -> int | None:
@@ -109,7 +123,7 @@ class TorchAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         forks = dropout and not self.config.sequence_parallel
         drawing = tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext()
-        with drawing, sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+        with drawing, _fastest_first():
             grouped = k.shape[1] != q.shape[1]
             out = F.scaled_dot_product_attention(
                 q, k, v, seen, dropout_p=dropout, is_causal=seen is None, scale=self.scale, enable_gqa=grouped
