@@ -1,0 +1,36 @@
+"""What a layer costs the host, alone and as one of two tensor-parallel ranks: ceilings, which are what was counted when
+they were set; more needs a reason. `pytest -s` prints what is counted now, and the least time on this CPU."""
+
+import pytest
+import torch.distributed as dist
+from host_layer import Layer, counts, fake_groups, microseconds
+from test_host_calls import launches  # noqa: F401 (fixture)
+
+from megatron_fp8.layers import parallel
+
+NEVER, ALWAYS = 1 << 60, 0  # when a product of gathered, or summed, rows is cut in two
+CEILINGS = {  # (ranks, SPLIT_FROM): launches, ATen, Python functions of ours, of all, C functions
+    (1, NEVER): (30, 94, 505, 728, 603),
+    (2, NEVER): (32, 118, 553, 832, 684),
+    (2, ALWAYS): (38, 182, 627, 952, 878),
+}
+
+
+@pytest.fixture(scope="module")
+def groups():
+    yield fake_groups()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks, splits_from", CEILINGS, ids=("alone", "two ranks", "two ranks, split"))
+def test_a_layers_calls(groups, launches, monkeypatch, ranks, splits_from):  # noqa: F811
+    monkeypatch.setattr(parallel, "SPLIT_FROM", splits_from)
+    layer = Layer(groups[0], groups[ranks - 1])
+    layer.step()
+    launches.clear()
+    layer.step()
+    found = {"launches": len(launches), **counts(layer.step)}
+    print(f"\n{ranks} ranks, split from {splits_from}: {found}, {microseconds(layer.step):.0f} us")
+    most = dict(zip(found, CEILINGS[ranks, splits_from], strict=True))
+    assert all(found[name] <= most[name] for name in most), (found, most)
+    assert launches.count("gemm") >= 12  # of four linears, or nothing was counted
