@@ -41,8 +41,11 @@ def asked(args: Namespace) -> bool:
     args: before Megatron's validation or after it, which translates the older spellings and deletes their attributes.
     """
     switch = STEP_GRAPH.given(args)
-    if switch is not None:
-        return switch != "off"
+    return stock_asked(args) if switch is None else switch != "off"
+
+
+def stock_asked(args: Namespace) -> bool:
+    """Whether Megatron's own flags ask for graphs."""
     older = _value(args, "--enable-cuda-graph") or _value(args, "--external-cuda-graph")
     return args.cuda_graph_impl != "none" or bool(older)
 

@@ -36,6 +36,9 @@ MODELS = {
     "7b-whole": replace(_GPT, num_layers=32),
     "13b-whole": replace(_GPT, num_layers=40, hidden_size=5120, num_attention_heads=40),
     "175b": replace(_GPT, num_layers=4, hidden_size=12288, num_attention_heads=96),
+    "175b-tp8": replace(  # with TP 2, what a rank of GPT-175B has with TP 8
+        _GPT, hidden_size=12288, num_attention_heads=24, kv_channels=128, ffn_hidden_size=12288, vocab_size=12_799
+    ),
     "llama": replace(
         _LLAMA, ffn_hidden_size=14336, num_query_groups=8, untie_embeddings_and_output_weights=True
     ),

@@ -147,7 +147,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
         keeps_transposes=bool(args.keep_fp8_transpose_cache) and system.level is not None,
         dropout=args.hidden_dropout > 0,
-        graphed=graphs.asked(args) and (system.level is None or not graphs.inside(args)),
+        graphed=graphs.asked(args) and not graphs.inside(args) if system.level else graphs.stock_asked(args),
         two_levels=getattr(args, "fp8_grad_reduce_hierarchy", None) == "node",
         overrides=overrides if system.level else None,
     )

@@ -104,7 +104,8 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     parts["gaps"] = hardware.border_ms + m * gaps
     calls = m * w.layers
     parts = {kind: ms for kind, ms in parts.items() if ms}
-    host = 0 if w.graphed else hardware.host_ms + w.system.host + hardware.host_layer_ms * calls
+    layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
+    host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls
     return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
 
 

@@ -327,3 +327,8 @@ def test_mistakes_are_said_in_one_line(argv, message, monkeypatch, tmp_path, cap
 
 def test_the_papers_models_are_the_memory_reports():
     assert {row.model for row in paper.published()} < set(MODELS)
+
+
+def test_who_has_an_unrepaired_transformer_engine():
+    systems = measure._train_step().SYSTEMS
+    assert {name for name in measure.ESTIMATED if systems[name].te == "unrepaired"} == measure.UNREPAIRED
