@@ -33,7 +33,6 @@ from ..comm.wire import Stages
 from ..numerics.blocks import BlockScaled, PackedBlocks
 from ..numerics.noise import Seed, noise_seed
 
-_PIECE = 4096  # seeds
 _DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -187,18 +186,22 @@ class GradSink:
 
 
 class RecordedSeeds:
-    """The seeds of a step that a graph makes again, in memory that its kernels read.
+    """The seeds of a step's additions, in memory that its kernels read: so a graph can make the step again.
 
-    Inside of `with seeds:` the sinks' additions are told where each reads its own; `fill` writes those of the step.
+    Inside of `with seeds:` the sinks' additions are told where each reads its own; `fill` writes those of the step. The
+    memory is there before: what is allocated while a graph is recorded may have served others earlier in the step, and
+    would be overwritten by each replay.
 
-    filled: whether each is written when it is asked for: by a step before the recorded one, which compiles the kernels
-        that read seeds from memory. A recording may not load a kernel.
+    Args:
+        room: for how many additions; None: each is written when it is asked for, one by one. That is for the step
+            before the recorded one, which compiles kernels, for a recording may load none; `count` has their number.
     """
 
-    def __init__(self, sinks: Iterable[GradSink], filled: bool = False):
-        self._sinks, self.filled = list(sinks), filled
+    def __init__(self, sinks: Iterable[GradSink], room: int | None = None):
+        self._sinks, self._room = list(sinks), room
         self._additions: list[tuple[GradSink, int]] = []
-        self._memory: list[torch.Tensor] = []  # pieces (_PIECE, 4) int32, two of four unused: all are aligned alike
+        device = self._sinks[0].store.tensors[0].device if self._sinks else "cpu"
+        self._memory = torch.empty(room or 0, 4, dtype=torch.int32, device=device)  # two of four: all are aligned alike
 
     def __enter__(self) -> "RecordedSeeds":
         for sink in self._sinks:
@@ -209,22 +212,31 @@ class RecordedSeeds:
         for sink in self._sinks:
             sink.recorded = None
 
+    @property
+    def count(self) -> int:
+        """How many additions have asked."""
+        return len(self._additions)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the step is recorded."""
+        return self._room is not None
+
     def next(self, sink: GradSink) -> torch.Tensor:
-        """Where (2,) int32 the sink's next addition reads its seed."""
-        at = len(self._additions) % _PIECE
-        if at == 0:
-            self._memory.append(torch.empty(_PIECE, 4, dtype=torch.int32, device=sink.store.tensors[0].device))
+        """Where (2,) int32 the sink's next addition reads its seed. RuntimeError if there is no room."""
+        at = self.count
         self._additions.append((sink, sink.adds))
-        seed = self._memory[-1][at, :2]
-        if self.filled:
-            seed.copy_(_int32(sink.seed_of(sink.adds), seed.device))
-        return seed
+        if self._room is None:
+            return _int32(sink.seed_of(sink.adds), self._memory.device)
+        if at >= self._room:
+            raise RuntimeError(f"more than {self._room} additions of gradients in FP8, as many as the step before had")
+        return self._memory[at, :2]
 
     def fill(self) -> None:
         """Write the seeds of the sinks' present step."""
-        for i, piece in enumerate(self._memory):
-            of = self._additions[i * _PIECE : (i + 1) * _PIECE]
-            piece[: len(of), :2].copy_(_int32([sink.seed_of(adds) for sink, adds in of], piece.device))
+        if self._additions:
+            seeds = [sink.seed_of(adds) for sink, adds in self._additions]
+            self._memory[: self.count, :2].copy_(_int32(seeds, self._memory.device))
 
 
 def _int32(seeds, device: torch.device) -> torch.Tensor:

@@ -168,7 +168,8 @@ class StepGraph:
         self._engine, self._checks, self._reads_ahead, self._log = engine, checks, reads_ahead, log
         self._wanted, self._pace = wanted, Pace(log)
         self._steps = 0  # without a graph
-        self._ran: set[tuple] = set()  # kinds of them: a recording may load no kernel for the first time
+        # Of each kind of them, how many read a seed; a kind is recorded when it has run: to record loads no kernel.
+        self._additions: dict[tuple, int] = {}
         self._recorded: dict[tuple, Recorded] = {}
         self._pool: Any = None  # the memory of all graphs
         self._off = False  # for the rest of the run
@@ -201,16 +202,17 @@ class StepGraph:
                 self._steps += 1
                 return step()
             key = number, kwargs["seq_length"], kwargs["micro_batch_size"]
-            warmed_up = self._steps >= wrapper.cuda_graph_warmup_steps and key in self._ran
+            warmed_up = self._steps >= wrapper.cuda_graph_warmup_steps and key in self._additions
             if key not in self._recorded and warmed_up:
                 self._record(step, key, model)
             if key in self._recorded:
                 self._pace.graphed = True
                 return self._replay(self._recorded[key], number)
-            self._ran.add(key)
             self._steps += 1
-            with RecordedSeeds(self._sinks, filled=True):
-                return step()
+            with RecordedSeeds(self._sinks) as seeds:
+                result = step()
+            self._additions[key] = seeds.count
+            return result
 
         return __call__
 
@@ -266,7 +268,7 @@ class StepGraph:
         recorded, reason = None, ""
         sent = sent_bytes.copy()
         try:
-            recorded = self._capture(step, model)
+            recorded = self._capture(step, model, self._additions[key])
         except RuntimeError as error:  # CUDA's, of what cannot be recorded, and of memory
             reason = _first_line(error)
         sent_bytes.clear()
@@ -281,7 +283,7 @@ class StepGraph:
         self._begin_again(model)
         self._log([f"--cuda-graph-impl: the run goes on without a CUDA graph: it cannot be recorded ({reasons[0]})"])
 
-    def _capture(self, step: Callable, model: list) -> Recorded:
+    def _capture(self, step: Callable, model: list, additions: int) -> Recorded:
         config, before = get_model_config(model[0]), sent_bytes.copy()
         weights = self._weights
         for weight in weights:
@@ -295,7 +297,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
-        seeds = RecordedSeeds(self._sinks)
+        seeds = RecordedSeeds(self._sinks, additions)
         # Megatron's timers wait for the GPU, and so does it after each exchange of pipeline stages, for old torch.
         theirs = {"timers": None, "batch_p2p_sync": False}
         kept = [tensor for owned in self._engine.sets for b in owned.buckets for tensor in b.grads.tensors]

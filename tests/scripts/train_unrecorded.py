@@ -12,7 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def records(sink) -> bool:
     """Whether the step of this sink is being recorded."""
-    return sink is not None and sink.recorded is not None and not sink.recorded.filled
+    return sink is not None and sink.recorded is not None and sink.recorded.replayed
 
 
 def ask_in_the_middle() -> None:
