@@ -249,14 +249,16 @@ class StepGraph:
         inside = events.cast, events.forward, events.backward, events.gradient, events.gradient_added, events.reducing
         return any(inside) or (watch is not None and watch.any_in_bf16)
 
-    @property
-    def _warm(self) -> bool:
-        """Whether casts have their scales: the first step's are made just in time."""
-        return all(owned.scaling is None or owned.scaling.warm for owned in self._engine.sets)
+    def _warm(self, model: list) -> bool:
+        """Whether casts have their scales, and modules wait for their weights, as they do when a first step is made."""
+        scaled = all(owned.scaling is None or owned.scaling.warm for owned in self._engine.sets)
+        return scaled and all(
+            bool(chunk.remove_forward_pre_hook_handles) or not chunk.ddp_config.overlap_param_gather for chunk in model
+        )
 
     def _record(self, step: Callable, key: tuple, model: list) -> None:
         """Record step() on all ranks, without running it; or on none."""
-        found = gathered((self._warm, bool(self._recorded) or self._wanted()))
+        found = gathered((self._warm(model), bool(self._recorded) or self._wanted()))
         if not all(warm for warm, _ in found):
             return
         if not any(wanted for _, wanted in found):
@@ -280,6 +282,7 @@ class StepGraph:
             return
         self._off = True
         self._recorded.clear()
+        torch.cuda.empty_cache()  # of what the recording had taken
         self._begin_again(model)
         self._log([f"--cuda-graph-impl: the run goes on without a CUDA graph: it cannot be recorded ({reasons[0]})"])
 

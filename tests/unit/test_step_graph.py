@@ -83,7 +83,10 @@ class Job:
         self.graph = step_graph.StepGraph(engine, Checks(self.did), reads_ahead, self.lines.extend)
         self._call = self.graph.around(lambda wrapper, *args, **kwargs: None)
         zero_grad = functools.partial(self.did.append, "zero")
-        self.chunk = SimpleNamespace(bucket_groups=[], expert_parallel_bucket_groups=[], zero_grad_buffer=zero_grad)
+        self.chunk = SimpleNamespace(
+            bucket_groups=[], expert_parallel_bucket_groups=[], zero_grad_buffer=zero_grad,
+            ddp_config=SimpleNamespace(overlap_param_gather=False), remove_forward_pre_hook_handles={},
+        )  # fmt: skip
 
     def step(self, number: int = 2, forward_only: bool = False, amax: float = 1.0) -> list:
         """What one step did, which ends with new scales."""
@@ -163,6 +166,16 @@ def test_without_scales_nothing_is_recorded(monkeypatch):
     job.step()
     job.scaling.warm = False
     assert job.step()[0][0] == "run" and not job.lines
+    assert job.step()[0] == "forget"
+
+
+def test_before_modules_wait_for_their_weights_nothing_is_recorded(monkeypatch):
+    """If the first steps are skipped, Megatron hangs no hooks; what is recorded then would gather no weights."""
+    job = Job(monkeypatch)
+    job.chunk.ddp_config.overlap_param_gather = True
+    job.step()
+    assert job.step()[0][0] == "run" and not job.lines
+    job.chunk.remove_forward_pre_hook_handles["a module"] = "its hook"
     assert job.step()[0] == "forget"
 
 
