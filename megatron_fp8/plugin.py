@@ -48,7 +48,8 @@ What is hooked, and why not something more official:
                                                 for it; set in engine/overlap.py, which also reads the bucket
                                                 groups' is_last_microbatch.  Neither has an official way.
     training.checkpointing._build_sharded_state_dict_metadata
-                                                says in each checkpoint what of ours it holds (checkpoint/state.py).
+                                                says in each checkpoint what of ours it holds, and that its layers
+                                                differ where a script has frozen some (checkpoint/state.py).
     dist_checkpointing.save; training.training.save_checkpoint and maybe_finalize_async_save
                                                 seal checkpoints (checkpoint/seal.py), and lose none (saves.py); and
                                                 save no weight that is not finite (engine/chain.py).
@@ -421,6 +422,15 @@ def _hook_dumps(model_chunks) -> None:
         _of_run.replace(logger, "LINEAR_TYPES", tuple(kind for kind in logger.LINEAR_TYPES if isinstance(kind, type)))
 
 
+def _hook_layers() -> None:
+    """Of a model whose layers a script has made different."""
+    import megatron.training.checkpointing as checkpointing
+
+    from .checkpoint.state import says_layers_differ
+
+    _of_run.rebind(checkpointing, "_build_sharded_state_dict_metadata", says_layers_differ, "args")
+
+
 def _hook_graph(args, engine, checks) -> None:
     from .monitor.host_wait import HostWait
 
@@ -497,8 +507,10 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
 
     from .checkpoint.archive import Archive
     from .checkpoint.saves import check_saving
-    from .engine.build import build_optimizer, check_trained
+    from .engine.as_found import check_linears, layers_differ
+    from .engine.build import build_optimizer
     from .engine.level_line import level_line
+    from .engine.names import ranges
     from .engine.owned import owned_weights
     from .engine.report import measure, summary, write_at_exit
     from .engine.worth import memory, speed
@@ -511,7 +523,10 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
         def get_megatron_optimizer(config, model_chunks, config_overrides=None, *args, **kwargs):
             if fp8 is not None:
                 check_model(fp8.level, model_chunks)
-                check_trained(fp8, model_chunks)
+                if frozen := check_linears(fp8, model_chunks):
+                    _log([f"frozen by the script, without gradients and states: {ranges(frozen)}"])
+                if layers_differ(model_chunks):
+                    _hook_layers()
             chain = stock(config, model_chunks, config_overrides, *args, **kwargs)
             if fp8 is not None:
                 assert gemms is not None  # a run with a level has both
@@ -522,7 +537,7 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 engine, same.here = chain.engine, True
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
-                _log(memory(get_args(), engine.buckets))
+                _log(memory(get_args(), engine.sets))
                 chain.max_skipped = fp8.max_skipped
                 chain.before_first_line = functools.partial(_log, [level_line(fp8, model_chunks, gemms.name())])
                 chain.after_first_step = lambda: _log([*summary(measure(model_chunks, chain)), *searches()])

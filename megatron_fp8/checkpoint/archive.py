@@ -42,7 +42,7 @@ class Archive:
         if found is None:  # stock Megatron's: the same names, and nothing else of ours
             return {"state": sharded_engine_state(engine.buckets, model, is_loading)}
         if found["compact"]:
-            state: dict = {"state": sharded_compact_state(engine.buckets)}
+            state: dict = {"state": sharded_compact_state(engine.buckets, any(owned.frozen for owned in engine.sets))}
         else:
             state = {"state": sharded_engine_state(engine.buckets, model, is_loading)}
         weights = [weight for owned in engine.sets for weight in owned.weights]
@@ -60,7 +60,8 @@ class Archive:
         if found["weight_scale"]:
             state["weight_scale"] = sharded_weight_scales(engine.buckets, is_loading)
         if found["scaling"]:
-            state["scaling"] = sharded_scaling_state(weights, is_loading)
+            linears = [weight for owned in engine.sets for weight in owned.linears]
+            state["scaling"] = sharded_scaling_state(linears, is_loading)
         if engine.watch is not None:
             state["watch"] = engine.watch.state_dict()
         return state
@@ -81,7 +82,7 @@ class Archive:
                 mu = load_mu_state(owned.weights, state["mu"], engine.device)
                 shared.mu = torch.where(mu > 0, mu, shared.mu)
             if owned.scaling is not None and "scaling" in state:
-                load_scaling_state(owned.scaling, owned.weights, state["scaling"], warm=same and engine.steps > 0)
+                load_scaling_state(owned.scaling, owned.linears, state["scaling"], warm=same and engine.steps > 0)
         if engine.watch is not None and "watch" in state:
             engine.watch.load_state_dict(state["watch"])
 

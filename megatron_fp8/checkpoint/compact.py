@@ -8,6 +8,8 @@ gathered. The layout is in the form: data-parallel rank, bucket, format.  It is 
     optimizer.fp8_compact.pp0.tp1.bucket3.exp_avg.payload      (R * n,) uint8, row j from data-parallel rank j
 """
 
+import zlib
+
 import torch
 from megatron.core import mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -18,15 +20,21 @@ from ..engine.weights import Bucket
 _NAMES = ("master", "exp_avg", "exp_avg_sq")
 
 
-def sharded_compact_state(buckets: list[Bucket]) -> dict:
-    """What to save, or to load into: {"compact": {bucket: {state: {payload or exponents: sharded tensor}}}}."""
+def sharded_compact_state(buckets: list[Bucket], some_frozen: bool) -> dict:
+    """What to save, or to load into: {"compact": {bucket: {state: {payload or exponents: sharded tensor}}}}.
+
+    some_frozen: whether a script has frozen linears of this rank, so that others are in the buckets than the layout
+    says: then the keys tell which.
+    """
     place = f"pp{mpu.get_pipeline_model_parallel_rank()}.tp{mpu.get_tensor_model_parallel_rank()}"
     state: dict[int, dict] = {}
     for i, bucket in enumerate(buckets):
         state[i] = {}
+        members = " ".join(weight.key for weight in bucket.weights)
+        key = f"{place}.bucket{i}" + (f".{zlib.crc32(members.encode()):08x}" if some_frozen else "")
         for name in _NAMES:
             state[i][name] = {
-                kind: _sharded(f"optimizer.fp8_compact.{place}.bucket{i}.{name}.{kind}", tensor, bucket)
+                kind: _sharded(f"optimizer.fp8_compact.{key}.{name}.{kind}", tensor, bucket)
                 for kind, tensor in states.tensors(getattr(bucket, name)).items()
             }
     return {"compact": state}

@@ -80,6 +80,15 @@ def says_contents(fp8: Fp8Config) -> Callable[[Callable], Callable]:
     return make
 
 
+def says_layers_differ(stock: Callable) -> Callable:
+    """Megatron's metadata of a checkpoint whose layers are saved each under its own number."""
+
+    def metadata(args, *rest, **kwargs):
+        return {**stock(args, *rest, **kwargs), "non_homogeneous_layers": True}
+
+    return metadata
+
+
 def is_ours(common: dict | None) -> bool:
     """Whether what every rank reads of a checkpoint says that a level saved it."""
     return CONTENTS in contents_of(common)

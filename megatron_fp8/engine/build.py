@@ -5,25 +5,22 @@ from collections.abc import Callable
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_args
 
 from ..comm.reduce import node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
 from ..comm.wire import Stages
-from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
-from ..ranks import gathered
 from .chain import Fp8ChainedOptimizer
 from .events import Events
-from .frozen import REMEDY, OwnedParameter, show_to_stock
+from .frozen import show_to_stock
+from .frozen_set import freeze
 from .gather import ChunkGather
-from .names import ranges
 from .optimizer import Archive, EngineOptimizer
 from .overlap import ChunkReducer
-from .owned import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights, owners
+from .owned import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights
 from .owned_set import OwnedSet
 from .sets import WeightSet, weight_sets
 from .weights import Bucket, cut
@@ -73,9 +70,12 @@ class _Build:
         self.options: dict[int, tuple[dict, list[Bucket]]] = {id(option): (option, []) for option in groups}
 
     def owned_set(self, of: WeightSet, weights: list[OwnedWeight]) -> OwnedSet:
-        """The set's weights, in model order, moved into buckets."""
+        """The set's weights, in model order, moved into buckets; but those that are frozen."""
         fp8 = self.fp8
-        plan = _plan_buckets(fp8, self.chunks, {id(w) for w in weights}, self._option_of, of.data.size())
+        frozen = [weight for weight in weights if not weight.trained]
+        freeze(frozen, of, fp8, self.events, self.scratch)
+        trained = {id(weight) for weight in weights if weight.trained}
+        plan = _plan_buckets(fp8, self.chunks, trained, self._option_of, of.data.size())
         ordered = [weight for chunk in plan for _, members in chunk for weight in members]
         reduce, shared_scale = _reduction(fp8, ordered, of, self.sharded, self.device)
         weight_scaling = _weight_scaling(fp8, ordered, of)
@@ -93,45 +93,7 @@ class _Build:
             reducers.append(ChunkReducer(chunk, buckets, chunk.ddp_config.overlap_grad_reduce))
             gathers.append(ChunkGather(buckets[::-1], chunk.ddp_config.overlap_param_gather))
         casts = _attach_scaling(fp8, weights)
-        return OwnedSet(of, reducers, gathers, casts, weight_scaling, shared_scale, self.device)
-
-
-def check_trained(fp8: Fp8Config, model_chunks) -> None:
-    """Before stock builds its optimizer: raise UserError, on all ranks, where none has a weight of ours in its model
-    chunks, or where a script has frozen or replaced one of any rank's (frozen.py)."""
-    mine = [
-        (m.owned.name, m.owned.param.frozen, m._parameters.get("weight") is m.owned.param)
-        for chunk in model_chunks
-        for _, m in owners(chunk)
-    ]
-    linears = list(dict.fromkeys(linear for rank in gathered(mine) for linear in rank))
-    if not linears:
-        raise UserError(
-            f"--fp8-level {fp8.level}: the model that the optimizer is built for has no GPT transformer layer to train "
-            "in FP8: a level converts Megatron's GPTModel; use --fp8-level O0"
-        )
-    frozen = [name for name, is_frozen, _ in linears if is_frozen]
-    replaced = [name for name, _, in_place in linears if not in_place]
-    layers = sorted({number for rank in gathered(_frozen_layers(model_chunks)) for number in rank})
-    what = ""
-    if frozen:
-        what = f"freezes {f'all {len(frozen)} linears' if len(frozen) == len(linears) else ranges(frozen)}"
-    elif replaced:
-        what = f"replaces the weight of {ranges(replaced)}"
-    elif layers:
-        what = f"freezes the norms and biases of layer {', '.join(map(str, layers))}"
-    if what:
-        raise UserError(f"--fp8-level {fp8.level}: the script {what}; {REMEDY}")
-
-
-def _frozen_layers(model_chunks) -> list[int]:
-    """Numbers, from 1, of layers with weights of ours of which nothing else is trained: the script froze the layer."""
-    numbers = []
-    for layer in (m for chunk in model_chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
-        others = [p.requires_grad for p in layer.parameters() if not isinstance(p, OwnedParameter)]
-        if owned_weights([layer]) and others and not any(others):
-            numbers.append(layer.layer_number)
-    return numbers
+        return OwnedSet(of, reducers, gathers, frozen, casts, weight_scaling, shared_scale, self.device)
 
 
 def _plan_buckets(

@@ -30,10 +30,11 @@ class Observer:
     def forward(self, weight, x: torch.Tensor, read_x, read_w) -> None:
         """y = x W^T: x (M, K) in BF16, whole under sequence parallelism, and what the GEMM reads of x and W (N, K)."""
 
-    def backward(self, weight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple) -> None:
+    def backward(self, weight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple | None) -> None:
         """dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16, and what the GEMMs read.
 
-        dgrad: dy (M, N), and W (N, K) or None where there is no dx; wgrad: dy (M, N) and x (M, K). What they read
+        dgrad: dy (M, N), and W (N, K) or None where there is no dx; wgrad: dy (M, N) and x (M, K), or None of
+        a weight that is frozen. What they read
         transposed is in its columns (`payload` is then None).
         """
 

@@ -1,17 +1,22 @@
 """What a script does to an owned weight's parameter: it freezes it, or puts something else in its place.
 
-The engine would train the weight all the same, so a run ends then in one line. To stock the parameter is frozen in any
-case, by our own doing; so the parameter itself notes what a script sets, at any place and time:
+A weight that is frozen when the optimizer is built has no gradient: no product for it, no sink, no moments, no master,
+no place in a bucket. Its forward pass and dgrad are in FP8 as any other's. Where weights are stored in E4M3 it is one
+payload, a byte a weight, and a scale (frozen_set.py); else its parameter stays as it is. So adapters train on an FP8
+base (LoRA): they are stock's parameters, and so are norms, biases and embeddings, frozen or not.
+
+To stock the parameter is frozen in any case, by our own doing; so the parameter itself notes what a script sets,
+at any place and time:
 
     weight.requires_grad = False, weight.requires_grad_(False), weight.detach_(), module.requires_grad_(False)
     a LoRA wrapper's freezing of its base                                      all end in one of the first three
 
-It counts when the optimizer is built (build.py, on all ranks together) and, after that, when a step begins and
-at each forward pass with gradients (OwnedWeight.expect_gradient). A weight that is thawed before then is trained.
+It counts when the optimizer is built (build.py, on all ranks together). What is frozen or thawed after that is refused:
+when a step begins, and at each forward pass with gradients (OwnedWeight.expect_gradient).
 
-Not seen: a script that asks `if weight.requires_grad` first finds False, and sets nothing. (What it does to the norms
-and biases beside our weights is seen, if it does so to a whole layer's.) Nor a script that freezes nothing, and gives
-an optimizer of its own the adapters alone.
+Not seen: a script that asks `if weight.requires_grad` first finds False, and sets nothing. What it does to the norms
+and biases beside our weights is seen: a layer of which nothing else is trained, and of whose linears the script has
+said nothing, is refused. Nor is a script seen that freezes nothing, and gives an optimizer of its own the adapters.
 """
 
 from typing import NoReturn
@@ -20,7 +25,7 @@ import torch
 
 from ..errors import UserError
 
-REMEDY = "FP8 levels train every linear that they convert: leave it as the model had it, or use --fp8-level O0"
+REMEDY = "a level owns the weights of the linears that it converts: leave them in their place, or use --fp8-level O0"
 
 
 class OwnedParameter(torch.nn.Parameter):
@@ -28,9 +33,10 @@ class OwnedParameter(torch.nn.Parameter):
 
     Attributes:
         frozen: whether a script, too, has frozen it.
+        told: whether a script has said either.
     """
 
-    frozen = False
+    frozen = told = False
 
     @property  # type: ignore[override]
     def requires_grad(self) -> bool:
@@ -38,14 +44,14 @@ class OwnedParameter(torch.nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self.frozen = not value
+        self.frozen, self.told = not value, True
 
     def requires_grad_(self, requires_grad: bool = True):
-        self.frozen = not requires_grad
+        self.requires_grad = requires_grad
         return self
 
     def detach_(self):
-        self.frozen = True
+        self.requires_grad = False
         return self
 
 
@@ -62,8 +68,12 @@ def show_to_stock(param: torch.nn.Parameter, trained: bool) -> None:
     torch.Tensor.requires_grad.__set__(param, trained)  # type: ignore[attr-defined]
 
 
-def refuse_frozen(level: str, name: str) -> NoReturn:
-    raise UserError(f"--fp8-level {level}: the script has frozen {name} since the optimizer was built; {REMEDY}")
+def refuse_changed(level: str, name: str, frozen: bool) -> NoReturn:
+    done, when = ("frozen", "freeze") if frozen else ("thawed", "thaw")
+    raise UserError(
+        f"--fp8-level {level}: the script has {done} {name} since the optimizer was built; {when} it before that, in "
+        "the function that builds the model for example, or use --fp8-level O0"
+    )
 
 
 def refuse_replaced(level: str, name: str) -> NoReturn:

@@ -11,11 +11,9 @@ buffer that all weights of an engine share; `--keep-fp8-transpose-cache` keeps o
 for a pass a micro-batch).
 """
 
-import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -29,7 +27,7 @@ from ..ops import source
 from ..ops.source import Castable
 from ..ranks import all_reduce_largest
 from .events import Events
-from .frozen import own, refuse_frozen, refuse_unattached
+from .frozen import own, refuse_changed, refuse_unattached
 from .gradients import GradSink
 
 INPUT, GRAD = 0, 1  # the two operands that a linear casts
@@ -113,7 +111,7 @@ class OwnedWeight:
         key: its name in checkpoints.
         stored: of an E4M3 param, with its scale; None until the engine has made it.
         load: of an E4M3 param, sets it to values (N, K) of any float type.
-        sink: where its gradients go; None until an engine is attached.
+        sink: where its gradients go; None until an engine is attached, and where it is frozen.
         casts: the scales of its linear's operands.
         events, scratch: the engine's.
         on_use: called before the weight is used, while it may still be on its way from the other ranks; or None.
@@ -121,7 +119,7 @@ class OwnedWeight:
 
     Of the step:
         step: the number of the update, from 1.
-        pending: forward passes whose backward pass has not come yet.
+        pending: forward passes whose gradient has not come yet.
         forwards: those that keep nothing for a backward pass, and those that do.
     """
 
@@ -149,22 +147,33 @@ class OwnedWeight:
         """Its linear's whole path in the model, layers numbered from 0."""
         return linear_name(self.path, self.layer_number)
 
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients: unless a script has frozen it (frozen.py)."""
+        return not self.param.frozen
+
     def begin_step(self, step: int) -> None:
-        """The step that makes this update begins. Raises UserError where a script has frozen the weight since."""
+        """The step that makes this update begins. Raises UserError as `expect_gradient`."""
         self.step, self.pending, self.forwards = step, 0, [0, 0]
-        if self.sink is not None and self.param.frozen:
-            refuse_frozen(self.config.level, self.name)
+        self._check_unchanged()
 
-    def expect_gradient(self) -> None:
-        """A forward pass begins, for which a backward pass will come.
+    def expect_gradient(self) -> bool:
+        """A forward pass begins, for which a backward pass will come: whether that makes a gradient of the weight.
 
-        Raises UserError where a script has frozen the weight, or where there is no engine to train it.
+        Raises UserError where a script has frozen or thawed the weight since the optimizer was built, or where there is
+        no engine to train it.
         """
-        self.pending += 1
-        if self.sink is not None and self.param.frozen:  # since the step began
-            refuse_frozen(self.config.level, self.name)
-        if self.sink is None and not self.param.frozen:
+        self._check_unchanged()
+        if not self.trained:
+            return False
+        if self.sink is None:
             refuse_unattached(self.config.level, self.name)
+        self.pending += 1
+        return True
+
+    def _check_unchanged(self) -> None:
+        if self.events is not UNSEEN and self.trained != (self.sink is not None):
+            refuse_changed(self.config.level, self.name, frozen=self.param.frozen)
 
     def keep_in_bf16(self) -> None:
         """Leave it out of FP8: its GEMMs, what is stored, and what is emulated."""
@@ -239,14 +248,14 @@ class OwnedWeight:
         self.pending -= 1
         self.on_gradient(self)
 
-    def export(self, sharded: Any) -> Any:
-        """The weight's entry in a sharded state dict (a ShardedTensor of param), as stock has it: in BF16."""
+    def export(self) -> torch.Tensor:
+        """What stands for the weight in a sharded state dict: the parameter, or of E4M3 a BF16 copy on the host."""
         self.arrive()
         if self.stored is None:
-            return sharded
+            return self.param
         copy = self.stored.dequantize(torch.bfloat16).cpu()
         self._in_model_state = weakref.ref(copy)
-        return dataclasses.replace(sharded, data=copy, dtype=copy.dtype)
+        return copy
 
     def in_model_state(self) -> torch.Tensor:
         """What stands for the weight in the model's sharded state dict that was made last."""

@@ -27,6 +27,7 @@ class OwnedSet:
     Args:
         of: the set.
         reducers, gathers: of each model chunk.
+        frozen: its weights that are not trained.
         scaling: delayed-scaling state of its linears' operands, or None.
         weight_scaling: the scales of its E4M3 weights, or None.
         shared_scale: the state of `--fp8-grad-reduce shared`, or None.
@@ -40,12 +41,13 @@ class OwnedSet:
         of: WeightSet,
         reducers: list[ChunkReducer],
         gathers: list[ChunkGather],
+        frozen: list[OwnedWeight],
         scaling: DelayedScaling | None,
         weight_scaling: WeightScaling | None,
         shared_scale: SharedScale | None,
         device: torch.device,
     ):
-        self.of, self.reducers, self.gathers = of, reducers, gathers
+        self.of, self.reducers, self.gathers, self.frozen = of, reducers, gathers, frozen
         self.scaling, self.weight_scaling, self.shared_scale = scaling, weight_scaling, shared_scale
         self.buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
         self._mean = torch.full((), of.mean, device=device)
@@ -53,13 +55,20 @@ class OwnedSet:
 
     @property
     def weights(self) -> list[OwnedWeight]:
-        """In the order of the buckets."""
+        """Those that are trained, in the order of the buckets."""
         return [weight for bucket in self.buckets for weight in bucket.weights]
+
+    @property
+    def linears(self) -> list[OwnedWeight]:
+        """All, those that are frozen last."""
+        return [*self.weights, *self.frozen]
 
     def begin_step(self, steps: int) -> None:
         """Forget the gradients; `steps` updates were made before."""
         for reducer in self.reducers:
             reducer.begin_step(steps)
+        for weight in self.frozen:
+            weight.begin_step(steps + 1)
         if self.scaling is not None:
             self.scaling.amax.zero_()  # of a step that was skipped
         if self.shared_scale is not None:

@@ -56,6 +56,8 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
             for bucket in part.buckets:
                 for kind, tensors in bucket.buffers().items():
                     held[kind] += sum(t.nbytes for t in tensors)
+            frozen = (weight for owned in part.sets for weight in owned.frozen)
+            held["weight fp8 copy"] += sum(t.nbytes for weight in frozen for t in weight.cached_tensors())
         else:
             mains = (p for g in part.optimizer.param_groups for p in g["params"] if id(p) not in params)
             held["master"] += sum(p.nbytes for p in mains)

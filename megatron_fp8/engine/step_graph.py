@@ -236,7 +236,7 @@ class StepGraph:
 
     @property
     def _weights(self):
-        return [weight for owned in self._engine.sets for weight in owned.weights]
+        return [weight for owned in self._engine.sets for weight in owned.linears]
 
     @property
     def _sinks(self) -> list[GradSink]:

@@ -20,7 +20,7 @@ from ..flags.numbers import GEMM_MULTIPLE
 from ..numerics.scaled import ScaledTensor
 from ..ops import plans, timing
 from .owned import OwnedWeight
-from .weights import Bucket
+from .owned_set import OwnedSet
 
 RUNS = 6
 WEIGHT, STATE = 2, 12  # bytes a parameter of stock's: BF16; FP32 master and moments
@@ -112,16 +112,18 @@ def said(found: list[Gain]) -> list[str]:
     return [line + (f"; FP8 is no faster for {', '.join(slower)}" if slower else "")]
 
 
-def memory(args, buckets: list[Bucket]) -> list[str]:
+def memory(args, sets: list[OwnedSet]) -> list[str]:
     """The line on memory, of a rank that has linears: what their engine holds, and stock would with these arguments."""
-    if not buckets:
+    buckets, linears = [b for owned in sets for b in owned.buckets], [w for owned in sets for w in owned.linears]
+    if not linears:
         return []
-    weights = [weight for bucket in buckets for weight in bucket.weights]
-    ours = sum(t.nbytes for bucket in buckets for tensors in bucket.buffers().values() for t in tensors)
-    ours += sum(copies(weight) * weight.param.numel() for weight in weights)
+    frozen = sum(weight.param.nbytes for weight in linears if not weight.trained)
+    ours = sum(t.nbytes for bucket in buckets for tensors in bucket.buffers().values() for t in tensors) + frozen
+    ours += sum(copies(weight) * weight.param.numel() for weight in linears)
     ranks = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
-    stocks = sum(weight.param.numel() for weight in weights) * (WEIGHT + gradient + STATE / ranks)
+    each = {True: WEIGHT + gradient + STATE / ranks, False: WEIGHT}
+    stocks = sum(weight.param.numel() * each[weight.trained] for weight in linears)
     return [f"the linears' weights, gradients and states: {ours / 1e9:.3g} GB on this rank, stock's {stocks / 1e9:.3g}"]
 
 

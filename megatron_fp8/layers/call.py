@@ -42,7 +42,7 @@ class Call:
         sum_y, sum_dx: how y, or dx, is summed over them: "bf16" or "fp8"; None: it is not.
         scatter: whether each has its rows of such a sum (sequence parallelism), or all of it.
         training: whether what is cast counts for the scales.
-        keep: whether a backward pass will come.
+        keep: whether a backward pass will come; wgrad: whether that makes a gradient of the weight.
         fp8: whether the GEMMs are FP8's; wgrad_fp8: whether the weight gradient's is.
         rounding: of a BF16 call, how operands are rounded that are emulated.
         seen: whether someone looks at the GEMMs, so that x waits in BF16 too.
@@ -60,6 +60,7 @@ class Call:
     scatter: bool
     training: bool
     keep: bool
+    wgrad: bool
     fp8: bool
     wgrad_fp8: bool
     rounding: dict[str, Rounding]
@@ -98,8 +99,7 @@ def plan(
     sum_dx says.
     """
     keep, fp8, config = torch.is_grad_enabled(), weight.fp8, weight.config
-    if keep:
-        weight.expect_gradient()
+    wgrad = keep and weight.expect_gradient()
     gather, of_y, of_dx = "bf16", "bf16", "bf16"
     if fp8:
         gather = config.tp_gather
@@ -114,6 +114,7 @@ def plan(
         scatter=sequence_parallel,
         training=training,
         keep=keep,
+        wgrad=wgrad,
         fp8=fp8,
         wgrad_fp8=config.wgrad,
         rounding={} if fp8 else _rounding(weight, keep),
@@ -146,11 +147,11 @@ def cast_input(call: Call, x: Castable, recipe: Recipe | None = None) -> tuple[S
 
     Under sequence parallelism the backward pass gathers it again, and transposes then.
     """
-    columns = call.keep and call.wgrad_fp8 and call.gather is None and recipe is None
+    columns = call.wgrad and call.wgrad_fp8 and call.gather is None and recipe is None
     group = call.group if call.gather == "fp8" else None
     return call.weight.cast(x, INPUT, columns=columns, training=call.training, group=group)
 
 
 def takes_fp8(call: Call) -> bool:
     """Whether x may come in FP8: not where the call wants it in BF16 for a gather or for wgrad."""
-    return call.fp8 and call.gather != "bf16" and (call.wgrad_fp8 or not call.keep)
+    return call.fp8 and call.gather != "bf16" and (call.wgrad_fp8 or not call.wgrad)

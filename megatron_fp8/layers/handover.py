@@ -69,7 +69,7 @@ def maker_of(y: torch.Tensor) -> Call | None:
 def post(call: Call, dy: Castable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Cast the gradient dy (M, N) of a call's result; what autograd is to be given for it: of the result's shape, and
     the type of `like`."""
-    q, _ = call.weight.cast(dy, GRAD, columns=True, training=call.training)
+    q, _ = call.weight.cast(dy, GRAD, columns=call.wgrad, training=call.training)
     sent = ticket(shape, like)
     call.mailbox.append(Posted(q, sent, source.values(dy) if call.seen else None))
     return sent

@@ -63,16 +63,13 @@ class _OwnedLinear:
         self.owned = OwnedWeight(self.weight, config)
         self._anchor = torch.zeros(0, requires_grad=True)
 
-    def sharded_state_dict(self, prefix="", *args, **kwargs):
-        state = super().sharded_state_dict(prefix, *args, **kwargs)
-        state[f"{prefix}weight"] = self.owned.export(state[f"{prefix}weight"])
-        return state
-
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        """Values, not codes: what E4M3 holds of a weight means nothing without its scale."""
+        """Values, not codes: what E4M3 holds of a weight means nothing without its scale.
+
+        keep_vars: asks for parameters themselves, as sharded_state_dict does, a wrapper's too.
+        """
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:  # with it a caller asks for the parameter itself
-            destination[f"{prefix}weight"] = self.owned.dense().detach()
+        destination[f"{prefix}weight"] = self.owned.export() if keep_vars else self.owned.dense().detach()
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         values = state_dict.get(f"{prefix}weight")

@@ -143,14 +143,16 @@ class Fp8Mlp(MLP):
 
     def forward(self, hidden_states, per_token_scale=None, **kwargs):
         kind = activation_kind(self.config)
-        if kind is None or per_token_scale is not None or hooked(self.linear_fc1) or hooked(self.linear_fc2):
+        ours = isinstance(self.linear_fc2, Fp8RowParallelLinear) and not hooked(self.linear_fc2)  # and no wrapper now
+        if kind is None or per_token_scale is not None or not ours or hooked(self.linear_fc1):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         call = self.linear_fc2.plan()
         if not takes_fp8(call):
             with self.linear_fc2.planned(call, None):
                 return super().forward(hidden_states, **kwargs)
         h, bias = self.linear_fc1(hidden_states)
-        given, _ = hand_over(ActivationCast, call, h, bias, kind, maker_of(h))
+        maker = maker_of(h) if isinstance(self.linear_fc1, Fp8ColumnParallelLinear) else None
+        given, _ = hand_over(ActivationCast, call, h, bias, kind, maker)
         del h
         with self.linear_fc2.planned(call, given):
             return self.linear_fc2(given.ticket)

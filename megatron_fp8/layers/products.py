@@ -24,7 +24,9 @@ column-parallel dx) may travel in FP8 too, `--fp8-tp-reduce-scatter`.  None of i
     backward   gather x | cast dy, dgrad | dx on its way | wgrad   cast, gather dy | transpose W, GEMM own rows | ...
 
 The weight is frozen to stock Megatron, so autograd must be told to visit us even when x needs no gradient (the first
-layer after a frozen embedding): every call takes an empty `anchor` tensor that requires one.
+layer after a frozen embedding): a call takes an empty `anchor` tensor that requires one.  Not where a script has frozen
+the weight, which then has no wgrad: nothing of x waits for the backward pass, and where x needs no gradient there is
+none.
 
 x and dy may come in FP8 from the modules that make them (handover.py).  With --fp8-activations (`Call.recasts`) q(x^T)
 does not wait for the backward pass where it can be made then (again.py).
@@ -57,13 +59,15 @@ def product(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = x W^T + bias (+ residual, in FP8) (..., N) as `call` says; x is a ticket where it is `given` in FP8."""
+    visit = anchor if call.wgrad else None
     if not call.fp8:
         assert residual is None  # stock's kernel adds bias and residual in one
-        y = Bf16Product.apply(x, anchor, call)
+        y = Bf16Product.apply(x, visit, call)
         return y if bias is None else y + bias
-    y = Fp8Product.apply(x, anchor, call, given, bias, residual)
+    y = Fp8Product.apply(x, visit, call, given, bias, residual)
     # A bias's gradient is summed from dy as it is, a residual's is dy; that of a sum over the ranks is every rank's.
-    if call.keep and call.wgrad_fp8 and bias is None and residual is None and not call.sum_y:
+    in_fp8 = call.wgrad_fp8 or not call.wgrad  # all that the backward pass reads of dy
+    if call.keep and in_fp8 and bias is None and residual is None and not call.sum_y:
         y._fp8_call = call
     return y
 
@@ -92,9 +96,9 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, call: Call, given: Fp8Activation | None, bias, residual):
         if given is not None:
-            q, scale, recipe = given.q, given.scale, given.recipe
+            q, scale, recipe = given.q, given.scale, given.recipe if call.wgrad else None
         else:
-            recipe = of_held(x) if call.recasts and call.gather is None else None
+            recipe = of_held(x) if call.recasts and call.wgrad and call.gather is None else None
             here = call.whole(x) if call.gather == "bf16" else source.rows(x)
             q, scale = cast_input(call, here, recipe)
         arriving = call.start_gather(q.payload) if call.gather == "fp8" else None
@@ -109,9 +113,11 @@ class Fp8Product(torch.autograd.Function):
         else:
             y = ops.gemm(q, w, epilogue, fast_accum=True)
         kept: tuple[torch.Tensor | None, ...] = (x,)
-        if recipe is not None:
+        if not call.wgrad:
+            kept = ()
+        elif recipe is not None:
             kept = recipe.kept
-        elif call.keep and call.wgrad_fp8 and call.gather != "bf16":
+        elif call.wgrad_fp8 and call.gather != "bf16":
             kept = (q.columns if call.gather is None else q.payload,)
         ctx.call, ctx.w, ctx.exact = call, w, None
         ctx.make, ctx.late = (None, False) if recipe is None else (recipe.make, recipe.late)
@@ -129,14 +135,14 @@ class Fp8Product(torch.autograd.Function):
 
 
 def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product | None]:
-    """dx (M, K) under way, dbias (N,), and dW not computed yet, or None, where it comes late: what only dx needs is
-    freed before it is."""
+    """dx (M, K) under way, dbias (N,), and dW not computed yet, or None, where it comes late or
+    never: what only dx needs is freed before it is."""
     weight, w, needs_dx = call.weight, ctx.w, ctx.needs_input_grad[0]
     x_scale, x_scale_inv, *kept = ctx.saved_tensors
-    x, fmt = kept[0], weight.config.forward_format
+    x, fmt = kept[0] if kept else None, weight.config.forward_format
     if ctx.make is not None and call.gather:
         x, _ = ctx.make(fmt, x_scale, *kept, rows=True, columns=False)
-    x_rows = call.start_gather(source.rows(x)) if call.gather else None
+    x_rows = call.start_gather(source.rows(x)) if call.gather and call.wgrad else None
     q, exact, dbias, dy_rows = _cast_gradient(ctx, call, dy)
     dx = None
     if needs_dx:
@@ -148,6 +154,10 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
         dx = call.start_sum(dx)
     elif dy_rows is not None:
         q = ScaledTensor(dy_rows.land(), q.scale_inv)
+    if not call.wgrad:
+        if call.seen:
+            _show_backward(call, call.whole(ctx.exact), exact, (q, w if needs_dx else None), None)
+        return dx, dbias, None
     if call.gather_dy == "fp8":
         q = ScaledTensor(q.payload, q.scale_inv, ops.transpose(q.payload))
     if not call.seen:  # its rows have served: they need not wait for x^T
@@ -192,8 +202,9 @@ def _cast_gradient(
     if call.gather_dy:
         flat = call.start_gather(flat).land()
     gradient = BiasedGradient(flat) if ctx.needs_input_grad[4] else flat
-    rows = ctx.needs_input_grad[0] or not call.wgrad_fp8 or call.seen
-    q, _ = call.weight.cast(gradient, GRAD, rows=rows, columns=call.wgrad_fp8, training=call.training)
+    columns = call.wgrad and call.wgrad_fp8
+    rows = ctx.needs_input_grad[0] or not columns or call.seen
+    q, _ = call.weight.cast(gradient, GRAD, rows=rows, columns=columns, training=call.training)
     return q, flat, gradient.dbias if isinstance(gradient, BiasedGradient) else None, None
 
 
@@ -211,7 +222,7 @@ class Bf16Product(torch.autograd.Function):
         if call.sum_y:
             y = Flight(tensor.add(y, call.group, call.scatter, fp8=False)).land()
         ctx.call, ctx.exact = call, x if call.seen else None
-        ctx.save_for_backward(x if call.gather else flat)
+        ctx.save_for_backward(*((x if call.gather else flat,) if call.wgrad else ()))
         if call.seen:
             _show_forward(call, x, flat, w)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
@@ -224,10 +235,10 @@ class Bf16Product(torch.autograd.Function):
         return _finish(ctx.call, dx, dy.shape, product), None, None
 
 
-def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None, ops.Product]:
+def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None, ops.Product | None]:
     """As _fp8_gradients."""
-    (x,) = ctx.saved_tensors
-    x_rows = call.start_gather(source.rows(x)) if call.gather else None
+    (x,) = ctx.saved_tensors if call.wgrad else (None,)
+    x_rows = call.start_gather(source.rows(x)) if call.gather and call.wgrad else None
     if call.training:
         call.weight.casts.follow(GRAD, exact)
     dy = call.rounded("gradient", exact)
@@ -235,14 +246,14 @@ def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None
     dx = None if w is None else call.start_sum(ops.gemm(dy, w.t(), ops.Epilogue(dtype=dy.dtype)))
     if x_rows is not None:
         x = call.rounded("activation", x_rows.land())
-    product = ops.Product(dy.t(), x.t())
+    product = None if x is None else ops.Product(dy.t(), x.t())
     if call.seen:
         _show_backward(call, call.whole(ctx.exact), exact, (dy, w), product)
     return dx, product
 
 
 def _finish(call: Call, dx: Flight | None, shape: torch.Size, product: ops.Product | None) -> torch.Tensor | None:
-    """Hand the weight its gradient, unless it is late, which hides what is under way of dx (M, K); dx (..., K)."""
+    """Hand the weight its gradient, if it is here, which hides what is under way of dx (M, K); dx (..., K)."""
     if product is not None:
         call.weight.take_gradient(product)
     if dx is None:
@@ -257,6 +268,7 @@ def _show_forward(call: Call, x: torch.Tensor, read_x: ops.Operand, read_w: ops.
         look(call.weight, whole, read_x, read_w)
 
 
-def _show_backward(call: Call, x: torch.Tensor, dy: torch.Tensor | None, dgrad: tuple, product: ops.Product) -> None:
+def _show_backward(call: Call, x: torch.Tensor, dy: torch.Tensor | None, dgrad: tuple, product) -> None:
+    wgrad = None if product is None else (product.a.T, product.b.T)
     for look in call.weight.events.backward:
-        look(call.weight, x, dy, dgrad, (product.a.T, product.b.T))
+        look(call.weight, x, dy, dgrad, wgrad)

@@ -22,7 +22,7 @@ from ..flags.config import Fp8Config
 from ..ops.source import Payloads
 from .call import Call
 from .handover import maker_of, post
-from .linear import hooked
+from .linear import Fp8ColumnParallelLinear, hooked
 
 
 class Rotary(NamedTuple):
@@ -145,8 +145,8 @@ class FusedSelfAttention(SelfAttention):
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         mixed, _ = self.linear_qkv(hidden_states)
         maker = maker_of(mixed)
-        if hooked(self.linear_qkv):
-            mixed, maker = mixed.clone(), None  # it is used up, and who has hooked the linear may have kept it
+        if hooked(self.linear_qkv) or not isinstance(self.linear_qkv, Fp8ColumnParallelLinear):
+            mixed, maker = mixed.clone(), None  # it is used up, and who has hooked or wrapped the linear may keep it
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
         q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, maker)

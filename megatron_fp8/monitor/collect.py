@@ -120,7 +120,7 @@ class Counts(Observer):
     def __init__(self, config: Fp8Config, sets: list[OwnedSet]):
         self._snr, self._wire = config.log_grad_snr, config.grad_reduce
         buckets = [bucket for owned in sets for bucket in owned.buckets]
-        self._weights = [weight for bucket in buckets for weight in bucket.weights]
+        self._weights = [weight for owned in sets for weight in owned.linears]
         self._row = {weight: i for i, weight in enumerate(self._weights)}
         device = self._weights[0].param.device if self._weights else torch.device("cuda")  # a stage may have none
         count = len(self._weights)
@@ -129,8 +129,9 @@ class Counts(Observer):
         self._extremes = torch.full((count, len(CASTS), 3), -torch.inf, device=device)
         # elements of the sum, saturations; signal, noise
         self._reduced = torch.zeros(count, 4, dtype=torch.float64, device=device)
-        shared = [owned.shared_scale for owned in sets if owned.shared_scale is not None]
-        self._mu = [scale.mu for scale in shared]  # replaced, never written, by the step
+        shared = [(owned.shared_scale, len(owned.frozen)) for owned in sets if owned.shared_scale is not None]
+        # Replaced, never written, by the step; what is frozen has none.
+        self._mu = [torch.nn.functional.pad(scale.mu, (0, frozen)) for scale, frozen in shared]
         self._reference: dict[GradStore, torch.Tensor] = {}
         self._wanted: torch.Tensor | None = None  # of the addition that is being made
         for weight in self._weights:
@@ -225,6 +226,7 @@ class Counts(Observer):
         tallies = {}
         for weight, row in zip(self._weights, found, strict=True):
             casts, reduced, largest, own_mu = row.split([3 * len(CASTS), 4, 3 * len(CASTS), len(mu)])
-            tally = Tally(casts.view(-1, 3).tolist(), largest.view(-1, 3).tolist(), reduced.tolist(), *own_mu.tolist())
+            own_mu = own_mu.tolist() if weight.trained else []
+            tally = Tally(casts.view(-1, 3).tolist(), largest.view(-1, 3).tolist(), reduced.tolist(), *own_mu)
             tallies[weight.name] = tally
         return tallies

@@ -52,7 +52,7 @@ from megatron.core import mpu
 from ..engine.events import Observer
 from ..engine.optimizer import EngineOptimizer
 from ..engine.owned import GRAD, INPUT, OwnedWeight
-from ..engine.weights import Bucket
+from ..engine.owned_set import OwnedSet
 from ..errors import UserError
 from ..flags.probe import FOLDER, ProbePlan
 from ..numerics.emulation import EmulatedFormat
@@ -138,7 +138,7 @@ def probe_step(plan: ProbePlan, engine: EngineOptimizer, step: Callable[[], Any]
     iteration = current_iteration()
     if iteration not in plan.steps:
         return step()
-    probe = Probe(engine.buckets)
+    probe = Probe(engine.sets)
     engine.events.subscribe(probe)
     try:
         result = step()
@@ -155,15 +155,15 @@ class Probe(Observer):
     """Looks at the GEMMs of the step during which it is subscribed.
 
     Args:
-        buckets: all buckets of this rank, whose FP8 and emulated linears are looked at.
+        sets: all of this rank, whose FP8 and emulated linears are looked at.
     """
 
     @torch.no_grad()
-    def __init__(self, buckets: list[Bucket]):
-        weights = [weight for bucket in buckets for weight in bucket.weights][::-1]  # buckets are in backward order
+    def __init__(self, sets: list[OwnedSet]):
+        weights = [weight for owned in sets for weight in owned.linears]
         self.weights = [w for w in weights if w.fp8 or (w.emulate and w.emulate.covers(w.path, w.layer_number))]
         self._row = {weight: i for i, weight in enumerate(self.weights)}
-        device = buckets[0].weight.device if buckets else torch.device("cuda")  # a stage may have none
+        device = weights[0].param.device if weights else torch.device("cuda")  # a stage may have none
         count = len(self.weights)
         self._gemms = torch.zeros(count, len(GEMMS), 3, dtype=torch.float64, device=device)
         self._counts = torch.zeros(count, len(OPERANDS), 3, dtype=torch.int64, device=device)
@@ -171,14 +171,14 @@ class Probe(Observer):
         self._extremes = torch.full((count, len(OPERANDS), 3), -torch.inf, device=device)
         self._formats: dict[tuple[int, int], str] = {}
         self._masters: dict[OwnedWeight, torch.Tensor] = {}
-        for bucket in buckets:
+        for bucket in (bucket for owned in sets for bucket in owned.buckets):
             if bucket.scaling is not None:
                 values = bucket.unsharded(bucket.masters())
                 for weight, start, stop in bucket.spans:
                     self._masters[weight] = values[start:stop].view(weight.param.shape).bfloat16()
 
     def _exact(self, weight: OwnedWeight) -> torch.Tensor:
-        return self._masters.get(weight, weight.param.detach())
+        return self._masters[weight] if weight in self._masters else weight.dense().detach()
 
     def forward(self, weight: OwnedWeight, x: torch.Tensor, read_x: Read, read_w: Read) -> None:
         """Look at y = x W^T: x (M, K) in BF16, and as it was read, as was W (N, K)."""
@@ -190,17 +190,21 @@ class Probe(Observer):
             self._look(weight, WEIGHT, exact, read_w)
         self._compare(weight, FPROP, (read_x, read_w.T), (x, exact.t()))
 
-    def backward(self, weight: OwnedWeight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple) -> None:
+    def backward(
+        self, weight: OwnedWeight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple | None
+    ) -> None:
         """Look at dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16.
 
-        dgrad, wgrad: what these GEMMs read, dy (M, N) and W (N, K) or None where there is no dx, and dy and x.
+        dgrad, wgrad: what these GEMMs read, dy (M, N) and W (N, K) or None where there is no dx, and dy and x or None
+        of a frozen weight.
         """
         if weight not in self._row:
             return
         self._look(weight, GRAD, dy, dgrad[0])
         if dgrad[1] is not None:
             self._compare(weight, DGRAD, dgrad, (dy, self._exact(weight)))
-        self._compare(weight, WGRAD, (wgrad[0].T, wgrad[1]), (dy.t(), x))
+        if wgrad is not None:
+            self._compare(weight, WGRAD, (wgrad[0].T, wgrad[1]), (dy.t(), x))
 
     def _compare(self, weight: OwnedWeight, gemm: int, read: tuple, exact: tuple) -> None:
         self._gemms[self._row[weight], gemm] += compare(read, exact)

@@ -147,7 +147,7 @@ class Watch(Observer):
         self._skips = 0  # in a row
         self.counts = {"fp8_spikes": 0, "fp8_rises": 0, "fp8_skipped_spikes": 0, "fp8_linears_in_bf16": 0}
         self._fallback = Fallback(self._window)
-        weights = [weight for bucket in engine.buckets for weight in bucket.weights if weight.fp8]
+        weights = [weight for owned in engine.sets for weight in owned.linears if weight.fp8]
         self._weights = {weight.name: weight for weight in weights}
         self._stages = stages
         self._names = self._of_all_stages(sorted(self._weights)) if self.action == FALLBACK else []

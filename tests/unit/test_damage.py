@@ -33,7 +33,7 @@ def step(owned: OwnedSet, number: int) -> None:
 def test_damage_is_seen_after_the_step_that_wrote_it(value, state, storage, group):
     bucket = OneWeight(torch.randn(N, K).bfloat16(), group, storage=storage).bucket
     reducer = SimpleNamespace(buckets=[bucket])
-    owned = OwnedSet(one_set(group), [reducer], [], None, bucket.scaling, None, torch.device("cpu"))
+    owned = OwnedSet(one_set(group), [reducer], [], [], None, bucket.scaling, None, torch.device("cpu"))
     for number in (1, 2):
         assert owned.damage() == 0
         step(owned, number)
@@ -49,4 +49,4 @@ def test_damage_is_seen_after_the_step_that_wrote_it(value, state, storage, grou
 
 
 def test_a_set_without_weights(group):
-    assert OwnedSet(one_set(group), [], [], None, None, None, torch.device("cpu")).damage() == 0
+    assert OwnedSet(one_set(group), [], [], [], None, None, None, torch.device("cpu")).damage() == 0

@@ -97,7 +97,8 @@ class Setup:
         self.events = Events()
         of = one_set(group)
         self.bucket = Bucket(self.weights, of, False, config, None, 0, self.reduce, self.events, Scratch())
-        sets = [SimpleNamespace(buckets=[self.bucket], shared_scale=self.shared)]
+        linears = self.bucket.weights
+        sets = [SimpleNamespace(buckets=[self.bucket], linears=linears, frozen=[], shared_scale=self.shared)]
         self.monitor = Monitor(config, sets, self.events, group, group)
         self.events.subscribe(self.monitor)
         self.written, self.counted = [], 0

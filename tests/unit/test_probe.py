@@ -152,7 +152,7 @@ class Linear(OneWeight):
         return y.detach(), x.grad, self.bucket.grads.dense().clone()
 
     def probe(self, *micro_batches, **options):
-        looking = Probe([self.bucket])
+        looking = Probe([SimpleNamespace(buckets=[self.bucket], linears=self.bucket.weights)])
         self.events.subscribe(looking)
         results = [self.pass_through(*batch, **options) for batch in micro_batches]
         self.events.unsubscribe(looking)
@@ -254,7 +254,7 @@ class TestThroughTheLinear:
     def test_linears_that_are_not_rounded_are_left_alone(self, group):
         linear = Linear(group)
         linear.weight.fp8 = False
-        looking = Probe([linear.bucket])
+        looking = Probe([SimpleNamespace(buckets=[linear.bucket], linears=linear.bucket.weights)])
         linear.events.subscribe(looking)
         linear.pass_through(*batch())
         assert looking.end(group, group) == {}
@@ -267,7 +267,8 @@ class TestSteps:
             get_pipeline_model_parallel_group=lambda: group,
             get_tensor_and_data_parallel_group=lambda with_context_parallel: group))  # fmt: skip
         chosen = ProbePlan(frozenset({2, 5}), str(tmp_path / "out"))
-        engine = SimpleNamespace(buckets=[linear.bucket], events=linear.events)
+        sets = [SimpleNamespace(buckets=[linear.bucket], linears=linear.bucket.weights)]
+        engine = SimpleNamespace(sets=sets, events=linear.events)
 
         def step():
             made.append(bool(linear.events.forward))

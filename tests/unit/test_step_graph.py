@@ -52,7 +52,7 @@ class Job:
         )
         self.scaling = DelayedScaling([E4M3], 1, "most_recent", 0, "cpu")
         owned = SimpleNamespace(
-            weights=[self.weight], scaling=self.scaling, weight_scaling=None, shared_scale=None, gathers=[],
+            linears=[self.weight], scaling=self.scaling, weight_scaling=None, shared_scale=None, gathers=[],
             buckets=[], remember=lambda: lambda: self.did.append("know"),
             begin_step=lambda steps: self.did.append(("begin", steps)),
         )  # fmt: skip

@@ -131,9 +131,8 @@ class Run:
         for i, weight in enumerate(self.weights):
             weight.path, weight.layer_number = f"decoder.layers.{'ab'[i]}", 1
             weight.casts.scaling, weight.casts.slots = self.scaling, (2 * i, 2 * i + 1)
-        bucket = SimpleNamespace(weight=torch.zeros(1), weights=self.weights)
-        sets = [SimpleNamespace(scaling=self.scaling)]
-        engine = SimpleNamespace(sets=sets, buckets=[bucket], device=torch.device("cpu"))
+        sets = [SimpleNamespace(scaling=self.scaling, linears=self.weights)]
+        engine = SimpleNamespace(sets=sets, device=torch.device("cpu"))
         self.watch = Watch(WatchPlan(action, window=window), engine, group, group)
         self.iteration = 0
         monkeypatch.setattr(watch, "current_iteration", lambda: self.iteration)
@@ -228,7 +227,7 @@ def test_without_evidence_all_fall_back(recipe, run, capsys):
 def test_no_linear_in_fp8_on_any_stage(group):
     for fp8 in ([False, False], [False, True]):
         weights = [SimpleNamespace(fp8=has, name=f"decoder.layers.{i}") for i, has in enumerate(fp8)]
-        engine = SimpleNamespace(sets=[], buckets=[SimpleNamespace(weights=weights)], device=torch.device("cpu"))
+        engine = SimpleNamespace(sets=[SimpleNamespace(scaling=None, linears=weights)], device=torch.device("cpu"))
         Watch(WatchPlan("skip"), engine, group, group)
         if any(fp8):
             Watch(WatchPlan("bf16-fallback"), engine, group, group)

@@ -90,7 +90,8 @@ def test_the_line_on_memory(storage, kept, expected):
     class Bucket:
         def __init__(self, size: int):
             param = torch.empty(size, 1000, device="meta")
-            self.weights = [SimpleNamespace(param=param, fp8=True, storage=storage, config=config)] * 2
+            weight = SimpleNamespace(param=param, fp8=True, storage=storage, config=config, trained=True)
+            self.weights = [weight] * 2
 
         def buffers(self):
             return {"weight": [torch.empty(2_000_000_000, dtype=torch.uint8, device="meta")], "master": []}
@@ -102,13 +103,33 @@ def test_the_line_on_memory(storage, kept, expected):
         accumulate_allreduce_grads_in_fp32=True,
     )
     buckets = [Bucket(50_000), Bucket(50_000)]  # 2e8 numbers, 2 + 4 + 12 / 4 bytes each of stock's
+    sets = [SimpleNamespace(buckets=buckets, linears=[weight for bucket in buckets for weight in bucket.weights])]
     line = f"the linears' weights, gradients and states: {expected} GB on this rank, stock's "
-    assert memory(args, []) == [] and memory(args, buckets) == [line + "1.8"]
+    assert memory(args, []) == [] and memory(args, sets) == [line + "1.8"]
     args.use_distributed_optimizer = args.accumulate_allreduce_grads_in_fp32 = False
-    assert memory(args, buckets) == [line + "3.2"]
+    assert memory(args, sets) == [line + "3.2"]
 
 
 def test_nothing_is_measured_without_a_gpu(monkeypatch):
     monkeypatch.setattr(timing, "in_turns", lambda *args: pytest.fail("measured"))
     args = SimpleNamespace(seq_length=TOKENS, micro_batch_size=1, context_parallel_size=1, rank=0)
     assert speed(args, weights()) == speed(args, []) == []
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.uint8, "0.1"), (torch.bfloat16, "0.3")])
+def test_what_is_frozen_takes_a_byte_or_stays_in_bf16_beside_its_copy(dtype, expected):
+    args = SimpleNamespace(
+        use_distributed_optimizer=False,
+        data_parallel_size=1,
+        context_parallel_size=1,
+        accumulate_allreduce_grads_in_fp32=True,
+    )
+    weight = SimpleNamespace(
+        param=torch.empty(100_000, 1000, dtype=dtype, device="meta"),
+        fp8=True,
+        storage="fp8" if dtype == torch.uint8 else "bf16",
+        config=SimpleNamespace(keep_transpose_cache=False),
+        trained=False,
+    )
+    (line,) = memory(args, [SimpleNamespace(buckets=[], linears=[weight])])
+    assert line.endswith(f": {expected} GB on this rank, stock's 0.2")

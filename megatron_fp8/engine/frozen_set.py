@@ -1,0 +1,50 @@
+"""The weights that a script has frozen (frozen.py): a payload in E4M3 and a scale, or the parameter as it was.
+
+    stored in E4M3 (O3)    1 byte a weight; BF16 is let go, a weight at a time, so that both are never there of all
+    stored in BF16         2 bytes, and 1 of the FP8 copy that its GEMMs read, made once
+
+The scale is the tightest power of two, the same on all ranks that share the weight, so that a BF16 number of a
+checkpoint, an E4M3 number times a power of two, comes back as what it was. Nothing is dithered, unlike what is trained
+(weights.py): no small update is to be seen in the mean, and to nearest the error is smaller.
+"""
+
+import functools
+
+import torch
+
+from .. import ops
+from ..flags.config import Fp8Config
+from ..numerics.formats import E4M3
+from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import power_of_two_scale
+from ..ranks import all_reduce_largest
+from .events import Events
+from .owned import OwnedWeight, Scratch
+from .sets import WeightSet
+
+
+def freeze(weights: list[OwnedWeight], of: WeightSet, fp8: Fp8Config, events: Events, scratch: Scratch) -> None:
+    """Take over frozen weights of a set, with BF16 parameters; collective over the ranks that share them."""
+    for weight in weights:
+        weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), of.data.rank()
+        weight.events, weight.scratch = events, scratch
+        if weight.storage == "fp8":
+            weight.load = functools.partial(_store, weight, of.sharing, fp8.margin)
+            weight.load(weight.param.detach())
+
+
+@torch.no_grad()
+def _store(weight: OwnedWeight, sharing: torch.distributed.ProcessGroup, margin: int, values: torch.Tensor) -> None:
+    """Set the weight to `values` (N, K) of any float type; all ranks of `sharing` come here together."""
+    values = values.to(weight.param.device)
+    amax = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
+    all_reduce_largest(amax, sharing)
+    scale = power_of_two_scale(amax, E4M3, margin)
+    payload = ops.quantize(values, E4M3, scale)
+    if weight.stored is None:
+        weight.param.data = payload
+        weight.stored = ScaledTensor(weight.param.data, scale.reciprocal())
+    else:  # in place: a CUDA graph may read it
+        weight.param.data.copy_(payload)
+        weight.stored.scale_inv.copy_(scale.reciprocal())
+    weight.invalidate()

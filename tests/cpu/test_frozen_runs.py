@@ -1,0 +1,125 @@
+"""Megatron's loop with linears that the script has frozen, and adapters beside them (LoRA)."""
+
+import re
+
+import pytest
+from launch import ROOT, RunFailed
+from megatron_runs import TINY_GPT, run_megatron, script_path
+
+LORA = "--lr 3e-2 --min-lr 3e-2".split()  # an adapter's rate: the base alone has it fall by nothing
+SIX = "--train-iters 6 --lr-decay-iters 10".split()
+LINE = re.compile("frozen: (.*), bytes changed: (.*), bytes a weight: (.*), sinks: (.*); weight gradients: (.*)")
+slow = pytest.mark.slow
+
+
+def train(base, level, *flags, nproc=1, **kwargs):
+    script = str(ROOT / "tests/scripts/adapters.py")
+    env = {"PYTHONPATH": script_path(), "BASE": base}
+    return run_megatron(nproc, [*TINY_GPT, *SIX, "--fp8-level", level, *flags], script=script, env=env, **kwargs)
+
+
+def seen(run) -> set[tuple[float, ...]]:
+    """(frozen linears, bytes of them that changed, bytes a weight, sinks, weight gradients) of each step and rank."""
+    found = {tuple(map(float, match.groups())) for match in map(LINE.search, run.lines) if match}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("level", "flags", "size"),
+    [
+        ("O3", [], 1),
+        pytest.param("O2", [], 2, marks=slow),
+        pytest.param("O1", ["--fp8-recipe", "tensorwise"], 2, marks=slow),
+        pytest.param("O3", ["--fp8-activations"], 1, marks=slow),
+        pytest.param("O3", ["--fp8-gemm", "bf16"], 1, marks=slow),
+        pytest.param("O3", ["--no-fp8-wgrad"], 1, marks=slow),
+        pytest.param("O3", ["--fp8-log-interval", "2"], 1, marks=slow),
+    ],
+)
+def test_adapters_train_on_a_frozen_base(level, flags, size):
+    run = train("all", level, *LORA, *flags)
+    assert seen(run) == {(8, 0, size, 0, 0)}
+    assert run.losses[-1] < run.losses[0] - 0.05
+    assert any("frozen by the script, without gradients and states: decoder.layers.0-1" in line for line in run.lines)
+
+
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
+def test_the_rest_is_trained(level):
+    """Of eight linears two are frozen: six weight gradients in each of four micro-batches."""
+    run = train("part", level)
+    assert seen(run) == {(2, 0, 1 if level == "O3" else 2, 0, 24)}
+    assert run.losses[-1] < run.losses[0] - 0.2
+
+
+@pytest.mark.parametrize(
+    ("layout", "here"),
+    [
+        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 8),
+        pytest.param("--tensor-model-parallel-size 2", 8, marks=slow),
+        pytest.param("--pipeline-model-parallel-size 2 --use-distributed-optimizer", 4, marks=slow),
+        pytest.param("--fp8-grad-reduce shared --fp8-log-interval 2", 8, marks=slow),
+    ],
+)
+def test_adapters_in_layouts(layout, here):
+    alone, run = train("all", "O3", *LORA), train("all", "O3", *LORA, *layout.split(), nproc=2)
+    assert seen(run) == {(here, 0, 1, 0, 0)}
+    assert run.losses[-1] < run.losses[0] - 0.05
+    if "parallel" not in layout:  # what a part of the model draws first differs with the layout
+        assert run.losses == pytest.approx(alone.losses, abs=1e-4)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("base", "layout", "expected"),
+    [
+        ("bare", "--tensor-model-parallel-size 2 --sequence-parallel", (8, 0, 1, 0, 0)),
+        ("part", "--pipeline-model-parallel-size 2", (2, 0, 1, 0, 8)),  # of the first stage; the second has none
+    ],
+)
+def test_a_part_in_layouts(base, layout, expected):
+    run = train(base, "O3", *layout.split(), "--use-distributed-optimizer", nproc=2)
+    assert seen(run) == {expected} and run.losses[-1] < run.losses[0] - 0.2
+
+
+@pytest.mark.parametrize(
+    ("base", "flags"),
+    [
+        ("all", []),
+        pytest.param("part", [], marks=slow),
+        pytest.param("part", ["--fp8-ckpt-compact"], marks=slow),
+        pytest.param("part", ["--fp8-recipe", "tensorwise"], marks=slow),
+    ],
+)
+def test_a_resumed_run_has_the_same_losses(base, flags, tmp_path):
+    flags = [*(LORA if base == "all" else []), *flags, "--use-distributed-optimizer"]
+    keep = ["--save", str(tmp_path), "--save-interval", "3"]
+    whole = train(base, "O3", *flags, *keep, nproc=2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = train(base, "O3", *flags, "--load", str(tmp_path), nproc=2)
+    assert len(resumed.losses) == 3 and resumed.grad_norms == whole.grad_norms[3:]
+    assert resumed.losses[::2] == whole.losses[3::2]  # stock logs the mean of the first two losses in between
+
+
+@slow
+def test_a_checkpoint_of_a_frozen_base_loads_as_any(tmp_path):
+    """It has the weights in BF16, and nothing else of what is frozen."""
+    ends = "--split 8,1,1 --eval-iters 1".split()
+    frozen = train("bare", "O3", *ends, "--save", str(tmp_path), "--save-interval", "6")
+    flags = [*TINY_GPT, *SIX, *ends, "--fp8-level", "O3", "--load", str(tmp_path)]
+    again = run_megatron(1, [*flags, "--skip-train"])
+    assert again.validation_losses[0] == pytest.approx(frozen.validation_losses[0], abs=2e-3)
+    trained = run_megatron(1, [*flags, "--finetune"])
+    assert trained.losses[0] == pytest.approx(frozen.losses[-1], abs=0.1)
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(1, [*flags, "--train-iters", "8"])
+    assert failed.value.code == 2
+
+
+@slow
+def test_a_compact_checkpoint_knows_what_was_frozen(tmp_path):
+    compact = ["--fp8-ckpt-compact", "--save", str(tmp_path), "--save-interval", "3"]
+    train("part", "O3", *compact)
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(1, [*TINY_GPT, *SIX, "--fp8-level", "O3", "--load", str(tmp_path), "--train-iters", "8"])
+    assert failed.value.code == 2

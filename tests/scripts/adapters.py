@@ -1,0 +1,132 @@
+"""Train adapters beside a frozen base: of each linear of ours, or of one.
+
+BASE     all         the whole model is frozen, and each linear has an adapter
+         part        the first layer's linear_proj and linear_fc1 are frozen and have adapters; the rest is trained
+         bare        the whole model is frozen but its embedding and head, without adapters
+
+Each step prints how many bytes of the frozen weights changed, and how many weight gradients of ours were computed.
+An adapter is two torch.nn.Linear: it begins as nothing, b being zero.
+"""
+
+import functools
+import os
+import runpy
+import sys
+import zlib
+
+import torch
+from launch import ROOT
+
+sys.path.insert(0, str(ROOT))
+from megatron_fp8.plugin import install
+
+install()
+import megatron.training.training as training
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.training.models import dist_utils
+
+from megatron_fp8 import ops
+from megatron_fp8.engine.owned import owned_weights, owners
+from megatron_fp8.layers.linear import Fp8ColumnParallelLinear
+
+BASE, RANK = os.environ.get("BASE", "all"), 4
+built: list[GPTModel] = []
+
+
+class Lora(torch.nn.Module):
+    """base(x) + b a x, of rank 4, on each tensor-parallel rank its part."""
+
+    def __init__(self, base: torch.nn.Module, name: str):
+        super().__init__()
+        self.base, (n, k), ranks = base, base.weight.shape, base.tp_group.size()
+        self.column = isinstance(base, Fp8ColumnParallelLinear)
+        self.a = torch.nn.Linear(k, RANK, bias=False, device=base.weight.device)
+        self.b = torch.nn.Linear(RANK, n, bias=False, device=base.weight.device)
+        whole = k if self.column else k * ranks
+        first = torch.randn(RANK, whole, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        if not self.column:
+            first = first.chunk(ranks, 1)[base.tp_group.rank()]
+        with torch.no_grad():
+            self.a.weight.copy_(first * whole**-0.5)
+            self.b.weight.zero_()
+        self.bfloat16()
+        (self.b if self.column else self.a).weight.tensor_model_parallel = True
+
+    def forward(self, x, *args):
+        y, bias = self.base(x, *args)
+        h = self.a(x)
+        reduce = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
+        return y + self.b(reduce(h)), bias
+
+
+def freeze(model: GPTModel) -> None:
+    names = [(name, module) for name, module in owners(model)]
+    if BASE == "part":
+        wanted = "decoder.layers.0.self_attention.linear_proj", "decoder.layers.0.mlp.linear_fc1"
+        names = [(name, module) for name, module in names if name in wanted]
+        for _, module in names:
+            module.weight.requires_grad = False
+    else:
+        model.requires_grad_(False)
+    if BASE == "bare":
+        for module in (m for m in (getattr(model, "embedding", None), getattr(model, "output_layer", None)) if m):
+            module.requires_grad_(True)
+        return
+    for name, module in names:
+        parent, _, last = name.rpartition(".")
+        number = module.owned.layer_number  # the same whatever the pipeline
+        setattr(model.get_submodule(parent), last, Lora(module, f"{number} {module.owned.path}"))
+
+
+def prepare(stock):
+    @functools.wraps(stock)
+    def wrap(model_list, *args, **kwargs):
+        for model in model_list:
+            built.append(model)
+            freeze(model)
+        return stock(model_list, *args, **kwargs)
+
+    return wrap
+
+
+products = []
+make = ops.Product.__init__
+
+
+@functools.wraps(make)
+def counted(self, *args, **kwargs):
+    products.append(1)
+    make(self, *args, **kwargs)
+
+
+def train_step(stock):
+    @functools.wraps(stock)
+    def step(*args, **kwargs):
+        frozen = [w for w in owned_weights(built) if not w.trained]
+        before = [w.param.detach().clone() for w in frozen]
+        products.clear()
+        result = stock(*args, **kwargs)
+        changed = sum(
+            int((w.param.view(torch.uint8) != b.view(torch.uint8)).sum()) for w, b in zip(frozen, before, strict=True)
+        )
+        held = sum(w.param.untyped_storage().nbytes() for w in frozen) / max(1, sum(w.param.numel() for w in frozen))
+        stated = sum(w.sink is not None for w in frozen)
+        print(
+            f"frozen: {len(frozen)}, bytes changed: {changed}, bytes a weight: {held:g}, sinks: {stated}; "
+            f"weight gradients: {len(products)}",
+            flush=True,
+        )
+        return result
+
+    return step
+
+
+WRAP = "prepare_existing_model_chunks_for_distributed_training"
+setattr(dist_utils, WRAP, prepare(getattr(dist_utils, WRAP)))
+ops.Product.__init__ = counted
+training.train_step = train_step(training.train_step)
+runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
