@@ -29,22 +29,25 @@ def freeze(weights: list[OwnedWeight], of: WeightSet, fp8: Fp8Config, events: Ev
         weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), of.data.rank()
         weight.events, weight.scratch = events, scratch
         if weight.storage == "fp8":
-            weight.load = functools.partial(_store, weight, of.sharing, fp8.margin)
+            weight.load = functools.partial(_store, weight, fp8.margin, of.sharing)
             weight.load(weight.param.detach())
 
 
-@torch.no_grad()
-def _store(weight: OwnedWeight, sharing: torch.distributed.ProcessGroup, margin: int, values: torch.Tensor) -> None:
-    """Set the weight to `values` (N, K) of any float type; all ranks of `sharing` come here together."""
-    values = values.to(weight.param.device)
+def nearest(values: torch.Tensor, margin: int, sharing: torch.distributed.ProcessGroup) -> ScaledTensor:
+    """values (N, K) of any float type, rounded to E4M3 with the tightest power of two; collective over `sharing`."""
     amax = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
     all_reduce_largest(amax, sharing)
     scale = power_of_two_scale(amax, E4M3, margin)
-    payload = ops.quantize(values, E4M3, scale)
+    return ScaledTensor(ops.quantize(values, E4M3, scale), scale.reciprocal())
+
+
+@torch.no_grad()
+def _store(weight: OwnedWeight, margin: int, sharing: torch.distributed.ProcessGroup, values: torch.Tensor) -> None:
+    """Set the weight to `values` (N, K) of any float type; all ranks of `sharing` come here together."""
+    rounded = nearest(values.to(weight.param.device), margin, sharing)
     if weight.stored is None:
-        weight.param.data = payload
-        weight.stored = ScaledTensor(weight.param.data, scale.reciprocal())
+        weight.param.data, weight.stored = rounded.payload, rounded
     else:  # in place: a CUDA graph may read it
-        weight.param.data.copy_(payload)
-        weight.stored.scale_inv.copy_(scale.reciprocal())
+        weight.stored.payload.copy_(rounded.payload)
+        weight.stored.scale_inv.copy_(rounded.scale_inv)
     weight.invalidate()

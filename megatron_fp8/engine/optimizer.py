@@ -16,6 +16,7 @@ from ..comm.wire import sent_bytes
 from ..errors import UserError
 from ..numerics.scaling import adam_growth
 from ..ops.adam import AdamHyper
+from .borrowed import borrowed
 from .events import Events
 from .owned_set import OwnedSet
 from .weights import Bucket
@@ -50,10 +51,12 @@ class EngineOptimizer(MegatronOptimizer):
     Attributes:
         steps: updates made; skipped steps do not count.
         update: the number of the update that is under way, or was made last.
+        borrowed(chunk, state): other weights for a while (borrowed.py).
         watch: of a run with --fp8-on-spike (monitor/watch.py): judges each step before it is made; else None.
     """
 
     is_stub_optimizer = False
+    borrowed = borrowed
 
     def __init__(
         self,

@@ -1,0 +1,65 @@
+"""Other weights for a while, and then the same bytes: a reference in the policy's place, an average, a check.
+
+    with engine.borrowed(chunk, reference.state_dict()):
+        ...                                             # evaluations, under torch.no_grad()
+
+What load_state_dict does is no such thing where weights are stored in E4M3: it sets their masters too, of which values
+in BF16 lack 16 bits, and their scales. Here the masters and moments are left alone. The weights' own bytes wait on the
+host, and go back with the scales that they had; so the steps after it are those that would have been made without.
+
+E4M3 values, such as state_dict() gives at O3, come back as they were; others are rounded to nearest.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..numerics.scaled import ScaledTensor
+from .frozen_set import nearest
+from .owned import OwnedWeight, owned_weights
+
+if TYPE_CHECKING:
+    from .optimizer import EngineOptimizer
+
+
+@contextlib.contextmanager
+def borrowed(engine: "EngineOptimizer", chunk: torch.nn.Module, state: dict[str, Any]) -> Iterator[None]:
+    """In here a model chunk of the engine has the weights of `state`, as its state_dict() gives them: BF16 or FP32.
+
+    All ranks that share weights come here together, between two steps, and train nothing meanwhile; what casts would
+    tell delayed scaling is forgotten. Raises what load_state_dict raises for a state of another model, UserError for
+    codes; the weights are then as they were.
+    """
+    engine.prepare_model_params_for_param_sync()
+    scalings = [owned.scaling for owned in engine.sets if owned.scaling is not None]
+    seen = [scaling.amax.clone() for scaling in scalings]
+    tensors = [*chunk.parameters(), *(buffer for _, buffer in chunk.named_buffers())]  # DDP has its own `buffers`
+    own = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    stored = [(weight, weight.stored, weight.load) for weight in owned_weights([chunk]) if weight.stored is not None]
+    sets = {weight: owned.of for owned in engine.sets for weight in owned.linears}
+    for weight, _, _ in stored:
+        weight.load = functools.partial(_lend, weight, sets[weight].sharing)
+    try:
+        chunk.load_state_dict(state)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, values in own:
+                tensor.copy_(values)
+        for weight, before, load in stored:
+            weight.stored, weight.load = before, load
+            weight.invalidate()
+        for scaling, amax in zip(scalings, seen, strict=True):
+            scaling.amax.copy_(amax)
+
+
+@torch.no_grad()
+def _lend(weight: OwnedWeight, sharing: torch.distributed.ProcessGroup, values: torch.Tensor) -> None:
+    """Put values (N, K) in the place of an E4M3 weight's, with a scale of their own."""
+    lent = nearest(values.to(weight.param.device), weight.config.margin, sharing)
+    weight.param.copy_(lent.payload)
+    weight.stored = ScaledTensor(weight.param.data, lent.scale_inv)
+    weight.invalidate()
