@@ -3,13 +3,15 @@
     torchrun --nproc-per-node 8 pretrain_gpt_fp8.py <Megatron's flags> --fp8-level O1
 
 Without --fp8-level, or with O0, the run is bit for bit the one of Megatron's own pretrain_gpt.py. That script
-can do more (fine-tuning, fill in the middle, distillation): `-m megatron_fp8 pretrain_gpt.py` runs it.
+can do more (fill in the middle, distillation): `-m megatron_fp8 pretrain_gpt.py` runs it. With --sft it tunes on
+conversations, as that one does; at a level without Transformer Engine.
 """
 
 import time
 
 STARTED = time.time()  # before the heavy imports: Megatron reports the start-up time
 
+from megatron_fp8.errors import UserError
 from megatron_fp8.flags import args_file
 from megatron_fp8.flags.usage import hide_missing_package_warnings, one_line_errors, refuse_flags
 
@@ -28,30 +30,37 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
     StragglerDetector,
+    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
+from megatron.training import get_args, get_timers, pretrain, print_rank_0, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 BATCH_KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
+PACK_KEYS = ("cu_seqlens", "max_seqlen")  # of --sft: where documents end in a sample, and the longest
 SPIKE = 10  # a loss that many times the largest one seen is reported under --check-for-spiky-loss
 OTHER_SCRIPT = {  # {name in args: flag} of what only Megatron's own script does
-    "sft": "--sft",
     "fim_data": "--fim-data",
     "logits_load_dir": "--logits-load-dir",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "inprocess_restart": "--inprocess-restart",
 }
+PAD_IS_END = (
+    "[fp8] --sft: the tokenizer pads with its end token ({}), and labels equal to the pad are masked: the end of a "
+    "turn is never learnt; give the tokenizer a pad token of its own"
+)
 straggler_timer = StragglerDetector()
 
 
@@ -73,21 +82,21 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
     """The next micro-batch: (batch, sequence) tensors by BATCH_KEYS, None for what this stage does not use.
 
     Read by the first tensor-parallel rank, broadcast to the others, cut along the sequence for context
-    parallelism.
+    parallelism. With --sft, on every stage, all samples in one row, (1, batch * sequence), and PACK_KEYS.
     """
-    if not reads_data(vp_stage):
-        return dict.fromkeys(BATCH_KEYS)
     args = get_args()
+    if not args.sft and not reads_data(vp_stage):
+        return dict.fromkeys(BATCH_KEYS)
     batch: dict[str, torch.Tensor | None] = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         sample = next(data_iterator)
-        for key in BATCH_KEYS:
+        for key in (*BATCH_KEYS, *PACK_KEYS):
             value = sample.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=args.sft,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -101,9 +110,19 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-    )
+    if args.sft:
+        return flatten_batch_for_packed_sequences(batch)
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def packs(batch: dict[str, torch.Tensor | None]) -> dict[str, PackedSeqParams]:
+    """Of a micro-batch with --sft, what tells the layers where its documents end; waits for the data."""
+    ends, longest = (batch.get(key) for key in PACK_KEYS)
+    if ends is None or longest is None:
+        return {}
+    most = int(longest.max())
+    params = PackedSeqParams("thd", ends[0], ends[0], max_seqlen_q=most, max_seqlen_kv=most)
+    return {"packed_seq_params": params}
 
 
 def loss_func(loss_mask: torch.Tensor, token_losses: torch.Tensor):
@@ -140,7 +159,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     with straggler_timer:
         # the plan is what --overlap-moe-expert-parallel-comm asks for
         forward = model.build_schedule_plan if return_schedule_plan else model
-        output = forward(*inputs, **targets)
+        output = forward(*inputs, **targets, **packs(batch))
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -179,7 +198,11 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
-    is_built_here = mpu.get_tensor_model_parallel_rank() == 0 and reads_data(vp_stage)
+    if args.sft:
+        dataset = SFTDataset
+        if config.tokenizer.pad == config.tokenizer.eod:
+            print_rank_0(PAD_IS_END.format(config.tokenizer.pad))
+    is_built_here = mpu.get_tensor_model_parallel_rank() == 0 and (args.sft or reads_data(vp_stage))
     return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: is_built_here, config).build()
 
 
@@ -196,11 +219,25 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted({pp_ranks[0], *last, *mtp_ranks})
 
 
+def check_packs(args) -> None:
+    """Of --sft: raise UserError for what a layout cannot do; the data set makes no mask, which nobody would read."""
+    if args.context_parallel_size > 1:
+        raise UserError("--sft with --context-parallel-size: run Megatron's own script, with --fp8-attention te")
+    if args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+        raise UserError(
+            "--sft with --pipeline-model-parallel-size: a stage sends one row of --seq-length tokens; use "
+            "--micro-batch-size 1"
+        )
+    args.create_attention_mask_in_dataloader = False
+
+
 def main() -> None:
     """Parse the command line, build the model and train."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     refuse_flags(args, OTHER_SCRIPT, "run Megatron's own script, `-m megatron_fp8 pretrain_gpt.py`")
+    if args.sft:
+        check_packs(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(
         config,

@@ -184,7 +184,6 @@ TRAINING_REFUSED = f"""
 --num-distributed-optimizer-instances 2 --use-distributed-optimizer
 --reuse-grad-buf-for-mxfp8-param-ag
 --dataloader-inter-document-masking
---sft
 --perform-rl-step
 --moe-use-upcycling {MOE}
 --hybrid-override-pattern M*
@@ -199,7 +198,7 @@ LEFT_OUT = {
         --encoder-num-layers --decoder-num-layers --relative-attention-num-buckets --relative-attention-max-distance
         --bert-no-binary-head --encoder-seq-length --decoder-seq-length --sample-rate --mask-prob --short-seq-prob
         --batch-size --warmup --model-parallel-size --checkpoint-activations --vocab-extra-ids""",
-    "read with a flag that a level refuses: other optimizers', FP16's, FSDP's, upcycling's, SFT's": """
+    "read with a flag that a level refuses: other optimizers', FP16's, FSDP's, upcycling's": """
         --sgd-momentum --muon-momentum --muon-no-split-qkv --muon-nesterov --muon-scale-mode --muon-fp32-matmul-prec
         --muon-coefficient-type --muon-num-ns-steps --muon-tp-mode --muon-extra-scale-factor --muon-scalar-optimizer
         --lion-beta1 --lion-beta2 --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
@@ -208,8 +207,9 @@ LEFT_OUT = {
         --fsdp-double-buffer --suggested-communication-unit-size --enable-full-sharding-in-hsdp
         --torch-fsdp2-no-reshard-after-forward --megatron-fsdp-main-params-dtype --megatron-fsdp-main-grads-dtype
         --megatron-fsdp-grad-comm-dtype --megatron-fsdp-enable-fine-grained-param-gather
-        --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail --moe-upcycling-granularity
-        --sft-tokenizer-prompt-format""",
+        --megatron-fsdp-max-pool-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail --moe-upcycling-granularity""",
+    "on conversations, which stock without Transformer Engine does not train on (test_sft_runs.py)": """
+        --sft --sft-tokenizer-prompt-format""",
     "of the GPU and its network": """
         --gpu-sniff-test-interval --nccl-communicator-config-path --use-sharp --sharp-enabled-group
         --high-priority-stream-groups --use-nccl-ub --disable-symmetric-registration""",

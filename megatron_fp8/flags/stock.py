@@ -149,6 +149,18 @@ def in_torch(when: When) -> When:
     )
 
 
+def packed(when: When) -> When:
+    """`when`, in a run whose documents are packed, with torch's attention."""
+    return When(
+        f"{when.text}, with --sft or --dataloader-inter-document-masking, without --fp8-attention te",
+        lambda value, args: (
+            args.fp8_attention != "te"
+            and (getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False))
+            and when.test(value, args)
+        ),
+    )
+
+
 OTHER_THAN_TP = When(
     "other than --tensor-model-parallel-size",
     lambda value, args: value not in (None, getattr(args, "tensor_model_parallel_size", None)),
@@ -218,6 +230,10 @@ SWITCHED_OFF = When("given, with --fp8-step-graph off", lambda value, args: plai
 UNGRAPHED = When("given, without a graph of whole steps", lambda value, args: bool(value) and not graphs.graphed(args))
 WITH_GRAPH = When("given, with a graph of whole steps", lambda value, args: bool(value) and graphs.graphed(args))
 GRAPHED = When("not given, with a graph of whole steps", lambda value, args: not value and graphs.graphed(args))
+PROMPTS = When(
+    "default or identity, with --sft",
+    lambda value, args: getattr(args, "sft", False) and value in ("default", "identity"),
+)
 
 
 def _off(args: Namespace) -> bool:
@@ -263,6 +279,11 @@ NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same r
 OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8, and gathers them so"
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
 MASKED = "torch's attention reads a mask then, in slower kernels than the causal one"
+PACKED = "torch's attention of variable length: no document of a row sees another"
+UNMASKED = (
+    "prompts are learnt like answers; and with default, if the tokenizer has no pad token but its end token, labels "
+    "equal to that are masked: the end of a turn is never learnt"
+)
 UNFUSED = "attention runs in Megatron's unfused kernel: memory grows with the square of --seq-length"
 STOCKS_OWN = "for stock's own parameters: embeddings, norms, biases, LM head, experts"
 FP32_SUMS = f"{STOCKS_OWN}; for the linears see --fp8-grad-accum fp32"
@@ -408,7 +429,11 @@ TABLE: list[Row] = [
     *_note("--window-size", MASKED, in_torch(GIVEN)),
     *_note("--softmax-type", UNFUSED, in_torch(other_than("vanilla"))),
     *_refuse("--context-parallel-size", TE_ATTENTION, in_torch(other_than("1"))),
-    *_refuse("--sft --dataloader-inter-document-masking", TE_ATTENTION, in_torch(GIVEN)),
+    *_note("--sft --dataloader-inter-document-masking", PACKED, in_torch(GIVEN)),
+    *_note("--sft-tokenizer-prompt-format", UNMASKED, PROMPTS),
+    *_refuse("--attention-dropout", "add --attention-dropout 0, or --fp8-attention te", packed(other_than("0.0"))),
+    *_refuse("--attention-backend", "remove it, or --fp8-attention te", packed(UNFUSED_KERNELS)),
+    *_refuse("--softmax-type", "remove it, or --fp8-attention te", packed(other_than("vanilla"))),
     *_refuse("--log-max-attention-logit", TE_ATTENTION, in_torch(GIVEN)),
     *_refuse("--qk-clip", "remove it: it changes weights that the level owns"),
     *_refuse("--hybrid-context-parallel", "remove it: FP8 GEMMs need a fixed number of tokens"),

@@ -5,7 +5,8 @@
 On Hopper the cuDNN kernel is the fastest that torch has, so it is asked first: 520 / 406 TFLOP/s forward / backward
 at 4 x 32 heads x 2048 x 128 on an H200, against 284 / 217 for the flash kernel.  Grouped-query attention passes the
 few K and V heads as they are; those of V may have another size (multi-latent attention).  A window, and documents that
-do not see each other, are a mask of booleans; the kernels that read one are slower.
+do not see each other (--reset-attention-mask), are a mask of booleans; the kernels that read one are slower.  Packed
+sequences need none (packed.py).
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from torch.nn.attention import SDPBackend
 
 from ..errors import UserError
 from .again import hold
+from .packed import Documents, attend, documents_of
 
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -69,9 +71,10 @@ class TorchAttention(MegatronModule):
     query (s, b, np, hn), key (s, b, ng, hn), value (s, b, ng, hv) -> (s, b, np * hv).  With `reads_mask` the attention
     mask (b, 1, s, s), True for what is hidden, is applied too (--reset-attention-mask); else it is not read.
     --apply-query-key-layer-scaling divides and multiplies the logits back around an FP16 product; in FP32 there is
-    nothing to do.
+    nothing to do.  Of packed sequences b is 1, or left out: query (t, np, hn) -> (t, np * hv).
 
-    Raises UserError for another kind of mask, a bias, packed sequences, or queries and keys of different lengths.
+    Raises UserError for another kind of mask, a bias, dropout in packed sequences, or queries and keys of different
+    lengths.
     """
 
     def __init__(
@@ -104,14 +107,14 @@ class TorchAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ):
-        if packed_seq_params is not None:
-            raise UserError("packed sequences (--sft) need --fp8-attention te with Transformer Engine installed")
         causal = attn_mask_type in (None, AttnMaskType.causal) and attention_bias is None
         if not causal or query.shape[0] != key.shape[0]:
             raise UserError(
                 "torch's attention is causal self-attention only: for generation with a key-value cache, or another "
                 "mask, use --attention-backend unfused"
             )
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, documents_of(packed_seq_params))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # (b, heads, s, hn), views
         seen = None
         if self.window is not None or self.reads_mask:
@@ -135,6 +138,18 @@ class TorchAttention(MegatronModule):
             hold(y)
         return y
 
+    def _packed(self, query, key, value, documents: Documents) -> torch.Tensor:
+        if self.dropout and self.training:
+            raise UserError(
+                "--sft: packed sequences know no dropout: give --attention-dropout 0, or --fp8-attention te"
+            )
+        q, k, v = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
+        out = attend(q, k, v, documents, self.window, self.scale)
+        y = out.reshape(*query.shape[:-2], -1)
+        if out.is_cuda and out.grad_fn is not None and y.data_ptr() == out.data_ptr():
+            hold(y)  # the kernel's backward pass reads it
+        return y
+
 
 class UnfusedAttention(DotProductAttention):
     """Megatron's kernel, whose logits take memory (b, np, s, s); with values of another size, and windows as above."""
@@ -151,3 +166,11 @@ class UnfusedAttention(DotProductAttention):
         softmax.window_size = None if window is None else (window, 0)
         # The fused kernel that it may choose knows neither a window nor a mask but the causal one, and does not say so.
         softmax.scaled_masked_softmax_fusion &= config.window_size is None
+
+    def forward(self, *args, packed_seq_params=None, **kwargs):
+        if packed_seq_params is not None:
+            raise UserError(
+                "packed sequences (--sft) are not for Megatron's unfused attention: remove --attention-backend and "
+                "--softmax-type, or use --fp8-attention te"
+            )
+        return super().forward(*args, **kwargs)

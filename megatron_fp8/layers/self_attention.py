@@ -7,9 +7,9 @@ Stock's splits with torch and concatenates the gradients; its rotary embedding, 
 element-wise kernels on BF16. The rest of a layer is stock's own forward pass, which gets no rotary embedding then.
 
 Rotation is fused unless --no-rope-fusion is given, which means stock's arithmetic: cos, sin and products rounded to
-BF16. Stock's path also rotates what comes after a norm of q and k, packed sequences, generation, and angles that
-differ from sample to sample or from q to k. Where a rank gathers other ranks' QKV (fewer groups than tensor-parallel
-ranks), and with output gates, it splits too.
+BF16. Stock's path also rotates what comes after a norm of q and k, generation, and angles that differ from sample to
+sample or from q to k. Of packed sequences both are given each token's own angles (packed.py). Where a rank gathers
+other ranks' QKV (fewer groups than tensor-parallel ranks), and with output gates, it splits too.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,11 @@ from megatron.core.transformer.attention import SelfAttention
 from .. import ops
 from ..flags.config import Fp8Config
 from ..ops.source import Payloads
+from .attention import TorchAttention
 from .call import Call
 from .handover import maker_of, post
 from .linear import Fp8ColumnParallelLinear, hooked
+from .packed import Documents, documents_of, same_memory
 
 
 class Rotary(NamedTuple):
@@ -84,7 +86,7 @@ def cos_sin(angles: torch.Tensor, mscale: float) -> tuple[torch.Tensor, torch.Te
     fixed = not angles.is_inference() and not (angles.is_cuda and torch.cuda.is_current_stream_capturing())
     if fixed:
         for kept, version, scale, tables in _kept:
-            if version == angles._version and scale == mscale and _same_memory(kept, angles):
+            if version == angles._version and scale == mscale and same_memory(kept, angles):
                 return tables
     with torch.no_grad():
         flat = angles.detach()[:, 0, 0].float()
@@ -93,10 +95,6 @@ def cos_sin(angles: torch.Tensor, mscale: float) -> tuple[torch.Tensor, torch.Te
         _kept.insert(0, (angles.detach(), angles._version, mscale, (cos, sin)))
         del _kept[_KEPT:]
     return cos, sin
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
 
 class FusedSelfAttention(SelfAttention):
@@ -115,23 +113,41 @@ class FusedSelfAttention(SelfAttention):
         self._rotary = Rotary()  # of the forward pass under way
 
     def forward(self, hidden_states, attention_mask, *args, **kwargs):
+        documents, length = self._documents(kwargs), hidden_states.shape[0]
+        if self.config.sequence_parallel:
+            length *= self.world_size
         if self._fuses(args, kwargs):
             angles = kwargs.pop("rotary_pos_emb")
             tables = cos_sin(angles, self._yarn_concentration_factor)
+            if documents is not None:
+                tables = tuple(documents.by_position(table, length) for table in tables)
             self._rotary = Rotary(*tables, self.config.rotary_interleaved)
+        elif documents is not None and isinstance(angles := kwargs.get("rotary_pos_emb"), torch.Tensor):
+            kwargs["rotary_pos_emb"] = documents.by_position(angles, length)
         try:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         finally:
             self._rotary = Rotary()
 
+    def _documents(self, kwargs) -> Documents | None:
+        """Of a call for packed sequences, which stock is then to take for one sample; None of another, or where the
+        core attention is not ours."""
+        params = kwargs.get("packed_seq_params")
+        if params is None or params.qkv_format != "thd" or not isinstance(self.core_attention, TorchAttention):
+            return None
+        kwargs["packed_seq_params"] = documents_of(params)
+        return kwargs["packed_seq_params"]
+
     def _fuses(self, args, kwargs) -> bool:
         """Whether this call's rotation is done with the split."""
         angles = kwargs.get("rotary_pos_emb")
-        unusual = ("key_value_states", "inference_context", "inference_params", "packed_seq_params")
+        unusual = ("key_value_states", "inference_context", "inference_params")
+        packed = kwargs.get("packed_seq_params")
         return (
             all(self._rotates)
             and not args
             and all(kwargs.get(name) is None for name in unusual)
+            and (packed is None or isinstance(packed, Documents))
             and isinstance(angles, torch.Tensor)
             and angles.dim() == 4
             and angles.shape[1:3] == (1, 1)

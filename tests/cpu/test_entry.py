@@ -42,7 +42,7 @@ def test_any_script_runs_through_the_launcher(tmp_path):
         (["-m", "megatron_fp8", "nowhere/train.py"], "nowhere/train.py: no such script"),
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-levle", "O1"], "unrecognized arguments: --fp8-levle"),
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--fp8-level", "O1", "--fp16"], "--fp16"),
-        (["pretrain_gpt_fp8.py", *TINY_GPT, "--sft"], "--sft is not supported here"),
+        (["pretrain_gpt_fp8.py", *TINY_GPT, "--logits-load-dir", "x"], "--logits-load-dir x is not supported here"),
         (["pretrain_gpt_fp8.py", *TINY_GPT, "--attention-backend", "foo"], "--attention-backend foo: no such value"),
         (["-m", "megatron_fp8", OTHER_MODEL, *TINY_GPT, "--fp8-level", "O1"], "the script trains a T5Model"),
     ],

@@ -55,7 +55,7 @@ def test_bf16_stays_near_the_formula():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"attn_mask_type": AttnMaskType.padding}, {"attention_bias": torch.zeros(1)}, {"packed_seq_params": 1}]
+    "changed", [{"attn_mask_type": AttnMaskType.padding}, {"attention_bias": torch.zeros(1)}]
 )
 def test_refuses_what_it_cannot_do(changed):
     with pytest.raises(ValueError, match="--"):

@@ -55,6 +55,17 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
     },
     stock_flags.UNGATHERED_GATE.text: ["--moe-shared-expert-gate", "--overlap-grad-reduce", "--overlap-param-gather"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
+    "--sft": ["--attention-dropout", "0"],
+    "--dataloader-inter-document-masking": ["--attention-dropout", "0"],
+    "--sft-tokenizer-prompt-format": ["--sft", "--attention-dropout", "0"],
+    **{
+        f"{values}, with --sft or --dataloader-inter-document-masking": ["--sft", *dropout]
+        for values, *dropout in (
+            ("other than 0.0",),
+            ("unfused or local", "--attention-dropout", "0"),
+            ("other than vanilla", "--attention-dropout", "0"),
+        )
+    },
 }
 
 
@@ -72,7 +83,11 @@ def samples(row, parser, parse):
     if action.nargs == 0:
         values = [[row.flag], []]
     else:
-        usual = ("4,0",) if row.flag == "--window-size" else ("3", "0.25", "x", "attn", "moe_act", "msc://x", "2 2 9")
+        usual = (
+            ("4,0",)
+            if row.flag == "--window-size"
+            else ("3", "0.25", "x", "attn", "moe_act", "msc://x", "2 2 9", "default")
+        )
         values = [[row.flag, *plain(v).split()] for v in action.choices or usual]
     found = []
     for attention in ("torch", "te"):
@@ -127,9 +142,7 @@ def test_what_is_saved_loads_at_any_layout(saves, parse):
 
 def of(verdict):
     rows = [row for row in TABLE if row.verdict == verdict]
-    return pytest.mark.parametrize(
-        "row", rows, ids=[f"{r.flag}-{r.when.text}".replace(" ", "_") for r in rows]
-    )
+    return pytest.mark.parametrize("row", rows, ids=[f"{r.flag}-{r.when.text}".replace(" ", "_") for r in rows])
 
 
 def test_table_names_stock_flags(parser):
@@ -147,8 +160,7 @@ def test_every_stock_flag_that_looks_numeric_is_classified(parser):
     missing = [
         action.option_strings
         for action in parser._actions
-        if LOOKS_NUMERIC.search(" ".join(action.option_strings))
-        and not classified & set(action.option_strings)
+        if LOOKS_NUMERIC.search(" ".join(action.option_strings)) and not classified & set(action.option_strings)
     ]
     assert missing == []
 
@@ -318,9 +330,7 @@ def test_flags_page_is_fresh():
 
 
 def test_stale_flags_page_is_found(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location(
-        "make_flags_doc", REPOSITORY / "tools" / "make_flags_doc.py"
-    )
+    spec = importlib.util.spec_from_file_location("make_flags_doc", REPOSITORY / "tools" / "make_flags_doc.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     monkeypatch.setattr(tool, "PAGE", tmp_path / "flags.md")

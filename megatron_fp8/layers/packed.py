@@ -1,0 +1,122 @@
+"""Documents packed into one row: none sees another, and each is rotated from its own beginning.
+
+    tokens      | a a a a a | b b b | c c c c c c |        (t, 1, ...), one row whatever the micro-batch
+    ends        0           5       8             14       cu_seqlens (n + 1,) int32, on the device
+    positions     0 1 2 3 4   0 1 2   0 1 2 3 4 5
+
+Megatron hands every layer a PackedSeqParams with cu_seqlens; its own rotary embedding then cuts the row on the host, a
+document at a time, in every layer. Here positions, and tables of cosines gathered by them, are made once a micro-batch,
+on the device: for layers the row is one sample whose angles differ from token to token. A `Documents` takes the place
+of the parameters between a layer's parts, and the core attention alone reads it:
+
+    on a GPU   torch's attention of variable length, the flash kernel: one call for all documents
+    else       torch's attention, a call a document, which is the oracle too
+
+Padding between documents (cu_seqlens_*_padded) counts to the document before it: attention is causal, so that no token
+before it sees it.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import UserError
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same view of the same memory: recomputation brings another tensor of it."""
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+@dataclass(eq=False)
+class Documents:
+    """Where the documents of a row are.
+
+    Attributes:
+        ends: (n + 1,) int32: 0, and where each document ends; the last at the row's end.
+        longest: an upper bound of a document's length.
+        qkv_format: what Megatron's attention asks its parameters: it has to do nothing.
+    """
+
+    ends: torch.Tensor
+    longest: int
+    qkv_format: str = "documents"
+    _positions: torch.Tensor | None = None
+    _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def positions(self, length: int) -> torch.Tensor:
+        """(length,) int64: each token's place in its document."""
+        if self._positions is None:
+            tokens = torch.arange(length, device=self.ends.device, dtype=self.ends.dtype)
+            document = torch.searchsorted(self.ends[1:], tokens, right=True)
+            self._positions = tokens.long() - self.ends.long()[document]
+        return self._positions
+
+    def by_position(self, table: torch.Tensor, length: int) -> torch.Tensor:
+        """Of a table (positions, ...) the row of each of `length` tokens; made once for a table."""
+        for known, gathered in self._gathered:
+            if same_memory(known, table):
+                return gathered
+        gathered = table.detach()[self.positions(length)]
+        self._gathered.append((table.detach(), gathered))  # held, so that no other takes its memory
+        return gathered
+
+
+def documents_of(params) -> Documents:
+    """Of a PackedSeqParams in the thd form, whose layers share it; UserError for another form."""
+    if isinstance(params, Documents):
+        return params
+    if params.qkv_format != "thd":
+        raise UserError(f"packed sequences of the form {params.qkv_format} are not known without --fp8-attention te")
+    found = getattr(params, "fp8_documents", None)
+    if found is None:
+        padded = params.cu_seqlens_q_padded
+        ends = params.cu_seqlens_q if padded is None else padded
+        found = Documents(ends, int(params.max_seqlen_q))
+        params.fp8_documents = found
+    return found
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, window: int | None, scale: float
+) -> torch.Tensor:
+    """Causal attention within each document: q (t, np, hn), k (t, ng, hn), v (t, ng, hv) -> (t, np, hv).
+
+    window: how many keys before its own a query sees; None: all of its document.
+    """
+    attend_to = _in_one_kernel if q.is_cuda else _one_by_one
+    return attend_to(q, k, v, documents, window, scale)
+
+
+def _in_one_kernel(q, k, v, documents: Documents, window: int | None, scale: float) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # its operators are for a GPU
+
+    wanted = v.shape[-1]
+    # The kernel takes one head size for all three, a multiple of 8.
+    width = -(-max(q.shape[-1], wanted) // 8) * 8
+    q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    ends, longest = documents.ends, documents.longest
+    seen = (-1 if window is None else window, 0)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=seen)
+    return out[..., :wanted]
+
+
+def _one_by_one(q, k, v, documents: Documents, window: int | None, scale: float) -> torch.Tensor:
+    ends = documents.ends.tolist()
+    if ends[-1] != q.shape[0]:
+        raise ValueError(f"cu_seqlens ends at {ends[-1]}, and there are {q.shape[0]} tokens")
+    parts = []
+    for start, stop in itertools.pairwise(ends):
+        if start == stop:
+            continue
+        one, keys, values = (t[start:stop].transpose(0, 1)[None] for t in (q, k, v))  # (1, heads, s, h)
+        seen = None
+        if window is not None:
+            ones = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
+            seen = ones.tril().triu(-window)
+        how = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
+        out = F.scaled_dot_product_attention(one, keys, values, seen, is_causal=seen is None, **how)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)

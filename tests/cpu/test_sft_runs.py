@@ -1,0 +1,117 @@
+"""--sft through pretrain_gpt_fp8.py: stock's data set of packed conversations, without Transformer Engine."""
+
+import json
+import random
+import re
+
+import pytest
+from launch import ROOT, RunFailed
+from megatron_runs import TINY_GPT, run_megatron, script_path
+
+SFT = "--sft --attention-backend auto --train-iters 8 --lr-decay-iters 10 --split 1,0,0".split()
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory) -> str:
+    """Lines of one to four short conversations: a letter is asked for, its successors are the answer."""
+    path, rng = tmp_path_factory.mktemp("sft") / "chat.jsonl", random.Random(3)
+
+    def one() -> list[dict]:
+        letter = rng.randrange(97, 117)
+        asked, told = chr(letter) * rng.randrange(1, 5), "".join(chr(letter + i) for i in range(1, rng.randrange(3, 6)))
+        messages = ("system", "say"), ("user", asked), ("assistant", told)
+        return [{"role": role, "content": content} for role, content in messages]
+
+    lines = ([message for _ in range(rng.randrange(1, 5)) for message in one()] for _ in range(64))
+    path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    return str(path)
+
+
+def train(data, level, *flags, nproc=1, **env):
+    given = [flag for flag in TINY_GPT if flag != "--mock-data"]
+    level = [] if level is None else ["--fp8-level", level]
+    env = {"PYTHONPATH": script_path(), **env}
+    script = str(ROOT / "tests/scripts/sft.py")
+    return run_megatron(nproc, [*given, *SFT, *level, "--data-path", data, *flags], script=script, env=env)
+
+
+@pytest.mark.parametrize(
+    ("level", "flags"),
+    [
+        ("O3", ""),
+        pytest.param("O1", "", marks=slow),
+        pytest.param("O2", "--fp8-recipe tensorwise --no-rope-fusion", marks=slow),
+        pytest.param("O3", "--qk-layernorm --group-query-attention --num-query-groups 2", marks=slow),
+        pytest.param("O3", "--fp8-activations --recompute-granularity full --recompute-method uniform "
+                     "--recompute-num-layers 1", marks=slow),
+        pytest.param("O3", "--position-embedding-type learned_absolute", marks=slow),
+        pytest.param("O3", "--calculate-per-token-loss --micro-batch-size 4", marks=slow),
+    ],
+)  # fmt: skip
+def test_tuning_on_conversations(level, flags, conversations):
+    run = train(conversations, level, *flags.split())
+    assert len(run.losses) == 8 and run.losses[-1] < run.losses[0] - 0.3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--use-distributed-optimizer",
+        pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", marks=slow),
+        pytest.param("--pipeline-model-parallel-size 2 --micro-batch-size 1", marks=slow),
+    ],
+)
+def test_layouts_train_alike(layout, conversations):
+    alone = train(conversations, "O3")
+    run = train(conversations, "O3", *layout.split(), nproc=2)
+    assert run.losses[-1] < run.losses[0] - 0.3
+    if "parallel" not in layout:
+        assert run.losses == pytest.approx(alone.losses, abs=5e-3)
+
+
+@slow
+def test_three_stages_of_which_one_has_no_data_of_its_own(conversations):
+    flags = "--num-layers 3 --pipeline-model-parallel-size 3 --micro-batch-size 1".split()
+    run = train(conversations, "O3", *flags, nproc=3)
+    assert run.losses[-1] < run.losses[0] - 0.3
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param("--no-rope-fusion", marks=slow)])
+def test_a_document_is_as_if_alone_in_the_model(flags, conversations):
+    """With BF16 GEMMs, whose operands have no scale that a neighbour could change."""
+    run = train(conversations, "O1", "--fp8-gemm", "bf16", "--train-iters", "1", *flags.split(), LOOK="1")
+    (line,) = (line for line in run.lines if line.startswith("apart: "))
+    apart, together = re.match("apart: (.*); one document: (.*)", line).groups()
+    leak, first, second = map(float, apart.split())
+    assert leak == 0 and first < 0.02 and second < 0.02 and float(together) > 0.02
+
+
+@slow
+def test_what_a_tokenizer_without_pad_does_is_said(conversations):
+    line = "[fp8] --sft: the tokenizer pads with its end token (253), and labels equal to the pad are masked"
+    assert not any(line in text for text in train(conversations, "O3").lines)
+    assert any(line in text for text in train(conversations, "O3", PAD="end").lines)
+
+
+@slow
+def test_what_a_format_does_is_said(conversations):
+    flags = ["--sft-tokenizer-prompt-format", "default"]
+    assert any("prompts are learnt like answers" in line for line in train(conversations, "O3", *flags).lines)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--attention-dropout 0.1", "--attention-dropout 0.1"),
+        ("--attention-backend unfused", "--attention-backend unfused"),
+        ("--pipeline-model-parallel-size 2", "use --micro-batch-size 1"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(flags, words, conversations):
+    with pytest.raises(RunFailed) as failed:
+        train(conversations, "O3", *flags.split(), nproc=2 if "pipeline" in flags else 1)
+    assert failed.value.code == 2
+    (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    assert words in line
