@@ -163,8 +163,8 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
-    """Training, validation and test sets with (at least) the given numbers of samples."""
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None, packed: type = SFTDataset):
+    """Training, validation and test sets with (at least) the given numbers of samples; with --sft of class `packed`."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences_per_dataset = None
@@ -199,7 +199,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     if args.sft:
-        dataset = SFTDataset
+        dataset = packed
         if config.tokenizer.pad == config.tokenizer.eod:
             print_rank_0(PAD_IS_END.format(config.tokenizer.pad))
     is_built_here = mpu.get_tensor_model_parallel_rank() == 0 and (args.sft or reads_data(vp_stage))

@@ -1,4 +1,4 @@
-"""Metadata lives in pyproject.toml. Here: a wheel carries configs/, scripts/, the entry point and the
+"""Metadata lives in pyproject.toml. Here: a wheel carries configs/, scripts/, the entry points and the
 measured rows of table 5 too, in the package.
 
 `megatron-fp8 launch` and --args-file look for them there and, in a checkout, beside it (megatron_fp8/shipped.py).
@@ -12,7 +12,8 @@ from setuptools.command.build_py import build_py
 
 SHIPPED = "configs", "scripts"
 RESULTS = "benchmarks/results/table5.csv"  # which `megatron-fp8 table 5` prints
-SCRIPT = "pretrain_gpt_fp8.py"  # in scripts/: a script's folder is the first that Python looks for modules in
+# In scripts/: a script's folder is the first that Python looks for modules in.
+SCRIPTS = "pretrain_gpt_fp8.py", "dpo_gpt_fp8.py"
 
 
 class BuildWithShipped(build_py):
@@ -21,7 +22,8 @@ class BuildWithShipped(build_py):
         if not self.editable_mode:
             for folder in SHIPPED:
                 shutil.copytree(folder, Path(self.build_lib, "megatron_fp8", folder), dirs_exist_ok=True)
-            shutil.copy(SCRIPT, Path(self.build_lib, "megatron_fp8/scripts"))
+            for script in SCRIPTS:
+                shutil.copy(script, Path(self.build_lib, "megatron_fp8/scripts"))
             results = Path(self.build_lib, "megatron_fp8", RESULTS)
             results.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(RESULTS, results)

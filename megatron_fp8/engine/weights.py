@@ -241,7 +241,7 @@ class Bucket:
         else:
             self.scaling.load(self._first + i, flat)
             if flat.dtype == torch.bfloat16:
-                flat = _dithered(flat, noise_seed(*weight.identity))
+                flat = dithered(flat, noise_seed(*weight.identity))
             self.weight[start:stop] = ops.quantize(flat, E4M3, self.scaling.scale[self._first + i])
         lo, hi = self._owned(start, stop)
         if lo < hi:
@@ -323,7 +323,7 @@ class Bucket:
         return held
 
 
-def _dithered(values: torch.Tensor, seed: tuple[int, int]) -> torch.Tensor:
+def dithered(values: torch.Tensor, seed: tuple[int, int]) -> torch.Tensor:
     """FP32 numbers that `values` (n,) BF16 may be the roundings of: within half an ulp of them, evenly.
 
     A BF16 number has four bits more than E4M3, so one in sixteen lies just between two E4M3 numbers, where the smallest

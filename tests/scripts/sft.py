@@ -4,9 +4,11 @@ In place of the packages `datasets` and `transformers`, which Megatron asks for,
 of JSON lines, and a tokenizer of bytes that masks what is not the assistant's. PAD: its pad token, 254; "end": its end.
 
 LOOK=1: before the first step, the losses of a document alone and of the same beside another are printed.
+SCRIPT: another than pretrain_gpt_fp8.py. Of dpo_gpt_fp8.py the hash of the reference's bytes is printed at each step.
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -26,6 +28,8 @@ install()
 import megatron.core.tokenizers.utils.build_tokenizer as tokenizers
 import megatron.training.training as training
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_fp8.tuning import reference
 
 END, PAD, IGNORED = 253, 254, -100
 datasets = ModuleType("datasets")
@@ -83,12 +87,35 @@ def look(stock):
             apart = " ".join(f"{d.abs().max().item():.6f}" for d in (leak, of_first, of_second))
             print(f"apart: {apart}; one document: {mixed.abs().max().item():.6f}", flush=True)
             model[0].train()
-        return stock(forward, data, model, *args, **kwargs)
+        result = stock(forward, data, model, *args, **kwargs)
+        for chunks in references:
+            rank = torch.distributed.get_rank()
+            print(f"reference {digest(chunks)} policy {digest(model)} rank {rank}", flush=True)
+        return result
 
     return step
 
 
+def digest(chunks) -> str:
+    """Of all bytes of a model's parameters."""
+    found = hashlib.sha256()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            found.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def remembered(make):
+    def make_reference(chunks, policy):
+        references.append(chunks)
+        make(chunks, policy)
+
+    return make_reference
+
+
+references: list = []
+reference.make_reference = remembered(reference.make_reference)
 seen: list[int] = []
 tokenizers.build_tokenizer = build(tokenizers.build_tokenizer)
 training.train_step = look(training.train_step)
-runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
+runpy.run_path(str(ROOT / os.environ.get("SCRIPT", "pretrain_gpt_fp8.py")), run_name="__main__")

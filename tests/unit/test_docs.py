@@ -49,8 +49,9 @@ def missing_files(page: Path) -> list[str]:
 def own_flags() -> set[str]:
     """Of our verbs, scripts and benchmarks: the words of their sources that are flags."""
     words = set((ROOT / "scripts/slurm/train.sbatch").read_text().split())
-    for folder in ("megatron_fp8", "benchmarks", "tools"):
-        for path in (ROOT / folder).rglob("*.py"):
+    folders = (ROOT / folder for folder in ("megatron_fp8", "benchmarks", "tools"))
+    for files in (ROOT.glob("*.py"), *(folder.rglob("*.py") for folder in folders)):
+        for path in files:
             nodes = ast.walk(ast.parse(path.read_text()))
             words |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {word for word in words if re.fullmatch(r"--[a-z][a-z0-9-]*", word)}

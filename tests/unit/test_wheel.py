@@ -8,6 +8,8 @@ import sys
 import pytest
 from launch import ROOT
 
+SCRIPTS = "pretrain_gpt_fp8.py", "dpo_gpt_fp8.py"
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -15,7 +17,7 @@ def test_an_installed_package_launches_a_shipped_job(tmp_path):
     source, built = tmp_path / "source", tmp_path / "built"
     for name in ("megatron_fp8", "configs", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "pretrain_gpt_fp8.py"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", *SCRIPTS):
         shutil.copy(ROOT / name, source)
     (source / "benchmarks/results").mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks/results/table5.csv", source / "benchmarks/results")
@@ -34,4 +36,5 @@ def test_an_installed_package_launches_a_shipped_job(tmp_path):
     printed = subprocess.run(table, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=500).stdout
     assert f"--results {built}/megatron_fp8/benchmarks/results/table5.csv" in printed and "nothing yet" not in printed
     assert "export NCCL_DEBUG=" in job
+    assert all((built / "megatron_fp8/scripts" / name).is_file() for name in SCRIPTS)
     assert f"SCRIPT={built}/megatron_fp8/scripts/pretrain_gpt_fp8.py\n" in job

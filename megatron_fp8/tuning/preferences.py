@@ -1,0 +1,83 @@
+"""Direct preference optimisation: a loss of two log-probabilities a pair, each from the policy and from a reference.
+
+    log p(y) = sum over the answer's tokens of log p(token)        one document of a packed row each
+    d        = log p(chosen) - log p(rejected)                     of the policy, and of the reference: a number
+    z        = beta (d_policy - d_reference)
+    loss     = -(1 - e) log sigmoid(z) - e log sigmoid(-z)         e: label smoothing
+               - w log p(chosen) / its tokens                      w: weight of the SFT term
+
+    d loss / d log p(chosen) = -beta (sigmoid(-z) - e) - w / tokens        and of the rejected +beta (sigmoid(-z) - e)
+
+At the first step policy and reference are one: z = 0, and the loss of every pair is log 2.
+
+Source: Rafailov et al. (arXiv 2305.18290); smoothing: conservative DPO, of its authors.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Options:
+    """beta > 0 in use, 0 allowed; smoothing in 0 .. 0.5; sft: weight of the SFT term, 0 or more."""
+
+    beta: float = 0.1
+    smoothing: float = 0.0
+    sft: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Of the documents of a row, chosen and rejected in turn: log-probabilities (2 p,) FP32, and how many tokens."""
+
+    logp: torch.Tensor
+    tokens: torch.Tensor
+
+
+def scores(token_losses: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor) -> Scores:
+    """Sums by document of a row of t tokens.
+
+    token_losses: (1, t), -log p of each next token.  counts: (1, t), 1 for those of answers, else 0.  ends: (2 p + 1,)
+    int32, cu_seqlens.
+
+    One product with a matrix of ones and zeros, which adds in one order: the same losses give the same bits.
+    """
+    token = torch.arange(token_losses.numel(), device=ends.device, dtype=ends.dtype)
+    inside = ((token >= ends[:-1, None]) & (token < ends[1:, None])).float()
+    counts = counts.reshape(-1).float()
+    return Scores(inside @ (-token_losses.reshape(-1).float() * counts), inside @ counts)
+
+
+def loss_of(policy: Scores, reference: torch.Tensor, how: Options) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """(the loss summed over pairs, how many, what to log) of a row's p pairs; reference: (2 p,), its log-probabilities.
+
+    A pair of which an answer has no token counts nothing. What is logged are sums and numbers, (2,) each: loss;
+    accuracy, the share of pairs with z > 0, a half for z = 0; margin z; both rewards, beta (log p - the reference's);
+    the size of an answer's log-ratio; and kl a token, the mean of the reference's log p less the policy's: of answers
+    that the reference would give itself that is KL(reference | policy).
+    """
+    ratio = policy.logp - reference
+    chosen, rejected = ratio[0::2], ratio[1::2]
+    z = how.beta * (chosen - rejected)
+    has = (policy.tokens[0::2] > 0) & (policy.tokens[1::2] > 0)
+    weight = has.float()
+    each = -(1 - how.smoothing) * F.logsigmoid(z) - how.smoothing * F.logsigmoid(-z)
+    if how.sft:
+        each = each - how.sft * policy.logp[0::2] / policy.tokens[0::2].clamp(min=1)
+    loss, number = (each * weight).sum(), weight.sum()
+    with torch.no_grad():
+        both = weight.repeat_interleave(2)
+        right = (z > 0).float() + 0.5 * (z == 0)
+        logged = {
+            "dpo loss": (loss.detach(), number),
+            "accuracy": ((right * weight).sum(), number),
+            "margin": ((z * weight).sum(), number),
+            "chosen reward": ((how.beta * chosen * weight).sum(), number),
+            "rejected reward": ((how.beta * rejected * weight).sum(), number),
+            "abs log-ratio": ((ratio.abs() * both).sum(), both.sum()),
+            "kl a token": ((-ratio * both).sum(), (policy.tokens * both).sum()),
+        }
+    report = {name: torch.stack([total.float(), count.float()]) for name, (total, count) in logged.items()}
+    return loss, number.to(torch.int), report

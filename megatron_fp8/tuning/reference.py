@@ -1,0 +1,85 @@
+"""A reference beside the policy: the same model, as it was at the start, for forward passes alone.
+
+    linear in FP8       E4M3 payload and scale, those of the policy's GEMMs at the start: 1 byte a weight
+    all else            the policy's parameters as they were, in BF16
+
+It has no optimizer, no gradients and no place in a checkpoint. What it casts it casts with the scales of the policy's
+own linear, of the same step (`Casts` is shared), and says nothing to them, being in evaluation mode: at the first step
+both models' log-probabilities are the same to the last bit, with delayed scales too.
+
+A run that goes on has another policy. The reference is then loaded as the policy was at first, from the same
+checkpoint, rounded with the same noise (weights.py, `dithered`): the same bytes.
+"""
+
+import functools
+
+import torch
+from megatron.core import mpu
+from megatron.core.utils import unwrap_model
+
+from .. import ops
+from ..engine.frozen_set import nearest
+from ..engine.owned import OwnedWeight, owned_weights
+from ..engine.weights import dithered
+from ..errors import UserError
+from ..numerics.formats import E4M3
+from ..numerics.noise import noise_seed
+from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import compute_scale
+
+
+@torch.no_grad()
+def make_reference(chunks: list[torch.nn.Module], policy: list[torch.nn.Module]) -> None:
+    """Make `chunks`, a second model of the same configuration, the reference to the policy's wrapped chunks: their
+    weights as they are now. UserError where a script has changed what the policy is made of."""
+    for mine, theirs in zip(map(unwrap_model, chunks), map(unwrap_model, policy), strict=True):
+        if [*dict(mine.named_parameters())] != [*dict(theirs.named_parameters())]:
+            raise UserError(
+                "the policy has other parameters than its flags build, adapters perhaps: a reference beside it has "
+                "those of the flags only"
+            )
+        mine.requires_grad_(False)
+        mine.eval()
+        weights = list(zip(owned_weights([mine]), owned_weights([theirs]), strict=True))
+        for weight, twin in weights:
+            _copy(weight, twin)
+        ours = {id(weight.param) for weight, _ in weights}
+        others = [*theirs.named_parameters(), *theirs.named_buffers()]
+        found = dict([*mine.named_parameters(), *mine.named_buffers()])
+        for name, value in others:
+            if id(found[name]) not in ours:
+                found[name].copy_(value)
+
+
+def _copy(weight: OwnedWeight, twin: OwnedWeight) -> None:
+    """Give the reference's weight what the policy's GEMMs read, and the scales that its casts are made with."""
+    assert weight.name == twin.name
+    weight.fp8, weight.casts, weight.scratch = twin.fp8, twin.casts, twin.scratch
+    weight.identity, weight.rank = twin.identity, twin.rank
+    if not twin.fp8:
+        weight.param.copy_(twin.dense())
+        return
+    read = twin.quantized()
+    weight.param.data = read.payload.clone()
+    weight.stored = ScaledTensor(weight.param.data, read.scale_inv.clone())
+    weight.load = functools.partial(_load, weight)
+
+
+@torch.no_grad()
+def _load(weight: OwnedWeight, values: torch.Tensor) -> None:
+    """Set the weight to `values` (N, K), rounded as the policy's that begins with them: collective over the ranks that
+    share it."""
+    assert weight.stored is not None
+    values = values.to(weight.param.device)
+    margin = weight.config.margin
+    if weight.storage == "fp8":
+        sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        scale_inv = nearest(values, margin, sharing).scale_inv
+        if values.dtype == torch.bfloat16:
+            values = dithered(values.flatten(), noise_seed(*weight.identity)).view_as(values)
+        payload = ops.quantize(values, E4M3, scale_inv.reciprocal())
+    else:
+        scale = compute_scale(ops.amax(values), E4M3, margin=margin)
+        payload, scale_inv = ops.quantize(values, E4M3, scale), scale.reciprocal()
+    weight.stored.payload.copy_(payload)
+    weight.stored.scale_inv.copy_(scale_inv)

@@ -1,0 +1,167 @@
+"""dpo_gpt_fp8.py in Megatron's loop: policy and reference are one at first, and the reference stays as it was."""
+
+import json
+import random
+import re
+
+import pytest
+from launch import ROOT, RunFailed
+from megatron_runs import TINY_GPT, run_megatron, script_path
+
+DPO = "--attention-backend auto --train-iters 6 --lr-decay-iters 10 --lr-warmup-iters 0 --dpo-beta 0.5".split()
+LOG2 = 0.6931472
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> str:
+    """Lines of one or two pairs: a letter is asked for; its successors in order are better than the other way round."""
+    path, rng = tmp_path_factory.mktemp("dpo") / "pairs.jsonl", random.Random(1)
+
+    def conversation(asked: str, answer: str) -> list[dict]:
+        said = ("system", "s"), ("user", asked), ("assistant", answer)
+        return [{"role": role, "content": content} for role, content in said]
+
+    def pair() -> dict:
+        letter = rng.randrange(97, 117)
+        asked, answer = chr(letter) * rng.randrange(1, 4), "".join(chr(letter + i) for i in range(1, 5))
+        return {"chosen": conversation(asked, answer), "rejected": conversation(asked, answer[::-1])}
+
+    lines = ({"pairs": [pair() for _ in range(rng.randrange(1, 3))]} for _ in range(64))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def train(data, level, *flags, nproc=1, **env):
+    given = [flag for flag in TINY_GPT if flag != "--mock-data"]
+    level = ["--fp8-level", level] if level else []
+    env = {"PYTHONPATH": script_path(), "SCRIPT": "dpo_gpt_fp8.py", **env}
+    script = str(ROOT / "tests/scripts/sft.py")
+    return run_megatron(nproc, [*given, *DPO, *level, "--data-path", data, *flags], script=script, env=env)
+
+
+def logged(run, name: str) -> list[float]:
+    """A number of each step; Megatron leaves out what is not above 0."""
+    lines = [line for line in run.lines if "dpo loss: " in line and "iteration " in line]
+    assert lines
+    found = (re.search(rf"\| {re.escape(name)}: (\S+)", line) for line in lines)
+    return [float(match[1]) if match else 0.0 for match in found]
+
+
+def bytes_of(run, rank: int = 0) -> tuple[set[str], list[str]]:
+    """The hashes of a rank's parameters: the reference's, all of them, and the policy's by step."""
+    found = [line.split() for line in run.lines if line.startswith("reference ")]
+    found = [words for words in found if words[5] == str(rank)]
+    assert found
+    return {words[1] for words in found}, [words[3] for words in found]
+
+
+@pytest.mark.parametrize(
+    ("level", "nproc", "flags"),
+    [
+        ("O3", 1, ""),
+        pytest.param("O3", 1, "--fp8-recipe tensorwise --fp8-activations", marks=slow),
+        pytest.param("O2", 1, "", marks=slow),
+        pytest.param("O1", 1, "", marks=slow),
+        pytest.param("O1", 1, "--fp8-gemm bf16", marks=slow),
+        pytest.param("O3", 1, "--fp8-bf16-layers decoder.layers.0.mlp.linear_fc1", marks=slow),
+        ("O3", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+        pytest.param("O3", 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=slow),
+        pytest.param("O3", 2, "--tensor-model-parallel-size 2 --fp8-recipe tensorwise", marks=slow),
+        pytest.param("O3", 2, "--pipeline-model-parallel-size 2 --micro-batch-size 1", marks=slow),
+        pytest.param(
+            "O3", 2, "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
+            "--micro-batch-size 1", marks=slow,
+        ),
+    ],
+)  # fmt: skip
+def test_it_learns_and_the_reference_stays(level, nproc, flags, pairs):
+    """Step 0: log-probabilities equal to the last bit, so that the loss is log 2, and every margin 0."""
+    run = train(pairs, level, *flags.split(), nproc=nproc)
+    loss, margin, ratio = (logged(run, name) for name in ("dpo loss", "margin", "abs log-ratio"))
+    assert loss[0] == LOG2 and margin[0] == ratio[0] == 0.0 and logged(run, "accuracy")[0] == 0.5
+    assert loss[-1] < 0.5 and margin[-1] > 0.4 and logged(run, "accuracy")[-1] == 1.0
+    for rank in range(nproc):
+        reference, policy = bytes_of(run, rank)
+        assert len(reference) == 1 and len(set(policy)) == len(policy) == 6
+
+
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
+def test_without_a_learning_rate_the_margins_stay_zero(level, pairs):
+    """Scales that drift apart would show."""
+    run = train(pairs, level, "--lr", "0", "--min-lr", "0", "--train-iters", "8")
+    assert logged(run, "dpo loss") == [LOG2] * 8 and not any(logged(run, "abs log-ratio"))
+
+
+@slow
+def test_without_beta_nothing_is_learnt(pairs):
+    """Every gradient is exactly 0, and no byte of the policy changes."""
+    run = train(pairs, "O3", "--dpo-beta", "0", "--weight-decay", "0")
+    assert logged(run, "dpo loss") == [LOG2] * 6 and not any(run.grad_norms)
+    _, policy = bytes_of(run)
+    assert len(set(policy)) == 1
+
+
+@slow
+def test_data_parallel_ranks_learn_as_one(pairs):
+    one, two = train(pairs, "O3"), train(pairs, "O3", "--use-distributed-optimizer", nproc=2)
+    assert logged(two, "dpo loss") == pytest.approx(logged(one, "dpo loss"), abs=2e-2)
+
+
+@slow
+def test_tensor_parallel_ranks_agree(pairs):
+    """The same weights cut in two: the first loss is log 2 either way, and the loss falls alike."""
+    flags = ["--tensor-model-parallel-size", "2"]
+    run = train(pairs, "O3", *flags, nproc=2)
+    assert logged(run, "dpo loss")[-1] == pytest.approx(logged(train(pairs, "O3"), "dpo loss")[-1], abs=0.15)
+
+
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
+def test_a_resumed_run_has_the_reference_again(level, pairs, tmp_path):
+    """Of the checkpoint that it began with: the same bytes, and the losses of a run that was not cut."""
+    began, save = str(tmp_path / "began"), str(tmp_path / "run")
+    flags = [*(flag for flag in TINY_GPT if flag != "--mock-data"), "--mock-data", "--fp8-level", level]
+    run_megatron(1, [*flags, "--train-iters", "2", "--lr-decay-iters", "10", "--save", began, "--save-interval", "2"])
+    starts = ["--pretrained-checkpoint", began, "--save", save, "--load", save, "--save-interval", "3"]
+    whole = train(pairs, level, *starts)
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("3")
+    resumed = train(pairs, level, *starts)
+    assert bytes_of(resumed)[0] == bytes_of(whole)[0] and len(bytes_of(whole)[0]) == 1
+    assert bytes_of(resumed)[1] == bytes_of(whole)[1][3:]
+    assert logged(resumed, "dpo loss")[::2] == logged(whole, "dpo loss")[3::2]  # stock logs a mean in between
+    assert logged(whole, "dpo loss")[0] == LOG2
+
+
+@slow
+def test_an_evaluation_has_a_reference_too(pairs):
+    run = train(pairs, "O3", "--split", "8,1,1", "--eval-iters", "2", "--eval-interval", "6")
+    (line, *_) = [line for line in run.lines if "validation loss at iteration 6" in line]
+    assert 0 < float(re.search(r"dpo loss value: (\S+)", line)[1]) < LOG2
+
+
+@slow
+def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    train(pairs, "O3", MEGATRON_FP8_METRICS=str(file))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    last = next(row for row in reversed(rows) if "dpo_loss" in row)
+    assert last["rejected_reward"] < 0 < last["chosen_reward"] and last["accuracy"] == 1.0
+
+
+@slow
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--dpo-label-smoothing 0.7", "--dpo-label-smoothing 0.7: give a number of 0 to 0.5"),
+        ("--dpo-beta -1", "--dpo-beta -1.0: give a number of 0 or more"),
+        ("--hidden-dropout 0.1", "--hidden-dropout"),
+        ("--fp8-on-spike bf16-fallback", "the reference keeps FP8"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(flags, words):
+    """Of the script by itself, which installs the plugin before it imports Megatron."""
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(1, [*TINY_GPT, *DPO, "--fp8-level", "O3", *flags.split()], script="dpo_gpt_fp8.py", cold=True)
+    assert "Traceback" not in str(failed.value)
+    (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    assert words in line

@@ -1,0 +1,159 @@
+"""The DPO loss and its gradients against the closed form in float64, and the data set of pairs."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fp8.errors import UserError
+from megatron_fp8.tuning.pairs import Lines, PreferenceDataset
+from megatron_fp8.tuning.preferences import Options, Scores, loss_of, scores
+
+
+def random_scores(pairs: int = 6):
+    """(policy's log-probabilities, the reference's, tokens), float64, of answers of 3 to 30 tokens."""
+    tokens = torch.randint(3, 30, (2 * pairs,)).double()
+    policy, reference = (-tokens * torch.rand(2 * pairs, dtype=torch.float64) * 3 for _ in range(2))
+    return policy.requires_grad_(), reference, tokens
+
+
+@pytest.mark.parametrize(
+    "how", [Options(0.1), Options(0.5, 0.2), Options(0.3, 0.1, 0.7), Options(0.0), Options(1, 0.5)], ids=str
+)
+def test_loss_and_gradient_are_the_closed_form(how):
+    policy, reference, tokens = random_scores()
+    loss, number, _ = loss_of(Scores(policy, tokens), reference, how)
+    expected, gradient = 0.0, torch.zeros_like(policy)
+    for i in range(0, len(policy), 2):
+        a, b = policy[i].item() - reference[i].item(), policy[i + 1].item() - reference[i + 1].item()
+        z = how.beta * (a - b)
+        right = 1 / (1 + math.exp(-z))
+        softplus = [max(x, 0) + math.log1p(math.exp(-abs(x))) for x in (-z, z)]  # -log sigmoid of z, and of -z
+        expected += (1 - how.smoothing) * softplus[0] + how.smoothing * softplus[1]
+        expected -= how.sft * policy[i].item() / tokens[i].item()
+        slope = how.beta * ((1 - right) - how.smoothing)
+        gradient[i], gradient[i + 1] = -slope - how.sft / tokens[i].item(), slope
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and number == 6
+    assert torch.allclose(policy.grad, gradient, rtol=1e-4, atol=1e-7)
+    if how.beta == 0:
+        assert not policy.grad.any()
+
+
+def test_a_swapped_pair_has_the_gradient_of_the_other_sign():
+    _, reference, tokens = random_scores(1)
+    at_start = Scores(reference.clone().requires_grad_(), tokens)
+    loss, _, _ = loss_of(at_start, reference, Options(0.4))
+    loss.backward()
+    assert at_start.logp.grad.tolist() == pytest.approx([-0.2, 0.2])
+    assert loss.item() == pytest.approx(math.log(2))
+    swapped = Scores(reference.flip(0).clone().requires_grad_(), tokens.flip(0))
+    loss_of(swapped, reference.flip(0), Options(0.4))[0].backward()
+    assert torch.equal(swapped.logp.grad.flip(0), -at_start.logp.grad)
+    smoothed = Scores(reference.clone().requires_grad_(), tokens)
+    loss_of(smoothed, reference, Options(0.4, smoothing=0.5))[0].backward()
+    assert not smoothed.logp.grad.any()
+
+
+def test_what_is_logged():
+    policy, reference, tokens = random_scores()
+    _, _, report = loss_of(Scores(policy, tokens), reference, Options(0.2))
+    ratio = (policy - reference).detach()
+    z = 0.2 * (ratio[0::2] - ratio[1::2])
+    mean = {name: (total / count).item() for name, (total, count) in report.items()}
+    assert mean["accuracy"] == pytest.approx((z > 0).double().mean().item())
+    assert mean["margin"] == pytest.approx(z.mean().item(), rel=1e-4)
+    assert mean["chosen reward"] == pytest.approx(0.2 * ratio[0::2].mean().item(), rel=1e-4)
+    assert mean["rejected reward"] == pytest.approx(0.2 * ratio[1::2].mean().item(), rel=1e-4)
+    assert mean["abs log-ratio"] == pytest.approx(ratio.abs().mean().item(), rel=1e-4)
+    assert mean["kl a token"] == pytest.approx((-ratio.sum() / tokens.sum()).item(), rel=1e-3, abs=1e-6)
+
+
+def test_a_pair_without_an_answer_counts_nothing():
+    """Loss 0 and no NaN where there is no other; and the others' loss as if it were not there."""
+    policy, reference, tokens = random_scores()
+    others = loss_of(Scores(policy[2:], tokens[2:]), reference[2:], Options(0.3, sft=0.5))
+    none = torch.zeros(2, dtype=torch.float64)
+    for which in (0, 1):
+        empty = tokens.clone()
+        empty[which] = 0
+        loss, number, report = loss_of(Scores(policy, empty), reference, Options(0.3, sft=0.5))
+        assert torch.allclose(loss, others[0]) and number == 5
+        assert all(torch.allclose(report[name], others[2][name]) for name in report)
+    alone = Scores(none.clone().requires_grad_(), none)
+    loss, number, report = loss_of(alone, none, Options(0.3, sft=0.5))
+    loss.backward()
+    assert loss == 0 and number == 0 and not alone.logp.grad.any()
+    assert not any(values.any() or values.isnan().any() for values in report.values())
+
+
+def test_scores_are_sums_by_document():
+    ends = torch.tensor([0, 5, 6, 14, 20], dtype=torch.int32)
+    losses, counts = torch.rand(1, 20), (torch.rand(1, 20) > 0.4).float()
+    losses.requires_grad_()
+    found = scores(losses, counts, ends)
+    for i, (a, b) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+        assert found.logp[i].item() == pytest.approx(-(losses * counts)[0, a:b].sum().item(), abs=1e-5)
+        assert found.tokens[i] == counts[0, a:b].sum()
+    found.logp[2].backward()
+    expected = torch.zeros(1, 20)
+    expected[0, 6:14] = -counts[0, 6:14]
+    assert torch.equal(losses.grad, expected)
+
+
+# --- the data set
+
+
+def tokenize(conversation, return_target, add_generation_prompt):
+    tokens = [ord(c) for message in conversation for c in message["content"]]
+    targets = [ord(c) if m["role"] == "assistant" else -100 for m in conversation for c in m["content"]]
+    return np.array(tokens), np.array(targets)
+
+
+def said(answer: str) -> list[dict]:
+    return [{"role": "user", "content": "ab"}, {"role": "assistant", "content": answer}]
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    lines = [
+        {"chosen": said("xyz"), "rejected": said("w")},
+        {"pairs": [{"chosen": said("x"), "rejected": said("yy")}, {"chosen": said("v" * 9), "rejected": said("u")}]},
+        {"chosen": said("x" * 40), "rejected": said("y")},
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = SimpleNamespace(tokenize_conversation=tokenize, pad=0, eod=0)
+    config = SimpleNamespace(tokenizer=tokenizer, sequence_length=32)
+    found = PreferenceDataset.__new__(PreferenceDataset)
+    found.config, found.indices, found.dataset, found.dataset_path = config, np.arange(3), Lines(str(path)), str(path)
+    return found
+
+
+def test_a_pair_is_two_documents_and_the_padding_is_the_second_s(dataset):
+    sample = dataset[0]
+    assert bytes(sample["tokens"][:8].tolist()) == b"abxyzabw" and not sample["tokens"][8:].any()
+    assert sample["cu_seqlens"][:4].tolist() == [0, 5, 32, 32] and len(sample["cu_seqlens"]) == 33
+    assert sample["position_ids"].tolist() == [*range(5), *range(27)] and sample["max_seqlen"] == 27
+    counted = [i for i, one in enumerate(sample["loss_mask"].tolist()) if one]
+    assert counted == [1, 2, 3, 6]  # what predicts an answer's token; not the last of a document
+    assert bytes(sample["labels"][counted].tolist()) == b"xyzw"
+    assert set(sample["labels"].tolist()) == {-100, *b"xyzw"}
+
+
+def test_several_pairs_share_a_sample(dataset):
+    sample = dataset[1]
+    assert sample["cu_seqlens"][:6].tolist() == [0, 3, 7, 18, 32, 32]
+    assert sample["loss_mask"].sum() == 1 + 2 + 9 + 1
+
+
+def test_a_pair_that_is_too_long_or_none_is_said(dataset, tmp_path):
+    with pytest.raises(UserError, match="sample 2 has 45 tokens, more than --seq-length 32"):
+        dataset[2]
+    for line in ("{}", "no json", '{"chosen": [], "rejected": []}', '{"pairs": [1]}', "[]"):
+        (tmp_path / "bad.jsonl").write_text(line + "\n")
+        with pytest.raises(UserError, match="sample 0 is no "):
+            Lines(str(tmp_path / "bad.jsonl"))[0]
