@@ -160,7 +160,7 @@ class Probe(Observer):
 
     @torch.no_grad()
     def __init__(self, sets: list[OwnedSet]):
-        weights = [weight for owned in sets for weight in owned.linears]
+        weights = [weight for owned in sets for weight in owned.linears][::-1]  # buckets are in backward order
         self.weights = [w for w in weights if w.fp8 or (w.emulate and w.emulate.covers(w.path, w.layer_number))]
         self._row = {weight: i for i, weight in enumerate(self.weights)}
         device = weights[0].param.device if weights else torch.device("cuda")  # a stage may have none

@@ -1,10 +1,13 @@
 """A frozen weight: the products of a trained one but for its gradient, which is not made; one E4M3 payload."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_parts import OneWeight, one_set
 
 from megatron_fp8 import ops
+from megatron_fp8.checkpoint import compact
 from megatron_fp8.engine.events import Events, Observer
 from megatron_fp8.engine.frozen_set import freeze
 from megatron_fp8.engine.owned import Scratch
@@ -153,3 +156,18 @@ def test_whoever_looks_on_sees_no_wgrad(group):
     forward(one, x, group)[0].backward(dy)
     ((seen_x, seen_dy, dgrad, wgrad),) = looking.seen
     assert torch.equal(seen_x, x) and torch.equal(seen_dy, dy) and wgrad is None and dgrad[0].payload.shape == (M, N)
+
+
+def test_a_compact_bucket_says_who_is_in_it_where_some_are_frozen(group, monkeypatch):
+    """Buckets of other weights may have one shape: without frozen ones the layout alone says who is in which."""
+    ranks = {f"get_{kind}_model_parallel_rank": lambda: 0 for kind in ("pipeline", "tensor")}
+    monkeypatch.setattr(compact, "mpu", SimpleNamespace(**ranks))
+    first, second = (OneWeight(values(), group) for _ in range(2))
+    second.weight.key = second.weight.key.replace("3", "4")
+
+    def keys(one, some_frozen):
+        state = compact.sharded_compact_state([one.bucket], some_frozen)["compact"][0]
+        return {tensor.key for kinds in state.values() for tensor in kinds.values()}
+
+    assert keys(first, False) == keys(second, False)
+    assert keys(first, True).isdisjoint(keys(second, True))
