@@ -227,7 +227,9 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
     """(owner, {attribute: stand-in}) for everything outside Megatron that needs a CUDA driver."""
     stream = _Stream()
     generator = torch.default_generator
-    properties = types.SimpleNamespace(name="cpu", major=8, minor=0, total_memory=1 << 34, multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        name="cpu", major=8, minor=0, total_memory=1 << 34, multi_processor_count=1
+    )
 
     def get_rng_state(*args, **kwargs):
         return generator.get_state()

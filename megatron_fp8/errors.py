@@ -25,7 +25,7 @@ class NoSuchFile(UserError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ ", did you mean ...?" for a word that is none of the known ones and close to one; else nothing."""
+    """", did you mean ...?" for a word that is none of the known ones and close to one; else nothing."""
     found = difflib.get_close_matches(word, list(known), 1)
     return f", did you mean {found[0]}?" if found else ""
 

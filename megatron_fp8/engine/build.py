@@ -169,7 +169,9 @@ def _reduction(
             print(f"[fp8] gradients are reduced over {group.size()} data-parallel ranks {levels}", flush=True)
 
     def by_blocks(bucket: Bucket) -> Stages:
-        return bucket.grads.reduce_blocks(lambda packed, receive: reduce_blocks(packed, group, sharded, nodes, receive))
+        return bucket.grads.reduce_blocks(
+            lambda packed, receive: reduce_blocks(packed, group, sharded, nodes, receive)
+        )
 
     return by_blocks, None
 

@@ -1,8 +1,8 @@
 """How a run's gradients are stored and reduced, beyond the cells grad_accum and grad_reduce.
 
---fp8-grad-accum auto            FP8 for one micro-batch a step, BF16 for more; a line of the log says what it is
---fp8-grad-reduce-hierarchy      with block: inside a node first, then across nodes
---fp8-grad-scaling...            with shared: how its factor mu is found, after FP8-LM section 2.1
+    --fp8-grad-accum auto            FP8 for one micro-batch a step, BF16 for more; a line of the log says what it is
+    --fp8-grad-reduce-hierarchy      with block: inside a node first, then across nodes
+    --fp8-grad-scaling...            with shared: how its factor mu is found, after FP8-LM section 2.1
 """
 
 from argparse import Namespace

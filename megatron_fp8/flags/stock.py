@@ -182,40 +182,34 @@ WITH_BF16_WEIGHTS = When(
 FUSED_KERNELS, UNFUSED_KERNELS = one_of("flash", "fused"), one_of("unfused", "local")
 KEEPS_OPTIMIZER = When(
     "torch, torch_dcp or fsdp_dtensor, with --save, or --load of the optimizer",
-    lambda value, args: (
-        plain(value) in ("torch", "torch_dcp", "fsdp_dtensor")
-        and bool(args.save or (args.load and not args.finetune and not args.no_load_optim))
-    ),
+    lambda value, args: plain(value) in ("torch", "torch_dcp", "fsdp_dtensor")
+    and bool(args.save or (args.load and not args.finetune and not args.no_load_optim)),
 )
 CUT_AS_BUFFERS = When(
     "not given, with --use-distributed-optimizer and --save or --ckpt-convert-save, "
     "without --fp8-ckpt-compact and local checkpoints",
-    lambda value, args: (
-        not value
-        and bool(args.use_distributed_optimizer and (args.save or args.ckpt_convert_save))
-        and not args.fp8_ckpt_compact
-        and args.non_persistent_ckpt_type != "local"
-    ),
+    lambda value, args: not value
+    and bool(args.use_distributed_optimizer and (args.save or args.ckpt_convert_save))
+    and not args.fp8_ckpt_compact
+    and args.non_persistent_ckpt_type != "local",
 )
-LATENT = When("given, with --multi-latent-attention", lambda value, args: bool(value) and args.multi_latent_attention)
+LATENT = When(
+    "given, with --multi-latent-attention", lambda value, args: bool(value) and args.multi_latent_attention
+)
 UNFUSABLE = When(
     "not given, with biases and --squared-relu, or --quick-geglu, or --num-experts without --swiglu or --quick-geglu",
-    lambda value, args: (
-        bool(value)
-        and args.add_bias_linear
-        and not args.swiglu
-        and (args.squared_relu or bool(args.num_experts) != args.quick_geglu)
-    ),
+    lambda value, args: bool(value)
+    and args.add_bias_linear
+    and not args.swiglu
+    and (args.squared_relu or bool(args.num_experts) != args.quick_geglu),
 )
 STAGES_BETWEEN = When(
     "given, with more than 2 pipeline stages or virtual ones",
-    lambda value, args: (
-        bool(value)
-        and (
-            args.pipeline_model_parallel_size > 2
-            or bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
-            or bool(args.pipeline_model_parallel_layout)
-        )
+    lambda value, args: bool(value)
+    and (
+        args.pipeline_model_parallel_size > 2
+        or bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank)
+        or bool(args.pipeline_model_parallel_layout)
     ),
 )
 WITHOUT_MASK = When(

@@ -84,7 +84,9 @@ class _CrossEntropy(torch.autograd.Function):
         gradient = logits.detach() if in_place else torch.empty_like(logits)
         rows = (-1, logits.shape[-1])
         dloss = dloss.reshape(-1).contiguous()  # a sum's is one number, expanded
-        ops.cross_entropy_gradient(logits.view(rows), labels, ctx.first, normalizer, dloss, out=gradient.view(rows))
+        ops.cross_entropy_gradient(
+            logits.view(rows), labels, ctx.first, normalizer, dloss, out=gradient.view(rows)
+        )
         if in_place:
             increment_version(logits)
         return gradient, None, None

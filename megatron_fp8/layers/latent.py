@@ -40,7 +40,9 @@ class ReplicatedLinear(torch.nn.Module):
         super().__init__()
         self._tp_group = tp_group
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        )
         self.weight.sequence_parallel = config.sequence_parallel
         if config.perform_initialization and drawn:
             with torch.no_grad(), get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):

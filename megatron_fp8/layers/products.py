@@ -135,8 +135,8 @@ class Fp8Product(torch.autograd.Function):
 
 
 def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product | None]:
-    """dx (M, K) under way, dbias (N,), and dW not computed yet, or None, where it comes late or
-    never: what only dx needs is freed before it is."""
+    """dx (M, K) under way, dbias (N,), and dW not computed yet, or None, where it comes late or never: what only dx
+    needs is freed before it is."""
     weight, w, needs_dx = call.weight, ctx.w, ctx.needs_input_grad[0]
     x_scale, x_scale_inv, *kept = ctx.saved_tensors
     x, fmt = kept[0] if kept else None, weight.config.forward_format

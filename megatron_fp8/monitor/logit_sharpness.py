@@ -126,7 +126,9 @@ class Search(NamedTuple):
     converged: bool
 
 
-def lbfgsb(logits: torch.Tensor, target: int, epsilon: float = EPSILON, iterations: int = PAPER_ITERATIONS) -> Search:
+def lbfgsb(
+    logits: torch.Tensor, target: int, epsilon: float = EPSILON, iterations: int = PAPER_ITERATIONS
+) -> Search:
     """The sharpness of one position by the paper's method, from d = 0, in FP64 on the host.
 
     Args:

@@ -114,7 +114,9 @@ class DelayedScaling(Slots):
     first update (`warm` is False) the scales are 1 and mean nothing: callers scale just in time.
     """
 
-    def __init__(self, formats: list[Format], history_len: int, algo: str, margin: int, device: torch.device | str):
+    def __init__(
+        self, formats: list[Format], history_len: int, algo: str, margin: int, device: torch.device | str
+    ):
         assert algo in ("most_recent", "max") and history_len >= 1  # as the flags are checked
         super().__init__(len(formats), device)
         self.algo = algo

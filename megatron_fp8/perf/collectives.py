@@ -104,8 +104,8 @@ def _summed(w: Workload) -> tuple[float, float]:
 def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     """What ours send under sequence parallelism, and what its GEMMs leave of it.
 
-    forward    x gathered: beside the own rows' GEMM, in BF16 beside nothing; y summed: beside the own rows' GEMM
-    backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: as x in the forward pass
+        forward    x gathered: beside the own rows' GEMM, in BF16 beside nothing; y summed: beside the own rows' GEMM
+        backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: as x in the forward pass
     """
     times, how = w.micro_batches * w.layers, w.overrides or {}
     fp8 = w.fp8 and how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
@@ -152,7 +152,9 @@ def _ring(
     return Traffic(sent - between, between, ms, ms * bare)
 
 
-def _all_to_all(w: Workload, hardware: Hardware, ranks: int, stride: int, payload: float, bare: float) -> Traffic:
+def _all_to_all(
+    w: Workload, hardware: Hardware, ranks: int, stride: int, payload: float, bare: float
+) -> Traffic:
     """One of `payload` bytes, over ranks that lie `stride` GPUs apart; in two levels, one after the other, if w has."""
     a_node = min(ranks, max(1, hardware.gpus_per_node // stride))
     inside, between = payload * (a_node - 1) / ranks, payload * (ranks - a_node) / ranks

@@ -175,3 +175,5 @@ def _gigabytes(t: Traffic) -> str:
 
 def _short(ms: float) -> str:
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}"
+
+

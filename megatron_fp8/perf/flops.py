@@ -21,8 +21,8 @@ def papers_step(w: Workload) -> float:
     """The same as FP8-LM's paper counts them."""
     hidden, layers = w.job.hidden_size, w.job.num_layers
     tokens = w.global_batch * w.sequence
-    return (
-        72.0 * tokens * layers * hidden**2 * (1 + w.sequence / (6 * hidden) + w.job.vocab_size / (16 * layers * hidden))
+    return 72.0 * tokens * layers * hidden**2 * (
+        1 + w.sequence / (6 * hidden) + w.job.vocab_size / (16 * layers * hidden)
     )
 
 

@@ -46,13 +46,8 @@ MODELS = {
         _LLAMA, num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_query_groups=8, vocab_size=128_255
     ),
     "llama3-8b": replace(
-        _LLAMA,
-        num_layers=32,
-        ffn_hidden_size=14336,
-        num_query_groups=8,
-        vocab_size=128_255,
-        untie_embeddings_and_output_weights=True,
-        max_position_embeddings=8192,
+        _LLAMA, num_layers=32, ffn_hidden_size=14336, num_query_groups=8, vocab_size=128_255,
+        untie_embeddings_and_output_weights=True, max_position_embeddings=8192,
     ),
     "125m": replace(_LLAMA, num_layers=12, hidden_size=768, num_attention_heads=12),
     # of `table 5 --run`

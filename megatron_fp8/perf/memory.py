@@ -312,7 +312,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         else:
             choices = get_args(field.type) if get_origin(field.type) is Literal else None
             parser.add_argument(_flag(field.name), choices=choices, type=str if choices else int)
-    parser.add_argument("--fp8-level", nargs="+", choices=LEVELS, help="a column each (the job's, or all four)")
+    parser.add_argument(
+        "--fp8-level", nargs="+", choices=LEVELS, help="a column each (the job's, or all four)"
+    )
     for cell in _CELLS:
         parser.add_argument(cell.flag, choices=cell.available, help=cell.meaning)
     parser.add_argument("--gpus", type=int, metavar="N", help="of a job (what its command says, or one replica's)")
@@ -339,7 +341,10 @@ def run(args: Namespace) -> int:
     decided = overrides.get("grad_accum", "auto") != "auto"
     if not decided:
         overrides["grad_accum"], said = auto
-    levels = {level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides for level in asked}
+    levels = {
+        level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
+        for level in asked
+    }
     show("\n".join(table(job, levels)), args.format)
     if not decided and not all_stock:
         print(f"\n{said}")
@@ -390,7 +395,9 @@ def _job(args: Namespace, given: dict[str, Any]) -> Job:
     return Job(**given)
 
 
-def _behind_dashes(args: Namespace, given: dict[str, Any]) -> tuple[Job, dict[str, str], str | None, tuple[str, str]]:
+def _behind_dashes(
+    args: Namespace, given: dict[str, Any]
+) -> tuple[Job, dict[str, str], str | None, tuple[str, str]]:
     """(Job, {cell: value}, level or None, `_auto`) of the flags behind --, with what was `given` before on top."""
     from . import read  # which takes its Job from here
 

@@ -112,7 +112,9 @@ def _layouts(args: Namespace, gpus: int, context: int, gpus_per_node: int) -> It
             yield from (Layout(tensor, pipeline, virtual) for virtual in chunks if virtual <= _MOST_CHUNKS)
 
 
-def _best(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None, layout: Layout) -> Candidate:
+def _best(
+    flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None, layout: Layout
+) -> Candidate:
     best, nearest, mistake = None, None, ""
     data = gpus // (layout.tensor * layout.pipeline * flags.args.context_parallel_size)
     if flags.args.global_batch_size % data:

@@ -142,7 +142,9 @@ def test_what_is_saved_loads_at_any_layout(saves, parse):
 
 def of(verdict):
     rows = [row for row in TABLE if row.verdict == verdict]
-    return pytest.mark.parametrize("row", rows, ids=[f"{r.flag}-{r.when.text}".replace(" ", "_") for r in rows])
+    return pytest.mark.parametrize(
+        "row", rows, ids=[f"{r.flag}-{r.when.text}".replace(" ", "_") for r in rows]
+    )
 
 
 def test_table_names_stock_flags(parser):
@@ -160,7 +162,8 @@ def test_every_stock_flag_that_looks_numeric_is_classified(parser):
     missing = [
         action.option_strings
         for action in parser._actions
-        if LOOKS_NUMERIC.search(" ".join(action.option_strings)) and not classified & set(action.option_strings)
+        if LOOKS_NUMERIC.search(" ".join(action.option_strings))
+        and not classified & set(action.option_strings)
     ]
     assert missing == []
 
@@ -330,7 +333,9 @@ def test_flags_page_is_fresh():
 
 
 def test_stale_flags_page_is_found(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("make_flags_doc", REPOSITORY / "tools" / "make_flags_doc.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_flags_doc", REPOSITORY / "tools" / "make_flags_doc.py"
+    )
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     monkeypatch.setattr(tool, "PAGE", tmp_path / "flags.md")
