@@ -27,6 +27,7 @@ import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, pretrain, print_rank_0, set_startup_timestamps
@@ -75,6 +76,7 @@ class Reference:
         finally:
             for name, value in kept.items():
                 setattr(args, name, value)
+            update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
     def before(self, stock):
         """Of a schedule: one that has the reference score the micro-batches first."""
