@@ -11,12 +11,12 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 VIRTUAL = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 CASES = {
-    "one": (1, "--fp8-level O3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "data": (2, f"--fp8-level O3 {SHARDED}"),
     "sequence": (2, "--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel"),
-    "virtual": (2, f"--fp8-level O3 {VIRTUAL}"),
 }
 MORE = {
+    "one": (1, "--fp8-level O3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "virtual": (2, f"--fp8-level O3 {VIRTUAL}"),
     "data-O1": (2, "--fp8-level O1"),
     "data-O2-replicated": (2, "--fp8-level O2 --overlap-grad-reduce"),
     "data-fp8-sums": (2, "--fp8-level O2 --fp8-grad-accum fp8 --micro-batch-size 1 --use-distributed-optimizer"),
@@ -75,6 +75,7 @@ def test_replayed_steps_are_the_steps_in_more_layouts(case):
     check(*MORE[case], graphs=2 if case == "ramp" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["local", "transformer_engine"])
 def test_graphs_of_layers_become_graphs_of_steps(asked):
     run = run_megatron(1, [*TINY_GPT, *FLAGS, "--fp8-level", "O1", "--cuda-graph-impl", asked], script=TAPE)
@@ -91,8 +92,11 @@ def test_auto_records_if_the_gpu_waits_for_its_host():
     assert exact[0] == exact[1] and len(exact[0]) == 7
 
 
-@pytest.mark.parametrize(("nproc", "layout"), [(2, "--tensor-model-parallel-size 2"), (2, "--overlap-grad-reduce")])
-def test_a_rank_that_cannot_record_makes_all_go_on_without(nproc, layout):
+@pytest.mark.parametrize(
+    "layout", [pytest.param("--tensor-model-parallel-size 2", marks=pytest.mark.slow), "--overlap-grad-reduce"]
+)
+def test_a_rank_that_cannot_record_makes_all_go_on_without(layout):
+    nproc = 2
     flags = [*TINY_GPT, *FLAGS, "--fp8-level", "O3", *layout.split()]
     run = run_megatron(nproc, [*flags, *GRAPH.split()], script="tests/scripts/train_unrecorded.py", timeout=300)
     plain = run_megatron(nproc, flags, timeout=300)
