@@ -163,13 +163,13 @@ class OwnedWeight:
         Raises UserError where a script has frozen or thawed the weight since the optimizer was built, or where there is
         no engine to train it.
         """
-        self._check_unchanged()
-        if not self.trained:
-            return False
-        if self.sink is None:
-            refuse_unattached(self.config.level, self.name)
-        self.pending += 1
-        return True
+        frozen = self.param.frozen
+        if frozen != (self.sink is None):
+            self._check_unchanged()
+            if not frozen:
+                refuse_unattached(self.config.level, self.name)
+        self.pending += not frozen
+        return not frozen
 
     def _check_unchanged(self) -> None:
         if self.events is not UNSEEN and self.trained != (self.sink is not None):
