@@ -291,6 +291,7 @@ class StepGraph:
         weights = self._weights
         for weight in weights:
             weight.invalidate()
+        self._finish_gathers(model)
         self._forget_gathers(model)
         for owned in self._engine.sets:
             if owned.weight_scaling is not None:
@@ -323,22 +324,27 @@ class StepGraph:
             [*kept, *(weight.scratch.memory for weight in weights)],
         )
 
+    def _finish_gathers(self, model: list) -> None:
+        for owned in self._engine.sets:
+            owned.finish_gathers()
+        for chunk in model:
+            for group in _groups(chunk):
+                if group.param_gather_handle is not None:
+                    group.param_gather_handle.wait()
+
     def _forget_gathers(self, model: list) -> None:
         """Have the step that comes gather all weights itself, if it is to overlap: an evaluation may have done so."""
         for owned in self._engine.sets:
             for gather in owned.gathers:
                 if gather.overlap:
-                    gather.finish()
                     gather.begin()
         for chunk in model:
             for group in _groups(chunk):
-                if group.param_gather_handle is not None:
-                    group.param_gather_handle.wait()
-                    group.param_gather_handle = None
-                group.param_gather_dispatched = False
+                group.param_gather_handle, group.param_gather_dispatched = None, False
 
     def _begin_again(self, model: list) -> None:
-        """Forget what a recording that failed has told the host."""
+        """Forget what a recording that failed has told the host; no gather of it is waited for, or finished: none runs,
+        and the ranks stopped at different ones."""
         for owned in self._engine.sets:
             owned.begin_step(self._engine.steps)
         self._forget_gathers(model)

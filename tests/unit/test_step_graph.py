@@ -10,6 +10,7 @@ import torch
 from megatron_fp8.comm.wire import sent_bytes
 from megatron_fp8.engine import step_graph
 from megatron_fp8.engine.events import Events, Observer
+from megatron_fp8.engine.gather import ChunkGather
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import DelayedScaling
 
@@ -40,6 +41,7 @@ class Job:
 
     def __init__(self, monkeypatch, fails: bool = False, reads_ahead: bool = True):
         self.did: list = []
+        self.interrupted = lambda: None  # what a recording that fails has done before
         job = self
 
         class Graph:
@@ -54,8 +56,9 @@ class Job:
         owned = SimpleNamespace(
             linears=[self.weight], scaling=self.scaling, weight_scaling=None, shared_scale=None, gathers=[],
             buckets=[], remember=lambda: lambda: self.did.append("know"),
-            begin_step=lambda steps: self.did.append(("begin", steps)),
+            begin_step=lambda steps: self.did.append(("begin", steps)), finish_gathers=lambda: None,
         )  # fmt: skip
+        self.owned = owned
         self.config, self.events, self.data = config, Events(), iter(range(1000))
         self.watch = SimpleNamespace(any_in_bf16=False)
         self.lines: list[str] = []
@@ -64,6 +67,7 @@ class Job:
             (data,) = kwargs["data_iterator"]
             self.did.append(("run", list(data)))
             if fails and config.timers is None:
+                self.interrupted()
                 raise RuntimeError("operation not permitted when stream is capturing\nAnd more.")
             if not kwargs["forward_only"]:
                 sent_bytes["grads"] += 100
@@ -189,6 +193,47 @@ def test_a_step_that_cannot_be_recorded_runs_with_the_same_data_and_no_other_is_
     ]
     assert (job.config.timers, job.config.batch_p2p_sync) == ("theirs", True)
     assert job.step() == [("run", [4, 5])]
+
+
+class Group:
+    """Stock's bucket group, or a bucket of ours, in one: a gather that is recorded cannot be waited for."""
+
+    def __init__(self, did: list):
+        self.did, self.weights = did, []
+        self.param_gather_handle: Group | None = None
+        self.param_gather_dispatched, self.grad_reduce_handle = False, None
+
+    def gather(self) -> None:
+        self.did.append("gather")
+        self.param_gather_handle, self.param_gather_dispatched = self, True
+
+    def wait(self) -> None:
+        raise RuntimeError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
+
+    def land_weights(self) -> None:
+        pass
+
+
+def test_gathers_under_way_in_a_recording_that_failed_are_neither_waited_for_nor_finished(monkeypatch):
+    """The ranks stop at different ones: who went on with the rest of them would be alone."""
+    job = Job(monkeypatch, fails=True)
+    job.chunk.ddp_config.overlap_param_gather = True
+    job.chunk.remove_forward_pre_hook_handles["a module"] = "its hook"
+    job.chunk.bucket_groups.append(stock := Group([]))
+    ours = ChunkGather([Group(job.did) for _ in range(4)], overlap=True)
+    job.owned.gathers.append(ours)
+    ours.early = False
+
+    def interrupted() -> None:
+        ours._need(1)
+        stock.gather()
+
+    job.interrupted = interrupted
+    job.step()
+    assert job.step().count("gather") == 2  # as far as the recording came
+    assert stock.param_gather_handle is None and not stock.param_gather_dispatched
+    ours.finish()
+    assert job.did.count("gather") == 6  # the next step has all of them
 
 
 def test_nothing_of_a_graph_is_left_at_the_end(monkeypatch):
