@@ -38,6 +38,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.full_cuda_graph import get_shared_capture_stream
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.random import get_all_rng_states
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
@@ -75,7 +76,7 @@ class Recorded:
         sent: what it sends, in bytes by kind.
         restore: each puts back what the host knew of a part after the step.
         result: what stock's schedule returned, in the graph's memory.
-        kept: memory of ours that it uses.
+        kept: memory of before that it uses, and that its owners may drop.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -305,6 +306,8 @@ class StepGraph:
         # Megatron's timers wait for the GPU, and so does it after each exchange of pipeline stages, for old torch.
         theirs = {"timers": None, "batch_p2p_sync": False}
         kept = [tensor for owned in self._engine.sets for b in owned.buckets for tensor in b.grads.tensors]
+        # Stock's LM head gathers into these. An evaluation with larger micro-batches puts larger ones in their place.
+        kept += get_global_memory_buffer().buffer.values()
         with _as(config, theirs), self._checks.recording() as checks, seeds, torch.cuda.graph(
             graph, pool=self._pool, stream=get_shared_capture_stream(), capture_error_mode="thread_local"
         ):

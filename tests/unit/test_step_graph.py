@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.utils import GlobalMemoryBuffer
 
 from megatron_fp8.comm.wire import sent_bytes
 from megatron_fp8.engine import step_graph
@@ -82,6 +84,8 @@ class Job:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(step_graph, "get_shared_capture_stream", lambda: None)
         monkeypatch.setattr(step_graph, "get_all_rng_states", dict)
+        self.buffers = GlobalMemoryBuffer()
+        monkeypatch.setattr(step_graph, "get_global_memory_buffer", lambda: self.buffers)
         monkeypatch.setattr(step_graph, "get_model_config", lambda model: config)
         engine = SimpleNamespace(sets=[owned], events=self.events, watch=self.watch, steps=7)
         self.graph = step_graph.StepGraph(engine, Checks(self.did), reads_ahead, self.lines.extend)
@@ -163,6 +167,19 @@ def test_each_number_of_micro_batches_has_a_graph_and_the_oldest_goes(monkeypatc
         assert job.step(number)[0] == "forget" and job.step(number) == REPLAY
     assert job.step(2) == REPLAY and job.step(1)[0] == "forget"
     assert job.step(2)[0] == "forget"  # it was the oldest then
+
+
+def test_memory_that_an_evaluation_outgrows_stays_the_graphs(monkeypatch):
+    """--eval-micro-batch-size above --micro-batch-size: stock drops what it gathers the LM head's input into."""
+    job = Job(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    used = weakref.ref(job.buffers.get_tensor([4], torch.bfloat16, "mpu")._base)
+    job.step()
+    job.step()
+    job.buffers.get_tensor([8], torch.bfloat16, "mpu")
+    assert used() is not None
+    job.graph.forget()
+    assert used() is None
 
 
 def test_without_scales_nothing_is_recorded(monkeypatch):
