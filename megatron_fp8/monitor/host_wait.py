@@ -55,7 +55,7 @@ class HostWait(Observer):
         self._last.record()
 
     def end_step(self) -> None:
-        if self._step == LAST:
+        if self._step >= LAST:  # Megatron may run one again, which begins it again
             self._events.unsubscribe(self)
             self._last, self.share = None, self._done / max(1, self._looks)
             self._then(self.share)

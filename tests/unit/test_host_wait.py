@@ -42,3 +42,20 @@ def test_the_share_of_looks(answers, waits, monkeypatch):
         "the GPU waits for its host: it was done with all it had been given at 75% of the looks; --fp8-step-graph on, "
         "or a --micro-batch-size above 1, ends that"
     ] * waits
+
+
+def test_a_step_that_is_run_again_is_no_end_of_the_looks_missed(monkeypatch):
+    """While it looks no step is a graph: it must come to an end."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
+    events, shares = Events(), []
+    HostWait(events, shares.append)
+    for runs in (1, 1, 1, 2, 1):  # Megatron runs the fourth step again, over its loss
+        for _ in range(runs):
+            for begin in events.begin_step:
+                begin()
+            for _ in range(5):
+                for look in events.gradient_added:
+                    look(None)
+        for end in events.end_step:
+            end()
+    assert shares == [1.0] and not events.gradient_added
