@@ -256,7 +256,7 @@ def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
     for row in found:
         if row.verdict == ADAPTED:
             row.adapt(args)
-    return [f"{', '.join(flags)}: {note}" for note, flags in flags_of.items()] + [
+    return [f"{', '.join(dict.fromkeys(flags))}: {note}" for note, flags in flags_of.items()] + [
         *gradients.storage_line(args, config.grad_accum),
         *activations_line(args, config.activations, config.tp_gather),
         *([] if config.emulate is None else [f"--fp8-emulate: {config.emulate}"]),

@@ -24,10 +24,26 @@ INSIDE = {
     "--fp8-emulate": "the noise of its rounding, and its formats, are of the step",
     "--num-experts": "the host counts the tokens of each expert",
     "--sft --dataloader-inter-document-masking": "the host reads the lengths of documents",
-    "--save-activations-interval --save-dgrads-interval --logits-load-dir": "the host reads or writes files",
+    "--save-activations-interval --save-dgrads-interval": "the host writes files",
+    "--logits-load-dir --logits-save-dir": "the host reads or keeps logits",
     "--log-straggler": "the host times the parts of a step",
+    "--timing-log-level": "at 2 the host waits for the GPU to time the parts of a step",
+    "--log-max-attention-logit": "the host forgets the largest of a step when it has logged it",
+    "--attention-dropout --hidden-dropout": "Megatron graphs no --recompute-modules that draw random numbers",
+    "--skip-train": "no step is made, and evaluations run without",
     "--fp8-sharpness-interval --fp8-sharpness-eval": "the host looks at the logits",
 }
+_ONLY_IF = {  # of those of them that may be given with a graph
+    "--timing-log-level": lambda args: args.timing_log_level == 2,  # of the data; at 1, of what is around a step
+    "--attention-dropout": lambda args: "core_attn" in _recomputed(args),
+    "--hidden-dropout": lambda args: "mlp" in _recomputed(args),
+}
+
+
+def _recomputed(args: Namespace) -> list[str]:
+    """The modules that --recompute-activations, or --recompute-granularity selective, runs again."""
+    selective = _value(args, "--recompute-activations") or args.recompute_granularity == "selective"
+    return (args.recompute_modules or ["core_attn"]) if selective else []
 
 
 def _value(args: Namespace, flag: str):
@@ -50,6 +66,15 @@ def stock_asked(args: Namespace) -> bool:
     return args.cuda_graph_impl != "none" or bool(older)
 
 
+def spelling(args: Namespace) -> str:
+    """The flag that asks for graphs, as it is given; before Megatron's validation."""
+    if args.cuda_graph_impl != "none":
+        return f"--cuda-graph-impl {args.cuda_graph_impl}"
+    if STEP_GRAPH.given(args):
+        return STEP_GRAPH.shown(args)
+    return "--enable-cuda-graph" if args.enable_cuda_graph else "--external-cuda-graph"
+
+
 def hindrance(args: Namespace) -> str:
     """A flag, as it is given, with which the steps cannot be graphs; or "without a GPU"; or ""."""
     return inside(args) if can_record() else "without a GPU"
@@ -57,7 +82,8 @@ def hindrance(args: Namespace) -> str:
 
 def inside(args: Namespace) -> str:
     """The first flag of INSIDE that is given, or ""."""
-    return next((flag for flags in INSIDE for flag in flags.split() if _value(args, flag)), "")
+    given = (flag for flags in INSIDE for flag in flags.split() if _value(args, flag))
+    return next((flag for flag in given if flag not in _ONLY_IF or _ONLY_IF[flag](args)), "")
 
 
 def can_record() -> bool:

@@ -80,6 +80,8 @@ class Row:
         """The flag as `args` has it: "--fp8-recipe mxfp8", "--fp16", "--bf16 not given", or "rope-fusion" for
         what a --no-... flag has left on."""
         value = getattr(args, self.dest, None)
+        if self.flag == "--cuda-graph-impl":
+            return graphs.spelling(args)
         if self.when is NOT_GIVEN and not self.flag.startswith("--no-"):
             return f"{self.flag} not given"
         if self.flag.startswith("--no-") and (self.when is NOT_GIVEN or (value and not self.dest.startswith("no_"))):

@@ -32,6 +32,12 @@ BESIDE = {  # what stands behind a flag with which no step is a graph
     "--save-activations-interval": ["3", "--save", "somewhere"],
     "--save-dgrads-interval": ["3", "--save", "somewhere"],
     "--logits-load-dir": ["x"],
+    "--logits-save-dir": ["x"],
+    "--timing-log-level": ["2"],
+    "--log-max-attention-logit": ["--fp8-attention", "te"],
+    "--attention-dropout": ["0.1", "--recompute-activations"],
+    "--hidden-dropout": ["0.1", "--recompute-granularity", "selective", "--recompute-modules", "mlp"],
+    "--skip-train": [],
     "--fp8-sharpness-eval": ["x"],
 }
 COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effect
@@ -131,6 +137,34 @@ def test_a_graph_of_whole_steps(spelling, parse, monkeypatch):
     assert (without.cuda_graph_impl, without.cuda_graph_modules) == ("none", [])
     assert not without.te_rng_tracker and without.check_for_nan_in_loss_and_grad
     assert not without.enable_cuda_graph and not without.external_cuda_graph
+
+
+@pytest.mark.parametrize(
+    "asked", ["--fp8-step-graph on", "--enable-cuda-graph", "--external-cuda-graph", "--cuda-graph-impl local"]
+)
+@pytest.mark.parametrize("beside", ["", "--num-experts 4 --disable-bias-linear"])
+def test_the_line_names_what_asks_for_a_graph(asked, beside, parse, monkeypatch):
+    args = parse(*O1, *asked.split(), *beside.split())
+    monkeypatch.setattr(graphs, "can_record", lambda: True)
+    lines = adapt_stock_args(args, config_from_args(args))
+    note = "no CUDA graph with --num-experts: " if beside else "full_iteration instead"
+    assert sum(line.startswith(f"{asked}: {note}") for line in lines) == 1
+    assert not any("--cuda-graph-impl none" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "--timing-log-level 1",
+        "--attention-dropout 0.1 --hidden-dropout 0.1",
+        "--attention-dropout 0.1 --recompute-granularity full --recompute-method uniform",
+        "--hidden-dropout 0.1 --attention-dropout 0 --recompute-activations",
+    ],
+)
+def test_what_leaves_a_graph_as_it_is(beside, parse, monkeypatch):
+    args = parse(*O1, "--fp8-step-graph", "on", *beside.split())
+    monkeypatch.setattr(graphs, "can_record", lambda: True)
+    assert graphs.graphed(args)
 
 
 @pytest.mark.parametrize("saves", ["--save", "--ckpt-convert-format torch_dist --ckpt-convert-save"])
