@@ -101,7 +101,7 @@ def reads_ahead(args: Namespace) -> bool:
 
     Not if the loop passes over some of it, or saves how far it was read, or goes back to it to run a step again.
     """
-    checks = args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss
+    checks = args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss or args.check_for_large_grads
     again = args.rerun_mode != "disabled" and checks
     return not (args.iterations_to_skip or _value(args, "--dataloader-save") or again)
 

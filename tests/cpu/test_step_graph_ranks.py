@@ -25,6 +25,12 @@ MORE = {
     "data-in-buckets": (2, f"--fp8-level O3 {SHARDED} --ddp-bucket-size 20000"),
     "data-per-token": (2, f"--fp8-level O3 {SHARDED} --calculate-per-token-loss"),
     "data-spiky": (2, f"--fp8-level O3 {SHARDED} --check-for-spiky-loss"),
+    # The same gradients are found large in both runs, and the step runs again.
+    "large-gradients": (
+        1,
+        "--fp8-level O3 --check-for-large-grads --no-check-for-nan-in-loss-and-grad --error-injection-rate 3 "
+        "--error-injection-type transient_error",
+    ),
     "tensor": (2, "--fp8-level O2 --tensor-model-parallel-size 2"),
     "tensor-data": (4, f"--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel {SHARDED}"),
     "pipeline": (2, "--fp8-level O3 --pipeline-model-parallel-size 2"),
