@@ -141,10 +141,10 @@ class Pace:
     def step(self) -> None:
         """A step begins."""
         began, self._began = self._began, time.monotonic()
+        times, self.graphed = self._with if self.graphed else self._without, False
         if began:
-            (self._with if self.graphed else self._without).append(self._began - began)
-        self.graphed = False
-        if len(self._with) == _ENOUGH:  # the least: the first steps compile, one records, and others are evaluations
+            times.append(self._began - began)
+        if times is self._with and len(times) == _ENOUGH:  # the first steps compile, one records, others are evaluations
             ms = [f"{min(times) * 1e3:.0f} ms" for times in (self._with, self._without)]
             self._log([f"a step takes {ms[0]} at least as a CUDA graph, and took {ms[1]} at least without"])
 

@@ -253,6 +253,17 @@ def test_gathers_under_way_in_a_recording_that_failed_are_neither_waited_for_nor
     assert job.did.count("gather") == 6  # the next step has all of them
 
 
+def test_the_pace_is_said_once(monkeypatch):
+    """Steps without a graph may come right behind the last that it counts."""
+    clock, said = iter([1, 9, *range(10, 17), 16.5, 17, 18, 19]), []
+    monkeypatch.setattr(step_graph.time, "monotonic", lambda: next(clock))
+    pace = step_graph.Pace(said.extend)
+    for graphed in [False, False, *[True] * 6, False, False, False, True, True]:
+        pace.step()
+        pace.graphed = graphed
+    assert said == ["a step takes 1000 ms at least as a CUDA graph, and took 1000 ms at least without"]
+
+
 def test_nothing_of_a_graph_is_left_at_the_end(monkeypatch):
     job = Job(monkeypatch)
     job.step()
