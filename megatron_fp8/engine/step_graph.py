@@ -144,7 +144,7 @@ class Pace:
         times, self.graphed = self._with if self.graphed else self._without, False
         if began:
             times.append(self._began - began)
-        if times is self._with and len(times) == _ENOUGH:  # the first steps compile, one records, others are evaluations
+        if times is self._with and len(times) == _ENOUGH:  # others compile, record, or evaluate
             ms = [f"{min(times) * 1e3:.0f} ms" for times in (self._with, self._without)]
             self._log([f"a step takes {ms[0]} at least as a CUDA graph, and took {ms[1]} at least without"])
 
