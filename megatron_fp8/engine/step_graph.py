@@ -285,7 +285,7 @@ class StepGraph:
         self._recorded.clear()
         torch.cuda.empty_cache()  # of what the recording had taken
         self._begin_again(model)
-        self._log([f"--cuda-graph-impl: the run goes on without a CUDA graph: it cannot be recorded ({reasons[0]})"])
+        self._log([f"the run goes on without a CUDA graph: a step cannot be recorded ({reasons[0]})"])
 
     def _capture(self, step: Callable, model: list, additions: int) -> Recorded:
         config, before = get_model_config(model[0]), sent_bytes.copy()

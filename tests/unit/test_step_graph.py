@@ -205,7 +205,7 @@ def test_a_step_that_cannot_be_recorded_runs_with_the_same_data_and_no_other_is_
     job.step()
     assert job.step() == ["forget", ("run", [2, 3]), ("begin", 7), "forget", "zero", ("run", [2, 3])]
     assert job.lines == [
-        "--cuda-graph-impl: the run goes on without a CUDA graph: it cannot be recorded (rank 0: operation not "
+        "the run goes on without a CUDA graph: a step cannot be recorded (rank 0: operation not "
         "permitted when stream is capturing)"
     ]
     assert (job.config.timers, job.config.batch_p2p_sync) == ("theirs", True)
