@@ -15,7 +15,7 @@ from .flags.usage import Verb, add_verb, hide_missing_package_warnings, one_line
 
 VERBS = {
     "args": Verb("megatron_fp8.launch.args", "the command line that --args-file makes of files of flags"),
-    "build": Verb("megatron_fp8.verbs.build", "compile our CUTLASS GEMMs, once for a machine"),
+    "build": Verb("megatron_fp8.verbs.build", "compile ahead: our CUTLASS GEMMs, or the Triton kernels of a job"),
     "compare": Verb("megatron_fp8.perf.compare", "runs beside each other: speed, memory, losses"),
     "convert": Verb("megatron_fp8.verbs.convert", "checkpoints to Hugging Face's form, and back"),
     "doctor": Verb("megatron_fp8.doctor.main", "what this machine or cluster lacks"),

@@ -68,7 +68,7 @@ def take_apart(words: Sequence[str]) -> Launch:
     """The parts of a launch command.  Raises UserError where it names no script, or one that is not here."""
     first, place = _script_at(words)
     if place is None:
-        raise UserError("rehearse: the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS")
+        raise UserError("the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS")
     if not os.path.isfile(words[place]):
         raise UserError(f"{words[place]}: no such script here; go to the folder that the job starts in")
     variables = _variables(words[:first])

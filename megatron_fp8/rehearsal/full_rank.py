@@ -1,4 +1,5 @@
-"""The process of `rehearse --full`: one true rank of a job at full size, in stock's fake process group; its memory.
+"""The process of one_rank.py: one true rank of a job at full size, in stock's fake process group; its memory, and which
+of its kernels were compiled.
 
     python -m megatron_fp8.rehearsal.full_rank SCRIPT FLAGS --fake-process-group     RANK and WORLD_SIZE are the job's
 
@@ -13,9 +14,12 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .kernels import Kernels
 
 MARK = "FULL RANK"
 
@@ -50,8 +54,12 @@ def receive_zeros() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run the script argv[0]; then say what torch's allocator and the GPU had, in bytes, on one line."""
+    """Run the script argv[0]; then say on one line what torch's allocator and the GPU had, in bytes, and of Triton's
+    kernels how many were compiled, in how many seconds, how many were in its cache, and where that is."""
     on_gpu = torch.cuda.is_available()  # before the plugin says that the CPU is one
+    kernels = Kernels()
+    if on_gpu:
+        kernels.listen()
     receive_zeros()
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
@@ -63,12 +71,13 @@ def main(argv: list[str]) -> None:
     try:
         runpy.run_path(argv[0], run_name="__main__")
     finally:
-        found: dict[str, float] = {}
+        found: dict[str, Any] = {}
         if on_gpu:
             free, there = torch.cuda.mem_get_info()
             found = {
                 "held": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(),
                 "reserved": torch.cuda.max_memory_reserved(), "device": there - free, "there": there,
+                **kernels.counts(),
             }  # fmt: skip
         print(f"{MARK} {json.dumps(found)}", flush=True)
 

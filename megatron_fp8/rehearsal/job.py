@@ -5,6 +5,7 @@ In a fork of a warm process, as rank 0 of all of the job's ranks, so that a mist
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import sys
@@ -86,6 +87,26 @@ def examine(launch: Launch, gpus: int) -> Job:
     job.flags = [(flag, values) for flag, values in launch.flags if flag not in of_attention]
     job.context, job.unseen = context, unseen
     return job
+
+
+def gpus_of(launch: Launch, given: int | None) -> int:
+    """On how many GPUs a job is, `given` by --gpus; of a command that does not say, what one replica has.
+
+    Raises UserError where the two differ.
+    """
+    if given and launch.gpus not in (None, 1, given):  # 1: no launcher, or one that does not say
+        remedy = "remove --gpus, or change the command"
+        raise UserError(f"--gpus {given}: the command starts {launch.gpus} processes; {remedy}")
+    return given or launch.gpus or _gpus_of_one_replica(launch.flags)
+
+
+def _gpus_of_one_replica(flags: Flags) -> int:
+    given = dict(flags)
+    tensor = size_of(given, "--tensor-model-parallel-size")
+    experts = size_of(given, "--expert-model-parallel-size")
+    of_experts = size_of(given, "--expert-tensor-parallel-size") if "--expert-tensor-parallel-size" in given else tensor
+    dense = tensor * size_of(given, "--context-parallel-size")
+    return size_of(given, "--pipeline-model-parallel-size") * math.lcm(dense, experts * of_experts)
 
 
 def size_of(given: Mapping[str, list[str]], flag: str) -> int:

@@ -12,7 +12,6 @@ full size, and what would fail at scale. Exit code 0: all went well; 1: somethin
 Not rehearsed: NCCL, memory and speed at full size, GPU kernels, context parallelism.
 """
 
-import math
 import os
 import shlex
 import sys
@@ -23,12 +22,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import UserError
-from ..flags.command import Flags, Launch, take_apart, words_of
+from ..flags.command import Launch, take_apart, words_of
 from ..flags.level import is_stock
 from ..metrics import LOSS, VARIABLE, Reader
 from ..perf.text import PAGE_FORMATS, show
 from ..processes import ended_like_ctrl_c
 from . import ranks
+from .job import examine, gpus_of
 
 _RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
 _RANKS_A_CORE = 8  # with more, a second replica takes too long
@@ -53,9 +53,7 @@ def run(args: Namespace) -> int:
     began = time.monotonic()
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     launch = take_apart(words)
-    if args.gpus and launch.gpus not in (None, 1, args.gpus):  # 1: no launcher, or one that does not say
-        remedy = "remove --gpus, or change the command"
-        raise UserError(f"--gpus {args.gpus}: the command starts {launch.gpus} processes; {remedy}")
+    gpus = gpus_of(launch, args.gpus)
     if args.rank is not None and not args.full:
         raise UserError(f"--rank {args.rank}: works only with --full; add it, or remove --rank")
     if args.folder:
@@ -63,10 +61,8 @@ def run(args: Namespace) -> int:
     environment = dict(os.environ)  # before the GPU is hidden
     ranks.warm_up(os.path.dirname(os.path.abspath(launch.script[-1])))
     from . import page  # these import Megatron, which must find the machine without a GPU
-    from .job import examine
     from .shrink import shrink
 
-    gpus = args.gpus or launch.gpus or _gpus_of_one_replica(launch.flags)
     job = examine(launch, gpus)
     if args.full:
         from .full import rehearse
@@ -172,15 +168,3 @@ def _ranks_that_fit() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available / _RANK_BYTES)
-
-
-def _gpus_of_one_replica(flags: Flags) -> int:
-    """Of a job whose command does not say how many."""
-    from .job import size_of
-
-    given = dict(flags)
-    tensor = size_of(given, "--tensor-model-parallel-size")
-    experts = size_of(given, "--expert-model-parallel-size")
-    of_experts = size_of(given, "--expert-tensor-parallel-size") if "--expert-tensor-parallel-size" in given else tensor
-    dense = tensor * size_of(given, "--context-parallel-size")
-    return size_of(given, "--pipeline-model-parallel-size") * math.lcm(dense, experts * of_experts)

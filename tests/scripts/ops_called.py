@@ -1,0 +1,71 @@
+"""pretrain_gpt_fp8.py, and to the folder $OPS_CALLED what it asked of our operations, a line for each kind of call.
+
+A kind is what Triton would compile anew for: the types of tensors, how their sizes divide, flags, None or not. On the
+CPU the oracles answer, so these are watched, with Adam's and the GEMM.
+"""
+
+import dataclasses
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from megatron_fp8.ops import by_device, reference_adam
+from megatron_fp8.ops.gemm import Reference
+
+WATCHED = {op.__wrapped__.__code__: name for name, op in vars(by_device).items() if hasattr(op, "__wrapped__")}
+WATCHED |= {reference_adam.adam_step.__code__: "adam_step", Reference.product.__code__: "gemm"}
+NOT_CONSTANT = ("seed", "first", "target")  # numbers and addresses that kernels do not specialise on
+
+
+def kind(value) -> str:
+    if isinstance(value, torch.Tensor):
+        sizes = ",".join(size(n) for n in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}({sizes})"
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__name__}({fields({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})})"
+    if isinstance(value, tuple | list):
+        return f"({' '.join(map(kind, value))})"
+    if value is None or isinstance(value, bool | str):
+        return str(value)
+    return size(value) if isinstance(value, int) else type(value).__name__
+
+
+def size(n: int) -> str:
+    return "1" if n == 1 else "16n" if n % 16 == 0 else "n"
+
+
+def fields(values: dict) -> str:
+    return " ".join(f"{name}={'.' if name in NOT_CONSTANT else kind(value)}" for name, value in values.items())
+
+
+def watch() -> set[str]:
+    """The kinds of calls from now on."""
+    called = set[str]()
+
+    def begins(code, offset) -> None:
+        frame = sys._getframe(1)
+        given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        values = {name: frame.f_locals[name] for name in given if name != "self"}
+        called.add(f"{WATCHED[code]} {fields(values)}")
+
+    tool = sys.monitoring.PROFILER_ID
+    sys.monitoring.use_tool_id(tool, "operations")
+    sys.monitoring.register_callback(tool, sys.monitoring.events.PY_START, begins)
+    for code in WATCHED:
+        sys.monitoring.set_local_events(tool, code, sys.monitoring.events.PY_START)
+    return called
+
+
+if __name__ == "__main__":
+    called = watch()
+    try:
+        runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
+    finally:
+        file = Path(os.environ["OPS_CALLED"]) / f"rank-{os.environ['RANK']}.txt"
+        file.write_text("".join(f"{line}\n" for line in sorted(called)))
