@@ -1,7 +1,7 @@
 """pretrain_gpt_fp8.py, and to the folder $OPS_CALLED what it asked of our operations, a line for each kind of call.
 
-A kind is what Triton would compile anew for: the types of tensors, how their sizes divide, flags, None or not. On the
-CPU the oracles answer, so these are watched, with Adam's and the GEMM.
+A kind is all that Triton could compile anew for: types and sizes of tensors, flags, numbers, but for floats and seeds.
+On the CPU the oracles answer, so these are watched, with Adam's and the GEMM.
 """
 
 import dataclasses
@@ -20,28 +20,21 @@ from megatron_fp8.ops.gemm import Reference
 
 WATCHED = {op.__wrapped__.__code__: name for name, op in vars(by_device).items() if hasattr(op, "__wrapped__")}
 WATCHED |= {reference_adam.adam_step.__code__: "adam_step", Reference.product.__code__: "gemm"}
-NOT_CONSTANT = ("seed", "first", "target")  # numbers and addresses that kernels do not specialise on
+NOT_CONSTANT = ("seed", "step")  # which differ from call to call, and no kernel is compiled for
 
 
 def kind(value) -> str:
     if isinstance(value, torch.Tensor):
-        sizes = ",".join(size(n) for n in value.shape)
-        return f"{str(value.dtype).removeprefix('torch.')}({sizes})"
+        return f"{value.dtype}{tuple(value.shape)}"
     if dataclasses.is_dataclass(value):
         return f"{type(value).__name__}({fields({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})})"
     if isinstance(value, tuple | list):
         return f"({' '.join(map(kind, value))})"
-    if value is None or isinstance(value, bool | str):
-        return str(value)
-    return size(value) if isinstance(value, int) else type(value).__name__
-
-
-def size(n: int) -> str:
-    return "1" if n == 1 else "16n" if n % 16 == 0 else "n"
+    return "float" if isinstance(value, float) else str(value)
 
 
 def fields(values: dict) -> str:
-    return " ".join(f"{name}={'.' if name in NOT_CONSTANT else kind(value)}" for name, value in values.items())
+    return " ".join(f"{name}={kind(value)}" for name, value in values.items() if name not in NOT_CONSTANT)
 
 
 def watch() -> set[str]:
