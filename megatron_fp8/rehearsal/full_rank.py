@@ -31,8 +31,11 @@ def receive_zeros() -> None:
         @functools.wraps(stock)
         def collective(*args, **kwargs):
             received = args[0] if args else kwargs[name]
+            others = [value for value in (*args, *kwargs.values()) if value is not received]
+            given = {memory for value in others for memory in _memory(value)}
             for tensor in received if isinstance(received, list | tuple) else [received]:
-                tensor.detach().zero_()
+                if _memory(tensor).isdisjoint(given):  # else it gathers in place: its own part is sent
+                    tensor.detach().zero_()
             return stock(*args, **kwargs)
 
         return collective
@@ -53,6 +56,28 @@ def receive_zeros() -> None:
     dist.all_gather_object = all_gather_object
 
 
+def _memory(value: Any) -> set[int]:
+    """Where the memory of a tensor, or of a list of them, begins."""
+    tensors = value if isinstance(value, list | tuple) else [value]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+
+def train_on_every_stage() -> None:
+    """Rank 0 tells stock's ranks whether there is data to train on. A stage between the first and the last reads none,
+    and is not told here: it would train no step, and seem to have done well."""
+    import megatron.training.training as training
+
+    stock = training.build_train_valid_test_data_loaders
+
+    @functools.wraps(stock)
+    def build(*args, **kwargs):
+        loaders = stock(*args, **kwargs)
+        training.get_args().do_train = True
+        return loaders
+
+    training.build_train_valid_test_data_loaders = build
+
+
 def main(argv: list[str]) -> None:
     """Run the script argv[0]; then say on one line what torch's allocator and the GPU had, in bytes, and of Triton's
     kernels how many were compiled, in how many seconds, how many were in its cache, and where that is."""
@@ -68,6 +93,7 @@ def main(argv: list[str]) -> None:
 
     hide_missing_package_warnings()
     install()
+    train_on_every_stage()
     try:
         runpy.run_path(argv[0], run_name="__main__")
     finally:

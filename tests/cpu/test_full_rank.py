@@ -16,6 +16,7 @@ from megatron_fp8.errors import UserError
 from megatron_fp8.flags.command import Launch
 from megatron_fp8.rehearsal import full
 from megatron_fp8.rehearsal.job import Job
+from megatron_fp8.rehearsal.one_rank import Ran
 
 JOB = """torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_fp8.py --bf16 --num-layers 4 --hidden-size 64
 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 64
@@ -58,14 +59,47 @@ def test_the_first_rank_of_the_last_stage(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--fp8-level O1", "--fp8-level O3 --num-layers-per-virtual-pipeline-stage 1", ""])
+@pytest.mark.parametrize("flags", ["--fp8-level O1", "--fp8-level O2", "--fp8-level O3 --num-layers-per-virtual-pipeline-stage 1", ""])
 def test_other_ranks(tmp_path, flags):
-    """Level O1, virtual stages, and stock: with its own local layers, which need no Transformer Engine."""
+    """Levels O1 and O2, virtual stages, and stock: with its own local layers, which need no Transformer Engine."""
     local = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
     local += "--no-gradient-accumulation-fusion"
     job = JOB if flags else JOB.replace("--sequence-parallel", "")  # which those layers do not have
     page = trains(tmp_path, "--rank", "0", flags=flags or local, job=job)
     assert "(stage 0)" in page and "the estimate:" in page
+
+
+GATHER = """
+import torch
+import torch.distributed as dist
+from megatron_fp8.rehearsal.full_rank import receive_zeros
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+receive_zeros()
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+own = torch.rand(6) + 1
+weights = torch.full((24,), torch.nan)
+weights[6:12] = own
+dist.all_gather_into_tensor(weights, weights[6:12])
+assert torch.equal(weights[6:12], own), weights
+received = torch.full((6,), torch.nan)
+dist.reduce_scatter_tensor(received, torch.rand(24))
+dist.irecv(received, 0)
+dist.recv(tensor=received, src=0)
+assert received.isfinite().all()
+"""
+
+
+def test_a_gather_in_place_leaves_the_ranks_own_part():
+    """It was zeroed with the rest before it was sent: weights of zero beside remainders that are none, NaN at O2."""
+    done = subprocess.run([sys.executable, "-c", GATHER], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stage_that_reads_no_data_trains(tmp_path):
+    """It waited for rank 0 to say that there is data, took no step, and passed."""
+    job = JOB.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")
+    assert "(stage 2)" in trains(tmp_path, "--rank", "8", flags="--fp8-level O2", job=job)
 
 
 @pytest.mark.slow
@@ -100,7 +134,7 @@ def test_what_is_of_transformer_engines_attention_is_refused_or_said():
     with pytest.raises(UserError, match=r"^rehearse --full: --context-parallel-size 2: no rank of it is run"):
         full.rehearse(Launch([], [], 2), Job([], context=2, args=args), 2, Namespace(rank=0), {})
     job = Job([], args=args, level="O3", unseen=("--fp8-attention te",))
-    lines = full._page(job, 1, 0, 0, 1, 0, 9.0, {}, [], 60)
+    lines = full._page(job, 1, 0, 0, 1, Ran([], 0, 9.0, 60, [], {}))
     assert "- --fp8-attention te: left out, it is of Transformer Engine's attention." in list(islice(lines, 4))
 
 

@@ -19,7 +19,7 @@ from megatron_runs import script_path
 
 from megatron_fp8.flags.command import flags_of, job_of, take_apart
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.rehearsal import full, main, page, shrink
+from megatron_fp8.rehearsal import full, main, one_rank, page, shrink
 from megatron_fp8.rehearsal import job as examined
 from megatron_fp8.rehearsal.job import examine
 
@@ -528,12 +528,11 @@ def test_the_page_has_the_line_that_a_start_failed_with(monkeypatch):
 
 
 def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):
-    args = SimpleNamespace(timeout=1, folder=None)
     late = "import time; print('begun', flush=True); time.sleep(60)"
-    code, lines = full._start([sys.executable, "-c", late], {}, args)
-    assert lines == ["begun"]
+    ran = one_rank.start([sys.executable, "-c", late], {}, 1)
+    assert ran.lines == ["begun"]
     monkeypatch.setattr(full, "_figures", lambda *given: iter(()))
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "micro_batch_size")
     job = SimpleNamespace(level="O3", unseen=(), args=SimpleNamespace(**dict.fromkeys(sizes, 1)))
-    page = "\n".join(full._page(job, 1, 0, 0, 2, code, 1.1, {}, lines, args.timeout))
+    page = "\n".join(full._page(job, 1, 0, 0, 2, ran))
     assert "failed" in page and "- Exit code 124: it took longer than --timeout 1. The end of its log:" in page
