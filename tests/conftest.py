@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LONG = """test_layouts test_checkpoints test_slurm test_config_rehearsals test_kills test_latent_runs test_forked_runs
 test_emulation_runs test_triton_interpreter test_architecture test_lab_report test_levels test_lab_sweep test_safety
 test_stock_equality test_probe_runs test_overlap_runs test_gradient_runs test_watch_runs test_entry test_activation_runs
-test_reduce test_benchmarks test_fp8_head test_metrics_runs test_saves test_rehearsal test_tutorial
+test_reduce test_benchmarks test_fp8_head test_metrics_runs test_saves test_rehearsal test_tutorial test_build_ahead
 test_sharpness_runs test_monitor_runs test_full_rank test_seams test_rehearsal_runs test_slurm_script""".split()
 
 

@@ -59,6 +59,7 @@ VERBS = [
     "convert to-hf nowhere out --dtype bf16 --vocab-size 256 --max-shard-size 5",
     "convert to-megatron nowhere out",
     "build --jobs 2",
+    f"build --gpus 4 --timeout 60 -- pretrain_gpt_fp8.py {MODEL} {LEVEL}",
     "doctor --json --bad",
     "args model/gpt-7b recipe/pretrain -- --lr 3",
     "launch model/gpt-125m layout/gpt-125m-8gpus recipe/pretrain recipe/gpt-125m recipe/mock-data --nodes 1 --level O3 "

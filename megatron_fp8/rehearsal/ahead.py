@@ -1,16 +1,16 @@
-"""`megatron-fp8 build -- COMMAND`: have Triton compile a job's kernels before it starts, into its cache on this machine.
+"""`megatron-fp8 build -- COMMAND`: a job's Triton kernels are compiled before it starts, into this machine's cache.
 
 One true rank of the first pipeline stage, then one of the second and of the last, each alone on this GPU (one_rank.py):
-three steps and, if the job evaluates, a batch of evaluation. What the job does every N-th step, statistics and sharpness,
-it does in the second step; the other two are as most of the job's are.
+three steps and, if the job evaluates, a batch of evaluation. What the job does every N-th step, statistics and
+sharpness, it does in the second step; the other two are as most of the job's are.
 
-All layers stay, and widths, batch and data parallelism with them. Triton compiles a kernel anew for a size that is 1, or
-a multiple of 16, or 2^31 and above, and ours have constants of a rank's share of the optimizer: a model of fewer layers
-has its buckets cut elsewhere, and offsets in them that fit in 32 bits.
+All layers stay, and widths, micro-batch and data parallelism with them. Triton compiles a kernel anew for a number that
+is 1, or a multiple of 16, or 2^31 and above, and Adam's has a constant of how a weight's share divides: of fewer layers
+the buckets are cut elsewhere, and offsets in them fit in 32 bits.
 
 Ranks of one stage are taken to be alike: of tensor parallelism they have the same shapes, of data parallelism rows of
-the same buckets. If a row is cut inside a weight at a place that is no multiple of 2,048, Adam has a variant for it,
-which rank 0 may not need and another rank compiles at its first step.
+the same buckets. If another rank's row cuts a weight where its share is no multiple of 2,048, that rank compiles a
+variant of Adam's kernel at its first step.
 """
 
 import os

@@ -1,9 +1,9 @@
 """The kernels that Triton compiles in this process, and those that it finds in its cache, counted by its own listener.
 
 Triton keeps a compiled kernel in a folder that all processes of a machine read: $TRITON_CACHE_DIR, or ~/.triton/cache.
-What names it there is its source, its constants, its arguments' types, which of them are 1 or multiples of 16, the GPU's
-architecture and Triton's version. What torch.compile makes (stock's fused parts) is in a cache of its own, and is not
-counted.
+What names it there is its source, its constants, its arguments' types, which of them are 1 or multiples of 16, the
+GPU's architecture and Triton's version. What torch.compile makes (stock's fused parts) is in a cache of its own, and is
+not counted.
 """
 
 from typing import Any

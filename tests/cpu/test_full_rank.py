@@ -59,7 +59,9 @@ def test_the_first_rank_of_the_last_stage(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--fp8-level O1", "--fp8-level O2", "--fp8-level O3 --num-layers-per-virtual-pipeline-stage 1", ""])
+@pytest.mark.parametrize(
+    "flags", ["--fp8-level O1", "--fp8-level O2", "--fp8-level O3 --num-layers-per-virtual-pipeline-stage 1", ""]
+)
 def test_other_ranks(tmp_path, flags):
     """Levels O1 and O2, virtual stages, and stock: with its own local layers, which need no Transformer Engine."""
     local = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
@@ -72,6 +74,7 @@ def test_other_ranks(tmp_path, flags):
 GATHER = """
 import torch
 import torch.distributed as dist
+from megatron_fp8.ranks import rank
 from megatron_fp8.rehearsal.full_rank import receive_zeros
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -87,6 +90,7 @@ dist.reduce_scatter_tensor(received, torch.rand(24))
 dist.irecv(received, 0)
 dist.recv(tensor=received, src=0)
 assert received.isfinite().all()
+assert rank() == 0  # who searches GEMMs, and keeps what is found: there is no other process
 """
 
 

@@ -17,7 +17,7 @@ from lab_runs import gone, wait_for
 from launch import ROOT, forked
 from megatron_runs import script_path
 
-from megatron_fp8.flags.command import flags_of, job_of, take_apart
+from megatron_fp8.flags.command import Launch, flags_of, job_of, take_apart
 from megatron_fp8.flags.usage import one_line_usage_errors
 from megatron_fp8.rehearsal import full, main, one_rank, page, shrink
 from megatron_fp8.rehearsal import job as examined
@@ -502,7 +502,7 @@ def test_gpus_of_one_replica():
         ("--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1", 8),
         *((f"--tensor-model-parallel-size {size}", 1) for size in ("many", "²", "0", "9" * 5000)),
     ):
-        assert main._gpus_of_one_replica(list(flags_of(flags.split()))) == expected
+        assert examined.gpus_of(Launch([], list(flags_of(flags.split())), None), None) == expected
 
 
 def test_data_that_is_not_here_is_said_and_passed_over(shrunk):

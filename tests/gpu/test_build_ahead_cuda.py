@@ -1,0 +1,42 @@
+"""`megatron-fp8 build -- COMMAND` on a GPU: the job that follows has nothing to compile, nor has a second build."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+from megatron_runs import TINY_GPT, run_megatron
+
+pytestmark = pytest.mark.gpu
+EVALUATES = "--split 8,1,1 --eval-iters 1 --eval-interval 5".split()
+
+
+def build(flags: list[str], environment: dict[str, str]) -> tuple[int, int]:
+    """(Kernels that were compiled, those that were there)."""
+    command = [sys.executable, "-m", "megatron_fp8.cli", "build", "--", "python", "pretrain_gpt_fp8.py", *flags]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                          capture_output=True, text=True, timeout=900)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"stage 0: (\d+) kernels compiled, (\d+) were there", done.stdout)
+    return int(found[1]), int(found[2])
+
+
+def kernels(cache: Path) -> set[str]:
+    """The folders of compiled kernels, which have their hashes for names."""
+    return {file.parent.name for file in cache.rglob("*.cubin")}
+
+
+@pytest.mark.parametrize("flags", ["--fp8-level O1 --fp8-log-interval 4", "--fp8-level O3 --fp8-lm-head"])
+def test_a_job_compiles_nothing_after_it(tmp_path, flags):
+    job, cache = [*TINY_GPT, *EVALUATES, *flags.split()], tmp_path / "triton"
+    environment = {"TRITON_CACHE_DIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    compiled, there = build(job, environment)
+    assert compiled > 20 and there == 0
+    before = kernels(cache)
+    assert len(before) >= compiled
+    run_megatron(1, job, gpu=True, env=environment)
+    assert kernels(cache) == before
+    assert build(job, environment) == (0, compiled)
