@@ -52,14 +52,15 @@ def build(args: Namespace) -> int:
         if ran.code:
             print(f"{said}: {ran.failure()}", file=sys.stderr)
             return 1
-        new, held = ran.found.get("compiled", 0), ran.found.get("in_cache", 0)
-        print(f"{said}: {new} kernels compiled, {held} were there, {ran.seconds:.0f} s", flush=True)
+        new, held, compiling = (ran.found.get(name, 0) for name in ("compiled", "in_cache", "compile_seconds"))
+        print(f"{said}: {new} kernels compiled in {compiling:.0f} s, {held} were there; {ran.seconds:.0f} s in all",
+              flush=True)  # fmt: skip
         compiled, in_cache, seconds = compiled + new, in_cache + held, seconds + ran.seconds
         cache = ran.found.get("cache", "")
     if not compiled + in_cache:
         print("megatron-fp8 build: no kernel was met: the ranks saw no GPU", file=sys.stderr)
         return 1
-    print(f"{compiled} kernels compiled in {seconds:.0f} s; they lie in {cache}")
+    print(f"{compiled} kernels compiled, {seconds:.0f} s in all; they lie in {cache}")
     return 0
 
 

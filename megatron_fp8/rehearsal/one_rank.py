@@ -18,6 +18,7 @@ from pathlib import Path
 from ..errors import UserError
 from ..flags.command import Launch, words_of
 from ..flags.numbers import largest_batch
+from ..metrics import VARIABLE as METRICS
 from .full_rank import MARK
 from .job import Job
 from .shrink import DATA, FOLDERS, LEFT_OUT, LENGTH
@@ -96,6 +97,8 @@ def run_rank(
         "WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH")))),
     }  # fmt: skip
+    for file in ("MEGATRON_FP8_REPORT", METRICS):  # files of the job's
+        environment.pop(file, None)
     return start(command, environment, timeout)
 
 

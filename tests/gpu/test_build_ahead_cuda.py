@@ -20,7 +20,7 @@ def build(flags: list[str], environment: dict[str, str]) -> tuple[int, int]:
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
                           capture_output=True, text=True, timeout=900)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"stage 0: (\d+) kernels compiled, (\d+) were there", done.stdout)
+    found = re.search(r"stage 0: (\d+) kernels compiled in \d+ s, (\d+) were there", done.stdout)
     return int(found[1]), int(found[2])
 
 

@@ -527,6 +527,15 @@ def test_the_page_has_the_line_that_a_start_failed_with(monkeypatch):
     assert found[0].startswith("The start to train failed here, ") and found[0].endswith(": --flag 3: use 4")
 
 
+def test_a_full_rank_writes_to_no_file_of_the_jobs(monkeypatch):
+    given = {}
+    monkeypatch.setattr(one_rank, "start", lambda command, environment, timeout: given.update(environment))
+    launch = Launch([SCRIPT], [], 8, {"MEGATRON_FP8_REPORT": "report.json", "OURS": "1"})
+    one_rank.run_rank(launch, [], 4, 8, {one_rank.METRICS: "metrics.jsonl", "RANK": "7"}, 60)
+    assert given["OURS"] == "1" and (given["RANK"], given["WORLD_SIZE"]) == ("4", "8")
+    assert not {"MEGATRON_FP8_REPORT", one_rank.METRICS} & set(given)
+
+
 def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):
     late = "import time; print('begun', flush=True); time.sleep(60)"
     ran = one_rank.start([sys.executable, "-c", late], {}, 1)
