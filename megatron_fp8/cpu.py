@@ -130,6 +130,7 @@ class _CudaIsCpu(TorchFunctionMode):
         if not kwargs and func not in _LOOKED_AT:
             return func(*args)
         kwargs = kwargs or {}
+        kwargs.pop("pin_memory", None)  # of memory for a GPU's copies
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.autograd.backward and isinstance(kwargs["grad_tensors"], tuple):

@@ -231,11 +231,28 @@ class GroupedLinear(_Base):
         return (torch.cat(out), biases) if self.return_bias else torch.cat(out)
 
 
+class _Gathered(torch.autograd.Function):
+    """(s, ...) of every rank, one after the other.  (torch's own mixes up gradients of other strides over gloo.)"""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = x.new_empty(group.size() * len(x), *x.shape[1:])
+        torch.distributed.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.float().contiguous()
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()].bfloat16(), None
+
+
 class DotProductAttention(_Base):
     """softmax(scale Q K^T + bias, masked, with a sink) V; (s, b, heads, channels).
 
     As TE's own attention in plain torch: products have the operands' precision, the softmax is FP32's, and dropout
-    draws from the tensor-parallel ranks' own generator.
+    draws from the tensor-parallel ranks' own generator.  Context-parallel ranks give each other all keys.
     """
 
     def __init__(
@@ -253,9 +270,11 @@ class DotProductAttention(_Base):
         softmax_scale=None,
         softmax_type="vanilla",
         window_size=None,
+        cp_group=None,
         **_,
     ):
         super().__init__()
+        self.cp_group = cp_group
         keys = kv_channels[0] if isinstance(kv_channels, tuple) else kv_channels
         self.scale = softmax_scale or 1.0 / math.sqrt(keys)
         self.heads, self.groups = num_attention_heads // tp_size, num_gqa_groups // tp_size
@@ -271,13 +290,20 @@ class DotProductAttention(_Base):
     def forward(self, q, k, v, attention_mask=None, attn_mask_type=None, core_attention_bias=None, **_):
         k, v = (t.repeat_interleave(self.heads // self.groups, dim=2) for t in (k, v))
         length, batch = q.shape[:2]
+        places, of_keys = torch.arange(length), torch.arange(len(k))  # of tokens in their sequence
+        if self.cp_group is not None:
+            ranks, rank = self.cp_group.size(), self.cp_group.rank()
+            k, v = (_Gathered.apply(t, self.cp_group) for t in (k, v))
+            chunks = torch.arange(ranks * length).view(2 * ranks, -1)
+            of_keys = torch.stack([torch.stack([chunks[i], chunks[-1 - i]]) for i in range(ranks)]).view(ranks, -1)
+            places, of_keys = of_keys[rank], of_keys.flatten()
         q, k, v = (t.flatten(1, 2).transpose(0, 1) for t in (q, k, v))  # (b * heads, s, channels)
         scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0.0, alpha=self.scale)
         scores = scores.unflatten(0, (batch, self.heads))
         if core_attention_bias is not None:
             scores = scores + core_attention_bias
         kind = attn_mask_type or self.attn_mask_type
-        distance = torch.arange(length)[:, None] - torch.arange(k.shape[1])  # how far back a key lies
+        distance = places[:, None] - of_keys  # how far back a key lies
         masked = torch.zeros_like(distance, dtype=torch.bool)
         if kind == "causal":
             masked = masked | (distance < 0)

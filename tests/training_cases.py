@@ -236,6 +236,7 @@ LEFT_OUT = {
 
 # Of what ranks share: each model in each layout that it can have.
 TP = "--tensor-model-parallel-size 2"
+CP = "--context-parallel-size 2"
 LAYOUTS = {
     "TP": (2, TP),
     "TP SP": (2, f"{TP} --sequence-parallel"),
@@ -243,7 +244,7 @@ LAYOUTS = {
     "VPP": (2, "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
     "DP": (2, ""),
     "DP zero": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    "CP": (2, "--context-parallel-size 2"),
+    "CP": (2, f"{CP} --attention-backend auto"),
     "EP": (2, "--expert-model-parallel-size 2"),
 }
 MODELS = {
@@ -337,6 +338,7 @@ class Reason:
 
 
 OWN_KERNEL = "torch's attention, which rounds elsewhere; --attention-backend unfused is Megatron's kernel"
+OWN_BLOCKS = "a level merges the softmax's blocks of keys, and rounds elsewhere"
 SINK = "Transformer Engine's sinks start as their memory was, zeros here; a level's are drawn, as Megatron's own"
 TANH = "a level has torch's GELU or SwiGLU, stock here Transformer Engine's: GELU is exact or its tanh form"
 TWO_GEMMS = "stock's one GEMM sums the gradient of the norm's output in FP32; a level adds those of two, in BF16"
@@ -356,7 +358,10 @@ NEEDS_TE = "stock's own FP8 needs Transformer Engine itself; a level's is its ow
 REASONS = [
     *(Reason(line, "refused", "") for line in case_lines(REFUSED)),
     *(Reason(line, "refused", "") for line in case_lines(TRAINING_REFUSED)),
-    Reason("--context-parallel-size 2", "refused", ""),
+    Reason(f"--window-size 4,0 + {CP}", "refused", ""),
+    Reason(f"--attention-dropout 0.1 + {CP}", "refused", ""),
+    Reason(f"--attention-dropout 0.3 + {CP}", "refused", ""),
+    Reason(CP, "differs", OWN_BLOCKS, 1e-3),
     Reason("--no-position-embedding", "checked", ""),
     Reason("--micro-batch-size 4 + --overlap-param-gather", "checked", ""),
     Reason("--position-embedding-type mrope", "refused", ""),  # as the next two, of flags/stock_faults.py

@@ -25,14 +25,14 @@ from . import wire
 GATHERS, SUMS = "tp_gather", "tp_sum"
 
 
-def gather(x: torch.Tensor, group) -> wire.Stages:
+def gather(x: torch.Tensor, group, kind: str = GATHERS) -> wire.Stages:
     """(s/T, ...) on each rank -> (s, ...), of any type."""
     yield from ()
     out = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
     # As bytes: gloo has no FP8 types.
     sent = x.contiguous().view(torch.uint8)
     handle = dist.all_gather_into_tensor(out.view(torch.uint8), sent, group=group, async_op=True)
-    wire.count(GATHERS, out.nbytes, group)
+    wire.count(kind, out.nbytes, group)
     return out, [handle]
 
 

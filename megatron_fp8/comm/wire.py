@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 GRADS, WEIGHTS = "grad_reduce", "weight_gather"
+KEYS, KEYS_GRADS = "cp_gather", "cp_sum"  # of context parallelism: K and V, their gradients
 sent_bytes: Counter[str] = Counter()
 
 
@@ -42,11 +43,18 @@ def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind:
 
 def exchange(data: torch.Tensor, group, kind: str, out: torch.Tensor | None = None):
     """Row j of `data` (R - 1, ...) goes to the j-th of the other ranks -> (row i from the i-th of them; handle)."""
-    out = torch.empty_like(data) if out is None else out
     rows = [1] * group.size()
     rows[group.rank()] = 0
+    return pass_rows(data, rows, rows, group, kind, out)
+
+
+def pass_rows(
+    data: torch.Tensor, sent: list[int], expected: list[int], group, kind: str, out: torch.Tensor | None = None
+):
+    """The next `sent[j]` rows of `data` go to rank j, none to this one -> (`expected[i]` from rank i; handle)."""
+    out = data.new_empty(sum(expected), *data.shape[1:]) if out is None else out
     send, receive = data.view(torch.uint8), out.view(torch.uint8)
-    handle = dist.all_to_all_single(receive, send, rows, rows, group=group, async_op=True)
+    handle = dist.all_to_all_single(receive, send, expected, sent, group=group, async_op=True)
     sent_bytes[kind] += data.nbytes
     return out, handle
 

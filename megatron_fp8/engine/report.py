@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ..comm.tensor import GATHERS, SUMS
-from ..comm.wire import sent_bytes
+from ..comm.wire import KEYS, KEYS_GRADS, sent_bytes
 from .optimizer import EngineOptimizer
 
 
@@ -70,16 +70,17 @@ def measure(model_chunks, chain) -> dict[str, dict[str, float]]:
 
 def summary(report: dict[str, dict[str, float]]) -> list[str]:
     """The report as two lines for the log."""
-    held, wire = report["bytes_per_param"], report["wire_bytes_per_step"]
-    linears = {kind: size for kind, size in wire.items() if kind in (GATHERS, SUMS)}
-    wire = {kind: size for kind, size in wire.items() if kind not in linears}
+    held, wire = report["bytes_per_param"], dict(report["wire_bytes_per_step"])
+    linears = {kind: wire.pop(kind) for kind in (GATHERS, SUMS) if kind in wire}
+    attention = {kind: wire.pop(kind) for kind in (KEYS, KEYS_GRADS) if kind in wire}
     parts = ", ".join(f"{kind} {size:.2f}" for kind, size in held.items())
     sent = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in wire.items())
     lines = [
         f"bytes a parameter on this rank: {sum(held.values()):.2f} ({parts})",
         f"MB sent a step by this rank over data parallelism: {sum(wire.values()) / 1e6:.1f} ({sent})",
     ]
-    if linears:
-        sent = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in linears.items())
-        lines.append(f"MB sent a step by this rank's linears over tensor parallelism: {sent}")
+    for kinds, over in ((linears, "linears over tensor"), (attention, "attention over context")):
+        if kinds:
+            sent = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in kinds.items())
+            lines.append(f"MB sent a step by this rank's {over} parallelism: {sent}")
     return lines

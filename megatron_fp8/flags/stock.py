@@ -167,6 +167,18 @@ OTHER_THAN_TP = When(
     "other than --tensor-model-parallel-size",
     lambda value, args: value not in (None, getattr(args, "tensor_model_parallel_size", None)),
 )
+
+
+def beside_context(when: When) -> When:
+    """`when`, with context parallelism in torch's attention."""
+    return in_torch(
+        When(
+            f"{when.text}, with --context-parallel-size",
+            lambda value, args: args.context_parallel_size > 1 and when.test(value, args),
+        )
+    )
+
+
 WEIGHT = next(cell for cell in CELLS if cell.name == "weight")
 
 
@@ -303,6 +315,11 @@ FILES = "give the path of a file system: a level's checkpoints need one"
 ONE_FORMAT = "use torch_dist: no other format holds the level's optimizer state"
 TWO_RECIPES = "use --fp8-recipe delayed or tensorwise: the level's GEMMs take one scale a tensor"
 MODELOPT = "remove it, or use --fp8-level O0: ModelOpt brings its own layers"
+WITHOUT_CONTEXT = "remove it, or --context-parallel-size, or add --fp8-attention te"
+UNFUSED_CONTEXT = "use auto: Megatron's unfused attention has no --context-parallel-size"
+BLOCKS_DRAW = "with --context-parallel-size each block of keys would draw alike (or --fp8-attention te)"
+UNREAD = "switched off: a byte for each pair of tokens, which attention with --context-parallel-size does not read"
+KEYS_GATHERED = "all_gather instead: keys and values are gathered, beside a rank's own block (same result)"
 TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which can do it"
 TE = "transformer_engine.pytorch"
 FUSED_WGRAD = "fused_weight_gradient_mlp_cuda"
@@ -424,7 +441,14 @@ TABLE: list[Row] = [
     *_note("--reset-attention-mask", "no effect, as in stock: Transformer Engine's attention is causal", in_te(GIVEN)),
     *_note("--window-size", MASKED, in_torch(GIVEN)),
     *_note("--softmax-type", UNFUSED, in_torch(other_than("vanilla"))),
-    *_refuse("--context-parallel-size", TE_ATTENTION, in_torch(other_than("1"))),
+    *_refuse("--attention-backend", UNFUSED_CONTEXT, beside_context(UNFUSED_KERNELS)),
+    *_refuse("--softmax-type", WITHOUT_CONTEXT, beside_context(other_than("vanilla"))),
+    *_refuse("--window-size --reset-attention-mask", WITHOUT_CONTEXT, beside_context(GIVEN)),
+    *_refuse("--attention-dropout", f"use 0: {BLOCKS_DRAW}", beside_context(GIVEN)),
+    *_adapt("--no-create-attention-mask-in-dataloader", False, UNREAD, beside_context(LEFT_ON)),
+    *_adapt("--cp-comm-type", ["all_gather"], KEYS_GATHERED, beside_context(other_than("all_gather"))),
+    *_adapt("--hierarchical-context-parallel-sizes", None, KEYS_GATHERED, beside_context(GIVEN)),
+    *_refuse("--sft --dataloader-inter-document-masking", WITHOUT_CONTEXT, beside_context(GIVEN)),
     *_note("--sft --dataloader-inter-document-masking", PACKED, in_torch(GIVEN)),
     *_note("--sft-tokenizer-prompt-format", UNMASKED, PROMPTS),
     *_refuse("--attention-dropout", "add --attention-dropout 0, or --fp8-attention te", packed(other_than("0.0"))),

@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn.attention import SDPBackend
 
 from ..errors import UserError
+from . import context_parallel
 from .again import hold
 from .packed import Documents, attend, documents_of
 
@@ -96,6 +97,12 @@ class TorchAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.window = _window_of(config, layer_number)
         self.reads_mask = reads_mask
+        self.context = pg_collection.cp if config.context_parallel_size > 1 else None
+        if self.context is not None and (self.window is not None or reads_mask or self.dropout):
+            raise UserError(
+                f"--context-parallel-size {config.context_parallel_size}: without --window-size, "
+                "--reset-attention-mask and --attention-dropout only; remove them, or add --fp8-attention te"
+            )
 
     def forward(
         self,
@@ -114,7 +121,12 @@ class TorchAttention(MegatronModule):
                 "mask, use --attention-backend unfused"
             )
         if packed_seq_params is not None:
+            if self.context is not None:
+                raise UserError("--context-parallel-size with packed sequences (--sft): add --fp8-attention te")
             return self._packed(query, key, value, documents_of(packed_seq_params))
+        if self.context is not None:
+            with _fastest_first():
+                return context_parallel.attention(query, key, value, self.scale, self.context)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # (b, heads, s, hn), views
         seen = None
         if self.window is not None or self.reads_mask:

@@ -10,7 +10,8 @@ all-to-all sends as much, but to each rank its own: what is for another node lea
     tensor      with sequence parallelism, a layer and micro-batch: forward a gather and a reduce-scatter for each of
                 attention and MLP, backward the same and the gather of the linear's input once more
     pipeline    an activation forward and a gradient backward, a micro-batch and boundary
-    context     keys and values round the ring, forward, and with their gradients backward. Its bare share is assumed
+    context     keys and values, gathered or round a ring, forward, and with their gradients backward (a level's own
+                sends 3/4 of those). Its bare share is assumed
 
 What recomputation repeats of a layer's forward pass, its collectives repeat too.
 

@@ -46,7 +46,8 @@ def _page(job: Job, gpus: int, asked: int, rank: int, batch: int, ran: Ran):
     yield ""
     if rank != asked:
         yield f"- Asked for was rank {asked}; tensor-parallel ranks are alike, and their first is {rank}."
-    yield (f"- {job.level}: TP {a.tensor_model_parallel_size}, PP {pipeline} (stage {stage}), DP "
+    context = f"CP {a.context_parallel_size}, " * (a.context_parallel_size > 1)
+    yield (f"- {job.level}: TP {a.tensor_model_parallel_size}, PP {pipeline} (stage {stage}), {context}DP "
            f"{a.data_parallel_size}; {STEPS} steps of {batch // (a.micro_batch_size * a.data_parallel_size)} "
            f"micro-batches of {a.micro_batch_size}, by stock's --fake-process-group.")  # fmt: skip
     yield from (f"- {flag}: left out, it is of Transformer Engine's attention." for flag in job.unseen)

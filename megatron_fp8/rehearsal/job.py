@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from ..errors import NoSuchFile, UserError
 from ..flags.command import Flags, Launch, flags_of, words_of
 from ..flags.flag import whole_number
+from ..flags.level import STOCK
 from ..metrics import VARIABLE as METRICS
 
 _OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
             "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"  # which has no flags of its own
 _GPT2 = 50257  # tokens
-# What Transformer Engine's attention does, which is not to be had without a GPU: {flag: what stands on the page}.
+# What Transformer Engine's attention does, which is not to be had without a GPU. Context parallelism is also a level's.
 _CONTEXT = "--context-parallel-size"
 _ATTENTION = ("--cp-comm-type", "--hierarchical-context-parallel-sizes", _CONTEXT)
 _WITH_TE = ("--fp8-attention", "--log-max-attention-logit", "--dataloader-inter-document-masking",
@@ -36,7 +37,8 @@ class Job:
 
     Attributes:
         flags: its script's, but for those that need Transformer Engine's attention, which are not rehearsed.
-        context: its context parallelism, likewise; `args` say 1, and of data parallelism what is left beside it.
+        context: its context parallelism, if it is Transformer Engine's or stock's, likewise; `args` say 1 then, and of
+            data parallelism what is left beside it. Else 1.
         args: Megatron's, validated; None where that failed.
         cells: of the level's table, {name: value}; None without a level.
         level: its name; "" where the flags could not even be read.
@@ -68,10 +70,7 @@ def examine(launch: Launch, gpus: int) -> Job:
     given = dict(launch.flags)
     if "--use-checkpoint-args" in given:
         raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
-    context = size_of(given, _CONTEXT)
     unknown = os.path.basename(launch.script[-1]) != _OUR_SCRIPT
-    of_attention = (*_ATTENTION, *_WITH_TE) if given.get("--fp8-attention") == ["te"] else _ATTENTION
-    unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in of_attention)
     job = _in_a_fork(launch, launch.flags, gpus, unknown)
     if job.missing:
         missing, guessed = job.missing, ""
@@ -84,8 +83,11 @@ def examine(launch: Launch, gpus: int) -> Job:
                 mock += ["--make-vocab-size-divisible-by", "128"]  # whether the job's fits an FP8 head is not known
         job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus, unknown)
         job.missing, job.guessed = missing, guessed
-    job.flags = [(flag, values) for flag, values in launch.flags if flag not in of_attention]
-    job.context, job.unseen = context, unseen
+    of_te = given.get("--fp8-attention") == ["te"]
+    left_out = (*_ATTENTION, *_WITH_TE) if of_te else _ATTENTION if job.level in ("", STOCK) else ()
+    job.flags = [(flag, values) for flag, values in launch.flags if flag not in left_out]
+    job.unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in left_out)
+    job.context = size_of(given, _CONTEXT) if left_out else 1
     return job
 
 
@@ -145,7 +147,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     from .. import packages
     from ..checkpoint import saves
     from ..flags import config
-    from ..flags.level import CELLS, STOCK
+    from ..flags.level import CELLS
     from ..flags.stock_errors import stock_mistake
     from ..monitor import probe
     from ..plugin import install
@@ -170,7 +172,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
             if fp8 is not None:
                 args.log_max_attention_logit = False  # the level has looked; stock asks for Transformer Engine here
             arguments.validate_args(args)
-            args.context_parallel_size = 1
+            if fp8 is None or fp8.attention == "te":
+                args.context_parallel_size = 1
             if fp8 is not None and not unknown and args.yaml_cfg is None:  # what the model's configuration refuses
                 arguments.core_transformer_config_from_args(args)
     except SystemExit as end:

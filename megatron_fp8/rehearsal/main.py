@@ -9,7 +9,7 @@ full size, and what would fail at scale. Exit code 0: all went well; 1: somethin
 
     megatron-fp8 rehearse --full --rank 0 -- COMMAND       one true rank at full size, on this machine's GPU (full.py)
 
-Not rehearsed: NCCL, memory and speed at full size, GPU kernels, context parallelism.
+Not rehearsed: NCCL, memory and speed at full size, GPU kernels, Transformer Engine's attention.
 """
 
 import os

@@ -108,12 +108,13 @@ def _ran(gpus: int, known: int | None, job: Job, rehearsal: Rehearsal, outcome: 
     args = job.args
     assert args is not None
     yield "## What ran"
+    context = job.context * args.context_parallel_size
     layout = f"TP {args.tensor_model_parallel_size} x PP {args.pipeline_model_parallel_size}"
     if args.virtual_pipeline_model_parallel_size:
         layout += f" (x {args.virtual_pipeline_model_parallel_size} virtual)"
     if args.expert_model_parallel_size > 1:
         layout += f", EP {args.expert_model_parallel_size}"
-    layout += ", sequence parallel" * args.sequence_parallel + f", CP {job.context}" * (job.context > 1)
+    layout += ", sequence parallel" * args.sequence_parallel + f", CP {context}" * (context > 1)
     unknown = "" if known else " (one replica: the command does not say how many; give --gpus)"
     yield f"- {job.level} on {gpus} GPUs{unknown}: {layout}, DP {args.data_parallel_size}."
     yield f"- Here: {rehearsal.ranks} ranks on the CPU, the same with DP {rehearsal.data_parallel}."
@@ -171,7 +172,7 @@ def _counted(job: Job) -> memory.Job | str:
         uncounted.append("an unknown vocabulary")
     if uncounted:
         return " and ".join(uncounted)
-    return counted_job(args, args.data_parallel_size * job.context)
+    return counted_job(args, args.data_parallel_size * job.context * args.context_parallel_size)
 
 
 def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """From a job's flags to those of its rehearsal: the same layout and schedule, a model that a CPU trains in seconds.
 
-    kept       TP, PP, virtual stages, sequence and expert parallelism, the order of the schedule, recomputation, every
-               flag of precision, optimizer and checkpoint form, and where it is here, the data
+    kept       TP, PP, virtual stages, sequence, context and expert parallelism, the order of the schedule,
+               recomputation, every flag of precision, optimizer and checkpoint form, and where it is here, the data
     shrunk     width, heads (their ratio to the query groups kept where it can be), sequence, vocabulary of mock data,
                layers a stage, micro-batches a step, data parallelism
     replaced   how long it trains, where it saves, what it logs to
@@ -101,7 +101,7 @@ def shrink(
 
     Raises UserError where one data-parallel replica has more ranks than fit.
     """
-    model_ranks = job.tensor_model_parallel_size * job.pipeline_model_parallel_size
+    model_ranks = job.tensor_model_parallel_size * job.pipeline_model_parallel_size * job.context_parallel_size
     data = _data_parallel(job, model_ranks, most_ranks, quick_ranks)
     sizes = _sizes(job, mock_data)
     layers = {} if all_layers or _names_layers(flags, job) else _fewer_layers(job)
@@ -126,7 +126,8 @@ def shrink(
 def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int, quick_ranks: int) -> int:
     """Two replicas, so that they talk to each other, or what expert parallelism needs; one where that is too many."""
     experts = job.expert_model_parallel_size * (job.expert_tensor_parallel_size or 1)
-    least = math.lcm(experts, job.tensor_model_parallel_size) // job.tensor_model_parallel_size
+    sharing = job.tensor_model_parallel_size * job.context_parallel_size
+    least = math.lcm(experts, sharing) // sharing
     if model_ranks * least > most_ranks:
         raise UserError(
             f"rehearse: one replica of the layout has {model_ranks * least} ranks, and {most_ranks} fit in the free "
@@ -148,7 +149,7 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
     # More channels where ranks share a query group's keys: a rank's part of the QKV linear has a multiple of 16 rows.
     channels = HEAD * tensor // math.gcd(tensor, many * (2 if job.attention_output_gate else 1) + 2 * few)
     width = _like(hidden, heads * (job.kv_channels or hidden // heads), many * channels, HEAD * tensor)
-    unit = math.lcm(16, 2 * tensor) * job.mlp_chunks_for_training
+    unit = math.lcm(16, 2 * tensor) * job.context_parallel_size * job.mlp_chunks_for_training
     length = -(-32 // unit) * unit
     found: dict[str, int | str] = {
         "--hidden-size": width,

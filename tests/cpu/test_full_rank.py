@@ -107,6 +107,13 @@ def test_a_stage_that_reads_no_data_trains(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_of_context_parallelism(tmp_path):
+    flags = "--fp8-level O3 --context-parallel-size 2 --attention-dropout 0 --micro-batch-size 4"
+    page = trains(tmp_path, "--rank", "0", flags=flags)
+    assert "O3: TP 2, PP 2 (stage 0), CP 2, DP 2; 3 steps of 3 micro-batches of 4" in page
+
+
+@pytest.mark.slow
 def test_a_plain_fake_process_group_trains_too(tmp_path):
     """Stock's own, with garbage in what is received: steps may be skipped, and nothing fails, on any rank."""
     flags = " ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2]
@@ -134,7 +141,7 @@ def test_a_rank_that_the_job_does_not_have_and_one_without_full(tmp_path):
 def test_what_is_of_transformer_engines_attention_is_refused_or_said():
     """A rank of context parallelism was run without it, at O0 and with --fp8-attention te, and nothing said so."""
     args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, data_parallel_size=1)
-    args.micro_batch_size = 1
+    args.micro_batch_size = args.context_parallel_size = 1
     with pytest.raises(UserError, match=r"^rehearse --full: --context-parallel-size 2: no rank of it is run"):
         full.rehearse(Launch([], [], 2), Job([], context=2, args=args), 2, Namespace(rank=0), {})
     job = Job([], args=args, level="O3", unseen=("--fp8-attention te",))

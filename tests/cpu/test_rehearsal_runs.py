@@ -69,6 +69,16 @@ def test_a_job_of_stages_passes_with_two_replicas(tmp_path):
 
 
 @nightly
+def test_a_job_of_context_parallelism_passes(tmp_path):
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --attention-dropout 0"
+    code, said = rehearse(f"{TORCHRUN} pretrain_gpt_fp8.py {FLAGS} {layout}", "--folder", str(tmp_path))
+    assert code == 0, said[-3000:]
+    page = (tmp_path / "page.md").read_text()
+    assert "- O3 on 32 GPUs: TP 2 x PP 1, sequence parallel, CP 2, DP 8." in page
+    assert "- Here: 8 ranks on the CPU, the same with DP 2." in page and "the same to the last digit" in page
+
+
+@nightly
 def test_a_job_that_cannot_start(tmp_path):
     code, said = rehearse(f"{TORCHRUN} pretrain_gpt_fp8.py {FLAGS} --global-batch-size 7")
     assert code == 2 and "# Rehearsal: FAILED" in said and "would not start on 32 GPUs" in said

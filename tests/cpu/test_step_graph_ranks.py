@@ -14,9 +14,13 @@ CASES = {
     "data": (2, f"--fp8-level O3 {SHARDED}"),
     "sequence": (2, "--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel"),
 }
+CONTEXT = "--context-parallel-size 2 --attention-backend auto"
 MORE = {
     "one": (1, "--fp8-level O3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "virtual": (2, f"--fp8-level O3 {VIRTUAL}"),
+    "context": (2, f"--fp8-level O3 {CONTEXT}"),
+    "context-sequence": (4, f"--fp8-level O3 {CONTEXT} --tensor-model-parallel-size 2 --sequence-parallel {SHARDED}"),
+    "context-recomputed": (2, f"--fp8-level O3 {CONTEXT} {RECOMPUTED} {SHARDED}"),
     "data-O1": (2, "--fp8-level O1"),
     "data-O2-replicated": (2, "--fp8-level O2 --overlap-grad-reduce"),
     "data-fp8-sums": (2, "--fp8-level O2 --fp8-grad-accum fp8 --micro-batch-size 1 --use-distributed-optimizer"),

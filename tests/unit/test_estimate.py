@@ -205,14 +205,16 @@ def test_other_weights_and_states_are_counted():
 
 
 def test_transformer_engine_may_be_elsewhere(capsys, monkeypatch):
-    """Its attention does context parallelism, which a level alone does not have."""
+    """With its attention, which does context parallelism as a level's own does."""
     absent = "--fp8-attention te: Transformer Engine is not installed"
     monkeypatch.setattr(config, "installed", lambda module: False)
     flags = f"{MODEL} --context-parallel-size 2 --fp8-level O3 --fp8-attention te"
     w = read.workload(read.parse(flags.split()), 8)
     assert (w.context, w.data, w.gpus) == (2, 4, 8)
+    own = flags.replace("--fp8-attention te", "--attention-dropout 0")
     for verb, gpus in ((estimate, "--gpus 8"), (memory, "--gpus 8"), (plan, "--gpus 8 --top 1")):
         assert call(verb, capsys, gpus, flags)[0] == 0
+        assert call(verb, capsys, gpus, own)[0] == 0
     args = read.parse(MODEL.split()).args
     args.fp8_level, args.fp8_attention = "O3", "te"
     with pytest.raises(UserError, match=absent):  # a run here says it still

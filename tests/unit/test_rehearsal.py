@@ -214,6 +214,12 @@ JOBS = {  # name: (GPUs, flags)
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
         "--fp8-level O2 --use-distributed-optimizer --context-parallel-size 2 --fp8-attention te --cp-comm-type p2p",
     ),
+    "context of our own": (
+        32,
+        "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
+        "--fp8-level O2 --use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel "
+        "--context-parallel-size 4 --attention-dropout 0",
+    ),
     "of experts": (
         8,
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 1 --global-batch-size 64 "
@@ -386,6 +392,10 @@ def test_what_cannot_be_known_here_is_said(shrunk):
     assert [line.partition(":")[0] for line in context["warnings"][:3]] == [
         "--context-parallel-size 2", "--fp8-attention te", "--cp-comm-type p2p"]  # fmt: skip
     assert "DP 16" in context["page"] and "CP 2" in context["page"] and "TP 1, PP 1, DP 32" in context["page"]
+    own = shrunk["context of our own"]
+    assert not any("--context-parallel-size" in line for line in own["warnings"])
+    assert "DP 4" in own["page"] and "CP 4" in own["page"] and "TP 2, PP 1, DP 16" in own["page"]
+    assert own["changes"]["--seq-length"][1] % (4 * 16) == 0
     assert "Counted with a vocabulary of 50257 tokens" in shrunk["Llama's data elsewhere"]["page"]
     assert shrunk["an FP8 head"]["changes"]["--vocab-size"] == [50272, 256]
     for name in ("its size given", "data elsewhere"):
@@ -474,7 +484,8 @@ TE = "--fp8-attention te"
 @pytest.mark.parametrize(
     ("flags", "gpus", "line"),
     [
-        ("--context-parallel-size 2", 8, "--context-parallel-size 2: add --fp8-attention te"),
+        ("--context-parallel-size 3 --no-fp8-wgrad --attention-dropout 0", 24, "seq-length should be a multiple of 2"),
+        ("--context-parallel-size 2", 8, "--attention-dropout 0.1: use 0"),
         (f"--context-parallel-size 2 {TE}", 7, "world size (7) is not divisible by total_model_size"),
         (f"--context-parallel-size 3 {TE} --no-fp8-wgrad", 24, "seq-length should be a multiple of 2 * "),
         (f"--context-parallel-size 4 {TE} --seq-length 2056", 8, "--seq-length 2056 with --micro-batch-size 1: "),
@@ -541,7 +552,8 @@ def test_a_full_rank_that_takes_too_long_says_so(monkeypatch):
     ran = one_rank.start([sys.executable, "-c", late], {}, 1)
     assert ran.lines == ["begun"]
     monkeypatch.setattr(full, "_figures", lambda *given: iter(()))
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "micro_batch_size")
+    sizes = [f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "data")]
+    sizes.append("micro_batch_size")
     job = SimpleNamespace(level="O3", unseen=(), args=SimpleNamespace(**dict.fromkeys(sizes, 1)))
     page = "\n".join(full._page(job, 1, 0, 0, 2, ran))
     assert "failed" in page and "- Exit code 124: it took longer than --timeout 1. The end of its log:" in page

@@ -76,6 +76,8 @@ COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effe
 
 
 def companions_of(row):
+    if "with --context-parallel-size" in row.when.text:
+        return ["--context-parallel-size", "2", "--attention-dropout", "0"]
     return COMPANIONS.get(row.flag) or COMPANIONS.get(row.when.text.partition(", without --fp8")[0], [])
 
 

@@ -1,0 +1,117 @@
+"""Context-parallel attention's kernels on CUDA, each rank of N in turn in one process, against FP64.
+
+What ranks send each other is handed over here: K and V whole, and what falls on other ranks' keys is added up.
+"""
+
+import contextlib
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_fp8.layers import context_parallel
+from megatron_fp8.layers.attention import _fastest_first
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+SHAPES = [  # s, b, np, ng, hn, hv
+    (2048, 2, 8, 8, 128, 128),
+    (4096, 1, 8, 2, 128, 128),
+    (768, 2, 6, 3, 64, 64),
+    (1024, 1, 4, 4, 192, 128),
+    (1024, 1, 4, 4, 40, 24),
+]
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def problem(shape, dtype=torch.bfloat16) -> list[torch.Tensor]:
+    """q, k, v, dy: (s, b, heads, width), fresh random data."""
+    s, b, heads, groups, width, of_values = shape
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")  # shown when the test fails
+    torch.manual_seed(seed)
+    sizes = ((heads, width), (groups, width), (groups, of_values), (heads, of_values))
+    return [torch.randn(s, b, *size, device=DEVICE, dtype=dtype) for size in sizes]
+
+
+def exact(q, k, v, dy) -> list[torch.Tensor]:
+    operands = [t.double().requires_grad_() for t in (q, k, v)]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in operands)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=DEVICE).triu(1)
+    logits = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[3])).masked_fill_(future, -torch.inf)
+    out = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)
+    return [out.detach(), *torch.autograd.grad(out, operands, dy.double())]
+
+
+def by_ranks(ranks: int, q, k, v, dy, monkeypatch) -> list[torch.Tensor]:
+    """The same of `ranks` ranks; dk and dv are sums in FP32 of what each has of them."""
+    chunks = torch.arange(len(q), device=DEVICE).view(ranks * 2, -1)
+    halves = torch.stack([torch.stack([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)])  # (N, 2, c)
+    out, dq = torch.empty_like(dy), torch.empty_like(q)
+    dk, dv = (torch.zeros(t.shape, device=DEVICE) for t in (k, v))
+    for rank in range(ranks):
+        own = halves[rank].flatten()
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        earlier, between = halves[:rank, 0].flatten(), halves[rank + 1 :].flatten()
+        tokens = [own, *(part for part in (earlier, between) if len(part))]  # of the keys of each block
+        wholes, sums = itertools.cycle((k, v)), itertools.cycle((dk, dv))
+
+        def gather(x, group, kind, wholes=wholes):
+            yield from ()
+            whole = next(wholes)
+            return F.pad(whole, (0, x.shape[3] - whole.shape[3]))[halves.flatten()], []
+
+        def add(*parts, group, sums=sums, tokens=tokens):
+            yield from ()
+            total = next(sums)
+            for at, part in zip(tokens, parts, strict=True):
+                total.index_add_(0, at, part[..., : total.shape[3]].float())
+            return torch.zeros_like(parts[0]), []
+
+        monkeypatch.setattr(context_parallel.tensor, "gather", gather)
+        monkeypatch.setattr(context_parallel, "_add", add)
+        operands = [t[own].requires_grad_() for t in (q, k, v)]
+        with _fastest_first():
+            y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group)
+        y.backward(dy[own].flatten(2))
+        out[own], dq[own] = y.detach().view(-1, *dy.shape[1:]), operands[0].grad
+    return [out, dq, dk, dv]
+
+
+@pytest.fixture(params=["as it comes", "flash", "deterministic"])
+def kernel(request):
+    """The kernel that torch takes, its flash kernel as the only fused one, and what deterministic algorithms leave."""
+    torch.use_deterministic_algorithms(request.param == "deterministic")
+    flash = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    with flash if request.param == "flash" else contextlib.nullcontext():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_near_float64(shape, ranks, kernel, monkeypatch):
+    """Within 4 units of BF16's last place in the mean, as the kernels without context parallelism are."""
+    given = problem(shape)
+    for name, value, right in zip(NAMES, by_ranks(ranks, *given, monkeypatch), exact(*given), strict=True):
+        error = (value.double() - right).norm() / right.norm()
+        assert error < 4 * 2**-9, (name, error.item())
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_a_block_has_the_logarithm_of_its_sum(shape, kernel):
+    """Natural, in FP32, as merging takes it."""
+    q, k, v, _ = problem(shape)
+    scale = 1 / math.sqrt(q.shape[3])
+    with _fastest_first():
+        chosen = context_parallel._kernel(q, k, v)
+    operands = [context_parallel._heads(t) for t in (q[len(q) // 2 :], k, v)]
+    _, lse, _ = chosen.forward(*operands, False, scale)
+    _, right, _ = context_parallel._REFERENCE.forward(*operands, False, scale)
+    assert lse.dtype == torch.float32 and lse.shape == right.shape
+    assert (lse - right).abs().max() < 1e-3

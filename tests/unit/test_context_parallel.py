@@ -1,0 +1,165 @@
+"""Context-parallel attention in real gloo groups of 2, 3 and 4 processes, against the formula on one process in FP64,
+and against torch's own ring attention.
+
+One group of processes a size does everything once (`work`) and saves what each rank got; the tests look at it.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
+
+from megatron_fp8.comm import wire
+from megatron_fp8.layers import context_parallel
+from megatron_fp8.layers.attention import TorchAttention
+
+S, B = 48, 2
+HEADS = {  # np, ng, hn, hv
+    "plain": (4, 4, 16, 16),
+    "grouped": (4, 2, 16, 16),
+    "one group": (6, 1, 8, 8),
+    "wide keys": (4, 4, 24, 16),
+    "wide values": (4, 2, 8, 20),
+}
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def whole(case: str, seed: int) -> list[torch.Tensor]:
+    """q, k, v and the output's gradient, (s, b, heads, width) in FP32."""
+    heads, groups, width, of_values = HEADS[case]
+    g = torch.Generator().manual_seed(seed)
+    sizes = ((heads, width), (groups, width), (groups, of_values), (heads, of_values))
+    return [torch.randn(S, B, *size, generator=g) for size in sizes]
+
+
+def written_out(q, k, v, dy) -> list[torch.Tensor]:
+    """[out, dq, dk, dv] of softmax(Q K^T / sqrt(d)) V in FP64, (s, b, heads, width)."""
+    operands = [t.double().requires_grad_() for t in (q, k, v)]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in operands)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    future = torch.ones(S, S, dtype=torch.bool).triu(1)
+    out = (logits.masked_fill(future, -torch.inf).softmax(-1) @ v).permute(2, 0, 1, 3)
+    return [out.detach(), *torch.autograd.grad(out, operands, dy.double())]
+
+
+# --- the processes
+
+
+def work(rank: int, ranks: int) -> dict:
+    seed = torch.tensor([torch.seed() % 2**31])
+    dist.broadcast(seed, 0)
+    group, found = dist.group.WORLD, {"seed": seed.item()}
+    cut = get_batch_on_this_cp_rank({"tokens": torch.arange(S)[None]}, is_hybrid_cp=False, cp_group=group)
+    found["tokens"] = cut["tokens"][0]
+    for case in HEADS:
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v, dy = (t[found["tokens"]].to(dtype) for t in whole(case, found["seed"]))
+            operands = [t.requires_grad_() for t in (q, k, v)]
+            wire.sent_bytes.clear()
+            y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group)
+            kept = {t.data_ptr() for t in y.grad_fn.next_functions[0][0].saved_tensors}
+            assert y._fp8_held and y.data_ptr() in kept
+            grads = torch.autograd.grad(y, operands, dy.flatten(2))
+            found[case, dtype] = [y.detach().view(dy.shape), *grads], dict(wire.sent_bytes)
+    found["ring"] = ring(*(t[found["tokens"]] for t in whole("plain", found["seed"])), group)
+    return found
+
+
+def ring(q, k, v, dy, group) -> list[torch.Tensor]:
+    """[out, dq, dk, dv] by torch's own, which cuts a sequence alike."""
+    q, k, v, dy = (t.permute(1, 2, 0, 3).contiguous() for t in (q, k, v, dy))
+    aten = torch.ops.aten
+    how = {"is_causal": True, "scale": 1 / math.sqrt(q.shape[3])}
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse, *_ = _templated_ring_attention(group, 2, forward, q, k, v, **how)
+    grads = _templated_ring_attention_backward(
+        group, 2, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, dy, "grad_out", q, k, v, out, lse,
+        dropout_p=0.0, **how,
+    )  # fmt: skip
+    return [t.permute(2, 0, 1, 3) for t in (out, *grads[:3])]
+
+
+# --- the tests
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request, tmp_path_factory) -> list[dict]:
+    """What each of so many ranks got."""
+    return run_ranks(work, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+def joined(ranks: list[dict], found) -> list[torch.Tensor]:
+    """[out, dq, dk, dv] of the whole sequence; found: of a rank's."""
+    order = torch.cat([rank["tokens"] for rank in ranks]).argsort()
+    return [torch.cat(parts)[order] for parts in zip(*(found(rank) for rank in ranks), strict=True)]
+
+
+def test_ranks_have_the_two_chunks_of_their_queries(ranks):
+    for rank, found in enumerate(ranks):
+        own = torch.arange(S).view(2 * len(ranks), -1)[[rank, 2 * len(ranks) - 1 - rank]]
+        assert torch.equal(found["tokens"], own.flatten())
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_fp32_is_the_formula(ranks, case):
+    right = written_out(*whole(case, ranks[0]["seed"]))
+    got = joined(ranks, lambda rank: rank[case, torch.float32][0])
+    for name, value, exact in zip(NAMES, got, right, strict=True):
+        assert value.dtype == torch.float32 and (value - exact).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_bf16_is_near_the_formula(ranks, case):
+    """Each number is rounded once or twice on its way: the norm of the error is below two roundings of BF16."""
+    right = written_out(*(t.bfloat16() for t in whole(case, ranks[0]["seed"])))
+    got = joined(ranks, lambda rank: rank[case, torch.bfloat16][0])
+    for name, value, exact in zip(NAMES, got, right, strict=True):
+        assert value.dtype == torch.bfloat16
+        assert (value - exact).norm() / exact.norm() < 2 * 2**-9, name
+
+
+def test_torchs_own_ring_attention(ranks):
+    ours = joined(ranks, lambda rank: rank["plain", torch.float32][0])
+    theirs = joined(ranks, lambda rank: rank["ring"])
+    for name, value, right in zip(NAMES, ours, theirs, strict=True):
+        assert (value - right).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_bytes_on_the_wire(ranks, case):
+    """K and V to all others twice, of their gradients to a later rank all and to an earlier one half."""
+    _, groups, width, of_values = HEADS[case]
+    n, own = len(ranks), S // len(ranks) * B * groups * (width + of_values) * 2
+    for rank, found in enumerate(ranks):
+        sums = own * (n - 1 - rank) + own // 2 * rank
+        assert found[case, torch.bfloat16][1] == {"cp_gather": 2 * (n - 1) * own, "cp_sum": sums}
+
+
+def attention(**settings) -> TorchAttention:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=2, **settings
+    )
+    return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=SimpleNamespace(cp="the group"))
+
+
+@pytest.mark.parametrize("settings", [{"attention_dropout": 0.1}, {"attention_dropout": 0.0, "window_size": (4, 0)}])
+def test_a_layer_refuses_what_blocks_of_keys_do_not_have(settings):
+    with pytest.raises(ValueError, match=r"^--context-parallel-size 2: without --window-size"):
+        attention(**settings)
+
+
+def test_a_layer_hands_its_group_on(monkeypatch):
+    q, k, v = (torch.randn(8, 1, 4, 16) for _ in range(3))
+    monkeypatch.setattr(context_parallel, "attention", lambda *given: given)
+    assert attention(attention_dropout=0.0)(q, k, v) == (q, k, v, 0.25, "the group")
