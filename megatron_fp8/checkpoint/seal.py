@@ -138,7 +138,7 @@ def _read_seal(folder: Path) -> dict[str, str] | None:
     if not is_sealed(folder):
         return None
     try:
-        found = json.loads(_beginning(folder / SEAL))
+        found = json.loads(_beginning(folder / SEAL).decode())  # strictly: json guesses at encodings
         files = found["files"]
         megatrons = found.keys() == {"algorithm", "files"}
         right = found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files))

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from small_checkpoints import load, one_rank
-from test_seal import DAMAGES, FILES, folder, line_of, original
+from test_seal import DAMAGES, FILES, folder, line_of, original, reads_as
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fp8.checkpoint.pickles import data_only
@@ -77,7 +77,7 @@ def damage_bytes(path: Path, kind: int, round: int) -> None:
     before = bytes(data)
     random.seed(draw.random())
     DAMAGES[kind](data, draw.randrange(len(data)))
-    if bytes(data) == before:  # zeros were zeroed
+    if bytes(data) == before or (path.name == SEAL and reads_as(data, before)):  # zeros were zeroed, or white space
         data[0] ^= 1
     path.write_bytes(data)
 
