@@ -443,7 +443,7 @@ def _hook_graph(args, engine, checks) -> None:
 
     from .engine.step_graph import StepGraph
 
-    args.check_for_nan_in_loss_and_grad = checks.asked
+    args.check_for_nan_in_loss_and_grad = checks.asked  # validated: a level checks losses beside a graph
     wanted = (lambda: True) if asked != "auto" else HostWait(engine.events, lambda share: None).wanted
     step_graph = StepGraph(engine, checks, graphs.reads_ahead(args), _log, wanted)
     _of_run.rebind(FullCudaGraphWrapper, "__call__", step_graph.around, "self args kwargs")

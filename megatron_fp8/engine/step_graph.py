@@ -47,6 +47,7 @@ from ..comm.shared import SharedScale
 from ..comm.wire import sent_bytes
 from ..numerics.scaling import Slots
 from ..ranks import gathered
+from .gather import ChunkGather
 from .gradients import GradSink, RecordedSeeds
 from .optimizer import EngineOptimizer
 from .owned_set import OwnedSet
@@ -175,10 +176,8 @@ class StepGraph:
         self._pool: Any = None  # the memory of all graphs
         self._off = False  # for the rest of the run
         self._data: list[ReadAhead | None] = []
-        for owned in engine.sets:
-            for gather in owned.gathers:
-                gather.early = False
-
+        for gather in self._gathers:
+            gather.early = False
         atexit.register(self.forget)
 
     def forget(self) -> None:
@@ -225,9 +224,8 @@ class StepGraph:
         return self._data
 
     def _replay(self, recorded: Recorded, number: int) -> Any:
-        for owned in self._engine.sets:
-            for gather in owned.gathers:
-                gather.land()
+        for gather in self._gathers:
+            gather.land()
         result = recorded.replay()
         self._checks.repeat(recorded.checks)
         for data in self._data if self._reads_ahead else ():
@@ -238,6 +236,10 @@ class StepGraph:
     @property
     def _weights(self):
         return [weight for owned in self._engine.sets for weight in owned.linears]
+
+    @property
+    def _gathers(self) -> list[ChunkGather]:
+        return [gather for owned in self._engine.sets for gather in owned.gathers]
 
     @property
     def _sinks(self) -> list[GradSink]:
@@ -263,8 +265,7 @@ class StepGraph:
         if not all(warm for warm, _ in found):
             return
         if not any(wanted for _, wanted in found):
-            self._off = True
-            self._log(["no CUDA graph of a step: the hosts are ahead of their GPUs"])
+            self._go_on_without("no CUDA graph of a step: the hosts are ahead of their GPUs")
             return
         while len(self._recorded) >= MOST:
             del self._recorded[next(iter(self._recorded))]
@@ -281,11 +282,17 @@ class StepGraph:
             self._recorded[key] = recorded
             self._log([f"the step of {key[0]} micro-batches is a CUDA graph from now on"])
             return
-        self._off = True
         self._recorded.clear()
         torch.cuda.empty_cache()  # of what the recording had taken
         self._begin_again(model)
-        self._log([f"the run goes on without a CUDA graph: a step cannot be recorded ({reasons[0]})"])
+        self._go_on_without(f"the run goes on without a CUDA graph: a step cannot be recorded ({reasons[0]})")
+
+    def _go_on_without(self, line: str) -> None:
+        """Record no more; gathers may start before their step again."""
+        self._off = True
+        for gather in self._gathers:
+            gather.early = True
+        self._log([line])
 
     def _capture(self, step: Callable, model: list, additions: int) -> Recorded:
         config, before = get_model_config(model[0]), sent_bytes.copy()
@@ -337,10 +344,9 @@ class StepGraph:
 
     def _forget_gathers(self, model: list) -> None:
         """Have the step that comes gather all weights itself, if it is to overlap: an evaluation may have done so."""
-        for owned in self._engine.sets:
-            for gather in owned.gathers:
-                if gather.overlap:
-                    gather.begin()
+        for gather in self._gathers:
+            if gather.overlap:
+                gather.begin()
         for chunk in model:
             for group in _groups(chunk):
                 group.param_gather_handle, group.param_gather_dispatched = None, False

@@ -8,7 +8,7 @@ whole steps: whichever of the three is asked for.
 from argparse import Namespace
 
 from .. import cpu
-from .flag import Flag, one_of
+from .flag import Flag, one_of, value_of
 
 WHOLE = "full_iteration"
 STEP_GRAPH = Flag(
@@ -42,13 +42,8 @@ _ONLY_IF = {  # of those of them that may be given with a graph
 
 def _recomputed(args: Namespace) -> list[str]:
     """The modules that --recompute-activations, or --recompute-granularity selective, runs again."""
-    selective = _value(args, "--recompute-activations") or args.recompute_granularity == "selective"
+    selective = value_of(args, "--recompute-activations") or args.recompute_granularity == "selective"
     return (args.recompute_modules or ["core_attn"]) if selective else []
-
-
-def _value(args: Namespace, flag: str):
-    """Of a flag that only some scripts have."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
 
 
 def asked(args: Namespace) -> bool:
@@ -62,7 +57,7 @@ def asked(args: Namespace) -> bool:
 
 def stock_asked(args: Namespace) -> bool:
     """Whether Megatron's own flags ask for graphs."""
-    older = _value(args, "--enable-cuda-graph") or _value(args, "--external-cuda-graph")
+    older = value_of(args, "--enable-cuda-graph") or value_of(args, "--external-cuda-graph")
     return args.cuda_graph_impl != "none" or bool(older)
 
 
@@ -82,7 +77,7 @@ def hindrance(args: Namespace) -> str:
 
 def inside(args: Namespace) -> str:
     """The first flag of INSIDE that is given, or ""."""
-    given = (flag for flags in INSIDE for flag in flags.split() if _value(args, flag))
+    given = (flag for flags in INSIDE for flag in flags.split() if value_of(args, flag))
     return next((flag for flag in given if flag not in _ONLY_IF or _ONLY_IF[flag](args)), "")
 
 
@@ -103,7 +98,7 @@ def reads_ahead(args: Namespace) -> bool:
     """
     checks = args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss or args.check_for_large_grads
     again = args.rerun_mode != "disabled" and checks
-    return not (args.iterations_to_skip or _value(args, "--dataloader-save") or again)
+    return not (args.iterations_to_skip or value_of(args, "--dataloader-save") or again)
 
 
 def advice(share: float, args: Namespace) -> list[str]:

@@ -41,7 +41,7 @@ class Checks:
 class Job:
     """A run of one weight: `did` is what happened, `step` what Megatron does for one."""
 
-    def __init__(self, monkeypatch, fails: bool = False, reads_ahead: bool = True):
+    def __init__(self, monkeypatch, fails: bool = False, reads_ahead: bool = True, wanted: bool = True):
         self.did: list = []
         self.interrupted = lambda: None  # what a recording that fails has done before
         job = self
@@ -54,9 +54,10 @@ class Job:
         self.weight = SimpleNamespace(
             sink=None, scratch=SimpleNamespace(memory=None), invalidate=lambda: self.did.append("forget")
         )
+        self.gather = SimpleNamespace(early=True, overlap=False, land=lambda: None)
         self.scaling = DelayedScaling([E4M3], 1, "most_recent", 0, "cpu")
         owned = SimpleNamespace(
-            linears=[self.weight], scaling=self.scaling, weight_scaling=None, shared_scale=None, gathers=[],
+            linears=[self.weight], scaling=self.scaling, weight_scaling=None, shared_scale=None, gathers=[self.gather],
             buckets=[], remember=lambda: lambda: self.did.append("know"),
             begin_step=lambda steps: self.did.append(("begin", steps)), finish_gathers=lambda: None,
         )  # fmt: skip
@@ -88,7 +89,7 @@ class Job:
         monkeypatch.setattr(step_graph, "get_global_memory_buffer", lambda: self.buffers)
         monkeypatch.setattr(step_graph, "get_model_config", lambda model: config)
         engine = SimpleNamespace(sets=[owned], events=self.events, watch=self.watch, steps=7)
-        self.graph = step_graph.StepGraph(engine, Checks(self.did), reads_ahead, self.lines.extend)
+        self.graph = step_graph.StepGraph(engine, Checks(self.did), reads_ahead, self.lines.extend, lambda: wanted)
         self._call = self.graph.around(lambda wrapper, *args, **kwargs: None)
         zero_grad = functools.partial(self.did.append, "zero")
         self.chunk = SimpleNamespace(
@@ -202,6 +203,7 @@ def test_before_modules_wait_for_their_weights_nothing_is_recorded(monkeypatch):
 
 def test_a_step_that_cannot_be_recorded_runs_with_the_same_data_and_no_other_is_tried(monkeypatch):
     job = Job(monkeypatch, fails=True)
+    assert not job.gather.early  # the graph is to have all gathers
     job.step()
     assert job.step() == ["forget", ("run", [2, 3]), ("begin", 7), "forget", "zero", ("run", [2, 3])]
     assert job.lines == [
@@ -209,7 +211,14 @@ def test_a_step_that_cannot_be_recorded_runs_with_the_same_data_and_no_other_is_
         "permitted when stream is capturing)"
     ]
     assert (job.config.timers, job.config.batch_p2p_sync) == ("theirs", True)
-    assert job.step() == [("run", [4, 5])]
+    assert job.step() == [("run", [4, 5])] and job.gather.early
+
+
+def test_hosts_that_are_ahead_need_no_graph(monkeypatch):
+    job = Job(monkeypatch, wanted=False)
+    for first in 0, 2, 4:
+        assert job.step() == [("run", [first, first + 1])]
+    assert job.lines == ["no CUDA graph of a step: the hosts are ahead of their GPUs"] and job.gather.early
 
 
 class Group:
