@@ -15,7 +15,7 @@ residual, and wgrad added to what is there.
     cublaslt   the fastest of 16 of its algorithms
     cutlass    the fastest of our kernels and orders of tiles
 
-Each runs alone for 150 ms on random data, twice, in turns (ops/timing.py): a GPU in training is bound by its power
+Each runs alone for 150 ms on random data, twice, in turns (gemm/timing.py): a GPU in training is bound by its power
 (docs/performance.md), and what is fastest in a burst is not always so then. "burst" is the median of runs that take
 turns, each with an empty L2 cache. "error" is the relative error of 64 rows against float64, of what is written. For
 sums in BF16 "once" is the share of elements that are the exact sum rounded once. The BF16 head's weight gradient is
@@ -40,13 +40,14 @@ import torch
 from stamp import commit
 
 from megatron_fp8 import ops
+from megatron_fp8.gemm import cublaslt, plans, search, timing
+from megatron_fp8.gemm import race as gemm_race
+from megatron_fp8.gemm.cublaslt import CUBLASLT
+from megatron_fp8.gemm.cutlass import CUTLASS
+from megatron_fp8.gemm.cutlass_build import Unavailable
+from megatron_fp8.gemm.plans import NAMES
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, gemm_race, gemm_search, plans, timing
-from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS
-from megatron_fp8.ops.cutlass_build import Unavailable
-from megatron_fp8.ops.plans import NAMES
 
 SHAPES = {  # tokens, out, in
     "7B qkv": (8192, 12288, 4096),
@@ -112,7 +113,7 @@ class Case:
         """By system; makes the search."""
         first = CUBLASLT.candidates(self.problem, 0, self._pointers, 1)[0]
         self.plans["first"] = first
-        for choice in gemm_race.race(self.problem, gemm_search.makers_of(self.problem), 0):
+        for choice in gemm_race.race(self.problem, search.makers_of(self.problem), 0):
             maker = CUBLASLT if choice.maker == "cublaslt" else CUTLASS
             plan = maker.named(self.problem, 0, self._pointers, choice.name)
             self.plans[choice.maker] = first if plan is None else plan
@@ -321,13 +322,13 @@ def main() -> None:
     begun, table = time.perf_counter(), Table()
     with tempfile.TemporaryDirectory() as nothing:
         os.environ["MEGATRON_FP8_CACHE"] = nothing  # what was searched before is not asked
-        gemm_search.read((CUBLASLT, CUTLASS) if CUTLASS.kernels else (CUBLASLT,))
+        search.read((CUBLASLT, CUTLASS) if CUTLASS.kernels else (CUBLASLT,))
         for name, shape in SHAPES.items():
             if name.startswith(args.only):
                 linear(table, name, *shape, args.plain)
         if "head".startswith(args.only) and not args.plain:
             head(table, *SHAPES["head"])
-    gemm_search.forget()
+    search.forget()
     table.means()
     host_time()
     print(f"took {time.perf_counter() - begun:.0f} s")

@@ -137,7 +137,7 @@ def record(micro_batches: int) -> None:
 
     from megatron.training import training
 
-    from megatron_fp8.engine.owned import OwnedWeight
+    from megatron_fp8.engine.owned_weight import OwnedWeight
 
     stock_step, take = training.train_step, OwnedWeight.take_gradient
     kept: dict[str, list[torch.Tensor]] = {}

@@ -16,7 +16,7 @@ import triton
 from stamp import commit
 from triton.testing import do_bench
 
-from megatron_fp8 import ops
+from megatron_fp8 import gemm, ops
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2
 from megatron_fp8.numerics.blocks import PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed
@@ -117,7 +117,7 @@ def check() -> None:
         exact = (a.float().double() @ b.float().double().t()) * 1e-4
         for dtype in (torch.bfloat16, torch.float32):
             operands = ScaledTensor(a, scale), ScaledTensor(b, scale)
-            got = ops.gemm(*operands, ops.Epilogue(dtype=dtype), fast_accum=fast)
+            got = gemm.gemm(*operands, gemm.Epilogue(dtype=dtype), fast_accum=fast)
             error = ((got.double() - exact).norm() / exact.norm()).item()
             print(f"gemm {fmt.name} x e4m3 -> {dtype}, fast_accum {fast}: relative error {error:.1e}")
             assert error < 5e-3
@@ -253,7 +253,7 @@ def bench_gemm(table: Table) -> None:
                 table.add(
                     f"{direction} {name}",
                     shape,
-                    lambda o=operands, f=fast: ops.gemm(*o, fast_accum=f),
+                    lambda o=operands, f=fast: gemm.gemm(*o, fast_accum=f),
                     flops=flops,
                 )
                 continue
@@ -262,7 +262,7 @@ def bench_gemm(table: Table) -> None:
                 table.add(
                     f"wgrad {name} fp32 {'+=' if accumulate else '='}",
                     shape,
-                    lambda o=operands, out=out, add=accumulate: ops.gemm(*o, ops.Epilogue(into=out, accumulate=add)),
+                    lambda o=operands, out=out, add=accumulate: gemm.gemm(*o, gemm.Epilogue(into=out, accumulate=add)),
                     flops=flops,
                 )
         x, w = randn(TOKENS, k), randn(n, k)

@@ -39,7 +39,7 @@ from megatron_fp8.flags.level import resolve
 from megatron_fp8.numerics import BlockScaled, ScaledTensor
 from megatron_fp8.numerics.master import quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.ops.adam import AdamHyper, adam_step
-from megatron_fp8.ops.states import State, is_remainder
+from megatron_fp8.ops.adam_states import State, is_remainder
 
 LAYERS = 9
 LEVELS = ("O1", "O2", "O3")

@@ -108,18 +108,18 @@ def prepare_te(state: str) -> None:
     """Transformer Engine "repaired", "unrepaired" as Megatron has it, or "none" at all, nor apex' weight gradients;
     before Megatron is imported.
 
-    Where apex is not installed, ours stands in for its weight gradients in FP32 (ops/wgrad.py), so that stock's LM head
-    adds in its GEMM as it does with apex.
+    Where apex is not installed, ours stands in for its weight gradients in FP32 (gemm/fused_wgrad.py), so that
+    stock's LM head adds in its GEMM, as it does with apex.
 
     megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it,
     Megatron swallows the ImportError, and QKV is split by torch and its gradient concatenated, which costs TE 8 ms of
     a step of 479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was
     repaired on disk can be measured unrepaired too.
     """
-    from megatron_fp8.ops import wgrad
+    from megatron_fp8.gemm import fused_wgrad
 
     if state == "none":
-        for name in ("transformer_engine", wgrad.NAME):
+        for name in ("transformer_engine", fused_wgrad.NAME):
             sys.modules[name] = None  # an import of it fails, installed or not
         return
     import transformer_engine.pytorch.attention as attention
@@ -128,8 +128,8 @@ def prepare_te(state: str) -> None:
     vars(attention).pop("_SplitAlongDim", None)
     if state == "repaired":
         attention._SplitAlongDim = SplitAlongDim
-    if wgrad.NAME not in sys.modules and importlib.util.find_spec(wgrad.NAME) is None:
-        sys.modules[wgrad.NAME] = wgrad.MODULE
+    if fused_wgrad.NAME not in sys.modules and importlib.util.find_spec(fused_wgrad.NAME) is None:
+        sys.modules[fused_wgrad.NAME] = fused_wgrad.MODULE
 
 
 def check_te(state: str) -> None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 from stamp import ROOT
 
-from megatron_fp8.perf import hardware
-from megatron_fp8.perf.memory import Job
-from megatron_fp8.perf.step import estimate
-from megatron_fp8.perf.systems import SYSTEMS
-from megatron_fp8.perf.workload import Workload
+from megatron_fp8.tools.perf import hardware
+from megatron_fp8.tools.perf.memory import Job
+from megatron_fp8.tools.perf.step import estimate
+from megatron_fp8.tools.perf.systems import SYSTEMS
+from megatron_fp8.tools.perf.workload import Workload
 
 FILE = ROOT / "benchmarks/results/simumax_b200.csv"
 FACTOR_FROM = ("llama3-70b", 2, 8)  # model, tensor-parallel ranks, micro-batches

@@ -38,7 +38,7 @@ from stamp import ROOT
 import prepare_data
 from launch import RunFailed, parse_step, parse_validation, torchrun
 
-from megatron_fp8.palette import looks
+from megatron_fp8.tools.palette import looks
 
 TEXT, HELD_OUT = "runs/real_text/data/python", 0.02
 CONTEXT, BATCH = 1024, 32

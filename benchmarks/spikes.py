@@ -12,8 +12,8 @@ has what judges them: the product's series of the norm's values; the same of the
 and its noise more nearly log-normal than normal; median and median absolute deviation, which no spike before pulls up.
 The same sigma means something else to each, so compare them where their false alarms are equally many. Three counts:
 
-- False alarms, in runs that do not diverge and up to AHEAD steps before the onset (lab/report/curves.py) in those that
-  do.
+- False alarms, in runs that do not diverge and up to AHEAD steps before the onset (tools/lab/report/curves.py) in those
+  that do.
 - Found: a norm of so many times the median of the 16 before, planted in those steps, at two random ones a run.
 - Told: divergences with an alarm in the AHEAD steps before the onset, or at it: what a watch is for. Beside it, the
   false alarms in these runs before: a detector that tells by chance has them.
@@ -35,9 +35,9 @@ import numpy as np
 from stamp import ROOT
 
 from megatron_fp8.flags.watch import LEAST_WINDOW
-from megatron_fp8.lab.report.results import Result, Results
-from megatron_fp8.lab.sweep.store import Store
 from megatron_fp8.monitor.spikes import Series, Spike
+from megatron_fp8.tools.lab.report.results import Result, Results
+from megatron_fp8.tools.lab.sweep.store import Store
 
 STEPS, CURVES, EARLY, WINDOWS, HEIGHTS = 1000, 40, 128, (32, 128, 512), (8, 12, 20)
 OUT = ROOT / "benchmarks/results"

@@ -14,18 +14,18 @@ from .errors import UserError
 from .flags.usage import Verb, add_verb, hide_missing_package_warnings, one_line_errors, run_verb
 
 VERBS = {
-    "args": Verb("megatron_fp8.launch.args", "the command line that --args-file makes of files of flags"),
-    "build": Verb("megatron_fp8.verbs.build", "compile ahead: our CUTLASS GEMMs, or the Triton kernels of a job"),
-    "compare": Verb("megatron_fp8.perf.compare", "runs beside each other: speed, memory, losses"),
-    "convert": Verb("megatron_fp8.verbs.convert", "checkpoints to Hugging Face's form, and back"),
-    "doctor": Verb("megatron_fp8.doctor.main", "what this machine or cluster lacks"),
-    "estimate": Verb("megatron_fp8.perf.estimate", "whether a job fits, and how fast it is"),
-    "lab": Verb("megatron_fp8.lab.main", "the stability lab: sweeps, reports, which linears are at fault"),
-    "launch": Verb("megatron_fp8.launch.main", "a Slurm job of files of flags"),
-    "memory": Verb("megatron_fp8.perf.memory", "what each rank of a job holds between two steps"),
-    "plan": Verb("megatron_fp8.perf.plan", "the fastest layouts of a job on so many GPUs"),
-    "rehearse": Verb("megatron_fp8.rehearsal.main", "a cluster job's command on this machine, small, with every rank"),
-    "table": Verb("megatron_fp8.perf.table", "FP8-LM's tables beside the cost model and measured runs"),
+    "args": Verb("megatron_fp8.tools.launch.args", "the command line that --args-file makes of files of flags"),
+    "build": Verb("megatron_fp8.tools.verbs.build", "compile ahead: our CUTLASS GEMMs, or the Triton kernels of a job"),
+    "compare": Verb("megatron_fp8.tools.perf.compare", "runs beside each other: speed, memory, losses"),
+    "convert": Verb("megatron_fp8.tools.verbs.convert", "checkpoints to Hugging Face's form, and back"),
+    "doctor": Verb("megatron_fp8.tools.doctor.main", "what this machine or cluster lacks"),
+    "estimate": Verb("megatron_fp8.tools.perf.estimate", "whether a job fits, and how fast it is"),
+    "lab": Verb("megatron_fp8.tools.lab.main", "the stability lab: sweeps, reports, which linears are at fault"),
+    "launch": Verb("megatron_fp8.tools.launch.main", "a Slurm job of files of flags"),
+    "memory": Verb("megatron_fp8.tools.perf.memory", "what each rank of a job holds between two steps"),
+    "plan": Verb("megatron_fp8.tools.perf.plan", "the fastest layouts of a job on so many GPUs"),
+    "rehearse": Verb("megatron_fp8.tools.rehearsal.main", "a cluster job's command here, small, with every rank"),
+    "table": Verb("megatron_fp8.tools.perf.table", "FP8-LM's tables beside the cost model and measured runs"),
 }
 
 

@@ -8,7 +8,7 @@
 
 One object a line, several lines a step, floats with all their digits (NaN and Infinity as Python's json has them). A
 run that goes on appends. The file is there from the start: where it is missing, the command does not load this package.
-monitor/logged.py and monitor/write.py say what the numbers are.
+monitor/training_log.py and monitor/writers.py say what the numbers are.
 """
 
 import json

@@ -19,9 +19,9 @@ What is hooked, and why not something more official:
                                                 and without, the same loss.  Transformer Engine's stays its own.
     RerunStateMachine.validate_result, should_run_forward_backward and _reduce_any
                                                 look at the losses of a step's micro-batches when all is launched
-                                                (monitor/late_checks.py).
+                                                (monitor/loss_checks.py).
     training.training.logical_and_across_model_parallel_group and reduce_max_stat_across_model_parallel_group
-                                                answer without the GPU what all ranks know (engine/agreed.py).
+                                                answer without the GPU what all ranks know (engine/step_end.py).
     training.training.calc_params_l2_norm       reads E4M3 weights, and has those that are on their way
                                                 (engine/params_norm.py).
     training.training.disable_forward_pre_hook  leave hooks alone that no step has put there yet (engine/chain.py).
@@ -38,14 +38,14 @@ What is hooked, and why not something more official:
                                                 and counted.
     training.training.training_log, evaluate and evaluate_and_print_results
                                                 what they are given and return goes to MEGATRON_FP8_METRICS, at every
-                                                level (monitor/logged.py).
-    training.training.save_grads,               gives --save-params-interval E4M3 weights in BF16 (checkpoint/dumps.py).
+                                                level (monitor/training_log.py).
+    training.training.save_grads,               --save-params-interval: E4M3 as BF16 (checkpoint/weight_dumps.py).
     activation_logging.LINEAR_TYPES,            of what is written beside checkpoints: without Transformer Engine some
     dgrad_logging.LINEAR_TYPES                  types are mock objects, on which stock's isinstance fails.
     config.finalize_model_grads_func            (official) reduces our gradients; set in engine/build.py, which also
                                                 turns off ddp_config.check_for_nan_in_grad (a bad step is skipped).
     DistributedDataParallel.start_grad_sync     of each model chunk: our buckets go out when a pipeline schedule calls
-                                                for it; set in engine/overlap.py, which also reads the bucket
+                                                for it; set in engine/reducer.py, which also reads the bucket
                                                 groups' is_last_microbatch.  Neither has an official way.
     training.checkpointing._build_sharded_state_dict_metadata
                                                 says in each checkpoint what of ours it holds, and that its layers
@@ -63,7 +63,7 @@ What is hooked, and why not something more official:
                                                 read data, and nothing that runs (checkpoint/pickles.py).
     tensor_parallel.layers.fused_weight_gradient_mlp_cuda and _grad_accum_fusion_available, and the module itself
                                                 where apex's is not installed, on CUDA: the LM head's weight gradient is
-                                                added to main_grad in its GEMM (ops/wgrad.py).
+                                                added to main_grad in its GEMM (gemm/fused_wgrad.py).
     tensor_parallel.layers.F                    torch.nn.functional, whose embedding adds its gradient to main_grad
                                                 where the linears do (layers/embedding.py).
     on single objects, where they are built     DistributedOptimizer._set_main_param_and_optimizer_states, to load what
@@ -77,7 +77,7 @@ What is hooked, and why not something more official:
     datasets.utils.compile_helpers, cpu.py      lets the PyPI wheel, and a machine without a GPU, train at all.
     multiprocessing.process.BaseProcess.start   a rank's children end when it is killed: the manager of Megatron's save
                                                 results, and writers (processes.py).
-    filesystem_async.get_write_results_queue    in tests and rehearsals only: see rehearsal/ranks.py.
+    filesystem_async.get_write_results_queue    in tests and rehearsals only: see tools/rehearsal/ranks.py.
 
 All but the first and the last two are installed only when a run asks for a level, or for what they give: without one,
 and at O0, a run is bit for bit stock Megatron's.  (If it saves over a level's checkpoint it takes the seal away, and if
@@ -93,8 +93,8 @@ from collections.abc import Callable
 import torch
 
 from . import cpu
-from .engine.agreed import SameEverywhere
-from .engine.gemms import RunGemms
+from .engine.gemm_choice import RunGemms
+from .engine.step_end import SameEverywhere
 from .errors import UserError
 from .flags import args_file, graphs, log
 from .flags.checks import (
@@ -106,14 +106,7 @@ from .flags.checks import (
     check_stage,
     set_max_connections,
 )
-from .flags.config import (
-    Fp8Config,
-    adapt_stock_args,
-    add_fp8_arguments,
-    asks_for_level,
-    check_yaml,
-    config_from_args,
-)
+from .flags.config import Fp8Config, adapt_stock_args, add_fp8_arguments, asks_for_level, check_yaml, config_from_args
 from .flags.level import LEVEL, is_stock
 from .flags.optional import check_packages
 from .flags.probe import ProbePlan, probe_from_args
@@ -259,7 +252,7 @@ def _start(args, config: Fp8Config | None, probe: ProbePlan | None, sharpness: S
     """Adapt stock's flags to a run's, and hook into Megatron what they ask for."""
     gemms = checks = None
     if config is not None:
-        from .monitor.late_checks import LateChecks
+        from .monitor.loss_checks import LateChecks
 
         checks = LateChecks(args.check_for_nan_in_loss_and_grad)
         if not cpu.needed() and not is_stock(LEVEL.given(args)):
@@ -321,14 +314,14 @@ def _without_fp8(stock: Callable):
 def _hook_weight_gradients() -> None:
     import megatron.core.tensor_parallel.layers as layers
 
-    from .ops import wgrad
+    from .gemm import fused_wgrad
 
-    if installed(wgrad.NAME):
+    if installed(fused_wgrad.NAME):
         return
-    sys.modules[wgrad.NAME] = wgrad.MODULE
-    _of_run.append(functools.partial(sys.modules.pop, wgrad.NAME, None))
-    setattr(layers, wgrad.NAME, wgrad.MODULE)  # the import that failed left no name
-    _of_run.append(functools.partial(delattr, layers, wgrad.NAME))
+    sys.modules[fused_wgrad.NAME] = fused_wgrad.MODULE
+    _of_run.append(functools.partial(sys.modules.pop, fused_wgrad.NAME, None))
+    setattr(layers, fused_wgrad.NAME, fused_wgrad.MODULE)  # the import that failed left no name
+    _of_run.append(functools.partial(delattr, layers, fused_wgrad.NAME))
     _of_run.replace(layers, "_grad_accum_fusion_available", True)
 
 
@@ -371,7 +364,7 @@ def _hook_probe(plan: ProbePlan | None, exact: bool, update_norm: bool) -> None:
         make(plan.folder)
         _hook_train_step(lambda model, optimizer, step: probe_step(plan, optimizer.engine, step))
     if exact:
-        from .monitor.exact import log_exact
+        from .monitor.exact_log import log_exact
 
         _hook_train_step(lambda model, optimizer, step: log_exact(step()))
     if update_norm:
@@ -399,7 +392,7 @@ def _hook_sharpness(plan: SharpnessPlan) -> None:
 def _hook_metrics() -> None:
     import megatron.training.training as training
 
-    from .monitor.logged import Logged
+    from .monitor.training_log import Logged
 
     logged = Logged()
     parameters = "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
@@ -415,7 +408,7 @@ def _hook_dumps(model_chunks) -> None:
     import megatron.training.dgrad_logging as dgrad_logging
     import megatron.training.training as training
 
-    from .checkpoint.dumps import readable_of
+    from .checkpoint.weight_dumps import readable_of
 
     _of_run.rebind(training, "save_grads", readable_of(model_chunks), "save_dir state_dict iteration grad_label")
     for logger in activation_logging, dgrad_logging:
@@ -509,13 +502,13 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
     from .checkpoint.saves import check_saving
     from .engine.as_found import check_linears, layers_differ
     from .engine.build import build_optimizer
+    from .engine.gain_lines import memory, speed
     from .engine.level_line import level_line
     from .engine.names import ranges
-    from .engine.owned import owned_weights
+    from .engine.owned_weight import owned_weights
     from .engine.report import measure, summary, write_at_exit
-    from .engine.worth import memory, speed
-    from .layers.chosen import check_chosen
     from .layers.emulated_head import count_updates
+    from .layers.layer_choice import check_chosen
     from .monitor.collect import attach
     from .monitor.watch import watch_spikes
 
@@ -571,9 +564,9 @@ def _evaluate_without_optimizer(fp8: Fp8Config, gemms: RunGemms):
     """With --skip-train no optimizer is built, which would check the patterns and count the steps."""
     from megatron.training.global_vars import get_args
 
-    from .engine.owned import owned_weights
-    from .layers.chosen import check_chosen
+    from .engine.owned_weight import owned_weights
     from .layers.emulated_head import count_updates
+    from .layers.layer_choice import check_chosen
 
     def make(stock):
         @functools.wraps(stock)

@@ -237,7 +237,7 @@ class _Grads:
 
 def attach(model: torch.nn.Module) -> list:
     """A model's owned weights, whose gradients are added up without an engine."""
-    from megatron_fp8.engine.owned import owned_weights
+    from megatron_fp8.engine.owned_weight import owned_weights
 
     weights = owned_weights([model])
     for weight in weights:

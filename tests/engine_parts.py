@@ -4,22 +4,22 @@ from types import SimpleNamespace
 
 import torch
 
+from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.events import Events
-from megatron_fp8.engine.owned import OwnedWeight, Scratch
-from megatron_fp8.engine.sets import WeightSet
-from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
+from megatron_fp8.engine.weight_groups import WeightGroups
 from megatron_fp8.flags.emulate import emulation_from_args
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import WeightScaling
 
 
-def one_set(group) -> WeightSet:
+def one_set(group) -> WeightGroups:
     """All weights, everything over `group`."""
-    return WeightSet("", lambda weight: True, group, group, group, group, 1.0, 0)
+    return WeightGroups("", lambda weight: True, group, group, group, group, 1.0, 0)
 
 
 class Known:
-    """In place of an ops.Product: `values`, in FP32, as a GEMM would hand them over."""
+    """In place of an gemm.Product: `values`, in FP32, as a GEMM would hand them over."""
 
     def __init__(self, values: torch.Tensor):
         self.values = values

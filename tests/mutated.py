@@ -120,14 +120,14 @@ def mutated(chance: random.Random, words: list[str], flags: list[str]) -> list[s
 @contextlib.contextmanager
 def no_work(folder: Path) -> Iterator[None]:
     """In a folder with a few files; nothing that takes long, or leaves the folder, is done."""
-    from megatron_fp8.doctor import main as doctor
-    from megatron_fp8.doctor.finding import good
-    from megatron_fp8.ops import cutlass_build
-    from megatron_fp8.perf import measure
-    from megatron_fp8.rehearsal import main as rehearsal
+    from megatron_fp8.gemm import cutlass_build
+    from megatron_fp8.tools.doctor import main as doctor
+    from megatron_fp8.tools.doctor.finding import good
+    from megatron_fp8.tools.perf import table_run
+    from megatron_fp8.tools.rehearsal import main as rehearsal
 
     def start(name, *_):
-        from megatron_fp8.rehearsal import page
+        from megatron_fp8.tools.rehearsal import page
 
         return page.read(name, 1, 0.0, ["it failed"], [])
 
@@ -139,8 +139,8 @@ def no_work(folder: Path) -> Iterator[None]:
 
     kept = [
         (rehearsal, "_start", start), (cutlass_build, "library", library), (subprocess.Popen, "__init__", process),
-        (doctor, "_LOOKS", (lambda: [good("this", "fine")],)), (measure, "_gpu_count", lambda: 0),
-        (measure, "ROOT", folder), (measure, "RESULTS", folder / "none.csv"),
+        (doctor, "_LOOKS", (lambda: [good("this", "fine")],)), (table_run, "_gpu_count", lambda: 0),
+        (table_run, "ROOT", folder), (table_run, "RESULTS", folder / "none.csv"),
     ]  # fmt: skip
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in kept]
     cwd, environment, argv = os.getcwd(), dict(os.environ), list(sys.argv)

@@ -24,7 +24,7 @@ from launch import ROOT, RunFailed, Step, forked, parse_step, parse_validation, 
 sys.path.insert(0, str(ROOT))
 
 from megatron_fp8.flags.level import LEVELS
-from megatron_fp8.palette import looks
+from megatron_fp8.tools.palette import looks
 
 OUTPUT = Path("runs/demo")  # in the repository
 TEXT = OUTPUT / "data/python"

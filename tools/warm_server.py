@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 
-from megatron_fp8.rehearsal import ranks
+from megatron_fp8.tools.rehearsal import ranks
 
 
 def serve(requests: socket.socket) -> None:

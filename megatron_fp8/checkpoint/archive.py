@@ -8,7 +8,7 @@ from megatron.training.global_vars import get_args
 
 from ..engine.chain import Fp8ChainedOptimizer
 from ..engine.optimizer import EngineOptimizer
-from ..flags.numbers import largest_batch
+from ..flags.numeric_checks import largest_batch
 from ..numerics.auto_scaling import AUTO
 from ..numerics.formats import Format
 from .compact import load_compact_state, sharded_compact_state

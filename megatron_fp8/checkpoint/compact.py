@@ -14,8 +14,8 @@ import torch
 from megatron.core import mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from ..engine import states
-from ..engine.weights import Bucket
+from ..engine import bucket_states
+from ..engine.bucket import Bucket
 
 _NAMES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -35,7 +35,7 @@ def sharded_compact_state(buckets: list[Bucket], some_frozen: bool) -> dict:
         for name in _NAMES:
             state[i][name] = {
                 kind: _sharded(f"optimizer.fp8_compact.{key}.{name}.{kind}", tensor, bucket)
-                for kind, tensor in states.tensors(getattr(bucket, name)).items()
+                for kind, tensor in bucket_states.tensors(getattr(bucket, name)).items()
             }
     return {"compact": state}
 
@@ -44,7 +44,7 @@ def load_compact_state(buckets: list[Bucket], state: dict) -> None:
     """The reverse."""
     for i, bucket in enumerate(buckets):
         for name in _NAMES:
-            for kind, tensor in states.tensors(getattr(bucket, name)).items():
+            for kind, tensor in bucket_states.tensors(getattr(bucket, name)).items():
                 tensor.view(torch.uint8).copy_(state["compact"][i][name][kind])
 
 

@@ -31,9 +31,9 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
 )
 
-from ..engine.owned import OwnedWeight
-from ..engine.states import read_average, write_average
-from ..engine.weights import Bucket
+from ..engine.bucket import Bucket
+from ..engine.bucket_states import read_average, write_average
+from ..engine.owned_weight import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling

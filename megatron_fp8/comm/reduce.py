@@ -42,7 +42,7 @@ import torch.distributed as dist
 from .. import ops
 from ..errors import UserError
 from ..numerics.blocks import BLOCK, PackedBlocks
-from ..ops.states import Gradient
+from ..ops.adam_states import Gradient
 from ..ranks import gathered
 from . import wire
 

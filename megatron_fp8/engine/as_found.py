@@ -13,7 +13,7 @@ from ..flags.config import Fp8Config
 from ..ranks import gathered
 from .frozen import REMEDY, OwnedParameter
 from .names import ranges
-from .owned import owned_weights, owners
+from .owned_weight import owned_weights, owners
 
 
 def check_linears(fp8: Fp8Config, model_chunks) -> list[str]:

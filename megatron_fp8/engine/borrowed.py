@@ -19,7 +19,7 @@ import torch
 
 from ..numerics.scaled import ScaledTensor
 from .frozen_set import nearest
-from .owned import OwnedWeight, owned_weights
+from .owned_weight import OwnedWeight, owned_weights
 
 if TYPE_CHECKING:
     from .optimizer import EngineOptimizer

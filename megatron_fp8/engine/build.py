@@ -13,17 +13,17 @@ from ..comm.shared import SharedScale
 from ..comm.wire import Stages
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
+from .bucket import Bucket, cut
 from .chain import Fp8ChainedOptimizer
 from .events import Events
 from .frozen import show_to_stock
 from .frozen_set import freeze
-from .gather import ChunkGather
+from .gatherer import ChunkGather
 from .optimizer import Archive, EngineOptimizer
-from .overlap import ChunkReducer
-from .owned import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights
-from .owned_set import OwnedSet
-from .sets import WeightSet, weight_sets
-from .weights import Bucket, cut
+from .owned_weight import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights
+from .reducer import ChunkReducer
+from .weight_groups import WeightGroups, weight_sets
+from .weight_set import WeightSet
 
 
 def build_optimizer(
@@ -69,7 +69,7 @@ class _Build:
         self._option_of = {id(p): option for option in groups for p in option.pop("params")}
         self.options: dict[int, tuple[dict, list[Bucket]]] = {id(option): (option, []) for option in groups}
 
-    def owned_set(self, of: WeightSet, weights: list[OwnedWeight]) -> OwnedSet:
+    def owned_set(self, of: WeightGroups, weights: list[OwnedWeight]) -> WeightSet:
         """The set's weights, in model order, moved into buckets; but those that are frozen."""
         fp8 = self.fp8
         frozen = [weight for weight in weights if not weight.trained]
@@ -93,7 +93,7 @@ class _Build:
             reducers.append(ChunkReducer(chunk, buckets, chunk.ddp_config.overlap_grad_reduce))
             gathers.append(ChunkGather(buckets[::-1], chunk.ddp_config.overlap_param_gather))
         casts = _attach_scaling(fp8, weights)
-        return OwnedSet(of, reducers, gathers, frozen, casts, weight_scaling, shared_scale, self.device)
+        return WeightSet(of, reducers, gathers, frozen, casts, weight_scaling, shared_scale, self.device)
 
 
 def _plan_buckets(
@@ -134,7 +134,7 @@ def bucket_size(asked: int | None, count: int | None, numel: int, ranks: int) ->
     return asked or max(40_000_000, 1_000_000 * ranks)
 
 
-def _weight_scaling(fp8: Fp8Config, weights: list[OwnedWeight], of: WeightSet) -> WeightScaling | None:
+def _weight_scaling(fp8: Fp8Config, weights: list[OwnedWeight], of: WeightGroups) -> WeightScaling | None:
     """The scales of the weights that are stored in E4M3."""
     count = sum(weight.storage == "fp8" for weight in weights)
     if not count:
@@ -143,7 +143,7 @@ def _weight_scaling(fp8: Fp8Config, weights: list[OwnedWeight], of: WeightSet) -
 
 
 def _reduction(
-    fp8: Fp8Config, weights: list[OwnedWeight], of: WeightSet, sharded: bool, device
+    fp8: Fp8Config, weights: list[OwnedWeight], of: WeightGroups, sharded: bool, device
 ) -> tuple[Callable[[Bucket], Stages], SharedScale | None]:
     """How a bucket is summed over data parallelism, and the state of it if it has one."""
     group = of.data

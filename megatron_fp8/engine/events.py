@@ -19,7 +19,7 @@ import torch
 
 
 class Observer:
-    """Every event, ignored. role: INPUT or GRAD of owned.py; operands are ScaledTensors or, emulated, plain tensors."""
+    """Ignores every event. role: INPUT or GRAD (owned_weight.py); operands: ScaledTensors, or plain if emulated."""
 
     def begin_step(self) -> None:
         """A step begins: gradients are forgotten."""
@@ -39,7 +39,7 @@ class Observer:
         """
 
     def gradient(self, weight, product) -> None:
-        """A micro-batch's gradient, an ops.Product of dW (N, K), is about to be added to weight.sink."""
+        """A micro-batch's gradient, an gemm.Product of dW (N, K), is about to be added to weight.sink."""
 
     def gradient_added(self, weight) -> None:
         """It was."""

@@ -5,7 +5,7 @@
 
 The scale is the tightest power of two, the same on all ranks that share the weight, so that a BF16 number of a
 checkpoint, an E4M3 number times a power of two, comes back as what it was. Nothing is dithered, unlike what is trained
-(weights.py): no small update is to be seen in the mean, and to nearest the error is smaller.
+(bucket.py): no small update is to be seen in the mean, and to nearest the error is smaller.
 """
 
 import functools
@@ -19,11 +19,11 @@ from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import power_of_two_scale
 from ..ranks import all_reduce_largest
 from .events import Events
-from .owned import OwnedWeight, Scratch
-from .sets import WeightSet
+from .owned_weight import OwnedWeight, Scratch
+from .weight_groups import WeightGroups
 
 
-def freeze(weights: list[OwnedWeight], of: WeightSet, fp8: Fp8Config, events: Events, scratch: Scratch) -> None:
+def freeze(weights: list[OwnedWeight], of: WeightGroups, fp8: Fp8Config, events: Events, scratch: Scratch) -> None:
     """Take over frozen weights of a set, with BF16 parameters; collective over the ranks that share them."""
     for weight in weights:
         weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), of.data.rank()

@@ -5,7 +5,7 @@ from megatron.core import mpu
 from ..flags.config import Fp8Config
 from ..ranks import gathered
 from .names import ranges
-from .owned import owned_weights
+from .owned_weight import owned_weights
 
 _STATES = {"fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "remainder": "16 bits beside the weight"}
 _WIRES = {"block": "FP8 blocks", "shared": "FP8 of one scale", "fp32": "FP32"}

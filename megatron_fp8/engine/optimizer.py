@@ -17,9 +17,9 @@ from ..errors import UserError
 from ..numerics.scaling import adam_growth
 from ..ops.adam import AdamHyper
 from .borrowed import borrowed
+from .bucket import Bucket
 from .events import Events
-from .owned_set import OwnedSet
-from .weights import Bucket
+from .weight_set import WeightSet
 
 
 class Archive(Protocol):
@@ -60,7 +60,7 @@ class EngineOptimizer(MegatronOptimizer):
 
     def __init__(
         self,
-        sets: list[OwnedSet],
+        sets: list[WeightSet],
         options: list[tuple[dict, list[Bucket]]],
         config,
         model_chunks,
@@ -106,7 +106,7 @@ class EngineOptimizer(MegatronOptimizer):
         self.clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm > 0.0 else 1.0
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        return []  # `OwnedSet.power_sum` has them: they never exist in FP32 all at once
+        return []  # `WeightSet.power_sum` has them: they never exist in FP32 all at once
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

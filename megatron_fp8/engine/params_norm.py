@@ -1,7 +1,7 @@
 """--log-params-norm over weights that stock cannot read: stored in E4M3, or still on their way from other ranks.
 
 Stock sums the squares of each parameter's `main_param`, its FP32 master, or else of its own data.  A weight of ours has
-a main_param where its master is FP32 (weights.py).  Any other lends stock one number in the place of its master: the
+a main_param where its master is FP32 (bucket.py).  Any other lends stock one number in the place of its master: the
 norm of the weight as the model has it, whose square is the sum that stock wants.  One weight at a time is in BF16.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from .owned import owned_weights
+from .owned_weight import owned_weights
 
 
 def readable(stock: Callable) -> Callable:

@@ -15,7 +15,7 @@ host of a level does anew in each step must be done beside it:
     seeds       of rounding are of the step: the recorded kernels read them from memory, filled before each replay
     gathers     of weights (--overlap-param-gather) belong to the forward pass: none starts before it
     knowledge   of what was summed, and where it lies, is as after the recorded step: each part can `remember` it
-    checks      of the loss are made when the replay is launched (monitor/late_checks.py)
+    checks      of the loss are made when the replay is launched (monitor/loss_checks.py)
     quantised   copies of BF16 weights and kept transposes are made once a step: so inside, and forgotten before
 
 All ranks record in the same step, when the steps before have used every communicator. If one cannot, all go on without
@@ -47,17 +47,17 @@ from ..comm.shared import SharedScale
 from ..comm.wire import sent_bytes
 from ..numerics.scaling import Slots
 from ..ranks import gathered
-from .gather import ChunkGather
-from .gradients import GradSink, RecordedSeeds
+from .gatherer import ChunkGather
+from .grad_store import GradSink, RecordedSeeds
 from .optimizer import EngineOptimizer
-from .owned_set import OwnedSet
+from .weight_set import WeightSet
 
 _ENOUGH = 6  # steps
 MOST = 4  # graphs; the numbers of micro-batches of a batch that ramps up need one each, and the oldest goes
 
 
 class Checks(Protocol):
-    """The checks of losses that a step makes, and whether one is run again over them (monitor/late_checks.py)."""
+    """The checks of losses that a step makes, and whether one is run again over them (monitor/loss_checks.py)."""
 
     reruns: bool
 
@@ -372,7 +372,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _scales(owned: OwnedSet) -> list[tuple[Slots | SharedScale, str]]:
+def _scales(owned: WeightSet) -> list[tuple[Slots | SharedScale, str]]:
     """What holds the set's scales, and the attributes that are new tensors after each step."""
     found: list[tuple[Slots | SharedScale, str]] = []
     for part in owned.scaling, owned.weight_scaling:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import UserError
-from ..flags.args_file import expand
-from ..flags.flag import whole_number
+from .args_file import expand
+from .flag import whole_number
 
 Flags = list[tuple[str, list[str]]]
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "run.py")

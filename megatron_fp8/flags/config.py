@@ -5,8 +5,8 @@
              adapt_stock_args     edits stock's arguments, before Megatron validates them
 
 What becomes of each stock flag is a table, stock.py; the levels are another, level.py; which numbers and shapes do,
-in numbers.py; what else a run needs before it may start, in checks.py. Every mistake of a user is a UserError of one
-line: the flag, its value, and what to do.
+in numeric_checks.py; what else a run needs before it may start, in checks.py. Every mistake of a user is a UserError of
+one line: the flag, its value, and what to do.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -21,7 +21,7 @@ from .activations import ACTIVATIONS, activations, activations_line
 from .emulate import BF16_FLAG, EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
-from .numbers import check_geometry, check_numbers, check_optimizer
+from .numeric_checks import check_geometry, check_numbers, check_optimizer
 from .skips import MAX_SKIPPED, most_skipped
 from .stock import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
 from .watch import WatchPlan, watch_from_args

@@ -10,7 +10,7 @@ from argparse import Namespace
 from ..errors import UserError
 from ..numerics.auto_scaling import AUTO, LARGEST_MU, MODES, ScalingRule
 from .flag import Flag, Values, filled, one_of, positive, refuse, whole, whole_number
-from .numbers import FEW_MICRO_BATCHES, largest_batch
+from .numeric_checks import FEW_MICRO_BATCHES, largest_batch
 
 HIERARCHY = Flag(
     "--fp8-grad-reduce-hierarchy",

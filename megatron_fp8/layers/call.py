@@ -11,7 +11,7 @@ import torch
 from .. import ops
 from ..comm import tensor
 from ..comm.wire import Flight, landed
-from ..engine.owned import INPUT, OwnedWeight
+from ..engine.owned_weight import INPUT, OwnedWeight
 from ..flags.emulate import OPERANDS
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.noise import noise_seed

@@ -15,7 +15,7 @@ import functools
 
 import torch
 
-from .. import ops
+from .. import gemm, ops
 from ..comm import tensor
 from ..comm.wire import Flight, landed
 from ..errors import UserError
@@ -69,7 +69,7 @@ class _HeadProduct(torch.autograd.Function):
         w = _quantized(weight.detach(), E4M3, columns=needs_dx)
         ctx.how = accumulates, group, gathers, grad_format
         ctx.save_for_backward(weight, q.columns, q.scale_inv, w.columns, w.scale_inv)
-        y = ops.gemm(q, w, ops.Epilogue(dtype=x.dtype), fast_accum=True)
+        y = gemm.gemm(q, w, gemm.Epilogue(dtype=x.dtype), fast_accum=True)
         return y.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -80,11 +80,11 @@ class _HeadProduct(torch.autograd.Function):
         q = _quantized(dy.reshape(-1, dy.shape[-1]), grad_format, columns=needs_dw)
         dx, dw, summed = None, None, None
         if needs_dx:
-            dx = ops.gemm(q, ScaledTensor(w_columns, w_scale_inv), ops.Epilogue(dtype=dy.dtype))
+            dx = gemm.gemm(q, ScaledTensor(w_columns, w_scale_inv), gemm.Epilogue(dtype=dy.dtype))
             dx = dx.view(*dy.shape[:-1], -1)
             summed = Flight(landed(dx) if group is None else tensor.add(dx, group, scatter=gathers, fp8=False))
         if needs_dw:
-            product = ops.Product(q.T, ScaledTensor(x_columns, x_scale_inv))
+            product = gemm.Product(q.T, ScaledTensor(x_columns, x_scale_inv))
             if accumulates:  # what autograd gets for it: embedding.py
                 product.compute(into=weight.main_grad, accumulate=True)
             else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..engine.owned import GRAD
+from ..engine.owned_weight import GRAD
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Castable

@@ -1,7 +1,7 @@
 """Megatron's tensor-parallel linears, their product exchanged for ours and their weight owned by the engine.
 
     stock's forward ──► _forward_impl ──► plan ──► Fp8Product or Bf16Product (products.py)
-                                                     │ the weight, casts, gradients: OwnedWeight (engine/owned.py)
+                                                     │ the weight, casts, gradients: OwnedWeight (engine/)
 
 Everything else stays the stock class's: initialisation, bias, tensor and sequence parallelism around the product, state
 dict and sharding.
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_paral
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..engine.frozen import refuse_replaced
-from ..engine.owned import OwnedWeight
+from ..engine.owned_weight import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK

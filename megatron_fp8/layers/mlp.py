@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.mlp import MLP
 
-from .. import ops
+from .. import gemm, ops
 from ..numerics.blocks import RowBlocks
 from ..numerics.formats import Format
 from ..numerics.scaled import ScaledTensor
@@ -131,7 +131,7 @@ class ActivationCast(torch.autograd.Function):
             if columns is None:  # dh was made in memory, so that a scale could be found
                 _, columns = _again(ctx.kind, fmt, late.scale, *h, rows=False, columns=True)
             assert columns is not None
-            call.weight.take_gradient(ops.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
+            call.weight.take_gradient(gemm.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
         return None, None, dh, gradient.dbias, None, None
 
 

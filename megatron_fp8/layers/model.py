@@ -2,12 +2,12 @@
 
 import torch
 
-from ..engine.owned import name_weights
+from ..engine.owned_weight import name_weights
 from ..flags.config import Fp8Config
-from .chosen import emulates_head, keep_in_bf16
 from .embedding import add_to_main_grad
 from .emulated_head import emulate_head
 from .fp8_head import head_in_fp8
+from .layer_choice import emulates_head, keep_in_bf16
 from .residual import join_residuals
 from .spec import accept_local_names, convert, convert_block
 

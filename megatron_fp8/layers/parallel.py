@@ -15,7 +15,7 @@ memory; they know torch's _scaled_mm alone, without the algorithms that are chos
 
 import torch
 
-from .. import ops
+from .. import gemm
 from ..comm import tensor
 from ..comm.wire import Flight
 from ..numerics.scaled import ScaledTensor
@@ -24,7 +24,7 @@ SPLIT_FROM = 1 << 35  # multiplications of a T-th of the product: 50 us of an H2
 
 
 def gathered_product(
-    q: ScaledTensor, arriving: Flight, group, w: ScaledTensor, epilogue: ops.Epilogue, fast_accum: bool = False
+    q: ScaledTensor, arriving: Flight, group, w: ScaledTensor, epilogue: gemm.Epilogue, fast_accum: bool = False
 ) -> tuple[torch.Tensor, ScaledTensor]:
     """y (T M, N) = x w^T of x's rows on all ranks, and those rows (T M, K) of q(x).
 
@@ -33,13 +33,13 @@ def gathered_product(
     (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
     if not _splits(m, n, k):
         rows = ScaledTensor(arriving.land(), q.scale_inv)
-        return ops.gemm(rows, w, epilogue, fast_accum=fast_accum), rows
+        return gemm.gemm(rows, w, epilogue, fast_accum=fast_accum), rows
     y = torch.empty(ranks * m, n, dtype=epilogue.dtype, device=q.payload.device)
     own, after = rank * m, (rank + 1) * m
 
     def multiply(part: torch.Tensor, out: torch.Tensor) -> None:
-        into = ops.Epilogue(epilogue.dtype, bias=epilogue.bias, into=out)
-        ops.gemm(ScaledTensor(part, q.scale_inv), w, into, fast_accum=fast_accum)
+        into = gemm.Epilogue(epilogue.dtype, bias=epilogue.bias, into=out)
+        gemm.gemm(ScaledTensor(part, q.scale_inv), w, into, fast_accum=fast_accum)
 
     multiply(q.payload, y[own:after])
     rows = arriving.land()
@@ -57,7 +57,7 @@ def summed_product(
     (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
     m //= ranks
     if not (scatter and _splits(m, n, k)):
-        y = ops.gemm(q, w, ops.Epilogue(dtype), fast_accum=True)
+        y = gemm.gemm(q, w, gemm.Epilogue(dtype), fast_accum=True)
         return Flight(tensor.add(y, group, scatter, fp8)).land()
 
     others = torch.empty(ranks - 1, m, n, dtype=dtype, device=q.payload.device)
@@ -65,8 +65,8 @@ def summed_product(
     own, after = rank * m, (rank + 1) * m
 
     def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
-        into = ops.Epilogue(dtype, into=out.view(-1, n))
-        ops.gemm(ScaledTensor(rows, q.scale_inv), w, into, fast_accum=True)
+        into = gemm.Epilogue(dtype, into=out.view(-1, n))
+        gemm.gemm(ScaledTensor(rows, q.scale_inv), w, into, fast_accum=True)
 
     if own:
         multiply(q.payload[:own], others[:rank])

@@ -37,10 +37,10 @@ LinearWithGradAccumulationAndAsyncCommunication.
 
 import torch
 
-from .. import ops
+from .. import gemm, ops
 from ..comm import tensor
 from ..comm.wire import Flight
-from ..engine.owned import GRAD, INPUT
+from ..engine.owned_weight import GRAD, INPUT
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Payloads
@@ -104,14 +104,14 @@ class Fp8Product(torch.autograd.Function):
         arriving = call.start_gather(q.payload) if call.gather == "fp8" else None
         w, read = call.weight.quantized(), q
         past = None if residual is None else source.rows(residual)
-        epilogue = ops.Epilogue(dtype=x.dtype, bias=bias, residual=past)
+        epilogue = gemm.Epilogue(dtype=x.dtype, bias=bias, residual=past)
         if arriving is not None:
             y, read = gathered_product(q, arriving, call.group, w, epilogue, fast_accum=True)
         elif call.sum_y:
             assert bias is None and residual is None  # which are added to the sum
             y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8")
         else:
-            y = ops.gemm(q, w, epilogue, fast_accum=True)
+            y = gemm.gemm(q, w, epilogue, fast_accum=True)
         kept: tuple[torch.Tensor | None, ...] = (x,)
         if not call.wgrad:
             kept = ()
@@ -134,7 +134,7 @@ class Fp8Product(torch.autograd.Function):
         return _finish(ctx.call, dx, dy.shape, product), None, None, None, dbias, past
 
 
-def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, ops.Product | None]:
+def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, torch.Tensor | None, gemm.Product | None]:
     """dx (M, K) under way, dbias (N,), and dW not computed yet, or None, where it comes late or never: what only dx
     needs is freed before it is."""
     weight, w, needs_dx = call.weight, ctx.w, ctx.needs_input_grad[0]
@@ -146,9 +146,9 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
     q, exact, dbias, dy_rows = _cast_gradient(ctx, call, dy)
     dx = None
     if needs_dx:
-        w_t, epilogue = weight.transposed(w), ops.Epilogue(dtype=dy.dtype)
+        w_t, epilogue = weight.transposed(w), gemm.Epilogue(dtype=dy.dtype)
         if dy_rows is None:
-            dx = ops.gemm(q, w_t, epilogue)
+            dx = gemm.gemm(q, w_t, epilogue)
         else:
             dx, q = gathered_product(q, dy_rows, call.group, w_t, epilogue)
         dx = call.start_sum(dx)
@@ -165,7 +165,7 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
     x = x if x_rows is None else x_rows.land()
     if not call.wgrad_fp8:
         assert exact is not None  # of such a call nobody posts, and what is gathered is BF16
-        product = ops.Product(exact.t(), source.rows(x).t())
+        product = gemm.Product(exact.t(), source.rows(x).t())
     elif ctx.late and needs_dx and not call.seen:
         call.late.append(Late(ScaledTensor(q.columns, q.scale_inv), x_scale, x_scale_inv))
         return dx, dbias, None
@@ -176,7 +176,7 @@ def _fp8_gradients(ctx, call: Call, dy: torch.Tensor) -> tuple[Flight | None, to
             x = ops.quantize(x, fmt, x_scale, transpose=True, rows=False)[1]
         elif ctx.make is not None:
             _, x = ctx.make(fmt, x_scale, *kept, rows=False, columns=True)
-        product = ops.Product(ScaledTensor(q.columns, q.scale_inv), ScaledTensor(x, x_scale_inv))
+        product = gemm.Product(ScaledTensor(q.columns, q.scale_inv), ScaledTensor(x, x_scale_inv))
     if call.seen:
         _show_backward(call, call.whole(ctx.exact), exact, (q, w if needs_dx else None), product)
     return dx, dbias, product
@@ -218,7 +218,7 @@ class Bf16Product(torch.autograd.Function):
             call.weight.casts.follow(INPUT, flat)
         flat = call.rounded("activation", flat)
         w = call.rounded("weight", call.weight.dense())
-        y = ops.gemm(flat, w, ops.Epilogue(dtype=x.dtype))
+        y = gemm.gemm(flat, w, gemm.Epilogue(dtype=x.dtype))
         if call.sum_y:
             y = Flight(tensor.add(y, call.group, call.scatter, fp8=False)).land()
         ctx.call, ctx.exact = call, x if call.seen else None
@@ -235,7 +235,7 @@ class Bf16Product(torch.autograd.Function):
         return _finish(ctx.call, dx, dy.shape, product), None, None
 
 
-def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None, ops.Product | None]:
+def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None, gemm.Product | None]:
     """As _fp8_gradients."""
     (x,) = ctx.saved_tensors if call.wgrad else (None,)
     x_rows = call.start_gather(source.rows(x)) if call.gather and call.wgrad else None
@@ -243,16 +243,16 @@ def _bf16_gradients(ctx, call: Call, exact: torch.Tensor) -> tuple[Flight | None
         call.weight.casts.follow(GRAD, exact)
     dy = call.rounded("gradient", exact)
     w = call.rounded("weight", call.weight.dense()) if ctx.needs_input_grad[0] else None
-    dx = None if w is None else call.start_sum(ops.gemm(dy, w.t(), ops.Epilogue(dtype=dy.dtype)))
+    dx = None if w is None else call.start_sum(gemm.gemm(dy, w.t(), gemm.Epilogue(dtype=dy.dtype)))
     if x_rows is not None:
         x = call.rounded("activation", x_rows.land())
-    product = None if x is None else ops.Product(dy.t(), x.t())
+    product = None if x is None else gemm.Product(dy.t(), x.t())
     if call.seen:
         _show_backward(call, call.whole(ctx.exact), exact, (dy, w), product)
     return dx, product
 
 
-def _finish(call: Call, dx: Flight | None, shape: torch.Size, product: ops.Product | None) -> torch.Tensor | None:
+def _finish(call: Call, dx: Flight | None, shape: torch.Size, product: gemm.Product | None) -> torch.Tensor | None:
     """Hand the weight its gradient, if it is here, which hides what is under way of dx (M, K); dx (..., K)."""
     if product is not None:
         call.weight.take_gradient(product)
@@ -262,7 +262,7 @@ def _finish(call: Call, dx: Flight | None, shape: torch.Size, product: ops.Produ
     return landed.view(-1, *shape[1:-1], landed.shape[-1])
 
 
-def _show_forward(call: Call, x: torch.Tensor, read_x: ops.Operand, read_w: ops.Operand) -> None:
+def _show_forward(call: Call, x: torch.Tensor, read_x: gemm.Operand, read_w: gemm.Operand) -> None:
     whole = call.whole(x)
     for look in call.weight.events.forward:
         look(call.weight, whole, read_x, read_w)

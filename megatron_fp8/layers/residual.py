@@ -5,8 +5,8 @@
 
 Forward: the product of f's last linear would be written, then read with x, and their sum written: 8 bytes an element in
 BF16. A GEMM whose epilogue reads x writes the sum itself: 4. It is rounded once there, where stock rounds the product,
-with its bias, and the sum; a backend that does not fuse rounds as stock does (ops/gemm.py). A sum over tensor-parallel
-ranks comes before the residual, and dropout too: those add as stock does.
+with its bias, and the sum; a backend that does not fuse rounds as stock does (gemm/interface.py). A sum over
+tensor-parallel ranks comes before the residual, and dropout too: those add as stock does.
 
 Backward: both readers' gradients of x meet in autograd, which adds them in a kernel that reads both and writes a third:
 6 bytes an element, and the norm's backward pass has written one of them just before. So one function has both outputs,

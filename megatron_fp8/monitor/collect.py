@@ -39,19 +39,20 @@ from .. import ops
 from ..comm import wire
 from ..comm.reduce import reduce_fp32
 from ..comm.shared import ScaledShard, at_maximum
+from ..engine.bucket import Bucket, Reduced
 from ..engine.events import Events, Observer
-from ..engine.gradients import BlockStore, GradStore
+from ..engine.grad_store import BlockStore, GradStore
 from ..engine.optimizer import EngineOptimizer
-from ..engine.owned import OwnedWeight
-from ..engine.owned_set import OwnedSet
-from ..engine.weights import Bucket, Reduced
+from ..engine.owned_weight import OwnedWeight
+from ..engine.weight_set import WeightSet
 from ..flags.config import Fp8Config
+from ..gemm import Product
 from ..numerics.blocks import block_scales
 from ..numerics.formats import E4M3
 from ..numerics.scaled import ScaledTensor
-from ..ops import Product, count_cast
+from ..ops import count_cast
 from ..ranks import all_reduce_largest, gathered
-from .write import CASTS, Tally, current_iteration, write
+from .writers import CASTS, Tally, current_iteration, write
 
 _, _, WEIGHT, WGRAD = range(len(CASTS))  # the first two are a linear's roles, INPUT and GRAD
 
@@ -83,7 +84,7 @@ class Monitor(Observer):
         on_tallies: called on every rank with what was written, {weight's name: tally}, and the iteration.
     """
 
-    def __init__(self, config: Fp8Config, sets: list[OwnedSet], events: Events, sharing, stages):
+    def __init__(self, config: Fp8Config, sets: list[WeightSet], events: Events, sharing, stages):
         self.interval, self._config = config.log_interval, config
         self._sets, self._events, self._sharing, self._stages = sets, events, sharing, stages
         self.counts: Counts | None = None
@@ -117,7 +118,7 @@ class Counts(Observer):
     """What the casts and sums of one step did."""
 
     @torch.no_grad()
-    def __init__(self, config: Fp8Config, sets: list[OwnedSet]):
+    def __init__(self, config: Fp8Config, sets: list[WeightSet]):
         self._snr, self._wire = config.log_grad_snr, config.grad_reduce
         buckets = [bucket for owned in sets for bucket in owned.buckets]
         self._weights = [weight for owned in sets for weight in owned.linears]

@@ -11,8 +11,8 @@ q = gain * ref + what is orthogonal to ref, so that error^2 = (gain - 1)^2 + the
 4 % with a gain of 1 is noise, one of 8 % with a gain of 0.92 is a bias.
 
 BF16 holds every FP8 number, so both products are of BF16 operands with an FP32 sum, and q is scaled after it. What
-they leave out: a tensor core's narrower sum (ops/gemm.py), and the rounding of the result to BF16. They are not what
-trains: the step's own GEMMs run as they always do, and the losses are the same to the last bit.
+they leave out: a tensor core's narrower sum (gemm/interface.py), and the rounding of the result to BF16. They are not
+what trains: the step's own GEMMs run as they always do, and the losses are the same to the last bit.
 
 W, the reference's weight, is the stored weight where that is BF16: what a BF16 run would multiply with. Where it is
 stored in E4M3 (O3), W is the optimizer's master, rounded to BF16: the rounding of the storage is then in the error, as
@@ -51,15 +51,15 @@ from megatron.core import mpu
 
 from ..engine.events import Observer
 from ..engine.optimizer import EngineOptimizer
-from ..engine.owned import GRAD, INPUT, OwnedWeight
-from ..engine.owned_set import OwnedSet
+from ..engine.owned_weight import GRAD, INPUT, OwnedWeight
+from ..engine.weight_set import WeightSet
 from ..errors import UserError
 from ..flags.probe import FOLDER, ProbePlan
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.scaled import ScaledTensor
 from ..ops import count_cast
 from ..ranks import all_reduce_largest, gathered
-from .write import CASTS, current_iteration, say
+from .writers import CASTS, current_iteration, say
 
 FPROP, DGRAD, WGRAD = range(3)
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -159,7 +159,7 @@ class Probe(Observer):
     """
 
     @torch.no_grad()
-    def __init__(self, sets: list[OwnedSet]):
+    def __init__(self, sets: list[WeightSet]):
         weights = [weight for owned in sets for weight in owned.linears][::-1]  # buckets are in backward order
         self.weights = [w for w in weights if w.fp8 or (w.emulate and w.emulate.covers(w.path, w.layer_number))]
         self._row = {weight: i for i, weight in enumerate(self.weights)}

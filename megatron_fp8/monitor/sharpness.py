@@ -21,7 +21,7 @@ from megatron.training.utils import is_last_rank
 
 from ..flags.sharpness import SharpnessPlan
 from .sharpness_probe import SharpnessProbe
-from .write import current_iteration, say, write_scalars
+from .writers import current_iteration, say, write_scalars
 
 NAMES = {"sharpness": "sharpness", "centred": "centred_sharpness", "log_z": "log_z"}
 COLUMNS = ("mean", "median", "q95", "q99", "max")

@@ -27,10 +27,10 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.training.global_vars import get_args
 from megatron.training.utils import is_last_rank
 
+from ..engine.bucket import Bucket
 from ..engine.events import Observer
 from ..engine.optimizer import EngineOptimizer
-from ..engine.weights import Bucket
-from .write import current_iteration, say, write_scalars
+from .writers import current_iteration, say, write_scalars
 
 
 class UpdateNorm(Observer):

@@ -45,7 +45,7 @@ from ..flags.watch import FALLBACK, NO_FP8, SKIP, WatchPlan
 from ..ranks import gathered
 from .collect import Monitor
 from .spikes import DOUBLED, Series
-from .write import Tally, current_iteration, say, together, write_scalars
+from .writers import Tally, current_iteration, say, together, write_scalars
 
 LOSS, NORM = "loss", "gradient norm"
 MOST_SKIPS = 8  # in a row

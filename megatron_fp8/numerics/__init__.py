@@ -1,10 +1,10 @@
 """What a value is: formats, rounding, tensors with one scale or one a block, and where scales come from."""
 
-from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, block_scales
-from megatron_fp8.numerics.formats import E4M3, E5M2, FORMATS, Format, by_dtype, decode, encode
-from megatron_fp8.numerics.rounding import round_to_format
-from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.numerics.scaling import DelayedScaling, compute_scale
+from .blocks import BLOCK, BlockScaled, block_scales
+from .formats import E4M3, E5M2, FORMATS, Format, by_dtype, decode, encode
+from .rounding import round_to_format
+from .scaled import ScaledTensor
+from .scaling import DelayedScaling, compute_scale
 
 __all__ = [
     "BLOCK",

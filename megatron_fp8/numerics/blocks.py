@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fp8.numerics.formats import E4M3, decode
+from .formats import E4M3, decode
 
 BLOCK = 128
 SHARD_UNIT = 16 * BLOCK  # elements whose exponents fill 16 bytes

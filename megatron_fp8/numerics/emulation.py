@@ -68,10 +68,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fp8.numerics.blocks import block_scales
-from megatron_fp8.numerics.formats import FORMATS, Format
-from megatron_fp8.numerics.noise import uniform_noise
-from megatron_fp8.numerics.rounding import ROUNDINGS, round_magnitude
+from .blocks import block_scales
+from .formats import FORMATS, Format
+from .noise import uniform_noise
+from .rounding import ROUNDINGS, round_magnitude
 
 _SCALING = r"none|tensor|row|block:[1-9]\d*"
 _OCP = {

@@ -58,8 +58,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fp8.numerics.blocks import BLOCK, block_scales
-from megatron_fp8.numerics.formats import E4M3, decode, encode
+from .blocks import BLOCK, block_scales
+from .formats import E4M3, decode, encode
 
 _LARGEST_REMAINDER = 2**15 - 1
 

@@ -22,7 +22,7 @@ where the format has it, else it becomes NaN, so that an overflow is never hidde
 
 import torch
 
-from megatron_fp8.numerics.formats import Format
+from .formats import Format
 
 ROUNDINGS = ("nearest", "truncate", "stochastic")
 _EXPONENT_BITS = 0x7F800000

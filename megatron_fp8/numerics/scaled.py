@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fp8.numerics.formats import Format, by_dtype, decode
+from .formats import Format, by_dtype, decode
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fp8.numerics.formats import Format
-from megatron_fp8.ranks import all_reduce_largest
+from ..ranks import all_reduce_largest
+from .formats import Format
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 

@@ -1,6 +1,6 @@
-"""The numeric operations: what has a kernel (by_device.py), the GEMM (gemm.py), Adam (adam.py)."""
+"""The numeric operations that have a kernel: by_device.py chooses it or its reference. Adam is adam.py's."""
 
-from megatron_fp8.ops.by_device import (
+from .by_device import (
     activate,
     activate_backward,
     activate_backward_quantize,
@@ -26,14 +26,10 @@ from megatron_fp8.ops.by_device import (
     sum_blocks,
     transpose,
 )
-from megatron_fp8.ops.gemm import Epilogue, Operand, Product, gemm
-from megatron_fp8.ops.reference import ring_sum
-from megatron_fp8.ops.reference_activation import blocks_for
+from .reference import ring_sum
+from .reference_activation import blocks_for
 
 __all__ = [
-    "Epilogue",
-    "Operand",
-    "Product",
     "activate",
     "activate_backward",
     "activate_backward_quantize",
@@ -47,7 +43,6 @@ __all__ = [
     "cross_entropy_loss",
     "cross_entropy_statistics",
     "emulate",
-    "gemm",
     "join_qkv",
     "norm",
     "norm_backward",

@@ -36,12 +36,12 @@ A NaN or an infinity is never hidden: a NaN gradient makes NaN of m, v, master a
 
 import torch
 
-from megatron_fp8.numerics.blocks import BLOCK, BlockScaled
-from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.numerics.master import Block16
-from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import reference_adam
-from megatron_fp8.ops.states import AdamHyper, Gradient, State
+from ..numerics.blocks import BLOCK, BlockScaled
+from ..numerics.formats import E4M3
+from ..numerics.master import Block16
+from ..numerics.scaled import ScaledTensor
+from . import reference_adam
+from .adam_states import AdamHyper, Gradient, State
 
 __all__ = ["AdamHyper", "adam_step"]
 
@@ -80,7 +80,7 @@ def adam_step(
     if isinstance(weight, ScaledTensor) and weight_scale is None:
         weight_scale = weight.scale_inv.reciprocal()
     if _payload(weight).is_cuda:
-        from megatron_fp8.ops.triton.adam import adam_step as step  # only here: see by_device.py
+        from .triton.adam import adam_step as step  # only here: see by_device.py
     else:
         step = reference_adam.adam_step
     step(gradient, exp_avg, exp_avg_sq, master, weight, hyper, grad_scale, weight_scale, amax_out)

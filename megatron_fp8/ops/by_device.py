@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fp8.numerics import emulation
-from megatron_fp8.ops import (
+from ..numerics import emulation
+from . import (
     reference,
     reference_activation,
     reference_cross_entropy,
@@ -28,7 +28,7 @@ def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
 
     @functools.cache
     def kernel() -> F:
-        from megatron_fp8.ops import triton
+        from . import triton
 
         return getattr(triton, oracle.__name__)
 

@@ -20,10 +20,10 @@ numerics/formats.py says what becomes of what a format does not hold: finite val
 
 import torch
 
-from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
-from megatron_fp8.numerics.formats import E4M3, Format, decode, encode
-from megatron_fp8.numerics.noise import Seed, uniform_noise
-from megatron_fp8.numerics.rounding import round_to_format
+from ..numerics.blocks import BLOCK, BlockScaled, PackedBlocks
+from ..numerics.formats import E4M3, Format, decode, encode
+from ..numerics.noise import Seed, uniform_noise
+from ..numerics.rounding import round_to_format
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ import math
 import torch
 from torch.nn import functional
 
-from megatron_fp8.numerics.blocks import BLOCK, RowBlocks
-from megatron_fp8.numerics.formats import Format, by_dtype
-from megatron_fp8.ops import reference
+from ..numerics.blocks import BLOCK, RowBlocks
+from ..numerics.formats import Format, by_dtype
+from . import reference
 
 GATED = ("swiglu", "geglu")
 KINDS = ("gelu", "gelu_tanh", "squared_relu", *GATED)

@@ -7,18 +7,10 @@ and so rounded correctly: torch's in float32, where it comes from MKL, is at tim
 
 import torch
 
-from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, block_scales
-from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.reference import amax, quantize_blocks, sum_blocks
-from megatron_fp8.ops.states import (
-    AdamHyper,
-    Gradient,
-    State,
-    read_master,
-    read_state,
-    write_master,
-    write_state,
-)
+from ..numerics.blocks import BLOCK, BlockScaled, block_scales
+from ..numerics.scaled import ScaledTensor
+from .adam_states import AdamHyper, Gradient, State, read_master, read_state, write_master, write_state
+from .reference import amax, quantize_blocks, sum_blocks
 
 
 def _towards_zero(m: torch.Tensor) -> torch.Tensor:

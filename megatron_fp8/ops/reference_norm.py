@@ -24,8 +24,8 @@ import math
 
 import torch
 
-from megatron_fp8.numerics.formats import E4M3, Format, decode
-from megatron_fp8.ops.reference import quantize
+from ..numerics.formats import E4M3, Format, decode
+from .reference import quantize
 
 
 def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:

@@ -18,8 +18,8 @@ A kernel agrees bit for bit, but for the sign and payload of NaN.
 
 import torch
 
-from megatron_fp8.numerics.formats import Format
-from megatron_fp8.ops.reference import quantize
+from ..numerics.formats import Format
+from .reference import quantize
 
 
 def _rotated_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:

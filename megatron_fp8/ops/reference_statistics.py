@@ -15,8 +15,8 @@ Counts are integers, so they do not depend on the order in which elements are se
 
 import torch
 
-from megatron_fp8.numerics.blocks import BLOCK
-from megatron_fp8.numerics.formats import by_dtype
+from ..numerics.blocks import BLOCK
+from ..numerics.formats import by_dtype
 
 _MARGIN = 1 + 2.0**-20
 _SCALE_OF_ZEROS = 2.0**-127  # of a block of zeros (numerics/blocks.py)

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from megatron_fp8.numerics.formats import Format
-from megatron_fp8.ops import by_device
+from ..numerics.formats import Format
+from . import by_device
 
 type Payloads = tuple[torch.Tensor | None, torch.Tensor | None]  # q(x) (M, K) and q(x^T) (K, M)
 

@@ -8,7 +8,7 @@ own linear, of the same step (`Casts` is shared), and says nothing to them, bein
 both models' log-probabilities are the same to the last bit, with delayed scales too.
 
 A run that goes on has another policy. The reference is then loaded as the policy was at first, from the same
-checkpoint, rounded with the same noise (weights.py, `dithered`): the same bytes.
+checkpoint, rounded with the same noise (bucket.py, `dithered`): the same bytes.
 """
 
 import functools
@@ -18,9 +18,9 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from .. import ops
+from ..engine.bucket import dithered
 from ..engine.frozen_set import nearest
-from ..engine.owned import OwnedWeight, owned_weights
-from ..engine.weights import dithered
+from ..engine.owned_weight import OwnedWeight, owned_weights
 from ..errors import UserError
 from ..numerics.formats import E4M3
 from ..numerics.noise import noise_seed

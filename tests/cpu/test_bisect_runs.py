@@ -6,7 +6,7 @@ import pytest
 from launch import RunFailed
 from megatron_runs import TINY_GPT, run_megatron, start_forked
 
-from megatron_fp8.lab.trial import bisect
+from megatron_fp8.tools.lab.trial import bisect
 
 EXACT = "--fp8-level O1 --fp8-gemm bf16"
 

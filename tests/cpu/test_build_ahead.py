@@ -13,8 +13,8 @@ from megatron_runs import run_megatron
 
 from megatron_fp8.cli import main
 from megatron_fp8.flags.command import flags_of
-from megatron_fp8.rehearsal import ahead
-from megatron_fp8.rehearsal.job import Job
+from megatron_fp8.tools.rehearsal import ahead
+from megatron_fp8.tools.rehearsal.job import Job
 
 SCRIPT = "tests/scripts/ops_called.py"
 JOB = """--bf16 --num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64

@@ -5,7 +5,7 @@ from launch import RunFailed
 from megatron_runs import TINY_GPT, run_megatron
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.perf.read import parse
+from megatron_fp8.tools.perf.job_flags import parse
 
 O3, READ = "--fp8-level O3", "--use-checkpoint-args"
 OF_MODEL = {  # flag: how many values it has

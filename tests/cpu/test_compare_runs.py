@@ -6,7 +6,7 @@ import pytest
 from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
 
 from megatron_fp8.metrics import VARIABLE
-from megatron_fp8.perf import compare
+from megatron_fp8.tools.perf import compare
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from launch import ROOT, RunFailed, forked
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.command import Launch
-from megatron_fp8.rehearsal import full
-from megatron_fp8.rehearsal.job import Job
-from megatron_fp8.rehearsal.one_rank import Ran
+from megatron_fp8.tools.rehearsal import full
+from megatron_fp8.tools.rehearsal.job import Job
+from megatron_fp8.tools.rehearsal.one_rank import Ran
 
 JOB = """torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_fp8.py --bf16 --num-layers 4 --hidden-size 64
 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 64
@@ -75,7 +75,7 @@ GATHER = """
 import torch
 import torch.distributed as dist
 from megatron_fp8.ranks import rank
-from megatron_fp8.rehearsal.full_rank import receive_zeros
+from megatron_fp8.tools.rehearsal.full_rank import receive_zeros
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 receive_zeros()
@@ -151,10 +151,10 @@ def test_what_is_of_transformer_engines_attention_is_refused_or_said():
 
 def test_measured_and_estimated_stand_side_by_side(monkeypatch):
     """As a GPU would have it: the figures that the rank's last line has."""
-    from megatron_fp8.perf import read
+    from megatron_fp8.tools.perf import job_flags
 
     words = [*" ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2].split(), "--fp8-level", "O3"]
-    args = read.parse(words).args
+    args = job_flags.parse(words).args
     args.virtual_pipeline_model_parallel_size = None
     job = Job([], args=args, cells={"grad_accum": "bf16"}, level="O3")
     found = json.loads('{"held": 90e6, "peak": 91e6, "reserved": 200e6, "device": 900e6, "there": 150e9}')

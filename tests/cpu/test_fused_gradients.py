@@ -1,5 +1,5 @@
-"""Embedding and head add their gradients to main_grad (layers/embedding.py, ops/wgrad.py): Megatron's loop learns the
-same but for the roundings to BF16 that are gone, tied and untied, however the ranks are laid out."""
+"""Embedding and head add their gradients to main_grad (layers/embedding.py, gemm/fused_wgrad.py): Megatron's loop
+learns the same but for the roundings to BF16 that are gone, tied and untied, however the ranks are laid out."""
 
 import pytest
 from launch import ROOT

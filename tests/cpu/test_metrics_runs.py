@@ -7,8 +7,8 @@ import pytest
 from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
-from megatron_fp8.lab.sweep.runner import Training
 from megatron_fp8.metrics import DEVICE, LINEARS, VARIABLE, Reader, facts
+from megatron_fp8.tools.lab.sweep.runner import Training
 
 EVALUATED = "--split 8,1,1 --eval-iters 1 --eval-interval 2"
 MOE = "--num-experts 2 --moe-layer-freq [0,1] --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"

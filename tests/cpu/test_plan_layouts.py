@@ -12,14 +12,14 @@ FLAGS = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-le
 --sequence-parallel --hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --mock-data --lr 1e-4
 --train-iters 10 --eval-interval 100 --fp8-level O3"""
 SCRIPT = f'''
-from megatron_fp8.rehearsal import ranks
+from megatron_fp8.tools.rehearsal import ranks
 ranks.warm_up({str(ROOT)!r})  # which a GPU must not outlive: hence a process of its own
-from megatron_fp8.perf import hardware, plan, read
+from megatron_fp8.tools.perf import hardware, job_flags, plan
 from megatron_fp8.flags.command import take_apart
-from megatron_fp8.rehearsal.job import examine
+from megatron_fp8.tools.rehearsal.job import examine
 
 words = {FLAGS.split()!r}
-flags = read.parse(words)
+flags = job_flags.parse(words)
 found = [c for c in plan.search(flags, 128, "O3", hardware.load("h100-80gb-sxm"), None) if c.best]
 found.sort(key=lambda c: -c.best.tokens_a_second)
 kinds = {{(w.virtual > 1, w.pipeline > 1, w.recompute): w for w in (c.best.workload for c in found[::-1])}}

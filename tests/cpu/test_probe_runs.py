@@ -8,8 +8,8 @@ from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron, start_forked
 
 from megatron_fp8.cli import main
-from megatron_fp8.lab.trial import invariants
-from megatron_fp8.lab.trial.invariants import CHECKS, Skipped, Trials
+from megatron_fp8.tools.lab.trial import invariants
+from megatron_fp8.tools.lab.trial.invariants import CHECKS, Skipped, Trials
 
 GEMMS, OPERANDS = ("fprop", "dgrad", "wgrad"), ("activation", "weight", "gradient")
 NAMES = [

@@ -8,7 +8,7 @@ import pytest
 from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron, start_forked
 
-from megatron_fp8.lab import main
+from megatron_fp8.tools.lab import main
 
 BF16 = [*TINY_GPT, "--lr-decay-iters", "10"]  # one schedule, however many iterations
 FP32 = [flag for flag in BF16 if flag != "--bf16"]

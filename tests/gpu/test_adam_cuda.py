@@ -18,7 +18,7 @@ from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
 from megatron_fp8.numerics.master import Block16, quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.ops import adam, reference, reference_adam
 from megatron_fp8.ops.adam import AdamHyper
-from megatron_fp8.ops.states import read_master, read_state, write_master
+from megatron_fp8.ops.adam_states import read_master, read_state, write_master
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if INTERPRETED:

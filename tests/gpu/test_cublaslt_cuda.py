@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from megatron_fp8 import ops
-from megatron_fp8.engine.gradients import DenseStore, GradSink
+from megatron_fp8 import gemm, ops
+from megatron_fp8.engine.grad_store import DenseStore, GradSink
+from megatron_fp8.gemm import Epilogue, Product, cublaslt, cublaslt_library, fused_wgrad, plans, search
+from megatron_fp8.gemm.interface import Planned, serving, use
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import Epilogue, Product, cublaslt, cublaslt_library, gemm_search, plans, wgrad
-from megatron_fp8.ops.gemm import Planned, serving, use
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -39,7 +39,7 @@ def fresh(request):
     print(f"torch.manual_seed({seed})")  # shown when the test fails
     torch.manual_seed(seed)
     yield
-    gemm_search.forget()
+    search.forget()
 
 
 def randn(*shape, dtype=BF16):
@@ -106,17 +106,17 @@ def test_the_shapes_of_real_models(name):
     x, w, dy = scaled(tokens, inside), scaled(out, inside), scaled(tokens, out, E5M2)
     rows = torch.randint(min(tokens, out), (ROWS,), device=DEVICE)
     for a, b, fast in ((x, w, True), (dy, w.T, False)):
-        got = ops.gemm(a, b, fast_accum=fast)
+        got = gemm.gemm(a, b, fast_accum=fast)
         assert error(got[rows], exact(a, b, rows)) <= 1.2 * error(by_torch(a, b, BF16, fast)[rows], exact(a, b, rows))
     a, b = dy.T, x.T
     expected = exact(a, b, rows)
     for dtype in (FP32, BF16):
         into = torch.full((out, inside), math.nan, dtype=dtype, device=DEVICE)
         theirs = error(by_torch(a, b, dtype)[rows], expected)
-        ops.gemm(a, b, Epilogue(into=into))
+        gemm.gemm(a, b, Epilogue(into=into))
         assert error(into[rows], expected) <= 1.2 * theirs
         before = into.clone()
-        ops.gemm(a, b, Epilogue(into=into, accumulate=True))
+        gemm.gemm(a, b, Epilogue(into=into, accumulate=True))
         assert error(into[rows], before[rows].double() + expected) <= 1.5 * theirs
 
 
@@ -125,14 +125,14 @@ def test_it_is_the_backend_and_what_is_not_16_is_refused_with_its_shape():
     assert serving("cuda").name == "cublaslt" and plans.maker_of == serving("cuda").maker_of
     a, b = scaled(32, 48), scaled(32, 48)
     with pytest.raises(cublaslt.CublasLtError, match="32 x 32 x 40 E4M3 x E4M3"):
-        ops.gemm(ScaledTensor(a.payload[:, :40], a.scale_inv), ScaledTensor(b.payload[:, :40].clone(), b.scale_inv))
+        gemm.gemm(ScaledTensor(a.payload[:, :40], a.scale_inv), ScaledTensor(b.payload[:, :40].clone(), b.scale_inv))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_a_float_bias_is_added_after_and_rows_may_be_apart(dtype):
     a, b, bias = scaled(64, 128), scaled(96, 128), randn(96, dtype=FP32)
-    got = ops.gemm(a, b, Epilogue(dtype=dtype, bias=bias))
+    got = gemm.gemm(a, b, Epilogue(dtype=dtype, bias=bias))
     assert error(got, exact(a, b) + bias.double()) < (2e-3 if dtype is FP32 else 4e-3)
     wide = torch.full((64, 160), 7.0, device=DEVICE, dtype=dtype)
     product(a, b, wide[:, 32:128])
@@ -147,7 +147,7 @@ def test_a_residual_lies_apart_from_the_result(pair, dtype):
         a, b, bias, residual = scaled(m, k, pair[0]), scaled(n, k, pair[1]), randn(n), randn(m, n, dtype=dtype)
         before = residual.clone()
         expected = exact(a, b) + bias.double() + residual.double()
-        got = ops.gemm(a, b, Epilogue(dtype=dtype, bias=bias, residual=residual))
+        got = gemm.gemm(a, b, Epilogue(dtype=dtype, bias=bias, residual=residual))
         assert error(got, expected) < (5e-3 if dtype is BF16 else 2e-3) and torch.equal(residual, before)
         assert plans.plans()[-1].problem.add
 
@@ -194,7 +194,7 @@ def test_a_stock_linears_weight_gradient(shape, operands, main):
     main_grad = randn(n, k, dtype=FP32 if main == "float32" else operands)
     rows = torch.randint(n, (ROWS,), device=DEVICE)
     expected = main_grad[rows].double() + dy[:, rows].double().t() @ x.double()
-    wgrad.add_weight_gradient(x, dy, main_grad)
+    fused_wgrad.add_weight_gradient(x, dy, main_grad)
     assert error(main_grad[rows], expected) < (1e-4 if main == "float32" else 4e-3)
 
 
@@ -236,9 +236,9 @@ def test_micro_batches_are_added_in_the_gemm(storage, monkeypatch):
 
 def test_100_repetitions_are_the_same_to_the_bit():
     x, dy = scaled(8192, 4096), scaled(8192, 1024, E5M2)
-    first = ops.gemm(dy.T, x.T, Epilogue(dtype=FP32))
+    first = gemm.gemm(dy.T, x.T, Epilogue(dtype=FP32))
     for _ in range(100):
-        assert torch.equal(ops.gemm(dy.T, x.T, Epilogue(dtype=FP32)), first)
+        assert torch.equal(gemm.gemm(dy.T, x.T, Epilogue(dtype=FP32)), first)
 
 
 def test_in_a_cuda_graph():
@@ -246,8 +246,8 @@ def test_in_a_cuda_graph():
     into = torch.zeros(256, 512, device=DEVICE)
 
     def step():
-        y = ops.gemm(a, b, Epilogue(bias=bias), fast_accum=True)
-        ops.gemm(a, b, Epilogue(into=into, accumulate=True))
+        y = gemm.gemm(a, b, Epilogue(bias=bias), fast_accum=True)
+        gemm.gemm(a, b, Epilogue(into=into, accumulate=True))
         return y
 
     step()
@@ -275,7 +275,7 @@ def test_two_streams_at_once_have_memory_of_their_own():
         results = []
         for stream, pair in zip(streams, operands, strict=True):
             with torch.cuda.stream(stream):
-                results.append(ops.gemm(*pair, Epilogue(dtype=FP32)))
+                results.append(gemm.gemm(*pair, Epilogue(dtype=FP32)))
         torch.cuda.synchronize()
         for got, one in zip(results, expected, strict=True):
             assert error(got, one.double()) < 2e-3
@@ -286,34 +286,34 @@ def test_a_search_finds_what_computes_the_same_and_its_file_serves_the_next_run(
     x, dy = scaled(4096, 1024), scaled(4096, 2048, E5M2)
     into = torch.zeros(2048, 1024, device=DEVICE)
     plans.renew()
-    assert gemm_search.read() == 0
+    assert search.read() == 0
     before = torch.cuda.memory_allocated()
     for accumulate in (False, True):
-        ops.gemm(dy.T, x.T, Epilogue(into=into, accumulate=accumulate))
-    lines = gemm_search.tune()
+        gemm.gemm(dy.T, x.T, Epilogue(into=into, accumulate=accumulate))
+    lines = search.tune()
     assert len(lines) == 2 and all("TFLOP/s" in line for line in lines), lines
     print("\n".join(lines))
     for accumulate in (False, True):
-        ops.gemm(dy.T, x.T, Epilogue(into=into, accumulate=accumulate))
+        gemm.gemm(dy.T, x.T, Epilogue(into=into, accumulate=accumulate))
     assert error(into, 2 * exact(dy.T, x.T)) < 2e-3
     names = [plan.name for plan in plans.plans()]
-    assert names == [gemm_search.chosen(plan.problem).name for plan in plans.plans()]
-    print(gemm_search.summary())
+    assert names == [search.chosen(plan.problem).name for plan in plans.plans()]
+    print(search.summary())
     result = into.clone()
-    gemm_search.forget()
-    assert gemm_search.read() == 2
+    search.forget()
+    assert search.read() == 2
     for accumulate in (False, True):
-        ops.gemm(dy.T, x.T, Epilogue(into=into, accumulate=accumulate))
+        gemm.gemm(dy.T, x.T, Epilogue(into=into, accumulate=accumulate))
     assert torch.equal(into, result) and [plan.name for plan in plans.plans()] == names
     assert torch.cuda.memory_allocated() <= before + result.nbytes + cublaslt_library.WORKSPACE
 
 
 def test_torchs_backend_says_the_same():
     x, w = scaled(256, 512), scaled(128, 512)
-    ours = ops.gemm(x, w, fast_accum=True)
+    ours = gemm.gemm(x, w, fast_accum=True)
     use("torch")
     try:
-        theirs = ops.gemm(x, w, fast_accum=True)
+        theirs = gemm.gemm(x, w, fast_accum=True)
     finally:
         use("cublaslt")
     assert error(ours, theirs.double()) < 4e-3

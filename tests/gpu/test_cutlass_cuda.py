@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from megatron_fp8 import ops
+from megatron_fp8.gemm import found as gemm_found
+from megatron_fp8.gemm import plans, search
+from megatron_fp8.gemm.cublaslt import CUBLASLT
+from megatron_fp8.gemm.cutlass import CUTLASS, Choice
+from megatron_fp8.gemm.cutlass_build import Unavailable
+from megatron_fp8.gemm.interface import Epilogue, Quantized, gemm, serving, use
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import gemm_found, gemm_search, plans
-from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, Choice
-from megatron_fp8.ops.cutlass_build import Unavailable
-from megatron_fp8.ops.gemm import Epilogue, Quantized, gemm, serving, use
 
 pytestmark = pytest.mark.gpu
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -326,27 +327,27 @@ def test_a_search_chooses_between_both_and_its_file_serves_the_next_run(tmp_path
         return y, dx, grad.clone()
 
     try:
-        assert gemm_search.read(both) == 0
+        assert search.read(both) == 0
         step()
-        lines = gemm_search.tune()
-        print("\n".join([*lines, gemm_search.summary()]))
+        lines = search.tune()
+        print("\n".join([*lines, search.summary()]))
         assert len(lines) == 3 and all("TFLOP/s" in line and "BF16" in line for line in lines)
         found = [step(), [plan.name for plan in plans.plans()]]
         (file,) = (tmp_path / "gemm").iterdir()
         assert all({one.maker for one in held} == {"cublaslt", "cutlass"} for held in gemm_found.load(file).values())
         for got, operands in zip(found[0], ((x, w), (dy, w.T), (dy.T, x.T)), strict=True):
             check(got, *exact(*operands))
-        gemm_search.forget()
-        assert gemm_search.read(both) == 3
+        search.forget()
+        assert search.read(both) == 3
         again = step()
-        assert [plan.name for plan in plans.plans()] == found[1] and gemm_search.tune() == []
+        assert [plan.name for plan in plans.plans()] == found[1] and search.tune() == []
         assert all(torch.equal(*pair) for pair in zip(again, found[0], strict=True))
-        gemm_search.read((CUTLASS,))  # now without cuBLASLt's
+        search.read((CUTLASS,))  # now without cuBLASLt's
         for got, one in zip(step(), found[0], strict=True):
             assert (got.double() - one.double()).norm() < 5e-3 * one.double().norm()
         assert {plan.maker for plan in plans.plans()} == {"cutlass"}
     finally:
-        gemm_search.forget()
+        search.forget()
 
 
 def test_no_two_kernels_of_one_type_have_one_name():

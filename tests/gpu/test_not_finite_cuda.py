@@ -15,14 +15,7 @@ from test_ops_cuda import DEVICE, INTERPRETED, formats, put
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2, ScaledTensor
 from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed
-from megatron_fp8.ops import (
-    reference,
-    reference_activation,
-    reference_adam,
-    reference_norm,
-    reference_qkv,
-    triton,
-)
+from megatron_fp8.ops import reference, reference_activation, reference_adam, reference_norm, reference_qkv, triton
 from megatron_fp8.ops.adam import AdamHyper
 from megatron_fp8.ops.reference_activation import blocks_for
 from megatron_fp8.ops.triton.adam import adam_step

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fp8 import ops
+from megatron_fp8 import gemm, ops
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2, BlockScaled
 from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed, uniform_noise
@@ -489,7 +489,7 @@ def test_gemm(a_format, b_format, fast_accum, shape):
     operands = ScaledTensor(put(a), put(scales[0])), ScaledTensor(put(b), put(scales[1]))
     if a_format is b_format is E5M2:
         with pytest.raises(ValueError, match="E4M3"):
-            ops.gemm(*operands)
+            gemm.gemm(*operands)
         return
     exact = (a.double() @ b.double().t()) * scales[0].double() * scales[1].double()
 
@@ -497,14 +497,14 @@ def test_gemm(a_format, b_format, fast_accum, shape):
         return ((got.cpu().double() - expected).norm() / expected.norm()).item()
 
     assert error(reference.gemm(a, b, *scales, out_dtype=torch.float32)) < 1e-6
-    y = ops.gemm(*operands, fast_accum=fast_accum)
+    y = gemm.gemm(*operands, fast_accum=fast_accum)
     assert y.dtype == torch.bfloat16 and y.shape == (m, n) and error(y) < 5e-3
-    y = ops.gemm(*operands, fast_accum=fast_accum, epilogue=ops.Epilogue(dtype=torch.float32))
+    y = gemm.gemm(*operands, fast_accum=fast_accum, epilogue=gemm.Epilogue(dtype=torch.float32))
     assert y.dtype == torch.float32 and error(y) < 3e-3
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.full((m, n), NAN, dtype=dtype, device=DEVICE)
-        assert ops.gemm(*operands, ops.Epilogue(into=out), fast_accum=fast_accum) is out and error(out) < 5e-3
+        assert gemm.gemm(*operands, gemm.Epilogue(into=out), fast_accum=fast_accum) is out and error(out) < 5e-3
     before = torch.randn(m, n)
     out = put(before)
-    assert ops.gemm(*operands, ops.Epilogue(into=out, accumulate=True), fast_accum=fast_accum) is out
+    assert gemm.gemm(*operands, gemm.Epilogue(into=out, accumulate=True), fast_accum=fast_accum) is out
     assert error(out, before + exact) < 3e-3

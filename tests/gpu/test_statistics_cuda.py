@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_ops_cuda import DEVICE, INTERPRETED, dtypes, formats, on_gpu_only, put, random_bits, same
 
-from megatron_fp8 import ops
+from megatron_fp8 import gemm, ops
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2
 from megatron_fp8.numerics.blocks import block_scales
 from megatron_fp8.ops import reference, reference_statistics
@@ -148,8 +148,8 @@ def test_more_than_2_to_the_31_elements():
 def test_the_host_does_not_wait(monkeypatch):
     """Casts of every kind through Monitor, from `begin_step` to where `end_step` would read."""
     from megatron_fp8.engine.events import Events
-    from megatron_fp8.engine.gradients import GradSink, grad_store
-    from megatron_fp8.engine.owned import GRAD, INPUT, OwnedWeight
+    from megatron_fp8.engine.grad_store import GradSink, grad_store
+    from megatron_fp8.engine.owned_weight import GRAD, INPUT, OwnedWeight
     from megatron_fp8.monitor import collect
 
     config = SimpleNamespace(
@@ -174,7 +174,7 @@ def test_the_host_does_not_wait(monkeypatch):
         weight.cast(dy, GRAD, columns=True, training=True)
         weight.sink = GradSink(buckets[1].grads, 0, weight.param.shape, (1, 2, 3))
         for _ in range(3):
-            weight.take_gradient(ops.Product(dy.t(), x.t()))
+            weight.take_gradient(gemm.Product(dy.t(), x.t()))
         (look,) = weight.events.reducing
         for _ in look(buckets[0], buckets[0].grads.local()):
             pass

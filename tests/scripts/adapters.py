@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.training.models import dist_utils
 
-from megatron_fp8 import ops
-from megatron_fp8.engine.owned import owned_weights, owners
+from megatron_fp8 import gemm
+from megatron_fp8.engine.owned_weight import owned_weights, owners
 from megatron_fp8.layers.linear import Fp8ColumnParallelLinear
 
 BASE, RANK = os.environ.get("BASE", "all"), 4
@@ -94,7 +94,7 @@ def prepare(stock):
 
 
 products = []
-make = ops.Product.__init__
+make = gemm.Product.__init__
 
 
 @functools.wraps(make)
@@ -127,6 +127,6 @@ def train_step(stock):
 
 WRAP = "prepare_existing_model_chunks_for_distributed_training"
 setattr(dist_utils, WRAP, prepare(getattr(dist_utils, WRAP)))
-ops.Product.__init__ = counted
+gemm.Product.__init__ = counted
 training.train_step = train_step(training.train_step)
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -21,7 +21,7 @@ install()
 import megatron.training.training as training
 from megatron.core import mpu
 
-from megatron_fp8.engine import states
+from megatron_fp8.engine import bucket_states
 from megatron_fp8.errors import UserError
 
 HOW = os.environ["BORROW"]
@@ -43,7 +43,7 @@ def held(engine) -> list[torch.Tensor]:
         for bucket in owned.buckets:
             found.append(bucket.weight.view(torch.uint8))
             for name in ("master", "exp_avg", "exp_avg_sq"):
-                found += states.tensors(getattr(bucket, name)).values()
+                found += bucket_states.tensors(getattr(bucket, name)).values()
         for weight in owned.linears:
             if weight.stored is not None:
                 found += [weight.stored.payload, weight.stored.scale_inv]

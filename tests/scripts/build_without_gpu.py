@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_fp8.cli import main
-from megatron_fp8.rehearsal import ahead
+from megatron_fp8.tools.rehearsal import ahead
 
 if __name__ == "__main__":
     ahead.has_gpu = lambda environment: True

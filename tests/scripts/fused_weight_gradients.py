@@ -12,10 +12,10 @@ sys.path.insert(0, str(ROOT))
 import megatron.core.tensor_parallel.layers as layers
 
 from megatron_fp8 import ops
-from megatron_fp8.ops import wgrad
+from megatron_fp8.gemm import fused_wgrad
 
 # As if apex were installed, which Megatron may have looked for already.
-sys.modules[wgrad.NAME] = layers.fused_weight_gradient_mlp_cuda = wgrad.MODULE
+sys.modules[fused_wgrad.NAME] = layers.fused_weight_gradient_mlp_cuda = fused_wgrad.MODULE
 layers._grad_accum_fusion_available = True
 added, stock = [0], ops.add_rows
 

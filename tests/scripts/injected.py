@@ -26,9 +26,9 @@ install()
 import megatron.training.training as training
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_fp8.engine import states
+from megatron_fp8.engine import bucket_states
 from megatron_fp8.engine.chain import Fp8ChainedOptimizer
-from megatron_fp8.engine.gradients import GradSink
+from megatron_fp8.engine.grad_store import GradSink
 from megatron_fp8.engine.optimizer import EngineOptimizer
 from megatron_fp8.errors import PassingError
 
@@ -107,7 +107,7 @@ def all_tensors(chain) -> list[torch.Tensor]:
     for bucket in chain.engine.buckets:
         found += [bucket.weight, bucket.largest]
         for name in ("master", "exp_avg", "exp_avg_sq"):
-            found += states.tensors(getattr(bucket, name)).values()
+            found += bucket_states.tensors(getattr(bucket, name)).values()
     return found
 
 
@@ -284,7 +284,7 @@ def damage(chain, injection: Injection) -> None:
     bucket = injection.choose(chain.engine.buckets)
     _, lo, hi = injection.choose(bucket.pieces())
     name = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}[injection.kind]
-    part = states.tensors(bucket.part(name, lo, hi))
+    part = bucket_states.tensors(bucket.part(name, lo, hi))
     payload = next(iter(part.values()))
     # Beside a remainder, always finite, it is the weight, after the passes that read it.
     injection.put(bucket.weight[bucket.shard][lo:hi] if payload.dtype == torch.int16 else payload)

@@ -99,7 +99,7 @@ def _train_without_optimizer() -> None:
     from architecture import attach
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_fp8.engine.owned import owned_weights
+    from megatron_fp8.engine.owned_weight import owned_weights
 
     stock = GPTModel.forward
 
@@ -119,7 +119,7 @@ def _hook_level() -> None:
     from megatron.training import global_vars, training
 
     from megatron_fp8.checkpoint import archive, loads, saves, stock_state
-    from megatron_fp8.engine.owned import owned_weights
+    from megatron_fp8.engine.owned_weight import owned_weights
 
     ours, own = arguments.parse_args, {}
 

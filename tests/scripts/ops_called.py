@@ -15,8 +15,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from megatron_fp8.gemm.interface import Reference
 from megatron_fp8.ops import by_device, reference_adam
-from megatron_fp8.ops.gemm import Reference
 
 WATCHED = {op.__wrapped__.__code__: name for name, op in vars(by_device).items() if hasattr(op, "__wrapped__")}
 WATCHED |= {reference_adam.adam_step.__code__: "adam_step", Reference.product.__code__: "gemm"}

@@ -34,7 +34,7 @@ from megatron.training.checkpointing import load_checkpoint
 from megatron.training.global_vars import get_args, get_timers
 
 from megatron_fp8.comm import wire
-from megatron_fp8.engine.gather import ChunkGather
+from megatron_fp8.engine.gatherer import ChunkGather
 
 TRIALS, PRESSURE, BREAK = int(os.environ["TRIALS"]), os.environ.get("PRESSURE"), os.environ.get("BREAK", "")
 LATE = os.environ.get("LATE")

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8.plugin import install
 
 install()
-from megatron_fp8.engine import states
+from megatron_fp8.engine import bucket_states
 from megatron_fp8.engine.optimizer import EngineOptimizer
 
 VALUE, MOMENT = float(os.environ["POISON"]), os.environ.get("POISON_AT") == "moment"
@@ -31,7 +31,7 @@ def poisoned(self, num_tokens):
     calls.append(self)
     here = torch.distributed.get_rank() == 1
     if here and MOMENT and len(calls) == 3:
-        put(states.tensors(self.buckets[0].exp_avg)["payload"])
+        put(bucket_states.tensors(self.buckets[0].exp_avg)["payload"])
     if here and not MOMENT and len(calls) >= 3:
         put(self.buckets[0].grads.tensors[0])
     finalize(self, num_tokens)

@@ -18,7 +18,7 @@ from megatron_fp8.plugin import install
 
 install()
 from megatron_fp8.engine.chain import Fp8ChainedOptimizer
-from megatron_fp8.engine.gradients import GradSink, GradStore
+from megatron_fp8.engine.grad_store import GradSink, GradStore
 from megatron_fp8.engine.optimizer import EngineOptimizer
 
 VALUE, RANK, AT = float(os.environ["POISON"]), int(os.environ["POISONED_RANK"]), os.environ["POISON_AT"]

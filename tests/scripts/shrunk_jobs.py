@@ -10,13 +10,13 @@ from pathlib import Path
 from launch import ROOT
 
 sys.path.insert(0, str(ROOT))
-from megatron_fp8.rehearsal import ranks
+from megatron_fp8.tools.rehearsal import ranks
 
 ranks.warm_up()
 from megatron_fp8.flags.command import Launch, take_apart
-from megatron_fp8.rehearsal.job import examine
-from megatron_fp8.rehearsal.page import Outcome, Start, warnings, write
-from megatron_fp8.rehearsal.shrink import STEPS, shrink
+from megatron_fp8.tools.rehearsal.job import examine
+from megatron_fp8.tools.rehearsal.page import Outcome, Start, warnings, write
+from megatron_fp8.tools.rehearsal.shrink import STEPS, shrink
 
 SCRIPT = str(ROOT / "pretrain_gpt_fp8.py")
 for request in map(json.loads, Path(sys.argv[1]).read_text().splitlines()):

@@ -19,9 +19,9 @@ install()
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_fp8.engine.chain import Fp8ChainedOptimizer
-from megatron_fp8.engine.owned import INPUT, OwnedWeight
+from megatron_fp8.engine.owned_weight import INPUT, OwnedWeight
 from megatron_fp8.layers.linear import _OwnedLinear
-from megatron_fp8.monitor.write import current_iteration
+from megatron_fp8.monitor.writers import current_iteration
 from megatron_fp8.ops import source
 
 AT = {int(word) for word in os.environ["SPIKE_AT"].split(",")}

@@ -25,7 +25,7 @@ EXACT = re.compile(r"\[fp8\] iteration \d+: (exact .*)")
 
 
 def train(count: int, flags: list[str]) -> dict:
-    from megatron_fp8.rehearsal import ranks
+    from megatron_fp8.tools.rehearsal import ranks
 
     variables = {"NVTE_APPLY_QK_LAYER_SCALING": str(int("--apply-query-key-layer-scaling" in flags))}
     if "--deterministic-mode" in flags:
@@ -54,7 +54,7 @@ def main(side: str) -> None:
         import stand_in_te
 
         stand_in_te.install()
-    from megatron_fp8.rehearsal import ranks
+    from megatron_fp8.tools.rehearsal import ranks
 
     ranks.warm_up()
     from training_cases import command

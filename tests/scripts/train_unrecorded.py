@@ -16,7 +16,7 @@ def records(sink) -> bool:
 
 
 def ask_in_the_middle() -> None:
-    from megatron_fp8.engine.owned import OwnedWeight
+    from megatron_fp8.engine.owned_weight import OwnedWeight
 
     stock = OwnedWeight.take_gradient
 

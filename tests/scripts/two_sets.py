@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8.plugin import install
 
 install()
-from megatron_fp8.engine import sets
+from megatron_fp8.engine import weight_groups
 from megatron_fp8.engine.events import Observer
 from megatron_fp8.engine.optimizer import EngineOptimizer
 
@@ -39,6 +39,7 @@ def watched(self, *args):
 
 EngineOptimizer.__init__ = watched
 # A second set, under its own name in noise and checkpoints.
-sets.register(lambda linears: dataclasses.replace(linears, name="fc2.", has=lambda w: w.path.endswith("linear_fc2")))
+second = {"name": "fc2.", "has": lambda w: w.path.endswith("linear_fc2")}
+weight_groups.register(lambda linears: dataclasses.replace(linears, **second))
 atexit.register(lambda: print(f"seen {dict(sorted(seen.items()))}\n", end="", flush=True))
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -11,12 +11,13 @@ from ctypes import byref
 import pytest
 import torch
 
+from megatron_fp8.gemm import cublaslt, cublaslt_library, plans, search, timing
+from megatron_fp8.gemm.cublaslt_library import CUDA_TYPES, DESC, SUCCESS
+from megatron_fp8.gemm.cutlass import CUTLASS, _describe
+from megatron_fp8.gemm.interface import Planned, ScaledMM, register, use
 from megatron_fp8.numerics import E4M3
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import cublaslt, cublaslt_library, gemm_search, plans, reference, timing
-from megatron_fp8.ops.cublaslt_library import CUDA_TYPES, DESC, SUCCESS
-from megatron_fp8.ops.cutlass import CUTLASS, _describe
-from megatron_fp8.ops.gemm import Planned, ScaledMM, register, use
+from megatron_fp8.ops import reference
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 M, N, K = 32, 48, 80
@@ -170,7 +171,7 @@ def lib(monkeypatch):
     monkeypatch.setattr(plans, "maker_of", lambda problem: cublaslt.CUBLASLT)
     monkeypatch.setattr(Event, "clock", Clock())
     yield lib
-    gemm_search.forget()
+    search.forget()
     plans.on_plan = None
 
 

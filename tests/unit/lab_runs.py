@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_fp8.lab import main
-from megatron_fp8.lab.sweep.plan_file import SweepPlan
+from megatron_fp8.tools.lab import main
+from megatron_fp8.tools.lab.sweep.plan_file import SweepPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the plugin does for a run: FILE is there from the start, and has a line for each call.
@@ -78,8 +78,8 @@ import argparse, sys
 from megatron_fp8.flags.usage import one_line_errors
 from megatron_fp8 import processes
 import psutil
-from megatron_fp8.lab import main
-from megatron_fp8.lab.sweep import main as sweep
+from megatron_fp8.tools.lab import main
+from megatron_fp8.tools.lab.sweep import main as sweep
 processes.LAUNCHER = (sys.executable,)
 sweep._BEAT = 0.2
 parser = argparse.ArgumentParser()

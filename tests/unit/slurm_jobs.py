@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megatron_fp8.launch.script import Settings, write_script
+from megatron_fp8.tools.launch.script import Settings, write_script
 
 # Slurm's commands: srun runs its command as the only task; a requeue ends the script, as Slurm would.
 COMMANDS = {

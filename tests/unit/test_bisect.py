@@ -9,8 +9,8 @@ import pytest
 from lab_runs import LOGS
 
 from megatron_fp8 import processes
-from megatron_fp8.lab.trial import bisect
-from megatron_fp8.lab.trial.bisect import gap, gemm_flags
+from megatron_fp8.tools.lab.trial import bisect
+from megatron_fp8.tools.lab.trial.bisect import gap, gemm_flags
 
 # Each linear of the model that is not in BF16 adds its cost to the loss. --begun: a line there for each run.
 TRAINING = (

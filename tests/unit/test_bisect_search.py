@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from megatron_fp8.engine.names import ranges
-from megatron_fp8.lab.trial.bisect_search import in_order, patterns, search
+from megatron_fp8.tools.lab.trial.bisect_search import in_order, patterns, search
 
 KINDS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 

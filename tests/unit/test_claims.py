@@ -15,10 +15,10 @@ import torch
 from launch import ROOT
 from scipy import stats
 
-from megatron_fp8.lab.report.results import Results
-from megatron_fp8.lab.report.statistics import fisher
-from megatron_fp8.lab.sweep.store import Store
 from megatron_fp8.numerics.master import split_e4m3
+from megatron_fp8.tools.lab.report.results import Results
+from megatron_fp8.tools.lab.report.statistics import fisher
+from megatron_fp8.tools.lab.sweep.store import Store
 
 LAST = 100  # steps that a run is judged by
 REAL_TEXT = ROOT / "benchmarks/results/real_text.csv"

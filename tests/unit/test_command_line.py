@@ -20,7 +20,7 @@ from megatron_fp8.__main__ import run_script
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags import usage as entry
 from megatron_fp8.flags.level import resolve
-from megatron_fp8.lab import main as lab
+from megatron_fp8.tools.lab import main as lab
 
 
 def test_help_with_a_bare_percent_sign_prints():

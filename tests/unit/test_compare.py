@@ -13,9 +13,9 @@ import pytest
 
 from megatron_fp8 import cpu
 from megatron_fp8.errors import UserError
-from megatron_fp8.palette import COLOURS, looks
-from megatron_fp8.perf import compare
-from megatron_fp8.perf.runs import read
+from megatron_fp8.tools.palette import COLOURS, looks
+from megatron_fp8.tools.perf import compare
+from megatron_fp8.tools.perf.runs import read
 
 LOSSES = {1: 11.658123456, 2: 10.51234567, 3: 9.9574444, 4: 9.105}
 

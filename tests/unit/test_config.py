@@ -86,7 +86,7 @@ def test_cells_can_be_overridden(parse):
 
 def test_backends_of_the_gemms(parse):
     from megatron_fp8.flags.gemm import BACKENDS
-    from megatron_fp8.ops.gemm import _backends
+    from megatron_fp8.gemm.interface import _backends
 
     assert BACKENDS[0] == "auto" and {*BACKENDS} == {n for n, b in _backends.items() if "cuda" in b.devices}
     config = config_from_args(parse(*O1, "--fp8-gemm-search", "--fp8-log-gemm", "--fp8-gemm-backend", "cublaslt"))

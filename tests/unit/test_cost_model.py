@@ -7,11 +7,20 @@ import pytest
 from launch import ROOT
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.perf import activations, collectives, flops, hardware, measure, measured, passes, read
-from megatron_fp8.perf.memory import MODELS
-from megatron_fp8.perf.step import estimate
-from megatron_fp8.perf.systems import PAPERS, SYSTEMS
-from megatron_fp8.perf.workload import Workload
+from megatron_fp8.tools.perf import (
+    activations,
+    collectives,
+    flops,
+    hardware,
+    job_flags,
+    memory_bound,
+    table_run,
+    validation,
+)
+from megatron_fp8.tools.perf.memory import MODELS
+from megatron_fp8.tools.perf.step import estimate
+from megatron_fp8.tools.perf.systems import PAPERS, SYSTEMS
+from megatron_fp8.tools.perf.workload import Workload
 
 GIB = 2**30
 H200 = hardware.load("h200")
@@ -24,7 +33,7 @@ def paper(model: str, system: str, micro_batch: int = 1, global_batch: int = 204
 
 
 def slice_7b(system: str = "O3", **changes) -> Workload:
-    return replace(Workload(measured.MODELS["7b"], SYSTEMS[system], 2048, 4, 16), **changes)
+    return replace(Workload(validation.MODELS["7b"], SYSTEMS[system], 2048, 4, 16), **changes)
 
 
 def laid_out(w: Workload, tensor: int = 1, pipeline: int = 1, data: int = 1, **changes) -> Workload:
@@ -66,9 +75,9 @@ def test_the_papers_flops_are_its_formula(model, gpus, samples, tflops):
 def test_flops_are_those_of_megatrons_log():
     for name in ("train_step_fused", "train_step_dp4", "train_step_tp4"):
         with (RESULTS / f"{name}.csv").open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["shape"] in measured.MODELS]
+            rows = [row for row in csv.DictReader(file) if row["shape"] in validation.MODELS]
         assert rows
-        runs = {run.row["model"]: run.estimate.workload for run in measured.runs()}
+        runs = {run.row["model"]: run.estimate.workload for run in validation.runs()}
         for row in rows:
             w = replace(runs[row["shape"]], global_batch=int(row["gbs"]))
             logged = float(row["tflops"]) * float(row["ms"]) * int(row["nproc"]) * 1e9
@@ -77,7 +86,7 @@ def test_flops_are_those_of_megatrons_log():
 
 def test_what_the_table_of_runs_says_is_in_its_sources():
     """Each row's time, MiB and commit, of the benchmark and call that it names."""
-    named = [run for run in measured.runs() if run.row["source"] not in ("log not kept", "table5.csv")]
+    named = [run for run in validation.runs() if run.row["source"] not in ("log not kept", "table5.csv")]
     assert len(named) > 15
     for run in named:
         name, _, call = run.row["source"].partition(" call ")
@@ -92,7 +101,7 @@ def test_what_the_table_of_runs_says_is_in_its_sources():
         assert [int(row["nproc"]), int(row["gbs"]), papers if added else shape] == [
             int(run.row["gpus"]), int(run.row["global_batch"]), run.row["model"]
         ]  # fmt: skip
-        assert added == (measure.SHAPES["7b"][1].split() if added else [])
+        assert added == (table_run.SHAPES["7b"][1].split() if added else [])
         assert row["gpu"].split()[1].lower() == run.row["hardware"].split("-")[0]
         if len(added) < len(words):
             assert run.row["overlap"] == "1"
@@ -106,7 +115,7 @@ def test_and_those_of_table_5():
     with (RESULTS / "table5.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Outcome"] == "ok"]
     rows = [row for row in rows if not row["Log"].startswith("train_step_hosts")]  # which has them too
-    named = [run for run in measured.runs() if run.row["source"] == "table5.csv"]
+    named = [run for run in validation.runs() if run.row["source"] == "table5.csv"]
     assert len(named) == len(rows) > 8
     for run, row in zip(named, rows, strict=True):
         assert float(row["ms"]) == run.ms and row["Commit"] == run.row["commit"]
@@ -119,15 +128,15 @@ def test_and_those_of_table_5():
 
 def test_held_out_runs_are_predicted():
     """The bounds that docs/estimate.md states; of the memory it has the figures that stand below every estimate."""
-    s = measured.summary()
-    page, below = (ROOT / "docs/estimate.md").read_text(), " ".join(measured.line().split())
+    s = validation.summary()
+    page, below = (ROOT / "docs/estimate.md").read_text(), " ".join(validation.line().split())
     assert f"peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}." in below
     assert f"bound | {100 * s['ms']:.1f} % | {100 * s['ms at worst']:.1f} % (" in page
     assert f"or nearly | {100 * s["host's ms"]:.0f} % | {100 * s["host's ms at worst"]:.0f} %: hosts differ" in page
     assert f"| peak memory | {100 * s['GB']:.2f} % | {100 * s['GB at worst']:.1f} % (" in page
     assert s["runs"] >= 8
     assert s["ms"] < 0.03 and s["GB"] < 0.01 and s["host's ms at worst"] < 0.35
-    out = [run for run in measured.runs() if run.held_out]
+    out = [run for run in validation.runs() if run.held_out]
     for run in out:
         assert abs(run.error_peak) < 0.02 and abs(run.error_held) < 0.03, run.row
         one = run.row["micro_batch"] == "1" and run.row["model"] in ("7b", "7b-whole", "7b-paper", "175b-tp8")
@@ -138,9 +147,9 @@ def test_held_out_runs_are_predicted():
 
 def test_activations_in_fp8():
     """Whole GPT-7B, --fp8-grad-accum fp8 --fp8-activations: train_step_hosts.csv, call 3."""
-    (row,) = (run.row for run in measured.runs() if run.row["commit"] == "5101927d" and run.row["system"] == "O3"
+    (row,) = (run.row for run in validation.runs() if run.row["commit"] == "5101927d" and run.row["system"] == "O3"
               and run.row["model"] == "7b")  # fmt: skip
-    slice_ = measured.workload(row)
+    slice_ = validation.workload(row)
     job = replace(slice_.job, num_layers=32)
     found = estimate(replace(slice_, job=job, fp8_activations=True, overrides={"grad_accum": "fp8"}), H200)
     assert found.ms == pytest.approx(1467.8, rel=0.05)
@@ -149,21 +158,21 @@ def test_activations_in_fp8():
 
 
 def test_calibration_is_no_better_than_it_must_be():
-    eight = [run for run in measured.runs() if not run.held_out and run.row["graph"] == "0"]
+    eight = [run for run in validation.runs() if not run.held_out and run.row["graph"] == "0"]
     assert len(eight) == 8 and max(abs(run.error_ms) for run in eight) < 0.05
-    assert measured.summary(held_out=False)["ms at worst"] < 0.08  # one number for three graphs
+    assert validation.summary(held_out=False)["ms at worst"] < 0.08  # one number for three graphs
 
 
 def test_a_graph_waits_for_no_host():
     """On several GPUs too; and knows when a level's steps are none: with packed documents."""
-    flags = read.parse(
+    flags = job_flags.parse(
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 2048 --max-position-embeddings 2048 "
         "--micro-batch-size 8 --global-batch-size 64 --vocab-size 50304 --use-distributed-optimizer "
         "--cuda-graph-impl full_iteration --te-rng-tracker --bf16".split()
     )
-    one, two, stock = (read.workload(flags, gpus, system) for gpus, system in ((1, "O3"), (2, "O3"), (2, "bf16")))
+    one, two, stock = (job_flags.workload(flags, gpus, system) for gpus, system in ((1, "O3"), (2, "O3"), (2, "bf16")))
     assert [w.graphed for w in (one, two, stock)] == [True, True, True]
-    assert not read.workload(flags, 2, "O3", sft=True).graphed
+    assert not job_flags.workload(flags, 2, "O3", sft=True).graphed
     graph, plain = estimate(one, H200), estimate(replace(one, graphed=False), H200)
     assert graph.host_ms == 0 < graph.gpu_ms == graph.ms < plain.gpu_ms < plain.host_ms == plain.ms
     assert graph.peak - plain.peak == pytest.approx(0.07)
@@ -303,12 +312,12 @@ def test_the_bubble_has_what_a_pass_has(system, layout):
     e = estimate(w, H200)
     a_pass = (estimate(more, H200).gpu_ms - e.gpu_ms) / (more.micro_batches - w.micro_batches)
     table = e.parts["tables' gradients"] / w.micro_batches  # of the first stage as of the last
-    at_the_end = e.parts["LM head"] / w.micro_batches + sum(passes.loss(w, H200).values()) + table
+    at_the_end = e.parts["LM head"] / w.micro_batches + sum(memory_bound.loss(w, H200).values()) + table
     assert e.parts["pipeline bubble"] == pytest.approx((3 * (a_pass - at_the_end) + table) / w.virtual)
 
 
 def test_parts_add_up():
-    for run in measured.runs():
+    for run in validation.runs():
         e = run.estimate
         assert sum(e.parts.values()) == pytest.approx(e.gpu_ms)
         assert sum(e.memory.values()) == pytest.approx(e.peak)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from gemm_libraries import BF16, DTYPES, FP16, FP32, K, M, N, close, exact, scaled
 
-from megatron_fp8.engine.gradients import DenseStore, GradSink
+from megatron_fp8.engine.grad_store import DenseStore, GradSink
+from megatron_fp8.gemm import Epilogue, Product, cublaslt, cublaslt_library, fused_wgrad, gemm, gemm_log, plans
+from megatron_fp8.gemm.cublaslt import CublasLtError
+from megatron_fp8.gemm.cublaslt_library import CUDA_TYPES, DESC, PREF, Heuristic
+from megatron_fp8.gemm.interface import Planned, ScaledMM, use
+from megatron_fp8.gemm.plans import Problem
 from megatron_fp8.numerics import E4M3, E5M2
-from megatron_fp8.ops import Epilogue, Product, announce, cublaslt, cublaslt_library, gemm, plans, wgrad
-from megatron_fp8.ops.cublaslt import CublasLtError
-from megatron_fp8.ops.cublaslt_library import CUDA_TYPES, DESC, PREF, Heuristic
-from megatron_fp8.ops.gemm import Planned, ScaledMM, use
-from megatron_fp8.ops.plans import Problem
 
 if not cublaslt.bound():
     pytest.skip(f"no cuBLASLt: {cublaslt.why_not()}", allow_module_level=True)
@@ -314,7 +314,7 @@ def test_the_stand_in_for_apex_adds_a_weight_gradient(lib, main, bound, monkeypa
             continue
         main_grad = torch.randn(N, K).to(main)
         expected = main_grad.double() + dy.double().t() @ x.double()
-        getattr(wgrad.MODULE, f"wgrad_gemm_accum_fp{32 if main is FP32 else 16}")(x, dy, main_grad)
+        getattr(fused_wgrad.MODULE, f"wgrad_gemm_accum_fp{32 if main is FP32 else 16}")(x, dy, main_grad)
         assert close(main_grad, expected, 1e-6 if main is FP32 and (bound or x.dtype is FP32) else 2**-6)
     assert len(lib.calls) == (2 if bound else 0)
 
@@ -333,7 +333,7 @@ def test_texts_of_problems_tell_them_apart():
 
 def test_each_shape_is_said_once(served):
     said = []
-    undo = announce.announce("cpu", said.append)
+    undo = gemm_log.announce("cpu", said.append)
     a, b = scaled(M, K), scaled(N, K)
     for _ in range(2):
         gemm(a, b, fast_accum=True)
@@ -341,7 +341,7 @@ def test_each_shape_is_said_once(served):
     gemm(b, a)
     assert len(said) == 1 and said[0].startswith("GEMM 32 x 48 x 80 E4M3 x E4M3 -> BF16, fast: cublaslt")
     use("reference")
-    undo = announce.announce("cpu", said.append)
+    undo = gemm_log.announce("cpu", said.append)
     for _ in range(2):
         gemm(a, b, Epilogue(into=torch.zeros(M, N), accumulate=True))
     undo()

@@ -16,12 +16,12 @@ from lab_runs import gone, wait_for
 from launch import ROOT
 
 from megatron_fp8.cli import main
-from megatron_fp8.ops import cutlass_build as build
-from megatron_fp8.ops import plans
-from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, ORDERS, Choice, Cutlass, Kernel
-from megatron_fp8.ops.gemm import prepared, serving, use
-from megatron_fp8.ops.plans import Problem
+from megatron_fp8.gemm import cutlass_build as build
+from megatron_fp8.gemm import plans
+from megatron_fp8.gemm.cublaslt import CUBLASLT
+from megatron_fp8.gemm.cutlass import CUTLASS, ORDERS, Choice, Cutlass, Kernel
+from megatron_fp8.gemm.interface import prepared, serving, use
+from megatron_fp8.gemm.plans import Problem
 
 NVCC = """#!/bin/sh
 # Stands in for nvcc: writes down what it was asked, and "compiles" by writing that too.
@@ -192,7 +192,7 @@ def test_the_verb_prints_where_it_lies_or_why_not(machine, monkeypatch, capsys):
 
 def test_processes_that_start_together_build_it_once(machine):
     folder, calls = machine
-    code = "from megatron_fp8.ops import cutlass_build as b; print(b.library(jobs=1))"
+    code = "from megatron_fp8.gemm import cutlass_build as b; print(b.library(jobs=1))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "site"), *sys.path])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(3)]

@@ -7,14 +7,14 @@ import pytest
 import torch
 from engine_parts import Known, OneWeight, one_set
 
-from megatron_fp8.engine.owned_set import OwnedSet
+from megatron_fp8.engine.weight_set import WeightSet
 from megatron_fp8.ops.adam import AdamHyper
 
 N, K = 16, 48
 ONE = torch.tensor(1.0)
 
 
-def step(owned: OwnedSet, number: int) -> None:
+def step(owned: WeightSet, number: int) -> None:
     (bucket,) = owned.buckets
     bucket.begin_step(number - 1)
     bucket.weights[0].take_gradient(Known(torch.randn(N, K) * 1e-3))
@@ -33,7 +33,7 @@ def step(owned: OwnedSet, number: int) -> None:
 def test_damage_is_seen_after_the_step_that_wrote_it(value, state, storage, group):
     bucket = OneWeight(torch.randn(N, K).bfloat16(), group, storage=storage).bucket
     reducer = SimpleNamespace(buckets=[bucket])
-    owned = OwnedSet(one_set(group), [reducer], [], [], None, bucket.scaling, None, torch.device("cpu"))
+    owned = WeightSet(one_set(group), [reducer], [], [], None, bucket.scaling, None, torch.device("cpu"))
     for number in (1, 2):
         assert owned.damage() == 0
         step(owned, number)
@@ -49,4 +49,4 @@ def test_damage_is_seen_after_the_step_that_wrote_it(value, state, storage, grou
 
 
 def test_a_set_without_weights(group):
-    assert OwnedSet(one_set(group), [], [], [], None, None, None, torch.device("cpu")).damage() == 0
+    assert WeightSet(one_set(group), [], [], [], None, None, None, torch.device("cpu")).damage() == 0

@@ -7,7 +7,7 @@ import pytest
 from launch import Step
 
 from megatron_fp8.flags.level import LEVELS
-from megatron_fp8.palette import COLOURS
+from megatron_fp8.tools.palette import COLOURS
 
 
 def test_the_noise_is_drawn(tmp_path):

@@ -15,7 +15,8 @@ PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "doc
 BLOCK = re.compile(r"^ *```.*?^ *```", re.M | re.S)
 FILE = re.compile(r"(?<![\w/.$~-])((?:[\w-]+/)*[\w-]+\.(?:py|md|csv|yaml|sh|svg|xz|cuh|sbatch))\b")
 # What a page calls a file without: the folder that it is about.
-FOLDERS = ". megatron_fp8 megatron_fp8/ops megatron_fp8/perf benchmarks benchmarks/results tools tests/unit".split()
+FOLDERS = ". megatron_fp8 megatron_fp8/ops megatron_fp8/gemm megatron_fp8/tools megatron_fp8/tools/perf".split()
+FOLDERS += "benchmarks benchmarks/results tools tests/unit".split()
 # What a reader is told to write, what a run writes, and Megatron's script.
 ELSEWHERE = {"mine.yaml", "a.yaml", "b.yaml", "report.md", "runs.md", "loss.svg", "pretrain_gpt.py"}
 # torchrun's, Slurm's, nvidia-smi's; and one of `megatron-fp8 memory`, which makes it of an argument's name.
@@ -103,6 +104,6 @@ def test_readmes_steps_are_measured():
 def test_what_does_not_exist_is_found(tmp_path):
     page = tmp_path / "page.md"
     links = "# A heading\n[good](#a-heading) [bad](#no-heading) [gone](no.md)\n"
-    page.write_text(f"{links}`ops/gemm.py` `ops/no.py` --no --lr, every --log-interval-th\n")
+    page.write_text(f"{links}`gemm/interface.py` `ops/no.py` --no --lr, every --log-interval-th\n")
     assert broken_links(page) == ["#no-heading", "no.md"] and missing_files(page) == ["no.md", "ops/no.py"]
     assert unknown_flags(page.read_text(), {"--lr"}) == {"--no"}

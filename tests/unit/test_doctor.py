@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8.cli import main
-from megatron_fp8.doctor import machine, scheduler, software
-from megatron_fp8.doctor import main as doctor
-from megatron_fp8.doctor.finding import BLOCKING, DEGRADED, GOOD, blocking, degraded, good, output_of
+from megatron_fp8.tools.doctor import machine, scheduler, software
+from megatron_fp8.tools.doctor import main as doctor
+from megatron_fp8.tools.doctor.finding import BLOCKING, DEGRADED, GOOD, blocking, degraded, good, output_of
 
 TOPOLOGY = """\
 \tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity

@@ -9,10 +9,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8 import ops
+from megatron_fp8.gemm import fused_wgrad
 from megatron_fp8.layers.embedding import Functional, add_to_main_grad
 from megatron_fp8.layers.fp8_head import head_in_fp8
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.ops import wgrad
 from megatron_fp8.ops.reference_embedding import add_rows
 
 
@@ -109,7 +109,7 @@ def test_nothing_of_a_heads_gradient_waits_in_autograd(tied, fp8, monkeypatch):
         head_in_fp8(head, E4M3)
     model.output_layer = head
     add_to_main_grad(model)
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", wgrad.MODULE, raising=False)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", fused_wgrad.MODULE, raising=False)
 
     def add(main_grad, rows, values):
         log.append("embedding")

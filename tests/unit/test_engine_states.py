@@ -10,16 +10,17 @@ from engine_parts import one_set
 
 from megatron_fp8.checkpoint.state import STATES, read_shard, write_shard
 from megatron_fp8.comm.reduce import DenseShard
-from megatron_fp8.engine import states, weights
+from megatron_fp8.engine import bucket as weights
+from megatron_fp8.engine import bucket_states
+from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.events import Events
-from megatron_fp8.engine.gradients import grad_store
-from megatron_fp8.engine.owned import OwnedWeight, Scratch
-from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.engine.grad_store import grad_store
+from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
 from megatron_fp8.flags.level import resolve
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import WeightScaling, adam_growth, power_of_two_scale
 from megatron_fp8.ops.adam import AdamHyper
-from megatron_fp8.perf.memory import engine_buckets, engine_bytes
+from megatron_fp8.tools.perf.memory import engine_buckets, engine_bytes
 
 SHAPES = ((48, 32), (16, 16), (64, 80))
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2 + 1 / 128, "fp8": 1 + 1 / 128, "remainder": 2}
@@ -171,7 +172,7 @@ def test_a_weight_without_gradients_comes_to_rest(group):
         before = bucket.masters()[dead]
         bucket.step(AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.0, number), torch.tensor(1.0))
     assert torch.equal(bucket.masters()[dead], before)
-    assert not states.read_average(states.part(bucket.exp_avg, 256, 384), is_square=False)[:8].any()
+    assert not bucket_states.read_average(bucket_states.part(bucket.exp_avg, 256, 384), is_square=False)[:8].any()
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4])
@@ -199,9 +200,9 @@ def test_powers_of_two():
 
 def test_parts_are_views():
     for kind in BYTES:
-        state = states.zeros(kind, 1024, "cpu")
-        cuts = states.tensors(states.part(state, 256, 640))
-        for whole, cut in zip(states.tensors(state).values(), cuts.values(), strict=True):
+        state = bucket_states.zeros(kind, 1024, "cpu")
+        cuts = bucket_states.tensors(bucket_states.part(state, 256, 640))
+        for whole, cut in zip(bucket_states.tensors(state).values(), cuts.values(), strict=True):
             assert cut.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
             assert cut.numel() * 1024 == whole.numel() * 384
 

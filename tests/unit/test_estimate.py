@@ -13,8 +13,8 @@ import pytest
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags import config
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.perf import estimate, hardware, measured, memory, plan, read, step
-from megatron_fp8.perf.memory import ranks_bytes
+from megatron_fp8.tools.perf import estimate, hardware, job_flags, memory, plan, step, validation
+from megatron_fp8.tools.perf.memory import ranks_bytes
 
 MODEL = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 "
@@ -62,8 +62,8 @@ def test_the_table_fits_a_terminal(level, capsys):
 
 def test_a_column_of_memory_is_of_one_stage(capsys):
     """Of the stage that is the fullest at its peak, which the table names; here others hold more between steps."""
-    flags = read.parse(f"{WIDE} --untie-embeddings-and-output-weights --fp8-level O3".split())
-    w = read.workload(flags, 128)
+    flags = job_flags.parse(f"{WIDE} --untie-embeddings-and-output-weights --fp8-level O3".split())
+    w = job_flags.workload(flags, 128)
     e = step.estimate(w, hardware.load("h200"))
     held = [sum(held.values()) / 1e9 for held, _ in step.stages(w)]
     assert e.stage == 0 and e.held == pytest.approx(held[0]) and max(held) > held[0]
@@ -83,7 +83,7 @@ def test_what_no_micro_batch_changes_is_cut_once(capsys, monkeypatch):
         cuts.append(job)
         return ranks_bytes(job, cells, **more)
 
-    measured.runs()  # whose own are not counted
+    validation.runs()  # whose own are not counted
     step._first_ranks.cache_clear()
     monkeypatch.setattr(step, "ranks_bytes", counted)
     call(estimate, capsys, "--gpus 1 --cap-gb 1e6", f"{MODEL.replace('64', '512')} --fp8-level O3")
@@ -92,10 +92,10 @@ def test_what_no_micro_batch_changes_is_cut_once(capsys, monkeypatch):
 
 def test_megatrons_theory_holds_as_much_as_ours():
     """Its weights and optimizer states; its activations are those of layers with dropout."""
-    flags = read.parse(MODEL.split())
-    w = read.workload(flags, 8, "bf16")
+    flags = job_flags.parse(MODEL.split())
+    w = job_flags.workload(flags, 8, "bf16")
     found = estimate.estimate(w, estimate.hardware.load("h200"))
-    weights, activations = read.megatrons_memory(flags, w)
+    weights, activations = job_flags.megatrons_memory(flags, w)
     assert weights == pytest.approx(found.held, rel=0.03)
     assert activations == pytest.approx(found.memory["activations"], rel=0.15)
 
@@ -151,17 +151,17 @@ def test_nothing_that_fits_is_exit_code_1(capsys):
 
 
 def test_flags_change_the_estimate():
-    flags = read.parse(f"{MODEL} --fp8-level O3 --fp8-master fp32 --recompute-granularity full "
+    flags = job_flags.parse(f"{MODEL} --fp8-level O3 --fp8-master fp32 --recompute-granularity full "
                        "--recompute-method uniform --recompute-num-layers 1 --overlap-grad-reduce "
                        "--tensor-model-parallel-size 2 --sequence-parallel".split())  # fmt: skip
-    w = read.workload(flags, 8)
+    w = job_flags.workload(flags, 8)
     assert w.system.name == "O3" and w.cells()["master"] == "fp32" and w.cells()["grad_accum"] == "bf16"
     assert (w.tensor, w.data, w.split, w.recompute) == (2, 4, 2, "full")
     assert w.overlap_reduce and not w.overlap_gather
-    assert read.workload(flags, 8, micro_batch_size=16).cells()["grad_accum"] == "fp8"
-    head = read.parse(f"{MODEL} --fp8-level O1 --fp8-lm-head --recompute-activations".split())
-    assert read.workload(head, 8).fp8_head and read.workload(head, 8).recompute == "selective"
-    stock = read.workload(flags, 8, "bf16")
+    assert job_flags.workload(flags, 8, micro_batch_size=16).cells()["grad_accum"] == "fp8"
+    head = job_flags.parse(f"{MODEL} --fp8-level O1 --fp8-lm-head --recompute-activations".split())
+    assert job_flags.workload(head, 8).fp8_head and job_flags.workload(head, 8).recompute == "selective"
+    stock = job_flags.workload(flags, 8, "bf16")
     assert stock.cells() is None and stock.job == w.job
 
 
@@ -170,7 +170,7 @@ def test_what_travels_in_fp8_is_counted_so():
 
     def sent(flags):
         flags = f"{MODEL} --tensor-model-parallel-size 8 --sequence-parallel {flags}"
-        found = step.estimate(read.workload(read.parse(flags.split()), 8), hardware.load("h200")).traffic
+        found = step.estimate(job_flags.workload(job_flags.parse(flags.split()), 8), hardware.load("h200")).traffic
         return found["tensor: gathers"].inside, found["tensor: reduce-scatters"].inside
 
     gathers, sums = sent("--fp8-level O3")
@@ -182,7 +182,7 @@ def test_what_travels_in_fp8_is_counted_so():
 
     def summed(flags):
         flags = f"{MODEL} --tensor-model-parallel-size 8 --fp8-level O3 {flags}"
-        found = step.estimate(read.workload(read.parse(flags.split()), 8), hardware.load("h200")).traffic
+        found = step.estimate(job_flags.workload(job_flags.parse(flags.split()), 8), hardware.load("h200")).traffic
         return found["tensor: sums"].inside
 
     assert summed("--fp8-tp-reduce-scatter fp8") == pytest.approx(summed("") * (1 + 1 / 128) / 2)
@@ -192,7 +192,7 @@ def test_other_weights_and_states_are_counted():
     """O3 with BF16 weights sends and steps as O2 does; O2 with FP32 states steps as O1."""
 
     def found(flags):
-        e = step.estimate(read.workload(read.parse(f"{MODEL} {flags}".split()), 8), hardware.load("h200"))
+        e = step.estimate(job_flags.workload(job_flags.parse(f"{MODEL} {flags}".split()), 8), hardware.load("h200"))
         return e.traffic["weights: linears"].inside, e.parts["optimizer"]
 
     (sent_o1, o1), (sent_o2, o2), (sent_o3, o3) = (found(f"--fp8-level {level}") for level in ("O1", "O2", "O3"))
@@ -209,13 +209,13 @@ def test_transformer_engine_may_be_elsewhere(capsys, monkeypatch):
     absent = "--fp8-attention te: Transformer Engine is not installed"
     monkeypatch.setattr(config, "installed", lambda module: False)
     flags = f"{MODEL} --context-parallel-size 2 --fp8-level O3 --fp8-attention te"
-    w = read.workload(read.parse(flags.split()), 8)
+    w = job_flags.workload(job_flags.parse(flags.split()), 8)
     assert (w.context, w.data, w.gpus) == (2, 4, 8)
     own = flags.replace("--fp8-attention te", "--attention-dropout 0")
     for verb, gpus in ((estimate, "--gpus 8"), (memory, "--gpus 8"), (plan, "--gpus 8 --top 1")):
         assert call(verb, capsys, gpus, flags)[0] == 0
         assert call(verb, capsys, gpus, own)[0] == 0
-    args = read.parse(MODEL.split()).args
+    args = job_flags.parse(MODEL.split()).args
     args.fp8_level, args.fp8_attention = "O3", "te"
     with pytest.raises(UserError, match=absent):  # a run here says it still
         config.config_from_args(args)
@@ -223,13 +223,13 @@ def test_transformer_engine_may_be_elsewhere(capsys, monkeypatch):
 
 def test_files_of_data_may_be_elsewhere():
     files = "--vocab-file /nowhere/vocab.json --merge-file /nowhere/merges.txt --data-args-path /nowhere/blend.txt"
-    assert read.parse([*MODEL.split(), *files.split()]).args.vocab_file == "/nowhere/vocab.json"
+    assert job_flags.parse([*MODEL.split(), *files.split()]).args.vocab_file == "/nowhere/vocab.json"
 
 
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
     """Neither the folder that it saves to, nor the file of its metrics."""
     monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
-    read.parse(f"{MODEL} --fp8-level O3 --save {tmp_path / 'saved'} --save-interval 10".split())
+    job_flags.parse(f"{MODEL} --fp8-level O3 --save {tmp_path / 'saved'} --save-interval 10".split())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,8 +261,8 @@ def test_a_plan_in_csv_says_beside_it_that_nothing_fits(capsys, monkeypatch):
 
 
 def test_every_layout_is_tried_and_divides(capsys):
-    flags = read.parse(MODEL.split())
-    from megatron_fp8.perf import hardware
+    flags = job_flags.parse(MODEL.split())
+    from megatron_fp8.tools.perf import hardware
 
     found = plan.search(flags, 16, "bf16", hardware.load("h200"), None)
     assert len({c.layout for c in found}) == len(found) > 20
@@ -273,7 +273,7 @@ def test_every_layout_is_tried_and_divides(capsys):
             assert w.gpus == 16 and w.tensor <= 8 and w.global_batch == 64
             assert c.best.room() >= 0
     assert any(c.lost.startswith("not divisible") for c in plan.search(
-        read.parse(MODEL.replace("batch-size 64", "batch-size 6").split()), 16, "bf16", hardware.load("h200"), None
+        job_flags.parse(MODEL.replace("batch-size 64", "batch-size 6").split()), 16, "bf16", hardware.load("h200"), None
     ))  # fmt: skip
 
 
@@ -287,11 +287,11 @@ PAPER = (
 
 def test_a_plan_tries_every_micro_batch():
     """Of a small model the fastest is large; of a large one only the whole step's fits, whose gradients are in FP8."""
-    small = read.parse(f"{MODEL} --num-layers 12 --hidden-size 1024 --global-batch-size 1024".split())
+    small = job_flags.parse(f"{MODEL} --num-layers 12 --hidden-size 1024 --global-batch-size 1024".split())
     found = plan.search(small, 8, "O3", hardware.load("h200"), None)
     fastest = max((c.best for c in found if c.best), key=lambda e: e.tokens_a_second)
     assert fastest.workload.micro_batch > 16
-    flags, h100 = read.parse(PAPER.split()), hardware.load("h100-80gb-sxm")
+    flags, h100 = job_flags.parse(PAPER.split()), hardware.load("h100-80gb-sxm")
     (layout,) = (c for c in plan.search(flags, 64, "O3", h100, None) if c.layout == plan.Layout(2, 4, 1))
     w = layout.best.workload
     assert (w.micro_batch, w.micro_batches, w.cells()["grad_accum"]) == (8, 1, "fp8")
@@ -328,15 +328,15 @@ def test_a_plan_tries_every_micro_batch():
     ],
 )
 def test_what_is_not_modelled_is_refused(given, said):
-    flags = read.parse([*MODEL.split(), *given.split()])
+    flags = job_flags.parse([*MODEL.split(), *given.split()])
     with pytest.raises(UserError, match=re.escape(f"{said}: not modelled; ")):
-        read.workload(flags, 8)
+        job_flags.workload(flags, 8)
 
 
 def test_a_value_at_its_default_is_not_refused():
     given = "--optimizer adam --cpu-offloading-num-layers 0 --mtp-num-layers 0 --attention-backend flash"
-    flags = read.parse(f"{MODEL} {given}".split())
-    assert read.workload(flags, 8) == read.workload(read.parse(MODEL.split()), 8)
+    flags = job_flags.parse(f"{MODEL} {given}".split())
+    assert job_flags.workload(flags, 8) == job_flags.workload(job_flags.parse(MODEL.split()), 8)
 
 
 @pytest.mark.parametrize(

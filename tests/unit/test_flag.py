@@ -11,7 +11,18 @@ from commands import MODEL, error_of
 import megatron_fp8.flags
 from megatron_fp8.flags import config, gradients, log
 from megatron_fp8.flags.emulate import EmulationPlan
-from megatron_fp8.flags.flag import SWITCH, Flag, Values, filled, listed, one_of, positive, refuse, whole, whole_number
+from megatron_fp8.flags.flag import (
+    SWITCH,
+    Flag,
+    Values,
+    filled,
+    listed,
+    one_of,
+    positive,
+    refuse,
+    whole,
+    whole_number,
+)
 from megatron_fp8.flags.sharpness import SharpnessPlan
 from megatron_fp8.flags.usage import one_line_usage_errors
 from megatron_fp8.flags.watch import WatchPlan

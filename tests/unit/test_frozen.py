@@ -9,7 +9,7 @@ from engine_parts import OneWeight
 from megatron_fp8.engine import as_found
 from megatron_fp8.engine.as_found import check_linears, layers_differ
 from megatron_fp8.engine.frozen import OwnedParameter, own, show_to_stock
-from megatron_fp8.engine.owned import UNSEEN
+from megatron_fp8.engine.owned_weight import UNSEEN
 from megatron_fp8.errors import UserError
 from megatron_fp8.layers.call import plan
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from engine_parts import OneWeight, one_set
 
-from megatron_fp8 import ops
+from megatron_fp8 import gemm
 from megatron_fp8.checkpoint import compact
 from megatron_fp8.engine.events import Events, Observer
 from megatron_fp8.engine.frozen_set import freeze
-from megatron_fp8.engine.owned import Scratch
+from megatron_fp8.engine.owned_weight import Scratch
 from megatron_fp8.layers.call import plan
 from megatron_fp8.layers.handover import maker_of, post
 from megatron_fp8.layers.products import product
@@ -66,13 +66,13 @@ def test_forward_and_dgrad_are_those_of_a_trained_one(how, bias, delayed, group,
         y.backward(dy)
         return [y, x.grad, scaling.amax, *([b.grad] if bias else [])], len(made), y.grad_fn
 
-    made, stock = [], ops.Product.__init__
+    made, stock = [], gemm.Product.__init__
 
     def counted(self, *args):
         made.append(1)
         stock(self, *args)
 
-    monkeypatch.setattr(ops.Product, "__init__", counted)
+    monkeypatch.setattr(gemm.Product, "__init__", counted)
     (trained, products, _), (frozen, none, _) = run(OneWeight), run(Frozen)
     assert (products, none) == (1, 0)
     assert all(torch.equal(a, b) for a, b in zip(trained, frozen, strict=True))

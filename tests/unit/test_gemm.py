@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_fp8.gemm import Epilogue, Product, gemm
+from megatron_fp8.gemm.interface import PARTS, Quantized, register, serving, use
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops import Epilogue, Product, gemm, reference
-from megatron_fp8.ops.gemm import PARTS, Quantized, register, serving, use
+from megatron_fp8.ops import reference
 
 FP32, BF16 = torch.float32, torch.bfloat16
 M, N, K = 32, 48, 80

@@ -8,8 +8,8 @@ import torch
 from gemm_libraries import Event
 from launch import ROOT
 
-from megatron_fp8.ops import cublaslt, gemm_search
-from megatron_fp8.ops.cutlass import CUTLASS
+from megatron_fp8.gemm import cublaslt, search
+from megatron_fp8.gemm.cutlass import CUTLASS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gemm as benchmark
@@ -50,7 +50,7 @@ def test_every_row_is_measured_and_right(lib, cutlass, timed, monkeypatch, tmp_p
     assert has == (forward | {"wgrad", "wgrad added"} if built else set())
     printed = capsys.readouterr().out
     assert printed.count("geometric means") == 2 and ("cutlass" in printed.split("geometric means")[1]) == built
-    assert bool(cutlass.calls) == built and not gemm_search._found
+    assert bool(cutlass.calls) == built and not search._found
 
 
 def test_without_a_search_cublaslt_is_beside_cutlass_and_auto_named(lib, cutlass, timed, monkeypatch, tmp_path, capsys):

@@ -7,11 +7,24 @@ import torch
 from gemm_libraries import BF16, K, M, N, close, exact, scaled
 from launch import forked
 
-from megatron_fp8.ops import Epilogue, cublaslt, gemm, gemm_found, gemm_race, gemm_search, gemm_trust, plans
-from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS, _describe
-from megatron_fp8.ops.cutlass_build import Unavailable
-from megatron_fp8.ops.gemm_found import Choice
+from megatron_fp8.gemm import (
+    Epilogue,
+    cublaslt,
+    cutlass_check,
+    gemm,
+    plans,
+    search,
+)
+from megatron_fp8.gemm import (
+    found as gemm_found,
+)
+from megatron_fp8.gemm import (
+    race as gemm_race,
+)
+from megatron_fp8.gemm.cublaslt import CUBLASLT
+from megatron_fp8.gemm.cutlass import CUTLASS, _describe
+from megatron_fp8.gemm.cutlass_build import Unavailable
+from megatron_fp8.gemm.found import Choice
 
 if not cublaslt.bound():
     pytest.skip(f"no cuBLASLt: {cublaslt.why_not()}", allow_module_level=True)
@@ -27,10 +40,10 @@ def found(name, ms=1.0, maker="cublaslt", version=None):
 
 def test_what_was_searched_is_used_if_it_runs_here(lib, timed):
     a, b, out = torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.empty(M, N)
-    gemm_search.read()
+    search.read()
     for works, expected in ((b"\3" * 64, b"\3" * 64), (b"\4" * 64, FIRST)):
         lib.works_with = works
-        gemm_search._found["32 x 48 x 80 BF16 x BF16 -> FP32"] = [found("03" * 64)]
+        search._found["32 x 48 x 80 BF16 x BF16 -> FP32"] = [found("03" * 64)]
         plans.renew()
         plans.product(a, b, out)
         assert lib.calls[-1][2] == expected
@@ -81,19 +94,19 @@ def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, 
 def test_the_fastest_of_both_is_found_and_runs_from_then_on(served, cutlass, timed, costs, among, fastest):
     timed.costs = costs
     a, b = scaled(M, K), scaled(N, K)
-    assert gemm_search.read(among) == 0
+    assert search.read(among) == 0
     first = gemm(a, b, fast_accum=True)
-    (line,) = gemm_search.tune()
+    (line,) = search.tune()
     assert line.startswith(f"GEMM {NAME}: {fastest[0]} ") and "the first choice" in line and "BF16" in line
     assert close(gemm(a, b, fast_accum=True), exact(a, b), 2**-8)
     (plan,) = plans.plans()
     assert (plan.maker, plan.name) == fastest
-    assert torch.equal(first, gemm(a, b, fast_accum=True)) and gemm_search.tune() == []
+    assert torch.equal(first, gemm(a, b, fast_accum=True)) and search.tune() == []
     best, *rest = gemm_found.load(gemm_found.path("GPU"))[NAME]
     assert {best.maker, *(one.maker for one in rest)} == {maker.name for maker in among}
-    gemm_search.forget()
+    search.forget()
     assert gemm(a, b, fast_accum=True) is not None and plans.plans()[0].name == FIRST.hex()
-    assert gemm_search.read(among) == 1 and gemm_search.tune() == []  # the file has it
+    assert search.read(among) == 1 and search.tune() == []  # the file has it
     gemm(a, b, fast_accum=True)
     assert (plans.plans()[0].maker, plans.plans()[0].name) == fastest
 
@@ -102,9 +115,9 @@ def test_a_search_that_cannot_be_kept_serves_all_the_same(served, cutlass, timed
     timed.costs = {FIRST: 1.0, SECOND: 0.5}
     monkeypatch.delenv("MEGATRON_FP8_CACHE")
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert gemm_search.read(BOTH) == 0
+    assert search.read(BOTH) == 0
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
-    _, line = gemm_search.tune()
+    _, line = search.tune()
     assert line == "the GEMM search is not kept for the next run: no home; set MEGATRON_FP8_CACHE"
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
     assert plans.plans()[0].name == SECOND.hex()
@@ -123,9 +136,9 @@ def test_what_gives_another_result_or_fails_is_left_out(served, cutlass, timed, 
         return real(self, plan)
 
     monkeypatch.setattr(gemm_race._Operands, "result_of", result_of)
-    gemm_search.read(BOTH)
+    search.read(BOTH)
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
-    gemm_search.tune()
+    search.tune()
     (choices,) = gemm_found.load(gemm_found.path("GPU")).values()
     assert choices[0].name == SECOND.hex() and not choices[1].name.endswith("8/1")
 
@@ -135,23 +148,23 @@ def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutl
     a, b = scaled(M, K), scaled(N, K)
     for version, expected in (("1" * 16, (0, 1)), ("2" * 16, (1, 1)), ("1" * 16, (1, 0))):
         monkeypatch.setattr(CUTLASS, "version", version)
-        known = gemm_search.read(BOTH)  # cuBLASLt's is known in any case
+        known = search.read(BOTH)  # cuBLASLt's is known in any case
         gemm(a, b, fast_accum=True)
-        assert (known, len(gemm_search.tune())) == expected
+        assert (known, len(search.tune())) == expected
     versions = [one.version for one in gemm_found.load(gemm_found.path("GPU"))[NAME] if one.maker == "cutlass"]
     assert sorted(versions) == ["1" * 16, "2" * 16]
 
 
 def test_the_summary_names_what_is_no_faster_than_bf16(served, cutlass, timed):
-    assert gemm_search.summary() == "FP8 GEMMs: none was searched"
+    assert search.summary() == "FP8 GEMMs: none was searched"
     timed.costs = {FIRST: 1.0, SECOND: 1.0, "BF16": 0.5, ((128, 256), 8, 0): 0.25, ((128, 128), 8, 0): 0.25}
-    gemm_search.read(BOTH)
+    search.read(BOTH)
     a, b = scaled(M, K), scaled(N, K)
     gemm(a, b, fast_accum=True)
     gemm(a, b, Epilogue(dtype=torch.float16))  # which CUTLASS has not
     plans.product(torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.zeros(M, N))
-    assert len(gemm_search.tune()) == 3
-    line = gemm_search.summary()
+    assert len(search.tune()) == 3
+    line = search.summary()
     assert line.startswith("FP8 GEMMs: 2 shapes (1 by cublaslt, 1 by cutlass), geometric means: ")
     assert " x the first choice, 1.00 x BF16; no faster than BF16: 32 x 48 x 80 E4M3 x E4M3 -> FP16 (0.5" in line
     assert line.endswith("0.0 MB of operands less)") and line.count("E4M3 x") == 1
@@ -159,19 +172,19 @@ def test_the_summary_names_what_is_no_faster_than_bf16(served, cutlass, timed):
 
 def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
     asked = []
-    monkeypatch.setattr(gemm_search, "read", lambda among: asked.append([one.name for one in among]) or 5)
+    monkeypatch.setattr(search, "read", lambda among: asked.append([one.name for one in among]) or 5)
     monkeypatch.setattr(CUTLASS, "prepare", lambda build: None if not build else pytest.fail("built"))
-    monkeypatch.setattr(gemm_search, "_among", BOTH)
+    monkeypatch.setattr(search, "_among", BOTH)
     for backend in ("auto", "cublaslt", "cutlass"):
-        assert gemm_search.read_for(backend) == (5, [])
+        assert search.read_for(backend) == (5, [])
     assert asked == [["cublaslt", "cutlass"], ["cublaslt"], ["cutlass"]]
 
     def prepare(build):
         raise Unavailable("they are not built; build them once by: megatron-fp8 build")
 
     monkeypatch.setattr(CUTLASS, "prepare", prepare)
-    monkeypatch.setattr(gemm_search, "_among", (CUBLASLT,))
-    _, (line,) = gemm_search.read_for("auto")
+    monkeypatch.setattr(search, "_among", (CUBLASLT,))
+    _, (line,) = search.read_for("auto")
     assert asked[-1] == ["cublaslt"] and line.startswith("--fp8-gemm-search: cuBLASLt alone: they are not built; build")
 
 
@@ -181,10 +194,10 @@ def test_the_first_choice_is_what_runs_without_a_search(served, cutlass, timed):
     timed.costs = {FIRST: 2.0, SECOND: 2.0, ours: 1.0}
     a, b = scaled(M, K), scaled(N, K)
     plans.serve(lambda problem: CUTLASS)
-    gemm_search.read(BOTH)
+    search.read(BOTH)
     gemm(a, b, fast_accum=True)
     (usual,) = plans.plans()
-    gemm_search.tune()
+    search.tune()
     (choices,) = gemm_found.load(gemm_found.path("GPU")).values()
     assert {choice.first_ms for choice in choices} == {choices[0].ms} and choices[0].name == usual.name
     assert [choice.maker for choice in choices] == ["cutlass", "cublaslt"]
@@ -194,7 +207,7 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
     cutlass.KERNELS = ((1, 0, 2, 256, (128, 256)),)
     monkeypatch.setattr(CUTLASS, "kernels", (_describe(cutlass, 0),))
     state = torch.get_rng_state()
-    assert gemm_trust.fault(M, N, K) == "" and torch.equal(state, torch.get_rng_state())
+    assert cutlass_check.fault(M, N, K) == "" and torch.equal(state, torch.get_rng_state())
     right = cutlass.mfp8_gemm
 
     def half_of_it(index, args):
@@ -202,13 +215,13 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
         return right(index, args)
 
     cutlass.mfp8_gemm = half_of_it  # the rest is not written
-    assert gemm_trust.fault(M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
+    assert cutlass_check.fault(M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
     with monkeypatch.context() as without:
         without.setattr(CUTLASS, "kernels", ())
-        assert gemm_trust.fault(M, N, K).startswith(f"its library has no kernel for {M} x {N} x {K} E5M2 x E4M3")
+        assert cutlass_check.fault(M, N, K).startswith(f"its library has no kernel for {M} x {N} x {K} E5M2 x E4M3")
     cutlass.mfp8_gemm, cutlass.status = right, 3
     with pytest.raises(RuntimeError, match="the launch failed"):  # which why_not tells all ranks
-        gemm_trust.fault(M, N, K)
+        cutlass_check.fault(M, N, K)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +234,10 @@ def test_why_cutlass_does_not_serve(lib, monkeypatch, fails, said):
             raise fails
 
     monkeypatch.setattr(CUTLASS, "prepare", prepare)
-    assert gemm_trust.why_not() == said
+    assert cutlass_check.why_not() == said
     monkeypatch.setattr(cublaslt, "bound", lambda: False)
     monkeypatch.setattr(cublaslt, "why_not", lambda: "no library")
-    assert fails or gemm_trust.why_not().endswith("is not bound: no library")
+    assert fails or cutlass_check.why_not().endswith("is not bound: no library")
 
 
 def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkeypatch):
@@ -238,29 +251,29 @@ def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkey
 
     monkeypatch.setattr(gemm_race, "race", race)
     a, b, out = torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.zeros(M, N)
-    assert gemm_search.read() == 0
+    assert search.read() == 0
     for add in (False, True):
         plans.product(a, b, out, add=add)
-    lines = gemm_search.tune()
+    lines = search.tune()
     name = "32 x 48 x 80 BF16 x BF16 -> FP32"
     assert asked == [name, f"{name}, added"] and "first choice stays" in lines[1]
     plans.product(a, b, out)
     assert lib.calls[-1][2] == SECOND
-    assert gemm_search.read() == 1
-    gemm_search.tune()
+    assert search.read() == 1
+    search.tune()
     assert asked == [name, f"{name}, added"]  # the one is in the file, the other was not met again
-    gemm_search.forget()
+    search.forget()
     plans.product(a, b, out)
     assert lib.calls[-1][2] == FIRST
 
 
 RANKS = """
 import torch, torch.distributed as dist
-from megatron_fp8.ops import gemm_race, gemm_search, gemm_trust, plans
-from megatron_fp8.ops.cublaslt import CUBLASLT
-from megatron_fp8.ops.cutlass import CUTLASS
-from megatron_fp8.ops.gemm_found import Choice
-from megatron_fp8.ops.plans import Problem
+from megatron_fp8.gemm import cutlass_check, plans, race as gemm_race, search as gemm_search
+from megatron_fp8.gemm.cublaslt import CUBLASLT
+from megatron_fp8.gemm.cutlass import CUTLASS
+from megatron_fp8.gemm.found import Choice
+from megatron_fp8.gemm.plans import Problem
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.cuda.get_device_name = lambda: f"GPU {rank}"
@@ -287,15 +300,15 @@ assert gemm_search._among == (CUBLASLT, CUTLASS)
 CUTLASS.version = f"rank {rank}'s"
 gemm_search.read((CUBLASLT, CUTLASS))
 assert gemm_search._among == (CUBLASLT,)
-CUTLASS.prepare, gemm_trust.cublaslt.bound, gemm_trust.fault = lambda build: None, lambda: True, lambda: ""
-assert gemm_trust.why_not() == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
+CUTLASS.prepare, cutlass_check.cublaslt.bound, cutlass_check.fault = lambda build: None, lambda: True, lambda: ""
+assert cutlass_check.why_not() == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
 CUTLASS.version = "a library"
-assert gemm_trust.why_not() == ""
+assert cutlass_check.why_not() == ""
 def prepare(build):
     if rank == 1:
         raise PermissionError(13, "Permission denied")
 CUTLASS.prepare = prepare  # and nobody waits for it
-assert gemm_trust.why_not() == "rank 1: [Errno 13] Permission denied"
+assert cutlass_check.why_not() == "rank 1: [Errno 13] Permission denied"
 dist.destroy_process_group()
 """
 

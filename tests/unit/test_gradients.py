@@ -9,8 +9,8 @@ from engine_parts import Known
 
 from megatron_fp8.comm.reduce import BlockShards
 from megatron_fp8.comm.wire import Flight
-from megatron_fp8.engine.gradients import GradSink, grad_store
-from megatron_fp8.engine.weights import cut
+from megatron_fp8.engine.bucket import cut
+from megatron_fp8.engine.grad_store import GradSink, grad_store
 from megatron_fp8.numerics.blocks import PackedBlocks
 from megatron_fp8.ops.reference import sum_blocks
 

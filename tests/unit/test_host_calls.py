@@ -14,7 +14,8 @@ import torch
 from engine_parts import Known, OneWeight
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_fp8.engine.gradients import DenseStore
+from megatron_fp8.engine.grad_store import DenseStore
+from megatron_fp8.gemm import cublaslt
 from megatron_fp8.layers.call import plan
 from megatron_fp8.layers.handover import hand_over, maker_of
 from megatron_fp8.layers.mlp import ActivationCast
@@ -22,7 +23,6 @@ from megatron_fp8.layers.norm import NormCast, NormKind
 from megatron_fp8.layers.products import product
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
-from megatron_fp8.ops import cublaslt
 from megatron_fp8.ops.adam import AdamHyper
 
 triton = pytest.importorskip("triton")

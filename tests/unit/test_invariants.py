@@ -8,8 +8,8 @@ from commands import error_of
 
 from megatron_fp8.cli import main
 from megatron_fp8.errors import UserError
-from megatron_fp8.lab.trial import invariants, probe
-from megatron_fp8.lab.trial.invariants import CHECKS, Finding, Skipped, Trials, differences
+from megatron_fp8.tools.lab.trial import invariants, probe
+from megatron_fp8.tools.lab.trial.invariants import CHECKS, Finding, Skipped, Trials, differences
 
 SCRIPT = "pretrain_gpt_fp8.py"
 

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from compiled import copy, fill
-from megatron_fp8.rehearsal.kernels import Kernels
+from megatron_fp8.tools.rehearsal.kernels import Kernels
 
 def build(kernel):
     source = ASTSource(kernel, {{"to": "*fp32", "n": "i32"}})

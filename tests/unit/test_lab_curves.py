@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_fp8.lab.report import curves
-from megatron_fp8.lab.report.curves import ABOVE_BEST, ABOVE_INITIAL, NOT_FINITE, RULE, divergence
-from megatron_fp8.lab.report.early_warning import Signal, alarms, auroc, held_out, rise, threshold
+from megatron_fp8.tools.lab.report import curves
+from megatron_fp8.tools.lab.report.curves import ABOVE_BEST, ABOVE_INITIAL, NOT_FINITE, RULE, divergence
+from megatron_fp8.tools.lab.report.early_warning import Signal, alarms, auroc, held_out, rise, threshold
 
 NAN = math.nan
 

@@ -11,10 +11,10 @@ import pytest
 from lab_runs import small_plan
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.lab.report import main, plots
-from megatron_fp8.lab.report.pieces import Picture
-from megatron_fp8.lab.sweep.rows import DONE, NOT_FINITE
-from megatron_fp8.lab.sweep.store import Store
+from megatron_fp8.tools.lab.report import main, plots
+from megatron_fp8.tools.lab.report.document import Picture
+from megatron_fp8.tools.lab.sweep.rows import DONE, NOT_FINITE
+from megatron_fp8.tools.lab.sweep.store import Store
 
 STEPS = 40
 

@@ -6,7 +6,7 @@ import pytest
 from lab_runs import PLAN
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.lab.sweep.plan_file import MOST_RUNS, SweepPlan, flag_value, read_plan
+from megatron_fp8.tools.lab.sweep.plan_file import MOST_RUNS, SweepPlan, flag_value, read_plan
 
 
 def plan_of(tmp_path, text):

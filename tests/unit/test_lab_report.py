@@ -15,16 +15,16 @@ import scipy.stats
 from lab_runs import reports
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.lab.report import onset_section, pieces, plots, sections, statistics
-from megatron_fp8.lab.report.curves import smooth
-from megatron_fp8.lab.report.main import _milliseconds, markdown
-from megatron_fp8.lab.report.main import html as as_html
-from megatron_fp8.lab.report.pieces import Log, Picture, Section, Table
-from megatron_fp8.lab.report.results import Cell, Results
-from megatron_fp8.lab.sweep.plan_file import UNNAMED, SweepPlan
-from megatron_fp8.lab.sweep.rows import DONE, FAILED, NOT_FINITE
-from megatron_fp8.lab.sweep.store import Store
-from megatron_fp8.palette import COLOURS
+from megatron_fp8.tools.lab.report import document, onset_section, plots, sections, statistics
+from megatron_fp8.tools.lab.report.curves import smooth
+from megatron_fp8.tools.lab.report.document import Log, Picture, Section, Table
+from megatron_fp8.tools.lab.report.main import _milliseconds, markdown
+from megatron_fp8.tools.lab.report.main import html as as_html
+from megatron_fp8.tools.lab.report.results import Cell, Results
+from megatron_fp8.tools.lab.sweep.plan_file import UNNAMED, SweepPlan
+from megatron_fp8.tools.lab.sweep.rows import DONE, FAILED, NOT_FINITE
+from megatron_fp8.tools.lab.sweep.store import Store
+from megatron_fp8.tools.palette import COLOURS
 
 STEPS = 120
 GAP = 0.03
@@ -209,7 +209,7 @@ def test_gaps_are_those_of_the_pairs(report, tmp_path):
     row = table(report, "Wilcoxon p")[1]
     test = statistics.paired(np.array(gaps))
     assert row["gap"] == f"{np.mean(gaps):+.4f}" and abs(np.mean(gaps) - GAP) < 0.005 and row["pairs"] == "8"
-    assert row["t p"] == pieces.p_value(test.t) and row["sign p"] == "0.0078" == row["Wilcoxon p"]
+    assert row["t p"] == document.p_value(test.t) and row["sign p"] == "0.0078" == row["Wilcoxon p"]
     assert row["detectable gap"] == f"{statistics.detectable_gap(test.deviation, 8):.4f}"
     loss = float(table(report, "Wilcoxon p")[0]["mean"])
     share = float(row["detectable share"].removesuffix(" %")) / 100
@@ -555,17 +555,17 @@ def test_text_is_escaped_in_both_forms():
 
 def test_numbers_as_text():
     nan = math.nan
-    assert [pieces.number(x) for x in (1.23456, nan)] == ["1.2346", "-"]
-    assert [pieces.percent(x) for x in (0.125, 0.0, nan)] == ["12 %", "0 %", "-"]
-    assert [pieces.p_value(x) for x in (0.04064, 1e-5, 0.0, 1.0, nan)] == [
+    assert [document.number(x) for x in (1.23456, nan)] == ["1.2346", "-"]
+    assert [document.percent(x) for x in (0.125, 0.0, nan)] == ["12 %", "0 %", "-"]
+    assert [document.p_value(x) for x in (0.04064, 1e-5, 0.0, 1.0, nan)] == [
         "0.0406",
         "< 0.0001",
         "< 0.0001",
         "1.0000",
         "-",
     ]
-    assert pieces.between((0.1, 0.25), ".1f") == "0.1 .. 0.2" and pieces.between((nan, 1.0)) == "-"
-    assert pieces.percents((0.004, 0.996)) == "0 .. 100 %"
+    assert document.between((0.1, 0.25), ".1f") == "0.1 .. 0.2" and document.between((nan, 1.0)) == "-"
+    assert document.percents((0.004, 0.996)) == "0 .. 100 %"
 
 
 # Pictures, as matplotlib has them.

@@ -7,7 +7,7 @@ import pytest
 from lab_runs import LOGS
 
 from megatron_fp8 import processes
-from megatron_fp8.lab.sweep.runner import Training
+from megatron_fp8.tools.lab.sweep.runner import Training
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from megatron_fp8.lab.report import statistics
+from megatron_fp8.tools.lab.report import statistics
 
 NAN = math.nan
 

@@ -16,8 +16,8 @@ import pytest
 from lab_runs import ROOT
 from lab_runs import small_plan as plan
 
-from megatron_fp8.lab.sweep.rows import DONE, FAILED, NOT_FINITE, RUNNING, STATES, WAITING
-from megatron_fp8.lab.sweep.store import LOST, Store, TakenAway
+from megatron_fp8.tools.lab.sweep.rows import DONE, FAILED, NOT_FINITE, RUNNING, STATES, WAITING
+from megatron_fp8.tools.lab.sweep.store import LOST, Store, TakenAway
 
 DEAD = "1:100.00"  # process 1 is not as old as that
 
@@ -88,8 +88,8 @@ def test_a_run_that_was_interrupted_starts_over(store):
 CLAIMS = """
 import sys, time
 from lab_runs import small_plan as plan
-from megatron_fp8.lab.sweep.rows import DONE
-from megatron_fp8.lab.sweep.store import Store
+from megatron_fp8.tools.lab.sweep.rows import DONE
+from megatron_fp8.tools.lab.sweep.store import Store
 store = Store(sys.argv[1])
 store.add(plan(seeds=tuple(range(1, 21))))
 print("ready", flush=True)
@@ -177,7 +177,7 @@ def test_the_run_of_a_living_worker_is_not(store, path):
 WRITES = """
 import itertools, sys
 from lab_runs import small_plan as plan
-from megatron_fp8.lab.sweep.store import Store
+from megatron_fp8.tools.lab.sweep.store import Store
 store = Store(sys.argv[1])
 store.add(plan())
 run = store.claim("")

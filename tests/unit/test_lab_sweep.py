@@ -13,11 +13,11 @@ import pytest
 from lab_runs import PLAN, done, lab, reports, wait_for, write
 
 from megatron_fp8 import processes
-from megatron_fp8.lab.sweep import main as sweep
-from megatron_fp8.lab.sweep.left_behind import MARK
-from megatron_fp8.lab.sweep.plan_file import read_plan
-from megatron_fp8.lab.sweep.rows import DONE, FAILED, NOT_FINITE, WAITING
-from megatron_fp8.lab.sweep.store import Store
+from megatron_fp8.tools.lab.sweep import main as sweep
+from megatron_fp8.tools.lab.sweep.orphans import MARK
+from megatron_fp8.tools.lab.sweep.plan_file import read_plan
+from megatron_fp8.tools.lab.sweep.rows import DONE, FAILED, NOT_FINITE, WAITING
+from megatron_fp8.tools.lab.sweep.store import Store
 
 
 def states(folder):
@@ -231,7 +231,7 @@ def test_two_sweeps_share_a_store(tmp_path):
 
 def test_how_much_is_left_is_said(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("megatron_fp8.lab.sweep.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron_fp8.tools.lab.sweep.progress.time.monotonic", lambda: now[0])
     with sweep.Progress(1000) as progress:
         progress.update(400, "a")  # of an earlier session
         now[0] = 60.0

@@ -17,16 +17,16 @@ from lab_runs import PLAN, done, gone, lab, wait_for, write
 
 from megatron_fp8.checkpoint.files import write_whole
 from megatron_fp8.errors import UserError
-from megatron_fp8.lab import files
-from megatron_fp8.lab.report import main as report
-from megatron_fp8.lab.report.pieces import Picture, Section
-from megatron_fp8.lab.sweep.left_behind import MARK, end_left_behind, mark
-from megatron_fp8.lab.sweep.plan_file import read_plan
-from megatron_fp8.lab.sweep.rows import DONE, WAITING
-from megatron_fp8.lab.sweep.store import LOST, Store
-from megatron_fp8.lab.trial import bisect
-from megatron_fp8.lab.trial.run import loaded
 from megatron_fp8.processes import identity
+from megatron_fp8.tools.lab import files
+from megatron_fp8.tools.lab.report import main as report
+from megatron_fp8.tools.lab.report.document import Picture, Section
+from megatron_fp8.tools.lab.sweep.orphans import MARK, end_left_behind, mark
+from megatron_fp8.tools.lab.sweep.plan_file import read_plan
+from megatron_fp8.tools.lab.sweep.rows import DONE, WAITING
+from megatron_fp8.tools.lab.sweep.store import LOST, Store
+from megatron_fp8.tools.lab.trial import bisect
+from megatron_fp8.tools.lab.trial.run import loaded
 
 SWEEP = ("sweep", "plan.yaml", "--store", "sweep.sqlite", "--jobs", "1")
 DEAD = "1:100.00"

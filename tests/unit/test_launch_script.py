@@ -12,8 +12,8 @@ from launch import ROOT
 from slurm_jobs import checkpoint
 
 from megatron_fp8.cli import main
-from megatron_fp8.launch import main as launch_main
-from megatron_fp8.launch.script import seconds, steps_of
+from megatron_fp8.tools.launch import main as launch_main
+from megatron_fp8.tools.launch.script import seconds, steps_of
 
 
 @pytest.fixture

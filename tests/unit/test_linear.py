@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp8 import ops
 from megatron_fp8.comm import tensor
-from megatron_fp8.engine.owned import GRAD, in_forward_order
+from megatron_fp8.engine.owned_weight import GRAD, in_forward_order
 from megatron_fp8.layers.call import plan
 from megatron_fp8.layers.products import product
 from megatron_fp8.numerics.formats import E4M3, E5M2

@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fp8.numerics import BLOCK, E4M3
-from megatron_fp8.numerics.master import (
-    Block16,
-    join_bf16,
-    join_e4m3,
-    quantize_block16,
-    split_bf16,
-    split_e4m3,
-)
+from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.ops.reference import quantize_blocks
 
 UP, DOWN = torch.tensor(INF), torch.tensor(-INF)

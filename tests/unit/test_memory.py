@@ -11,17 +11,17 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from megatron_fp8 import ops
-from megatron_fp8.engine import states
+from megatron_fp8.engine import bucket_states
+from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.events import Events
-from megatron_fp8.engine.gradients import grad_store
-from megatron_fp8.engine.owned import OwnedWeight, Scratch
+from megatron_fp8.engine.grad_store import grad_store
+from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
 from megatron_fp8.engine.partition import place
-from megatron_fp8.engine.weights import Bucket
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.perf import memory, read
-from megatron_fp8.perf.memory import BYTES, MODELS, STATES, Job, engine_buckets, engine_bytes, ranks_bytes
+from megatron_fp8.tools.perf import job_flags, memory
+from megatron_fp8.tools.perf.memory import BYTES, MODELS, STATES, Job, engine_buckets, engine_bytes, ranks_bytes
 
 BLOCKS = 1 / 128
 
@@ -119,8 +119,8 @@ def test_gates_have_the_weights_that_megatron_gives_them(gates, count):
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
         "--vocab-size 128 --position-embedding-type rope --untie-embeddings-and-output-weights --bf16"
     )
-    args = read.parse(f"{flags} {gates}".split()).args
-    assert sum(memory.parameters(read.job(args, 1))) == count
+    args = job_flags.parse(f"{flags} {gates}".split()).args
+    assert sum(memory.parameters(job_flags.job(args, 1))) == count
 
 
 def test_the_backward_pass_begins_with_the_last_linear_of_a_layer():
@@ -156,7 +156,8 @@ def test_vocabulary_is_padded_as_megatron_pads_it():
 @pytest.mark.parametrize("value", ["fp32", "bf16", "fp16", "fp8", "remainder"])
 def test_states_cost_what_the_table_says(value):
     n = 128 * 40
-    assert sum(t.nbytes for t in states.tensors(states.zeros(value, n, "cpu")).values()) == n * BYTES[value]
+    made = bucket_states.tensors(bucket_states.zeros(value, n, "cpu"))
+    assert sum(t.nbytes for t in made.values()) == n * BYTES[value]
 
 
 @pytest.mark.parametrize("value", ["fp32", "bf16", "fp8"])

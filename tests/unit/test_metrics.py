@@ -63,10 +63,10 @@ def test_a_file_that_cannot_be_made_is_one_line(file, monkeypatch):
 
 @pytest.fixture
 def megatron(file, monkeypatch):
-    """Stand-ins for what monitor/logged.py is put around, which do what Megatron's do with what they are given."""
+    """Stand-ins for what monitor/training_log.py is put around, which do as Megatron's do."""
     if cpu.needed():
         cpu.install()
-    from megatron_fp8.monitor import logged
+    from megatron_fp8.monitor import training_log as logged
 
     args = SimpleNamespace(log_interval=1, multiple_validation_sets=False, validation_set_names=None)
     timer = SimpleNamespace(seconds=0.0)

@@ -10,14 +10,15 @@ from engine_parts import Known, one_set
 from test_statistics import direct_counts
 
 from megatron_fp8.comm.shared import SharedScale
+from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.events import Events
-from megatron_fp8.engine.owned import GRAD, INPUT, OwnedWeight, Scratch
-from megatron_fp8.engine.weights import Bucket
+from megatron_fp8.engine.owned_weight import GRAD, INPUT, OwnedWeight, Scratch
 from megatron_fp8.flags.emulate import linear_name
 from megatron_fp8.metrics import VARIABLE, Reader
-from megatron_fp8.monitor import collect, update_norm, write
+from megatron_fp8.monitor import collect, update_norm
+from megatron_fp8.monitor import writers as write
 from megatron_fp8.monitor.collect import Monitor
-from megatron_fp8.monitor.write import CASTS, Tally, decibels, layer_name, summary, together
+from megatron_fp8.monitor.writers import CASTS, Tally, decibels, layer_name, summary, together
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.blocks import BLOCK, block_scales
 from megatron_fp8.numerics.formats import E4M3, E5M2, decode

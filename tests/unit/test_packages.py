@@ -14,9 +14,9 @@ from launch import ROOT
 from megatron_fp8 import packages
 from megatron_fp8.flags.optional import NEEDS, check_packages
 from megatron_fp8.flags.stock_errors import stock_mistake
-from megatron_fp8.lab.report import plots
 from megatron_fp8.packages import PACKAGES, how_to_install, installed
-from megatron_fp8.perf.text import check_figure
+from megatron_fp8.tools.lab.report import plots
+from megatron_fp8.tools.perf.output import check_figure
 
 
 def named(requirement: str) -> tuple[str, str]:

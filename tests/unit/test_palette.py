@@ -3,7 +3,7 @@
 import itertools
 
 from megatron_fp8.flags.level import LEVELS
-from megatron_fp8.palette import COLOURS, level_in, looks
+from megatron_fp8.tools.palette import COLOURS, level_in, looks
 
 
 def test_a_level_has_one_colour_whatever_stands_beside_it():

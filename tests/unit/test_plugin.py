@@ -162,8 +162,8 @@ def test_the_backend_of_a_run_goes_with_the_run(run):
     from commands import MODEL
 
     run(
-        "from megatron_fp8.ops import cublaslt, cutlass, cutlass_build, plans\n"
-        "from megatron_fp8.ops.gemm import serving\n"
+        "from megatron_fp8.gemm import cublaslt, cutlass, cutlass_build, plans\n"
+        "from megatron_fp8.gemm.interface import serving\n"
         "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
         "def read(*flags):\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
@@ -203,15 +203,15 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
     from commands import MODEL
 
     run(
-        "from megatron_fp8.engine.gemms import RunGemms\n"
-        "from megatron_fp8.ops import cublaslt, cutlass, gemm_trust, plans\n"
-        "from megatron_fp8.ops.gemm import serving\n"
+        "from megatron_fp8.engine.gemm_choice import RunGemms\n"
+        "from megatron_fp8.gemm import cublaslt, cutlass, cutlass_check, plans\n"
+        "from megatron_fp8.gemm.interface import serving\n"
         "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
         "plugin.cpu.needed = lambda: False; cublaslt.bound = lambda: True\n"
         "cutlass.CUTLASS.prepare = lambda build=True: None\n"
         "cutlass.CUTLASS.version = '01-nvcc13-cutlass4'; what = 'CUTLASS for large ones of the backward pass'\n"
         "def settled(reason, *flags):\n"
-        "    gemm_trust.why_not = lambda: reason\n"
+        "    cutlass_check.why_not = lambda: reason\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
         "    config = plugin.config_from_args(arguments.parse_args()); lines.clear()\n"
         "    gemms = RunGemms(config, 'cuda', lines.extend, plugin._of_run); gemms.settle()\n"

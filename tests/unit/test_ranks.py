@@ -51,7 +51,7 @@ def test_a_rank_is_a_fresh_script_of_a_warm_process(run, tmp_path):
 
 def test_a_warm_process_is_warmed_up_once_more(run):
     """As it says of itself; the words of Megatron's help were read by what had taken their reader's place."""
-    (line,) = run("from megatron_fp8.rehearsal import ranks\nranks.warm_up()\nsay('still warm')\n", count=1)[-1:]
+    (line,) = run("from megatron_fp8.tools.rehearsal import ranks\nranks.warm_up()\nsay('still warm')\n", count=1)[-1:]
     assert line == "still warm"
 
 

@@ -221,9 +221,9 @@ def agree_over_tensor_parallelism(rank, record):
 
 def reduce_a_padded_bucket(rank, ranks, record):
     """Three steps of a bucket in which all ranks but the first own padding; in the second a gradient is NaN."""
+    from megatron_fp8.engine.bucket import Bucket
     from megatron_fp8.engine.events import Events
-    from megatron_fp8.engine.owned import OwnedWeight, Scratch
-    from megatron_fp8.engine.weights import Bucket
+    from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
 
     group = dist.group.WORLD
     for storage in ("fp32", "bf16", "fp8"):

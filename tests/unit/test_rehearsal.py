@@ -19,9 +19,9 @@ from megatron_runs import script_path
 
 from megatron_fp8.flags.command import Launch, flags_of, job_of, take_apart
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.rehearsal import full, main, one_rank, page, shrink
-from megatron_fp8.rehearsal import job as examined
-from megatron_fp8.rehearsal.job import examine
+from megatron_fp8.tools.rehearsal import full, main, one_rank, page, shrink
+from megatron_fp8.tools.rehearsal import job as examined
+from megatron_fp8.tools.rehearsal.job import examine
 
 SCRIPT = "pretrain_gpt_fp8.py"
 
@@ -123,7 +123,7 @@ while True:
 INTERRUPTED = """
 import argparse, os, sys, tempfile
 from pathlib import Path
-from megatron_fp8.rehearsal import main
+from megatron_fp8.tools.rehearsal import main
 
 def start(words):
     with tempfile.TemporaryDirectory(dir=".") as folder:

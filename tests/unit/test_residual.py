@@ -8,8 +8,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_fp8 import ops
-from megatron_fp8.engine.owned import owned_weights
+from megatron_fp8 import gemm, ops
+from megatron_fp8.engine.owned_weight import owned_weights
 from megatron_fp8.layers.residual import Fork
 
 FP8 = ["--fp8-gemm", "fp8"]
@@ -61,13 +61,13 @@ def added(monkeypatch) -> list[bool]:
 @pytest.fixture
 def summed(monkeypatch) -> list[bool]:
     """Of each FP8 GEMM, whether it added a residual."""
-    calls, gemm = [], ops.gemm
+    calls, multiply = [], gemm.gemm
 
     def counting(a, b, epilogue, **options):
         calls.append(epilogue.residual is not None)
-        return gemm(a, b, epilogue, **options)
+        return multiply(a, b, epilogue, **options)
 
-    monkeypatch.setattr(ops, "gemm", counting)
+    monkeypatch.setattr(gemm, "gemm", counting)
     return calls
 
 

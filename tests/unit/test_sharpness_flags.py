@@ -8,10 +8,10 @@ from commands import MODEL, O1, error_of
 
 from megatron_fp8.flags.config import adapt_stock_args, config_from_args
 from megatron_fp8.flags.sharpness import SharpnessPlan, sharpness_from_args
-from megatron_fp8.lab.trial import checkpoint_sharpness
 from megatron_fp8.monitor import sharpness as monitor
-from megatron_fp8.monitor import write
+from megatron_fp8.monitor import writers
 from megatron_fp8.monitor.logit_sharpness import Sharpness
+from megatron_fp8.tools.lab.trial import checkpoint_sharpness
 
 ROW = {"count": 512, "not_finite": 3, "mean": 0.1623, "min": 0.1, "q05": 0.11, "median": 0.15, "q95": 0.2, "q99": 0.3}
 SUMMARY = {name: {**ROW, "max": float(i)} for i, name in enumerate(Sharpness._fields)}
@@ -73,8 +73,8 @@ def test_the_log_gets_a_line_and_the_writers_the_scalars(capsys, monkeypatch):
         def log(self, values, step):
             written.update({("wandb", name, step): value for name, value in values.items()})
 
-    monkeypatch.setattr(write, "get_tensorboard_writer", Writer)
-    monkeypatch.setattr(write, "get_wandb_writer", Writer)
+    monkeypatch.setattr(writers, "get_tensorboard_writer", Writer)
+    monkeypatch.setattr(writers, "get_wandb_writer", Writer)
     monitor.log(SUMMARY, 40)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "[fp8] iteration 40: sharpness 0.1623 %; centred 0.1623 %; log Z 0.1623; not finite 3"
@@ -88,8 +88,8 @@ def test_the_log_gets_a_line_and_the_writers_the_scalars(capsys, monkeypatch):
 
 
 def test_a_step_of_which_nothing_is_known(capsys, monkeypatch):
-    monkeypatch.setattr(write, "get_tensorboard_writer", lambda: None)
-    monkeypatch.setattr(write, "get_wandb_writer", lambda: None)
+    monkeypatch.setattr(writers, "get_tensorboard_writer", lambda: None)
+    monkeypatch.setattr(writers, "get_wandb_writer", lambda: None)
     lost = {**ROW, "count": 0, "mean": float("nan")}
     monitor.log({name: {**lost, "max": float("nan")} for name in Sharpness._fields}, 6)
     monitor.log({name: {**lost, "not_finite": 0} for name in Sharpness._fields}, 7)

@@ -11,7 +11,7 @@ import pytest
 from launch import ROOT
 from slurm_jobs import SEAL, before_the_task, checkpoint, task
 
-from megatron_fp8.launch.script import last_saved
+from megatron_fp8.tools.launch.script import last_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMANDS = [

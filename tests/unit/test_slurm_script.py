@@ -14,7 +14,7 @@ import pytest
 from launch import ROOT
 from slurm_jobs import before_the_task, checkpoint, requeues, task
 
-from megatron_fp8.launch.script import write_script
+from megatron_fp8.tools.launch.script import write_script
 
 SCRIPTS = sorted((ROOT / "scripts/slurm").iterdir())
 

@@ -12,7 +12,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 from megatron_fp8.comm.wire import sent_bytes
 from megatron_fp8.engine import step_graph
 from megatron_fp8.engine.events import Events, Observer
-from megatron_fp8.engine.gather import ChunkGather
+from megatron_fp8.engine.gatherer import ChunkGather
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import DelayedScaling
 

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.palette import COLOURS
-from megatron_fp8.perf import hardware, measure, paper, table
-from megatron_fp8.perf.memory import MODELS
-from megatron_fp8.perf.text import MIB, alike, merged, render
+from megatron_fp8.tools.palette import COLOURS
+from megatron_fp8.tools.perf import hardware, paper, table, table_run
+from megatron_fp8.tools.perf.memory import MODELS
+from megatron_fp8.tools.perf.output import MIB, alike, merged, render
 
 H100 = hardware.load("h100-80gb-sxm")
 
@@ -26,7 +26,7 @@ def parsed(*argv: str) -> argparse.Namespace:
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch):
-    monkeypatch.setattr(measure, "RESULTS", measure.ROOT / "benchmarks/results/no_such.csv")
+    monkeypatch.setattr(table_run, "RESULTS", table_run.ROOT / "benchmarks/results/no_such.csv")
 
 
 def printed(capsys, *argv: str) -> str:
@@ -97,7 +97,7 @@ def test_three_tables_in_three_forms(capsys):
     assert len(rows) == 9 and rows[0]["most GB"] == "69.63"
 
 
-MEASURED = measure.ROOT / "benchmarks/results/table5.csv"
+MEASURED = table_run.ROOT / "benchmarks/results/table5.csv"
 
 
 def widest(text: str) -> int:
@@ -143,7 +143,7 @@ def test_what_was_measured_is_a_csv_of_its_own(capsys):
 def test_the_figure_of_table_5_names_each_case_once_and_has_what_was_measured(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "table5.svg"
-    printed(capsys, "5", "--results", str(measure.ROOT / "benchmarks/results/table5.csv"), "--figure", str(file))
+    printed(capsys, "5", "--results", str(table_run.ROOT / "benchmarks/results/table5.csv"), "--figure", str(file))
     words = r"(?:<!-- |<text[^>]*>)(Measured on [^<]*?|[^<>]*?, MBS [^<]*?)(?: -->|</text>)"
     drawn = re.findall(words, file.read_text())
     panel, names = "", []
@@ -190,11 +190,11 @@ class Gpus:
 
     def __call__(self, system, options):
         (micro_batch,) = options.mbs.values()
-        cap = float(measure.os.environ.get("CAP_GB", 1e9))
+        cap = float(table_run.os.environ.get("CAP_GB", 1e9))
         self.calls.append((system, micro_batch, cap))
         model = {"7b-whole": "7b", "13b-whole": "13b"}[options.shape]
-        w = measure._workload(model, system, options.nproc, micro_batch, options.gbs)
-        needed = measure._needs(w) * self.scale
+        w = table_run._workload(model, system, options.nproc, micro_batch, options.gbs)
+        needed = table_run._needs(w) * self.scale
         if needed > min(self.gb, cap):
             raise RuntimeError("O3 failed:\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
         gb = needed / MIB / 1e3
@@ -204,8 +204,8 @@ class Gpus:
 def measured(tmp_path, gpus, *argv: str) -> tuple[int, list[dict[str, str]]]:
     file = tmp_path / "results.csv"
     args = parsed("5", "--run", "--results", str(file), "--logs", str(tmp_path), *argv)
-    measure.check(args)
-    code = measure.run(args, gpus)
+    table_run.check(args)
+    code = table_run.run(args, gpus)
     with file.open(newline="") as read:
         return code, list(csv.DictReader(read))
 
@@ -247,7 +247,7 @@ def test_under_a_cap(tmp_path):
     two = "--gpus 2 --cap-gb 80 --only-cap --systems te-delayed O3".split()
     code, rows = measured(tmp_path, gpus, *two)
     assert code == 0 and {cap for *_, cap in gpus.calls} == {80.0}
-    assert {row["Cap GB"] for row in rows} == {"80"} and "CAP_GB" not in measure.os.environ
+    assert {row["Cap GB"] for row in rows} == {"80"} and "CAP_GB" not in table_run.os.environ
     te, *_ = [row for row in rows if row["System"] == "te-delayed"]
     assert te["Outcome"].startswith(("out of memory", "not tried: estimate"))
     ours = [row for row in rows if row["System"] == "O3"]
@@ -265,7 +265,7 @@ def test_a_run_that_fails_is_told_apart(tmp_path):
 
 
 def test_results_are_printed_beside_the_estimate(tmp_path, capsys, monkeypatch):
-    bench = measure._train_step()
+    bench = table_run._train_step()
     monkeypatch.setattr(bench, "stamp", lambda: {"gpu": "NVIDIA H200", "torch": "2.11", "commit": "abc"})
     measured(tmp_path, Gpus(150), "--gpus", "1", "--systems", "O3")
     text = printed(capsys, "5", "--results", str(tmp_path / "results.csv"), "--format", "markdown")
@@ -277,7 +277,7 @@ def test_results_are_printed_beside_the_estimate(tmp_path, capsys, monkeypatch):
 
 
 def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
-    bench = measure._train_step()
+    bench = table_run._train_step()
     for gpu, models in (("NVIDIA H200", ["7b", "13b"]), ("NVIDIA H100 80GB HBM3", ["7b"])):
         monkeypatch.setattr(bench, "stamp", lambda gpu=gpu: {"gpu": gpu, "torch": "2.11", "commit": "abc"})
         measured(tmp_path, Gpus(150), "--gpus", "1", "--systems", "bf16", "O3", "--cap-gb", "80", "--models", *models)
@@ -319,7 +319,7 @@ def test_mistakes_are_said_in_one_line(argv, message, monkeypatch, tmp_path, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bytes.csv").write_bytes(b"\x8a\xff\n\x8b\n")
     (tmp_path / "line.csv").write_text('{"step": 1}\n')
-    monkeypatch.setattr(measure, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(table_run, "_gpu_count", lambda: 0)
     with pytest.raises(UserError, match=re.escape(message)) as error:
         table.run(parsed(*argv))
     assert "\n" not in str(error.value) and not capsys.readouterr().out
@@ -330,5 +330,5 @@ def test_the_papers_models_are_the_memory_reports():
 
 
 def test_who_has_an_unrepaired_transformer_engine():
-    systems = measure._train_step().SYSTEMS
-    assert {name for name in measure.ESTIMATED if systems[name].te == "unrepaired"} == measure.UNREPAIRED
+    systems = table_run._train_step().SYSTEMS
+    assert {name for name in table_run.ESTIMATED if systems[name].te == "unrepaired"} == table_run.UNREPAIRED

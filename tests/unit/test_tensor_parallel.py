@@ -14,7 +14,7 @@ from engine_parts import OneWeight
 from gloo_ranks import run_ranks
 from test_reduce import in_blocks
 
-from megatron_fp8 import ops
+from megatron_fp8 import gemm
 from megatron_fp8.comm import tensor, wire
 from megatron_fp8.layers import parallel
 from megatron_fp8.layers.call import plan
@@ -152,7 +152,7 @@ def order(rank, ranks):
     found = {}
     names = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "sum", "all_to_all_single": "sum"}
     originals = {name: getattr(dist, name) for name in names}
-    gemm = ops.gemm
+    multiply = gemm.gemm
 
     def logged(name, start):
         def started(*args, **kwargs):
@@ -163,7 +163,7 @@ def order(rank, ranks):
 
     def logged_gemm(a, b, *args, **kwargs):
         log.append("GEMM")
-        return gemm(a, b, *args, **kwargs)
+        return multiply(a, b, *args, **kwargs)
 
     for kind, how in itertools.product(("column", "row"), ("bf16", "fp8")):
         parallel.SPLIT_FROM, log = 0, []
@@ -172,14 +172,14 @@ def order(rank, ranks):
         try:
             for name, start in originals.items():
                 setattr(dist, name, logged(name, start))
-            ops.gemm = logged_gemm
+            gemm.gemm = logged_gemm
             y = forward()
             log.append("backward")
             y.backward(dy)
         finally:
             for name, start in originals.items():
                 setattr(dist, name, start)
-            ops.gemm = gemm
+            gemm.gemm = multiply
         found[kind, how] = log
     return found
 

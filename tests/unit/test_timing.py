@@ -1,8 +1,8 @@
-"""ops/timing.py: who runs when, and how long, by a stand-in for the events."""
+"""gemm/timing.py: who runs when, and how long, by a stand-in for the events."""
 
 import pytest
 
-from megatron_fp8.ops import timing
+from megatron_fp8.gemm import timing
 
 
 class Time:

@@ -10,7 +10,7 @@ from commands import O1, error_of
 from lab_runs import ROOT, TRAINING, gone, wait_for
 
 from megatron_fp8 import processes
-from megatron_fp8.lab.trial.run import (
+from megatron_fp8.tools.lab.trial.run import (
     TRACKER,
     WRITING,
     add_command,
@@ -183,7 +183,7 @@ def test_a_signal_ends_the_run_too(number, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     program = (
         "import signal, sys; from pathlib import Path\n"
-        "from megatron_fp8 import processes; from megatron_fp8.lab.trial import run\n"
+        "from megatron_fp8 import processes; from megatron_fp8.tools.lab.trial import run\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background has turned off
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # as nohup has
         "processes.LAUNCHER = (sys.executable,)\n"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from test_config import O1, error_of
 
-from megatron_fp8.engine.owned import INPUT, OwnedWeight
+from megatron_fp8.engine.owned_weight import INPUT, OwnedWeight
 from megatron_fp8.flags.config import config_from_args
 from megatron_fp8.flags.watch import WatchPlan
-from megatron_fp8.monitor import sharpness, watch, write
+from megatron_fp8.monitor import sharpness, watch, writers
 from megatron_fp8.monitor.logit_sharpness import Statistics
 from megatron_fp8.monitor.watch import MOST_SKIPS, Fallback, Watch
-from megatron_fp8.monitor.write import CASTS, Tally
+from megatron_fp8.monitor.writers import CASTS, Tally
 from megatron_fp8.numerics import E4M3, E5M2, DelayedScaling
 
 
@@ -137,7 +137,7 @@ class Run:
         self.iteration = 0
         monkeypatch.setattr(watch, "current_iteration", lambda: self.iteration)
         for name in ("get_tensorboard_writer", "get_wandb_writer"):
-            monkeypatch.setattr(write, name, lambda: None)
+            monkeypatch.setattr(writers, name, lambda: None)
 
     def step(self, loss=None, norm=None, amaxes=(1.0, 1.0, 1.0, 1.0)):
         self.iteration += 1
@@ -350,9 +350,9 @@ def test_the_counts_go_to_the_writers(run, monkeypatch):
     r = run("bf16-fallback")
     written, logged = {}, []
     writer = SimpleNamespace(add_scalar=lambda name, value, step: written.update({(name, step): value}))
-    monkeypatch.setattr(write, "get_tensorboard_writer", lambda: writer)
+    monkeypatch.setattr(writers, "get_tensorboard_writer", lambda: writer)
     wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
-    monkeypatch.setattr(write, "get_wandb_writer", lambda: wandb)
+    monkeypatch.setattr(writers, "get_wandb_writer", lambda: wandb)
     r.calm(20)
     assert written == {} and logged == []
     r.step(loss=2.0)

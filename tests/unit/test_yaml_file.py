@@ -10,8 +10,8 @@ from launch import ROOT
 
 from megatron_fp8.flags import args_file, yaml_file
 from megatron_fp8.flags.yaml_file import DEEPEST, LARGEST, MOST_VALUES, load_yaml
-from megatron_fp8.lab.sweep.plan_file import read_plan
-from megatron_fp8.perf import hardware
+from megatron_fp8.tools.lab.sweep.plan_file import read_plan
+from megatron_fp8.tools.perf import hardware
 
 LAUGHS = "\n".join(["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(9))])
 MERGES = LAUGHS.replace("[x]", "{x: 1}").replace("[*", "{<<: [*").replace("]", "]}")

@@ -25,11 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.blocks import BLOCK, RowBlocks
-from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.reference_activation import GATED, shape_of
-from megatron_fp8.ops.triton.blocks import block_scale, scaled_to_blocks
-from megatron_fp8.ops.triton.cast import (
+from ...numerics.blocks import BLOCK, RowBlocks
+from ...numerics.formats import E4M3, Format
+from ..reference_activation import GATED, shape_of
+from .blocks import block_scale, scaled_to_blocks
+from .cast import (
     as_type,
     by_words,
     empty_payload,
@@ -40,8 +40,8 @@ from megatron_fp8.ops.triton.cast import (
     store_codes,
     tile_place,
 )
-from megatron_fp8.ops.triton.launch import cdiv, launched
-from megatron_fp8.ops.triton.sums import empty_sums, summed
+from .launch import cdiv, launched
+from .sums import empty_sums, summed
 
 _BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a program's tile, and its warps

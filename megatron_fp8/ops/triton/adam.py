@@ -42,12 +42,12 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.blocks import BLOCK
-from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.states import AdamHyper, Gradient, State
-from megatron_fp8.ops.triton.blocks import _rows
-from megatron_fp8.ops.triton.cast import as_type
-from megatron_fp8.ops.triton.launch import cdiv, launched
+from ...numerics.blocks import BLOCK
+from ...numerics.scaled import ScaledTensor
+from ..adam_states import AdamHyper, Gradient, State
+from .blocks import _rows
+from .cast import as_type
+from .launch import cdiv, launched
 
 _BLOCK = tl.constexpr(BLOCK)
 ADAM_BLOCKS, ADAM_WARPS = 16, 4  # blocks of 128 and warps a program; half the blocks where a state is float32

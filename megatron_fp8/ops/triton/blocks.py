@@ -38,11 +38,11 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.blocks import BLOCK, BlockScaled, PackedBlocks
-from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.numerics.noise import Seed
-from megatron_fp8.ops.triton.cast import fp8_quad, magnitude_bits
-from megatron_fp8.ops.triton.launch import cdiv, launched
+from ...numerics.blocks import BLOCK, BlockScaled, PackedBlocks
+from ...numerics.formats import E4M3
+from ...numerics.noise import Seed
+from .cast import fp8_quad, magnitude_bits
+from .launch import cdiv, launched
 
 _BLOCK = tl.constexpr(BLOCK)
 QUANTIZE_BLOCKS, QUANTIZE_WARPS = 32, 4  # blocks of 128 and warps a program

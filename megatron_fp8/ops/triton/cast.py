@@ -36,9 +36,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.triton.launch import cdiv, launched
-from megatron_fp8.ops.triton.sums import empty_sums, summed
+from ...numerics.formats import E4M3, Format
+from .launch import cdiv, launched
+from .sums import empty_sums, summed
 
 BLOCK, FLAT_WARPS = 8192, 8
 TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # of a transpose's tile

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.ops.triton.launch import cdiv, launched
+from .launch import cdiv, launched
 
 LANES, GROUPS, STATISTICS_WARPS = 1024, 4, 4  # a lane and its neighbours load 16 bytes a thread
 BLOCK, GRADIENT_WARPS = 2048, 4

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.ops.triton.launch import cdiv, launched
+from .launch import cdiv, launched
 
 CHUNK, BLOCK, WARPS = 32, 512, 4
 

@@ -23,11 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.emulation import SMALLEST_NOISE, EmulatedFormat, largest_carry
-from megatron_fp8.ops.triton import cast
-from megatron_fp8.ops.triton.blocks import _noise
-from megatron_fp8.ops.triton.cast import magnitude_bits
-from megatron_fp8.ops.triton.launch import cdiv, launched, next_power_of_2
+from ...numerics.emulation import SMALLEST_NOISE, EmulatedFormat, largest_carry
+from . import cast
+from .blocks import _noise
+from .cast import magnitude_bits
+from .launch import cdiv, launched, next_power_of_2
 
 _SMALLEST_NOISE = tl.constexpr(SMALLEST_NOISE)
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000

@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.reference_norm import kept_scale
-from megatron_fp8.ops.triton.cast import (
+from ...numerics.formats import E4M3, Format
+from ..reference_norm import kept_scale
+from .cast import (
     TILE_K,
     TILE_M,
     TILE_WARPS,
@@ -43,8 +43,8 @@ from megatron_fp8.ops.triton.cast import (
     tile_place,
     transpose,
 )
-from megatron_fp8.ops.triton.launch import cdiv, launched, next_power_of_2
-from megatron_fp8.ops.triton.sums import sum_parts
+from .launch import cdiv, launched, next_power_of_2
+from .sums import sum_parts
 
 _INTERPRETED = triton.knobs.runtime.interpret
 

@@ -28,8 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.formats import E4M3, Format
-from megatron_fp8.ops.triton.cast import (
+from ...numerics.formats import E4M3, Format
+from .cast import (
     TILE_K,
     TILE_M,
     TILE_WARPS,
@@ -42,7 +42,7 @@ from megatron_fp8.ops.triton.cast import (
     store_codes,
     tile_place,
 )
-from megatron_fp8.ops.triton.launch import cdiv, launched, next_power_of_2
+from .launch import cdiv, launched, next_power_of_2
 
 PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs of numbers in a tile, heads at most and warps a program
 COLUMN_ROWS, COLUMN_WARPS = 32, 8  # where a transposed payload is written: its runs are of ROWS bytes

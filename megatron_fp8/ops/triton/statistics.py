@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.numerics.blocks import BLOCK
-from megatron_fp8.ops.reference_statistics import check_cast, largest_kept
-from megatron_fp8.ops.triton.cast import magnitude_bits
-from megatron_fp8.ops.triton.launch import cdiv, launched
+from ...numerics.blocks import BLOCK
+from ..reference_statistics import check_cast, largest_kept
+from .cast import magnitude_bits
+from .launch import cdiv, launched
 
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(0x7F800000)

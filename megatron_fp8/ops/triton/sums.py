@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_fp8.ops.triton.launch import cdiv, launched
+from .launch import cdiv, launched
 
 # 256 parts of 4096 columns take 7 us, of 32 columns a program 11, torch's sum and cast 16 (H200).
 ROWS, COLUMNS = 64, 16

@@ -1,0 +1,25 @@
+"""What --save-params-interval writes beside checkpoints, readable: E4M3 weights in BF16."""
+
+import functools
+from collections.abc import Callable
+
+from megatron.core.utils import unwrap_model
+
+from ..engine.owned_weight import owners
+
+
+def readable_of(chunks) -> Callable[[Callable], Callable]:
+    """What makes of Megatron's save_grads one that has the E4M3 weights of `chunks` in BF16."""
+
+    def make(stock):
+        @functools.wraps(stock)
+        def save_grads(save_dir, state_dict, iteration, grad_label):
+            for i, chunk in enumerate(chunks if grad_label == "params" else ()):
+                for name, module in owners(unwrap_model(chunk)):
+                    if module.owned.stored is not None:
+                        state_dict[f"model_chunk{i}"][f"{name}.weight"] = module.owned.dense().cpu()
+            return stock(save_dir, state_dict, iteration, grad_label)
+
+        return save_grads
+
+    return make

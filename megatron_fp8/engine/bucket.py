@@ -1,0 +1,348 @@
+"""The weight engine: flat buffers for the weights, gradients and optimizer state of the FP8 linears.
+
+One `Bucket` for some linears of a model chunk, in backward order, all of one Megatron parameter group (the same weight
+decay and learning-rate rules):
+
+    weight      BF16 or E4M3   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
+    gradients   1 to 4 bytes   the same layout (gradients.py)
+    rows                       | rank 0 | rank 1 | ... | rank R-1 |   partition.py says where each weight starts
+    master, m, v               this rank's row only (everything, without the distributed optimizer), see states.py
+
+A step: micro-batches add to the gradients; these are summed over data parallelism for the owner of each row
+(`launch`, `advance`, `land`: started, driven on, waited for); one pass of Adam reads that sum and updates state and
+weight (`step`); the rows of the others are gathered (`gather`, `land_weights`).  A bucket is the unit of all of it.
+
+The gradient of a parameter has the meaning that Megatron's own buffers give it: the mean over data-parallel
+(and context-parallel) ranks, or, with --calculate-per-token-loss, the sum divided by the number of tokens.
+
+A weight in E4M3 has one scale, a power of two (numerics/scaling.py, `WeightScaling`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..comm import wire
+from ..comm.reduce import BlockShards, DenseShard, GatheredShards
+from ..comm.shared import ScaledShard
+from ..flags.config import Fp8Config
+from ..numerics.blocks import BLOCK
+from ..numerics.formats import E4M3
+from ..numerics.noise import noise_seed, uniform_noise
+from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import WeightScaling
+from ..ops.adam import AdamHyper, adam_step
+from ..ops.adam_states import State, read_master, write_master, write_state
+from . import bucket_states
+from .events import Events
+from .grad_store import GradSink, grad_store
+from .owned_weight import OwnedWeight, Scratch
+from .partition import place
+from .weight_groups import WeightGroups
+
+# Elements of which a master is made at a time: a linear of 175B took seven copies of it in FP32, more than its step.
+_AT_ONCE = 1 << 24
+
+Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
+
+
+class Bucket:
+    """The flat buffers of some linears, all with BF16 or all with E4M3 weights.
+
+    Args:
+        weights: in backward order, with BF16 parameters, which the bucket takes over.
+        of: the set that they belong to; its data-parallel group, of R ranks, is `group`.
+        sharded: whether each rank owns a row, or all.
+        scaling, first: of E4M3 weights their scales, and the place of the bucket's first; None and 0.
+        reduce: how the gradients are summed over the group.
+        events, scratch: of the engine.
+
+    Attributes:
+        spans: (OwnedWeight, start, end) of each weight in the flat buffers, in elements.
+        shard: this rank's part of the flat buffers, padding included.
+        exp_avg, exp_avg_sq, master: states of the shard.
+        largest: 0-d FP32, of BF16 weights the largest magnitude that any step wrote here; not finite where a weight or
+            a second moment was not. (Of E4M3 ones `scaling` has it.)
+    """
+
+    def __init__(
+        self,
+        weights: list[OwnedWeight],
+        of: WeightGroups,
+        sharded: bool,
+        fp8: Fp8Config,
+        scaling: WeightScaling | None,
+        first: int,
+        reduce: Callable[["Bucket"], wire.Stages],
+        events: Events,
+        scratch: Scratch,
+    ):
+        self.weights, self.of, self.group, self._reduce, self._events = weights, of, of.data, reduce, events
+        group = of.data
+        self.sharded = sharded and group.size() > 1
+        self._fp8, self.scaling, self._first = fp8, scaling, first
+        sizes = [w.param.numel() for w in weights]
+        assert all(size % BLOCK == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
+        placed = place(sizes, group.size(), fp8.partition)
+        self.gaps, self.numel = placed.gaps, placed.numel
+        device = weights[0].param.device
+        self.grads = grad_store(group.size(), placed.row, fp8.grad_accum, device)
+        self._reduced: Reduced | None = None
+        self._flight: wire.Flight | None = None
+        self._arrival: Any = None
+
+        ranks, rank = (group.size(), group.rank()) if self.sharded else (1, 0)
+        owned = self.numel // ranks
+        self.shard = slice(rank * owned, (rank + 1) * owned)
+        self.exp_avg = bucket_states.zeros(fp8.exp_avg, owned, device)
+        self.exp_avg_sq = bucket_states.zeros(fp8.exp_avg_sq, owned, device)
+        self.master = bucket_states.zeros(fp8.master, owned, device)
+        dtype = weights[0].param.dtype if scaling is None else E4M3.dtype
+        self.weight = torch.zeros(self.numel, dtype=dtype, device=device)
+        self.largest = torch.zeros((), device=device)
+        self.spans: list[tuple[OwnedWeight, int, int]] = []
+        self._sinks: list[GradSink] = []
+        for i, (weight, (start, stop)) in enumerate(zip(weights, placed.spans, strict=True)):
+            self.spans.append((weight, start, stop))
+            values = weight.param.detach()
+            weight.param.data = self.weight[start:stop].view_as(values)
+            weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), group.rank()
+            weight.sink = GradSink(self.grads, start, weight.param.shape, (weight.rank, *weight.identity))
+            self._sinks.append(weight.sink)
+            weight.events, weight.scratch = events, scratch
+            self.load(i, values)
+            if scaling is not None:
+                weight.load = functools.partial(self.load, i)
+            if fp8.master == "fp32":  # what --log-params-norm looks at
+                lo, hi = self._owned(start, stop)
+                weight.param.main_param_sharded = self.sharded
+                weight.param.main_param = self.part("master", lo, hi) if lo < hi else None
+
+    def _owned(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of the flat buffers' start .. stop that lies in the shard, counted from the shard's start."""
+        lo, hi = max(start, self.shard.start), min(stop, self.shard.stop)
+        return lo - self.shard.start, hi - self.shard.start
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(index of a weight, start, stop) of what the shard holds of each, counted from the shard's start."""
+        cuts = [(i, *self._owned(start, stop)) for i, (_, start, stop) in enumerate(self.spans)]
+        return [(i, lo, hi) for i, lo, hi in cuts if lo < hi]
+
+    def begin_step(self, step: int) -> None:
+        """The next gradient of each weight overwrites what is stored."""
+        self._reduced = self._flight = None
+        for weight, sink in zip(self.weights, self._sinks, strict=True):
+            sink.begin_step(step)
+            weight.begin_step(step + 1)
+
+    def launch(self) -> None:
+        """Start to sum the gradients over data parallelism."""
+        for sink in self._sinks:
+            sink.close()
+        for start, stop in self.gaps:  # what a reduction received may lie in the padding
+            self.grads.clear(start, stop - start)
+        stages = self._reduce(self)
+        for look in self._events.reducing:
+            stages = look(self, stages)
+        self._flight = wire.Flight(stages)
+
+    def advance(self) -> None:
+        """Start the next stage of the sum, where it has several."""
+        if self._flight is not None:
+            self._flight.advance()
+
+    def land(self) -> None:
+        """Have the current stream wait for the sum: `reduced`."""
+        if self._flight is not None:
+            self._reduced, self._flight = self._flight.land(), None
+
+    def remember(self) -> Callable[[], None]:
+        """As WeightSet.remember."""
+        reduced, store = self._reduced, self.grads.remember()
+        adds = [(sink, sink.adds) for sink in self._sinks]
+
+        def restore() -> None:
+            self._reduced = reduced
+            store()
+            for sink, count in adds:
+                sink.adds = count
+
+        return restore
+
+    @property
+    def reduced(self) -> Reduced:
+        """The sum of the gradients over data parallelism, for this rank's shard, from `land` to `step`."""
+        assert self._reduced is not None
+        return self._reduced
+
+    @torch.no_grad()
+    def step(self, hyper: AdamHyper, grad_scale: torch.Tensor) -> None:
+        """One step of Adam on the shard; `grad_scale` (0-d FP32): from the reduced sum to the clipped gradient."""
+        for i, lo, hi, (m, v, master), flat in self._steps:
+            weight: torch.Tensor | ScaledTensor = flat
+            scale, amax = None, self.largest
+            if self.scaling is not None:
+                stored = self.weights[i].stored
+                assert stored is not None
+                weight = ScaledTensor(flat, stored.scale_inv)
+                scale, amax = self.scaling.slot_scale(self._first + i), self.scaling.slot_amax(self._first + i)
+            gradient = self.reduced.gradient(lo, hi)
+            adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
+        self._reduced = None
+        self._changed()
+
+    @functools.cached_property
+    def _steps(self) -> list[tuple[int, int, int, tuple[State, State, State], torch.Tensor]]:
+        """What a step takes together, with views that are made once: (index of a weight, start, stop, the averages and
+        the master, the weight); each weight's piece, or without scales the whole shard at once."""
+        whole = [(0, 0, self.shard.stop - self.shard.start)]
+
+        def parts(lo: int, hi: int) -> tuple[State, State, State]:
+            return self.part("exp_avg", lo, hi), self.part("exp_avg_sq", lo, hi), self.part("master", lo, hi)
+
+        return [
+            (i, lo, hi, parts(lo, hi), self.weight[self.shard][lo:hi])
+            for i, lo, hi in (whole if self.scaling is None else self.pieces())
+        ]
+
+    def gather(self) -> None:
+        """Start to gather the other ranks' rows of the weights."""
+        if self.sharded:
+            self._arrival = wire.all_gather_weights(self.weight, self.group)
+
+    def land_weights(self) -> None:
+        """Have the current stream wait for `gather`."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+        for weight in self.weights:
+            weight.on_use = None
+
+    def _changed(self) -> None:
+        """The weights are others now, or their scales."""
+        for i, weight in enumerate(self.weights):
+            if self.scaling is not None:
+                weight.stored = ScaledTensor(weight.param.data, self.scaling.slot_scale_inv(self._first + i))
+            weight.invalidate()
+
+    @torch.no_grad()
+    def load(self, i: int, values: torch.Tensor) -> None:
+        """Set weight i, and what this rank has of its master, to `values` (N, K) of any float type.
+
+        Of E4M3 weights all ranks of the scaling's group must come here together.
+        """
+        weight, start, stop = self.spans[i]
+        flat = values.to(self.weight.device).flatten()
+        if self.scaling is None:
+            self.weight[start:stop] = flat
+        else:
+            self.scaling.load(self._first + i, flat)
+            if flat.dtype == torch.bfloat16:
+                flat = dithered(flat, noise_seed(*weight.identity))
+            self.weight[start:stop] = ops.quantize(flat, E4M3, self.scaling.scale[self._first + i])
+        lo, hi = self._owned(start, stop)
+        if lo < hi:
+            mine = flat[lo + self.shard.start - start : hi + self.shard.start - start]
+            self.encode(i, lo, hi, mine.float())
+        self._changed()
+
+    def part(self, name: str, lo: int, hi: int):
+        """Views of the state `name`, exp_avg, exp_avg_sq or master, in the shard's lo .. hi."""
+        return bucket_states.part(getattr(self, name), lo, hi)
+
+    def _stored(self, i: int, lo: int, hi: int) -> torch.Tensor | ScaledTensor:
+        """Weight i in the shard's lo .. hi, with the scale that it was written with."""
+        weight, stored = self.weight[self.shard][lo:hi], self.weights[i].stored
+        return weight if stored is None else ScaledTensor(weight, stored.scale_inv)
+
+    def load_master(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+        """Set weight i's master, in the shard's lo .. hi, to `values` FP32 of a checkpoint, whose weight is loaded."""
+        if self._fp8.master in ("fp32", "remainder"):
+            self.encode(i, lo, hi, values)
+        else:
+            write_state(self.part("master", lo, hi), values)
+
+    def scale_and_amax(self, i: int) -> torch.Tensor:
+        """(2,) of the E4M3 weight i, as they are between two steps."""
+        assert self.scaling is not None
+        self.scaling.wait()
+        return torch.stack([self.scaling.scale[self._first + i], self.scaling.amax[self._first + i]])
+
+    def rescale(self, i: int, scale: torch.Tensor, amax: torch.Tensor) -> None:
+        """Give the E4M3 weight i the scale and amax that it had when it was saved; all of it, with the same values."""
+        weight, start, stop = self.spans[i]
+        assert self.scaling is not None and weight.stored is not None
+        values = weight.stored.dequantize().flatten()
+        self.scaling.amax[self._first + i] = amax
+        self.scaling.set_scale(self._first + i, scale)
+        self.weight[start:stop] = ops.quantize(values, E4M3, scale)
+        self._changed()
+
+    def encode(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+        """Round `values` FP32 to both the master and the weight, of weight i in the shard's lo .. hi."""
+        scale = None if self.scaling is None else self.scaling.scale[self._first + i]
+        for at in range(lo, hi, _AT_ONCE):
+            stop = min(at + _AT_ONCE, hi)
+            piece = self.weight[self.shard][at:stop]
+            weight = piece if scale is None else ScaledTensor(piece, scale.reciprocal())
+            write_master(self.part("master", at, stop), weight, values[at - lo : stop - lo], scale)
+
+    def masters(self) -> torch.Tensor:
+        """The shard's master weights in FP32, a new tensor; zeros in the padding."""
+        values = torch.zeros(self.shard.stop - self.shard.start, device=self.weight.device)
+        for i, lo, hi in self.pieces():
+            values[lo:hi] = read_master(self.part("master", lo, hi), self._stored(i, lo, hi))
+        return values
+
+    @torch.no_grad()
+    def reload_masters(self) -> None:
+        """Masters from BF16 weights, after these were loaded from a checkpoint (E4M3 ones come with `load`)."""
+        if self.scaling is None:
+            for i, lo, hi in self.pieces():
+                self.encode(i, lo, hi, self.weight[self.shard][lo:hi].float())
+            self._changed()
+
+    @torch.no_grad()
+    def unsharded(self, values: torch.Tensor) -> torch.Tensor:
+        """A shard's FP32 values -> those of the whole flat buffer, on every rank (for checkpoints)."""
+        if not self.sharded:
+            return values
+        full = values.new_empty(self.numel)
+        torch.distributed.all_gather_into_tensor(full, values.contiguous(), group=self.group)
+        return full
+
+    def buffers(self) -> dict[str, list[torch.Tensor]]:
+        """Every tensor this bucket holds, by kind."""
+        copies = [t for w in self.weights for t in w.cached_tensors()]
+        held = {"weight": [self.weight], "weight fp8 copy": copies, "grad": self.grads.tensors}
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            held[name] = list(bucket_states.tensors(getattr(self, name)).values())
+        return held
+
+
+def dithered(values: torch.Tensor, seed: tuple[int, int]) -> torch.Tensor:
+    """FP32 numbers that `values` (n,) BF16 may be the roundings of: within half an ulp of them, evenly.
+
+    A BF16 number has four bits more than E4M3, so one in sixteen lies just between two E4M3 numbers, where the smallest
+    update moves the weight by a whole ulp: a first step of 1e-5 would act like one of 4.5e-5 (docs/decisions.md).
+    """
+    values = values.float()
+    half_ulp = ((values.view(torch.int32) & 0x7F800000) - (8 << 23)).clamp(min=0).view(torch.float32)
+    noise = uniform_noise(values.numel(), seed, values.device)
+    return values + half_ulp * (2 * noise - 1)
+
+
+def cut(weights: list[OwnedWeight], bucket_size: int) -> list[list[OwnedWeight]]:
+    """Cut weights into runs of at least `bucket_size` elements, as Megatron cuts its own buckets."""
+    runs: list[list[OwnedWeight]] = [[]]
+    filled = 0
+    for weight in weights:
+        if filled >= bucket_size:
+            runs.append([])
+            filled = 0
+        runs[-1].append(weight)
+        filled += weight.param.numel()
+    return [run for run in runs if run]

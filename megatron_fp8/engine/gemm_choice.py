@@ -1,0 +1,94 @@
+"""Who computes a run's FP8 GEMMs (gemm/interface.py): what its flags name, and what all ranks can do.
+
+    choose()   as the flags are read, on each rank alone: the backend that --fp8-gemm-backend names
+    settle()   before training, all ranks together: with "auto", CUTLASS where it is built and right on every rank; with
+               --fp8-gemm-search, what was found earlier; returns the search of the rest, for after the first step.
+               Whether CUTLASS multiplies rightly is also asked where it is named
+
+All is put back when the next run of the process reads its flags.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import UserError
+from ..flags.config import Fp8Config
+from ..gemm import cublaslt, cutlass_check, search
+from ..gemm.cutlass import CUTLASS
+from ..gemm.cutlass_build import Unavailable
+from ..gemm.gemm_log import announce
+from ..gemm.interface import serving, use
+
+_OURS = "CUTLASS for large ones of the backward pass"
+_NAMES = {"auto": "CUTLASS and cuBLASLt", "cublaslt": "cuBLASLt", "cutlass": "CUTLASS", "torch": "torch._scaled_mm"}
+
+
+class RunGemms:
+    """Those of one run.
+
+    Args:
+        device: "cuda", or "cpu" where a machine has none: there the reference serves, whatever the flags name.
+        say: prints lines on rank 0.
+        undo: what puts back each change is added here.
+    """
+
+    def __init__(self, fp8: Fp8Config, device: str, say: Callable[[list[str]], None], undo: list[Callable[[], Any]]):
+        self._fp8, self._device, self._say, self._undo = fp8, device, say, undo
+
+    def choose(self) -> None:
+        """Raises UserError where what a flag names cannot serve."""
+        fp8 = self._fp8
+        if self._device == "cpu":
+            if fp8.gemm_backend != "auto" or fp8.gemm_search:
+                self._say(["no CUDA device: --fp8-gemm-backend and --fp8-gemm-search have no effect"])
+        else:
+            if (fp8.gemm_search or fp8.gemm_backend in ("cublaslt", "cutlass")) and not cublaslt.bound():
+                flag = "--fp8-gemm-search" if fp8.gemm_search else f"--fp8-gemm-backend {fp8.gemm_backend}"
+                raise UserError(f"{flag}: cuBLASLt's library is not found ({cublaslt.why_not()}); remove it")
+            if fp8.gemm_backend != "auto":
+                try:
+                    self._use(fp8.gemm_backend)
+                except Unavailable as reason:
+                    raise UserError(f"--fp8-gemm-backend {fp8.gemm_backend}: {reason}; or remove it") from reason
+            if fp8.gemm_search:
+                self._undo.append(search.forget)
+        if fp8.log_gemm:
+            self._undo.append(announce(self._device, lambda line: self._say([line])))
+
+    def settle(self) -> Callable[[], list[str]]:
+        """Collective; a second time, for an evaluation after training, it changes nothing.
+
+        Raises UserError, on all ranks, where what a flag names cannot serve on one of them.
+        """
+        fp8 = self._fp8
+        if self._device == "cpu":
+            return list
+        if fp8.gemm_backend == "auto" and fp8.gemm == "fp8" and serving("cuda").name != "auto":
+            if reason := cutlass_check.why_not():
+                self._say([f"FP8 GEMMs: without {_OURS}: {reason}"])
+            else:
+                self._use("auto")
+                self._say([f"FP8 GEMMs: {_OURS}, cuBLASLt for the rest ({CUTLASS.version})"])
+        if fp8.gemm_backend == "cutlass" and (reason := cutlass_check.why_not()):
+            raise UserError(f"--fp8-gemm-backend cutlass: {reason}; or remove it")
+        if not fp8.gemm_search:
+            return list
+        count, reasons = search.read_for(fp8.gemm_backend)
+        self._say([f"--fp8-gemm-search: {count} GEMMs were searched earlier", *reasons])
+        return self._search
+
+    def name(self) -> str:
+        """Who computes them, for people, from `settle` on."""
+        if self._device == "cpu":
+            return "this package's emulation on the CPU"
+        name = serving("cuda").name
+        return _NAMES["torch" if name == "cublaslt" and not cublaslt.bound() else name]
+
+    def _search(self) -> list[str]:
+        lines = search.tune()
+        return [*lines, search.summary()] if self._fp8.log_gemm else lines
+
+    def _use(self, name: str) -> None:
+        self._undo.append(functools.partial(use, serving("cuda").name))
+        use(name)

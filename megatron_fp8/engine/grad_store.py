@@ -1,0 +1,244 @@
+"""Where weight gradients are while micro-batches add to them: in FP32, BF16 or FP8 (`--fp8-grad-accum`).
+
+    fp32    G <- G + dW                       4 bytes an element
+    bf16    G <- BF16(G + dW)                 2
+    fp8     G <- SR(G + BF16(dW))             1 + 1/128: BlockScaled, E4M3 with a power of two for 128 elements
+
+The first micro-batch of a step overwrites, the others add.  In FP32 and BF16 the GEMM adds what its FP32 sums are
+(where a backend cannot, dW is rounded to G's type first; some of cuBLASLt's kernels do so too: docs/decisions.md).
+
+In E4M3 an addition rounds to 4 significant bits: with rounding to nearest, a contribution below 1/16 of what is there
+would vanish, and the sum would stall.  SR, stochastic rounding, goes up or down with the probability that makes the
+mean right, so small contributions survive in expectation; its noise is the price, and it grows with the number of
+micro-batches (docs/gradients.md has both, measured).  The first write rounds to nearest: nothing is there to stall on,
+and the error is smaller.
+
+The noise is a hash of the element's index and of a seed made of the run's seed, the step, the micro-batch, the
+data-parallel rank and the weight: a run that restarts from a checkpoint draws the same.
+
+A NaN or an infinity in dW stays visible in G: in FP8 as a NaN.
+
+A `GradSink` is a weight's place in a store. It takes dW as an gemm.Product, a GEMM that has not run, and the store says
+how it runs: into its memory, accumulating there, or out of it to be added in FP8.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+from .. import gemm, ops
+from ..comm.reduce import BlockShards, DenseShard
+from ..comm.wire import Stages
+from ..numerics.blocks import BlockScaled, PackedBlocks
+from ..numerics.noise import Seed, noise_seed
+
+_DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class DenseStore:
+    """Flat gradients (n,) of one bucket in FP32 or BF16, R shards of m elements."""
+
+    def __init__(self, shards: int, m: int, storage: str, device):
+        self.shards, self.numel, self.storage = shards, shards * m, storage
+        self._values = torch.zeros(self.numel, dtype=_DENSE[storage], device=device)
+
+    def add(self, product: gemm.Product, sink: "GradSink") -> None:
+        """Add a gradient in the GEMM, or overwrite what is there with the first of a step."""
+        if sink.place is None:
+            sink.place = self._values[sink.start : sink.start + sink.shape.numel()].view(sink.shape)
+        product.compute(into=sink.place, accumulate=sink.adds > 0)
+
+    def clear(self, start: int, numel: int) -> None:
+        """Zero some elements: of padding, or a weight that no micro-batch of this step had a gradient for."""
+        self._values[start : start + numel].zero_()
+
+    def dense(self) -> torch.Tensor:
+        """The gradients (n,) in FP32 or BF16: the storage itself."""
+        return self._values
+
+    def local(self) -> Stages:
+        """What is stored, as a reduced gradient: of a data-parallel group of one."""
+        yield from ()
+        return DenseShard(self._values), []
+
+    def remember(self) -> Callable[[], None]:
+        """What puts back where the gradients lie now."""
+        return lambda: None
+
+    def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
+        """Send the gradients in FP8: `reduce(what to send, where to receive)`.
+
+        They are quantised into a temporary, and the storage is itself the memory that receives.
+        """
+        sent = PackedBlocks.empty(self.shards, self.numel // self.shards, self._values.device)
+        ops.quantize_blocks(self._values, out=sent)
+        room = self._values.view(torch.uint8)[: sent.data.numel()].view(sent.data.shape)
+        return (yield from reduce(sent, PackedBlocks(room)))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is allocated."""
+        return [self._values]
+
+
+class BlockStore:
+    """The same in FP8, BlockScaled; m is a multiple of 2,048."""
+
+    storage = "fp8"
+
+    def __init__(self, shards: int, m: int, device):
+        self.shards, self.numel = shards, shards * m
+        self._packed = PackedBlocks.zeros(shards, m, device)
+
+    def add(self, product: gemm.Product, sink: "GradSink") -> None:
+        """Add a gradient, rounded to BF16, with noise of the sink's; the first of a step overwrites, to nearest."""
+        gradient = product.compute(dtype=torch.bfloat16).view(-1)
+        if sink.adds:
+            ops.add_blocks(gradient, self._packed, sink.seed(), sink.start)
+        else:
+            ops.quantize_blocks(gradient, out=self._packed, first=sink.start)
+
+    def clear(self, start: int, numel: int) -> None:
+        """As DenseStore's."""
+        self._packed.clear(start, numel)
+
+    def dense(self) -> torch.Tensor:
+        """The gradients (n,) in FP32, a temporary copy."""
+        return self._packed.dequantize()
+
+    def read(self, start: int, numel: int) -> BlockScaled:
+        """A copy of some elements."""
+        return self._packed.read(start, numel)
+
+    def local(self) -> Stages:
+        """As DenseStore's."""
+        yield from ()
+        return BlockShards(self._packed), []
+
+    def remember(self) -> Callable[[], None]:
+        """As DenseStore's."""
+        return functools.partial(setattr, self, "_packed", self._packed)
+
+    def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
+        """Send the gradients as they are; what was received takes their place."""
+        reduced, handles = yield from reduce(self._packed, None)
+        if reduced.packed.data.shape == self._packed.data.shape:
+            self._packed = reduced.packed
+        return reduced, handles
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """As DenseStore's."""
+        return [self._packed.data]
+
+
+type GradStore = DenseStore | BlockStore
+
+
+def grad_store(shards: int, m: int, storage: str, device) -> GradStore:
+    """Zeros for R shards of m elements, in the format that `--fp8-grad-accum` names."""
+    return BlockStore(shards, m, device) if storage == "fp8" else DenseStore(shards, m, storage, device)
+
+
+class GradSink:
+    """Where one weight's gradients go: its elements of a store, counting the step's micro-batches in `adds`.
+
+    identity: (run seed, data-parallel rank, and what tells the weight from all others), for the noise.
+    place: a view of these elements, of a store in FP32 or BF16, made once.
+    recorded: while a step is recorded, where its additions read their seeds; else None.
+    """
+
+    def __init__(self, store: GradStore, start: int, shape: torch.Size, identity: tuple[int, ...]):
+        self.store, self.start, self.shape, self.identity = store, start, shape, identity
+        self.place: torch.Tensor | None = None
+        self.recorded: RecordedSeeds | None = None
+        self.step = self.adds = 0
+        self.closed = False
+
+    def begin_step(self, step: int) -> None:
+        """The next gradient overwrites."""
+        self.step, self.adds, self.closed = step, 0, False
+
+    def take(self, product: gemm.Product) -> None:
+        """Take the gradient of one micro-batch.  RuntimeError if it comes when the step's gradients are on the wire."""
+        if self.closed:
+            raise RuntimeError(
+                "a weight gradient came after its bucket had gone out (a weight that is used several times in a "
+                "micro-batch, under recomputation?): train without --overlap-grad-reduce"
+            )
+        self.store.add(product, self)
+        self.adds += 1
+
+    def seed(self) -> Seed:
+        """Of the noise of the addition that comes."""
+        return self.seed_of(self.adds) if self.recorded is None else self.recorded.next(self)
+
+    def seed_of(self, adds: int) -> tuple[int, int]:
+        """Of the noise of the step's addition number `adds`."""
+        return noise_seed(*self.identity, self.step, adds)
+
+    def close(self) -> None:
+        """No more gradients in this step; make it valid also where no micro-batch gave one."""
+        self.closed = True
+        if self.adds == 0:
+            self.store.clear(self.start, self.shape.numel())
+
+
+class RecordedSeeds:
+    """The seeds of a step's additions, in memory that its kernels read: so a graph can make the step again.
+
+    Inside of `with seeds:` the sinks' additions are told where each reads its own; `fill` writes those of the step. The
+    memory is there before: what is allocated while a graph is recorded may have served others earlier in the step, and
+    would be overwritten by each replay.
+
+    Args:
+        room: for how many additions; None: each is written when it is asked for, one by one. That is for the step
+            before the recorded one, which compiles kernels, for a recording may load none; `count` has their number.
+    """
+
+    def __init__(self, sinks: Iterable[GradSink], room: int | None = None):
+        self._sinks, self._room = list(sinks), room
+        self._additions: list[tuple[GradSink, int]] = []
+        device = self._sinks[0].store.tensors[0].device if self._sinks else "cpu"
+        self._memory = torch.empty(room or 0, 4, dtype=torch.int32, device=device)  # two of four: all are aligned alike
+
+    def __enter__(self) -> "RecordedSeeds":
+        for sink in self._sinks:
+            sink.recorded = self
+        return self
+
+    def __exit__(self, *error) -> None:
+        for sink in self._sinks:
+            sink.recorded = None
+
+    @property
+    def count(self) -> int:
+        """How many additions have asked."""
+        return len(self._additions)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the step is recorded."""
+        return self._room is not None
+
+    def next(self, sink: GradSink) -> torch.Tensor:
+        """Where (2,) int32 the sink's next addition reads its seed. RuntimeError if there is no room."""
+        at = self.count
+        self._additions.append((sink, sink.adds))
+        if self._room is None:
+            return _int32(sink.seed_of(sink.adds), self._memory.device)
+        if at >= self._room:
+            raise RuntimeError(f"more than {self._room} additions of gradients in FP8, as many as the step before had")
+        return self._memory[at, :2]
+
+    def fill(self) -> None:
+        """Write the seeds of the sinks' present step."""
+        if self._additions:
+            seeds = [sink.seed_of(adds) for sink, adds in self._additions]
+            self._memory[: self.count, :2].copy_(_int32(seeds, self._memory.device))
+
+
+def _int32(seeds, device: torch.device) -> torch.Tensor:
+    words = torch.tensor(seeds).to(torch.int32)
+    return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words

@@ -1,0 +1,296 @@
+"""A weight that the engine owns: what its linear holds of it.
+
+The linear asks: for the weight as a GEMM reads it (`dense`, `quantized`, `transposed`), to cast its operands with the
+scales that belong to it (`casts`), and to take a gradient (`take_gradient`). Where the bytes lie, who else has a part
+of them, and how gradients are stored and summed is the engine's business: a `Bucket` (bucket.py) takes the weight
+over. To stock Megatron the parameter is frozen (`requires_grad=False`): its DDP, gradient buffers and optimizer pass
+it by.
+
+W is quantised once a step; stored in E4M3 (O3) it is taken as it is. W^T is made when dgrad needs it, in one scratch
+buffer that all weights of an engine share; `--keep-fp8-transpose-cache` keeps one a weight instead (a byte a weight
+for a pass a micro-batch).
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from .. import gemm, ops
+from ..flags.config import Fp8Config
+from ..flags.emulate import linear_name
+from ..numerics.scaled import ScaledTensor
+from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
+from ..ops import source
+from ..ops.source import Castable
+from ..ranks import all_reduce_largest
+from .events import Events
+from .frozen import own, refuse_changed, refuse_unattached
+from .grad_store import GradSink
+
+INPUT, GRAD = 0, 1  # the two operands that a linear casts
+UNSEEN = Events()  # of a model without an engine
+
+
+class Scratch:
+    """Memory for what lives until the next call on the same stream: one buffer, as large as the largest asked for.
+
+    memory: the buffer, or None.
+    """
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self._views: dict[tuple, torch.Tensor] = {}  # of the memory there is
+
+    def like(self, payload: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Room for `shape`, of the payload's one-byte type, on its device."""
+        view = self._views.get((payload.dtype, shape))
+        if view is None:
+            if self.memory is None or self.memory.numel() < payload.numel():
+                self.memory = torch.empty(payload.numel(), dtype=torch.uint8, device=payload.device)
+                self._views.clear()
+            view = self.memory[: payload.numel()].view(payload.dtype).view(shape)
+            self._views[payload.dtype, shape] = view
+        return view
+
+
+class Casts:
+    """The scales of a linear's two operands: of their own amax, or delayed.
+
+    Attributes:
+        scaling, slots: delayed scaling's state and the places of INPUT and GRAD in it; None for tensorwise.
+    """
+
+    def __init__(self, config: Fp8Config):
+        self._config = config
+        self.scaling: DelayedScaling | None = None
+        self.slots: tuple[int, int] = (0, 0)
+
+    def quantize(
+        self, x: Castable, role: int, *, columns: bool, rows: bool, training: bool, group
+    ) -> tuple[ScaledTensor, torch.Tensor]:
+        """OwnedWeight.cast, without telling observers."""
+        scaling, slot, amax_out = self.scaling, self.slots[role], None
+        fmt = self._config.forward_format if role == INPUT else self._config.grad_format
+        if scaling is not None and scaling.warm:
+            scale, scale_inv = scaling.slot_scale(slot), scaling.slot_scale_inv(slot)
+            amax_out = scaling.slot_amax(slot) if training else None
+        else:
+            x = source.values(x)
+            amax = ops.amax(x)
+            if group is not None:
+                all_reduce_largest(amax, group)
+            if scaling is not None and training:
+                scaling.record(slot, amax)
+            scale = compute_scale(amax, fmt, margin=self._config.margin)
+            scale_inv = scale.reciprocal()
+        payload, payload_t = source.cast(x, fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
+        return ScaledTensor(payload, scale_inv, payload_t), scale
+
+    def follow(self, role: int, x: torch.Tensor) -> None:
+        """Keep the delayed scale up to date of what a linear would cast that is out of FP8 for a while."""
+        if self.scaling is not None:
+            self.scaling.record(self.slots[role], ops.amax(x))
+
+
+class OwnedWeight:
+    """One linear's weight; see the top of the file.
+
+    Set when the model is built:
+        param: (N, K) BF16 or E4M3, frozen to stock Megatron (frozen.py).
+        path, layer_number: where it sits in the model.
+        storage: "bf16" or "fp8", what the engine is to make of param.
+        emulate: how a BF16 linear's operands are rounded, or None.
+        fp8: whether the GEMMs are FP8's: not with `--fp8-gemm bf16`, `--first-last-layers-bf16`, `--fp8-bf16-layers`,
+            nor for a while after a spike (`--fp8-on-spike bf16-fallback`); it changes between steps only.
+
+    Set by the engine:
+        identity, rank: what tells the weight from others, and this replica from others, for noise.
+        key: its name in checkpoints.
+        stored: of an E4M3 param, with its scale; None until the engine has made it.
+        load: of an E4M3 param, sets it to values (N, K) of any float type.
+        sink: where its gradients go; None until an engine is attached, and where it is frozen.
+        casts: the scales of its linear's operands.
+        events, scratch: the engine's.
+        on_use: called before the weight is used, while it may still be on its way from the other ranks; or None.
+        on_gradient: called with this weight after each gradient.
+
+    Of the step:
+        step: the number of the update, from 1.
+        pending: forward passes whose gradient has not come yet.
+        forwards: those that keep nothing for a backward pass, and those that do.
+    """
+
+    def __init__(self, param: torch.nn.Parameter, config: Fp8Config):
+        self.param, self.config = own(param), config
+        self.path, self.layer_number = "", 0
+        self.fp8, self.storage, self.emulate = config.gemm == "fp8", config.weight, config.emulate
+        self.identity: tuple[int, ...] = ()
+        self.rank, self.key = 0, ""
+        self.stored: ScaledTensor | None = None
+        self.load: Callable[[torch.Tensor], None] = lambda values: None
+        self.sink: GradSink | None = None
+        self.casts = Casts(config)
+        self.events, self.scratch = UNSEEN, Scratch()
+        self.on_use: Callable[[], None] | None = None
+        self.on_gradient: Callable[[OwnedWeight], None] = lambda weight: None
+        self._quantized: ScaledTensor | None = None
+        self._transposed: torch.Tensor | None = None
+        self._version = -1  # of param, when it was quantised
+        self._in_model_state: Callable[[], torch.Tensor] = lambda: param
+        self.begin_step(1)
+
+    @property
+    def name(self) -> str:
+        """Its linear's whole path in the model, layers numbered from 0."""
+        return linear_name(self.path, self.layer_number)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients: unless a script has frozen it (frozen.py)."""
+        return not self.param.frozen
+
+    def begin_step(self, step: int) -> None:
+        """The step that makes this update begins. Raises UserError as `expect_gradient`."""
+        self.step, self.pending, self.forwards = step, 0, [0, 0]
+        self._check_unchanged()
+
+    def expect_gradient(self) -> bool:
+        """A forward pass begins, for which a backward pass will come: whether that makes a gradient of the weight.
+
+        Raises UserError where a script has frozen or thawed the weight since the optimizer was built, or where there is
+        no engine to train it.
+        """
+        frozen = self.param.frozen
+        if frozen != (self.sink is None):
+            self._check_unchanged()
+            if not frozen:
+                refuse_unattached(self.config.level, self.name)
+        self.pending += not frozen
+        return not frozen
+
+    def _check_unchanged(self) -> None:
+        if self.events is not UNSEEN and self.trained != (self.sink is not None):
+            refuse_changed(self.config.level, self.name, frozen=self.param.frozen)
+
+    def keep_in_bf16(self) -> None:
+        """Leave it out of FP8: its GEMMs, what is stored, and what is emulated."""
+        self.fp8, self.storage, self.emulate = False, "bf16", None
+
+    def invalidate(self) -> None:
+        """Quantise and transpose again at the next use: the weight has changed."""
+        self._version = -1
+        self._transposed = None
+
+    def arrive(self) -> None:
+        """Have the weight here; before every use."""
+        if self.on_use is not None:
+            self.on_use()
+
+    def dense(self) -> torch.Tensor:
+        """The weight (N, K) in BF16: the parameter, or of E4M3 a copy, exactly."""
+        self.arrive()
+        return self.param if self.stored is None else self.stored.dequantize(torch.bfloat16)
+
+    def quantized(self) -> ScaledTensor:
+        """The weight in E4M3: as it is stored, or quantised once and kept until the weight changes."""
+        self.arrive()
+        if self.stored is not None:
+            return self.stored
+        if self._version != self.param._version:
+            self._quantized = self._transposed = None  # freed before their successors are allocated
+            fmt, weight = self.config.forward_format, self.param.detach()
+            # Validation without an optimizer (--skip-train) meets E4M3 weights in BF16: a power of two changes no bit.
+            scaled_to = power_of_two_scale if self.storage == "fp8" else compute_scale
+            scale = scaled_to(ops.amax(weight), fmt, margin=self.config.margin)
+            self._quantized = ScaledTensor(ops.quantize(weight, fmt, scale), scale.reciprocal())
+            self._version = self.param._version
+        assert self._quantized is not None
+        return self._quantized
+
+    def transposed(self, w: ScaledTensor) -> ScaledTensor:
+        """W^T (K, N) of what `quantized` gave, valid until the next call on the same stream."""
+        n, k = w.payload.shape
+        if self.config.keep_transpose_cache:
+            if self._transposed is None:
+                self._transposed = ops.transpose(w.payload)
+            return ScaledTensor(self._transposed, w.scale_inv)
+        return ScaledTensor(ops.transpose(w.payload, out=self.scratch.like(w.payload, (k, n))), w.scale_inv)
+
+    def cast(
+        self, x: Castable, role: int, *, columns: bool, rows: bool = True, training: bool, group=None
+    ) -> tuple[ScaledTensor, torch.Tensor]:
+        """x (M, K), an INPUT or a GRAD -> (its cast to the format of its role, in the layouts asked for; the scale).
+
+        In training its amax counts, and observers see it, and have the rows made.
+        group: the ranks that must use one scale, or None.
+        """
+        looks = self.events.cast if training else ()
+        rows = rows or bool(looks)
+        q, scale = self.casts.quantize(x, role, columns=columns, rows=rows, training=training, group=group)
+        if looks:
+            seen = source.values(x)
+            for look in looks:
+                look(self, role, seen, q)
+        return q, scale
+
+    def take_gradient(self, product: gemm.Product) -> None:
+        """Take the gradient dW (N, K) of one backward pass."""
+        if self.sink is None:
+            refuse_unattached(self.config.level, self.name)
+        for look in self.events.gradient:
+            look(self, product)
+        self.sink.take(product)
+        for look in self.events.gradient_added:
+            look(self)
+        self.pending -= 1
+        self.on_gradient(self)
+
+    def export(self) -> torch.Tensor:
+        """What stands for the weight in a sharded state dict: the parameter, or of E4M3 a BF16 copy on the host."""
+        self.arrive()
+        if self.stored is None:
+            return self.param
+        copy = self.stored.dequantize(torch.bfloat16).cpu()
+        self._in_model_state = weakref.ref(copy)
+        return copy
+
+    def in_model_state(self) -> torch.Tensor:
+        """What stands for the weight in the model's sharded state dict that was made last."""
+        return self._in_model_state()
+
+    def cached_tensors(self) -> list[torch.Tensor]:
+        """The quantised copy, and its transpose if that is kept."""
+        kept = [self._quantized.payload] if self._quantized is not None else []
+        return kept + ([self._transposed] if self._transposed is not None else [])
+
+
+def owners(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """(name, module) of those that hold an OwnedWeight, as `owned`."""
+    return [(name, m) for name, m in root.named_modules() if isinstance(getattr(m, "owned", None), OwnedWeight)]
+
+
+def owned_weights(modules: Iterable[torch.nn.Module]) -> list[OwnedWeight]:
+    """The weights of every FP8 linear inside the modules, in model order."""
+    return [module.owned for root in modules for _, module in owners(root)]
+
+
+def name_weights(chunks: Iterable[torch.nn.Module]) -> None:
+    """Give every weight its `path` in the model, the layer's number left out, and its `layer_number` from 1."""
+    for chunk in chunks:
+        layers = {n: m for n, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
+        for layer_path, layer in layers.items():
+            block = re.sub(r"^(module\.)+", "", layer_path).rpartition(".")[0]
+            for name, module in owners(layer):
+                module.owned.path = re.sub(r"\.\d+", "", f"{block}.{name}")
+                module.owned.layer_number = layer.layer_number
+
+
+def in_forward_order(weights: list[OwnedWeight]) -> list[OwnedWeight]:
+    """Named weights of one chunk in the order of the forward pass: attention registers its output projection first."""
+    blocks = {(w.path.rpartition(".")[0], w.layer_number): i for i, w in reversed(list(enumerate(weights)))}
+    return sorted(
+        weights, key=lambda w: (blocks[w.path.rpartition(".")[0], w.layer_number], w.path.endswith(".linear_proj"))
+    )

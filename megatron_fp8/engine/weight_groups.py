@@ -1,0 +1,83 @@
+"""Sets of owned weights: who has a part of them, who sums their gradients, what they are called.
+
+Weights of one set share their process groups. GPT's linears are one set, over the data-parallel group. Experts would
+be a second, over the expert-data-parallel group: each rank has other experts, so scales, amax and sums that are agreed
+on must not cross from one to the other, and names must keep the expert's number. Everything in the engine that
+communicates asks the set (`Bucket`, `WeightSet`), nothing asks Megatron for "the" data-parallel group.
+
+`register` adds a set beside the linears: a function from their set to another, called when the optimizer is built. The
+first set that has a weight owns it; what none has is a linear of the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core import mpu
+from torch.distributed import ProcessGroup
+
+from ..numerics.noise import noise_seed
+from .owned_weight import OwnedWeight
+
+
+@dataclass(frozen=True, eq=False)
+class WeightGroups:
+    """Some owned weights and their process groups.
+
+    Attributes:
+        name: what tells it from other sets: in noise and keys of checkpoints; "" for the linears.
+        has: whether a weight is one of them.
+        data: its ranks have the same weights and sum their gradients; each owns a part of the state.
+        sharing: the ranks that have parts or replicas of the same weights, and one scale for each.
+        amax: the ranks that agree on the amax of activations and gradients.
+        norm: over which the square of the gradient norm is summed.
+        mean: from the sum over `data` to the gradient.
+        rank: of this process among those that have other parts of the same weights, for noise.
+    """
+
+    name: str
+    has: Callable[[OwnedWeight], bool]
+    data: ProcessGroup
+    sharing: ProcessGroup
+    amax: ProcessGroup
+    norm: ProcessGroup
+    mean: float
+    rank: int
+
+    def identity(self, weight: OwnedWeight, seed: int) -> tuple[int, ...]:
+        """What tells a weight, and this rank's part of it, from all others, in a run of that seed."""
+        return noise_seed(seed, self.rank, weight.layer_number, *f"{self.name}{weight.path}".encode())
+
+    def key(self, weight: OwnedWeight) -> str:
+        """A weight's name in checkpoints, the same in every layout."""
+        return f"{self.name}{weight.path}.{weight.layer_number}"
+
+
+def linears(config, norm: ProcessGroup) -> WeightGroups:
+    """The linears of GPT's layers. config: Megatron's of the model; norm: over which its optimizer sums the norm."""
+    data = mpu.get_data_parallel_group(with_context_parallel=True)
+    return WeightGroups(
+        name="",
+        has=lambda weight: True,
+        data=data,
+        sharing=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        amax=mpu.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red),
+        norm=norm,
+        mean=1.0 if config.calculate_per_token_loss else 1.0 / data.size(),
+        rank=mpu.get_tensor_model_parallel_rank(),
+    )
+
+
+type MakeSet = Callable[[WeightGroups], WeightGroups]  # from the linears' set, whose groups many may share
+
+_more: list[MakeSet] = []
+
+
+def register(make: MakeSet) -> None:
+    """Have models built from now on own a further set; see the top of the file."""
+    _more.append(make)
+
+
+def weight_sets(config, norm: ProcessGroup) -> list[WeightGroups]:
+    """All sets of a run, the linears last."""
+    last = linears(config, norm)
+    return [*(make(last) for make in _more), last]

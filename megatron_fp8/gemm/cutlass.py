@@ -1,0 +1,194 @@
+"""FP8 GEMMs by CUTLASS: plans (plans.py) of the library that csrc/ makes (cutlass_build.py).
+
+    D = scale_a scale_b A B^T + bias + C        E4M3 x E4M3, E5M2 x E4M3, E4M3 x E5M2, into BF16 or FP32
+
+Scales are read on the device. `use("cutlass")` (gemm.py) has them serve, and builds the library where it must; with a
+search (search.py) they serve where they are faster than cuBLASLt. What they do not take is cuBLASLt's: N or K that
+is no multiple of 16, a bias that is not BF16.
+
+The library holds kernels of a few tile shapes. Which serves a shape, in which order of tiles, is what a search found,
+else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large, so a tile is good that leaves
+few multiprocessors idle in the last wave, and large ones read less memory a product. Tiles that lie side by side for
+the L2's sake come in whole bundles, and those of a bundle that are outside the matrix take as long as the others.
+
+Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
+added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256 is 2 to 8 % faster, and adds 0.3 % to the error of
+a result in BF16; in FP32 it is 1.7e-4 of the result for 1.0e-4. 512, and pairs of partial sums, were slower
+(docs/performance.md).
+
+A block of threads takes its tiles from a counter (csrc/counted.cuh): a collective that holds some multiprocessors for a
+while delays only what would run there. (Of tiles "in turns", pingpong, a block has its share.)
+
+`is_faster` is true of what is faster than cuBLASLt's on a GPU under load, as is known without a search: long sums,
+promoted every 256, that are not added to anything, of which its tiles leave no multiprocessor idle: dgrads of wide
+layers, and weight gradients of many tokens where nothing is there yet.
+
+Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+
+from . import cutlass_build
+from .plans import ALIGNMENT, Problem
+
+_CODES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch.float32: 3}  # of csrc/abi.h
+_TYPES = {code: dtype for dtype, code in _CODES.items()}
+
+# Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
+SPEED = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.87}
+LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # is_faster's least: k, promotion, share of the multiprocessors' time in use
+ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One of the library's: operand and result types, `promote` (0: fast), the tile and cluster as (M, N)."""
+
+    index: int
+    a: torch.dtype
+    b: torch.dtype
+    out: torch.dtype
+    promote: int
+    tile: tuple[int, int]
+    cluster: tuple[int, int]
+    pingpong: bool
+
+    def __str__(self) -> str:
+        how = "fast" if not self.promote else f"promoted/{self.promote}"
+        return f"{self.tile[0]}x{self.tile[1]} {self.cluster[0]}x{self.cluster[1]} {how}{' pingpong' * self.pingpong}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and the order of its tiles: `swizzle` of them side by side at most, along 0: either, 1: M, 2: N."""
+
+    kernel: Kernel
+    swizzle: int = 8
+    order: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.swizzle}/{self.order}"
+
+
+class Launch:
+    """A plan (plans.py): a Problem and a choice."""
+
+    maker = "cutlass"
+
+    def __init__(self, library: ctypes.CDLL, problem: Problem, device: int, pointers: tuple[int, ...], choice: Choice):
+        self.problem, self.choice, self._gemm = problem, choice, library.mfp8_gemm
+        shape = {"m": problem.m, "n": problem.n, "k": problem.k, "device": device}
+        self._args = cutlass_build.Args(**shape, swizzle=choice.swizzle, raster=choice.order)
+        self._at, self._index, self._add = ctypes.byref(self._args), choice.kernel.index, problem.add
+        self.point(pointers)
+
+    @property
+    def name(self) -> str:
+        return str(self.choice)
+
+    def point(self, pointers: tuple[int, ...]) -> None:
+        self.pointers, args = pointers, self._args
+        args.scale_b, args.scale_a, args.bias = pointers
+
+    def run(self, a: int, b: int, c: int, d: int, stream: int) -> None:
+        args = self._args
+        args.a, args.b, args.c, args.d, args.stream = a, b, c if self._add else 0, d, stream
+        if status := self._gemm(self._index, self._at):
+            what = {cutlass_build.UNKNOWN: "no such kernel", cutlass_build.UNFIT: "it does not take this shape"}
+            raise RuntimeError(f"CUTLASS {self.choice}: {self.problem}: {what.get(status, 'the launch failed')}")
+
+    def described(self) -> str:
+        return self.name
+
+
+class Cutlass:
+    """The maker (plans.py) of such plans.
+
+    Attributes: `promote`, the longest; `kernels` and `multiprocessors`, the GPU's, and `version`, once it is prepared.
+    """
+
+    name = "cutlass"
+
+    def __init__(self) -> None:
+        self.promote, self.multiprocessors = 256, 132
+        self.kernels: tuple[Kernel, ...] = ()
+        self._library: ctypes.CDLL | None = None
+        self.version = ""
+
+    def prepare(self, build: bool = True) -> None:
+        """Load the library, built first if it must and may be. Raises cutlass_build.Unavailable: why not, in a line."""
+        if self._library is None:
+            if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) != (9, 0):
+                found = ".".join(map(str, capability))
+                raise cutlass_build.Unavailable(f"the CUTLASS GEMMs are for Hopper, 9.0; this GPU is {found}")
+            path = cutlass_build.library(build=build)
+            library = cutlass_build.load(path)
+            if torch.cuda.is_available():
+                self.multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+            self.kernels = tuple(_describe(library, index) for index in range(library.mfp8_kernels()))
+            self._library, self.version = library, cutlass_build.version(path)
+
+    def takes(self, problem: Problem) -> bool:
+        return bool(self._kernels(problem))
+
+    def is_faster(self, problem: Problem) -> bool:
+        """Whether it takes a problem and is faster than cuBLASLt, as far as is known without a search."""
+        p = problem
+        if p.k < LONG or p.d != torch.bfloat16 or p.add:
+            return False
+        long = [choice for choice in self.choices(p) if choice.kernel.promote >= PROMOTE]
+        times = [self.estimate(choice, p) for choice in long if choice.swizzle > 1]  # else too much is read twice
+        return bool(times) and p.m * p.n / self.multiprocessors >= WHOLE * min(times)
+
+    def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
+        choices = self.choices(problem)
+        choices.sort(key=lambda choice: (self.estimate(choice, problem), -choice.kernel.promote))
+        return [self.launch(choice, problem, device, pointers) for choice in choices[:count]]
+
+    def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Launch | None:
+        choice = next((choice for choice in self.choices(problem) if str(choice) == name), None)
+        return None if choice is None else self.launch(choice, problem, device, pointers)
+
+    def launch(self, choice: Choice, problem: Problem, device: int, pointers: tuple[int, ...]) -> Launch:
+        """The plan of a choice; the problem is one that its kernel takes."""
+        assert self._library is not None  # there is a kernel, so it is loaded
+        return Launch(self._library, problem, device, pointers, choice)
+
+    def choices(self, problem: Problem) -> list[Choice]:
+        """All that it has of a problem."""
+        return [Choice(kernel, *order) for order in ORDERS for kernel in self._kernels(problem)]
+
+    def estimate(self, choice: Choice, problem: Problem) -> float:
+        """Time of a problem, in products of a multiprocessor: whole waves of whole clusters and bundles of tiles."""
+        kernel, sizes = choice.kernel, (problem.m, problem.n)
+        clusters = [math.ceil(s / (tile * c)) for s, tile, c in zip(sizes, kernel.tile, kernel.cluster, strict=True)]
+        shorter = min(count * c for count, c in zip(clusters, kernel.cluster, strict=True))
+        # As CUTLASS has it: so many side by side at most as are asked for, and as the shorter side has tiles for.
+        bundle = next(b for b, least in ((8, 6), (4, 3), (2, 2), (1, 0)) if choice.swizzle >= b and shorter >= least)
+        tiles = math.prod(kernel.cluster) * math.prod(math.ceil(count / bundle) * bundle for count in clusters)
+        return math.ceil(tiles / self.multiprocessors) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
+
+    def _kernels(self, problem: Problem) -> list[Kernel]:
+        """Of a problem; where it may be fast and none is, the promoted ones."""
+        p = problem
+        whole = p.packed and p.a_rows and p.b_rows and p.align == ALIGNMENT and min(p.m, p.n, p.k) > 0
+        if not whole or p.n % 16 or p.k % 16 or p.bias not in (None, torch.bfloat16):
+            return []
+        same = [kernel for kernel in self.kernels if (kernel.a, kernel.b, kernel.out) == (p.a, p.b, p.d)]
+        fast = [kernel for kernel in same if not kernel.promote] if p.fast_accum else []
+        return fast or [kernel for kernel in same if 0 < kernel.promote <= self.promote]
+
+
+def _describe(library: ctypes.CDLL, index: int) -> Kernel:
+    info = cutlass_build.Info()
+    library.mfp8_describe(index, ctypes.byref(info))
+    types = (_TYPES[info.a], _TYPES[info.b], _TYPES[info.d])
+    tile, cluster = (info.tile_m, info.tile_n), (info.cluster_m, info.cluster_n)
+    return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))
+
+
+CUTLASS = Cutlass()

@@ -1,0 +1,89 @@
+"""What a step of Adam works on, and its states between their formats and float32: for checkpoints, and for the oracle.
+
+In plain PyTorch on any device. A step never comes here on a GPU: its kernel reads and writes each format in registers
+(triton/adam.py).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+
+from ..numerics.blocks import BlockScaled
+from ..numerics.formats import E4M3, encode
+from ..numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
+from ..numerics.scaled import ScaledTensor
+from .reference import quantize_blocks
+
+type State = torch.Tensor | Block16 | BlockScaled
+type Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """What a step needs to know beside its tensors, as torch.optim.Adam's arguments. step: 1 for the first.
+
+    decoupled: weight decay as AdamW's, else as Adam's, added to the gradient.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled: bool = True
+
+    @property
+    def step_size(self) -> float:
+        """lr over the bias correction of exp_avg."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_correction(self) -> float:
+        """What sqrt(exp_avg_sq) is multiplied by to correct its bias."""
+        return 1 / math.sqrt(1 - self.beta2**self.step)
+
+
+def is_remainder(master: State) -> TypeGuard[torch.Tensor]:
+    """Whether the master is what it lacks of the weight, rather than a number of its own."""
+    return isinstance(master, torch.Tensor) and master.dtype == torch.int16
+
+
+def read_state(state: State) -> torch.Tensor:
+    """A state's values, (n,) float32."""
+    return state.float() if isinstance(state, torch.Tensor) else state.dequantize()
+
+
+def write_state(state: State, values: torch.Tensor) -> None:
+    """Round `values` (n,) float32 to the state's format, in place."""
+    if isinstance(state, torch.Tensor):
+        state.copy_(values)
+        return
+    new = quantize_block16(values) if isinstance(state, Block16) else quantize_blocks(values)
+    state.payload.copy_(new.payload)
+    state.exponents.copy_(new.exponents)
+
+
+def read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
+    """The master's values (n,) float32; of a remainder, with the weight that it is the remainder to."""
+    if not is_remainder(master):
+        return read_state(master)
+    if isinstance(weight, ScaledTensor):
+        return join_e4m3(weight.payload, master, weight.scale_inv)
+    return join_bf16(weight, master)
+
+
+def write_master(
+    master: State, weight: torch.Tensor | ScaledTensor, w: torch.Tensor, weight_scale: torch.Tensor | None
+) -> None:
+    """Both the master and the weight, in place, from w (n,) float32."""
+    if is_remainder(master):
+        scaled = isinstance(weight, ScaledTensor)
+        new, remainder = split_e4m3(w, weight_scale) if scaled else split_bf16(w)
+        master.copy_(remainder)
+    else:
+        new = encode(w * weight_scale, E4M3) if isinstance(weight, ScaledTensor) else w
+        write_state(master, w)
+    (weight.payload if isinstance(weight, ScaledTensor) else weight).copy_(new)

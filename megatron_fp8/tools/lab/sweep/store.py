@@ -1,0 +1,323 @@
+"""The runs of a sweep and their curves, in one SQLite file that several sweeps may work on at once.
+
+    about     name, value                       the plan's outline, the version of these tables
+    runs      a row each: arm, seed, learning rate, data set; command; state; who runs it, and since when
+    points    run, name, step, value            every number that a run logged; NULL is NaN
+
+States, and who changes them:
+
+    waiting -> running     `claim`: one UPDATE in an immediate transaction, so each run is given out once
+    running -> waiting     `release`: interrupted; it starts over
+    running -> done, failed, or not finite: the run ended itself for a loss or a gradient that was not finite
+    failed -> waiting      `retry`
+
+A worker that is killed cannot release its run. So a running run has a beat, the time its worker last wrote; a run
+whose worker is of this machine and no longer lives, or whose last beat is LOST seconds old, is given out again. Its
+`attempt` then goes up by one, and every write names the attempt that it is of: a worker that was only asleep writes
+nothing more.
+
+Trust.  A store may lie where others can write. What is read is checked (rows.py), a store with code of its own
+(triggers, views) is refused, and no command is run because it stands here: `claim` gives out the runs of the plan that
+was added, if the store has the same command.
+
+Journal.  WAL lets a report be made while a sweep writes, but needs all processes on one machine. For a store on a
+shared file system, which the tasks of a cluster write to, SQLite's rollback journal: `shared`. File locks must work
+there (NFSv4, Lustre with flock, GPFS).
+"""
+
+import json
+import math
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....errors import UserError
+from ....processes import identity, living
+from .plan_file import SweepPlan, SweepRun
+from .rows import (
+    COLUMNS,
+    FAILED,
+    RUNNING,
+    STATES,
+    WAITING,
+    Damaged,
+    Row,
+    key_of,
+    printable,
+    read_json,
+    read_outline,
+    read_points,
+    read_row,
+)
+
+VERSION = 1
+LOST = 300.0  # seconds without a beat
+_BUSY = 60.0  # seconds to wait for another's transaction
+_MOMENT = 3.0  # seconds to wait for another to begin or to end its use of a store
+_OUTSIDE = tuple(  # SQLite's names of errors that are no damage
+    f"SQLITE_{name}" for name in ("BUSY", "LOCKED", "FULL", "IOERR", "READONLY", "CANTOPEN", "PERM", "NOLFS", "NOMEM")
+)
+_TABLES = """
+CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, arm TEXT, seed INTEGER, learning_rate REAL, data TEXT, command TEXT,
+    state TEXT DEFAULT 'waiting', attempt INTEGER DEFAULT 0,
+    machine TEXT, worker TEXT, code TEXT,
+    beat REAL, started REAL, ended REAL, exit_code INTEGER, error TEXT,
+    UNIQUE (arm, seed, learning_rate, data)
+);
+CREATE INDEX by_state ON runs (state);
+CREATE TABLE points (
+    run INTEGER REFERENCES runs (id), name TEXT, step INTEGER, value REAL, PRIMARY KEY (run, name, step)
+) WITHOUT ROWID;
+"""
+
+
+class TakenAway(RuntimeError):
+    """This worker was thought dead, and its run given to another."""
+
+
+class Store:
+    """A store; raises UserError of one line for a file that is none, or is damaged.
+
+    Args:
+        path: the file.
+        create: make it where it is not there.
+        shared: processes of several machines will use it, one that there is already included.
+    """
+
+    def __init__(self, path: str | Path, create: bool = False, shared: bool = False):
+        self.path = Path(path)
+        self._commands: dict[tuple, str] = {}  # of the plan, by key_of: what may be run
+        if not create and not os.path.isfile(self.path):
+            raise UserError(f"{path}: no such store; `megatron-fp8 lab sweep PLAN --store {path}` makes it")
+        if not os.path.isdir(self.path.absolute().parent):
+            raise UserError(f"{path}: no such folder; make it, or name another file")
+        with self._one_line(), ExitStack() as on_error:
+            self._db = sqlite3.connect(self.path, timeout=_BUSY, isolation_level=None)
+            on_error.callback(self._db.close)
+            self._open(create, shared)
+            on_error.pop_all()
+
+    def _open(self, create: bool, shared: bool) -> None:
+        for guard in ("trusted_schema = OFF", "cell_size_check = ON"):  # sqlite.org/security.html, of others' files
+            self._db.execute(f"PRAGMA {guard}")
+        new = create and self._empty()
+        if new or shared:  # the journal's kind is a property of the file
+            self._set_journal("DELETE" if shared else "WAL")
+        if new:
+            with self._transaction():
+                if self._empty():  # still: two sweeps may begin at once
+                    for statement in filter(str.strip, _TABLES.split(";")):
+                        self._db.execute(statement)
+                    self._put("version", VERSION)
+        ours = "type IN ('table', 'index') AND coalesce(sql, '') NOT LIKE '%VIRTUAL TABLE%'"
+        for kind, name in self._db.execute(f"SELECT type, name FROM sqlite_master WHERE NOT ({ours})"):
+            raise UserError(f"{self.path}: holds a {kind}, {name!a}, which no sweep makes; take a new --store")
+        version = self._get("version")
+        if version != VERSION:
+            raise UserError(f"{self.path}: tables of version {version}, not {VERSION}; take a new --store")
+
+    def _set_journal(self, kind: str) -> None:
+        end = time.monotonic() + _MOMENT
+        while True:  # SQLite does not wait here; another sweep may be making the tables
+            try:
+                self._db.execute(f"PRAGMA journal_mode = {kind}")
+                return
+            except sqlite3.OperationalError as error:
+                if time.monotonic() > end:
+                    line = f"{self.path}: {error}: in use on this machine; wait until that has ended"
+                    raise UserError(line) from None
+                time.sleep(0.05)
+
+    def _empty(self) -> bool:
+        return not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    @contextmanager
+    def _one_line(self) -> Iterator[None]:
+        """Make what SQLite says a UserError of one line: the disc or who else uses the file forbids it, or damage."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            name = getattr(error, "sqlite_errorname", "")
+            if name == "SQLITE_NOTADB":
+                line = f"{self.path}: {error}; give a file that `lab sweep` made, or a new one"
+                raise UserError(line) from None
+            if name.startswith(_OUTSIDE):
+                raise UserError(f"{self.path}: {error}; mend that, and the same command continues") from None
+            raise Damaged(self.path, str(error)) from None
+        except UnicodeDecodeError:  # of a name that SQLite's own message quotes
+            raise Damaged(self.path, "a name is not in UTF-8") from None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing."""
+        try:
+            with self._one_line():
+                self._db.execute("BEGIN IMMEDIATE")
+                yield
+                self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:  # SQLite may have rolled it back itself
+                with suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+
+    def _rows(self, sql: str, *values: Any) -> list[tuple]:
+        with self._one_line():
+            return self._db.execute(sql, values).fetchall()
+
+    def _put(self, name: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
+
+    def _get(self, name: str) -> Any:
+        rows = self._rows("SELECT value FROM about WHERE name = ?", name)
+        return read_json(self.path, f"the {name}", rows[0][0]) if rows else None
+
+    # The plan.
+
+    def add(self, plan: SweepPlan) -> None:
+        """Have the runs of a plan wait here, but those that are here already; `claim` then gives out these.
+
+        Of those that wait or failed, what the plan no longer has, or has with another command, goes. Raises UserError
+        where another run that was begun had another command.
+        """
+        wanted = {key_of(run): run for run in plan.runs()}
+        commands = {key: json.dumps(run.command) for key, run in wanted.items()}
+        with self._transaction():
+            for row in self.runs():
+                run = wanted.get(key_of(row))
+                if row.state in (WAITING, FAILED) and run != _planned(row):
+                    self._db.execute("DELETE FROM points WHERE run = ?", (row.id,))
+                    self._db.execute("DELETE FROM runs WHERE id = ?", (row.id,))
+                elif run is not None and run != _planned(row):
+                    old, new = _first_difference(row.command, run.command)
+                    raise UserError(
+                        f"{self.path}: {row.name} was run with {old} but the plan has {new}; take another --store"
+                    )
+            self._db.executemany(
+                "INSERT OR IGNORE INTO runs (arm, seed, learning_rate, data, command) VALUES (?, ?, ?, ?, ?)",
+                [(*key, command) for key, command in commands.items()],
+            )
+            self._put("plan", plan.outline())
+        self._commands = commands
+
+    def outline(self) -> dict[str, Any]:
+        """The outline of the last plan that was added."""
+        return read_outline(self.path, self._get("plan"))
+
+    # A worker's part.
+
+    def claim(self, code: str) -> Row | None:
+        """Take a waiting run of the plan for this process, whose attempt it now is; None: there is none.
+
+        What waits here and is not in the plan, or has another command than the plan's, is not taken.
+        code: the version that will run it.
+        """
+        now, worker = time.time(), identity(os.getpid())
+        waiting = f"SELECT id, arm, seed, learning_rate, data, command FROM runs WHERE state = '{WAITING}' ORDER BY id"
+        with self._transaction():
+            self._lose()
+            planned = (run for run, *key, said in self._rows(waiting) if self._commands.get(tuple(key)) == said)
+            if (run := next(planned, None)) is None:
+                return None
+            found = self._rows(
+                f"""UPDATE runs SET state = '{RUNNING}', attempt = attempt + 1, machine = ?, worker = ?,
+                    beat = ?, started = ?, ended = NULL, exit_code = NULL, error = NULL, code = ?
+                    WHERE id = ? RETURNING {COLUMNS}""",
+                *(socket.gethostname(), worker, now, now, code, run),
+            )
+            return read_row(self.path, found[0])
+
+    def recover(self) -> None:
+        """Have the runs of dead workers wait again, as `claim` does."""
+        with self._transaction():
+            self._lose()
+
+    def _lose(self) -> None:
+        here, late = socket.gethostname(), time.time() - LOST
+        running = f"SELECT id, machine, worker, beat FROM runs WHERE state = '{RUNNING}'"
+        for run, machine, worker, beat in self._rows(running):
+            beats = isinstance(beat, float) and beat >= late
+            if not beats or (machine == here and not (isinstance(worker, str) and living(worker))):
+                self._wait(run)
+
+    def _wait(self, run: int) -> None:
+        """Have a run wait, as if it had never begun."""
+        self._db.execute(f"UPDATE runs SET state = '{WAITING}' WHERE id = ?", (run,))
+        self._db.execute("DELETE FROM points WHERE run = ?", (run,))
+
+    def _own(self, run: Row, change: str, *values: Any) -> None:
+        """Change columns of a run whose attempt is still ours."""
+        sql = f"UPDATE runs SET {change} WHERE id = ? AND attempt = ? AND state = '{RUNNING}'"
+        if not self._db.execute(sql, (*values, run.id, run.attempt)).rowcount:
+            raise TakenAway(f"{run.name}: this worker was silent for {LOST:g} s, and its run given to another")
+
+    def write(self, run: Row, points: Iterable[tuple[int, str, float]]) -> None:
+        """Write (step, name, value), and beat. Raises TakenAway."""
+        with self._transaction():
+            self._own(run, "beat = ?", time.time())
+            rows = [(run.id, name, step, None if math.isnan(value) else value) for step, name, value in points]
+            self._db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?)", rows)
+
+    def finish(self, run: Row, state: str, exit_code: int | None, error: str | None = None) -> None:
+        """A run ended as DONE, FAILED or NOT_FINITE; `error`: the end of its log. Raises TakenAway."""
+        with self._transaction():
+            self._own(run, "state = ?, ended = ?, exit_code = ?, error = ?", state, time.time(), exit_code, error)
+
+    def release(self, run: Row) -> None:
+        """A run was interrupted: have it wait again, as if it had never begun. Raises TakenAway."""
+        with self._transaction():
+            self._own(run, "error = NULL")
+            self._wait(run.id)
+
+    def retry(self) -> int:
+        """Have failed runs wait again; returns how many."""
+        with self._transaction():
+            failed = [row.id for row in self.runs() if row.state == FAILED]
+            for run in failed:
+                self._wait(run)
+        return len(failed)
+
+    # A reader's part.
+
+    def counts(self) -> dict[str, int]:
+        """How many runs are in each of STATES."""
+        found = dict(self._rows("SELECT state, count(*) FROM runs GROUP BY state"))
+        return {state: found.get(state, 0) for state in STATES}
+
+    def runs(self) -> list[Row]:
+        """All runs, in the order they are given out."""
+        return [read_row(self.path, row) for row in self._rows(f"SELECT {COLUMNS} FROM runs ORDER BY id")]
+
+    def series(self, run: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """{name: (steps, values)} of a run, steps rising, names in order; values are FP64."""
+        rows = self._rows("SELECT name, step, value FROM points WHERE run = ? ORDER BY name, step", run)
+        found = read_points(self.path, run, rows)
+        return {name: tuple(map(np.array, zip(*pairs, strict=True))) for name, pairs in found.items()}  # type: ignore[misc]
+
+
+def _planned(row: Row) -> SweepRun:
+    return SweepRun(row.arm, row.seed, row.learning_rate, row.data, row.command)
+
+
+def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, str]:
+    """The first word of each that differs, a value behind its flag."""
+    size = max(len(old), len(new))
+    pairs = zip(old + ("",) * (size - len(old)), new + ("",) * (size - len(new)), strict=True)
+    at, pair = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    before = old[at - 1] if at else ""
+    if not before.startswith("-") or any(word.startswith("-") for word in pair):
+        before = ""
+    one, other = (f"{before} {printable(word)}".strip() or "nothing" for word in pair)
+    return one, other

@@ -1,0 +1,291 @@
+"""`megatron-fp8 lab bisect --folder DIR -- COMMAND`: which linears, back in BF16, remove most of an FP8 run's gap?
+
+    megatron-fp8 lab bisect --folder DIR --steps 20 -- pretrain_gpt_fp8.py --fp8-level O2 --load checkpoints ...
+
+The command is compared with its BF16 twin: the same run with all linears in BF16 (--fp8-bf16-layers '*'), the same seed
+and data. Best from a checkpoint shortly before the trouble (--load); without one from the first step. Over the steps
+that the twin made,
+
+    gap = sqrt(mean over steps of d^2)        d = |x - y| / |y|, at most 1
+
+x being the loss (or what --measure names) of a run and y the twin's; d = 1 where x is missing or not finite. The noise
+floor is the gap of a run that differs from the twin in rounding alone: the twin with another micro-batch size, whose
+gradients add up in another order. Where a run is chaotic that grows from step to step and overtakes the gap, which does
+not: O1 against BF16 on configs/lab/levels.yaml's GPT is 41 floors apart over 20 steps and 2 over 60. So more steps are
+not better; a gap of less than five floors is not searched in, as the shares below would be noise.
+
+A set of linears removes the share
+
+    (gap of the command - gap with the set in BF16, at least the floor) / (gap of the command - noise floor)
+
+Short runs, one after the other, find a small set that removes --share of it: first which kinds of linears, then which
+layers, then which of what is left. Every run's curves stay in DIR: the same command continues a bisect that was
+interrupted, and answers at once when there is nothing left to run.
+
+What is no GEMM's (gradients and moments in FP8, the wire) is in the twin too, and not in the gap. What the command
+would save is not saved.
+"""
+
+import json
+import math
+import re
+import shlex
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ....checkpoint.files import write_whole
+from ....errors import UserError
+from ....flags.emulate import BF16_FLAG, matches, read_operands
+from ....metrics import LINEARS, LOSS, facts
+from ..sweep.plan_file import flag_value, split_words
+from ..sweep.progress import duration
+from ..sweep.runner import NUMBERS
+from .bisect_search import in_order, patterns, search
+from .run import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, other_micro_batches, says_fp8, without
+
+Curves = dict[str, dict[int, float]]
+
+_TWIN = (BF16_FLAG, "*")
+_ABOVE = 5.0  # noise floors that a gap must have: each share is then known to about a quarter
+LEAST_POINTS = 3  # of a measure, over which a gap means anything
+_INTERRUPTED = 130  # a shell's exit code for Ctrl-C
+_LINEAR = re.compile(r"\w[\w.]*")  # a linear's whole path
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 lab bisect`."""
+    parser.add_argument("--folder", required=True, help="where results and logs are kept; made if need be")
+    parser.add_argument("--steps", type=int, default=20, help="of each run (20)")
+    parser.add_argument("--seed", type=int, help="the runs' --seed (default: the command's)")
+    parser.add_argument("--measure", default=LOSS, metavar="NAME", help="loss (default), grad_norm, or what is logged")
+    parser.add_argument("--share", type=float, default=0.9, help="of the gap that is to be removed (0.9)")
+    parser.add_argument("--floor", metavar="FLAGS", help='what changes rounding alone: --floor="--micro-batch-size 1"')
+    add_command(parser)
+
+
+def run(args: Namespace) -> int:
+    """Find the linears and print their flags; 130: interrupted."""
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps}: use 1 or more")
+    split_words("--floor", args.floor or "")
+    if not 0 < args.share <= 1:
+        raise UserError(f"--share {args.share}: use a share above 0 and at most 1")
+    if not says_fp8(args.command):
+        raise UserError("the command has no GEMM in FP8, nothing to bisect; add --fp8-level or --fp8-emulate to it")
+    try:
+        Path(args.folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder {args.folder}: {error.strerror}; name another folder") from None
+    try:
+        _Bisect(args).run()
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", flush=True)
+        return _INTERRUPTED
+    return 0
+
+
+def gap(values: Mapping[int, float], twin: Mapping[int, float]) -> float:
+    """The gap of two curves, {step: value}, as the top of the file defines it.
+
+    Steps at which the twin is not finite, or zero, say nothing; NaN where there are no others.
+    """
+    squares = []
+    for step, y in twin.items():
+        if math.isfinite(y) and y != 0:
+            x = values.get(step, math.nan)
+            squares.append(min(1.0, abs(x - y) / abs(y)) ** 2 if math.isfinite(x) else 1.0)
+    return math.sqrt(sum(squares) / len(squares)) if squares else math.nan
+
+
+def gemm_flags(command: list[str]) -> list[list[str]]:
+    """Flags that take one kind of GEMM, or one emulated operand, of all linears back to BF16."""
+    emulate = flag_value(command, "--fp8-emulate")
+    if emulate is None:
+        wgrad_in_fp8 = flag_value(command, "--fp8-gemm") != "bf16" and "--no-fp8-wgrad" not in command
+        return [["--no-fp8-wgrad"]] if wgrad_in_fp8 else []
+    used = {operand: how for operand, how in read_operands(emulate).items() if how is not None}
+    if len(used) < 2:
+        return []
+    kept = [",".join(f"{name}={how}" for name, how in used.items() if name != operand) for operand in used]
+    return [["--fp8-emulate", text] for text in kept]
+
+
+class _Results:
+    """What runs of the command with other flags found, kept in a folder."""
+
+    def __init__(self, args: Namespace):
+        self.folder, self._args = Path(args.folder), args
+        self.command = [*without(args.command, WRITING), "--log-interval", "1"]
+        if args.seed is not None:
+            self.command += ["--seed", str(args.seed)]
+        self._file = self.folder / "bisect.json"
+        self._same = {
+            **{"command": self.command, "processes": args.processes, "steps": args.steps},
+            "loaded": loaded(self.command),  # --load takes the last checkpoint that is there
+        }
+        self.linears: list[str] = []  # of the whole model
+        self.runs: dict[str, Curves] = {}  # by their flags
+        if self._file.is_file():
+            found = _read(self._file)
+            if found is None:
+                remedy = "take another folder"
+                raise UserError(f"--folder {self.folder}: bisect.json was not written by `lab bisect`; {remedy}")
+            if any(found.get(key) != value for key, value in self._same.items()):
+                what = "another command, or of another checkpoint in --load"
+                raise UserError(f"--folder {self.folder}: holds runs of {what}; take another folder")
+            self.linears, self.runs = found["linears"], found["runs"]
+
+    def of(self, flags: list[str], label: str) -> Curves:
+        """The curves of the command with these flags, of a run now or before."""
+        key = shlex.join(flags)
+        if key in self.runs:
+            return self.runs[key]
+        count, began = len(self.runs) + 1, time.monotonic()
+        print(f"run {count}: {label}", flush=True)
+        folder = self.folder.resolve() / "runs" / f"{count:03}"
+        args = self._args
+        run = curves([*self.command, *flags], args.processes, folder, args.timeout, args.steps)
+        self.linears = self.linears or in_order(facts(folder / NUMBERS).get(LINEARS, ()))
+        self.runs[key] = run
+        content = {**self._same, "linears": self.linears, "runs": self.runs}
+        write_whole(self._file, json.dumps(content))
+        print(f"    {len(run.get(LOSS, ()))} steps in {duration(time.monotonic() - began)}", flush=True)
+        return run
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """What a bisect wrote, with curves by whole steps; None: another wrote it.
+
+    Names of linears become words of a command line, so they must be names.
+    """
+    try:
+        found = json.loads(file.read_text())
+        runs = {
+            flags: {name: {int(step): _number(value) for step, value in curve.items()} for name, curve in run.items()}
+            for flags, run in found["runs"].items()
+        }
+        named = isinstance(found["linears"], list) and all(map(_LINEAR.fullmatch, found["linears"]))
+    except (OSError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return None
+    return {**found, "runs": runs} if named else None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(value)
+    return float(value)
+
+
+class _Bisect:
+    def __init__(self, args: Namespace):
+        self.args, self.results = args, _Results(args)
+        self.measures = [args.measure, "grad_norm" if args.measure == LOSS else LOSS]
+        self.kept = flag_value(args.command, BF16_FLAG)  # in BF16 whatever is found
+        self.rows: dict[str, list[str]] = {}  # of the table, by label
+
+    def run(self) -> None:
+        """Make the runs that are missing and print what they show."""
+        twin = self.results.of([*_TWIN], "all linears in BF16, the twin")
+        if not twin.get(self.args.measure):
+            raise UserError(f"--measure {self.args.measure}: not logged; use one of {', '.join(twin) or 'nothing'}")
+        self.twin = {name: twin.get(name, {}) for name in self.measures}
+        if not self.results.linears:
+            remedy = "give a command that trains Megatron's GPT"
+            raise UserError(f"{BF16_FLAG} '*' finds no linear in the command's model; {remedy}")
+        self.linears = self.results.linears
+        if self.kept is not None:
+            kept = tuple(self.kept.split(","))
+            self.linears = [name for name in self.linears if not matches(kept, name)]
+        if not self.linears:
+            raise UserError(f"{BF16_FLAG} {self.kept}: all linears of the command are in BF16; remove it")
+        self.whole = self._gap([], "the command")
+        if math.isnan(self.whole):
+            raise UserError("the BF16 twin itself is not finite; take an earlier --load, or a lower --lr")
+        self.floor, remark = self._find_floor()
+        print(f"gap of {self.args.measure} {self.whole:.3g}, noise floor {self.floor:.3g}", flush=True)
+        if self.whole <= _ABOVE * self.floor or self.whole == 0:
+            self._print_table()
+            near = f"The gap is less than {_ABOVE:g} times the noise floor: a search in it would find noise."
+            print(*filter(None, [near, remark]))
+            if steps := self._clear_steps():
+                print(f"Over {steps} steps it is {2 * _ABOVE:g} times it: take --steps {steps}, another --folder.")
+            else:
+                print("Start nearer to the trouble (--load), or with other data (--seed).")
+            return
+        by_gemm = [(flags, self._removed(flags, shlex.join(flags))) for flags in gemm_flags(self.args.command)]
+        chosen = frozenset(search(self.linears, self._removed_by, self.args.share))
+        self._print_table()
+        self._conclude(chosen, [(flags, share) for flags, share in by_gemm if share >= self.args.share], remark)
+
+    def _find_floor(self) -> tuple[float, str]:
+        """The noise floor, and a remark on it."""
+        flags = self._floor_flags()
+        if flags is None:
+            return 0.0, "The noise floor is not known, no other micro-batch size fits: say --floor FLAGS."
+        floor = self._gap([*_TWIN, *flags], f"the twin with {shlex.join(flags)}")
+        if self.args.floor is None and has_dropout(self.args.command):
+            return floor, f"The floor has other dropout masks: add {shlex.join(NO_DROPOUT)}."
+        return floor, ""
+
+    def _floor_flags(self) -> list[str] | None:
+        if self.args.floor is not None:
+            return split_words("--floor", self.args.floor)
+        return other_micro_batches(self.results.command, self.args.processes)
+
+    def _clear_steps(self) -> int | None:
+        """So many of the steps that were made that the gap is far above the floor; None: over no LEAST_POINTS it is."""
+        flags = self._floor_flags()
+        if flags is None:
+            return None
+        twin = self.twin[self.args.measure]
+        command, floor = (self.results.of(f, "").get(self.args.measure, {}) for f in ([], [*_TWIN, *flags]))
+        logged = sorted(twin)  # not every step's, of some measures
+        for count in range(len(logged) - 1, LEAST_POINTS - 1, -1):
+            first = {step: twin[step] for step in logged[:count]}
+            if gap(command, first) > 2 * _ABOVE * gap(floor, first):
+                return logged[count - 1] - min(self.results.of([*_TWIN], "")[LOSS]) + 1
+        return None
+
+    def _gap(self, flags: list[str], label: str) -> float:
+        """The gap of a run, and its row of the table."""
+        run = self.results.of(flags, label)
+        gaps = [gap(run.get(name, {}), curve) for name, curve in self.twin.items()]
+        self.rows[label] = [f"{value:.3g}" for value in gaps]
+        return gaps[0]
+
+    def _removed(self, flags: list[str], label: str) -> float:
+        """The share of the command's gap that these flags remove, and the row of it."""
+        before = len(self.results.runs)
+        share = (self.whole - max(self.floor, self._gap(flags, label))) / (self.whole - self.floor)
+        self.rows[label].append(f"{share:.0%}")
+        if len(self.results.runs) > before:
+            print(f"    {share:.0%} of the gap removed", flush=True)
+        return share
+
+    def _removed_by(self, chosen: frozenset[str]) -> float:
+        return self._removed(self._flags(chosen), f"{patterns(chosen, self.linears)} ({len(chosen)})")
+
+    def _flags(self, chosen: frozenset[str]) -> list[str]:
+        return [BF16_FLAG, ",".join(filter(None, [self.kept, patterns(chosen, self.linears)]))]
+
+    def _print_table(self) -> None:
+        print(f"\nroot mean square of the relative difference from the twin, {self.args.steps} steps")
+        width = max(map(len, self.rows)) + 1
+        for label, cells in {"in BF16 (linears)": [*self.measures, "removed"], **self.rows}.items():
+            print(f"{label:<{width}}" + "".join(f"{cell:>11}" for cell in cells))
+        print(flush=True)
+
+    def _conclude(self, chosen: frozenset[str], by_gemm: list[tuple[list[str], float]], remark: str) -> None:
+        total = len(self.linears)
+        removed = 1.0 if len(chosen) == total else self._removed_by(chosen)
+        print(f"{len(chosen)} of {total} linears in BF16 remove {removed:.0%} of the gap of {self.args.measure}:")
+        print(shlex.join(self._flags(chosen)))
+        if 2 * len(chosen) > total:
+            print("The gap is spread over the model: no small part makes up for it, a finer format or recipe may.")
+        for flags, share in by_gemm:
+            print(f"So does {shlex.join(flags)}, for all linears: {share:.0%}.")
+        if remark:
+            print(remark)

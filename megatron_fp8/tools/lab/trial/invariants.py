@@ -1,0 +1,302 @@
+"""Runs that tell a bug from rounding: each changes something that must not change a run, or only by rounding.
+
+    check             what is changed                                                    must be
+    repeat            nothing                                                            equal
+    recompute         all activations are computed a second time, or no longer are       equal
+    tp gather         sequence parallelism gathers activations in FP8, or in BF16        within 2^-10 of a number: what
+                                                                                         is gathered in BF16 is rounded
+                                                                                         twice
+    save and reload   half of the steps, a checkpoint, the other half from it            equal
+    overlap           gradients and weights travel while others compute, or no longer    equal with two data-parallel
+                                                                                         ranks, else within rounding
+    micro-batches     their size: half, or the like; twice where it is 1                 within rounding
+
+Equal: losses and gradient norms of all steps, bit for bit (a norm takes in every gradient). Where not even `repeat` is
+equal, these checks can show nothing, and are left out: --deterministic-mode makes it so.
+
+Within rounding: the largest difference of the losses, and that of the norms, is at most
+
+    limit = 64 d    at least 2^-12 v, at most 0.05 v
+
+d being what the same change does to the BF16 twin, the command with BF16 GEMMs, FP32 gradients and FP32 states, and v
+the number itself. E5M2 rounds by up to 2^-3 of a number, BF16 by up to 2^-9: 64 times as much. The twin's losses may
+be equal: its rows are rounded alike in any split, while a scale of FP8 is a micro-batch's own. Of 512 positions, the
+tests' model, losses at O2 and O3 moved by up to 3e-5 of v: hence the 2^-12. A bug, such as a micro-batch that counts
+twice, changes the norm by a large part of itself, and may be the twin's too: hence the 5 %. All four runs are without
+dropout, whose masks depend on the split.
+(More than two ranks: stock Megatron adds FP32 gradients in an order that depends on its buckets.)
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from ....errors import UserError
+from ....flags.level import CELLS, is_stock
+from ....metrics import LOSS
+from ..sweep.plan_file import flag_value
+from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, says_fp8, size_of, without
+
+Curves = dict[str, dict[int, float]]
+_COMPARED = (LOSS, "grad_norm")
+_ROUNDING = 64
+_LEAST, _MOST = 2.0**-12, 0.05  # of a number, that a limit is
+_TWICE = 2.0**-10  # of a number, for the second rounding of what is gathered; the tests' model moved by 2.8e-4
+_RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
+_LOADING = (
+    *("--load", "--finetune", "--ckpt-step", "--pretrained-checkpoint", "--no-load-optim", "--no-load-rng"),
+    *("--no-save-optim", "--no-save-rng"),
+)
+_OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+_TWIN = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()
+
+
+class Skipped(Exception):
+    """The check says nothing of this command; the reason."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: the largest difference of a number, whose and at which step, and what it may be."""
+
+    difference: float
+    name: str
+    step: int
+    limit: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.limit
+
+    def __str__(self) -> str:
+        what = self.name.replace("_", " ")
+        allowed = f"; allowed {self.limit:.3g}" if self.limit else ""
+        return f"largest difference {self.difference:.3g} ({what}, step {self.step}){allowed}"
+
+
+@dataclass
+class Trials:
+    """The runs of a command that are compared, each made once.
+
+    Attributes:
+        command: the user's; what it writes is left out.
+        processes, timeout: of a run, as trial.curves takes them.
+        first, steps: the step that the command begins with, and how many are made.
+        folder: for the runs.
+    """
+
+    command: Sequence[str]
+    processes: int
+    timeout: float | None
+    first: int
+    steps: int
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self._made: dict[tuple[str, ...], Curves] = {}
+        self._numbers = count()
+
+    def run(self, command: Sequence[str] | None = None, steps: int | None = None, again: bool = False) -> Curves:
+        """{name: {step: value}} of the loss and the gradient norm of a run.
+
+        command: the user's by default. steps: `self.steps` by default. again: make it also if it was made.
+        """
+        words = (*(self.command if command is None else command), "--log-interval", "1")
+        if words not in self._made or again:
+            folder = self.folder / f"run{next(self._numbers)}"
+            found = curves(words, self.processes, folder, self.timeout, steps or self.steps)
+            self._made[words] = {name: curve for name, curve in found.items() if name in _COMPARED}
+        return self._made[words]
+
+    def size(self, flag: str) -> int:
+        """A flag's number; 1 where the command does not have it."""
+        return size_of(self.command, flag) or 1
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of data-parallel ranks."""
+        return replicas(self.command, self.processes)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the command has a level, or emulates."""
+        return says_fp8(self.command)
+
+    def twin(self) -> list[str]:
+        """The command in BF16: its own layers and engine, nothing rounded further."""
+        if not self.in_fp8:
+            raise Skipped("the command has no level: it is its own BF16 twin")
+        ours = {word.partition("=")[0] for word in self.command if word.startswith("--fp8-")} - {"--fp8-attention"}
+        return [*without(self.command, ours), *_TWIN]
+
+
+def differences(one: Curves, other: Curves) -> list[Finding]:
+    """Of each number of the two runs the largest difference and its step; infinite where one of them lacks a step."""
+    found = []
+    for name in sorted(one.keys() | other.keys()):
+        mine, its = one.get(name, {}), other.get(name, {})
+        by_step = {step: _apart(mine.get(step), its.get(step)) for step in sorted(mine.keys() | its.keys())}
+        step = max(by_step, key=by_step.__getitem__)
+        found.append(Finding(by_step[step], name, step))
+    return found
+
+
+def _apart(a: float | None, b: float | None) -> float:
+    if a is None or b is None:
+        return math.inf
+    same = a == b or (math.isnan(a) and math.isnan(b))
+    return 0.0 if same else abs(a - b) if math.isfinite(a - b) else math.inf
+
+
+def _worst(findings: list[Finding]) -> Finding:
+    """The one that is farthest from what is allowed."""
+    return max(findings, key=lambda f: (not f.passed, f.difference / f.limit if f.limit else f.difference))
+
+
+def _equal(one: Curves, other: Curves) -> Finding:
+    return _worst(differences(one, other))
+
+
+def _finite_where(run: Curves, other: Curves) -> bool:
+    """Whether a run has a finite number wherever the other has any."""
+    return all(math.isfinite(run.get(name, {}).get(k, math.nan)) for name, curve in other.items() for k in curve)
+
+
+def _within_rounding(trials: Trials, change: Callable[[Sequence[str]], list[str]]) -> Finding:
+    def both(command: Sequence[str]) -> tuple[Curves, Curves]:
+        plain = [*command, *(NO_DROPOUT if has_dropout(command) else ())]
+        return trials.run(plain), trials.run(change(plain))
+
+    twin = trials.twin()
+    ours = both(trials.command)
+    twins = both(twin)
+    if not all(_finite_where(run, ours[0]) for run in twins):
+        raise Skipped("the BF16 twin is not finite, or ends early; take an earlier --load, or a lower --lr")
+    its = {f.name: f.difference for f in differences(*twins)}
+    findings = []
+    for f in differences(*ours):
+        value = abs(ours[0].get(f.name, {}).get(f.step, math.nan))
+        limit = min(max(_ROUNDING * its.get(f.name, 0.0), _LEAST * value), _MOST * value)
+        findings.append(Finding(f.difference, f.name, f.step, limit if math.isfinite(value) else 0.0))
+    return _worst(findings)
+
+
+def repeat(trials: Trials) -> Finding:
+    """The command twice."""
+    once = trials.run()
+    return _equal(once, trials.run(again=True))
+
+
+def recompute(trials: Trials) -> Finding:
+    """With and without full recomputation."""
+    changed = without(trials.command, _RECOMPUTE)
+    if flag_value(tuple(trials.command), "--recompute-granularity") != "full":
+        changed += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    return _equal(trials.run(), trials.run(changed))
+
+
+def tp_gather(trials: Trials) -> Finding:
+    """The activations' gather in FP8 and in BF16."""
+    command, flag = tuple(trials.command), "--fp8-tp-gather"
+    level = flag_value(command, "--fp8-level")
+    if trials.size("--tensor-model-parallel-size") == 1 or "--sequence-parallel" not in command:
+        raise Skipped("no tensor and sequence parallelism")
+    in_bf16 = flag_value(command, "--fp8-emulate") or flag_value(command, "--fp8-gemm") == "bf16"
+    if level is None or is_stock(level) or in_bf16:
+        raise Skipped("no FP8 GEMMs")
+    cell = next(cell for cell in CELLS if cell.flag == flag)
+    other = "bf16" if (flag_value(command, flag) or cell.at(level)) == "fp8" else "fp8"
+    mine = trials.run()
+    found = differences(mine, trials.run([*command, flag, other]))
+    values = [abs(mine.get(f.name, {}).get(f.step, math.nan)) for f in found]
+    limits = [_TWICE * value if math.isfinite(value) else 0.0 for value in values]
+    return _worst([replace(f, limit=limit) for f, limit in zip(found, limits, strict=True)])
+
+
+def save_and_reload(trials: Trials) -> Finding:
+    """Half of the steps, a checkpoint, and the rest."""
+    half, checkpoint = trials.steps // 2, str(trials.folder / "checkpoint")
+    last = str(trials.first + half - 1)
+    saving = ["--save", checkpoint, "--save-interval", last, "--exit-interval", last]  # ends by itself, having saved
+    before = trials.run([*without(trials.command, ("--no-save-optim", "--no-save-rng")), *saving], steps=half)
+    after = trials.run([*without(trials.command, _LOADING), "--load", checkpoint], steps=trials.steps - half)
+    names = before.keys() | after.keys()
+    return _equal(trials.run(), {name: {**before.get(name, {}), **after.get(name, {})} for name in names})
+
+
+def overlap(trials: Trials) -> Finding:
+    """Communication of data parallelism beside computation, and apart from it."""
+    if trials.data_parallel == 1:
+        raise Skipped("no data parallelism")
+
+    def change(command: Sequence[str]) -> list[str]:
+        if "--overlap-grad-reduce" in command:
+            return without(command, _OVERLAP)
+        sharded = "--use-distributed-optimizer" in command
+        return [*command, *_OVERLAP[: 1 + sharded]]
+
+    if trials.data_parallel > 2:
+        return _within_rounding(trials, change)
+    return _equal(trials.run(), trials.run(change(trials.command)))
+
+
+def micro_batches(trials: Trials) -> Finding:
+    """Micro-batches of another size."""
+    flags = other_micro_batches(trials.command, trials.processes)
+    if flags is None:
+        raise Skipped("no other --micro-batch-size fits --global-batch-size")
+    return _within_rounding(trials, lambda command: [*command, *flags])
+
+
+CHECKS: Mapping[str, Callable[[Trials], Finding]] = {
+    "repeat": repeat,
+    "recompute": recompute,
+    "tp gather": tp_gather,
+    "save and reload": save_and_reload,
+    "overlap": overlap,
+    "micro-batches": micro_batches,
+}
+
+
+def report(trials: Trials) -> int:
+    """Make every check and print a line of each; 1 if one failed, else 0.
+
+    Raises UserError where the command itself does not run, or says nothing: too few steps, or none finite.
+    """
+    _check_says_something(trials.run(), trials.steps)
+    failed, repeats = False, True
+    for name, check in CHECKS.items():
+        try:
+            if not repeats and check is not micro_batches:
+                raise Skipped("the command does not repeat itself; add --deterministic-mode")
+            finding = check(trials)
+            verdict, text = "PASS" if finding.passed else "FAIL", str(finding)
+            repeats &= finding.passed or check is not repeat
+        except Skipped as reason:
+            verdict, text = "skipped", str(reason)
+        except UserError as error:
+            verdict, text = _not_run(str(error))
+        failed |= verdict == "FAIL"
+        print(f"{name:17}{verdict:9}{text}", flush=True)
+    return int(failed)
+
+
+def _check_says_something(found: Curves, steps: int) -> None:
+    """Raise UserError for a run whose checks would all pass, or fail, for want of numbers."""
+    made = len({step for curve in found.values() for step in curve})
+    if made != steps:
+        remedy = "raise --train-iters or lower --steps (a NaN ends it too: take an earlier --load)"
+        raise UserError(f"the command ends after {made} of {steps} steps; {remedy}")
+    for name, curve in found.items():
+        if not any(map(math.isfinite, curve.values())):
+            what = name.replace("_", " ")
+            raise UserError(f"the command's {what} is finite in no step; take an earlier --load, or a lower --lr")
+
+
+def _not_run(error: str) -> tuple[str, str]:
+    """Verdict and text of a run that failed: what we refuse in one line is a check that cannot be made."""
+    lines = error.strip().splitlines()
+    refused = [line.partition("megatron_fp8: ")[2] for line in lines if "megatron_fp8: " in line]
+    return ("skipped", refused[0]) if refused else ("FAIL", f"a run ended: {lines[-1]}")

@@ -1,0 +1,181 @@
+"""A training command that a verb of the lab takes from the user, and runs to see what becomes of it.
+
+    megatron-fp8 lab VERB ... --processes 2 -- pretrain_gpt_fp8.py --num-layers 4 ...
+
+The command is a plan's (sweep/plan_file.py): a script, or -m and a module, and flags; `{run}` in it is the run's own
+folder.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from ....checkpoint.tracker import TRACKER, is_tracker, read_tracker
+from ....errors import UserError
+from ....flags.flag import whole_number
+from ....flags.level import is_stock
+from ....metrics import LOSS
+from ....processes import ended_like_ctrl_c
+from ..sweep.plan_file import ELSEWHERE, flag_value
+from ..sweep.runner import NOT_LOADED, Training
+
+WRITING = (  # flags that would mix a trial's output with the user's own, end it before its time, or change its course
+    *("--save", "--save-interval", "--persistent-save-interval", "--non-persistent-save-interval"),
+    *("--save-retain-interval", "--save-params-interval", "--save-activations-interval", "--save-wgrads-interval"),
+    *("--save-dgrads-interval", "--save-tokens-per-expert-interval", "--async-save", "--logits-save-dir"),
+    *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-entity"),
+    *("--wandb-save-dir", "--fp8-log-grad-snr", "--fp8-sharpness-eval", "--fp8-sharpness-iterations"),
+    *("--fp8-probe-step", "--fp8-probe-dir", "--exit-interval", "--exit-duration-in-mins"),
+    *("--fp8-on-spike", "--fp8-spike-sigma", "--fp8-spike-window"),
+)
+NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """The command, after every other argument (`args.command`), and how it is run: --processes and --timeout.
+
+    A command that is missing, or begins with a flag other than -m, and numbers of nothing are a UserError when
+    arguments are parsed.
+    """
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="of each run, on this machine (1)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="after which a run has failed (none)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        action=_Command,
+        metavar="-- COMMAND",
+        help="the training run: a script, or -m and a module, and its flags",
+    )
+
+
+class _Command(argparse.Action):
+    def __call__(self, parser, namespace, values: Any, option_string=None) -> None:
+        words = values[1:] if values[:1] == ["--"] else values
+        if not words:
+            raise UserError("no training command; give it last: -- pretrain_gpt_fp8.py FLAGS...")
+        if words[0].startswith("-") and words[0] != "-m":
+            raise UserError(f"{words[0]}: the command must begin with a script, or -m and a module; put it last")
+        if words[0] != "-m" and not Path(words[0]).is_file():
+            if "--" in words[words is not values :]:  # the value of a flag that is misspelt, most likely
+                raise UserError(f"{words[0]}: stands before -- and belongs to no flag there; see --help")
+            raise UserError(f"{words[0]}: no such script here; {ELSEWHERE}")
+        for flag, number in (("--processes", namespace.processes), ("--timeout", namespace.timeout)):
+            if number is not None and not number > 0:
+                raise UserError(f"{flag} {number}: use more than 0")
+        setattr(namespace, self.dest, words)
+
+
+def without(command: Sequence[str], flags: Collection[str]) -> list[str]:
+    """The command without these flags and what follows each up to the next flag."""
+    kept, dropping = [], False
+    for word in command:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in flags
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def loaded(command: Sequence[str]) -> str | None:
+    """The iteration that --load would take, as its folder or --ckpt-step says it: "120", "release"; None: none."""
+    folder, step = (flag_value(tuple(command), flag) for flag in ("--load", "--ckpt-step"))
+    if folder is None:
+        return None
+    if step is not None or not os.path.isfile(Path(folder) / TRACKER):
+        return step
+    try:
+        said = read_tracker(Path(folder))
+    except OSError:
+        said = "what cannot be read"
+    if not is_tracker(said):
+        tracker = Path(folder) / TRACKER
+        raise UserError(f"{tracker}: says {said[:40]!a}, not a step; say which in --ckpt-step, or mend the file")
+    return said
+
+
+def first_step(command: Sequence[str]) -> int:
+    """The step that the command would begin with, as Megatron counts them: after the one that it loads, or 1."""
+    return 1 if "--finetune" in command else 1 + (whole_number(loaded(command) or "") or 0)
+
+
+def says_fp8(command: Sequence[str]) -> bool:
+    """Whether the command's own words have a level above O0, or emulate."""
+    words = tuple(command)
+    return not is_stock(flag_value(words, "--fp8-level")) or flag_value(words, "--fp8-emulate") is not None
+
+
+def replicas(command: Sequence[str], processes: int) -> int:
+    """The number of data-parallel ranks of the command."""
+    parallel = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
+    return max(1, processes // math.prod(size_of(command, flag) or 1 for flag in parallel))
+
+
+def size_of(command: Sequence[str], flag: str) -> int | None:
+    """A flag's number; None where the command does not have it, or no number: its run says so."""
+    return whole_number(flag_value(tuple(command), flag) or "")
+
+
+def other_micro_batches(command: Sequence[str], processes: int) -> list[str] | None:
+    """Flags that split a step of the command into other micro-batches; None where there is no other split."""
+    size = size_of(command, "--micro-batch-size") or 0
+    total = size_of(command, "--global-batch-size") or size * replicas(command, processes)
+    smaller = [n for n in range(size // 2, 0, -1) if size % n == 0]
+    larger = [2 * size] if size and total % (2 * size * replicas(command, processes)) == 0 else []
+    for other in (smaller + larger)[:1]:
+        return ["--micro-batch-size", str(other), "--global-batch-size", str(total)]
+    return None
+
+
+def has_dropout(command: Sequence[str]) -> bool:
+    """Whether the command draws dropout masks, which depend on how a step is split."""
+    return any(float(flag_value(tuple(command), flag) or 0.1) for flag in NO_DROPOUT[::2])  # 0.1: Megatron's default
+
+
+def check_folder_of(flag: str, file: str | Path | None) -> None:
+    """Raise UserError of one line where a file, a flag's value, is a folder, or cannot be made for want of its own."""
+    if file is not None and Path(file).is_dir():
+        raise UserError(f"{flag} {file}: is a folder; name a file")
+    if file is not None and not Path(file).absolute().parent.is_dir():
+        raise UserError(f"{flag} {file}: no such folder; make it, or name another file")
+
+
+def curves(
+    command: Sequence[str], processes: int, folder: Path, timeout: float | None = None, steps: int | None = None
+) -> dict[str, dict[int, float]]:
+    """Run the command and read what it logs.
+
+    Args:
+        command, processes, folder: runner.Training's; an earlier run's folder is deleted.
+        timeout: seconds, after which the run has failed.
+        steps: take so many (after --load, so many more) and stop the run in the next; None: let it end by itself.
+
+    Returns:
+        {name: {step: value}} of all that it logged. A run that ended by itself because something was not finite counts
+        as one that ended well: its curves are shorter.
+
+    Raises UserError with the end of the log for a run that failed.
+    """
+    found: dict[str, dict[int, float]] = {}
+    training = Training(command, processes, folder, {})
+    with contextlib.closing(training), ended_like_ctrl_c():
+        while True:
+            code = training.poll()  # before reading: what is logged until the end is then there
+            for step, values in training.read():
+                for name, value in values.items():
+                    found.setdefault(name, {})[step] = value
+            if steps is not None and len(made := sorted(found.get(LOSS, ()))) > steps:
+                last = made[steps - 1]  # which nothing more is logged of
+                return {name: {k: v for k, v in curve.items() if k <= last} for name, curve in found.items()}
+            if code is not None or training.late(timeout):
+                break
+            training.wait()
+        if code != 0 and not training.not_finite:
+            reason = f"took more than --timeout {timeout:g} s" if code is None else f"failed with exit code {code}"
+            raise UserError(f"the run in {folder} {reason}, at step {training.last}\n{training.end()}")
+        if not training.loads_plugin:
+            raise UserError(NOT_LOADED)
+        return found

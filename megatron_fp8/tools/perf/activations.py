@@ -1,0 +1,114 @@
+"""Bytes of activations at a rank's peak: what waits for the backward pass, and what stands beside it at that moment.
+
+Of a layer, for each token (h hidden, A channels of heads, K of query groups, U of fc1's output, F of fc2's input; i is
+the byte or two of a linear's input; each is divided by the tensor-parallel ranks that share it):
+
+    norms' inputs 2 x 2h    qkv's input i h     q, k, v 2 (A + 2K)     attention's output 2A, and FP8's cast of it A
+    fc1's input i h         fc1's output 2U     fc2's input i F        softmax's sums 4 a head, norms' 16
+
+which for GPT is 32 h (BF16: the 34 of Korthikanti et al., arXiv 2205.05198, without dropout's masks) and 27 h with FP8
+inputs. With --fp8-activations norms' inputs and fc1's output are a byte, and no linear's input is kept: 14 h. Flash
+attention is taken for granted. The peak is either the loss (last stage), or the backward pass of a layer with as many
+micro-batches in flight as the schedule allows.
+"""
+
+from ...errors import UserError
+from .workload import MODULES, Workload
+
+
+def layer(w: Workload) -> float:
+    """Bytes that a layer keeps of a micro-batch, recomputation as it is asked for."""
+    if w.recompute == "full" and w.recomputed_layers is None:
+        return _checkpoint(w)
+    return _saved(w, w.modules if w.recompute == "selective" else ())
+
+
+def _saved(w: Workload, modules: tuple[str, ...]) -> float:
+    for module in modules:
+        if module not in MODULES:
+            raise UserError(f"--recompute-modules {module}: not modelled; {', '.join(MODULES)} are")
+    tensor, split, i = w.tensor, w.split, w.input_bytes
+    hidden = w.job.hidden_size / split
+    kept = w.fp8_activations  # then the linears' inputs are made again of what is kept in FP8
+    saved = 2 * (1 if kept else 2) * hidden + 16 / split  # norms' inputs and statistics
+    if "layernorm" not in modules:
+        saved += 2 * i * hidden * (not kept)
+    saved += 2 * (w.heads + 2 * w.groups) / tensor
+    if "core_attn" not in modules or i == 2:  # stock's projection reads the output itself, recomputed or not
+        saved += 2 * w.heads / tensor
+    saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
+    saved += (i == 1 and not kept) * w.heads / tensor
+    if "mlp" not in modules:
+        saved += ((1 + 1 / 128) * w.fc1 if kept else 2 * w.fc1 + i * w.ffn) / tensor
+    elif "layernorm" not in modules:
+        saved += (2 - i) * hidden  # its input is the norm's output in BF16
+    saved += 2 * hidden * w.dropout
+    return w.tokens * saved
+
+
+def _checkpoint(w: Workload) -> float:
+    return w.tokens * 2 * w.job.hidden_size / w.split
+
+
+def chunk(w: Workload) -> float:
+    """Bytes that a model chunk keeps of a micro-batch."""
+    layers = w.layers // w.virtual
+    if w.recompute == "full" and w.recomputed_layers is not None:  # --recompute-method block
+        again = min(w.recomputed_layers, layers)
+        return again * _checkpoint(w) + (layers - again) * _saved(w, ())
+    return layers * layer(w)
+
+
+def in_flight(w: Workload, stage: int) -> float:
+    """Micro-batches of a whole stage whose activations wait at once: of 1F1B, and of its interleaved form."""
+    if w.virtual == 1:
+        return min(w.micro_batches, w.pipeline - stage)
+    chunks = 2 * (w.pipeline - stage - 1) + (w.virtual - 1) * w.pipeline + 1
+    return min(w.micro_batches * w.virtual, chunks) / w.virtual
+
+
+def peak(w: Workload, stage: int) -> dict[str, float]:
+    """{kind: bytes} at the peak of a pipeline stage, beside what it holds between two steps."""
+    waiting = in_flight(w, stage) * chunk(w) * w.virtual
+    backward = _backward_of_a_layer(w)
+    found = {"activations": waiting, "a layer's backward pass": backward}
+    if stage == w.pipeline - 1:
+        logits = w.tokens * w.vocabulary / w.tensor * w.system.logits
+        hidden = 2 * w.tokens * w.job.hidden_size
+        beside = 2 * hidden / w.split + hidden * (w.split > 1)
+        if w.system.level:
+            beside += hidden
+            if not w.system.ours:  # the head's weight gradient in BF16, as logits turn into their gradient
+                beside += 2 * w.vocabulary * w.job.hidden_size / w.tensor
+        if w.fp8_head:
+            beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # gradients both ways; the weight
+        if logits + beside > backward:
+            found = {"activations": waiting, "logits": logits, "beside the logits": beside}
+    return found | _kept_transposes(w, stage)
+
+
+def _kept_transposes(w: Workload, stage: int) -> dict[str, float]:
+    """W^T of all linears in E4M3, kept from the first backward pass of a step to its update: nothing between steps.
+
+    As the first backward pass makes them, what its micro-batch kept is freed; if others take its place, the peak has
+    both.
+    """
+    if not (w.keeps_transposes and w.fp8):
+        return {}
+    of_all = sum(w.job.linears())
+    freed = 0 if w.micro_batches > in_flight(w, stage) else w.virtual * chunk(w)
+    return {"kept transposes": max(0, of_all - freed)}
+
+
+def _backward_of_a_layer(w: Workload) -> float:
+    """What is made and freed in it: gradients of hidden states and of the MLP, and a weight's; what is recomputed."""
+    hidden = w.job.hidden_size
+    moving = w.tokens * (4 * hidden / w.split + 2 * (w.ffn + w.fc1) / w.tensor)
+    largest = 2 * max(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
+    again = 0.0
+    if w.recompute == "full":
+        again = _saved(w, ())
+    elif w.recompute == "selective":
+        again = _saved(w, ()) - _saved(w, w.modules)
+    gathered = 2 * w.tokens * hidden * (w.split > 1)
+    return moving + largest + again + gathered

@@ -1,0 +1,433 @@
+"""`megatron-fp8 memory`: what every rank of a job holds between two steps, without building the model.
+
+    megatron-fp8 memory --model 7b --data-parallel-size 256        a model of FP8-LM's, or one given by Megatron's flags
+    megatron-fp8 memory --gpus 128 -- FLAGS                        a job's flags, or its whole command
+
+    on each rank        elements                       bytes an element
+    linears, O1 to O3   the engine's buckets, R * m    weight, gradients                  (engine/partition.py has R, m)
+                        its row of each, m             master, exp_avg, exp_avg_sq
+                        all                            1: the E4M3 copy of a BF16 weight that its GEMMs take
+                        the largest linear's           1: where W^T is made, for all layers
+    linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
+    all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
+
+Behind --, in a job's flags, without --use-distributed-optimizer every rank has all states, and stock's buckets no
+padding; in front of -- that flag is taken as given.
+
+The buckets are those of the engine and of Megatron themselves: the same functions cut them, for a job's sizes in place
+of a model's weights. Ranks differ by their pipeline stage: the first has the embedding, the last the head (or, tied, a
+copy of the embedding). Data-parallel ranks have rows of one length, in the engine, so what an uneven partition costs is
+padding; "in use" says how much of its states a rank really owns. Stock Megatron's last ranks lack a few elements.
+Tensor-parallel ranks are alike.
+
+Not counted: activations, what a reduction or Adam needs for a few buckets at a time, scales of whole tensors (4 bytes
+each), amax histories, the allocator's fragments, NCCL's buffers. At O0 the linears have buckets of their own here: that
+moves padding only.
+"""
+
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import lru_cache
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
+
+from ...errors import UserError
+from ...flags.level import CELLS, LEVELS, is_stock
+from ...flags.numeric_checks import FEW_MICRO_BATCHES, GEMM_MULTIPLE
+from .output import PAGE_FORMATS, show
+
+if TYPE_CHECKING:  # else imported where it is used: --help and a mistake wait neither for torch nor for Megatron
+    from ...engine.partition import Placement
+
+BYTES: dict[str, float] = {
+    "fp32": 4,
+    "bf16": 2,
+    "remainder": 2,  # int16
+    "fp16": 2 + 1 / 128,  # Block16: a byte of exponent for 128 elements
+    "fp8": 1 + 1 / 128,  # BlockScaled: the same
+    "e4m3": 1,  # ScaledTensor, a weight or its copy: one scale for the whole
+}
+STATES = ("master", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "weight fp8 copy", "transpose scratch", "grad", *STATES)
+_CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight", "partition")]
+_GB = 1e9
+# What --fp8-grad-accum auto comes to if no micro-batch is given: not known, and FP8 is counted.
+_UNKNOWN = "auto", (
+    f"Gradients in FP8: {FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A GPT and its parallel layout: Megatron's flags, and the data-parallel size. Defaults are Megatron's, but for the
+    distributed optimizer.
+
+    data_parallel_size counts context-parallel ranks too. UserError for what Megatron or the GEMMs could not cut.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    ffn_hidden_size: int | None = None
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    swiglu: bool = False
+    quick_geglu: bool = False
+    attention_output_gate: bool = False
+    disable_bias_linear: bool = False
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    max_position_embeddings: int | None = None
+    untie_embeddings_and_output_weights: bool = False
+    make_vocab_size_divisible_by: int = 128
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    data_parallel_size: int = 1
+    use_distributed_optimizer: bool = True
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and field.type is not bool and value < 1:
+                raise UserError(f"{_flag(field.name)} {value}: use 1 or more")
+        if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
+            raise UserError("--position-embedding-type learned_absolute: add --max-position-embeddings, or use rope")
+        if self.kv_channels is None:
+            self._check_divides("num_attention_heads", "hidden_size")
+        self._check_divides("tensor_model_parallel_size", "num_attention_heads")
+        self._check_divides("pipeline_model_parallel_size", "num_layers")
+        tensor, groups = self.tensor_model_parallel_size, self.num_query_groups
+        if groups is not None and groups % tensor and tensor % groups:
+            remedy = f"neither multiple nor divisor of --tensor-model-parallel-size {tensor}; change one"
+            raise UserError(f"--num-query-groups {groups}: {remedy}")
+        if groups is not None:
+            self._check_divides("num_query_groups", "num_attention_heads")
+        for rows, columns, across in self.linear_sizes:
+            cut, whole = (rows, columns) if across else (columns, rows)
+            if cut % (tensor * GEMM_MULTIPLE) or whole % GEMM_MULTIPLE:
+                raise UserError(
+                    f"--tensor-model-parallel-size {tensor}: cuts a linear of {rows} x {columns} elements into parts "
+                    f"that are no multiples of {GEMM_MULTIPLE}; change it, --hidden-size or --ffn-hidden-size"
+                )
+
+    def _check_divides(self, divisor: str, number: str) -> None:
+        by, value = getattr(self, divisor), getattr(self, number)
+        if value % by:
+            raise UserError(f"{_flag(divisor)} {by}: does not divide {_flag(number)} {value}; change one")
+
+    @property
+    def linear_sizes(self) -> list[tuple[int, int, bool]]:
+        """Rows and columns of qkv, proj, fc1 and fc2, and whether tensor parallelism cuts the rows (a column-parallel
+        linear, as Megatron names it), else the columns."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        channels = self.kv_channels or hidden // heads
+        ffn = self.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if self.swiglu else 4 * hidden)
+        queries, gated = heads * (1 + self.attention_output_gate), self.swiglu or self.quick_geglu
+        qkv, fc1 = (queries + 2 * (self.num_query_groups or heads)) * channels, ffn * (1 + gated)
+        return [
+            (qkv, hidden, True),
+            (hidden, heads * channels, False),
+            (fc1, hidden, True),
+            (hidden, ffn, False),
+        ]
+
+    def linears(self) -> list[int]:
+        """Sizes of the linears' weights of a stage on a tensor-parallel rank, in the order of the backward pass."""
+        layer = [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in self.linear_sizes]
+        return layer[::-1] * (self.num_layers // self.pipeline_model_parallel_size)
+
+    def others(self, stage: int) -> list[int]:
+        """Sizes of all other parameters of pipeline stage `stage` on a tensor-parallel rank."""
+        hidden, tensor, stages = self.hidden_size, self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        norm = [hidden] * (1 if self.normalization == "RMSNorm" else 2)
+        (qkv, *_), _, (fc1, *_), _ = self.linear_sizes
+        bias = [] if self.disable_bias_linear else [qkv // tensor, hidden, fc1 // tensor, hidden]
+        unit = self.make_vocab_size_divisible_by * tensor
+        words = -(-self.vocab_size // unit) * unit // tensor * hidden
+        first, last = stage == 0, stage == stages - 1
+        sizes = [words] if first else []
+        if first and self.position_embedding_type == "learned_absolute":
+            assert self.max_position_embeddings is not None  # checked as the job was made
+            sizes.append(self.max_position_embeddings * hidden)
+        sizes += (norm + norm + bias) * (self.num_layers // stages)
+        if last:
+            sizes += norm
+            # A tied head is the embedding itself where one stage has both, else a copy.
+            sizes += [words] if self.untie_embeddings_and_output_weights or not first else []
+        return sizes
+
+
+def _paper(layers: int, hidden: int, heads: int, tensor: int = 1, pipeline: int = 1, data: int = 1) -> Job:
+    return Job(
+        layers,
+        hidden,
+        heads,
+        vocab_size=50_304,
+        disable_bias_linear=True,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        data_parallel_size=data,
+    )
+
+
+MODELS = {  # FP8-LM (arXiv 2310.18313), tables 1 and 5; it has no data-parallel size for 125M
+    "125m": _paper(12, 768, 12),
+    "7b": _paper(32, 4096, 32, data=32),
+    "13b": _paper(40, 5120, 40, tensor=2, data=16),
+    "175b": _paper(96, 12288, 96, tensor=8, pipeline=4, data=4),
+}
+
+
+def engine_buckets(sizes: list[int], ranks: int, how: str) -> "list[Placement]":
+    """The engine's buckets for a model chunk's weights of `sizes` elements, given in the order of the backward pass.
+
+    ranks: of data parallelism; how: "even" or "greedy".
+    """
+    from ...engine.partition import place
+
+    if how == "greedy":
+        return [place(sizes, ranks, how)]
+    import torch
+
+    from ...engine.bucket import cut
+    from ...engine.build import bucket_size
+
+    weights: Any = [SimpleNamespace(param=torch.empty(size, device="meta")) for size in sizes]
+    runs = cut(weights, bucket_size(None, None, sum(sizes), ranks))
+    return [place([weight.param.numel() for weight in run], ranks, how) for run in runs]
+
+
+def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: bool = True) -> dict[str, int]:
+    """Bytes, by kind, that every data-parallel rank holds for the weights of its model chunks' buckets.
+
+    cells: {cell of flags/level.py: value}; grad_accum may be auto, which counts as fp8.  sharded: whether a rank has
+    the states of its row alone.
+    """
+    whole = sum(bucket.numel for bucket in buckets)
+    sizes = [size for bucket in buckets for size in bucket.sizes]
+    of_states = sum(bucket.row for bucket in buckets) if sharded else whole
+    stored, storage = cells["weight"], cells["grad_accum"]
+    in_fp8 = cells["gemm"] == "fp8"
+    held = {
+        "weight": whole * BYTES["e4m3" if stored == "fp8" else stored],
+        "weight fp8 copy": sum(sizes) * BYTES["e4m3"] * (in_fp8 and stored != "fp8"),
+        "transpose scratch": max(sizes) * BYTES["e4m3"] * in_fp8,
+        "grad": whole * BYTES["fp8" if storage == "auto" else storage],
+        **{state: of_states * BYTES[cells[state]] for state in STATES},
+    }
+    return {kind: int(size) for kind, size in held.items()}
+
+
+def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> "list[Placement]":
+    """Stock Megatron's buckets for parameters of `sizes` elements; rows and starts are of Megatron's multiples.  Where
+    states are not sharded one of one row, unpadded: a rank owns all."""
+    from ...engine.partition import Placement
+
+    if not sharded:
+        return [Placement(sum(sizes), [0, *accumulate(sizes[:-1])], sizes, 1)]
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from ...engine.build import bucket_size
+
+    params = [torch.empty(size, device="meta") for size in reversed(sizes)]  # the layout reverses them again
+    config = DistributedDataParallelConfig()
+    layout = DistributedOptimizer._compute_per_buffer_param_layout(
+        params, bucket_size(None, None, sum(sizes), ranks), ranks, config
+    )
+    of_bucket: list[list[tuple[int, int]]] = [[] for _ in layout.bucket_indices]
+    for first, last, bucket in layout.param_index_map.values():
+        of_bucket[bucket].append((first, last))
+    buckets = []
+    for (start, stop), spans in zip(layout.bucket_indices, of_bucket, strict=True):
+        starts, lengths = [first - start for first, _ in spans], [last - first for first, last in spans]
+        buckets.append(Placement((stop - start) // ranks, starts, lengths, ranks))
+    return buckets
+
+
+def stock_bytes(buckets: "list[Placement]", rank: int) -> dict[str, int]:
+    """Bytes, by kind, that the owner of row `rank` holds in stock Megatron."""
+    whole = sum(bucket.numel for bucket in buckets)
+    held = {"weight": whole * BYTES["bf16"], "grad": whole * BYTES["fp32"]}
+    held |= dict.fromkeys(STATES, owned(buckets, rank) * BYTES["fp32"])
+    return {kind: int(size) for kind, size in held.items()}
+
+
+def owned(buckets: "list[Placement]", rank: int) -> int:
+    """How many parameters of some buckets data-parallel rank `rank` owns."""
+    return sum(stop - start for bucket in buckets for _, start, stop in bucket.owned(rank))
+
+
+class Rank(NamedTuple):
+    """Bytes on a rank: by kind, of the four linears and of all else; and of the linears' states those in use."""
+
+    linears: dict[str, int]
+    others: dict[str, int]
+    used: int
+
+
+def ranks_bytes(
+    job: Job, cells: Mapping[str, str] | None, stages: Iterable[int] | None = None, ranks: Iterable[int] | None = None
+) -> Iterator[Rank]:
+    """What every rank of a job holds, by pipeline stage and then by data-parallel rank; or some of them.
+
+    cells: {cell: value}, or None for stock Megatron (O0). Data-parallel rank 0 holds as much as any other.
+    """
+    sizes, data, sharded = job.linears(), job.data_parallel_size, job.use_distributed_optimizer
+    linears = stock_buckets(sizes, data, sharded) if cells is None else engine_buckets(sizes, data, cells["partition"])
+    states = sum(BYTES["fp32" if cells is None else cells[state]] for state in STATES)
+    for stage in range(job.pipeline_model_parallel_size) if stages is None else stages:
+        others = _buckets_of_others(job, stage)
+        for rank in range(data) if ranks is None else ranks:
+            row = rank if sharded else 0
+            ours = stock_bytes(linears, row) if cells is None else engine_bytes(linears, cells, sharded)
+            used = owned(linears, row) if sharded else sum(sizes)
+            yield Rank(ours, stock_bytes(others, row), int(used * states))
+
+
+@lru_cache(maxsize=64)
+def _buckets_of_others(job: Job, stage: int) -> "list[Placement]":
+    """Which no level changes."""
+    return stock_buckets(job.others(stage), job.data_parallel_size, job.use_distributed_optimizer)
+
+
+def parameters(job: Job) -> tuple[int, int]:
+    """(Weights of the four linears, all else), of all pipeline stages of one tensor-parallel rank."""
+    stages = range(job.pipeline_model_parallel_size)
+    return sum(job.linears()) * len(stages), sum(sum(job.others(stage)) for stage in stages)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 memory`."""
+    parser.add_argument("--model", choices=MODELS, help="one of FP8-LM's, in its layout; other flags change it")
+    for field in fields(Job):
+        if field.type is bool:
+            parser.add_argument(_flag(field.name), action="store_true", default=None)
+        else:
+            choices = get_args(field.type) if get_origin(field.type) is Literal else None
+            parser.add_argument(_flag(field.name), choices=choices, type=str if choices else int)
+    parser.add_argument(
+        "--fp8-level", nargs="+", choices=LEVELS, help="a column each (the job's, or all four)"
+    )
+    for cell in _CELLS:
+        parser.add_argument(cell.flag, choices=cell.available, help=cell.meaning)
+    parser.add_argument("--gpus", type=int, metavar="N", help="of a job (what its command says, or one replica's)")
+    parser.add_argument("--format", choices=PAGE_FORMATS, default="text")
+    parser.add_argument("flags", nargs=REMAINDER, help="-- and a job's flags, or its whole command")
+
+
+def run(args: Namespace) -> int:
+    """Print what a rank holds, a column for each level: least .. most over the ranks where these differ."""
+    given = {field.name: value for field in fields(Job) if (value := getattr(args, field.name)) is not None}
+    overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
+    asked: Sequence[str] = args.fp8_level or LEVELS
+    auto = _UNKNOWN
+    if args.flags:
+        job, of_job, level, auto = _behind_dashes(args, given)
+        overrides = of_job | overrides
+        asked = args.fp8_level or ([level] if level else LEVELS)
+    else:
+        job = _job(args, given)
+    all_stock = all(map(is_stock, asked))
+    if overrides and all_stock:
+        cell = next(c for c in _CELLS if c.name in overrides)
+        raise UserError(f"{cell.flag} {overrides[cell.name]} with --fp8-level O0: no effect; take a level above it")
+    decided = overrides.get("grad_accum", "auto") != "auto"
+    if not decided:
+        overrides["grad_accum"], said = auto
+    levels = {
+        level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
+        for level in asked
+    }
+    show("\n".join(table(job, levels)), args.format)
+    if not decided and not all_stock:
+        print(f"\n{said}")
+    return 0
+
+
+def table(job: Job, levels: Mapping[str, Mapping[str, str] | None]) -> list[str]:
+    """Lines of a Markdown table of what a rank holds, a column a level: {its name: its cells, or None for stock}."""
+    columns = [_column(job, cells) for cells in levels.values()]
+    tensor, pipeline, data = job.tensor_model_parallel_size, job.pipeline_model_parallel_size, job.data_parallel_size
+    whole = "" if job.use_distributed_optimizer or data == 1 else ", with whole states"
+    lines = [f"| GB on a rank; TP {tensor}, PP {pipeline}, DP {data}{whole} | " + " | ".join(levels) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for row in columns[0]:
+        if any(column[row] for column in columns):
+            lines.append(f"| {row} | " + " | ".join(column[row] for column in columns) + " |")
+    return lines
+
+
+def _column(job: Job, cells: Mapping[str, str] | None) -> dict[str, str]:
+    """{row: what a level's column has there}."""
+    ranks = list(ranks_bytes(job, cells))
+    linears, others = [sum(rank.linears.values()) for rank in ranks], [sum(rank.others.values()) for rank in ranks]
+    both = [a + b for a, b in zip(linears, others, strict=True)]
+    rows = {f"linears: {kind}": [rank.linears.get(kind, 0) for rank in ranks] for kind in KINDS}
+    rows["linears: of these states, in use"] = [rank.used for rank in ranks]
+    rows |= {"embedding, head, norms, biases": others, "all": both}
+    column = {row: _range(values) if any(values) else "" for row, values in rows.items()}
+    counts = [count * job.data_parallel_size for count in parameters(job)]
+    column["bytes a parameter: linears"] = f"{sum(linears) / counts[0]:.3f}"
+    column["bytes a parameter: all"] = f"{sum(both) / sum(counts):.3f}"
+    return column
+
+
+def _range(values: list[int]) -> str:
+    least, most = f"{min(values) / _GB:.3f}", f"{max(values) / _GB:.3f}"
+    return least if least == most else f"{least} .. {most}"
+
+
+def _job(args: Namespace, given: dict[str, Any]) -> Job:
+    if args.gpus is not None:
+        raise UserError(f"--gpus {args.gpus}: needs a job; put its flags behind --, or give --data-parallel-size")
+    if args.model is not None:
+        return replace(MODELS[args.model], **given)
+    for field in fields(Job):
+        if field.default is MISSING and field.name not in given:
+            raise UserError(f"{_flag(field.name)} is missing; give it, or --model, or put a job's flags behind --")
+    return Job(**given)
+
+
+def _behind_dashes(
+    args: Namespace, given: dict[str, Any]
+) -> tuple[Job, dict[str, str], str | None, tuple[str, str]]:
+    """(Job, {cell: value}, level or None, `_auto`) of the flags behind --, with what was `given` before on top."""
+    from . import job_flags  # which takes its Job from here
+
+    if args.model is not None:
+        raise UserError(f"--model {args.model}: the flags behind -- give a model too; remove one of the two")
+    flags = job_flags.parse(args.flags)
+    flags = replace(flags, args=Namespace(**{**vars(flags.args), **given}))  # whose layout is what GPUs are divided by
+    job_flags.check_given(flags.args)
+    job_flags.check_counted(flags.args)
+    gpus = args.gpus or flags.gpus or flags.replica
+    data = given.get("data_parallel_size") or job_flags.data_parallel(flags.args, gpus)
+    known = {cell.name for cell in _CELLS}
+    of_job = {name: value for name, value in job_flags.cells_given(flags.args).items() if name in known}
+    job = replace(job_flags.job(flags.args, data), **given)
+    return job, of_job, flags.level, _auto(flags.args, job)
+
+
+def _auto(args: Namespace, job: Job) -> tuple[str, str]:
+    """(The storage that --fp8-grad-accum auto comes to in a job, a line about it): by its micro-batches, as training
+    decides it."""
+    if args.micro_batch_size is None:
+        return _UNKNOWN
+    from ...flags import gradients
+
+    gpus = job.tensor_model_parallel_size * job.pipeline_model_parallel_size * job.data_parallel_size
+    args = Namespace(**{**vars(args), "world_size": gpus, "fp8_grad_accum": "auto"})
+    storage = gradients.storage(args, "auto")
+    (line,) = gradients.storage_line(args, storage)
+    return storage, line[0].upper() + line[1:]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

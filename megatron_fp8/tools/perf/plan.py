@@ -1,0 +1,215 @@
+"""Which layout for so many GPUs: every one that Megatron takes, ranked by tokens a second, and why the others lose.
+
+    megatron-fp8 plan --gpus 128 --hardware h100-80gb-sxm -- FLAGS --fp8-level O3
+
+Searched: tensor parallelism inside a node (with sequence parallelism), pipeline stages and their virtual chunks, data
+parallelism with what is left, every micro-batch, and no, selective or full recomputation. Of FLAGS the model, the
+global batch, context parallelism and the level count; their own layout is marked, where it is one. A layout's
+micro-batch and recomputation are the fastest that fit. The ranking is arithmetic beyond what perf/measured.csv holds.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import UserError
+from . import hardware, job_flags, validation
+from .estimate import add_model_arguments, divisors, record, write_csv
+from .hardware import Hardware
+from .job_flags import Flags
+from .output import show
+from .step import Estimate, estimate
+from .systems import chosen
+
+_MOST_CHUNKS = 8
+RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    tensor: int
+    pipeline: int
+    virtual: int
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor}, PP {self.pipeline}" + (f" x {self.virtual}" if self.virtual > 1 else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout's best estimate that fits, or why there is none."""
+
+    layout: Layout
+    best: Estimate | None
+    lost: str = ""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 plan`."""
+    parser.add_argument("--gpus", type=int, metavar="N", help="of the job (what its command says)")
+    parser.add_argument("--system", metavar="SYSTEM", help="bf16, te, O1, O2, O3 (the flags' level, or O3)")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to print, the fastest first (8)")
+    parser.add_argument("--all", action="store_true", help="print every layout")
+    add_model_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Print the plan; returns 0, or 1 where no layout fits."""
+    flags, on = job_flags.parse(args.flags), hardware.load(args.hardware)
+    args.gpus = args.gpus or flags.gpus
+    if args.gpus is None:
+        raise UserError("--gpus is missing; give it, or put a command behind -- whose launcher says how many")
+    system = args.system or flags.level or "O3"
+    found = search(flags, args.gpus, system, on, args.cap_gb)
+    ranked = sorted((c for c in found if c.best), key=lambda c: -c.best.tokens_a_second)  # type: ignore[union-attr]
+    lost = [c for c in found if not c.best]
+    top = len(found) if args.all else args.top
+    rows = [record(c.best, args.cap_gb, args.tokens) for c in ranked[:top] if c.best]
+    left_out = max(0, len(ranked) - top)
+    if args.format == "json":
+        print(json.dumps({"layouts": rows, "left_out": left_out, "lost": {str(c.layout): c.lost for c in lost},
+                          "error": validation.summary()}, indent=2))  # fmt: skip
+    elif args.format == "csv":
+        write_csv(rows)
+        if left_out:
+            print(f"megatron-fp8 plan: {_left_out(left_out)}", file=sys.stderr)
+        if not ranked:  # which rows cannot say
+            why_not = f"{lost[0].layout}: {lost[0].lost}"
+            print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
+    else:
+        own = flags.args
+        mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, job_flags.virtual(own))
+        show("\n".join(_table(ranked, lost, args, on, mine, top)), args.format)
+        print(f"\n{validation.line()}")
+    return 0 if ranked else 1
+
+
+def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None) -> list[Candidate]:
+    """Every layout of so many GPUs, with the best of its micro-batches and recomputations."""
+    context = flags.args.context_parallel_size
+    if flags.args.global_batch_size is None:
+        raise UserError("--global-batch-size is missing; a plan needs the batch of the training")
+    if gpus % context:
+        raise UserError(f"--gpus {gpus}: no multiple of --context-parallel-size {context}; change one")
+    # A mistake that no layout mends is said once: here, where the whole model is on one replica's GPUs.
+    chosen(system, "--system")
+    job_flags.check_optimizer(flags.args, gpus)
+    _workload(flags, context, system, Layout(1, 1, 1), 1, None)
+    layouts = list(_layouts(flags.args, gpus, context, on.gpus_per_node))
+    return [_best(flags, gpus, system, on, cap_gb, layout) for layout in layouts]
+
+
+def _layouts(args: Namespace, gpus: int, context: int, gpus_per_node: int) -> Iterator[Layout]:
+    for tensor in divisors(min(gpus, gpus_per_node)):
+        for pipeline in divisors(args.num_layers or 1):
+            if gpus % (tensor * pipeline * context):
+                continue
+            chunks = divisors(args.num_layers // pipeline) if pipeline > 1 else [1]
+            yield from (Layout(tensor, pipeline, virtual) for virtual in chunks if virtual <= _MOST_CHUNKS)
+
+
+def _best(
+    flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None, layout: Layout
+) -> Candidate:
+    best, nearest, mistake = None, None, ""
+    data = gpus // (layout.tensor * layout.pipeline * flags.args.context_parallel_size)
+    if flags.args.global_batch_size % data:
+        return Candidate(layout, None, f"not divisible: DP {data} does not divide the global batch")
+    for size in divisors(flags.args.global_batch_size // data):
+        for recompute in RECOMPUTE:
+            try:
+                found = estimate(_workload(flags, gpus, system, layout, size, recompute), on)
+            except UserError as error:
+                mistake = str(error)
+                continue
+            room = found.room(cap_gb)
+            if nearest is None or room > nearest:
+                nearest = room
+            if room >= 0 and (best is None or found.tokens_a_second > best.tokens_a_second):
+                best = found
+    if best is None and nearest is not None:
+        return Candidate(layout, None, f"does not fit: {-nearest:.1f} GB too much at the least")
+    return Candidate(layout, best, "" if best else f"not divisible: {mistake}")
+
+
+def _workload(flags: Flags, gpus: int, system: str, layout: Layout, size: int, recompute: str | None):
+    return job_flags.workload(
+        flags,
+        gpus,
+        system,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=layout.virtual,
+        sequence_parallel=layout.tensor > 1,
+        micro_batch_size=size,
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_modules=["core_attn"],
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+
+
+def why(e: Estimate, winner: Estimate) -> str:
+    """What a slower layout loses by, in shares of its step; "" for the winner."""
+    if e is winner:
+        return "the fastest"
+    recomputed = e.parts.get("recomputation", 0.0) / e.gpu_ms
+    shares = {"bubble": e.bubble, "bare communication": e.bare, "recomputation": recomputed}
+    before = {
+        "bubble": winner.bubble, "bare communication": winner.bare,
+        "recomputation": winner.parts.get("recomputation", 0.0) / winner.gpu_ms,
+    }  # fmt: skip
+    more = {name: share for name, share in shares.items() if share - before[name] > 0.005}
+    said = [f"{name} {share:.1%}" for name, share in sorted(more.items(), key=lambda item: -item[1])]
+    if e.host_ms > e.gpu_ms:
+        said.insert(0, "bound by the host")
+    return ", ".join(said) or "smaller products and passes"
+
+
+def _table(
+    ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout, top: int
+) -> Iterator[str]:
+    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit, {len(lost)} do not"
+    yield ""
+    if ranked:
+        days = f" days for {args.tokens:.3g} tokens |" if args.tokens else ""
+        yield f"| layout | DP | MBS | recompute | tokens/s/GPU | TFLOP/s/GPU | ms | peak GB |{days} why |"
+        yield "|---" * (9 + bool(args.tokens)) + "|"
+        winner = ranked[0].best
+        assert winner is not None
+        shown = ranked[:top]
+        shown += [c for c in ranked[top:] if c.layout == mine]
+        for c in shown:
+            e = c.best
+            assert e is not None
+            w = e.workload
+            own = " (as given)" if c.layout == mine else ""
+            cells: list[Any] = [
+                f"{c.layout}{own}", w.data, w.micro_batch, w.recompute, f"{e.tokens_a_second:,.0f}", f"{e.tflops:.0f}",
+                f"{e.ms:,.0f}", f"{e.peak:.1f}",
+            ]  # fmt: skip
+            cells += [f"{e.days(args.tokens):.1f}"] if args.tokens else []
+            yield "| " + " | ".join(map(str, [*cells, why(e, winner)])) + " |"
+        if len(ranked) > len(shown):
+            yield ""
+            yield _left_out(len(ranked) - len(shown))
+        yield ""
+    reasons = Counter(c.lost.partition(":")[0] for c in lost)
+    for reason, count in reasons.most_common():
+        yield f"{reason}, {count}:"
+        of = [c for c in lost if c.lost.startswith(reason)]
+        for c in of[:top]:
+            yield f"  {c.layout}: {c.lost.partition(': ')[2]}"
+        if len(of) > top:
+            yield f"  and {len(of) - top} more"
+
+
+def _left_out(count: int) -> str:
+    return f"Slower layouts that fit and are not shown: {count} (--all shows every layout, --top N the N fastest)"

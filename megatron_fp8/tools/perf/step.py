@@ -1,0 +1,175 @@
+"""An estimate: the memory of every rank and the time of a step, added up from the other modules.
+
+    stage     forward and backward of its layers, passes and products, what is bare of its collectives, gaps
+    pipeline  sum of the stages' times + (m - 1) times the slowest; interleaved, the sum's part divided by the chunks
+    GPU       pipeline + optimizer + what of the data-parallel collectives is bare + the gap at a step's ends
+    step      the longer of the GPU's time and the host's
+
+Memory is what torch's allocator holds: the peak is that of its counters. `fits` adds what it does not see.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from . import activations, collectives, flops, gemm_time, memory_bound
+from .collectives import Traffic
+from .hardware import Hardware
+from .memory import STATES, Job, Rank, ranks_bytes
+from .workload import Workload
+
+_WORKSPACE = 90e6  # cuBLAS' and small buffers, of every system measured; measured 85 to 120 MB
+_GRAPH_POOL = 70e6  # what a CUDA graph keeps beside, of every system measured: 66 MiB or little more
+# Of the gaps between a layer's kernels what a CUDA graph leaves: set by three runs of small micro-batches.
+_GRAPH_GAPS = 1 / 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Attributes:
+    held, peak: GB (10^9 bytes) of torch's allocator between two steps and at most, of the rank with the largest peak.
+    memory: {kind: GB} of it at its peak; stage: its pipeline stage.
+    parts: {kind: ms} of the slowest stage's GPU, and of the step around it; they add up to gpu_ms.
+    traffic: of a rank of the slowest stage.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    held: float
+    peak: float
+    stage: int
+    memory: dict[str, float]
+    parts: dict[str, float]
+    traffic: dict[str, Traffic]
+    gpu_ms: float
+    host_ms: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.gpu_ms, self.host_ms)
+
+    @property
+    def samples_a_second(self) -> float:
+        return self.workload.global_batch / self.ms * 1e3
+
+    @property
+    def tokens_a_second(self) -> float:
+        """A GPU."""
+        return self.samples_a_second * self.workload.sequence / self.workload.gpus
+
+    @property
+    def tflops(self) -> float:
+        """Of the model, a GPU, as Megatron's log counts them."""
+        return flops.step(self.workload) / self.workload.gpus / self.ms / 1e9
+
+    def mfu(self, peak_tflops: float) -> float:
+        return self.tflops / peak_tflops
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step."""
+        return self.parts.get("pipeline bubble", 0.0) / self.gpu_ms
+
+    @property
+    def bare(self) -> float:
+        """Share of a step in which nothing but a collective runs."""
+        return sum(traffic.bare for traffic in self.traffic.values()) / self.gpu_ms
+
+    def room(self, cap_gb: float | None = None) -> float:
+        """GB left on a GPU, or of a cap on the allocator; negative where it does not fit."""
+        if cap_gb is not None:
+            return cap_gb - self.peak
+        return self.hardware.memory_gb - self.hardware.beside_allocator_gb - self.peak
+
+    def days(self, tokens: float) -> float:
+        return tokens / (self.tokens_a_second * self.workload.gpus) / 86400
+
+
+def estimate(w: Workload, hardware: Hardware) -> Estimate:
+    """The Estimate of a workload.  Raises UserError for what is not modelled."""
+    held, peak, stage, memory = _memory(w)
+    passing = [_stage(w, hardware, stage) for stage in range(w.pipeline)]
+    m, times = w.micro_batches, [sum(parts.values()) for parts in passing]
+    slowest = max(range(w.pipeline), key=times.__getitem__)
+    parts = {kind: m * ms for kind, ms in passing[slowest].items()}
+    in_passes = collectives.micro_batches(w, hardware)
+    gaps = w.layers * hardware.layer_gap_ms * (_GRAPH_GAPS if w.graphed else 1)
+    waits = sum(of_kind.bare for of_kind in in_passes.values()) / m + gaps  # of every stage, a micro-batch
+    parts["pipeline bubble"] = (sum(times) - times[slowest] + (w.pipeline - 1) * waits) / w.virtual
+    linears, others = sum(w.job.linears()), sum(w.job.others(slowest))
+    parts |= memory_bound.step(w, hardware, linears, others)
+    traffic = collectives.step(w, hardware, linears, others) | in_passes
+    for kind, of_kind in traffic.items():
+        parts[f"bare: {kind.partition(':')[0]}"] = parts.get(f"bare: {kind.partition(':')[0]}", 0.0) + of_kind.bare
+    parts["gaps"] = hardware.border_ms + m * gaps
+    calls = m * w.layers
+    parts = {kind: ms for kind, ms in parts.items() if ms}
+    layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
+    host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls
+    return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
+
+
+def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
+    """{kind: ms} of a stage's forward and backward pass of a micro-batch."""
+    parts = {}
+    (linear, backward), attention = gemm_time.linears(w, hardware), gemm_time.attention(w, hardware)
+    layers = w.layers
+    parts["linears"] = layers * (linear + backward)
+    parts["attention"] = layers * sum(attention)
+    layer_passes = memory_bound.layer(w, hardware)
+    for kind, ms in layer_passes.items():
+        parts[kind] = layers * ms
+    parts["recomputation"] = _recomputed(w, linear, attention[0], sum(layer_passes.values()))
+    tables = 0
+    if stage == 0:
+        tables += 1
+    if stage == w.pipeline - 1:
+        parts["LM head"] = sum(gemm_time.head(w, hardware))
+        for kind, ms in memory_bound.loss(w, hardware).items():
+            parts[kind] = parts.get(kind, 0.0) + ms
+        tables += 1
+    parts["tables' gradients"] = tables / 2 * memory_bound.table(w, hardware)
+    return parts
+
+
+def _recomputed(w: Workload, linear: float, attention: float, of_passes: float) -> float:
+    """Ms of a stage; of the passes a third is the forward's."""
+    if w.recompute == "full":
+        return w.layers * w.again("layer") * (linear + attention + of_passes / 3)
+    sizes = [rows * columns for rows, columns, _ in w.job.linear_sizes]
+    mlp = linear * sum(sizes[2:]) / sum(sizes)
+    return w.layers * (attention * w.again("core_attn") + mlp * w.again("mlp"))
+
+
+def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
+    """(GB held, GB at the peak, stage, {kind: GB} at the peak), of the rank with the largest peak."""
+    found = [(sum(held.values()), held | beside) for held, beside in stages(w)]
+    stage, (held, kinds) = max(enumerate(found), key=lambda item: sum(item[1][1].values()))
+    in_gb = {kind: size / 1e9 for kind, size in kinds.items() if size}
+    return held / 1e9, sum(in_gb.values()), stage, in_gb
+
+
+@lru_cache(maxsize=32)
+def _first_ranks(job: Job, cells: tuple[tuple[str, str], ...] | None) -> tuple[Rank, ...]:
+    """Data-parallel rank 0 of each stage: bytes that no micro-batch changes, so that many share one count of layers."""
+    return tuple(ranks_bytes(job, None if cells is None else dict(cells), ranks=[0]))
+
+
+def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """For each pipeline stage: {kind: bytes} held between two steps, and beside it at the peak."""
+    system, table = w.system, w.vocabulary * w.job.hidden_size / w.tensor
+    cells = w.cells()
+    for stage, rank in enumerate(_first_ranks(w.job, None if cells is None else tuple(cells.items()))):
+        kinds: dict[str, float] = {}
+        for part in (rank.linears, rank.others):
+            for kind, size in part.items():
+                name = "optimizer states" if kind in STATES else kind
+                kinds[name] = kinds.get(name, 0.0) + size
+        kinds["weight"] += system.weight_copies * sum(w.job.linears())
+        if w.keeps_transposes:
+            kinds.pop("transpose scratch", None)  # activations.py has those that are kept
+        kinds["buffers"] = _WORKSPACE + _GRAPH_POOL * w.graphed
+        if system.keeps_wgrads:
+            kinds["buffers"] += 2 * sum(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
+            kinds["buffers"] += 2 * table * (stage == w.pipeline - 1)
+        yield kinds, activations.peak(w, stage)

@@ -1,0 +1,129 @@
+"""The systems that the cost model compares, and in one table all that it takes them to do differently.
+
+Bytes of the memory-bound passes are *effective*: what a pass took in a profiled step times the bandwidth of a copy,
+over the elements it worked on (benchmarks/results, profile_ms: train_step_fused.csv for `te-delayed` of shapes 7b and
+llama and `bf16` of 7b, train_step_hosts.csv's call 19 for O3 of 7b and llama). What overlap leaves bare:
+profile_collectives of train_step_dp4.csv and _tp4.csv, of TE's runs and ours. Arithmetic alone is in
+benchmarks/kernels.py.
+
+    norm        an element of a norm's input, forward and backward, with the casts in it
+    cast        an element of the linears' inputs and output gradients that a pass of its own casts
+    transpose   an element of a weight, every micro-batch (W^T of an E4M3 weight)
+    activation  an element of fc1's output (twice that of its reader's where it is not gated)
+    qkv, rope   an element of q, k, v, split and joined; of q and k, rotated
+    loss        a logit
+    residual    an element of the residual stream, an addition
+    table       an element of an embedding or head, every micro-batch: its gradient
+    state       an element of a linear's weight in the optimizer's step, on the rank that owns it
+    other       a parameter of the rank, a step: zeroed gradients, copies
+    add         an element of a weight, every micro-batch: its gradient, where a pass of its own adds it up
+
+`host` is no pass: milliseconds of the host that a step takes beside ours (GPT-125M, 185.3 for 135.6 in one call).
+`tensor_host` says how many times as long the host takes for a layer with tensor parallelism: 10.4 ms for 6.3 in BF16,
+12.5 for 7.9 with Transformer Engine, 13.3 for 6.2 at O3 (docs/performance.md, where a step waits for its host).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...errors import UserError
+from ...flags.level import CELLS
+from .memory import BYTES, STATES
+
+STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer: also of our levels' embeddings and norms
+
+
+@dataclass(frozen=True)
+class System:
+    """Attributes:
+    level: --fp8-level, None for stock's and Transformer Engine's.
+    ours: whether it is this code's: tensor-parallel traffic beside GEMMs, and no gradient left by the LM head.
+    fp8: whether the linears' GEMMs are.
+    weight_copies: bytes a weight beside the optimizer's table (E4M3 and its transpose, both kept).
+    input_bytes: of an element of a linear's input that waits for the backward pass.
+    logits: bytes a logit at the loss's peak.
+    keeps_wgrads: whether a spare gradient of each shape is kept for Megatron (Transformer Engine's dummies, BF16).
+    gather_bytes, bare_*: of an activation on the wire to its tensor-parallel ranks; and the share of a collective's
+        time that overlap leaves bare: of tensor parallelism's (not of ours), of gradients', of weights'.
+    gradient_wire, weight_wire: bytes a linear's weight of the data-parallel reduction and gather.
+    """
+
+    name: str
+    title: str
+    level: str | None
+    ours: bool
+    fp8: bool
+    weight_copies: float
+    input_bytes: int
+    logits: int
+    keeps_wgrads: bool
+    gather_bytes: int
+    bare_tensor: float
+    bare_gradients: float
+    bare_weights: float
+    gradient_wire: float
+    weight_wire: float
+    norm: float
+    cast: float
+    transpose: float
+    activation: float
+    qkv: float
+    rope: float
+    loss: float
+    residual: float
+    table: float
+    state: float
+    other: float
+    add: float = 0
+    host: float = 0
+    tensor_host: float = 1
+
+
+_BLOCKS = 1 + 1 / 128
+_BF16 = System(
+    "bf16", "stock BF16", None, False, False, 0, 2, 10, True, 2, 0.68, 0.5, 0.25, 4, 2,
+    norm=17, cast=0, transpose=0, activation=15.3, qkv=0, rope=25, loss=49.5, residual=13, table=34,
+    state=STOCK_STATE, other=21, host=50, tensor_host=1.65,
+)  # fmt: skip
+_TE = replace(_BF16, name="te", title="TE FP8", fp8=True, weight_copies=2, input_bytes=1, cast=4.85, tensor_host=1.6)
+_O1 = System(
+    "O1", "O1", "O1", True, True, 0, 1, 2, False, 2, 0.68, 0.05, 0.4, _BLOCKS, 2,
+    norm=15.6, cast=4.6, transpose=2.3, activation=12, qkv=4.8, rope=9.4, loss=7, residual=5.9, table=5,
+    state=27.4, other=6.5, tensor_host=2.15,
+)  # fmt: skip
+_O2 = replace(_O1, name="O2", title="O2", level="O2", state=15.6)
+_O3 = replace(_O2, name="O3", title="O3", level="O3", state=13.9, gather_bytes=1, weight_wire=1)
+# The paper's own implementation: TE's layers of 2023, its states, E4M3 weights with their transpose, E4M3 on the wire.
+# A micro-batch's gradient is added in E4M3 by a kernel that goes over both twice, as the tensor has one scale: it reads
+# three bytes, then again, and writes one (add_to_fp8 of MS-AMP, operators/arithmetic).
+_PAPER = replace(
+    _TE, name="fp8-lm", title="FP8-LM", level="O3", weight_copies=1, gradient_wire=1, weight_wire=1, gather_bytes=1,
+    keeps_wgrads=False, state=15, add=7,
+)  # fmt: skip
+
+SYSTEMS = {system.name: system for system in (_BF16, _TE, _O1, _O2, _O3)}
+PAPERS = {"BF16": _BF16, "TE FP8": _TE, "FP8-LM": _PAPER}
+UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` where Megatron's stale import makes TE concatenate (benchmarks/README.md)
+RESIDUAL_IN_GEMM = 2  # bytes of `residual` where our GEMM reads it in its epilogue: arithmetic
+FP8_HEAD = 2  # bytes a logit of --fp8-lm-head: their gradient in FP8, both ways round
+
+
+def chosen(name: str, flag: str = "--systems") -> System:
+    if name not in SYSTEMS:
+        raise UserError(f"{flag} {name}: no such system; use {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
+
+
+def asked_for(system: System, overrides: Mapping[str, str]) -> System:
+    """A level's system with flags that change its weights and states: their wire, and what Adam moves of them."""
+    assert system.level is not None
+    level = {cell.name: cell.at(system.level) for cell in CELLS}
+    cells = level | dict(overrides)
+    wire = 1 if cells["weight"] == "fp8" else 2
+    return replace(system, weight_wire=wire, state=system.state + _moved(cells) - _moved(level))
+
+
+def _moved(cells: Mapping[str, str]) -> float:
+    """Bytes of states and weight that Adam reads and writes an element (ops/adam.py); the gradient's are apart."""
+    weight = 1 if cells["weight"] == "fp8" else 2
+    return 2 * sum(BYTES[cells[state]] for state in STATES) + weight * (2 if cells["master"] == "remainder" else 1)

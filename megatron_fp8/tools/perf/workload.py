@@ -1,0 +1,172 @@
+"""What the cost model is asked about: a model, its layout, a batch, a system; and its parts by pipeline stage."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ...errors import UserError
+from ...flags.level import CELLS
+from ...flags.numeric_checks import FEW_MICRO_BATCHES
+from .memory import Job
+from .systems import System
+
+Recompute = Literal["none", "selective", "full"]
+MODULES = ("core_attn", "layernorm", "mlp")  # of --recompute-modules, those whose memory and time are modelled
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Attributes:
+    job: model and layout; its data-parallel size counts context-parallel ranks too.
+    virtual: model chunks a pipeline stage.
+    recompute, modules, recomputed_layers: --recompute-granularity, -modules, and of "full" how many layers of a chunk
+        (None: all).
+    keeps_transposes: whether a level keeps W^T of its FP8 weights from one micro-batch to the next.
+    dropout: whether hidden states have any.
+    graphed: whether a step is one CUDA graph.
+    two_levels: whether a level's gradients are reduced inside a node first.
+    overrides: {cell: value} of the level's table.
+    """
+
+    job: Job
+    system: System
+    sequence: int
+    micro_batch: int
+    global_batch: int
+    sequence_parallel: bool = False
+    context: int = 1
+    virtual: int = 1
+    recompute: Recompute = "none"
+    modules: tuple[str, ...] = ("core_attn",)
+    recomputed_layers: int | None = None
+    overlap_reduce: bool = False
+    overlap_gather: bool = False
+    fp8_head: bool = False
+    fp8_activations: bool = False
+    keeps_transposes: bool = False
+    dropout: bool = False
+    graphed: bool = False
+    two_levels: bool = False
+    repaired: bool = True  # Transformer Engine's QKV split
+    overrides: Mapping[str, str] | None = None
+
+    def __post_init__(self):
+        for flag, value in (("--seq-length", self.sequence), ("--micro-batch-size", self.micro_batch),
+                            ("--global-batch-size", self.global_batch)):  # fmt: skip
+            if value < 1:
+                raise UserError(f"{flag} {value}: use 1 or more")
+        if self.job.data_parallel_size % self.context:
+            raise UserError(
+                f"--context-parallel-size {self.context}: does not divide the {self.job.data_parallel_size} GPUs that "
+                "tensor and pipeline parallelism leave; change one"
+            )
+        if self.global_batch % (self.micro_batch * self.data):
+            raise UserError(
+                f"--global-batch-size {self.global_batch}: no multiple of --micro-batch-size {self.micro_batch} times "
+                f"{self.data} data-parallel ranks; change one"
+            )
+        if self.job.num_layers % (self.pipeline * self.virtual):
+            raise UserError(
+                f"--num-layers {self.job.num_layers}: not divided by {self.pipeline} stages of {self.virtual} chunks"
+            )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise UserError(
+                f"--pipeline-model-parallel-size 1: {self.virtual} virtual stages need 2 or more; change one"
+            )
+        if self.virtual > 1 and self.micro_batches % self.pipeline:
+            raise UserError(
+                f"--global-batch-size {self.global_batch}: {self.micro_batches} micro-batches, and virtual stages need "
+                f"a multiple of --pipeline-model-parallel-size {self.pipeline}; change one"
+            )
+
+    @property
+    def data(self) -> int:
+        return self.job.data_parallel_size // self.context
+
+    @property
+    def tensor(self) -> int:
+        return self.job.tensor_model_parallel_size
+
+    @property
+    def pipeline(self) -> int:
+        return self.job.pipeline_model_parallel_size
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.job.data_parallel_size
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on a context-parallel rank."""
+        return self.micro_batch * self.sequence // self.context
+
+    @property
+    def layers(self) -> int:
+        """Of a stage."""
+        return self.job.num_layers // self.pipeline
+
+    def again(self, part: str) -> float:
+        """Share of the layers that run a part of theirs forward once more in the backward pass: of MODULES, or another,
+        which only whole layers repeat."""
+        if self.recompute == "full":
+            chunk = self.layers // self.virtual
+            return 1.0 if self.recomputed_layers is None else min(self.recomputed_layers, chunk) / chunk
+        return float(self.recompute == "selective" and part in self.modules)
+
+    @property
+    def heads(self) -> int:
+        """Channels of all heads."""
+        return self.job.num_attention_heads * self.channels
+
+    @property
+    def channels(self) -> int:
+        return self.job.kv_channels or self.job.hidden_size // self.job.num_attention_heads
+
+    @property
+    def groups(self) -> int:
+        """Channels of all query groups."""
+        return (self.job.num_query_groups or self.job.num_attention_heads) * self.channels
+
+    @property
+    def ffn(self) -> int:
+        return self.job.linear_sizes[3][1]
+
+    @property
+    def fc1(self) -> int:
+        """Width of its output."""
+        return self.job.linear_sizes[2][0]
+
+    @property
+    def vocabulary(self) -> int:
+        """Padded, of all tensor-parallel ranks."""
+        unit = self.job.make_vocab_size_divisible_by * self.tensor
+        return -(-self.job.vocab_size // unit) * unit
+
+    @property
+    def split(self) -> int:
+        """Tensor-parallel ranks that share hidden states: all under sequence parallelism."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the linears' GEMMs are: not under --fp8-gemm bf16."""
+        return self.system.fp8 and (self.overrides or {}).get("gemm", "fp8") == "fp8"
+
+    @property
+    def input_bytes(self) -> int:
+        """Of an element of a linear's input that waits for the backward pass."""
+        return self.system.input_bytes if self.fp8 else 2
+
+    def cells(self) -> dict[str, str] | None:
+        """The level's table, gradients' storage decided; None for stock and Transformer Engine."""
+        level = self.system.level
+        if level is None:
+            return None
+        cells = {cell.name: cell.at(level) for cell in CELLS} | dict(self.overrides or {})
+        if cells["grad_accum"] == "auto":
+            cells["grad_accum"] = "fp8" if self.micro_batches <= FEW_MICRO_BATCHES else "bf16"
+        return cells

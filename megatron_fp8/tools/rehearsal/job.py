@@ -1,0 +1,201 @@
+"""What Megatron and the plugin make of a job's command, at its full size: validated, refused, adapted; not built.
+
+In a fork of a warm process, as rank 0 of all of the job's ranks, so that a mistake ends that fork alone.
+"""
+
+import contextlib
+import io
+import math
+import os
+import pickle
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...errors import NoSuchFile, UserError
+from ...flags.command import Flags, Launch, flags_of, words_of
+from ...flags.flag import whole_number
+from ...flags.level import STOCK
+from ...metrics import VARIABLE as METRICS
+
+_OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
+            "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
+_OUR_SCRIPT = "pretrain_gpt_fp8.py"  # which has no flags of its own
+_GPT2 = 50257  # tokens
+# What Transformer Engine's attention does, which is not to be had without a GPU. Context parallelism is also a level's.
+_CONTEXT = "--context-parallel-size"
+_ATTENTION = ("--cp-comm-type", "--hierarchical-context-parallel-sizes", _CONTEXT)
+_WITH_TE = ("--fp8-attention", "--log-max-attention-logit", "--dataloader-inter-document-masking",
+            "--reset-attention-mask")  # fmt: skip
+
+
+@dataclass
+class Job:
+    """A job at full size.
+
+    Attributes:
+        flags: its script's, but for those that need Transformer Engine's attention, which are not rehearsed.
+        context: its context parallelism, if it is Transformer Engine's or stock's, likewise; `args` say 1 then, and of
+            data parallelism what is left beside it. Else 1.
+        args: Megatron's, validated; None where that failed.
+        cells: of the level's table, {name: value}; None without a level.
+        level: its name; "" where the flags could not even be read.
+        said: the [fp8] lines of the log.
+        error: why it would not start; "".
+        missing: what of its data is not here; "".
+        guessed: what had to be assumed; "".
+        unseen: the flags that were left out.
+    """
+
+    flags: Flags
+    context: int = 1
+    args: Namespace | None = None
+    cells: Mapping[str, str] | None = None
+    level: str = ""
+    said: tuple[str, ...] = ()
+    error: str = ""
+    missing: str = ""
+    guessed: str = ""
+    unseen: tuple[str, ...] = ()
+
+
+def examine(launch: Launch, gpus: int) -> Job:
+    """The job of a command on so many GPUs; that its data or Transformer Engine are not here is passed over, and flags
+    that are neither Megatron's nor ours where they may be the script's own.
+
+    Raises UserError where the job's sizes are not in its flags.
+    """
+    given = dict(launch.flags)
+    if "--use-checkpoint-args" in given:
+        raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
+    unknown = os.path.basename(launch.script[-1]) != _OUR_SCRIPT
+    job = _in_a_fork(launch, launch.flags, gpus, unknown)
+    if job.missing:
+        missing, guessed = job.missing, ""
+        flags_without = [(flag, values) for flag, values in launch.flags if flag not in _OF_DATA]
+        mock = "--mock-data --tokenizer-type NullTokenizer".split()
+        if "--vocab-size" not in given:
+            mock += ["--vocab-size", str(_GPT2)]
+            if given.get("--tokenizer-type", ["GPT2BPETokenizer"]) != ["GPT2BPETokenizer"]:
+                guessed = f"a vocabulary of {_GPT2} tokens, GPT-2's, since the job's is not known here (--vocab-size)"
+                mock += ["--make-vocab-size-divisible-by", "128"]  # whether the job's fits an FP8 head is not known
+        job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus, unknown)
+        job.missing, job.guessed = missing, guessed
+    of_te = given.get("--fp8-attention") == ["te"]
+    left_out = (*_ATTENTION, *_WITH_TE) if of_te else _ATTENTION if job.level in ("", STOCK) else ()
+    job.flags = [(flag, values) for flag, values in launch.flags if flag not in left_out]
+    job.unseen = tuple(" ".join([flag, *values]) for flag, values in launch.flags if flag in left_out)
+    job.context = size_of(given, _CONTEXT) if left_out else 1
+    return job
+
+
+def gpus_of(launch: Launch, given: int | None) -> int:
+    """On how many GPUs a job is, `given` by --gpus; of a command that does not say, what one replica has.
+
+    Raises UserError where the two differ.
+    """
+    if given and launch.gpus not in (None, 1, given):  # 1: no launcher, or one that does not say
+        remedy = "remove --gpus, or change the command"
+        raise UserError(f"--gpus {given}: the command starts {launch.gpus} processes; {remedy}")
+    return given or launch.gpus or _gpus_of_one_replica(launch.flags)
+
+
+def _gpus_of_one_replica(flags: Flags) -> int:
+    given = dict(flags)
+    tensor = size_of(given, "--tensor-model-parallel-size")
+    experts = size_of(given, "--expert-model-parallel-size")
+    of_experts = size_of(given, "--expert-tensor-parallel-size") if "--expert-tensor-parallel-size" in given else tensor
+    dense = tensor * size_of(given, "--context-parallel-size")
+    return size_of(given, "--pipeline-model-parallel-size") * math.lcm(dense, experts * of_experts)
+
+
+def size_of(given: Mapping[str, list[str]], flag: str) -> int:
+    """The value of a flag that counts ranks; 1 where it is not given, or no number."""
+    return whole_number(" ".join(given.get(flag, []))) or 1
+
+
+def _in_a_fork(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        os.close(reading)
+        try:
+            with open(writing, "wb") as result:
+                pickle.dump(_examine(launch, flags, gpus, unknown), result)
+        except (KeyboardInterrupt, BrokenPipeError):  # a Ctrl-C, for both processes or for who waits: that one says so
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as result:
+        text = result.read()
+    os.waitpid(process, 0)
+    if not text:
+        raise RuntimeError("the job's flags could not be examined; what was wrong is above")
+    return pickle.loads(text)
+
+
+def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
+    os.environ |= {**launch.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    sys.argv = [launch.script[-1], *words_of(flags)]
+    from ... import packages
+    from ...checkpoint import saves
+    from ...flags import config
+    from ...flags.level import CELLS
+    from ...flags.stock_errors import stock_mistake
+    from ...monitor import probe
+    from ...plugin import install
+
+    install()
+    # This process only looks: the job's folders are the job's, may not be here, and a run may hold them.
+    saves.claim = lambda save, flag: None  # type: ignore[assignment, misc]
+    probe.make = lambda folder: None  # type: ignore[assignment]
+    # Transformer Engine, for its attention, and what other flags need: the job's machines may have them.
+    config.installed = packages.installed = lambda module: True
+    os.environ.pop(METRICS, None)
+    import megatron.training.arguments as arguments
+
+    job = Job(flags)
+    printed, complaints = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+            args = arguments.parse_args(ignore_unknown_args=unknown)
+            fp8 = config.config_from_args(args)  # its cells, which adaption leaves alone
+            job.level = STOCK if fp8 is None else fp8.level
+            args.tokenizer_type = args.tokenizer_type or "GPT2BPETokenizer"
+            if fp8 is not None:
+                args.log_max_attention_logit = False  # the level has looked; stock asks for Transformer Engine here
+            arguments.validate_args(args)
+            if fp8 is None or fp8.attention == "te":
+                args.context_parallel_size = 1
+            if fp8 is not None and not unknown and args.yaml_cfg is None:  # what the model's configuration refuses
+                arguments.core_transformer_config_from_args(args)
+    except SystemExit as end:
+        said = complaints.getvalue().strip().splitlines()
+        job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"
+    except Exception as error:
+        mistake = str(error) if isinstance(error, UserError) else stock_mistake(error)
+        if mistake is None:  # no check of a flag: it may be a bug of ours
+            traceback.print_exc()
+        job.error = mistake or " ".join(f"{type(error).__name__}: {error}".split())
+        job.missing = job.error if isinstance(error, NoSuchFile) else ""
+    else:
+        job.args = Namespace(**{name: value for name, value in vars(args).items() if _travels(value)})
+        if fp8 is not None:
+            job.cells = {cell.name: getattr(fp8, cell.name) for cell in CELLS}
+    job.said = tuple(line for line in printed.getvalue().splitlines() if line.startswith("[fp8]"))
+    return job
+
+
+def _travels(value) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True

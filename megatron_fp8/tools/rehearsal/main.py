@@ -1,0 +1,170 @@
+"""Try a cluster job's command on this machine: every rank, a small model, no GPU.
+
+    megatron-fp8 rehearse -- torchrun --nnodes 16 --nproc-per-node 8 pretrain_gpt_fp8.py FLAGS --fp8-level O3
+
+The command's flags are validated for all of its GPUs. Then the same layout trains a model shrunk in width, heads,
+vocabulary, sequence and layers: four steps, a checkpoint of the third, from which a second start repeats the fourth,
+and an evaluation, with every rank a process, over gloo. A page says what ran, what was shrunk, what each rank holds at
+full size, and what would fail at scale. Exit code 0: all went well; 1: something failed; 2: a mistake in the command.
+
+    megatron-fp8 rehearse --full --rank 0 -- COMMAND       one true rank at full size, on this machine's GPU (full.py)
+
+Not rehearsed: NCCL, memory and speed at full size, GPU kernels, Transformer Engine's attention.
+"""
+
+import os
+import shlex
+import sys
+import tempfile
+import time
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import UserError
+from ...flags.command import Launch, take_apart, words_of
+from ...flags.level import is_stock
+from ...metrics import LOSS, VARIABLE, Reader
+from ...processes import ended_like_ctrl_c
+from ..perf.output import PAGE_FORMATS, show
+from . import ranks
+from .job import examine, gpus_of
+
+_RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
+_RANKS_A_CORE = 8  # with more, a second replica takes too long
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 rehearse`."""
+    parser.add_argument("--gpus", type=int, metavar="N", help="of the job, where its command does not say")
+    parser.add_argument("--ranks", type=int, metavar="N", help="as many replicas as so many ranks hold, at most two")
+    parser.add_argument("--all-layers", action="store_true", help="keep every layer: slower, to the last pattern alike")
+    parser.add_argument("--full", action="store_true", help="one rank at full size instead, on a GPU: its memory")
+    parser.add_argument("--rank", type=int, metavar="R", help="of --full (0)")
+    parser.add_argument("--folder", metavar="DIR", help="keep logs and page there (a temporary folder)")
+    parser.add_argument("--format", choices=PAGE_FORMATS, default="text", help="of what is printed; kept is Markdown")
+    parser.add_argument("--timeout", type=int, default=1800, metavar="S", help="seconds for each start (1800)")
+    parser.add_argument("command", nargs=REMAINDER, help="-- and the whole launch command")
+
+
+@ended_like_ctrl_c()
+def run(args: Namespace) -> int:
+    """Rehearse; returns the exit code."""
+    began = time.monotonic()
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    launch = take_apart(words)
+    gpus = gpus_of(launch, args.gpus)
+    if args.rank is not None and not args.full:
+        raise UserError(f"--rank {args.rank}: works only with --full; add it, or remove --rank")
+    if args.folder:
+        _make(Path(args.folder))
+    environment = dict(os.environ)  # before the GPU is hidden
+    ranks.warm_up(os.path.dirname(os.path.abspath(launch.script[-1])))
+    from . import page  # these import Megatron, which must find the machine without a GPU
+    from .shrink import shrink
+
+    job = examine(launch, gpus)
+    if args.full:
+        from .full import rehearse
+
+        args.rank = args.rank or 0
+        return rehearse(launch, job, gpus, args, environment)
+    if is_stock(job.level):
+        raise UserError("rehearse: the command has no --fp8-level, or O0; add --fp8-level O1, O2 or O3")
+    outcome = page.Outcome()
+    rehearsal = None
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
+        folder = Path(args.folder or temporary)
+        if job.args is not None:
+            assert job.cells is not None  # there is a level
+            rehearsal = shrink(
+                job.flags,
+                job.args,
+                most_ranks=args.ranks or _ranks_that_fit(),
+                quick_ranks=args.ranks or max(32, _RANKS_A_CORE * (os.cpu_count() or 1)),
+                mock_data=bool(job.missing) or job.args.mock_data,
+                all_layers=args.all_layers,
+                storage=job.cells["grad_accum"],
+            )
+            _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores; logs in {folder}")
+            outcome = _rehearse(launch, rehearsal, folder, args.timeout)
+        text = page.write(shlex.join(words), gpus, launch.gpus or args.gpus, job, rehearsal, outcome,
+                          time.monotonic() - began)  # fmt: skip
+        if args.folder:
+            (folder / "page.md").write_text(text)
+        show(text, args.format)
+        if outcome.failed and not args.folder:
+            print(f"\nThe end of the log of what failed:\n\n{outcome.end_of_log}")
+    if job.args is None:
+        raise UserError(job.error)
+    return 0 if outcome.passed and not job.error else 1
+
+
+def _make(folder: Path) -> None:
+    """Before the minutes that fill it.  Raises UserError where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--folder {folder}: {error.strerror or error}; use another") from None
+
+
+def _rehearse(launch: Launch, rehearsal, folder: Path, timeout: int):
+    """Train and save; go on from the save: a page.Outcome."""
+    from . import page
+    from .shrink import SAVED
+
+    outcome = page.Outcome()
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as checkpoints:
+        flags = [*launch.script, *words_of(rehearsal.flags), "--data-cache-path", f"{checkpoints}/data"]
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **launch.variables, "OMP_NUM_THREADS": "1"}
+        environment.pop("MEGATRON_FP8_REPORT", None)  # a file of the job's
+        save = ["--save", checkpoints, "--save-interval", str(SAVED)]
+        outcome.train = _start("train", [*flags, *save], rehearsal.ranks, folder, timeout, environment)
+        if outcome.train.code == 0:
+            saved = Path(checkpoints) / f"iter_{SAVED:07d}"
+            outcome.files = [file.stat().st_size for file in saved.rglob("*") if file.is_file()]
+            resume = ["--load", checkpoints, "--ckpt-step", str(SAVED)]
+            outcome.resume = _start("resume", [*flags, *resume], rehearsal.ranks, folder, timeout, environment)
+    return outcome
+
+
+def _start(name: str, command: list[str], count: int, folder: Path, timeout: int, environment: Mapping[str, str]):
+    """Run the ranks once, their output in a log: a page.Start."""
+    from . import page
+
+    began = time.monotonic()
+    metrics = Reader(folder / f"{name}.jsonl")
+    metrics.path.unlink(missing_ok=True)  # of an earlier rehearsal
+    reading, writing = os.pipe()
+    environment = {**environment, VARIABLE: str(metrics.path.resolve())}
+    supervisor = ranks.launch(count, command, output=writing, timeout=timeout, env=environment)
+    try:
+        os.close(writing)
+        lines, numbers = [], []
+        with os.fdopen(reading, errors="replace") as printed, (folder / f"{name}.log").open("w") as log:
+            for line in printed:
+                log.write(line)
+                log.flush()
+                lines.append(line.rstrip("\n"))
+                for step, values in metrics.read():
+                    numbers.append((step, values))
+                    if LOSS in values:
+                        _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
+        code = ranks.wait(supervisor)
+    except BaseException:  # as Ctrl-C
+        ranks.end(supervisor)
+        raise
+    seconds = time.monotonic() - began
+    _tell(f"{name}: {'done' if code == 0 else f'failed, exit code {code}'} after {seconds:.0f} s")
+    return page.read(name, code, seconds, lines, [*numbers, *metrics.read()])
+
+
+def _tell(line: str) -> None:
+    print(f"[rehearse] {line}", file=sys.stderr, flush=True)
+
+
+def _ranks_that_fit() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available / _RANK_BYTES)

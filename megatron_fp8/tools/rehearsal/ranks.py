@@ -1,0 +1,299 @@
+"""Many ranks of a Megatron script on one machine without a GPU, forked from a process that has imported everything.
+
+Importing torch and Megatron takes a process four seconds and 600 MB. Here it is done once:
+
+    warm process   imports, nothing else: no thread, no process group, no random number
+     └ supervisor  a fork for each run: hosts the ranks' store, waits for them, ends them together
+        ├ rank 0   a fork: its own environment, arguments and __main__, then the script as `python SCRIPT` runs it
+        ├ rank 1   ...
+
+Pages that no rank writes exist once, so 32 ranks of a tiny model take some 2 GB, and start within seconds. A rank's
+environment is torchrun's; the store is the supervisor's, on a port that no other process takes. A rank that fails ends
+the others, as under torchrun, and all end with their supervisor.
+
+Three differences from a cold start: environment variables that are read while torch is imported are the warm process',
+and so is the seed of Python's hashes; the process in which Megatron queues the results of a save is forked too.
+"""
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import multiprocessing.process
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+TIMED_OUT = 124  # the exit code of a run that was ended for time, as of the command `timeout`
+_SIGNAL_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_PATIENCE = 5.0  # seconds from asking the other ranks to end to ending them
+
+
+def warm_up(folder: str | None = None) -> None:
+    """Import what a training run imports, in a process that has no GPU from now on; idempotent.
+
+    folder: comes first where modules are looked for, as a script's own does: of a Megatron checkout.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a process that has seen a GPU must not fork
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a pool of threads would not survive the fork
+    for package in ("transformer_engine", "apex", "flash_attn"):  # their kernels need the GPU: as if not installed
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    if folder is not None and folder not in sys.path:
+        sys.path.insert(0, folder)
+    from ...flags.usage import hide_missing_package_warnings
+
+    hide_missing_package_warnings()
+    from ... import cpu
+
+    cpu.install()
+    import megatron.core.datasets.gpt_dataset
+    import megatron.core.dist_checkpointing.strategies.torch
+    import megatron.core.tokenizers.utils.build_tokenizer
+    import megatron.training.argument_utils
+    import megatron.training.checkpointing
+    import megatron.training.training  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from ... import plugin  # noqa: F401
+    from ...checkpoint import convert  # noqa: F401
+    from ...engine import build  # noqa: F401
+    from ...layers import model  # noqa: F401
+    from ...monitor import collect, watch  # noqa: F401
+
+    # Of each rank that saves: a process of its own, which spawned would import all of this once more.
+    own = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = functools.partial(own, mp_mode="fork")
+    # Every rank makes Megatron's parser twice, whose help is read out of its source: the third of a tiny run's start.
+    _read_help_once()
+    gc.collect()
+    gc.freeze()  # what exists is never looked at again, so its pages stay shared
+
+
+@functools.cache
+def _read_help_once() -> None:
+    """Keep what Megatron's parser takes out of the source of its configurations, {class: {field: help}}."""
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    read = functools.partial(factory._get_field_docstrings, factory)
+    factory._get_field_docstrings = staticmethod(functools.cache(read))
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def launch(
+    count: int,
+    command: Sequence[str],
+    *,
+    output: int,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+) -> int:
+    """Start `count` ranks of a command in a warm process: `supervise` in a fork; its number, for `wait`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    supervisor = os.fork()
+    if supervisor == 0:
+        code = 1
+        try:
+            code = supervise(count, command, output=output, timeout=timeout, env=env, cwd=cwd)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return supervisor
+
+
+def wait(supervisor: int) -> int:
+    """The exit code of a launched run: 0, of the first rank that failed (128 and its signal), or TIMED_OUT."""
+    return _exit_code(os.waitpid(supervisor, 0)[1])
+
+
+def end(supervisor: int) -> None:
+    """End a launched run, if it still lasts, with all that its ranks have started."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(supervisor, signal.SIGTERM)
+        wait(supervisor)
+
+
+def supervise(
+    count: int,
+    command: Sequence[str],
+    *,
+    output: int,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+) -> int:
+    """Run `count` ranks of a command, in a fork of a warm process that does nothing else; the exit code as of `wait`.
+
+    A SIGTERM ends the run.
+
+    Args:
+        command: a script and its arguments, or -m, a module and its arguments.
+        output: file descriptor for all that the ranks print; it stays open here.
+        timeout: seconds, after which the run is ended.
+        env: the whole environment of the ranks, but for what a launcher sets; None: this process'.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(name, signal.SIG_DFL)
+    _end_with(os.getppid(), signal.SIGTERM)  # not SIGKILL: what the ranks have started ends only by its hand
+    os.setpgid(0, 0)  # a Ctrl-C at the terminal is for the process that launched
+    env = dict(os.environ if env is None else env)
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    supervisor = os.getpid()
+    ranks: dict[int, int] = {}  # {process: rank}
+    for rank in range(count):
+        process = os.fork()
+        if process == 0:
+            listening.close()
+            _end_with(supervisor, signal.SIGKILL)
+            _be_rank(list(command), output, env | _launcher_variables(rank, count, port), cwd)
+        ranks[process] = rank
+    signal.signal(signal.SIGTERM, lambda *_: _signal(ranks, signal.SIGKILL))
+    import torch.distributed as dist
+
+    # The ranks wait for it.  Its threads live here, where nothing is forked any more.
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listening.detach(),
+    )
+    code = _wait_for(ranks, output, time.monotonic() + timeout, timeout)
+    del store
+    return code
+
+
+def _wait_for(ranks: dict[int, int], output: int, deadline: float, timeout: float) -> int:
+    """Wait for all ranks; when the first fails, or at the deadline, end the others."""
+    count, code = len(ranks), 0
+    ended_at = None  # when the others were asked to end
+    while ranks:
+        for process in list(ranks):
+            found, status = os.waitpid(process, os.WNOHANG)
+            if not found:
+                continue
+            rank, failed = ranks.pop(process), _exit_code(status)
+            _signal((process,), signal.SIGKILL)  # what it has started and left
+            if failed and not code:
+                code = failed
+                _say(output, f"rank {rank} of {count} failed first, with exit code {failed}")
+        now = time.monotonic()
+        if not code and now > deadline:
+            code = TIMED_OUT
+            _say(output, f"ended after {timeout:.0f} s; still running: ranks {sorted(ranks.values())}")
+        if code and ended_at is None:
+            ended_at = now
+            _signal(ranks, signal.SIGTERM)
+        if ended_at is not None and now > ended_at + _PATIENCE:
+            _signal(ranks, signal.SIGKILL)
+        time.sleep(0.02)
+    return code
+
+
+def _be_rank(command: list[str], output: int, env: dict[str, str], cwd: str | None) -> None:
+    """In a forked process: become this rank of the command; does not return."""
+    code = 1
+    try:
+        os.setpgid(0, 0)  # so that whatever it starts ends with it
+        for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+            inherited.atexit = False  # a temporary folder of the warm process is not this one's to delete
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (sys.stdout, sys.stderr):
+            # A line in one piece, also with PYTHONUNBUFFERED: other ranks write to the same output.
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+        os.environ.clear()
+        os.environ.update(env)
+        if cwd is not None:
+            os.chdir(cwd)
+            # Where spawned processes look for the script.
+            multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+        sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+        code = _run(command)
+        threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any Python process: its threads first
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+        code = code or 1
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(command: list[str]) -> int:
+    """What `python COMMAND` does; its exit code."""
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _launcher_variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",  # the machine's own name need not be one that resolves
+    }
+
+
+def _end_with(parent: int, number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, number)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _signal(ranks: Iterable[int], number: int) -> None:
+    for process in list(ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, number)
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def _say(output: int, line: str) -> None:
+    os.write(output, f"[ranks] {line}\n".encode())
