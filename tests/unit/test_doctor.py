@@ -3,9 +3,11 @@
 import json
 import re
 import resource
+import tomllib
 from pathlib import Path
 
 import pytest
+from launch import ROOT
 
 from megatron_fp8.cli import main
 from megatron_fp8.tools.doctor import machine, scheduler, software
@@ -84,8 +86,25 @@ def test_versions(monkeypatch):
     found = {"torch": "2.10.0+cu126", "megatron-core": "0.18.1"}
     monkeypatch.setattr(software.metadata, "version", found.__getitem__)
     assert verdicts(software.versions()) == [DEGRADED, BLOCKING]
-    found |= {"torch": "2.11.1+cu130", "megatron-core": "0.19.9"}
-    assert verdicts(software.versions()) == [GOOD, GOOD]
+    for torch in ("2.11.1+cu130", "2.11.0a0+5228986c39.nv26.3", "2.15.0"):
+        found |= {"torch": torch, "megatron-core": "0.19.9"}
+        assert verdicts(software.versions()) == [GOOD, GOOD]
+    found |= {"torch": "2.16.0", "megatron-core": "0.20.0"}
+    assert verdicts(software.versions()) == [DEGRADED, BLOCKING]
+
+
+def test_versions_are_those_that_are_installed():
+    """pyproject.toml's range is the doctor's, and takes a container's torch, a pre-release by its name."""
+    from packaging.requirements import Requirement
+
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ranges = {Requirement(line).name: Requirement(line).specifier for line in asked}
+    for package, (first, last) in software._ACCEPTED.items():
+        major, minor = map(int, last.split("."))
+        for version in (f"{first}.0", f"{last}.3"):
+            assert ranges[package].contains(version)
+        assert not ranges[package].contains(f"{major}.{minor + 1}.0")
+    assert ranges["torch"].contains("2.11.0a0+5228986c39.nv26.3")
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("_SplitAlongDim", GOOD), ("SplitAlongDim", DEGRADED)])

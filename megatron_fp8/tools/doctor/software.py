@@ -8,25 +8,37 @@ from importlib import metadata
 from ...packages import PACKAGES, how_to_install, installed
 from .finding import Finding, blocking, degraded, good
 
-_TORCH, _MEGATRON = "2.11", "0.19"
+_ACCEPTED = {"torch": ("2.11", "2.15"), "megatron-core": ("0.19", "0.19")}  # pyproject.toml's, first and last series
+_ON_GPUS = "2.11"  # torch's series whose kernels and speed were seen on GPUs; the others ran the CPU's tests
 _SPLIT = ("transformer_engine.pytorch.attention", "_SplitAlongDim")  # where megatron-core 0.19 looks for it
 _MOST_OFF = 2e-3  # of the largest value: a tensor core sums with about 14 bits
 _OF_FP8 = 0.07  # relative error of a product of normal numbers: E4M3 by E4M3 0.037, by E5M2 0.059
 
 
 def versions() -> Iterator[Finding]:
-    """torch and megatron-core are of the series that the plugin was written for."""
-    for package, series, otherwise in (("torch", _TORCH, degraded), ("megatron-core", _MEGATRON, blocking)):
+    """torch and megatron-core are of the series that the plugin accepts."""
+    for package, otherwise in (("torch", degraded), ("megatron-core", blocking)):
+        first, last = _ACCEPTED[package]
+        wanted = first if first == last else f"{first} to {last}"
         try:
             found = metadata.version(package)
         except metadata.PackageNotFoundError:
-            yield blocking(package, "not installed", f"pip install '{package}=={series}.*'")
+            yield blocking(package, "not installed", f"pip install '{package}=={first}.*'")
             continue
-        if found.split("+")[0].split(".")[:2] == series.split("."):
-            yield good(package, found)
+        series = found.split("+")[0].split(".")[:2]
+        if not _numbers(first) <= _numbers(".".join(series)) <= _numbers(last):
+            remedy = f"pip install '{package}=={first}.*': others are not tested"
+            yield otherwise(package, f"{found}, not {wanted}", remedy)
+        elif package == "torch" and ".".join(series) != _ON_GPUS:
+            yield good(package, f"{found}; on GPUs, {_ON_GPUS} is what was tested")
         else:
-            remedy = f"pip install '{package}=={series}.*': others are not tested"
-            yield otherwise(package, f"{found}, not {series}", remedy)
+            yield good(package, found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """"2.11" as (2, 11); a series that is not numbers as (), which is below all."""
+    parts = version.split(".")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
 
 def transformer_engine() -> Iterator[Finding]:

@@ -77,6 +77,7 @@ def warm_up(folder: str | None = None) -> None:
     _read_help_once()
     gc.collect()
     gc.freeze()  # what exists is never looked at again, so its pages stay shared
+    atexit.register(gc.unfreeze)  # at the end it is: Triton 3.9 reports whatever is left on stderr
 
 
 @functools.cache
