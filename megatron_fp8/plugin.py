@@ -526,7 +526,8 @@ def _get_megatron_optimizer(fp8: Fp8Config | None, same: SameEverywhere, gemms: 
                 check_stage(get_args().save, model_chunks)
                 searches = gemms.settle()
                 _log(speed(get_args(), owned_weights(model_chunks)))
-                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, Archive(fp8.grad_format))
+                archive, bucket_size = Archive(fp8.grad_format), get_args().ddp_bucket_size
+                chain = build_optimizer(fp8, chain, config, model_chunks, config_overrides, archive, bucket_size)
                 engine, same.here = chain.engine, True
                 count_updates(model_chunks, lambda: engine.update)
                 _log(check_chosen(fp8, model_chunks))
@@ -575,7 +576,7 @@ def _evaluate_without_optimizer(fp8: Fp8Config, gemms: RunGemms):
                 _log(check_chosen(fp8, model))
                 gemms.settle()
                 for weight in owned_weights(model):
-                    weight.step = max(1, iteration)
+                    weight.evaluate_at(max(1, iteration))
                 count_updates(model, lambda: max(1, iteration))
             return stock(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
 

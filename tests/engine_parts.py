@@ -7,6 +7,8 @@ import torch
 from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.events import Events
 from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
+from megatron_fp8.engine.reductions import Local
+from megatron_fp8.engine.set_parts import SetParts
 from megatron_fp8.engine.weight_groups import WeightGroups
 from megatron_fp8.flags.emulate import emulation_from_args
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -15,7 +17,17 @@ from megatron_fp8.numerics.scaling import WeightScaling
 
 def one_set(group) -> WeightGroups:
     """All weights, everything over `group`."""
-    return WeightGroups("", lambda weight: True, group, group, group, group, 1.0, 0)
+    return WeightGroups("", lambda weight: True, group, group, group, group, group, 1.0, 0, "pp0.tp0")
+
+
+def parts_of(group, config, weights=(), sharded=False, reduction=None, events=None) -> SetParts:
+    """Parts of a set whose E4M3 weights, in the order of its buckets, are those of `weights` that config stores so."""
+    stored = [weight for weight in weights if weight.storage == "fp8"]
+    return SetParts(
+        one_set(group), config, sharded, reduction or Local(), events or Events(), Scratch(), torch.device("cpu"),
+        weight_scaling=WeightScaling(len(stored), E4M3, 0, group, "cpu") if stored else None,
+        places={weight: i for i, weight in enumerate(stored)},
+    )  # fmt: skip
 
 
 class Known:
@@ -47,9 +59,6 @@ class OneWeight:
         )  # fmt: skip
         self.weight = OwnedWeight(torch.nn.Parameter(values.clone()), config)
         self.weight.path, self.weight.layer_number = "decoder.layers.mlp.linear_fc1", 3
-        scaling = WeightScaling(1, E4M3, 0, group, "cpu") if storage == "fp8" else None
         self.events = Events()
-        self.bucket = Bucket(
-            [self.weight], one_set(group), False, config, scaling, 0, lambda b: b.grads.local(), self.events, Scratch()
-        )
+        self.bucket = Bucket([self.weight], parts_of(group, config, [self.weight], events=self.events))
         self.bucket.begin_step(0)

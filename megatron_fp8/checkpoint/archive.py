@@ -9,12 +9,10 @@ from megatron.training.global_vars import get_args
 from ..engine.chain import Fp8ChainedOptimizer
 from ..engine.optimizer import EngineOptimizer
 from ..flags.numeric_checks import largest_batch
-from ..numerics.auto_scaling import AUTO
 from ..numerics.formats import Format
 from .compact import load_compact_state, sharded_compact_state
 from .state import (
     CONTENTS,
-    STATES,
     load_engine_state,
     load_mu_state,
     load_scaling_state,
@@ -50,12 +48,7 @@ class Archive:
         warm = all(owned.scaling is None or owned.scaling.warm for owned in engine.sets)
         state["step"], state["scaled_for"] = engine.steps, self._scaled_for() if warm else ""
         # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
-        mu = [
-            torch.zeros(len(owned.weights), device=engine.device)
-            if owned.shared_scale is None
-            else owned.shared_scale.mu.clone()
-            for owned in engine.sets
-        ]
+        mu = [owned.reduction.mu(len(owned.weights), engine.device) for owned in engine.sets]
         state["mu"] = sharded_mu_state(torch.cat(mu), weights)
         if found["weight_scale"]:
             state["weight_scale"] = sharded_weight_scales(engine.buckets, is_loading)
@@ -71,16 +64,14 @@ class Archive:
         if "weight_scale" in state:
             load_weight_scales(engine.buckets, state["weight_scale"])
         held = state.get("state", {})  # a rank without a linear of ours finds none
-        load = load_engine_state if STATES[0] in held else load_compact_state
+        load = load_compact_state if "compact" in held else load_engine_state
         load(engine.buckets, held)
         engine.weights_changed()  # what the owners rounded from their masters
         engine.steps = state["step"]
         same = state.get("scaled_for", self._scaled_for()) == self._scaled_for()
         for owned in engine.sets:
-            shared = owned.shared_scale
-            if shared is not None and shared.rule.mode == AUTO and same and "mu" in state:
-                mu = load_mu_state(owned.weights, state["mu"], engine.device)
-                shared.mu = torch.where(mu > 0, mu, shared.mu)
+            if owned.reduction.adapts and same and "mu" in state:
+                owned.reduction.load_mu(load_mu_state(owned.weights, state["mu"], engine.device))
             if owned.scaling is not None and "scaling" in state:
                 load_scaling_state(owned.scaling, owned.linears, state["scaling"], warm=same and engine.steps > 0)
         if engine.watch is not None and "watch" in state:

@@ -11,7 +11,6 @@ gathered. The layout is in the form: data-parallel rank, bucket, format.  It is 
 import zlib
 
 import torch
-from megatron.core import mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from ..engine import bucket_states
@@ -26,12 +25,11 @@ def sharded_compact_state(buckets: list[Bucket], some_frozen: bool) -> dict:
     some_frozen: whether a script has frozen linears of this rank, so that others are in the buckets than the layout
     says: then the keys tell which.
     """
-    place = f"pp{mpu.get_pipeline_model_parallel_rank()}.tp{mpu.get_tensor_model_parallel_rank()}"
     state: dict[int, dict] = {}
     for i, bucket in enumerate(buckets):
         state[i] = {}
         members = " ".join(weight.key for weight in bucket.weights)
-        key = f"{place}.bucket{i}" + (f".{zlib.crc32(members.encode()):08x}" if some_frozen else "")
+        key = f"{bucket.of.place}.bucket{i}" + (f".{zlib.crc32(members.encode()):08x}" if some_frozen else "")
         for name in _NAMES:
             state[i][name] = {
                 kind: _sharded(f"optimizer.fp8_compact.{key}.{name}.{kind}", tensor, bucket)

@@ -23,7 +23,6 @@ Of `--fp8-on-spike` its histories and the linears that are out of FP8: plain num
 from collections.abc import Callable
 
 import torch
-from megatron.core import mpu
 from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
@@ -32,7 +31,6 @@ from megatron.core.dist_checkpointing.optimizer import (
 )
 
 from ..engine.bucket import Bucket
-from ..engine.bucket_states import read_average, write_average
 from ..engine.owned_weight import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
@@ -40,7 +38,7 @@ from ..numerics.scaling import DelayedScaling
 from .stock_state import FORM, RESHARDABLE
 
 CONTENTS, VERSION = "megatron_fp8", 1
-STATES = ("param", "exp_avg", "exp_avg_sq")
+STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # stock's names: a bucket's
 
 
 def contents(fp8: Fp8Config, args) -> dict:
@@ -158,8 +156,8 @@ def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loa
     for bucket in buckets:
         # On the host, one state at a time: the whole state need not fit the device.
         host = {
-            name: torch.empty(bucket.numel) if is_loading else bucket.unsharded(read_shard(bucket, name)).cpu()
-            for name in STATES
+            name: torch.empty(bucket.numel) if is_loading else bucket.unsharded(bucket.read(held)).cpu()
+            for name, held in STATES.items()
         }
         for weight, start, end in bucket.spans:
             for name in STATES:
@@ -172,34 +170,15 @@ def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loa
 
 
 def load_engine_state(buckets: list[Bucket], state: dict) -> None:
-    """Take this rank's shards out of the loaded whole tensors.
-
-    Weights are loaded already.  A master from which the weight is rounded, or which the weight is part of, sets the
-    weight too; a coarser one leaves it: weights are rounded from what Adam computed, not from what it stored.
-    """
+    """Take this rank's shards out of the loaded whole tensors; weights are loaded already."""
     first = 0  # of the bucket's weights, among all
     for bucket in buckets:
         for i, lo, hi in bucket.pieces():
             before = bucket.shard.start - bucket.spans[i][1]
-            for name in STATES:
+            for name, held in STATES.items():
                 part = state[name][first + i].reshape(-1)[before + lo : before + hi]
-                write_shard(bucket, name, i, lo, hi, part.to(bucket.weight.device))
+                bucket.write(held, i, lo, hi, part.to(bucket.weight.device))
         first += len(bucket.weights)
-
-
-def read_shard(bucket: Bucket, name: str) -> torch.Tensor:
-    """A state of STATES of the bucket's shard, (n,) FP32."""
-    if name == "param":
-        return bucket.masters()
-    return read_average(getattr(bucket, name), is_square=name == "exp_avg_sq")
-
-
-def write_shard(bucket: Bucket, name: str, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
-    """Set weight i's part, lo .. hi of the shard, of a state of STATES to `values` FP32."""
-    if name == "param":
-        bucket.load_master(i, lo, hi, values)
-    else:
-        write_average(bucket.part(name, lo, hi), values, is_square=name == "exp_avg_sq")
 
 
 def sharded_weight_scales(buckets: list[Bucket], is_loading: bool) -> dict:
@@ -260,13 +239,6 @@ def _by_layer(name: str, tensor: torch.Tensor, weight: OwnedWeight, **kwargs) ->
 
     A key a layer, not Megatron's stack of all layers: some may have none (--first-last-layers-bf16, experts).
     """
-    return ShardedTensor.from_rank_offsets(
-        f"optimizer.{name}.{weight.key}",
-        tensor,
-        replica_id=(0, mpu.get_tensor_model_parallel_rank(), dp_rank()),
-        **kwargs,
-    )
-
-
-def dp_rank() -> int:
-    return mpu.get_data_parallel_rank(with_context_parallel=True)
+    assert weight.of is not None
+    key = f"optimizer.{name}.{weight.key}"
+    return ShardedTensor.from_rank_offsets(key, tensor, replica_id=weight.of.replica, **kwargs)

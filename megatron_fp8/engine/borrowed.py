@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..numerics.scaled import ScaledTensor
 from .frozen_set import nearest
 from .owned_weight import OwnedWeight, owned_weights
 
@@ -38,10 +37,10 @@ def borrowed(engine: "EngineOptimizer", chunk: torch.nn.Module, state: dict[str,
     seen = [scaling.amax.clone() for scaling in scalings]
     tensors = [*chunk.parameters(), *(buffer for _, buffer in chunk.named_buffers())]  # DDP has its own `buffers`
     own = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
-    stored = [(weight, weight.stored, weight.load) for weight in owned_weights([chunk]) if weight.stored is not None]
-    sets = {weight: owned.of for owned in engine.sets for weight in owned.linears}
-    for weight, _, _ in stored:
-        weight.load = functools.partial(_lend, weight, sets[weight].sharing)
+    lent = contextlib.ExitStack()
+    for weight in owned_weights([chunk]):
+        if weight.stored is not None:
+            lent.enter_context(weight.lent(functools.partial(_lend, weight)))
     try:
         chunk.load_state_dict(state)
         yield
@@ -49,17 +48,15 @@ def borrowed(engine: "EngineOptimizer", chunk: torch.nn.Module, state: dict[str,
         with torch.no_grad():
             for tensor, values in own:
                 tensor.copy_(values)
-        for weight, before, load in stored:
-            weight.stored, weight.load = before, load
-            weight.invalidate()
+        lent.close()
         for scaling, amax in zip(scalings, seen, strict=True):
             scaling.amax.copy_(amax)
 
 
 @torch.no_grad()
-def _lend(weight: OwnedWeight, sharing: torch.distributed.ProcessGroup, values: torch.Tensor) -> None:
+def _lend(weight: OwnedWeight, values: torch.Tensor) -> None:
     """Put values (N, K) in the place of an E4M3 weight's, with a scale of their own."""
-    lent = nearest(values.to(weight.param.device), weight.config.margin, sharing)
+    assert weight.of is not None
+    lent = nearest(values.to(weight.param.device), weight.config.margin, weight.of.sharing)
     weight.param.copy_(lent.payload)
-    weight.stored = ScaledTensor(weight.param.data, lent.scale_inv)
-    weight.invalidate()
+    weight.changed(lent.scale_inv)

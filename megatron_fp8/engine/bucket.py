@@ -28,20 +28,17 @@ from .. import ops
 from ..comm import wire
 from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
-from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK
 from ..numerics.formats import E4M3
 from ..numerics.noise import noise_seed, uniform_noise
 from ..numerics.scaled import ScaledTensor
-from ..numerics.scaling import WeightScaling
 from ..ops.adam import AdamHyper, adam_step
 from ..ops.adam_states import State, read_master, write_master, write_state
 from . import bucket_states
-from .events import Events
 from .grad_store import GradSink, grad_store
-from .owned_weight import OwnedWeight, Scratch
+from .owned_weight import OwnedWeight
 from .partition import place
-from .weight_groups import WeightGroups
+from .set_parts import SetParts
 
 # Elements of which a master is made at a time: a linear of 175B took seven copies of it in FP32, more than its step.
 _AT_ONCE = 1 << 24
@@ -53,14 +50,15 @@ class Bucket:
     """The flat buffers of some linears, all with BF16 or all with E4M3 weights.
 
     Args:
-        weights: in backward order, with BF16 parameters, which the bucket takes over.
-        of: the set that they belong to; its data-parallel group, of R ranks, is `group`.
-        sharded: whether each rank owns a row, or all.
-        scaling, first: of E4M3 weights their scales, and the place of the bucket's first; None and 0.
-        reduce: how the gradients are summed over the group.
-        events, scratch: of the engine.
+        weights: in backward order, with BF16 parameters, which the bucket takes over. Those that are stored in E4M3
+            have consecutive places in their set's scales.
+        parts: what their set shares; its data-parallel group, of R ranks, is `group`.
+        on_gradient: called with a weight after each of its gradients, or None.
 
     Attributes:
+        of: the set's process groups.
+        sharded: whether each rank owns a row, or all.
+        scaling: the scales of E4M3 weights, or None.
         spans: (OwnedWeight, start, end) of each weight in the flat buffers, in elements.
         shard: this rank's part of the flat buffers, padding included.
         exp_avg, exp_avg_sq, master: states of the shard.
@@ -69,21 +67,14 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        weights: list[OwnedWeight],
-        of: WeightGroups,
-        sharded: bool,
-        fp8: Fp8Config,
-        scaling: WeightScaling | None,
-        first: int,
-        reduce: Callable[["Bucket"], wire.Stages],
-        events: Events,
-        scratch: Scratch,
+        self, weights: list[OwnedWeight], parts: SetParts, on_gradient: Callable[[OwnedWeight], None] | None = None
     ):
-        self.weights, self.of, self.group, self._reduce, self._events = weights, of, of.data, reduce, events
+        of, fp8, in_fp8 = parts.of, parts.fp8, weights[0] in parts.places
+        self.weights, self.parts, self.of, self.group = weights, parts, of, of.data
         group = of.data
-        self.sharded = sharded and group.size() > 1
-        self._fp8, self.scaling, self._first = fp8, scaling, first
+        self.sharded = parts.sharded and group.size() > 1
+        self.scaling = scaling = parts.weight_scaling if in_fp8 else None
+        self._first = parts.places[weights[0]] if in_fp8 else 0
         sizes = [w.param.numel() for w in weights]
         assert all(size % BLOCK == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
         placed = place(sizes, group.size(), fp8.partition)
@@ -108,14 +99,12 @@ class Bucket:
         for i, (weight, (start, stop)) in enumerate(zip(weights, placed.spans, strict=True)):
             self.spans.append((weight, start, stop))
             values = weight.param.detach()
-            weight.param.data = self.weight[start:stop].view_as(values)
-            weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), group.rank()
-            weight.sink = GradSink(self.grads, start, weight.param.shape, (weight.rank, *weight.identity))
-            self._sinks.append(weight.sink)
-            weight.events, weight.scratch = events, scratch
+            weight.move_to(self.weight[start:stop])
+            sink = GradSink(self.grads, start, weight.param.shape, (group.rank(), *of.identity(weight, fp8.seed)))
+            self._sinks.append(sink)
+            load = None if scaling is None else functools.partial(self.load, i)
+            parts.attach(weight, load, sink, on_gradient)
             self.load(i, values)
-            if scaling is not None:
-                weight.load = functools.partial(self.load, i)
             if fp8.master == "fp32":  # what --log-params-norm looks at
                 lo, hi = self._owned(start, stop)
                 weight.param.main_param_sharded = self.sharded
@@ -144,8 +133,8 @@ class Bucket:
             sink.close()
         for start, stop in self.gaps:  # what a reduction received may lie in the padding
             self.grads.clear(start, stop - start)
-        stages = self._reduce(self)
-        for look in self._events.reducing:
+        stages = self.parts.reduction.start(self)
+        for look in self.parts.events.reducing:
             stages = look(self, stages)
         self._flight = wire.Flight(stages)
 
@@ -219,14 +208,12 @@ class Bucket:
             self._arrival.wait()
             self._arrival = None
         for weight in self.weights:
-            weight.on_use = None
+            weight.gathered()
 
     def _changed(self) -> None:
         """The weights are others now, or their scales."""
         for i, weight in enumerate(self.weights):
-            if self.scaling is not None:
-                weight.stored = ScaledTensor(weight.param.data, self.scaling.slot_scale_inv(self._first + i))
-            weight.invalidate()
+            weight.changed(None if self.scaling is None else self.scaling.slot_scale_inv(self._first + i))
 
     @torch.no_grad()
     def load(self, i: int, values: torch.Tensor) -> None:
@@ -240,8 +227,7 @@ class Bucket:
             self.weight[start:stop] = flat
         else:
             self.scaling.load(self._first + i, flat)
-            if flat.dtype == torch.bfloat16:
-                flat = dithered(flat, noise_seed(*weight.identity))
+            flat = dithered(flat, weight.identity)
             self.weight[start:stop] = ops.quantize(flat, E4M3, self.scaling.scale[self._first + i])
         lo, hi = self._owned(start, stop)
         if lo < hi:
@@ -258,12 +244,25 @@ class Bucket:
         weight, stored = self.weight[self.shard][lo:hi], self.weights[i].stored
         return weight if stored is None else ScaledTensor(weight, stored.scale_inv)
 
-    def load_master(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
-        """Set weight i's master, in the shard's lo .. hi, to `values` FP32 of a checkpoint, whose weight is loaded."""
-        if self._fp8.master in ("fp32", "remainder"):
+    def read(self, name: str) -> torch.Tensor:
+        """The values (n,) FP32 of a state of the shard: `name` is master, exp_avg or exp_avg_sq."""
+        if name == "master":
+            return self.masters()
+        return bucket_states.read_average(getattr(self, name), is_square=name == "exp_avg_sq")
+
+    def write(self, name: str, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
+        """Set weight i's part of a state, in the shard's lo .. hi, to `values` FP32 of a checkpoint.
+
+        Its weight is loaded already. A master from which the weight is rounded, or which the weight is part of, sets
+        the weight too; a coarser one leaves it: weights are rounded from what Adam computed, not from what it stored.
+        """
+        part = self.part(name, lo, hi)
+        if name != "master":
+            bucket_states.write_average(part, values, is_square=name == "exp_avg_sq")
+        elif self.parts.fp8.master in ("fp32", "remainder"):
             self.encode(i, lo, hi, values)
         else:
-            write_state(self.part("master", lo, hi), values)
+            write_state(part, values)
 
     def scale_and_amax(self, i: int) -> torch.Tensor:
         """(2,) of the E4M3 weight i, as they are between two steps."""
@@ -323,15 +322,18 @@ class Bucket:
         return held
 
 
-def dithered(values: torch.Tensor, seed: tuple[int, int]) -> torch.Tensor:
-    """FP32 numbers that `values` (n,) BF16 may be the roundings of: within half an ulp of them, evenly.
+def dithered(values: torch.Tensor, identity: tuple[int, ...]) -> torch.Tensor:
+    """FP32 numbers that `values` (n,) BF16 may be the roundings of: within half an ulp of them, evenly; others as they
+    are. identity: of the weight, for the noise.
 
     A BF16 number has four bits more than E4M3, so one in sixteen lies just between two E4M3 numbers, where the smallest
     update moves the weight by a whole ulp: a first step of 1e-5 would act like one of 4.5e-5 (docs/decisions.md).
     """
+    if values.dtype != torch.bfloat16:
+        return values
     values = values.float()
     half_ulp = ((values.view(torch.int32) & 0x7F800000) - (8 << 23)).clamp(min=0).view(torch.float32)
-    noise = uniform_noise(values.numel(), seed, values.device)
+    noise = uniform_noise(values.numel(), noise_seed(*identity), values.device)
     return values + half_ulp * (2 * noise - 1)
 
 

@@ -13,23 +13,20 @@ import functools
 import torch
 
 from .. import ops
-from ..flags.config import Fp8Config
 from ..numerics.formats import E4M3
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import power_of_two_scale
 from ..ranks import all_reduce_largest
-from .events import Events
-from .owned_weight import OwnedWeight, Scratch
-from .weight_groups import WeightGroups
+from .owned_weight import OwnedWeight
+from .set_parts import SetParts
 
 
-def freeze(weights: list[OwnedWeight], of: WeightGroups, fp8: Fp8Config, events: Events, scratch: Scratch) -> None:
+def freeze(weights: list[OwnedWeight], parts: SetParts) -> None:
     """Take over frozen weights of a set, with BF16 parameters; collective over the ranks that share them."""
     for weight in weights:
-        weight.identity, weight.key, weight.rank = of.identity(weight, fp8.seed), of.key(weight), of.data.rank()
-        weight.events, weight.scratch = events, scratch
-        if weight.storage == "fp8":
-            weight.load = functools.partial(_store, weight, fp8.margin, of.sharing)
+        in_fp8 = weight.storage == "fp8"
+        parts.attach(weight, functools.partial(_store, weight, parts.of.sharing) if in_fp8 else None)
+        if in_fp8:
             weight.load(weight.param.detach())
 
 
@@ -42,12 +39,14 @@ def nearest(values: torch.Tensor, margin: int, sharing: torch.distributed.Proces
 
 
 @torch.no_grad()
-def _store(weight: OwnedWeight, margin: int, sharing: torch.distributed.ProcessGroup, values: torch.Tensor) -> None:
+def _store(weight: OwnedWeight, sharing: torch.distributed.ProcessGroup, values: torch.Tensor) -> None:
     """Set the weight to `values` (N, K) of any float type; all ranks of `sharing` come here together."""
-    rounded = nearest(values.to(weight.param.device), margin, sharing)
+    rounded = nearest(values.to(weight.param.device), weight.config.margin, sharing)
+    assert rounded.payload is not None
     if weight.stored is None:
-        weight.param.data, weight.stored = rounded.payload, rounded
+        weight.move_to(rounded.payload)
+        weight.changed(rounded.scale_inv)
     else:  # in place: a CUDA graph may read it
         weight.stored.payload.copy_(rounded.payload)
         weight.stored.scale_inv.copy_(rounded.scale_inv)
-    weight.invalidate()
+        weight.changed()

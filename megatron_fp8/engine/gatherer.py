@@ -40,7 +40,7 @@ class ChunkGather:
         self._started = self._arrived = 0
         for count, bucket in enumerate(self.buckets, 1):
             for weight in bucket.weights:
-                weight.on_use = functools.partial(self._need, count)
+                weight.await_gather(functools.partial(self._need, count))
         if not self.overlap:
             self.finish()
         elif self.early:

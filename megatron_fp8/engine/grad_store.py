@@ -66,15 +66,15 @@ class DenseStore:
         """What puts back where the gradients lie now."""
         return lambda: None
 
-    def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
-        """Send the gradients in FP8: `reduce(what to send, where to receive)`.
-
-        They are quantised into a temporary, and the storage is itself the memory that receives.
-        """
+    def to_send(self) -> tuple[PackedBlocks, PackedBlocks | None]:
+        """The gradients in FP8, and where to receive: a temporary, and the storage itself."""
         sent = PackedBlocks.empty(self.shards, self.numel // self.shards, self._values.device)
         ops.quantize_blocks(self._values, out=sent)
         room = self._values.view(torch.uint8)[: sent.data.numel()].view(sent.data.shape)
-        return (yield from reduce(sent, PackedBlocks(room)))
+        return sent, PackedBlocks(room)
+
+    def keep_received(self, received: PackedBlocks) -> None:
+        """Gradients in FP8 have come from all ranks: they are in the storage, or in memory of their own."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -120,12 +120,14 @@ class BlockStore:
         """As DenseStore's."""
         return functools.partial(setattr, self, "_packed", self._packed)
 
-    def reduce_blocks(self, reduce: Callable[[PackedBlocks, PackedBlocks | None], Stages]) -> Stages:
-        """Send the gradients as they are; what was received takes their place."""
-        reduced, handles = yield from reduce(self._packed, None)
-        if reduced.packed.data.shape == self._packed.data.shape:
-            self._packed = reduced.packed
-        return reduced, handles
+    def to_send(self) -> tuple[PackedBlocks, PackedBlocks | None]:
+        """The gradients as they are; what is received has memory of its own."""
+        return self._packed, None
+
+    def keep_received(self, received: PackedBlocks) -> None:
+        """What has come from all ranks takes the place of what was sent, if it is as large."""
+        if received.data.shape == self._packed.data.shape:
+            self._packed = received
 
     @property
     def tensors(self) -> list[torch.Tensor]:

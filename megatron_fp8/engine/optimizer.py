@@ -18,7 +18,6 @@ from ..numerics.scaling import adam_growth
 from ..ops.adam import AdamHyper
 from .borrowed import borrowed
 from .bucket import Bucket
-from .events import Events
 from .weight_set import WeightSet
 
 
@@ -38,17 +37,16 @@ class EngineOptimizer(MegatronOptimizer):
     """Adam(W) over the buckets, in the form of one part of a ChainedOptimizer.
 
     Args:
-        sets: of the weights, with their buckets.
+        sets: of the weights, with their buckets; at least one.
         options: (Megatron's param-group options: weight-decay and learning-rate multipliers, ..., their buckets), at
             least one, some without a bucket.
         config: the OptimizerConfig of the whole chain.
         model_chunks: the wrapped model chunks.
-        device: of the state.
         stats_group: process group over which gradient statistics are summed: that of the chain.
-        events: whom to tell of steps and buckets.
         archive: makes state dicts.
 
     Attributes:
+        events, device: of all sets.
         steps: updates made; skipped steps do not count.
         update: the number of the update that is under way, or was made last.
         borrowed(chunk, state): other weights for a while (borrowed.py).
@@ -64,12 +62,11 @@ class EngineOptimizer(MegatronOptimizer):
         options: list[tuple[dict, list[Bucket]]],
         config,
         model_chunks,
-        device,
         stats_group,
-        events: Events,
         archive: Archive,
     ):
-        self.sets, self.events, self.archive = sets, events, archive
+        self.sets, self.archive = sets, archive
+        self.events, self.device = sets[0].parts.events, sets[0].parts.device
         self.buckets = [bucket for owned in sets for bucket in owned.buckets]
         # Holds the groups whose lr and weight_decay Megatron's scheduler writes; its parameters are empty.
         groups = [{**option, "params": [torch.nn.Parameter(torch.empty(0))]} for option, _ in options]
@@ -79,8 +76,7 @@ class EngineOptimizer(MegatronOptimizer):
         self.max_norm, self.clip = config.clip_grad, 1.0
         self.model_chunks = model_chunks
         self.grad_stats_parallel_group = stats_group
-        self.device = device
-        self._one = torch.ones(1, device=device)
+        self._one = torch.ones(1, device=self.device)
         self.steps, self.update = 0, 1
         self.watch: Any = None
 

@@ -11,9 +11,11 @@ buffer that all weights of an engine share; `--keep-fp8-transpose-cache` keeps o
 for a pass a micro-batch).
 """
 
+import contextlib
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -29,6 +31,9 @@ from ..ranks import all_reduce_largest
 from .events import Events
 from .frozen import own, refuse_changed, refuse_unattached
 from .grad_store import GradSink
+
+if TYPE_CHECKING:
+    from .weight_groups import WeightGroups
 
 INPUT, GRAD = 0, 1  # the two operands that a linear casts
 UNSEEN = Events()  # of a model without an engine
@@ -106,16 +111,16 @@ class OwnedWeight:
         fp8: whether the GEMMs are FP8's: not with `--fp8-gemm bf16`, `--first-last-layers-bf16`, `--fp8-bf16-layers`,
             nor for a while after a spike (`--fp8-on-spike bf16-fallback`); it changes between steps only.
 
-    Set by the engine:
+    Given by the engine (`attach`):
+        of: the set that it belongs to: its process groups and ranks; None without an engine.
         identity, rank: what tells the weight from others, and this replica from others, for noise.
         key: its name in checkpoints.
-        stored: of an E4M3 param, with its scale; None until the engine has made it.
-        load: of an E4M3 param, sets it to values (N, K) of any float type.
-        sink: where its gradients go; None until an engine is attached, and where it is frozen.
+        sink: where its gradients go; None until an engine is attached, and if it is frozen.
         casts: the scales of its linear's operands.
         events, scratch: the engine's.
-        on_use: called before the weight is used, while it may still be on its way from the other ranks; or None.
-        on_gradient: called with this weight after each gradient.
+
+    Told by the engine as it goes on (`changed`, `await_gather`):
+        stored: of an E4M3 param, with its scale; None until the engine has made it.
 
     Of the step:
         step: the number of the update, from 1.
@@ -127,15 +132,16 @@ class OwnedWeight:
         self.param, self.config = own(param), config
         self.path, self.layer_number = "", 0
         self.fp8, self.storage, self.emulate = config.gemm == "fp8", config.weight, config.emulate
+        self.of: WeightGroups | None = None
         self.identity: tuple[int, ...] = ()
         self.rank, self.key = 0, ""
         self.stored: ScaledTensor | None = None
-        self.load: Callable[[torch.Tensor], None] = lambda values: None
         self.sink: GradSink | None = None
         self.casts = Casts(config)
         self.events, self.scratch = UNSEEN, Scratch()
-        self.on_use: Callable[[], None] | None = None
-        self.on_gradient: Callable[[OwnedWeight], None] = lambda weight: None
+        self._load: Callable[[torch.Tensor], None] | None = None
+        self._on_gradient: Callable[[OwnedWeight], None] | None = None
+        self._need: Callable[[], None] | None = None  # waits for the weight, while it is on its way
         self._quantized: ScaledTensor | None = None
         self._transposed: torch.Tensor | None = None
         self._version = -1  # of param, when it was quantised
@@ -152,10 +158,49 @@ class OwnedWeight:
         """Whether it has gradients: unless a script has frozen it (frozen.py)."""
         return not self.param.frozen
 
+    def attach(
+        self,
+        of: "WeightGroups",
+        events: Events,
+        scratch: Scratch,
+        *,
+        sink: GradSink | None = None,
+        load: Callable[[torch.Tensor], None] | None = None,
+        on_gradient: Callable[["OwnedWeight"], None] | None = None,
+        scaling: DelayedScaling | None = None,
+        slots: tuple[int, int] = (0, 0),
+    ) -> None:
+        """The engine takes the weight over, and gives it everything at once.
+
+        Args:
+            of: the set that it belongs to.
+            events, scratch: the engine's.
+            sink: where its gradients go; None if it is frozen.
+            load: what `load` calls, of a weight stored in E4M3.
+            on_gradient: called with this weight after each gradient.
+            scaling, slots: delayed scaling of its linear's operands, and the places of INPUT and GRAD in it.
+        """
+        self.of, self.events, self.scratch = of, events, scratch
+        self.identity, self.key, self.rank = of.identity(self, self.config.seed), of.key(self), of.data.rank()
+        self.sink, self._load, self._on_gradient = sink, load, on_gradient
+        self.casts.scaling, self.casts.slots = scaling, slots
+
+    def stand_beside(self, twin: "OwnedWeight", load: Callable[[torch.Tensor], None]) -> None:
+        """Compute as `twin` does, the same weight of another model, with the scales of its casts.
+
+        load: what `load` calls if the weight is E4M3.
+        """
+        self.fp8, self.casts, self.scratch = twin.fp8, twin.casts, twin.scratch
+        self.of, self.identity, self.rank, self._load = twin.of, twin.identity, twin.rank, load
+
     def begin_step(self, step: int) -> None:
         """The step that makes this update begins. Raises UserError as `expect_gradient`."""
         self.step, self.pending, self.forwards = step, 0, [0, 0]
         self._check_unchanged()
+
+    def evaluate_at(self, step: int) -> None:
+        """Forward passes from now on are those of an evaluation that no training goes before: as in this step."""
+        self.step = step
 
     def expect_gradient(self) -> bool:
         """A forward pass begins, for which a backward pass will come: whether that makes a gradient of the weight.
@@ -179,15 +224,55 @@ class OwnedWeight:
         """Leave it out of FP8: its GEMMs, what is stored, and what is emulated."""
         self.fp8, self.storage, self.emulate = False, "bf16", None
 
+    def compute_in_fp8(self, on: bool) -> None:
+        """From the next step on its GEMMs are FP8's, or BF16's."""
+        self.fp8 = on
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """The parameter's values are those of `memory`, as many elements, from now on."""
+        self.param.data = memory.view(self.param.shape)
+
+    def changed(self, scale_inv: torch.Tensor | None = None) -> None:
+        """The parameter has other values now; scale_inv (0-d FP32): of E4M3 ones, whose scale may be another too."""
+        if scale_inv is not None:
+            self.stored = ScaledTensor(self.param.data, scale_inv)
+        self.invalidate()
+
     def invalidate(self) -> None:
-        """Quantise and transpose again at the next use: the weight has changed."""
+        """Quantise and transpose again at the next use."""
         self._version = -1
         self._transposed = None
 
+    def load(self, values: torch.Tensor) -> None:
+        """Set a weight stored in E4M3 to values (N, K) of any float type; collective over the ranks that share it."""
+        assert self._load is not None
+        self._load(values)
+
+    @contextlib.contextmanager
+    def lent(self, load: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        """In here an E4M3 weight takes other values by `load`; its own scale and way to load come back at the end.
+
+        Its own bytes must be in place again by then.
+        """
+        stored, before, self._load = self.stored, self._load, load
+        try:
+            yield
+        finally:
+            self.stored, self._load = stored, before
+            self.invalidate()
+
+    def await_gather(self, need: Callable[[], None]) -> None:
+        """The weight is on its way from other ranks: `need` waits for it, before the next use."""
+        self._need = need
+
+    def gathered(self) -> None:
+        """The weight is here."""
+        self._need = None
+
     def arrive(self) -> None:
         """Have the weight here; before every use."""
-        if self.on_use is not None:
-            self.on_use()
+        if self._need is not None:
+            self._need()
 
     def dense(self) -> torch.Tensor:
         """The weight (N, K) in BF16: the parameter, or of E4M3 a copy, exactly."""
@@ -246,7 +331,8 @@ class OwnedWeight:
         for look in self.events.gradient_added:
             look(self)
         self.pending -= 1
-        self.on_gradient(self)
+        if self._on_gradient is not None:
+            self._on_gradient(self)
 
     def export(self) -> torch.Tensor:
         """What stands for the weight in a sharded state dict: the parameter, or of E4M3 a BF16 copy on the host."""
@@ -278,13 +364,18 @@ def owned_weights(modules: Iterable[torch.nn.Module]) -> list[OwnedWeight]:
 
 
 def name_weights(chunks: Iterable[torch.nn.Module]) -> None:
-    """Give every weight its `path` in the model, the layer's number left out, and its `layer_number` from 1."""
+    """Give every weight its `path` in the model, the layer's number left out, and its `layer_number` from 1.
+
+    Numbers inside of a layer stay: they tell one expert from the next. A set may call its weights otherwise
+    (weight_groups.py).
+    """
     for chunk in chunks:
         layers = {n: m for n, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
         for layer_path, layer in layers.items():
             block = re.sub(r"^(module\.)+", "", layer_path).rpartition(".")[0]
+            block = re.sub(r"\.\d+", "", block)  # of multi-token prediction
             for name, module in owners(layer):
-                module.owned.path = re.sub(r"\.\d+", "", f"{block}.{name}")
+                module.owned.path = f"{block}.{name}"
                 module.owned.layer_number = layer.layer_number
 
 

@@ -31,19 +31,24 @@ class ChunkReducer:
 
     Args:
         chunk: the chunk's DistributedDataParallel.
-        buckets: the chunk's buckets, in backward order.
         overlap: whether buckets go out during the backward pass.
+
+    Attributes:
+        buckets: the chunk's buckets, in backward order.
+        on_gradient: what their weights are to call after each gradient, or None.
     """
 
-    def __init__(self, chunk, buckets: list[Bucket], overlap: bool):
-        self.chunk, self.buckets = chunk, buckets
+    def __init__(self, chunk, overlap: bool):
+        self.chunk, self.buckets = chunk, list[Bucket]()
         self._launched = 0
         self._done: set[OwnedWeight] = set()  # weights that have the last micro-batch's gradient
+        self.on_gradient = self._arrived if overlap else None
         if overlap:
-            for bucket in buckets:
-                for weight in bucket.weights:
-                    weight.on_gradient = self._arrived
             self._launch_when_stock_does()
+
+    def add(self, bucket: Bucket) -> None:
+        """Reduce this one too, after those that are there."""
+        self.buckets.append(bucket)
 
     def begin_step(self, step: int) -> None:
         """Start over."""

@@ -378,7 +378,8 @@ def _scales(owned: WeightSet) -> list[tuple[Slots | SharedScale, str]]:
     for part in owned.scaling, owned.weight_scaling:
         if part is not None:
             found += [(part, "scale"), (part, "scale_inv")]
-    return found if owned.shared_scale is None else [*found, (owned.shared_scale, "mu")]
+    shared = owned.reduction.shared
+    return found if shared is None else [*found, (shared, "mu")]
 
 
 def _groups(chunk) -> list:

@@ -2,8 +2,9 @@
 
 Weights of one set share their process groups. GPT's linears are one set, over the data-parallel group. Experts would
 be a second, over the expert-data-parallel group: each rank has other experts, so scales, amax and sums that are agreed
-on must not cross from one to the other, and names must keep the expert's number. Everything in the engine that
-communicates asks the set (`Bucket`, `WeightSet`), nothing asks Megatron for "the" data-parallel group.
+on must not cross from one to the other, and names must keep the expert's number. Everything that communicates, or
+names what it saves, asks the set (`Bucket`, `WeightSet`, checkpoint/, monitor/); nothing asks Megatron for "the"
+data-parallel group.
 
 `register` adds a set beside the linears: a function from their set to another, called when the optimizer is built. The
 first set that has a weight owns it; what none has is a linear of the model.
@@ -11,6 +12,7 @@ first set that has a weight owns it; what none has is a linear of the model.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megatron.core import mpu
 from torch.distributed import ProcessGroup
@@ -21,7 +23,7 @@ from .owned_weight import OwnedWeight
 
 @dataclass(frozen=True, eq=False)
 class WeightGroups:
-    """Some owned weights and their process groups.
+    """Some owned weights, their process groups and their names.
 
     Attributes:
         name: what tells it from other sets: in noise and keys of checkpoints; "" for the linears.
@@ -30,8 +32,12 @@ class WeightGroups:
         sharing: the ranks that have parts or replicas of the same weights, and one scale for each.
         amax: the ranks that agree on the amax of activations and gradients.
         norm: over which the square of the gradient norm is summed.
+        stages: the ranks that have the set's other weights: the pipeline's stages.
         mean: from the sum over `data` to the gradient.
-        rank: of this process among those that have other parts of the same weights, for noise.
+        rank: of this process among those that have other parts of the same weights: tensor-parallel.
+        place: what tells the buckets of this `data` group from those of all others, in keys of checkpoints.
+        path: what the set calls a weight, its layer's number left out. The engine's own name has the numbers that the
+            rank gives to what is inside of a layer; experts need those of all ranks.
     """
 
     name: str
@@ -40,21 +46,30 @@ class WeightGroups:
     sharing: ProcessGroup
     amax: ProcessGroup
     norm: ProcessGroup
+    stages: ProcessGroup
     mean: float
     rank: int
+    place: str
+    path: Callable[[OwnedWeight], str] = attrgetter("path")
 
     def identity(self, weight: OwnedWeight, seed: int) -> tuple[int, ...]:
         """What tells a weight, and this rank's part of it, from all others, in a run of that seed."""
-        return noise_seed(seed, self.rank, weight.layer_number, *f"{self.name}{weight.path}".encode())
+        return noise_seed(seed, self.rank, weight.layer_number, *f"{self.name}{self.path(weight)}".encode())
 
     def key(self, weight: OwnedWeight) -> str:
         """A weight's name in checkpoints, the same in every layout."""
-        return f"{self.name}{weight.path}.{weight.layer_number}"
+        return f"{self.name}{self.path(weight)}.{weight.layer_number}"
+
+    @property
+    def replica(self) -> tuple[int, int, int]:
+        """Which of the ranks that have it this one is, for what belongs to a weight and all of `sharing` have alike."""
+        return 0, self.rank, self.data.rank()
 
 
 def linears(config, norm: ProcessGroup) -> WeightGroups:
     """The linears of GPT's layers. config: Megatron's of the model; norm: over which its optimizer sums the norm."""
-    data = mpu.get_data_parallel_group(with_context_parallel=True)
+    data, stages = mpu.get_data_parallel_group(with_context_parallel=True), mpu.get_pipeline_model_parallel_group()
+    rank = mpu.get_tensor_model_parallel_rank()
     return WeightGroups(
         name="",
         has=lambda weight: True,
@@ -62,8 +77,10 @@ def linears(config, norm: ProcessGroup) -> WeightGroups:
         sharing=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True),
         amax=mpu.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red),
         norm=norm,
+        stages=stages,
         mean=1.0 if config.calculate_per_token_loss else 1.0 / data.size(),
-        rank=mpu.get_tensor_model_parallel_rank(),
+        rank=rank,
+        place=f"pp{stages.rank()}.tp{rank}",
     )
 
 

@@ -13,44 +13,36 @@ from collections.abc import Callable
 
 import torch
 
-from ..comm.shared import SharedScale
-from ..numerics.scaling import DelayedScaling, WeightScaling
 from .gatherer import ChunkGather
 from .owned_weight import OwnedWeight
 from .reducer import ChunkReducer
-from .weight_groups import WeightGroups
+from .set_parts import SetParts
 
 
 class WeightSet:
     """See the top of the file.
 
     Args:
-        of: the set.
+        parts: what its weights share.
         reducers, gathers: of each model chunk.
         frozen: its weights that are not trained.
-        scaling: delayed-scaling state of its linears' operands, or None.
-        weight_scaling: the scales of its E4M3 weights, or None.
-        shared_scale: the state of `--fp8-grad-reduce shared`, or None.
 
     Attributes:
+        of: the set's process groups and names.
+        scaling: delayed-scaling state of its linears' operands, or None.
+        weight_scaling: the scales of its E4M3 weights, or None.
+        reduction: how its gradients are summed.
         grad_scale: 0-d FP32: from the reduced sum to the gradient.
     """
 
     def __init__(
-        self,
-        of: WeightGroups,
-        reducers: list[ChunkReducer],
-        gathers: list[ChunkGather],
-        frozen: list[OwnedWeight],
-        scaling: DelayedScaling | None,
-        weight_scaling: WeightScaling | None,
-        shared_scale: SharedScale | None,
-        device: torch.device,
+        self, parts: SetParts, reducers: list[ChunkReducer], gathers: list[ChunkGather], frozen: list[OwnedWeight]
     ):
-        self.of, self.reducers, self.gathers, self.frozen = of, reducers, gathers, frozen
-        self.scaling, self.weight_scaling, self.shared_scale = scaling, weight_scaling, shared_scale
+        self.parts, self.reducers, self.gathers, self.frozen = parts, reducers, gathers, frozen
+        self.of, self.reduction = parts.of, parts.reduction
+        self.scaling, self.weight_scaling = parts.scaling, parts.weight_scaling
         self.buckets = [bucket for reducer in reducers for bucket in reducer.buckets]
-        self._mean = torch.full((), of.mean, device=device)
+        self._mean = torch.full((), parts.of.mean, device=parts.device)
         self.grad_scale = self._mean
 
     @property
@@ -71,8 +63,7 @@ class WeightSet:
             weight.begin_step(steps + 1)
         if self.scaling is not None:
             self.scaling.amax.zero_()  # of a step that was skipped
-        if self.shared_scale is not None:
-            self.shared_scale.forget_step()
+        self.reduction.begin_step()
 
     def sum_gradients(self, num_tokens: torch.Tensor | None) -> None:
         """Reduce what has not been; `num_tokens` (global, on the device) divides the gradients if given."""
@@ -119,8 +110,7 @@ class WeightSet:
             self.weight_scaling.end_step()
         if self.scaling is not None:
             self.scaling.update(self.of.amax)
-        if self.shared_scale is not None:
-            self.shared_scale.end_step(steps)
+        self.reduction.end_step(steps)
 
     def finish_gathers(self) -> None:
         """Have all weights."""

@@ -33,7 +33,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 
 from .. import ops
 from ..comm import wire
@@ -65,8 +64,7 @@ def attach(config: Fp8Config, engine: EngineOptimizer) -> "Monitor | None":
     """Have a monitor look on in a run that logs statistics; None in others."""
     if not config.log_interval:
         return None
-    sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    monitor = Monitor(config, engine.sets, engine.events, sharing, mpu.get_pipeline_model_parallel_group())
+    monitor = Monitor(config, engine.sets, engine.events)
     engine.events.subscribe(monitor)
     return monitor
 
@@ -76,17 +74,15 @@ class Monitor(Observer):
 
     Args:
         sets: all weights of this rank.
-        sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
-        stages: the pipeline-parallel group, whose ranks hold different layers.
 
     Attributes:
         counts: of the step in progress, if it logs.
         on_tallies: called on every rank with what was written, {weight's name: tally}, and the iteration.
     """
 
-    def __init__(self, config: Fp8Config, sets: list[WeightSet], events: Events, sharing, stages):
+    def __init__(self, config: Fp8Config, sets: list[WeightSet], events: Events):
         self.interval, self._config = config.log_interval, config
-        self._sets, self._events, self._sharing, self._stages = sets, events, sharing, stages
+        self._sets, self._events = sets, events
         self.counts: Counts | None = None
         self.on_tallies: Callable[[dict[str, Tally], int], None] = lambda tallies, iteration: None
 
@@ -102,9 +98,12 @@ class Monitor(Observer):
         """End a step, made or skipped: of one that logs, agree on the counts and write them."""
         if self.counts is None:
             return
-        tallies = self.counts.agree(self._sharing)
+        agreed = self.counts.agree()
         self._forget()
-        found_everywhere = {name: tally for stage in gathered(tallies, self._stages) for name, tally in stage.items()}
+        found_everywhere: dict[str, Tally] = {}
+        for owned, tallies in zip(self._sets, agreed, strict=True):
+            for stage in gathered(tallies, owned.of.stages):
+                found_everywhere.update(stage)
         write(found_everywhere, self._iteration)
         self.on_tallies(found_everywhere, self._iteration)
 
@@ -121,6 +120,7 @@ class Counts(Observer):
     def __init__(self, config: Fp8Config, sets: list[WeightSet]):
         self._snr, self._wire = config.log_grad_snr, config.grad_reduce
         buckets = [bucket for owned in sets for bucket in owned.buckets]
+        self._sets = sets
         self._weights = [weight for owned in sets for weight in owned.linears]
         self._row = {weight: i for i, weight in enumerate(self._weights)}
         device = self._weights[0].param.device if self._weights else torch.device("cuda")  # a stage may have none
@@ -130,7 +130,7 @@ class Counts(Observer):
         self._extremes = torch.full((count, len(CASTS), 3), -torch.inf, device=device)
         # elements of the sum, saturations; signal, noise
         self._reduced = torch.zeros(count, 4, dtype=torch.float64, device=device)
-        shared = [(owned.shared_scale, len(owned.frozen)) for owned in sets if owned.shared_scale is not None]
+        shared = [(owned.reduction.shared, len(owned.frozen)) for owned in sets if owned.reduction.shared is not None]
         # Replaced, never written, by the step; what is frozen has none.
         self._mu = [torch.nn.functional.pad(scale.mu, (0, frozen)) for scale, frozen in shared]
         self._reference: dict[GradStore, torch.Tensor] = {}
@@ -217,17 +217,21 @@ class Counts(Observer):
             row[3] += _square_sum(values[lo:hi] - reference[lo:hi])
 
     @torch.no_grad()
-    def agree(self, sharing) -> dict[str, Tally]:
-        """What the ranks that share the weights found together, by the weight's name."""
-        all_reduce_largest(self._extremes, sharing)
+    def agree(self) -> list[dict[str, Tally]]:
+        """Of each set, what the ranks that share its weights found together, by the weight's name."""
         sums = torch.cat([self._casts.flatten(1), self._reduced], 1)  # float64: exact to 2^53
-        dist.all_reduce(sums, group=sharing)
+        sizes = [len(owned.linears) for owned in self._sets]
+        for owned, largest, added in zip(self._sets, self._extremes.split(sizes), sums.split(sizes), strict=True):
+            all_reduce_largest(largest, owned.of.sharing)
+            dist.all_reduce(added, group=owned.of.sharing)
         mu = [torch.cat(self._mu)[:, None]] if self._mu else []
         found = torch.cat([sums, self._extremes.flatten(1), *mu], 1).cpu()  # the one wait
-        tallies = {}
-        for weight, row in zip(self._weights, found, strict=True):
-            casts, reduced, largest, own_mu = row.split([3 * len(CASTS), 4, 3 * len(CASTS), len(mu)])
-            own_mu = own_mu.tolist() if weight.trained else []
-            tally = Tally(casts.view(-1, 3).tolist(), largest.view(-1, 3).tolist(), reduced.tolist(), *own_mu)
-            tallies[weight.name] = tally
+        tallies = []
+        for owned, rows in zip(self._sets, found.split(sizes), strict=True):
+            tallies.append({w.name: self._tally(w, row, len(mu)) for w, row in zip(owned.linears, rows, strict=True)})
         return tallies
+
+    def _tally(self, weight: OwnedWeight, row: torch.Tensor, mus: int) -> Tally:
+        casts, reduced, largest, own_mu = row.split([3 * len(CASTS), 4, 3 * len(CASTS), mus])
+        own_mu = own_mu.tolist() if weight.trained else []
+        return Tally(casts.view(-1, 3).tolist(), largest.view(-1, 3).tolist(), reduced.tolist(), *own_mu)

@@ -47,7 +47,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 
 from ..engine.events import Observer
 from ..engine.optimizer import EngineOptimizer
@@ -144,8 +143,7 @@ def probe_step(plan: ProbePlan, engine: EngineOptimizer, step: Callable[[], Any]
         result = step()
     finally:
         engine.events.unsubscribe(probe)
-    stages = mpu.get_pipeline_model_parallel_group()
-    found = probe.end(mpu.get_tensor_and_data_parallel_group(with_context_parallel=True), stages)
+    found = probe.end()
     if dist.get_rank() == 0:
         write(plan.folder, iteration, found)
     return result
@@ -160,10 +158,12 @@ class Probe(Observer):
 
     @torch.no_grad()
     def __init__(self, sets: list[WeightSet]):
-        weights = [weight for owned in sets for weight in owned.linears][::-1]  # buckets are in backward order
-        self.weights = [w for w in weights if w.fp8 or (w.emulate and w.emulate.covers(w.path, w.layer_number))]
+        # Of each set, in forward order; buckets are in backward order.
+        self._members = [(owned.of, [w for w in owned.linears if _looked_at(w)][::-1]) for owned in sets][::-1]
+        self.weights = [weight for _, members in self._members for weight in members]
         self._row = {weight: i for i, weight in enumerate(self.weights)}
-        device = weights[0].param.device if weights else torch.device("cuda")  # a stage may have none
+        devices = [weight.param.device for owned in sets for weight in owned.linears]
+        device = devices[0] if devices else torch.device("cuda")  # a stage may have none
         count = len(self.weights)
         self._gemms = torch.zeros(count, len(GEMMS), 3, dtype=torch.float64, device=device)
         self._counts = torch.zeros(count, len(OPERANDS), 3, dtype=torch.int64, device=device)
@@ -225,27 +225,36 @@ class Probe(Observer):
         self._sums[row, operand] += power_sums(x)
 
     @torch.no_grad()
-    def end(self, sharing: dist.ProcessGroup, stages: dist.ProcessGroup) -> dict[str, Any]:
-        """Agree on what was seen: {linear: {GEMM: gemm_statistics, operand: operand_statistics}}, on every rank.
-
-        Args:
-            sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
-            stages: the pipeline-parallel group, whose ranks hold different layers.
-        """
+    def end(self) -> dict[str, Any]:
+        """Agree on what was seen: {linear: {GEMM: gemm_statistics, operand: operand_statistics}}, on every rank."""
         self._masters.clear()
-        all_reduce_largest(self._extremes, sharing)
         sums = torch.cat([self._gemms, self._counts, self._sums], 2)  # FP64: counts are exact to 2^53
-        dist.all_reduce(sums, group=sharing)
-        found, extremes = {}, self._extremes.tolist()
-        for row, (weight, own, largest) in enumerate(zip(self.weights, sums.tolist(), extremes, strict=True)):
-            gemms = {name: gemm_statistics(own[i][:3]) for i, name in enumerate(GEMMS)}
-            operands = {
-                name: operand_statistics(self._formats.get((row, i), ""), own[i][3:6], own[i][6:], largest[i])
-                for i, name in enumerate(OPERANDS)
-            }
-            found[weight.name] = {**gemms, **operands}
-        linears = {name: values for stage in gathered(found, stages) for name, values in stage.items()}
+        linears: dict[str, Any] = {}
+        sizes = [len(members) for _, members in self._members]
+        parts = zip(self._members, self._extremes.split(sizes), sums.split(sizes), strict=True)
+        for (of, members), largest, added in parts:
+            all_reduce_largest(largest, of.sharing)
+            dist.all_reduce(added, group=of.sharing)
+            rows = zip(members, added.tolist(), largest.tolist(), strict=True)
+            found = {weight.name: self._statistics(weight, *row) for weight, *row in rows}
+            for stage in gathered(found, of.stages):
+                linears.update(stage)
         return dict(sorted(linears.items(), key=lambda item: _layer(item[0])))
+
+    def _statistics(self, weight: OwnedWeight, sums: list, largest: list) -> dict[str, Any]:
+        """{GEMM: gemm_statistics, operand: operand_statistics} of one linear."""
+        row = self._row[weight]
+        gemms = {name: gemm_statistics(sums[i][:3]) for i, name in enumerate(GEMMS)}
+        operands = {
+            name: operand_statistics(self._formats.get((row, i), ""), sums[i][3:6], sums[i][6:], largest[i])
+            for i, name in enumerate(OPERANDS)
+        }
+        return {**gemms, **operands}
+
+
+def _looked_at(weight: OwnedWeight) -> bool:
+    """Whether its linear is in FP8 or emulated."""
+    return weight.fp8 or bool(weight.emulate and weight.emulate.covers(weight.path, weight.layer_number))
 
 
 def _layer(name: str) -> tuple[str, int]:

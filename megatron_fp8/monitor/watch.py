@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from ..engine.events import Observer
@@ -59,8 +58,7 @@ def watch_spikes(config: Fp8Config, engine: EngineOptimizer, monitor: Monitor | 
     """Give the engine a watch, in a run that asks for one. monitor: what counts casts for it, if anything does."""
     if config.watch is None:
         return
-    sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    engine.watch = Watch(config.watch, engine, sharing, mpu.get_pipeline_model_parallel_group())
+    engine.watch = Watch(config.watch, engine)
     for chunk in engine.model_chunks:
         engine.watch.attach(chunk)
     engine.events.subscribe(engine.watch)
@@ -126,20 +124,15 @@ class Fallback:
 class Watch(Observer):
     """See the top of the file: from `begin_step` to `judge` the model's chunks add up the loss; `see` agrees on it.
 
-    Args:
-        sharing: the ranks that hold parts or replicas of the same tensors: tensor, data and context parallelism.
-        stages: the pipeline-parallel group, whose ranks hold different layers.
-
     Raises UserError of one line where linears are to leave FP8 and no stage has one in it.
 
     Attributes:
         counts: of the run so far; what TensorBoard and W&B get.
     """
 
-    def __init__(self, plan: WatchPlan, engine: EngineOptimizer, sharing, stages):
+    def __init__(self, plan: WatchPlan, engine: EngineOptimizer):
         self.action, self._sigma, self._window = plan.action, plan.sigma, plan.window
-        self._sharing = sharing
-        self._scalings = [owned.scaling for owned in engine.sets if owned.scaling is not None]
+        self._sets = engine.sets
         self._series = {name: Series(self._sigma, self._window) for name in (LOSS, NORM)}
         self._loss = torch.zeros(2, dtype=torch.float64, device=engine.device)  # sum, tokens
         self.loss: float | None = None
@@ -149,7 +142,6 @@ class Watch(Observer):
         self._fallback = Fallback(self._window)
         weights = [weight for owned in engine.sets for weight in owned.linears if weight.fp8]
         self._weights = {weight.name: weight for weight in weights}
-        self._stages = stages
         self._names = self._of_all_stages(sorted(self._weights)) if self.action == FALLBACK else []
         if self.action == FALLBACK and not self._names:
             raise UserError(NO_FP8)
@@ -275,8 +267,12 @@ class Watch(Observer):
 
     @torch.no_grad()
     def _clipped(self) -> list[str]:
-        """This stage's linears in FP8 one of whose two casts clipped in this step, the same on all `sharing` ranks."""
-        clipped = {s: s.clipped(_CLIPPED, self._sharing).tolist() for s in self._scalings if s.warm}
+        """This stage's linears in FP8 one of whose two casts clipped in this step, the same on all ranks that share
+        them."""
+        clipped = {}
+        for owned in self._sets:
+            if owned.scaling is not None and owned.scaling.warm:
+                clipped[owned.scaling] = owned.scaling.clipped(_CLIPPED, owned.of.sharing).tolist()
         found = []
         for name, weight in self._weights.items():
             scaling = weight.casts.scaling
@@ -285,13 +281,18 @@ class Watch(Observer):
         return found
 
     def _of_all_stages(self, names: list[str]) -> list[str]:
-        return [name for stage in gathered(names, self._stages) for name in stage]
+        found = []
+        for owned in self._sets:
+            members = {weight.name for weight in owned.linears}
+            for stage in gathered([name for name in names if name in members], owned.of.stages):
+                found += stage
+        return found
 
     def _choose_gemms(self) -> None:
         out = self._fallback.out()
         self.counts["fp8_linears_in_bf16"] = len(out)
         for name, weight in self._weights.items():
-            weight.fp8 = name not in out
+            weight.compute_in_fp8(name not in out)
 
     def _listed(self, names: list[str]) -> str:
         return f"all {len(names)} linears" if len(names) == len(self._names) else ", ".join(names)

@@ -14,7 +14,6 @@ checkpoint, rounded with the same noise (bucket.py, `dithered`): the same bytes.
 import functools
 
 import torch
-from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from .. import ops
@@ -23,8 +22,6 @@ from ..engine.frozen_set import nearest
 from ..engine.owned_weight import OwnedWeight, owned_weights
 from ..errors import UserError
 from ..numerics.formats import E4M3
-from ..numerics.noise import noise_seed
-from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import compute_scale
 
 
@@ -54,29 +51,25 @@ def make_reference(chunks: list[torch.nn.Module], policy: list[torch.nn.Module])
 def _copy(weight: OwnedWeight, twin: OwnedWeight) -> None:
     """Give the reference's weight what the policy's GEMMs read, and the scales that its casts are made with."""
     assert weight.name == twin.name
-    weight.fp8, weight.casts, weight.scratch = twin.fp8, twin.casts, twin.scratch
-    weight.identity, weight.rank = twin.identity, twin.rank
+    weight.stand_beside(twin, functools.partial(_load, weight))
     if not twin.fp8:
         weight.param.copy_(twin.dense())
         return
     read = twin.quantized()
-    weight.param.data = read.payload.clone()
-    weight.stored = ScaledTensor(weight.param.data, read.scale_inv.clone())
-    weight.load = functools.partial(_load, weight)
+    weight.move_to(read.payload.clone())
+    weight.changed(read.scale_inv.clone())
 
 
 @torch.no_grad()
 def _load(weight: OwnedWeight, values: torch.Tensor) -> None:
     """Set the weight to `values` (N, K), rounded as the policy's that begins with them: collective over the ranks that
     share it."""
-    assert weight.stored is not None
+    assert weight.stored is not None and weight.of is not None
     values = values.to(weight.param.device)
     margin = weight.config.margin
     if weight.storage == "fp8":
-        sharing = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        scale_inv = nearest(values, margin, sharing).scale_inv
-        if values.dtype == torch.bfloat16:
-            values = dithered(values.flatten(), noise_seed(*weight.identity)).view_as(values)
+        scale_inv = nearest(values, margin, weight.of.sharing).scale_inv
+        values = dithered(values.flatten(), weight.identity).view_as(values)
         payload = ops.quantize(values, E4M3, scale_inv.reciprocal())
     else:
         scale = compute_scale(ops.amax(values), E4M3, margin=margin)

@@ -150,6 +150,7 @@ def test_the_host_does_not_wait(monkeypatch):
     from megatron_fp8.engine.events import Events
     from megatron_fp8.engine.grad_store import GradSink, grad_store
     from megatron_fp8.engine.owned_weight import GRAD, INPUT, OwnedWeight
+    from megatron_fp8.engine.reductions import Reduction
     from megatron_fp8.monitor import collect
 
     config = SimpleNamespace(
@@ -157,14 +158,14 @@ def test_the_host_does_not_wait(monkeypatch):
         log_interval=2, log_grad_snr=False, grad_reduce="block", emulate=None,
     )  # fmt: skip
     weight = OwnedWeight(torch.nn.Parameter(torch.randn(64, 32, device=DEVICE).bfloat16()), config)
-    weight.events = Events()
+    weight.events = events = Events()
     two_ranks = SimpleNamespace(size=lambda: 2)
     buckets = []
     for storage in ("bf16", "fp8"):
         store = grad_store(1, 2048, storage, DEVICE)
         buckets.append(SimpleNamespace(weights=[weight], grads=store, spans=[(weight, 0, 2048)], group=two_ranks))
-    sets = [SimpleNamespace(buckets=buckets[:1], shared_scale=None)]
-    monitor = collect.Monitor(config, sets, weight.events, None, None)
+    sets = [SimpleNamespace(buckets=buckets[:1], linears=[weight], reduction=Reduction())]
+    monitor = collect.Monitor(config, sets, events)
     monkeypatch.setattr(collect, "current_iteration", lambda: 2)
     x, dy = (torch.randn(40, k, device=DEVICE).bfloat16() for k in (32, 64))
 

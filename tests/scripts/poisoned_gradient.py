@@ -72,8 +72,8 @@ def state(chain) -> list[torch.Tensor]:
         tensors += [t for s in part.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     (owned,) = chain.engine.sets
     tensors += [owned.scaling.amax_history, owned.scaling.scale]
-    if owned.shared_scale is not None:
-        tensors.append(owned.shared_scale.mu)
+    if owned.reduction.shared is not None:
+        tensors.append(owned.reduction.shared.mu)
     tensors.append(torch.tensor(chain.engine.steps))
     return [t.detach().clone().view(-1).view(torch.uint8) for t in tensors]
 
@@ -92,7 +92,7 @@ def checked_step(self):
         assert result[0] is True and changed > 0
         (owned,) = self.engine.sets
         assert owned.scaling.scale.isfinite().all()
-        assert owned.shared_scale is None or owned.shared_scale.mu.isfinite().all()
+        assert owned.reduction.shared is None or owned.reduction.shared.mu.isfinite().all()
     return result
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_parts import Known, OneWeight, one_set
+from engine_parts import Known, OneWeight, parts_of
 
 from megatron_fp8.engine.weight_set import WeightSet
 from megatron_fp8.ops.adam import AdamHyper
@@ -33,7 +33,7 @@ def step(owned: WeightSet, number: int) -> None:
 def test_damage_is_seen_after_the_step_that_wrote_it(value, state, storage, group):
     bucket = OneWeight(torch.randn(N, K).bfloat16(), group, storage=storage).bucket
     reducer = SimpleNamespace(buckets=[bucket])
-    owned = WeightSet(one_set(group), [reducer], [], [], None, bucket.scaling, None, torch.device("cpu"))
+    owned = WeightSet(bucket.parts, [reducer], [], [])
     for number in (1, 2):
         assert owned.damage() == 0
         step(owned, number)
@@ -49,4 +49,4 @@ def test_damage_is_seen_after_the_step_that_wrote_it(value, state, storage, grou
 
 
 def test_a_set_without_weights(group):
-    assert WeightSet(one_set(group), [], [], [], None, None, None, torch.device("cpu")).damage() == 0
+    assert WeightSet(parts_of(group, None), [], [], []).damage() == 0

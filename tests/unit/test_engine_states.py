@@ -6,19 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_parts import one_set
+from engine_parts import parts_of
 
-from megatron_fp8.checkpoint.state import STATES, read_shard, write_shard
+from megatron_fp8.checkpoint.state import STATES
 from megatron_fp8.comm.reduce import DenseShard
 from megatron_fp8.engine import bucket as weights
 from megatron_fp8.engine import bucket_states
 from megatron_fp8.engine.bucket import Bucket
-from megatron_fp8.engine.events import Events
 from megatron_fp8.engine.grad_store import grad_store
-from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
+from megatron_fp8.engine.owned_weight import OwnedWeight
 from megatron_fp8.flags.level import resolve
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.numerics.scaling import WeightScaling, adam_growth, power_of_two_scale
+from megatron_fp8.numerics.scaling import adam_growth, power_of_two_scale
 from megatron_fp8.ops.adam import AdamHyper
 from megatron_fp8.tools.perf.memory import engine_buckets, engine_bytes
 
@@ -43,9 +42,7 @@ def bucket_of(group, exp_avg, exp_avg_sq, master, weight, partition="even", shap
     params = [torch.nn.Parameter(torch.randn(shape).mul(size * 10**i).bfloat16()) for i, shape in enumerate(shapes)]
     weights = [OwnedWeight(param, cells) for param in params]
     before = [param.detach().clone() for param in params]
-    scaling = WeightScaling(len(weights), E4M3, 0, group, "cpu") if weight == "fp8" else None
-    bucket = Bucket(weights, one_set(group), True, cells, scaling, 0, None, Events(), Scratch())
-    return bucket, before
+    return Bucket(weights, parts_of(group, cells, weights, sharded=True)), before
 
 
 def values(bucket):
@@ -113,10 +110,10 @@ def test_saved_and_loaded_nothing_has_changed(group, formats):
         other.load(i, dense)
         if bucket.scaling is not None:
             other.rescale(i, *bucket.scale_and_amax(i))
-    for name in STATES:
-        whole = read_shard(bucket, name)
+    for name in STATES.values():
+        whole = bucket.read(name)
         for i, lo, hi in bucket.pieces():
-            write_shard(other, name, i, lo, hi, whole[lo:hi])
+            other.write(name, i, lo, hi, whole[lo:hi])
     for more in (False, True):
         if more:
             draw = torch.get_rng_state()
@@ -125,8 +122,8 @@ def test_saved_and_loaded_nothing_has_changed(group, formats):
             step(other, 4)
         for a, b in zip(values(bucket), values(other), strict=True):
             assert torch.equal(a, b)
-        for name in STATES:
-            assert torch.equal(read_shard(bucket, name), read_shard(other, name)), name
+        for name in STATES.values():
+            assert torch.equal(bucket.read(name), other.read(name)), name
 
 
 @pytest.mark.parametrize("master", ["remainder", "fp16"])

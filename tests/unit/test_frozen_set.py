@@ -1,16 +1,13 @@
 """A frozen weight: the products of a trained one but for its gradient, which is not made; one E4M3 payload."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from engine_parts import OneWeight, one_set
+from engine_parts import OneWeight, parts_of
 
 from megatron_fp8 import gemm
 from megatron_fp8.checkpoint import compact
 from megatron_fp8.engine.events import Events, Observer
 from megatron_fp8.engine.frozen_set import freeze
-from megatron_fp8.engine.owned_weight import Scratch
 from megatron_fp8.layers.call import plan
 from megatron_fp8.layers.handover import maker_of, post
 from megatron_fp8.layers.products import product
@@ -30,7 +27,7 @@ class Frozen(OneWeight):
         self.weight.storage = storage
         self.weight.param.requires_grad = False
         self.events = Events()
-        freeze([self.weight], one_set(group), self.weight.config, self.events, Scratch())
+        freeze([self.weight], parts_of(group, self.weight.config, events=self.events))
 
 
 def values(seed: int = 0) -> torch.Tensor:
@@ -158,10 +155,8 @@ def test_whoever_looks_on_sees_no_wgrad(group):
     assert torch.equal(seen_x, x) and torch.equal(seen_dy, dy) and wgrad is None and dgrad[0].payload.shape == (M, N)
 
 
-def test_a_compact_bucket_says_who_is_in_it_where_some_are_frozen(group, monkeypatch):
+def test_a_compact_bucket_says_who_is_in_it_where_some_are_frozen(group):
     """Buckets of other weights may have one shape: without frozen ones the layout alone says who is in which."""
-    ranks = {f"get_{kind}_model_parallel_rank": lambda: 0 for kind in ("pipeline", "tensor")}
-    monkeypatch.setattr(compact, "mpu", SimpleNamespace(**ranks))
     first, second = (OneWeight(values(), group) for _ in range(2))
     second.weight.key = second.weight.key.replace("3", "4")
 

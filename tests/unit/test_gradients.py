@@ -7,7 +7,6 @@ import pytest
 import torch
 from engine_parts import Known
 
-from megatron_fp8.comm.reduce import BlockShards
 from megatron_fp8.comm.wire import Flight
 from megatron_fp8.engine.bucket import cut
 from megatron_fp8.engine.grad_store import GradSink, grad_store
@@ -164,12 +163,13 @@ def test_bytes_allocated(storage, bytes_each):
     assert storage != "fp8" or held / (1 << 16) <= 1 + 4 / 128
 
 
-def copying(sent, receive):
-    """A reduction in which every rank sends the others' rows to itself."""
-    yield []
-    receive = receive or PackedBlocks.empty(SHARDS, SHARD, "cpu")
-    receive.data.copy_(sent.data)
-    return BlockShards(receive), []
+def copied(store):
+    """What every rank has received if it is all that it sends; and what it sends, and where it was to receive."""
+    sent, room = store.to_send()
+    received = room or PackedBlocks.empty(SHARDS, SHARD, "cpu")
+    received.data.copy_(sent.data)
+    store.keep_received(received)
+    return received, sent, room
 
 
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
@@ -177,7 +177,7 @@ def test_dense_storage_receives_what_is_reduced(storage):
     place = slot(storage)
     place.take(Known(gradient()))
     (memory,) = place.store.tensors
-    packed = Flight(place.store.reduce_blocks(copying)).land().packed
+    packed, _, _ = copied(place.store)
     assert packed.data.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     assert packed.data.nbytes == NUMEL + NUMEL // 128
     assert near(packed.dequantize()[START : START + N].view(SHAPE), gradient().double(), 0.5)
@@ -189,14 +189,9 @@ def test_dense_storage_receives_what_is_reduced(storage):
 def test_fp8_storage_is_sent_as_it_is_and_what_comes_takes_its_place():
     place = slot("fp8")
     place.take(Known(gradient()))
-    before, seen = place.store.tensors[0], []
-
-    def reduce(sent, receive):
-        seen.append((sent.data is before, receive))
-        return (yield from copying(sent, None))
-
-    packed = Flight(place.store.reduce_blocks(reduce)).land().packed
-    assert seen == [(True, None)]
+    before = place.store.tensors[0]
+    packed, sent, room = copied(place.store)
+    assert sent.data is before and room is None
     assert place.store.tensors[0] is packed.data is not before
     assert torch.equal(packed.data, before)
 

@@ -6,16 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_parts import one_set
+from engine_parts import parts_of
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from megatron_fp8 import ops
 from megatron_fp8.engine import bucket_states
 from megatron_fp8.engine.bucket import Bucket
-from megatron_fp8.engine.events import Events
 from megatron_fp8.engine.grad_store import grad_store
-from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
+from megatron_fp8.engine.owned_weight import OwnedWeight
 from megatron_fp8.engine.partition import place
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
@@ -248,7 +247,7 @@ def test_a_bucket_has_the_states_that_are_counted(how, sharded):
     fp8 = SimpleNamespace(**at_o2, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None, seed=1)
     weights = [OwnedWeight(torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)), fp8) for shape in shapes]
     group = FakeProcessGroup._create_internal(1, 4)
-    bucket = Bucket(weights, one_set(group), sharded, fp8, None, 0, None, Events(), Scratch())
+    bucket = Bucket(weights, parts_of(group, fp8, sharded=sharded))
     held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in bucket.buffers().items()}
     counted = engine_bytes(engine_buckets([rows * columns for rows, columns in shapes], 4, how), at_o2, sharded)
     for kind in ("weight", "grad", *STATES):

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from engine_parts import Known, one_set
+from engine_parts import Known, parts_of
 from test_statistics import direct_counts
 
 from megatron_fp8.comm.shared import SharedScale
 from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.events import Events
-from megatron_fp8.engine.owned_weight import GRAD, INPUT, OwnedWeight, Scratch
+from megatron_fp8.engine.owned_weight import GRAD, INPUT, OwnedWeight
+from megatron_fp8.engine.reductions import Local, Shared
 from megatron_fp8.flags.emulate import linear_name
 from megatron_fp8.metrics import VARIABLE, Reader
 from megatron_fp8.monitor import collect, update_norm
@@ -91,16 +92,16 @@ class Setup:
         self.weights = [OwnedWeight(param, config) for param in params]
         for i, weight in enumerate(self.weights):
             weight.path, weight.layer_number = f"decoder.layers.linear_{i}", 1
-        self.shared = None
+        reduction = Local()
         if wire == "shared":
             sizes = [w.param.numel() for w in self.weights]
-            self.shared = SharedScale(ScalingRule("post"), sizes, group, group, False, "cpu")
+            reduction = Shared(SharedScale(ScalingRule("post"), sizes, group, group, False, "cpu"), self.weights)
         self.events = Events()
-        of = one_set(group)
-        self.bucket = Bucket(self.weights, of, False, config, None, 0, self.reduce, self.events, Scratch())
+        parts = parts_of(group, config, reduction=reduction, events=self.events)
+        self.bucket, self.shared = Bucket(self.weights, parts), reduction.shared
         linears = self.bucket.weights
-        sets = [SimpleNamespace(buckets=[self.bucket], linears=linears, frozen=[], shared_scale=self.shared)]
-        self.monitor = Monitor(config, sets, self.events, group, group)
+        sets = [SimpleNamespace(of=parts.of, buckets=[self.bucket], linears=linears, frozen=[], reduction=reduction)]
+        self.monitor = Monitor(config, sets, self.events)
         self.events.subscribe(self.monitor)
         self.written, self.counted = [], 0
         monkeypatch.setattr(collect, "write", lambda tallies, iteration: self.written.append(tallies))
@@ -110,12 +111,6 @@ class Setup:
     def count(self, *args):
         self.counted += 1
         return count_cast(*args)
-
-    def reduce(self, bucket):
-        if self.shared is None:
-            return bucket.grads.local()
-        spans = [(a, b, i) for i, (_, a, b) in enumerate(bucket.spans)]
-        return self.shared.reduce(bucket.grads.dense(), spans)
 
     def step(self, iteration, gradients):
         """Train `iteration`, micro-batches having `gradients[i]` of each weight, and return the reduced gradient."""

@@ -151,12 +151,15 @@ class Linear(OneWeight):
         y.backward(dy)
         return y.detach(), x.grad, self.bucket.grads.dense().clone()
 
+    def one_set(self):
+        return SimpleNamespace(of=self.bucket.of, buckets=[self.bucket], linears=self.bucket.weights)
+
     def probe(self, *micro_batches, **options):
-        looking = Probe([SimpleNamespace(buckets=[self.bucket], linears=self.bucket.weights)])
+        looking = Probe([self.one_set()])
         self.events.subscribe(looking)
         results = [self.pass_through(*batch, **options) for batch in micro_batches]
         self.events.unsubscribe(looking)
-        (found,) = looking.end(self.group, self.group).items()
+        (found,) = looking.end().items()
         assert found[0] == "decoder.layers.2.mlp.linear_fc1"
         json.dumps(found[1], allow_nan=False)
         return found[1], results
@@ -254,21 +257,17 @@ class TestThroughTheLinear:
     def test_linears_that_are_not_rounded_are_left_alone(self, group):
         linear = Linear(group)
         linear.weight.fp8 = False
-        looking = Probe([SimpleNamespace(buckets=[linear.bucket], linears=linear.bucket.weights)])
+        looking = Probe([linear.one_set()])
         linear.events.subscribe(looking)
         linear.pass_through(*batch())
-        assert looking.end(group, group) == {}
+        assert looking.end() == {}
 
 
 class TestSteps:
     def test_only_the_plans_steps_are_probed(self, group, monkeypatch, tmp_path, capsys):
         linear, made = Linear(group), []
-        monkeypatch.setattr(probe, "mpu", SimpleNamespace(
-            get_pipeline_model_parallel_group=lambda: group,
-            get_tensor_and_data_parallel_group=lambda with_context_parallel: group))  # fmt: skip
         chosen = ProbePlan(frozenset({2, 5}), str(tmp_path / "out"))
-        sets = [SimpleNamespace(buckets=[linear.bucket], linears=linear.bucket.weights)]
-        engine = SimpleNamespace(sets=sets, events=linear.events)
+        engine = SimpleNamespace(sets=[linear.one_set()], events=linear.events)
 
         def step():
             made.append(bool(linear.events.forward))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from engine_parts import Known, one_set
+from engine_parts import Known, parts_of
 from exact import magnitudes, same
 from gloo_ranks import run_ranks
 
@@ -222,20 +222,16 @@ def agree_over_tensor_parallelism(rank, record):
 def reduce_a_padded_bucket(rank, ranks, record):
     """Three steps of a bucket in which all ranks but the first own padding; in the second a gradient is NaN."""
     from megatron_fp8.engine.bucket import Bucket
-    from megatron_fp8.engine.events import Events
-    from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
+    from megatron_fp8.engine.owned_weight import OwnedWeight
+    from megatron_fp8.engine.reductions import Block
 
     group = dist.group.WORLD
     for storage in ("fp32", "bf16", "fp8"):
         param = torch.nn.Parameter(torch.zeros(16, 80, dtype=torch.bfloat16), requires_grad=False)
-        weight = OwnedWeight(param, SimpleNamespace(gemm="bf16", weight="bf16", emulate=None, margin=0))
+        weight = OwnedWeight(param, SimpleNamespace(gemm="bf16", weight="bf16", emulate=None, margin=0, seed=1))
         states = {"exp_avg": "fp32", "exp_avg_sq": "fp16", "master": "fp32"}
         cells = SimpleNamespace(grad_accum=storage, partition="even", seed=1, **states)
-
-        def by_blocks(bucket):
-            return bucket.grads.reduce_blocks(lambda sent, room: reduce_blocks(sent, group, True, None, room))
-
-        bucket = Bucket([weight], one_set(group), True, cells, None, 0, by_blocks, Events(), Scratch())
+        bucket = Bucket([weight], parts_of(group, cells, sharded=True, reduction=Block()))
         for step, value in enumerate((1.0, float("nan"), 1.0)):
             bucket.begin_step(step)
             weight.take_gradient(Known(torch.full(param.shape, value)))

@@ -13,6 +13,7 @@ from megatron_fp8.comm.wire import sent_bytes
 from megatron_fp8.engine import step_graph
 from megatron_fp8.engine.events import Events, Observer
 from megatron_fp8.engine.gatherer import ChunkGather
+from megatron_fp8.engine.reductions import Local
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.numerics.scaling import DelayedScaling
 
@@ -57,7 +58,7 @@ class Job:
         self.gather = SimpleNamespace(early=True, overlap=False, land=lambda: None)
         self.scaling = DelayedScaling([E4M3], 1, "most_recent", 0, "cpu")
         owned = SimpleNamespace(
-            linears=[self.weight], scaling=self.scaling, weight_scaling=None, shared_scale=None, gathers=[self.gather],
+            linears=[self.weight], scaling=self.scaling, weight_scaling=None, reduction=Local(), gathers=[self.gather],
             buckets=[], remember=lambda: lambda: self.did.append("know"),
             begin_step=lambda steps: self.did.append(("begin", steps)), finish_gathers=lambda: None,
         )  # fmt: skip

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from engine_parts import one_set
 from test_config import O1, error_of
 
 from megatron_fp8.engine.owned_weight import INPUT, OwnedWeight
@@ -131,9 +132,9 @@ class Run:
         for i, weight in enumerate(self.weights):
             weight.path, weight.layer_number = f"decoder.layers.{'ab'[i]}", 1
             weight.casts.scaling, weight.casts.slots = self.scaling, (2 * i, 2 * i + 1)
-        sets = [SimpleNamespace(scaling=self.scaling, linears=self.weights)]
+        sets = [SimpleNamespace(of=one_set(group), scaling=self.scaling, linears=self.weights)]
         engine = SimpleNamespace(sets=sets, device=torch.device("cpu"))
-        self.watch = Watch(WatchPlan(action, window=window), engine, group, group)
+        self.watch = Watch(WatchPlan(action, window=window), engine)
         self.iteration = 0
         monkeypatch.setattr(watch, "current_iteration", lambda: self.iteration)
         for name in ("get_tensorboard_writer", "get_wandb_writer"):
@@ -227,13 +228,14 @@ def test_without_evidence_all_fall_back(recipe, run, capsys):
 def test_no_linear_in_fp8_on_any_stage(group):
     for fp8 in ([False, False], [False, True]):
         weights = [SimpleNamespace(fp8=has, name=f"decoder.layers.{i}") for i, has in enumerate(fp8)]
-        engine = SimpleNamespace(sets=[SimpleNamespace(scaling=None, linears=weights)], device=torch.device("cpu"))
-        Watch(WatchPlan("skip"), engine, group, group)
+        sets = [SimpleNamespace(of=one_set(group), scaling=None, linears=weights)]
+        engine = SimpleNamespace(sets=sets, device=torch.device("cpu"))
+        Watch(WatchPlan("skip"), engine)
         if any(fp8):
-            Watch(WatchPlan("bf16-fallback"), engine, group, group)
+            Watch(WatchPlan("bf16-fallback"), engine)
         else:
             with pytest.raises(ValueError, match=r"^--fp8-on-spike bf16-fallback: no linear .*; use log or skip$"):
-                Watch(WatchPlan("bf16-fallback"), engine, group, group)
+                Watch(WatchPlan("bf16-fallback"), engine)
 
 
 def test_a_loss_that_climbs_slowly_is_told(run, capsys):

@@ -1,0 +1,136 @@
+"""How the gradients of a bucket are summed over data parallelism: one class for each way, each with one `start`.
+
+    Local     a group of one: what is stored is the sum
+    Block     FP8 on the wire, one FP32 sum (`--fp8-grad-reduce block`, comm/reduce.py)
+    Fp32      the plain FP32 reduce-scatter or all-reduce (`fp32`)
+    Shared    the paper's: one scale for all ranks, summed in FP8, moved by mu (`shared`, comm/shared.py)
+
+A bucket calls `start` once a step, when its last gradient is there (reducer.py). The weights of a set have one
+reduction; what one remembers from step to step, mu, is asked for here, and no other way pays for it.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..comm.reduce import Nodes, node_groups, reduce_blocks, reduce_fp32
+from ..comm.shared import SharedScale
+from ..comm.wire import Stages
+from ..flags.config import Fp8Config
+from ..numerics.auto_scaling import AUTO
+from .owned_weight import OwnedWeight
+from .weight_groups import WeightGroups
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+
+
+class Reduction:
+    """What all ways share: nothing to remember.
+
+    Attributes:
+        shared: the state of the paper's reduction, or None.
+        adapts: whether mu moves with the gradients, so that a run that goes on takes it from its checkpoint.
+    """
+
+    shared: SharedScale | None = None
+    adapts = False
+
+    def start(self, bucket: "Bucket") -> Stages:
+        """Sum the bucket's gradients: stages under way, to a shard that the optimizer reads (`bucket.Reduced`)."""
+        raise NotImplementedError
+
+    def begin_step(self) -> None:
+        """A step begins; the one before may have been skipped."""
+
+    def end_step(self, step: int) -> None:
+        """Step 1, 2, ... is made."""
+
+    def mu(self, weights: int, device: torch.device) -> torch.Tensor:
+        """mu (weights,) FP32 of the set's weights, to save; 0 is none."""
+        return torch.zeros(weights, device=device)
+
+    def load_mu(self, mu: torch.Tensor) -> None:
+        """The reverse, if it adapts."""
+
+
+class Local(Reduction):
+    """Of a data-parallel group of one."""
+
+    def start(self, bucket: "Bucket") -> Stages:
+        return bucket.grads.local()
+
+
+class Block(Reduction):
+    """In FP8 blocks, in one level or two.
+
+    nodes: the two levels, or None.
+    """
+
+    def __init__(self, nodes: Nodes | None = None):
+        self.nodes = nodes
+
+    def start(self, bucket: "Bucket") -> Stages:
+        sent, room = bucket.grads.to_send()
+        reduced, handles = yield from reduce_blocks(sent, bucket.group, bucket.sharded, self.nodes, room)
+        bucket.grads.keep_received(reduced.packed)
+        return reduced, handles
+
+
+class Fp32(Reduction):
+    """As stock's."""
+
+    def start(self, bucket: "Bucket") -> Stages:
+        return reduce_fp32(bucket.grads.dense().float(), bucket.group, bucket.sharded)
+
+
+class Shared(Reduction):
+    """The paper's; the place of each weight in `shared` is its place in `weights`, those of a bucket consecutive."""
+
+    shared: SharedScale
+
+    def __init__(self, shared: SharedScale, weights: list[OwnedWeight]):
+        self.shared, self._place = shared, {weight: i for i, weight in enumerate(weights)}
+
+    @property
+    def adapts(self) -> bool:  # type: ignore[override]
+        return self.shared.rule.mode == AUTO
+
+    def start(self, bucket: "Bucket") -> Stages:
+        spans = [(start, stop, self._place[weight]) for weight, start, stop in bucket.spans]
+        return self.shared.reduce(bucket.grads.dense(), spans)
+
+    def begin_step(self) -> None:
+        self.shared.forget_step()
+
+    def end_step(self, step: int) -> None:
+        self.shared.end_step(step)
+
+    def mu(self, weights: int, device: torch.device) -> torch.Tensor:
+        return self.shared.mu.clone()
+
+    def load_mu(self, mu: torch.Tensor) -> None:
+        self.shared.mu = torch.where(mu > 0, mu, self.shared.mu)
+
+
+def reduction(
+    fp8: Fp8Config, weights: list[OwnedWeight], of: WeightGroups, sharded: bool, device: torch.device
+) -> Reduction:
+    """What the flags ask for, of a set's weights in the order of its buckets; collective over the world."""
+    if fp8.grad_reduce == "shared":
+        sizes = [weight.param.numel() for weight in weights]
+        return Shared(SharedScale(fp8.grad_scaling, sizes, of.data, of.sharing, sharded, device), weights)
+    if of.data.size() == 1:
+        return Local()
+    return Fp32() if fp8.grad_reduce == "fp32" else Block(_nodes(fp8.grad_reduce_hierarchy, of))
+
+
+def _nodes(hierarchy: str, of: WeightGroups) -> Nodes | None:
+    """The two levels that --fp8-grad-reduce-hierarchy asks for."""
+    if hierarchy == "off":
+        return None
+    nodes = node_groups(of.data, None if hierarchy == "node" else int(hierarchy))
+    levels = f"in {nodes.across.size()} nodes of {nodes.inside.size()}" if nodes else "in one level"
+    if torch.distributed.get_rank() == 0:
+        print(f"[fp8] gradients are reduced over {of.data.size()} data-parallel ranks {levels}", flush=True)
+    return nodes

@@ -1,0 +1,62 @@
+"""What the weights of one set share: made before their buckets, and given to each weight when it is attached."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..flags.config import Fp8Config
+from ..numerics.scaling import DelayedScaling, WeightScaling
+from .events import Events
+from .grad_store import GradSink
+from .owned_weight import OwnedWeight, Scratch
+from .reductions import Reduction
+from .weight_groups import WeightGroups
+
+
+@dataclass(frozen=True, eq=False)
+class SetParts:
+    """See the top of the file.
+
+    Attributes:
+        of: the set's process groups and names.
+        fp8: the run's configuration.
+        sharded: whether each data-parallel rank owns a row of a bucket, or all of it.
+        reduction: how the gradients are summed.
+        events, scratch, device: the engine's.
+        scaling, slots: delayed scaling of the linears' operands, or None, and the places of each weight's two in it.
+        weight_scaling, places: the scales of the weights that are stored in E4M3, or None, and the place of each one's.
+    """
+
+    of: WeightGroups
+    fp8: Fp8Config
+    sharded: bool
+    reduction: Reduction
+    events: Events
+    scratch: Scratch
+    device: torch.device
+    scaling: DelayedScaling | None = None
+    slots: Mapping[OwnedWeight, tuple[int, int]] = field(default_factory=dict)
+    weight_scaling: WeightScaling | None = None
+    places: Mapping[OwnedWeight, int] = field(default_factory=dict)
+
+    def attach(
+        self,
+        weight: OwnedWeight,
+        load: Callable[[torch.Tensor], None] | None,
+        sink: GradSink | None = None,
+        on_gradient: Callable[[OwnedWeight], None] | None = None,
+    ) -> None:
+        """Give a weight all that it needs; the arguments are OwnedWeight.attach's."""
+        scaling = self.scaling if weight in self.slots else None
+        slots = self.slots.get(weight, (0, 0))
+        weight.attach(
+            self.of,
+            self.events,
+            self.scratch,
+            sink=sink,
+            load=load,
+            on_gradient=on_gradient,
+            scaling=scaling,
+            slots=slots,
+        )
