@@ -193,8 +193,8 @@ class Version:
     SERVER = """
 import importlib, importlib.util, json, sys, megatron_fp8
 assert megatron_fp8.__file__.startswith(sys.argv[1]), megatron_fp8.__file__
-moved = importlib.util.find_spec("megatron_fp8.ranks") is None  # where it was until the rooms were made
-ranks = importlib.import_module("megatron_fp8.tools.rehearsal.ranks" if moved else "megatron_fp8.ranks")
+moved = importlib.util.find_spec("megatron_fp8.tools") is not None  # the desk tools, from megatron_fp8 itself
+ranks = importlib.import_module("megatron_fp8.tools.rehearsal.ranks" if moved else "megatron_fp8.rehearsal.ranks")
 ranks.warm_up()
 for line in sys.stdin:
     request = json.loads(line)

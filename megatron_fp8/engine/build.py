@@ -82,6 +82,8 @@ class _Build:
         fp8, frozen = self.fp8, [weight for weight in weights if not weight.trained]
         plans = [self._plan(chunk, set(weights).difference(frozen), of.data.size()) for chunk in self.chunks]
         ordered = [weight for plan in plans for run in plan for weight in run]
+        scaling, slots = _operand_scales(fp8, weights)
+        weight_scaling, places = _weight_scales(fp8, ordered, of)
         parts = SetParts(
             of,
             fp8,
@@ -90,8 +92,10 @@ class _Build:
             self.events,
             self.scratch,
             self.device,
-            *_operand_scales(fp8, weights),
-            *_weight_scales(fp8, ordered, of),
+            scaling,
+            slots,
+            weight_scaling,
+            places,
         )
         freeze(frozen, parts)
         reducers, gathers = [], []

@@ -213,8 +213,18 @@ class OwnedWeight:
             self._check_unchanged()
             if not frozen:
                 refuse_unattached(self.config.level, self.name)
-        self.pending += not frozen
+        if not frozen:
+            self.await_gradient()
         return not frozen
+
+    def await_gradient(self) -> None:
+        """A backward pass will bring one more gradient."""
+        self.pending += 1
+
+    def count_forward(self, keep: bool) -> int:
+        """A forward pass begins, and keeps what a backward pass needs or not: how many of its kind the step has had."""
+        self.forwards[keep] += 1
+        return self.forwards[keep] - 1
 
     def _check_unchanged(self) -> None:
         if self.events is not UNSEEN and self.trained != (self.sink is not None):

@@ -127,8 +127,7 @@ def plan(
 
 def _rounding(weight: OwnedWeight, keep: bool) -> dict[str, Rounding]:
     # A forward pass that is computed again has the noise of the first: micro-batches come in one order.
-    count = weight.forwards[keep]
-    weight.forwards[keep] += 1
+    count = weight.count_forward(keep)
     rounding: dict[str, Rounding] = {}
     if weight.emulate is None:
         return rounding

@@ -3,7 +3,7 @@
 import pytest
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
-SCRIPT = "tests/scripts/two_sets.py"
+SCRIPT, HALVES = "tests/scripts/two_sets.py", "tests/scripts/halves.py"
 EXACT = "--fp8-level O1 --fp8-grad-accum fp32 --fp8-grad-reduce fp32 --use-distributed-optimizer".split()
 STEPS = 4
 FEW = ["--train-iters", str(STEPS), "--lr-decay-iters", "10"]
@@ -32,3 +32,17 @@ def test_two_sets_are_saved_and_resumed(level, tmp_path):
     whole = run(flags)
     again = run([*flags, "--load", str(tmp_path), "--ckpt-step", "3"])
     assert again.losses == whole.losses[3:] != [] and again.grad_norms == whole.grad_norms[3:]
+
+
+@pytest.mark.parametrize("flags", ["O2", "O3", "O3 --fp8-ckpt-compact"])
+def test_a_set_with_groups_of_its_own_is_saved_and_resumed(flags, tmp_path):
+    """As experts: each half of the ranks has other weights, and nothing of one half's is the other's replica."""
+    flags = f"--fp8-level {flags} --use-distributed-optimizer --fp8-log-interval 2 --fp8-on-spike log".split()
+    flags += ["--save", str(tmp_path), "--save-interval", "3"]
+    whole, again = (run(f, HALVES, nproc=4) for f in (flags, [*flags, "--load", str(tmp_path), "--ckpt-step", "3"]))
+    assert again.losses == whole.losses[3:] != [] and again.grad_norms == whole.grad_norms[3:]
+    digests = {tuple(line.split()[:2]): line.split()[2] for line in said(whole, "rank ")}
+    assert digests == {tuple(line.split()[:2]): line.split()[2] for line in said(again, "rank ")}
+    halves = [digests[str(rank), f"half{rank // 2}."] for rank in range(4)]
+    assert halves[0] == halves[1] != halves[2] == halves[3]
+    assert len({digests[str(rank), "linears"] for rank in range(4)}) == 1
