@@ -103,7 +103,7 @@ class Bucket:
             sink = GradSink(self.grads, start, weight.param.shape, (group.rank(), *of.identity(weight, fp8.seed)))
             self._sinks.append(sink)
             load = None if scaling is None else functools.partial(self.load, i)
-            parts.attach(weight, load, sink, on_gradient)
+            weight.attach(parts, load=load, sink=sink, on_gradient=on_gradient)
             self.load(i, values)
             if fp8.master == "fp32":  # what --log-params-norm looks at
                 lo, hi = self._owned(start, stop)

@@ -25,7 +25,7 @@ def freeze(weights: list[OwnedWeight], parts: SetParts) -> None:
     """Take over frozen weights of a set, with BF16 parameters; collective over the ranks that share them."""
     for weight in weights:
         in_fp8 = weight.storage == "fp8"
-        parts.attach(weight, functools.partial(_store, weight, parts.of.sharing) if in_fp8 else None)
+        weight.attach(parts, load=functools.partial(_store, weight, parts.of.sharing) if in_fp8 else None)
         if in_fp8:
             weight.load(weight.param.detach())
 

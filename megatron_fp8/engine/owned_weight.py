@@ -33,6 +33,7 @@ from .frozen import own, refuse_changed, refuse_unattached
 from .grad_store import GradSink
 
 if TYPE_CHECKING:
+    from .set_parts import SetParts
     from .weight_groups import WeightGroups
 
 INPUT, GRAD = 0, 1  # the two operands that a linear casts
@@ -160,30 +161,26 @@ class OwnedWeight:
 
     def attach(
         self,
-        of: "WeightGroups",
-        events: Events,
-        scratch: Scratch,
+        parts: "SetParts",
         *,
-        sink: GradSink | None = None,
         load: Callable[[torch.Tensor], None] | None = None,
+        sink: GradSink | None = None,
         on_gradient: Callable[["OwnedWeight"], None] | None = None,
-        scaling: DelayedScaling | None = None,
-        slots: tuple[int, int] = (0, 0),
     ) -> None:
         """The engine takes the weight over, and gives it everything at once.
 
         Args:
-            of: the set that it belongs to.
-            events, scratch: the engine's.
-            sink: where its gradients go; None if it is frozen.
+            parts: what it shares with the others of its set.
             load: what `load` calls, of a weight stored in E4M3.
+            sink: where its gradients go; None if it is frozen.
             on_gradient: called with this weight after each gradient.
-            scaling, slots: delayed scaling of its linear's operands, and the places of INPUT and GRAD in it.
         """
-        self.of, self.events, self.scratch = of, events, scratch
+        self.of = of = parts.of
+        self.events, self.scratch = parts.events, parts.scratch
         self.identity, self.key, self.rank = of.identity(self, self.config.seed), of.key(self), of.data.rank()
         self.sink, self._load, self._on_gradient = sink, load, on_gradient
-        self.casts.scaling, self.casts.slots = scaling, slots
+        if self in parts.slots:
+            self.casts.scaling, self.casts.slots = parts.scaling, parts.slots[self]
 
     def stand_beside(self, twin: "OwnedWeight", load: Callable[[torch.Tensor], None]) -> None:
         """Compute as `twin` does, the same weight of another model, with the scales of its casts.

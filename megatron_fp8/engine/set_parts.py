@@ -1,6 +1,6 @@
 """What the weights of one set share: made before their buckets, and given to each weight when it is attached."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +8,6 @@ import torch
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
 from .events import Events
-from .grad_store import GradSink
 from .owned_weight import OwnedWeight, Scratch
 from .reductions import Reduction
 from .weight_groups import WeightGroups
@@ -39,24 +38,3 @@ class SetParts:
     slots: Mapping[OwnedWeight, tuple[int, int]] = field(default_factory=dict)
     weight_scaling: WeightScaling | None = None
     places: Mapping[OwnedWeight, int] = field(default_factory=dict)
-
-    def attach(
-        self,
-        weight: OwnedWeight,
-        load: Callable[[torch.Tensor], None] | None,
-        sink: GradSink | None = None,
-        on_gradient: Callable[[OwnedWeight], None] | None = None,
-    ) -> None:
-        """Give a weight all that it needs; the arguments are OwnedWeight.attach's."""
-        scaling = self.scaling if weight in self.slots else None
-        slots = self.slots.get(weight, (0, 0))
-        weight.attach(
-            self.of,
-            self.events,
-            self.scratch,
-            sink=sink,
-            load=load,
-            on_gradient=on_gradient,
-            scaling=scaling,
-            slots=slots,
-        )
