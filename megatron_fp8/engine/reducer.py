@@ -39,7 +39,8 @@ class ChunkReducer:
     """
 
     def __init__(self, chunk, overlap: bool):
-        self.chunk, self.buckets = chunk, list[Bucket]()
+        self.chunk = chunk
+        self.buckets: list[Bucket] = []
         self._launched = 0
         self._done: set[OwnedWeight] = set()  # weights that have the last micro-batch's gradient
         self.on_gradient = self._arrived if overlap else None
