@@ -81,8 +81,8 @@ class Casts:
         scaling, slot, amax_out = self.scaling, self.slots[role], None
         fmt = self._config.forward_format if role == INPUT else self._config.grad_format
         if scaling is not None and scaling.warm:
-            scale, scale_inv = scaling.slot_scale(slot), scaling.slot_scale_inv(slot)
-            amax_out = scaling.slot_amax(slot) if training else None
+            scale, scale_inv, amax = scaling.slot(slot)
+            amax_out = amax if training else None
         else:
             x = source.values(x)
             amax = ops.amax(x)

@@ -65,22 +65,10 @@ def _aligned(values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(values[:, None], (0, 3))[:, 0]
 
 
-class Elements:
-    """The elements of a vector (n,) as 0-d views, made once for a vector: a view at each use costs the host more."""
-
-    def __init__(self) -> None:
-        self._vector: torch.Tensor | None = None
-        self._views: tuple[torch.Tensor, ...] = ()
-
-    def get(self, vector: torch.Tensor, i: int) -> torch.Tensor:
-        """vector[i]; `vector` is the one of before, or takes its place."""
-        if vector is not self._vector:
-            self._vector, self._views = vector, vector.unbind()
-        return self._views[i]
-
-
 class Slots:
-    """The scales of n tensors, a slot each, on one device, and views of a slot that cost the host little.
+    """The scales of n tensors, a slot each, on one device.
+
+    A slot's 0-d views are made once for the vectors that there are: a view at each use costs the host more.
 
     amax (n,), a step's running maximum, which kernels write in place; scale (n,), replaced and never written, so that a
     captured scale stays true; scale_inv (n,), its inverse.
@@ -88,23 +76,33 @@ class Slots:
 
     def __init__(self, count: int, device: torch.device | str):
         self.amax = torch.zeros(count, device=device)
-        self._amaxes, self._scales, self._inverses = Elements(), Elements(), Elements()
         self._set(torch.ones(count, device=device))
+        self._viewed: tuple[torch.Tensor | None, ...] = (None, None, None)
+        self._views: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def _set(self, scale: torch.Tensor) -> None:
         self.scale, self.scale_inv = scale, _aligned(scale.reciprocal())
 
+    def slot(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slot i, 0-d each: its scale now, which keeps its value when the next is set; the inverse of that, as a GEMM
+        takes it; the maximum of the step, for kernels to write."""
+        scale, inverse, amax = self._viewed
+        if self.scale is not scale or self.scale_inv is not inverse or self.amax is not amax:
+            self._viewed = vectors = self.scale, self.scale_inv, self.amax
+            self._views = list(zip(*(vector.unbind() for vector in vectors), strict=True))
+        return self._views[i]
+
     def slot_scale(self, i: int) -> torch.Tensor:
-        """Slot i's scale now, 0-d; it keeps its value when the next is set."""
-        return self._scales.get(self.scale, i)
+        """The first of `slot`."""
+        return self.slot(i)[0]
 
     def slot_scale_inv(self, i: int) -> torch.Tensor:
-        """The inverse of `slot_scale`, as a GEMM takes it."""
-        return self._inverses.get(self.scale_inv, i)
+        """The second of `slot`."""
+        return self.slot(i)[1]
 
     def slot_amax(self, i: int) -> torch.Tensor:
-        """Slot i's maximum of the step, 0-d, for kernels to write."""
-        return self._amaxes.get(self.amax, i)
+        """The third of `slot`."""
+        return self.slot(i)[2]
 
 
 class DelayedScaling(Slots):
