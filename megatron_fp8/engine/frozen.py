@@ -12,7 +12,7 @@ at any place and time:
     a LoRA wrapper's freezing of its base                                      all end in one of the first three
 
 It counts when the optimizer is built (build.py, on all ranks together). What is frozen or thawed after that is refused:
-when a step begins, and at each forward pass with gradients (OwnedWeight.expect_gradient).
+when a step begins, and at each forward pass with gradients (OwnedWeight.makes_gradient).
 
 Not seen: a script that asks `if weight.requires_grad` first finds False, and sets nothing. What it does to the norms
 and biases beside our weights is seen: a layer of which nothing else is trained, and of whose linears the script has

@@ -191,7 +191,7 @@ class OwnedWeight:
         self.of, self.identity, self.rank, self._load = twin.of, twin.identity, twin.rank, load
 
     def begin_step(self, step: int) -> None:
-        """The step that makes this update begins. Raises UserError as `expect_gradient`."""
+        """The step that makes this update begins. Raises UserError as `makes_gradient`."""
         self.step, self.pending, self.forwards = step, 0, [0, 0]
         self._check_unchanged()
 
@@ -199,8 +199,8 @@ class OwnedWeight:
         """Forward passes from now on are those of an evaluation that no training goes before: as in this step."""
         self.step = step
 
-    def expect_gradient(self) -> bool:
-        """A forward pass begins, for which a backward pass will come: whether that makes a gradient of the weight.
+    def makes_gradient(self) -> bool:
+        """Whether a backward pass makes a gradient of the weight, if one follows the forward pass that begins.
 
         Raises UserError where a script has frozen or thawed the weight since the optimizer was built, or where there is
         no engine to train it.
@@ -210,8 +210,6 @@ class OwnedWeight:
             self._check_unchanged()
             if not frozen:
                 refuse_unattached(self.config.level, self.name)
-        if not frozen:
-            self.await_gradient()
         return not frozen
 
     def await_gradient(self) -> None:

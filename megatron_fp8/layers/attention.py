@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend
 
 from ..errors import UserError
 from . import context_parallel
-from .again import hold
 from .packed import Documents, attend, documents_of
+from .parcel import hold
 
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,

@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend
 
 from ..comm import tensor, wire
 from ..errors import UserError
-from .again import hold
+from .parcel import hold
 
 _aten = torch.ops.aten
 

@@ -1,16 +1,17 @@
 """Megatron's tensor-parallel linears, their product exchanged for ours and their weight owned by the engine.
 
-    stock's forward ──► _forward_impl ──► plan ──► Fp8Product or Bf16Product (products.py)
-                                                     │ the weight, casts, gradients: OwnedWeight (engine/)
+    stock's forward ──► _forward_impl ──► product ──► Fp8Product (linear_fp8.py) or Bf16Product (linear_bf16.py)
+                                                         │ the weight, casts, gradients: OwnedWeight (engine/)
 
 Everything else stays the stock class's: initialisation, bias, tensor and sequence parallelism around the product, state
 dict and sharding.
 
-A module that has the input first may hand it over in FP8 (`Fp8Activation`): it plans the call, casts as the linear
-would, and passes both to `forward`. Norm and linear are one module here, as Transformer Engine's, and do so.
+The input may arrive in FP8: its producer plans the call, casts as the linear would, and sends both in a parcel that the
+input carries (parcel.py). Norm and linear are one module here, as Transformer Engine's, and do so. If the input carries
+no parcel, the linear plans and casts by itself.
 """
 
-import contextlib
+from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -22,23 +23,52 @@ from ..engine.owned_weight import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.blocks import BLOCK
-from .call import Call, plan, takes_fp8
-from .handover import Fp8Activation, hand_over
+from .linear_bf16 import Bf16Product
+from .linear_fp8 import Fp8Product
 from .main_grad import let_add
 from .norm import Norm, NormCast
-from .products import product
+from .parcel import Call, Calls, Parcel, arriving, carry
 
 
 def hooked(module: torch.nn.Module) -> bool:
-    """Whether somebody's hooks read or change what comes in or goes out: then all of it is in BF16, and in memory.
+    """Whether hooks may read or change what comes in or goes out: then all of it is in BF16, and in memory.
 
     Megatron's own, which wait for weights, do not look.
     """
-    before = module._forward_pre_hooks.values()
-    theirs = any(not getattr(hook, "__module__", "").startswith("megatron.core.") for hook in before)
-    if theirs or _has_any_global_hook():
+    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook():
         return True
-    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+    for hook in module._forward_pre_hooks.values():
+        if not getattr(hook, "__module__", "").startswith("megatron.core."):
+            return True
+    return False
+
+
+def product(
+    x: torch.Tensor,
+    anchor: torch.Tensor,
+    parcel: Parcel,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = x W^T + bias (+ residual, in FP8) (..., N): the call that the parcel's plan describes is made.
+
+    x (..., K): BF16, or the ticket of what the parcel has in FP8. y carries the parcel if its gradient may be posted to
+    it: the gradient of a bias is summed from dy as it is, that of a residual is dy, and dy of a sum over the ranks is
+    every rank's.
+    """
+    call = parcel.call
+    visit = None
+    if call.wgrad:
+        visit = anchor
+        call.weight.await_gradient()
+    if not call.fp8:
+        assert residual is None  # stock's kernel adds bias and residual in one
+        y = Bf16Product.apply(x, visit, call)
+        return y if bias is None else y + bias
+    y = Fp8Product.apply(x, visit, parcel, bias, residual)
+    if call.takes_dy and bias is None and residual is None:
+        carry(y, parcel)
+    return y
 
 
 class _OwnedLinear:
@@ -50,7 +80,6 @@ class _OwnedLinear:
     explicit_expert_comm: bool
     training: bool
     owned: OwnedWeight
-    _given: tuple[Call, Fp8Activation | None] | None = None  # of the forward pass under way
 
     def _take_over(self, config: Fp8Config) -> None:
         n, k = self.weight.shape
@@ -61,6 +90,7 @@ class _OwnedLinear:
                 f"parallel rank needs {needs}: change --hidden-size, --ffn-hidden-size or --tensor-model-parallel-size"
             )
         self.owned = OwnedWeight(self.weight, config)
+        self._calls = Calls(self.owned)
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -84,24 +114,14 @@ class _OwnedLinear:
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def plan(self) -> Call:
-        """Decide how the next forward pass is computed; `planned` carries it out."""
-        alone = self.explicit_expert_comm or self.tp_group.size() == 1  # somebody else gathers and sums, or nobody
+        """How a forward pass that began now would be computed."""
+        alone = self.explicit_expert_comm or self.tp_group.size() == 1  # the layer gathers, or there is no need
         sequence_parallel = self.sequence_parallel and not alone
-        sum_dx = sum_y = False
         if isinstance(self, ColumnParallelLinear):
-            sum_dx = self.allreduce_dgrad and not alone
+            sum_dx, sum_y = self.allreduce_dgrad and not alone, False
         else:
-            sum_y = not alone
-        return plan(self.owned, self.tp_group, sequence_parallel, sum_dx, self.training, sum_y)
-
-    @contextlib.contextmanager
-    def planned(self, call: Call, given: Fp8Activation | None):
-        """In here the forward pass goes by `call`; its input is the ticket of what is `given`, or in BF16."""
-        self._given = call, given
-        try:
-            yield
-        finally:
-            self._given = None
+            sum_dx, sum_y = False, not alone
+        return self._calls.plan(self.tp_group, sequence_parallel, sum_dx, self.training, sum_y)
 
     def _forward_impl(
         self, input, weight, bias=None, allreduce_dgrad=False, sequence_parallel=False, residual=None, **stock
@@ -113,10 +133,12 @@ class _OwnedLinear:
             )
         if weight is not self.owned.param:
             refuse_replaced(self.owned.config.level, self.owned.name)
-        call, given = self._given or (self.plan(), None)
+        parcel = arriving(input) or Parcel(self.plan())
+        call = parcel.call
+        assert call.weight is self.owned
         stock_has = allreduce_dgrad, sequence_parallel
         assert (bool(call.sum_dx) and not call.scatter, call.gather is not None) == stock_has
-        return product(input, self._anchor, call, given, bias, residual)
+        return product(input, self._anchor, parcel, bias, residual)
 
 
 class Fp8ColumnParallelLinear(_OwnedLinear, ColumnParallelLinear):
@@ -136,10 +158,10 @@ class Fp8RowParallelLinear(_OwnedLinear, RowParallelLinear):
     (--recompute-modules mlp) in an autograd function, which returns that bias too: of a parameter, a leaf, it would
     become the origin, so that its backward pass would call itself without end.  Stock's linears do, and hang.
 
-    residual: what the next forward pass adds to its result, with the bias (residual.py); None again once it has.
+    take_residual: gives what the next result, with its bias, is added to, or None (residual.py).
     """
 
-    residual: torch.Tensor | None = None
+    take_residual: Callable[[], torch.Tensor | None] | None = None
 
     def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
         super().__init__(*args, **kwargs)
@@ -148,7 +170,7 @@ class Fp8RowParallelLinear(_OwnedLinear, RowParallelLinear):
     def forward(self, input_):
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        residual, self.residual = self.residual, None
+        residual = None if self.take_residual is None else self.take_residual()
         if residual is not None:
             return self._forward_impl(input_, self.weight, self.bias, residual=residual), None
         output, bias = self._forward_impl(input_, self.weight), self.bias  # summed over the ranks
@@ -164,8 +186,6 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
     What passes from one to the other is FP8 where the linear takes it so: nothing keeps the norm's output in BF16.
     """
 
-    _begun: tuple[Call, Fp8Activation | None, torch.Tensor] | None = None  # a forward pass whose norm is made
-
     def __init__(self, input_size, output_size, *, config, fp8_config: Fp8Config, **kwargs):
         super().__init__(input_size, output_size, config=config, fp8_config=fp8_config, **kwargs)
         norm = Norm(config, input_size, config.layernorm_epsilon)
@@ -175,26 +195,27 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
             for parameter in norm.parameters():
                 let_add(parameter)
 
-    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the norm of x (..., K) ahead of the forward pass: (what that is to be given, x for its other reader)."""
-        call, given = self.plan(), None
-        parameters = self.layer_norm_weight, self.layer_norm_bias, self._norm
-        if takes_fp8(call):
-            given, x = hand_over(NormCast, call, x, *parameters)
-            normed = given.ticket
-        else:
-            normed = self._norm(x, *parameters[:2])
-        self._begun = call, given, normed
-        return normed, x
+    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Make the norm of x (..., K) ahead of the forward pass: (what that is to be given, x for its other reader).
+
+        (None, x) if the norm's result would not be in FP8: the forward pass makes it then.
+        """
+        call = self.plan()
+        if not call.takes_x:
+            return None, x
+        # Megatron's hooks, by which a module waits for its weights, the norm's too (--overlap-param-gather).
+        for wait in self._forward_pre_hooks.values():
+            wait(self, (x,))
+        return self._cast_norm(call, x)
+
+    def _cast_norm(self, call: Call, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return NormCast.apply(Parcel(call), x, self.layer_norm_weight, self.layer_norm_bias, self._norm)
 
     def forward(self, input_, *args, **kwargs):
-        if self._begun is None:
-            input_, _ = self.begin(input_)
-        (call, given, normed), self._begun = self._begun, None
-        if input_ is not normed:
-            raise RuntimeError(
-                "an FP8 linear was called with another input than its norm's result: something between the two, such "
-                "as a wrapper, has replaced it"
-            )
-        with self.planned(call, given):
-            return super().forward(input_, *args, **kwargs)
+        if arriving(input_) is None:
+            call = self.plan()
+            if call.takes_x:
+                input_, _ = self._cast_norm(call, input_)
+            else:
+                input_ = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
+        return super().forward(input_, *args, **kwargs)

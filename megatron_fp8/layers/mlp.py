@@ -23,10 +23,8 @@ from ..numerics.formats import Format
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Payloads
-from .again import Recipe
-from .call import Call, takes_fp8
-from .handover import give, hand_over, maker_of, post
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
+from .parcel import Parcel, Recipe, carried
 
 
 def activation_kind(config) -> str | None:
@@ -103,36 +101,41 @@ class ActivationGradient:
 
 
 class ActivationCast(torch.autograd.Function):
-    """act(h + bias) of h (..., F or 2F), made in FP8 for the linear that follows; `maker`: the call that made h."""
+    """act(h + bias) of h (..., F or 2F), made in FP8 for the linear that follows.
+
+    maker: the parcel that h carries, if its linear takes the gradient in FP8.
+    """
 
     @staticmethod
-    def forward(ctx, call: Call, made: list, h, bias, kind: str, maker: Call | None):
+    def forward(ctx, parcel: Parcel, h, bias, kind: str, maker: Parcel | None):
         flat = source.rows(h)
-        kept = ops.blocks_for(flat, kind) if call.recasts else None
-        ctx.kind, ctx.maker, ctx.shape, ctx.call = kind, maker, h.shape, call
+        kept = ops.blocks_for(flat, kind) if parcel.call.recasts else None
+        ctx.kind, ctx.maker, ctx.shape, ctx.parcel = kind, maker, h.shape, parcel
+        recipe = None
         if kept is None:
             ctx.save_for_backward(bias, h)
-            return give(call, made, Activated(flat, bias, kind, None), h), None
-        tensors = kept.payload, kept.exponents
-        ctx.save_for_backward(bias, *tensors)
-        recipe = Recipe(functools.partial(_again, kind), tensors, late=True)
-        return give(call, made, Activated(flat, bias, kind, kept), h, recipe), None
+        else:
+            tensors = kept.payload, kept.exponents
+            ctx.save_for_backward(bias, *tensors)
+            recipe = Recipe(functools.partial(_again, kind), tensors, late=True)
+        return parcel.pack(Activated(flat, bias, kind, kept), h, recipe)
 
     @staticmethod
-    def backward(ctx, dy, _):
+    def backward(ctx, dy):
         bias, *h = ctx.saved_tensors
         flat = source.rows(h[0]) if len(h) == 1 else RowBlocks(*h)
-        dy, call = source.rows(dy), ctx.call
-        late, fmt = call.late.pop() if call.late else None, call.weight.config.forward_format
+        dy, weight = source.rows(dy), ctx.parcel.call.weight
+        late, ctx.parcel.late = ctx.parcel.late, None
+        fmt = weight.config.forward_format
         gradient = ActivationGradient(dy, flat, bias, ctx.kind, late and (fmt, late.scale))
-        dh = gradient.values().view(ctx.shape) if ctx.maker is None else post(ctx.maker, gradient, ctx.shape, dy)
+        dh = gradient.values().view(ctx.shape) if ctx.maker is None else ctx.maker.post(gradient, ctx.shape, dy)
         if late is not None:
             columns = gradient.columns
             if columns is None:  # dh was made in memory, so that a scale could be found
                 _, columns = _again(ctx.kind, fmt, late.scale, *h, rows=False, columns=True)
             assert columns is not None
-            call.weight.take_gradient(gemm.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
-        return None, None, dh, gradient.dbias, None, None
+            weight.take_gradient(gemm.Product(late.dy, ScaledTensor(columns, late.scale_inv)))
+        return None, dh, gradient.dbias, None, None
 
 
 class Fp8Mlp(MLP):
@@ -147,12 +150,10 @@ class Fp8Mlp(MLP):
         if kind is None or per_token_scale is not None or not ours or hooked(self.linear_fc1):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         call = self.linear_fc2.plan()
-        if not takes_fp8(call):
-            with self.linear_fc2.planned(call, None):
-                return super().forward(hidden_states, **kwargs)
+        if not call.takes_x:
+            return super().forward(hidden_states, **kwargs)
         h, bias = self.linear_fc1(hidden_states)
-        maker = maker_of(h) if isinstance(self.linear_fc1, Fp8ColumnParallelLinear) else None
-        given, _ = hand_over(ActivationCast, call, h, bias, kind, maker)
-        del h
-        with self.linear_fc2.planned(call, given):
-            return self.linear_fc2(given.ticket)
+        maker = carried(h) if isinstance(self.linear_fc1, Fp8ColumnParallelLinear) else None
+        activated = ActivationCast.apply(Parcel(call), h, bias, kind, maker)
+        del h  # with --fp8-activations nothing else keeps it
+        return self.linear_fc2(activated)

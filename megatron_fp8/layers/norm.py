@@ -20,10 +20,8 @@ from ..errors import UserError
 from ..numerics.formats import E4M3
 from ..ops import source
 from ..ops.source import Payloads
-from .again import Recipe
-from .call import Call
-from .handover import give
 from .main_grad import added, adds
+from .parcel import Parcel, Recipe
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,12 @@ class NormCast(torch.autograd.Function):
     linear makes its columns too."""
 
     @staticmethod
-    def forward(ctx, call: Call, made: list, x, weight, bias, kind: NormKind):
+    def forward(ctx, parcel: Parcel, x, weight, bias, kind: NormKind):
         flat = source.rows(x)
-        kept = torch.empty_like(flat, dtype=E4M3.dtype) if call.recasts else None
+        kept = torch.empty_like(flat, dtype=E4M3.dtype) if parcel.call.recasts else None
         normed = Normed(flat, weight, bias, kind, kept)
         recipe = None if kept is None else Recipe(functools.partial(_again, kind), (kept, weight, bias))
-        ticket = give(call, made, normed, x, recipe)
+        ticket = parcel.pack(normed, x, recipe)
         ctx.kind, ctx.shape, ctx.parameters = kind, x.shape, (weight, bias)
         if kept is None:
             ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
@@ -99,10 +97,10 @@ class NormCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, residual):
         if dy is None:  # what was made of the norm does not reach the loss
-            return None, None, residual, None, None, None
+            return None, residual, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         kind, parameters = ctx.kind, [p for p in ctx.parameters if p is not None]
-        alone = all(map(adds, parameters)) and all(ctx.needs_input_grad[3 : 3 + len(parameters)])
+        alone = all(map(adds, parameters)) and all(ctx.needs_input_grad[2 : 2 + len(parameters)])
         dx, dweight, dbias = ops.norm_backward(
             source.rows(dy), source.rows(x), weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered,
             residual=None if residual is None else source.rows(residual),
@@ -110,7 +108,7 @@ class NormCast(torch.autograd.Function):
         )  # fmt: skip
         if alone:
             dweight, dbias = (None if p is None else added(p) for p in ctx.parameters)
-        return None, None, dx.view(ctx.shape), dweight, dbias, None
+        return None, dx.view(ctx.shape), dweight, dbias, None
 
 
 class Norm(torch.nn.Module):

@@ -32,25 +32,35 @@ from .self_attention import FusedSelfAttention
 
 
 class ResidualSum:
-    """In the place of a layer's bias_dropout_add, after its `part`: hands on what that one's last linear, `name`, has
-    added up."""
+    """Stands for the layer's bias_dropout_add after its `part`. It offers the residual to the part's last linear,
+    `name`, which takes it in its forward pass; then the linear's result is the sum, and nothing is left to add."""
 
     def __init__(self, layer: TransformerLayer, part: str, name: str):
-        self._layer, self._part, self._reader, self._name = layer, part, getattr(layer, part), name
-        self._offered = False
+        self._layer, self._reader, self._name = layer, getattr(layer, part), name
+        self._offered: torch.Tensor | None = None
+        self._taken = False
+        getattr(self._reader, name).take_residual = self._take
 
-    def offer(self, x: torch.Tensor) -> None:
-        """Have that linear add x (..., K) to its next result, if it is in FP8 and nothing comes between."""
-        row, whole = getattr(self._reader, self._name), getattr(self._layer, self._part) is self._reader
-        self._offered = False
-        if isinstance(row, Fp8RowParallelLinear):  # and nobody's wrapper by now
-            looked_into = hooked(self._reader) or hooked(row)
-            self._offered = row.owned.fp8 and whole and not looked_into and not self._layer.hidden_dropout
-            row.residual = x if self._offered else None
+    def offer(self, x: torch.Tensor, alone: bool) -> None:
+        """Let the linear add x (..., K) to its next result, if it is in FP8 and nothing comes between.
+
+        alone: whether the part is called by the layer, without a wrapper and without hooks.
+        """
+        self._offered, self._taken = None, False
+        if alone and not self._layer.hidden_dropout:
+            row = getattr(self._reader, self._name)
+            if isinstance(row, Fp8RowParallelLinear) and row.owned.fp8 and not hooked(row):  # no wrapper has its place
+                self._offered = x
+
+    def _take(self) -> torch.Tensor | None:
+        """What the linear is to add, or None. Only the linear asks, and adds it."""
+        x, self._offered = self._offered, None
+        self._taken = x is not None
+        return x
 
     def __call__(self, training: bool, fused: bool):
-        offered, self._offered = self._offered, False
-        return _has_been_added if offered else get_bias_dropout_add(training, fused)
+        taken, self._taken = self._taken, False
+        return _has_been_added if taken else get_bias_dropout_add(training, fused)
 
 
 def _has_been_added(x_with_bias, residual, prob):
@@ -70,17 +80,15 @@ class Fork(IdentityOp):
 
     def forward(self, x, *args, **kwargs):
         layer, reader = self._place
-        linear, normed = getattr(reader, self._name), None
-        # Somebody's wrapper by now, and hooks, would look into a tensor without memory.
+        # A wrapper that has taken a module's place by now, and hooks, would look into a tensor without memory.
         alone = getattr(layer, self._part) is reader and not hooked(reader)
-        ours = isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear)
-        if torch.is_grad_enabled() and alone and ours:
-            # Megatron's own hooks, by which a module waits for its weights, the norm's too (--overlap-param-gather).
-            for wait in linear._forward_pre_hooks.values():
-                wait(linear, (x,))
-            normed, x = linear.begin(x)
+        normed = None
+        if alone and torch.is_grad_enabled():
+            linear = getattr(reader, self._name)
+            if isinstance(linear, Fp8NormColumnParallelLinear) and not hooked(linear):
+                normed, x = linear.begin(x)
         if self._add is not None:
-            self._add.offer(x)
+            self._add.offer(x, alone)
         return x if normed is None else (normed, x)
 
 

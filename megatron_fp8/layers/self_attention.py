@@ -21,10 +21,9 @@ from .. import ops
 from ..flags.config import Fp8Config
 from ..ops.source import Payloads
 from .attention import TorchAttention
-from .call import Call
-from .handover import maker_of, post
 from .linear import Fp8ColumnParallelLinear, hooked
 from .packed import Documents, documents_of, same_memory
+from .parcel import Parcel, carried
 
 
 class Rotary(NamedTuple):
@@ -56,11 +55,11 @@ class JoinedGradient:
 class SplitQkv(torch.autograd.Function):
     """mixed (s, b, groups * (heads_per_group + 2) * hn), which is used up -> q, k, v, as ops.split_qkv.
 
-    maker: the call that made mixed, where it takes the gradient in FP8.
+    maker: the parcel that mixed carries, if its linear takes the gradient in FP8.
     """
 
     @staticmethod
-    def forward(ctx, mixed, groups: int, heads_per_group: int, rotary: Rotary, maker: Call | None):
+    def forward(ctx, mixed, groups: int, heads_per_group: int, rotary: Rotary, maker: Parcel | None):
         ctx.rotary, ctx.shape, ctx.maker = rotary, mixed.shape, maker
         cos, sin, interleaved = rotary
         return ops.split_qkv(mixed, groups, heads_per_group, cos, sin, interleaved=interleaved)
@@ -68,7 +67,7 @@ class SplitQkv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         joined = JoinedGradient(dq, dk, dv, ctx.rotary)
-        mixed = joined.values().view(ctx.shape) if ctx.maker is None else post(ctx.maker, joined, ctx.shape, dq)
+        mixed = joined.values().view(ctx.shape) if ctx.maker is None else ctx.maker.post(joined, ctx.shape, dq)
         return mixed, None, None, None, None
 
 
@@ -160,7 +159,7 @@ class FusedSelfAttention(SelfAttention):
         if output_gate or not split_qkv or not self._splits:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         mixed, _ = self.linear_qkv(hidden_states)
-        maker = maker_of(mixed)
+        maker = carried(mixed)
         if hooked(self.linear_qkv) or not isinstance(self.linear_qkv, Fp8ColumnParallelLinear):
             mixed, maker = mixed.clone(), None  # it is used up, and who has hooked or wrapped the linear may keep it
         groups = self.num_query_groups_per_partition

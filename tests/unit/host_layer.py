@@ -17,11 +17,10 @@ import torch.distributed as dist
 from engine_parts import OneWeight
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_fp8.layers.call import plan
-from megatron_fp8.layers.handover import hand_over, maker_of
+from megatron_fp8.layers.linear import product
 from megatron_fp8.layers.mlp import ActivationCast
 from megatron_fp8.layers.norm import NormCast, NormKind
-from megatron_fp8.layers.products import product
+from megatron_fp8.layers.parcel import Calls, Parcel, carried
 from megatron_fp8.layers.self_attention import Rotary, SplitQkv
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
@@ -42,29 +41,28 @@ class Layer:
             one.weight.casts.scaling, one.weight.casts.slots = scaling, (2 * i, 2 * i + 1)
             one.weight.config.tp_gather = "fp8"
         self.weights = {name: one.weight for name, one in ones.items()}
+        self.calls = {name: Calls(weight) for name, weight in self.weights.items()}
         self.group, self.parallel = ranks, parts > 1
         self.anchor = torch.zeros(0, requires_grad=True)
         self.gain = torch.ones(K, dtype=torch.bfloat16, requires_grad=True)
         self.x = torch.randn(S // parts, B, K).bfloat16().requires_grad_()
         self.kind = NormKind(True, 1e-5, False)
 
-    def plan(self, name: str):
-        row = name in ("proj", "fc2")
-        return plan(self.weights[name], self.group, self.parallel, False, training=True, sum_y=row and self.parallel)
+    def parcel(self, name: str) -> Parcel:
+        sum_y = self.parallel and name in ("proj", "fc2")
+        return Parcel(self.calls[name].plan(self.group, self.parallel, False, training=True, sum_y=sum_y))
 
     def normed(self, name: str, x: torch.Tensor):
-        call = self.plan(name)
-        given, x = hand_over(NormCast, call, x, self.gain, None, self.kind)
-        return product(given.ticket, self.anchor, call, given), x
+        normed, x = NormCast.apply(self.parcel(name), x, self.gain, None, self.kind)
+        return product(normed, self.anchor, carried(normed)), x
 
     def forward(self) -> torch.Tensor:
         mixed, x = self.normed("qkv", self.x)
-        q, _, _ = SplitQkv.apply(mixed, HEADS, 1, Rotary(), maker_of(mixed))
-        x = product(q.reshape(*q.shape[:2], K), self.anchor, self.plan("proj")) + x
+        q, _, _ = SplitQkv.apply(mixed, HEADS, 1, Rotary(), carried(mixed))
+        x = product(q.reshape(*q.shape[:2], K), self.anchor, self.parcel("proj")) + x
         h, x = self.normed("fc1", x)
-        call = self.plan("fc2")
-        given, _ = hand_over(ActivationCast, call, h, None, "swiglu", maker_of(h))
-        return product(given.ticket, self.anchor, call, given) + x
+        activated = ActivationCast.apply(self.parcel("fc2"), h, None, "swiglu", carried(h))
+        return product(activated, self.anchor, carried(activated)) + x
 
     def step(self) -> None:
         y = self.forward()

@@ -11,7 +11,7 @@ from megatron_fp8.engine.as_found import check_linears, layers_differ
 from megatron_fp8.engine.frozen import OwnedParameter, own, show_to_stock
 from megatron_fp8.engine.owned_weight import UNSEEN
 from megatron_fp8.errors import UserError
-from megatron_fp8.layers.call import plan
+from megatron_fp8.layers.parcel import plan
 
 FREEZING = {
     "attribute": lambda linear: setattr(linear.weight, "requires_grad", False),

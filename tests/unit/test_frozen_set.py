@@ -8,9 +8,9 @@ from megatron_fp8 import gemm
 from megatron_fp8.checkpoint import compact
 from megatron_fp8.engine.events import Events, Observer
 from megatron_fp8.engine.frozen_set import freeze
-from megatron_fp8.layers.call import plan
-from megatron_fp8.layers.handover import maker_of, post
-from megatron_fp8.layers.products import product
+from megatron_fp8.engine.owned_weight import Scratch
+from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.parcel import Parcel, carried, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 
@@ -41,8 +41,8 @@ def inputs():
 
 
 def forward(one, x, group, training=True, **kwargs):
-    call = plan(one.weight, group, False, False, training=training)
-    return product(x, torch.zeros(0, requires_grad=True), call, **kwargs), call
+    parcel = Parcel(plan(one.weight, group, False, False, training=training))
+    return product(x, torch.zeros(0, requires_grad=True), parcel, **kwargs), parcel
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -91,10 +91,10 @@ def test_nothing_of_x_waits_for_the_backward_pass(group):
 
 def test_a_gradient_that_comes_in_fp8_comes_in_rows_alone(group):
     one, (x, dy) = Frozen(values(), group), inputs()
-    y, call = forward(one, x, group)
-    assert maker_of(y) is call
-    ticket = post(call, dy, y.shape, dy)
-    assert call.mailbox[0].q.columns is None
+    y, parcel = forward(one, x, group)
+    assert carried(y) is parcel
+    ticket = parcel.post(dy, y.shape, dy)
+    assert parcel.dy.q.columns is None
     y.backward(ticket)
     expected, (again, _) = x.grad.clone(), inputs()
     forward(one, again, group)[0].backward(dy)

@@ -9,11 +9,10 @@ from engine_parts import OneWeight
 
 from megatron_fp8 import ops
 from megatron_fp8.engine.events import Observer
-from megatron_fp8.layers.call import plan
-from megatron_fp8.layers.handover import hand_over, maker_of
+from megatron_fp8.layers.linear import product
 from megatron_fp8.layers.mlp import ActivationCast
 from megatron_fp8.layers.norm import NormCast, NormKind
-from megatron_fp8.layers.products import product
+from megatron_fp8.layers.parcel import Parcel, carried, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 
@@ -73,25 +72,27 @@ class Mlp:
         self.leaves.append(torch.randn(width) if bias else None)
         self.dy = torch.randn(M, K) * 1e-2
 
-    def _calls(self):
-        return (plan(one.weight, None, False, False, training=True) for one in (self.fc1, self.fc2))
+    def _parcels(self):
+        return (Parcel(plan(one.weight, None, False, False, training=True)) for one in (self.fc1, self.fc2))
 
     def run(self, handed_over: bool) -> list[torch.Tensor]:
         """y, the leaves' gradients, the weights' gradients and the amaxes."""
         self.scaling.amax.zero_()
         leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in self.leaves]
         x, weight, norm_bias, bias = leaves
-        one, two = self._calls()
+        one, two = self._parcels()
         if handed_over:
-            given, _ = hand_over(NormCast, one, x, weight, norm_bias, self.norm)
-            h = product(given.ticket, self.anchor, one, given)
-            given, _ = hand_over(ActivationCast, two, h, bias, self.kind, maker_of(h))
-            y = product(given.ticket, self.anchor, two, given)
+            normed, _ = NormCast.apply(one, x, weight, norm_bias, self.norm)
+            assert carried(normed) is one
+            h = product(normed, self.anchor, one)
+            activated = ActivationCast.apply(two, h, bias, self.kind, carried(h))
+            assert carried(activated) is two
+            y = product(activated, self.anchor, two)
         else:
-            h = product(Norm.apply(x, weight, norm_bias, self.norm), self.anchor, one, None)
-            y = product(Activation.apply(h, bias, self.kind), self.anchor, two, None)
+            h = product(Norm.apply(x, weight, norm_bias, self.norm), self.anchor, one)
+            y = product(Activation.apply(h, bias, self.kind), self.anchor, two)
         y.backward(self.dy)
-        assert not one.mailbox and not two.mailbox and not two.late
+        assert not any(getattr(parcel, name) for parcel in (one, two) for name in Parcel.__slots__ if name != "call")
         gradients = [leaf.grad for leaf in leaves if leaf is not None]
         for bucket in (self.fc1.bucket, self.fc2.bucket):
             gradients.append(bucket.grads.dense().clone())
@@ -183,10 +184,9 @@ def test_looking_on_changes_no_bit_of_a_biass_gradient(group):
 
 def test_a_second_reader_is_noticed(group):
     mlp = Mlp(group, "gelu", NormKind(True, 1e-5, False), False)
-    one, two = mlp._calls()
-    h = product(mlp.leaves[0].clone().requires_grad_(), mlp.anchor, one, None)
-    given, _ = hand_over(ActivationCast, two, h, None, "gelu", maker_of(h))
-    y = product(given.ticket, mlp.anchor, two, given)
+    one, two = mlp._parcels()
+    h = product(mlp.leaves[0].clone().requires_grad_(), mlp.anchor, one)
+    y = product(ActivationCast.apply(two, h, None, "gelu", carried(h)), mlp.anchor, two)
     with pytest.raises(RuntimeError, match="something else read that result too"):
         (y.sum() + h.sum()).backward()
 
@@ -195,11 +195,11 @@ def test_who_takes_its_gradient_in_fp8(group):
     x, anchor = torch.randn(M, K).bfloat16(), torch.zeros(0, requires_grad=True)
     for how, taken in (({}, True), ({"wgrad": False}, False), ({"emulate": "E4M3"}, False)):
         one = OneWeight(torch.randn(F, K).bfloat16(), group, **how)
-        call = plan(one.weight, None, False, False, training=True)
-        assert (maker_of(product(x, anchor, call, None)) is call) == taken
+        parcel = Parcel(plan(one.weight, None, False, False, training=True))
+        assert (carried(product(x, anchor, parcel)) is parcel) == taken
     with torch.no_grad():
-        call = plan(one.weight, None, False, False, training=True)
-        assert maker_of(product(x, anchor, call, None)) is None
+        parcel = Parcel(plan(one.weight, None, False, False, training=True))
+        assert carried(product(x, anchor, parcel)) is None
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -213,11 +213,11 @@ def test_a_bias_and_its_gradient(group, warm):
         one.weight.casts.scaling = DelayedScaling([E4M3, E5M2], 4, "max", 0, "cpu")
         one.weight.casts.scaling.warm = warm
         leaves = [t.clone().requires_grad_() for t in (x, bias)]
-        call = plan(one.weight, None, False, False, training=True)
+        parcel = Parcel(plan(one.weight, None, False, False, training=True))
         if inside:
-            y = product(leaves[0], torch.zeros(0), call, None, leaves[1])
+            y = product(leaves[0], torch.zeros(0), parcel, leaves[1])
         else:
-            y = product(leaves[0], torch.zeros(0), call, None) + leaves[1]
+            y = product(leaves[0], torch.zeros(0), parcel) + leaves[1]
         y.backward(dy)
         found.append([y.detach(), one.bucket.grads.dense().clone(), *(leaf.grad for leaf in leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -16,11 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fp8.engine.grad_store import DenseStore
 from megatron_fp8.gemm import cublaslt
-from megatron_fp8.layers.call import plan
-from megatron_fp8.layers.handover import hand_over, maker_of
+from megatron_fp8.layers.linear import product
 from megatron_fp8.layers.mlp import ActivationCast
 from megatron_fp8.layers.norm import NormCast, NormKind
-from megatron_fp8.layers.products import product
+from megatron_fp8.layers.parcel import Parcel, carried, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 from megatron_fp8.ops.adam import AdamHyper
@@ -67,19 +66,19 @@ class Linears:
         self.gain = torch.ones(K, dtype=torch.bfloat16, requires_grad=True)
         self.x = torch.randn(4, M // 4, K).bfloat16().requires_grad_()
 
-    def plans(self):
-        return [plan(one.weight, None, False, False, training=True) for one in self.ones]
+    def parcels(self):
+        return [Parcel(plan(one.weight, None, False, False, training=True)) for one in self.ones]
 
     def mlp(self):
-        call, after = self.plans()
-        given, x = hand_over(NormCast, call, self.x, self.gain, None, NormKind(True, 1e-5, False))
-        h = product(given.ticket, self.anchor, call, given)
-        given, _ = hand_over(ActivationCast, after, h, None, "swiglu", maker_of(h))
-        y = product(given.ticket, self.anchor, after, given)
+        parcel, after = self.parcels()
+        normed, x = NormCast.apply(parcel, self.x, self.gain, None, NormKind(True, 1e-5, False))
+        h = product(normed, self.anchor, parcel)
+        activated = ActivationCast.apply(after, h, None, "swiglu", carried(h))
+        y = product(activated, self.anchor, after)
         torch.autograd.grad((y, x), (self.x, self.gain), (torch.ones_like(y), torch.ones_like(x)))
 
     def linear(self):
-        y = product(self.x, self.anchor, self.plans()[0])
+        y = product(self.x, self.anchor, self.parcels()[0])
         torch.autograd.grad(y, self.x, torch.ones_like(y))
 
 

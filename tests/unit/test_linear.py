@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fp8 import ops
 from megatron_fp8.comm import tensor
 from megatron_fp8.engine.owned_weight import GRAD, in_forward_order
-from megatron_fp8.layers.call import plan
-from megatron_fp8.layers.products import product
+from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.parcel import Parcel, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import DelayedScaling, compute_scale
@@ -100,7 +100,7 @@ def test_every_scale_belongs_to_its_micro_batch(group, kind, gather, wgrad, scal
 
         def forward(x):
             call = plan(one.weight, group, gather is not None, False, training=True, sum_y=row)
-            return product(x, torch.zeros(0, requires_grad=True), call)
+            return product(x, torch.zeros(0, requires_grad=True), Parcel(call))
 
         dx = gradients((lambda x: checkpoint(forward, x, use_reentrant=False)) if again else forward, order)
         amax = [] if scaling == "tensorwise" else [state.amax.clone()]
@@ -154,7 +154,7 @@ def test_rows_are_freed_when_they_have_served(group, kind, monkeypatch):
     x, dy = (torch.randn(M, n).bfloat16() for n in (K, N))
     call = plan(one.weight, group, True, False, training=True, sum_y=kind == "row")
     monkeypatch.setattr(tensor, "gather", watched_gather)
-    y = product(x.requires_grad_(), torch.zeros(0, requires_grad=True), call)
+    y = product(x.requires_grad_(), torch.zeros(0, requires_grad=True), Parcel(call))
     look("forward")
     monkeypatch.setattr(one.weight, "cast", watched_cast)
     monkeypatch.setattr(one.weight, "take_gradient", watched_take)

@@ -13,8 +13,8 @@ from engine_parts import OneWeight
 from megatron_fp8 import plugin
 from megatron_fp8.flags.log import logs_update_norm
 from megatron_fp8.flags.probe import ProbePlan, probe_from_args
-from megatron_fp8.layers.call import plan
-from megatron_fp8.layers.products import product
+from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.parcel import Parcel, plan
 from megatron_fp8.monitor import probe
 from megatron_fp8.monitor.probe import GEMMS, OPERANDS, Probe, compare, count_emulated, kurtosis, power_sums
 from megatron_fp8.numerics.emulation import EmulatedFormat, emulate
@@ -147,7 +147,7 @@ class Linear(OneWeight):
         x = x.clone().requires_grad_(needs_dx)
         anchor = torch.zeros(0, requires_grad=True)
         call = plan(self.weight, None, False, False, training=True)
-        y = product(x, anchor, call, None)
+        y = product(x, anchor, Parcel(call))
         y.backward(dy)
         return y.detach(), x.grad, self.bucket.grads.dense().clone()
 

@@ -125,7 +125,7 @@ def one_fork():
         weight.sink = architecture._Grads()
     x = torch.randn(32, 2, 64, requires_grad=True)
     given, residual = layer.pre_mlp_layernorm(x)
-    layer.mlp.linear_fc2.residual = None
+    layer.mlp_bda.offer(x, alone=False)
     y, _ = layer.mlp(given)
     return layer.mlp.linear_fc1, x, y, residual
 
@@ -185,7 +185,6 @@ def doubled_in_a_wrapper(layer):
 def doubled_inside(layer):
     layer.mlp.linear_fc2 = Doubled(layer.mlp.linear_fc2)
     layer.mlp.linear_fc2.plan = layer.mlp.linear_fc2.module.plan
-    layer.mlp.linear_fc2.planned = layer.mlp.linear_fc2.module.planned
 
 
 def with_dropout(layer):
@@ -223,7 +222,7 @@ def test_no_residual_is_left_where_nobody_may_add_it(change, left, summed):
     model = build("")
     for layer in model.decoder.layers:
         change(layer)
-        layer.self_attention.linear_proj.residual = torch.full((32, 2, 64), torch.nan)
+        layer.self_attn_bda._offered = torch.full((32, 2, 64), torch.nan)
     changed = architecture.run(model)
     assert sum(summed) == left
     assert all(value.isfinite().all() for value in changed.values())
@@ -242,12 +241,30 @@ def test_hooks_of_all_modules_see_what_the_linear_makes(summed):
     assert not any(summed)
 
 
-def test_a_norm_made_before_is_what_the_linear_must_be_given():
+def test_a_linear_whose_input_carries_no_parcel_norms_it_itself():
+    """What a Fork has made of another input is no business of this call."""
+    torch.manual_seed(0)
     layer = build("").decoder.layers[0]
     architecture.attach(layer)
-    layer.pre_mlp_layernorm(torch.randn(32, 2, 64, requires_grad=True))
-    with pytest.raises(RuntimeError, match="another input than its norm's result"):
-        layer.mlp.linear_fc1(torch.randn(32, 2, 64))
+    linear, x = layer.mlp.linear_fc1, torch.randn(32, 2, 64, requires_grad=True)
+    expected, _ = linear(x)
+    given, _ = layer.pre_mlp_layernorm(torch.randn(32, 2, 64, requires_grad=True))
+    assert torch.equal(linear(x)[0], expected)
+    assert linear.owned.pending == 2  # what was planned and not called is not waited for
+    linear(given)
+    assert linear.owned.pending == 3
+
+
+def test_a_ticket_is_read_by_its_linear_alone():
+    """Another tensor of it is refused; a computation with it shows at once."""
+    layer = build("").decoder.layers[0]
+    architecture.attach(layer)
+    for change in (torch.Tensor.view_as, torch.Tensor.expand_as):
+        given, _ = layer.pre_mlp_layernorm(torch.randn(32, 2, 64, requires_grad=True))
+        with pytest.raises(RuntimeError, match="another input than its norm's result"):
+            layer.mlp.linear_fc1(change(given, given))
+    given, _ = layer.pre_mlp_layernorm(torch.randn(32, 2, 64, requires_grad=True))
+    assert given.isnan().all() and (given + 1).isnan().all()
 
 
 @pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward"])

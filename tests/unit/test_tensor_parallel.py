@@ -17,8 +17,8 @@ from test_reduce import in_blocks
 from megatron_fp8 import gemm
 from megatron_fp8.comm import tensor, wire
 from megatron_fp8.layers import parallel
-from megatron_fp8.layers.call import plan
-from megatron_fp8.layers.products import product
+from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.parcel import Parcel, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 
@@ -120,7 +120,7 @@ def prepared(rank, ranks, kind, sequence, gather, how):
         call = plan(
             one.weight, dist.group.WORLD, sequence, column and not sequence, training=True, sum_y=not column
         )
-        return product(x, torch.zeros(0, requires_grad=True), call)
+        return product(x, torch.zeros(0, requires_grad=True), Parcel(call))
 
     return one, x, dy, forward
 
