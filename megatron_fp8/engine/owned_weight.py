@@ -92,7 +92,10 @@ class Casts:
                 scaling.record(slot, amax)
             scale = compute_scale(amax, fmt, margin=self._config.margin)
             scale_inv = scale.reciprocal()
-        payload, payload_t = source.cast(x, fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
+        if isinstance(x, torch.Tensor):
+            payload, payload_t = source.cast(x, fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
+        else:
+            payload, payload_t = x.cast(fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
         return ScaledTensor(payload, scale_inv, payload_t), scale
 
     def follow(self, role: int, x: torch.Tensor) -> None:

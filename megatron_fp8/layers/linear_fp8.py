@@ -59,7 +59,7 @@ class Fp8Product(torch.autograd.Function):
         if parcel.q is None:
             recipe = recipe_of(x) if call.recasts and call.columns else None
             parcel.cast(call.whole(x) if call.gather == "bf16" else source.rows(x), recipe)
-            parcel.exact = x
+            parcel.exact = x if call.seen else None
         q, recipe = parcel.q, parcel.recipe if call.wgrad else None
         assert q is not None
         gathering = call.start_gather(q.payload) if call.gather == "fp8" else None
@@ -98,19 +98,15 @@ class Fp8Product(torch.autograd.Function):
         summing = call.start_sum(dx) if call.sum_dx and needs_dx else None
 
         product = None
-        if call.wgrad and not call.wgrad_fp8:
-            assert gradient.exact is not None  # such a call takes no dy in FP8, and gathers it in BF16
-            x = kept[0] if gathering is None else gathering.land()
-            product = gemm.Product(gradient.exact.t(), source.rows(x).t())
-        elif call.wgrad:
-            dy_t = gradient.columns(call)
+        if call.wgrad:
+            dy_t = gradient.transposed(call)
             if not call.seen:
-                gradient.q = None  # its rows have served: wgrad needs their memory
+                gradient.q = gradient.gathering = None  # dy's rows have served: wgrad needs their memory
             if ctx.late and needs_dx and not call.seen:  # autograd then visits x's producer, which makes q(x^T)
                 parcel.late = Late(dy_t, scale, scale_inv)
             else:
-                x_t, gathering = _x_columns(ctx, call, scale, kept, gathering), None  # whose rows have served
-                product = gemm.Product(dy_t, ScaledTensor(x_t, scale_inv))
+                x_t, gathering = _x_transposed(ctx, call, scale, scale_inv, kept, gathering), None  # x's too
+                product = gemm.Product(dy_t, x_t)
         if call.seen:
             read = gradient.rows(), ctx.w if needs_dx else None
             call.show_backward(ctx.exact, gradient.exact, read, product)
@@ -157,8 +153,11 @@ class Gradient:
             self.q, self.gathering = ScaledTensor(self.gathering.land(), self.q.scale_inv), None
         return self.q
 
-    def columns(self, call: Call) -> ScaledTensor:
-        """q(dy^T) of all ranks."""
+    def transposed(self, call: Call) -> gemm.Operand:
+        """dy^T (N, M) of all ranks, as wgrad reads it: in FP8, or in BF16 if that GEMM is."""
+        if not call.wgrad_fp8:
+            assert self.exact is not None  # such a call takes no dy in FP8, and gathers it in BF16
+            return self.exact.t()
         q = self.q if self.gathering is None else self.rows()
         assert q is not None
         columns = ops.transpose(q.payload) if call.gather_dy == "fp8" else q.columns
@@ -233,12 +232,15 @@ def _gather_x(ctx, call: Call, scale: torch.Tensor, kept: list) -> Flight:
     return call.start_gather(source.rows(x))
 
 
-def _x_columns(ctx, call: Call, scale: torch.Tensor, kept: list, gathering: Flight | None) -> torch.Tensor:
-    """q(x^T) (K, M), with the scale that the forward pass captured."""
-    fmt = call.weight.config.forward_format
-    if gathering is not None:
-        x = gathering.land()
-        return ops.transpose(x) if call.gather == "fp8" else ops.quantize(x, fmt, scale, transpose=True, rows=False)[1]
-    if ctx.make is not None:
-        return ctx.make(fmt, scale, *kept, rows=False, columns=True)[1]
-    return kept[0]
+def _x_transposed(ctx, call: Call, scale, scale_inv, kept: list, gathering: Flight | None) -> gemm.Operand:
+    """x^T (K, M) of all ranks, as wgrad reads it: in FP8, with the scale that the forward pass captured, or in BF16."""
+    fmt, x = call.weight.config.forward_format, kept[0] if gathering is None else gathering.land()
+    if not call.wgrad_fp8:
+        return source.rows(x).t()
+    if call.gather == "fp8":
+        x = ops.transpose(x)
+    elif call.gather:
+        x = ops.quantize(x, fmt, scale, transpose=True, rows=False)[1]
+    elif ctx.make is not None:
+        x = ctx.make(fmt, scale, *kept, rows=False, columns=True)[1]
+    return ScaledTensor(x, scale_inv)

@@ -41,11 +41,9 @@ def values(x: Castable) -> torch.Tensor:
 
 
 def cast(
-    x: Castable, fmt: Format, scale: torch.Tensor, *, rows: bool, columns: bool, amax_out: torch.Tensor | None
+    x: torch.Tensor, fmt: Format, scale: torch.Tensor, *, rows: bool, columns: bool, amax_out: torch.Tensor | None
 ) -> Payloads:
     """x (M, K) in FP8 with `scale` (0-d float32), in the layouts asked for; amax_out as reference.quantize has it."""
-    if not isinstance(x, torch.Tensor):
-        return x.cast(fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
     if columns:
         return by_device.quantize(x, fmt, scale, transpose=True, rows=rows, amax_out=amax_out)
     return by_device.quantize(x, fmt, scale, rows=rows, amax_out=amax_out), None

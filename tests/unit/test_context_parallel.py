@@ -22,6 +22,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 from megatron_fp8.comm import wire
 from megatron_fp8.layers import context_parallel
 from megatron_fp8.layers.attention import TorchAttention
+from megatron_fp8.layers.parcel import recipe_of
 
 S, B = 48, 2
 HEADS = {  # np, ng, hn, hv
@@ -69,7 +70,7 @@ def work(rank: int, ranks: int) -> dict:
             wire.sent_bytes.clear()
             y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group)
             kept = {t.data_ptr() for t in y.grad_fn.next_functions[0][0].saved_tensors}
-            assert y._fp8_held and y.data_ptr() in kept
+            assert recipe_of(y) is not None and y.data_ptr() in kept
             grads = torch.autograd.grad(y, operands, dy.flatten(2))
             found[case, dtype] = [y.detach().view(dy.shape), *grads], dict(wire.sent_bytes)
     found["ring"] = ring(*(t[found["tokens"]] for t in whole("plain", found["seed"])), group)
