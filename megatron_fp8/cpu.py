@@ -37,12 +37,31 @@ import torch._dynamo  # it inspects torch.cuda when it is first imported: that m
 from torch.overrides import TorchFunctionMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .rebind import Rebound
+from .rebind import Hook, Rebound, When
 
 _GPU_PRESENT = torch.cuda.is_available()  # asked before anything is replaced
 _CPU = torch.device("cpu")
 _mode: TorchFunctionMode | None = None
 _rebound = Rebound()
+_ON_CPU = When("on a machine without a GPU", lambda run: needed())
+HOOKS = (  # rows of the table of hooks
+    Hook(
+        *("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "cpu.moving_to_cpu"),
+        *("tensor as_numpy record_stream", _ON_CPU),
+        "Makes of the sizes of an all-to-all what it makes of a GPU's: gloo takes no tensor for sizes.",
+    ),
+    # It would compile fused kernels, and draw from what is here the generator of the initial weights an
+    # amount that depends on the tensor-parallel size: TP 1 and TP 2 would start from different networks.
+    Hook(
+        *("megatron.training.initialize", "_warmup_jit_function", "cpu.doing_nothing", "", _ON_CPU),
+        "Compiles no kernels for a GPU, and draws no random numbers.",
+    ),
+)
+COMPILE_HELPERS = Hook(
+    *("megatron.core.datasets.utils", "compile_helpers", "cpu.doing_nothing", ""),
+    When("if the helpers are built and their Makefile is not there"),
+    "Lets the wheel from PyPI train at all.",
+)
 
 
 def needed() -> bool:
@@ -65,13 +84,8 @@ def install() -> None:
     _mode.__enter__()
     atexit.register(_leave_groups)
 
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    import megatron.training.initialize as initialize
-
-    _rebound.replace(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
-    # It would compile fused kernels, and draw from what is here the generator of the initial weights an
-    # amount that depends on the tensor-parallel size: TP 1 and TP 2 would start from different networks.
-    _rebound.replace(initialize, "_warmup_jit_function", _nothing)
+    for hook in HOOKS:
+        hook.put(_rebound)
 
 
 def uninstall() -> None:
@@ -95,7 +109,7 @@ def skip_dataset_compile() -> None:
     built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if built and not os.path.exists(makefile) and utils.compile_helpers is not _nothing:
-        _rebound.replace(utils, "compile_helpers", _nothing)
+        COMPILE_HELPERS.put(_rebound)
 
 
 def adapt_args(args) -> list[str]:
@@ -156,6 +170,11 @@ def _nothing(*args, **kwargs) -> None:
     """Stands for every call whose only effect would be on a GPU."""
 
 
+def doing_nothing(stock: Callable) -> Callable[..., None]:
+    """A hook's maker: `_nothing`."""
+    return _nothing
+
+
 def _always(value: int | None, *names: str) -> dict[str, Callable[..., int | None]]:
     """{name: a function that only returns the value}; each its own, as torch's compiler has one rule for a function,
     and not the same for all names."""
@@ -199,6 +218,11 @@ def _gathering_any_sizes(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """As Megatron's, which leaves a tensor alone that is on the CPU, where gloo takes no tensor for sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def moving_to_cpu(stock: Callable) -> Callable[..., Any]:
+    """A hook's maker: `_move_to_cpu`."""
+    return _move_to_cpu
 
 
 class _Stream:

@@ -114,7 +114,7 @@ def without_tracker(load: Path, args: Namespace) -> Iterator[None]:
         args.ckpt_step = given
 
 
-# --- what plugin.py puts around Megatron's functions
+# --- what stands around Megatron's functions (hooks.py)
 
 
 def name_finished(stock: Callable) -> Callable:
@@ -276,6 +276,11 @@ def _loaded_from(args: Namespace) -> str:
 @functools.cache  # Megatron looks for the checkpoint twice or more
 def _say_going_back_to(folder: Path) -> None:
     _say(f"{folder.parent}: the last save was interrupted; going back to {folder.name}")
+
+
+def forget_said() -> None:
+    """Say it again in the next run."""
+    _say_going_back_to.cache_clear()
 
 
 def _say(line: str) -> None:

@@ -307,7 +307,7 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name in names or path.suffix in kinds]
 
 
-# --- what plugin.py puts around Megatron's functions
+# --- what stands around Megatron's functions (hooks.py)
 
 
 def seal_saves(stock: Callable) -> Callable:

@@ -8,6 +8,11 @@ from megatron.core.utils import unwrap_model
 from ..engine.owned_weight import owners
 
 
+def only_types(kinds: tuple) -> tuple[type, ...]:
+    """Of LINEAR_TYPES: without Transformer Engine some are mock objects."""
+    return tuple(kind for kind in kinds if isinstance(kind, type))
+
+
 def readable_of(chunks) -> Callable[[Callable], Callable]:
     """What makes of Megatron's save_grads one that has the E4M3 weights of `chunks` in BF16."""
 

@@ -7,6 +7,7 @@ from megatron.core.utils import get_model_config
 
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
+from ..rebind import Hook, When
 from .bucket import Bucket, cut
 from .chain import Fp8ChainedOptimizer
 from .events import Events
@@ -21,9 +22,24 @@ from .set_parts import SetParts
 from .weight_groups import WeightGroups, weight_sets
 from .weight_set import WeightSet
 
+_BUILT = When("when the engine is built")
+_FINALIZE = Hook(
+    "megatron.core.model_parallel_config.ModelParallelConfig",
+    *("finalize_model_grads_func", "engine.build", "None or model num_tokens", _BUILT),
+    "Reduces our gradients where stock finishes its own; an official field.",
+    of_object=True,
+)
+_NAN_CHECK = Hook(
+    "megatron.core.distributed.DistributedDataParallelConfig",
+    *("check_for_nan_in_grad", "engine.build", "holds bool", _BUILT),
+    "Stock's check aborts the run and asks the host at every bucket; ours skips the step and does not.",
+    of_object=True,
+)
+HOOKS = (_FINALIZE, _NAN_CHECK)
+
 
 def build_optimizer(
-    fp8: Fp8Config, stock, config, model_chunks, config_overrides, archive: Archive, asked_size: int | None
+    fp8: Fp8Config, stock, config, model_chunks, config_overrides, archive: Archive, bucket_numel: int | None
 ) -> Fp8ChainedOptimizer:
     """The chain of stock Megatron's optimizer parts and ours, over wrapped model chunks.
 
@@ -31,7 +47,7 @@ def build_optimizer(
         stock: the ChainedOptimizer that Megatron built for everything that is not an FP8 linear's weight.
         config, config_overrides: the optimizer configuration it was built from.
         archive: makes the state dicts of the two.
-        asked_size: --ddp-bucket-size, elements of a bucket, or None.
+        bucket_numel: elements of a bucket (--ddp-bucket-size); None: Megatron's rule.
 
     A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and joins in what
     all ranks decide together.
@@ -39,7 +55,7 @@ def build_optimizer(
     weights = owned_weights(model_chunks)
     name_weights(model_chunks)
     groups = _our_param_groups(model_chunks, {weight.param for weight in weights}, config, config_overrides)
-    build = _Build(fp8, config.use_distributed_optimizer, model_chunks, groups, asked_size)
+    build = _Build(fp8, config.use_distributed_optimizer, model_chunks, groups, bucket_numel)
     stats_group = stock.chained_optimizers[0].get_grad_stats_parallel_group()
     model_config = get_model_config(model_chunks[0])
     sets = []
@@ -51,8 +67,7 @@ def build_optimizer(
     engine = EngineOptimizer(sets, options, config, model_chunks, stats_group, archive)
     _finalize_with(engine, model_config)
     for chunk in model_chunks:
-        # Stock's own check aborts the run and asks the host at every bucket; ours skips the step and does not.
-        chunk.ddp_config.check_for_nan_in_grad = False
+        _NAN_CHECK.on(chunk.ddp_config, False)
     return Fp8ChainedOptimizer(stock.chained_optimizers, engine)
 
 
@@ -62,15 +77,15 @@ class _Build:
     Args:
         sharded: whether each data-parallel rank owns a row of the buckets, or all of them.
         groups: Megatron's parameter groups of our weights: options, with their parameters as `params`.
-        asked_size: --ddp-bucket-size, or None.
+        bucket_numel: --ddp-bucket-size, or None.
 
     Attributes:
         options: Megatron's param-group options.
         buckets: of each of the options, what was built so far.
     """
 
-    def __init__(self, fp8: Fp8Config, sharded: bool, model_chunks, groups: list[dict], asked_size: int | None):
-        self.fp8, self.sharded, self.chunks, self._asked_size = fp8, sharded, model_chunks, asked_size
+    def __init__(self, fp8: Fp8Config, sharded: bool, model_chunks, groups: list[dict], bucket_numel: int | None):
+        self.fp8, self.sharded, self.chunks, self._bucket_numel = fp8, sharded, model_chunks, bucket_numel
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.events, self.scratch = Events(), Scratch()
         self._option_of = {param: i for i, option in enumerate(groups) for param in option.pop("params")}
@@ -118,7 +133,7 @@ class _Build:
         backward = [weight for weight in in_forward_order(owned_weights([chunk]))[::-1] if weight in members]
         size = numel = sum(weight.param.numel() for weight in backward)
         if self.fp8.partition != "greedy":  # whole weights balance well only if there are many (partition.py)
-            size = bucket_size(self._asked_size, chunk.ddp_config.num_buckets, numel, ranks)
+            size = bucket_size(self._bucket_numel, chunk.ddp_config.num_buckets, numel, ranks)
         alike: dict[tuple[int, str], list[OwnedWeight]] = {}
         for weight in backward:
             alike.setdefault((self._option_of[weight.param], weight.storage), []).append(weight)
@@ -179,7 +194,8 @@ def _our_param_groups(model_chunks, ours: set[torch.Tensor], config, overrides) 
 
 
 def _finalize_with(engine: EngineOptimizer, model_config) -> None:
-    """Reduce our gradients where Megatron finishes its own: at finalize_model_grads_func, an official hook."""
+    """Reduce our gradients where Megatron finishes its own."""
+
     stock = model_config.finalize_model_grads_func or finalize_model_grads
 
     @torch.no_grad()
@@ -187,4 +203,4 @@ def _finalize_with(engine: EngineOptimizer, model_config) -> None:
         stock(model, num_tokens, *args, **kwargs)  # leaves the global number of tokens in num_tokens
         engine.finalize_grads(num_tokens)
 
-    model_config.finalize_model_grads_func = finalize
+    _FINALIZE.on(model_config, finalize)

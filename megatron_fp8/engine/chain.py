@@ -18,12 +18,23 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from ..errors import PassingError, UserError
 from ..flags.skips import MAX_SKIPPED
 from ..ranks import gathered
+from ..rebind import Hook, When
 from .optimizer import EngineOptimizer
 
 _DAMAGED = (
     "the last step wrote weights or moments that are not finite, although its gradients were: a state of the optimizer "
     "was damaged, in memory or in the checkpoint that it came from; it is not saved: go on from an earlier checkpoint"
 )
+
+
+_SET_STATES = Hook(
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+    "_set_main_param_and_optimizer_states",
+    *("engine.chain", "self model_param tensors", When("when the engine is built, over torch's Adam")),
+    "Loads --dist-ckpt-optim-fully-reshardable, which has no step of each parameter; stock looks for one.",
+    of_object=True,
+)
+HOOKS = (_SET_STATES,)
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
@@ -229,4 +240,4 @@ def _let_load_without_step(part: MegatronOptimizer) -> None:
     """
     if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
         stock = part._set_main_param_and_optimizer_states
-        part._set_main_param_and_optimizer_states = lambda param, tensors: stock(param, {"step": None, **tensors})
+        _SET_STATES.on(part, lambda param, tensors: stock(param, {"step": None, **tensors}))

@@ -87,3 +87,10 @@ class Events:
 
     def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
         raise AttributeError(f"no event {name!r}: there are {', '.join(EVENTS)}")  # all others are set
+
+
+class Unwatched(Events):
+    """Of weights without an engine, which all share it."""
+
+    def subscribe(self, observer: Observer) -> None:
+        raise AssertionError("an observer subscribes to an engine's events")

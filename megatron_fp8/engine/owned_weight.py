@@ -28,7 +28,7 @@ from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
 from ..ops import source
 from ..ops.source import Castable
 from ..ranks import all_reduce_largest
-from .events import Events
+from .events import Events, Unwatched
 from .frozen import own, refuse_changed, refuse_unattached
 from .grad_store import GradSink
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .weight_groups import WeightGroups
 
 INPUT, GRAD = 0, 1  # the two operands that a linear casts
-UNSEEN = Events()  # of a model without an engine
+UNSEEN: Events = Unwatched()  # of a model without an engine
 
 
 class Scratch:

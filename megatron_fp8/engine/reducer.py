@@ -20,10 +20,18 @@ then.  Without --overlap-grad-reduce, and for what is left, everything goes out 
 
 import torch
 
+from ..rebind import Hook, When
 from .bucket import Bucket
 from .owned_weight import OwnedWeight
 
 IN_FLIGHT = 4
+_START_GRAD_SYNC = Hook(
+    *("megatron.core.distributed.DistributedDataParallel", "start_grad_sync", "engine.reducer", "self unused"),
+    When("when the engine is built, with --overlap-grad-reduce"),
+    "Sends our buckets when a pipeline schedule calls for it; Megatron reads the name when training begins.",
+    of_object=True,
+)
+HOOKS = (_START_GRAD_SYNC,)
 
 
 class ChunkReducer:
@@ -98,4 +106,4 @@ class ChunkReducer:
             stock(*args)
             self.launch_rest(in_flight=len(self.buckets))  # to land some here would hold up other chunks' compute
 
-        self.chunk.start_grad_sync = start_grad_sync  # read by Megatron when training begins
+        _START_GRAD_SYNC.on(self.chunk, start_grad_sync)

@@ -90,8 +90,13 @@ _more: list[MakeSet] = []
 
 
 def register(make: MakeSet) -> None:
-    """Have models built from now on own a further set; see the top of the file."""
+    """Have models built from now on own a further set, until the plugin is uninstalled; see the top of the file."""
     _more.append(make)
+
+
+def forget() -> None:
+    """Forget the sets that were registered."""
+    _more.clear()
 
 
 def weight_sets(config, norm: ProcessGroup) -> list[WeightGroups]:

@@ -174,7 +174,8 @@ def find(name: str) -> Path:
 # --- in a run
 
 
-_read = Expanded([])  # by this process
+_NONE = Expanded([])
+_read = _NONE  # by this process
 
 
 def apply() -> None:
@@ -189,6 +190,12 @@ def apply() -> None:
     if names := [name for name in found.variables if name.startswith(late)]:
         found.lines.append(f"{', '.join(names)}: read before this process could set it; set it in the shell instead")
     _read = found
+
+
+def forget() -> None:
+    """Forget the files: the next command line has its own."""
+    global _read
+    _read = _NONE
 
 
 def lines() -> list[str]:

@@ -23,7 +23,8 @@ from .cutlass import CUTLASS
 from .found import Choice, load, path, save
 from .plans import FP8, Maker, Plan, Problem
 
-_among: tuple[Maker, ...] = (CUBLASLT,)  # who is chosen from
+_ALONE: tuple[Maker, ...] = (CUBLASLT,)
+_among = _ALONE  # who is chosen from
 _found: dict[str, list[Choice]] = {}  # the file's, by the problem's text
 _met: list[Problem] = []  # by this rank, up to `tune`
 
@@ -60,8 +61,9 @@ def read_for(backend: str) -> tuple[int, list[str]]:
 def forget() -> None:
     """Go back to what runs without a search."""
     global _among
-    _among, plans.searched = (CUBLASLT,), None
+    _among, plans.searched = _ALONE, None
     _found.clear()
+    _met.clear()
     plans.renew()
 
 

@@ -66,6 +66,11 @@ def _causal_band(length: int, window: int | None, device: torch.device) -> torch
     return seen if window is None else seen.triu(-window)
 
 
+def forget_bands() -> None:
+    """Forget the masks of a run that has ended."""
+    _causal_band.cache_clear()
+
+
 class TorchAttention(MegatronModule):
     """Causal self-attention with the constructor and call of Megatron's DotProductAttention.
 

@@ -25,9 +25,25 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
+from ..rebind import Hook, When
 from .main_grad import added, adds, let_add
 
 _TIED, _TURNED = "fp8_is_head_too", "fp8_turned"  # of a table that the same stage's head uses; whose result is turned
+
+
+_BUILT = When("when a model is built, with --gradient-accumulation-fusion")
+_HEAD = Hook(
+    *("megatron.core.tensor_parallel.ColumnParallelLinear", "_forward_impl", "layers.embedding", "self input weight"),
+    _BUILT,
+    "Spares the LM head, which adds to main_grad, an empty gradient as large as the table.",
+    of_object=True,
+)
+_POSITIONS = Hook(
+    *("torch.nn.Embedding", "forward", "layers.embedding", "self input", _BUILT),
+    "Lets learned positions add their gradient to main_grad.",
+    of_object=True,
+)
+HOOKS = (_HEAD, _POSITIONS)
 
 
 class _Embedding(torch.autograd.Function):
@@ -79,8 +95,13 @@ class Functional:
         return F.embedding(tokens, weight, *args, **kwargs)
 
 
-def _look_up(table: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-    return Functional.embedding(ids, table.weight)
+def functional(stock) -> Functional:
+    """For the torch.nn.functional that stock's layers use."""
+    return Functional()
+
+
+def _look_up(table: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
+    return Functional.embedding(input, table.weight)
 
 
 def _head_product(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -104,7 +125,7 @@ def add_to_main_grad(model) -> None:
     last stage stock does not, and loses what multi-token prediction gives a tied table.
     """
     if model.post_process and model.output_layer.gradient_accumulation_fusion:
-        model.output_layer._forward_impl = _head_product(model.output_layer._forward_impl)
+        _HEAD.on(model.output_layer, _head_product(model.output_layer._forward_impl))
     if not (hasattr(model, "embedding") and model.config.gradient_accumulation_fusion):
         return
     alone = model.embedding.tp_group.size() == 1
@@ -112,7 +133,7 @@ def add_to_main_grad(model) -> None:
     if isinstance(positions, torch.nn.Embedding):
         let_add(positions.weight)
         setattr(positions.weight, _TURNED, alone)
-        positions.forward = MethodType(_look_up, positions)  # which a deep copy binds to itself
+        _POSITIONS.on(positions, MethodType(_look_up, positions))  # which a deep copy binds to itself
     weight = model.embedding.word_embeddings.weight
     if model.post_process and model.share_embeddings_and_output_weights:
         if not model.output_layer.gradient_accumulation_fusion:

@@ -14,6 +14,15 @@ from .. import ops
 from ..flags.emulate import LM_HEAD, OPERANDS, EmulationPlan
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.noise import noise_seed
+from ..rebind import Hook, When
+
+_HEAD = Hook(
+    *("megatron.core.tensor_parallel.ColumnParallelLinear", "forward", "layers.emulated_head", "self input_ weight"),
+    When("when a model is built, with --fp8-emulate-lm-head"),
+    "Rounds the LM head's operands on their way in, and its gradient on its way back.",
+    of_object=True,
+)
+HOOKS = (_HEAD,)
 
 
 class _Rounded(torch.autograd.Function):
@@ -74,7 +83,7 @@ def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
         output, bias = stock(input_, weight=weight, **kwargs)
         return rounded(_RoundedGradient, "gradient", output, count), bias
 
-    head.forward = forward
+    _HEAD.on(head, forward)
 
 
 def count_updates(chunks, update: Callable[[], int]) -> None:

@@ -23,11 +23,20 @@ from ..numerics.formats import E4M3, Format
 from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import compute_scale
 from ..ops import source
+from ..rebind import Hook, When
+
+_HEAD = Hook(
+    *("megatron.core.tensor_parallel.ColumnParallelLinear", "_forward_impl", "layers.fp8_head", "self input weight"),
+    When("when a model is built, with --fp8-lm-head"),
+    "Multiplies the LM head's operands in FP8.",
+    of_object=True,
+)
+HOOKS = (_HEAD,)
 
 
 def head_in_fp8(head, grad_format: Format) -> None:
     """Let `head`, a stock ColumnParallelLinear, multiply in FP8."""
-    head._forward_impl = functools.partial(_forward, grad_format=grad_format)
+    _HEAD.on(head, functools.partial(_forward, grad_format=grad_format))
 
 
 def _forward(

@@ -12,6 +12,11 @@ from .residual import join_residuals
 from .spec import accept_local_names, convert, convert_block
 
 
+def without_fp8(stock):
+    """CheckpointWithoutOutput.__init__ without Transformer Engine's contexts, which config.fp8 asks for."""
+    return lambda self, fp8=None: stock(self, None)
+
+
 def built_with(fp8: Fp8Config):
     """What makes of GPTModel.__init__ that of a model at a level."""
 

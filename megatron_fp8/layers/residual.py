@@ -26,9 +26,30 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
+from ..rebind import Hook, When
 from .linear import Fp8NormColumnParallelLinear, Fp8RowParallelLinear, hooked
 from .mlp import Fp8Mlp
 from .self_attention import FusedSelfAttention
+
+_LAYER = "megatron.core.transformer.transformer_layer.TransformerLayer"
+_BUILT = When("when a model is built, if a layer's linear holds its norm")
+_FORK = {
+    name: Hook(
+        *(_LAYER, name, "layers.residual", "holds IdentityOp", _BUILT),
+        "Lets the linear begin with its norm, and the norm's backward pass add the residual's gradient.",
+        of_object=True,
+    )
+    for name in ("input_layernorm", "pre_mlp_layernorm")
+}
+_SUM = {
+    name: Hook(
+        *(_LAYER, name, "layers.residual", "training fused", _BUILT),
+        "Hands on what the last linear's GEMM has added to the residual.",
+        of_object=True,
+    )
+    for name in ("self_attn_bda", "mlp_bda")
+}
+HOOKS = (*_FORK.values(), *_SUM.values())
 
 
 class ResidualSum:
@@ -100,12 +121,12 @@ def join_residuals(model: torch.nn.Module) -> None:
             continue
         if type(layer.input_layernorm) is IdentityOp and type(layer.self_attention) is FusedSelfAttention:
             add = _sum(layer, "self_attn_bda", "self_attention", "linear_proj")
-            layer.input_layernorm = Fork(layer, "self_attention", "linear_qkv", add)
+            _FORK["input_layernorm"].on(layer, Fork(layer, "self_attention", "linear_qkv", add))
         chunks = layer.config.mlp_chunks_for_training, layer.config.mlp_chunks_for_prefill
         whole = not layer.recompute_mlp and chunks == (1, 1)
         if type(layer.pre_mlp_layernorm) is IdentityOp and type(layer.mlp) is Fp8Mlp and whole:
             add = _sum(layer, "mlp_bda", "mlp", "linear_fc2")
-            layer.pre_mlp_layernorm = Fork(layer, "mlp", "linear_fc1", add)
+            _FORK["pre_mlp_layernorm"].on(layer, Fork(layer, "mlp", "linear_fc1", add))
 
 
 def _sum(layer: TransformerLayer, bda: str, part: str, name: str) -> ResidualSum | None:
@@ -114,5 +135,5 @@ def _sum(layer: TransformerLayer, bda: str, part: str, name: str) -> ResidualSum
     if getattr(layer, bda) is not get_bias_dropout_add or row.tp_group.size() > 1:
         return None
     add = ResidualSum(layer, part, name)
-    setattr(layer, bda, add)
+    _SUM[bda].on(layer, add)
     return add

@@ -96,6 +96,11 @@ def cos_sin(angles: torch.Tensor, mscale: float) -> tuple[torch.Tensor, torch.Te
     return cos, sin
 
 
+def forget_tables() -> None:
+    """Forget the tables of a run that has ended."""
+    _kept.clear()
+
+
 class FusedSelfAttention(SelfAttention):
     """Stock's SelfAttention, split and rotated as above; the parameters are stock's."""
 

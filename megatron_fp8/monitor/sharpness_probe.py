@@ -28,10 +28,17 @@ import torch.distributed as dist
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.utils import unwrap_model
 
+from ..rebind import Hook, Rebound, When
 from .logit_sharpness import Search, Sharpness, Statistics, closed_form, lbfgsb
 
 LAST = ("closed_form", "lbfgsb")
-_LOSS = "compute_language_model_loss"
+_LOSS = Hook(
+    *("megatron.core.models.gpt.gpt_model.GPTModel", "compute_language_model_loss", "monitor.sharpness_probe"),
+    *("self labels logits", When("during the steps and evaluations whose sharpness is measured")),
+    "Sees the logits and labels of the loss.",
+    of_object=True,
+)
+HOOKS = (_LOSS,)
 
 
 class SharpnessProbe:
@@ -53,7 +60,7 @@ class SharpnessProbe:
         self._models = [model for model in models if isinstance(model, LanguageModule) and model.post_process]
         self._iterations = iterations
         self._handles: list[Any] = []
-        self._stocks: list[Any] = []
+        self._undo = Rebound()
         self._labels = self._mask = None
         self.tokens: Statistics | None = None
         self.last: Statistics | None = None
@@ -65,19 +72,14 @@ class SharpnessProbe:
     def __enter__(self) -> "SharpnessProbe":
         for model in self._models:
             self._handles.append(model.register_forward_pre_hook(self._note, with_kwargs=True))
-            self._stocks.append(vars(model).get(_LOSS))  # --logits-save-dir has put one there
-            setattr(model, _LOSS, self._looking(model, getattr(model, _LOSS)))
+            self._undo.append(_LOSS.on(model, self._looking(model, model.compute_language_model_loss)))
         return self
 
     def __exit__(self, *raised: Any) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for model, stock in zip(self._models, self._stocks, strict=True):
-            delattr(model, _LOSS)  # the class's is found again
-            if stock is not None:
-                setattr(model, _LOSS, stock)
-        self._stocks.clear()
+        self._undo.put_back()
 
     def reduce(self) -> None:
         """Add up what the ranks of data and context parallelism saw, on each of them."""

@@ -34,7 +34,8 @@ from megatron.core import utils
 from packaging.version import Version
 
 from megatron_fp8 import cpu, plugin
-from megatron_fp8.rebind import Rebound
+from megatron_fp8.flags.config import adapt_stock_args
+from megatron_fp8.run import Run, say
 
 LEVEL = os.environ.get("FP8_LEVEL", "")
 # A run's flags, as far as a level reads them: the tests' models are of all kinds.
@@ -113,7 +114,7 @@ def _train_without_optimizer() -> None:
 
 
 def _hook_level() -> None:
-    """What `plugin._start` hooks for a run of FLAGS, for good; later parsers only read the level."""
+    """What a Run of FLAGS hooks, for good; later parsers only read the level."""
     import megatron.core.optimizer as optimizer
     import megatron.training.arguments as arguments
     from megatron.training import global_vars, training
@@ -121,23 +122,18 @@ def _hook_level() -> None:
     from megatron_fp8.checkpoint import archive, loads, saves, stock_state
     from megatron_fp8.engine.owned_weight import owned_weights
 
-    ours, own = arguments.parse_args, {}
-
-    def hook(args, config, *_):
-        own["args"], own["config"] = args, config
-        plugin._log(plugin.adapt_stock_args(args, config))
-
-    start, plugin._start = plugin._start, hook
+    ours = arguments.parse_args
+    flags_read, Run.flags_read = Run.flags_read, lambda self: say(adapt_stock_args(self.args, self.fp8))
     before, sys.argv = sys.argv, ["pretrain_gpt.py", *FLAGS.split()]
     args = ours()
     sys.argv = before
     stock_optimizer = optimizer.get_megatron_optimizer
     args.save = tempfile.mkdtemp(prefix="level")
     args.world_size, args.rank = 1, 0
-    start(args, own["config"], None, None)
+    of_session, plugin._process.run = plugin._process.run, None  # parsers end the run before theirs
+    flags_read(of_session)
     args.save = None
-    of_session, plugin._of_run = plugin._of_run, Rebound()  # parsers put back what is in _of_run
-    assert of_session
+    assert of_session.hooked
     with_engine = training.get_megatron_optimizer
 
     @functools.wraps(stock_optimizer)

@@ -8,7 +8,7 @@ import sys
 from launch import ROOT
 
 sys.path.insert(0, str(ROOT))
-from megatron_fp8 import plugin
+from megatron_fp8 import run
 from megatron_fp8.engine.step_end import SameEverywhere
 
 compared = []
@@ -32,6 +32,6 @@ class BesideStock(SameEverywhere):
         return beside(stock, super().largest(stock))
 
 
-plugin.SameEverywhere = BesideStock
+run.SameEverywhere = BesideStock
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
 print(f"\nrank {os.environ['RANK']} compared {len(compared)}\n", end="", flush=True)

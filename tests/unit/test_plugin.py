@@ -15,7 +15,7 @@ import megatron_fp8.cpu as cpu
 cpu.install()
 import megatron.core.package_info, megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
 originals = arguments.parse_args, utils.compile_helpers
-from megatron_fp8 import plugin
+from megatron_fp8 import plugin, run as of_run
 {body}
 """
 
@@ -129,7 +129,7 @@ def test_a_level_on_cuda_stands_in_for_apexs_weight_gradients_and_nothing_else_d
         "import torch, types\n"
         "import megatron.core.tensor_parallel.layers as layers\n"
         "name = 'fused_weight_gradient_mlp_cuda'\n"
-        "plugin.install(); plugin.check_device = lambda capability: None\n"
+        "plugin.install(); of_run.check_device = lambda capability: None\n"
         "def read(*flags):\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', *flags]\n"
         "    args = arguments.parse_args()\n"
@@ -164,7 +164,7 @@ def test_the_backend_of_a_run_goes_with_the_run(run):
     run(
         "from megatron_fp8.gemm import cublaslt, cutlass, cutlass_build, plans\n"
         "from megatron_fp8.gemm.interface import serving\n"
-        "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
+        "plugin.install(); of_run.check_device = lambda capability: None; lines = []; of_run.say = lines.extend\n"
         "def read(*flags):\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
         "    arguments.parse_args()\n"
@@ -206,7 +206,7 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "from megatron_fp8.engine.gemm_choice import RunGemms\n"
         "from megatron_fp8.gemm import cublaslt, cutlass, cutlass_check, plans\n"
         "from megatron_fp8.gemm.interface import serving\n"
-        "plugin.install(); plugin.check_device = lambda capability: None; lines = []; plugin._log = lines.extend\n"
+        "plugin.install(); of_run.check_device = lambda capability: None; lines = []; of_run.say = lines.extend\n"
         "plugin.cpu.needed = lambda: False; cublaslt.bound = lambda: True\n"
         "cutlass.CUTLASS.prepare = lambda build=True: None\n"
         "cutlass.CUTLASS.version = '01-nvcc13-cutlass4'; what = 'CUTLASS for large ones of the backward pass'\n"
@@ -214,7 +214,7 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "    cutlass_check.why_not = lambda: reason\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
         "    config = plugin.config_from_args(arguments.parse_args()); lines.clear()\n"
-        "    gemms = RunGemms(config, 'cuda', lines.extend, plugin._of_run); gemms.settle()\n"
+        "    gemms = RunGemms(config, 'cuda', lines.extend, plugin._process.run.hooked); gemms.settle()\n"
         "    said = list(lines); gemms.settle()  # as an evaluation after the other does\n"
         "    assert reason or lines == said; lines[:] = said; return serving('cuda').name\n"
         "assert settled('') == 'auto' and plans.maker_of == serving('cuda').maker_of\n"

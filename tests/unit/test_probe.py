@@ -10,7 +10,6 @@ import torch
 from commands import MODEL, O1, error_of
 from engine_parts import OneWeight
 
-from megatron_fp8 import plugin
 from megatron_fp8.flags.log import logs_update_norm
 from megatron_fp8.flags.probe import ProbePlan, probe_from_args
 from megatron_fp8.layers.linear import product
@@ -22,6 +21,7 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.numerics.scaling import compute_scale
 from megatron_fp8.ops import reference
+from megatron_fp8.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -313,11 +313,13 @@ class TestFlags:
         both = parse(*O1, "--fp8-probe-step", "1", "--fp8-probe-dir", "x")
         assert "no GEMM of this run is FP8" in error_of(probe_from_args, both, False)
 
-    def test_a_folder_that_takes_no_file_ends_a_run_before_its_first_step(self, tmp_path, monkeypatch):
+    def test_a_folder_that_takes_no_file_ends_a_run_before_its_first_step(self, parse, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
         line = f"--fp8-probe-dir {tmp_path}/file/x: Not a directory; name another folder"
         plan = ProbePlan(frozenset({1}), f"{tmp_path}/file/x")
-        assert error_of(plugin._hook_probe, plan, False, False) == line
+        run = Run(parse(*MODEL), None, plan)
+        assert error_of(run.flags_read) == line
+        run.end()
         monkeypatch.setenv("RANK", "1")  # which writes nothing, and may be where the folder is not
         probe.make(plan.folder)
 

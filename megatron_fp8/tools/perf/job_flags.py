@@ -17,6 +17,7 @@ from ...errors import UserError
 from ...flags.command import job_of
 from ...flags.level import CELLS, LEVEL, is_stock
 from ...flags.numeric_checks import largest_batch
+from ...rebind import Rebound
 from .memory import Job
 from .systems import System, asked_for, chosen
 from .workload import Workload
@@ -73,9 +74,9 @@ def parse(words: Sequence[str]) -> Flags:
     from ...flags import config
 
     command = job_of(words)
-    before, variables, installed, said = sys.argv, dict(os.environ), config.installed, io.StringIO()
+    before, variables, replaced, said = sys.argv, dict(os.environ), Rebound(), io.StringIO()
     try:
-        config.installed = lambda module: True  # for its attention: the job's machines may have it
+        replaced.replace(config, "installed", lambda module: True)  # TE, for its attention: the job's machines may
         os.environ.update(command.variables)
         plugin.install(begins=False)
         import megatron.training.arguments as arguments
@@ -87,7 +88,8 @@ def parse(words: Sequence[str]) -> Flags:
         print(said.getvalue(), end="")
         raise
     finally:
-        sys.argv, config.installed = before, installed
+        sys.argv = before
+        replaced.put_back()
         plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)

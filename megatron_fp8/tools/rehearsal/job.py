@@ -11,7 +11,7 @@ import pickle
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ...errors import NoSuchFile, UserError
@@ -19,6 +19,7 @@ from ...flags.command import Flags, Launch, flags_of, words_of
 from ...flags.flag import whole_number
 from ...flags.level import STOCK
 from ...metrics import VARIABLE as METRICS
+from ...rebind import Rebound
 
 _OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
             "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
@@ -140,31 +141,46 @@ def _in_a_fork(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     return pickle.loads(text)
 
 
+@contextlib.contextmanager
+def only_looking() -> Iterator[None]:
+    """In here a run that begins touches nothing, and finds every package that it asks for.
+
+    The job's folders are the job's, may not be here, and a run may hold them. The job's machines may have Transformer
+    Engine, for its attention, and what other flags need.
+    """
+    from ... import packages
+    from ...checkpoint import saves
+    from ...flags import config
+    from ...monitor import probe
+
+    replaced = Rebound()
+    replaced.replace(saves, "claim", lambda save, flag: None)
+    replaced.replace(probe, "make", lambda folder: None)
+    for module in config, packages:
+        replaced.replace(module, "installed", lambda module: True)
+    try:
+        yield
+    finally:
+        replaced.put_back()
+
+
 def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     os.environ |= {**launch.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     sys.argv = [launch.script[-1], *words_of(flags)]
-    from ... import packages
-    from ...checkpoint import saves
     from ...flags import config
     from ...flags.level import CELLS
     from ...flags.stock_errors import stock_mistake
-    from ...monitor import probe
     from ...plugin import install
 
     install()
-    # This process only looks: the job's folders are the job's, may not be here, and a run may hold them.
-    saves.claim = lambda save, flag: None  # type: ignore[assignment, misc]
-    probe.make = lambda folder: None  # type: ignore[assignment]
-    # Transformer Engine, for its attention, and what other flags need: the job's machines may have them.
-    config.installed = packages.installed = lambda module: True
     os.environ.pop(METRICS, None)
     import megatron.training.arguments as arguments
 
     job = Job(flags)
     printed, complaints = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+        with only_looking(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
             args = arguments.parse_args(ignore_unknown_args=unknown)
             fp8 = config.config_from_args(args)  # its cells, which adaption leaves alone
             job.level = STOCK if fp8 is None else fp8.level

@@ -1,0 +1,203 @@
+"""The table of hooks: its page is fresh, Megatron is as it says, every hook is undone, and a run leaves nothing."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from launch import ROOT
+from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
+
+from megatron_fp8 import cpu
+from megatron_fp8.rebind import NOTHING, Hook, Rebound, When, find
+
+ALWAYS = When("always")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """All rows: of modules and classes, and of objects."""
+    if cpu.needed():
+        cpu.install()
+    from megatron_fp8 import hooks
+
+    rows = [*hooks.of_modules(), *hooks.on_objects()]
+    for row in rows:
+        find(row.owner)
+    cpu.uninstall()  # which has put some of them
+    return rows
+
+
+def held(owner) -> dict:
+    return dict(owner if isinstance(owner, dict) else vars(owner))
+
+
+def test_the_page_is_what_the_code_says():
+    tool = [sys.executable, "tools/make_hooks_doc.py", "--check"]
+    result = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-500:]
+
+
+def test_megatron_is_the_one_that_the_table_knows(rows):
+    for row in rows:
+        original = getattr(find(row.owner), row.name, NOTHING)
+        if not row.of_object:
+            owner = find(row.owner)
+            row.check(owner.get(row.name, NOTHING) if isinstance(owner, dict) else getattr(owner, row.name, NOTHING))
+        elif callable(original):
+            row.check(original)  # else it is an object's alone, and checked on the object
+
+
+def test_every_row_says_who_and_why(rows):
+    for row in rows:
+        assert row.why.endswith(".") and row.when.text, row
+        if not row.maker.startswith("run."):
+            found = find(f"megatron_fp8.{row.maker}")
+            assert callable(found) or row.of_object, row
+    assert len({(row.owner, row.name, row.maker, row.when.text) for row in rows}) == len(rows)
+
+
+def test_what_the_run_makes_is_there(rows):
+    """"run.step": an attribute of Run; "run.checks.look": of what its first one is annotated to be, by now."""
+    from megatron_fp8.plugin import Process
+    from megatron_fp8.run import Run
+
+    run = Run(SimpleNamespace(check_for_nan_in_loss_and_grad=True), None)
+    for row in rows:
+        if row.maker.startswith("run."):
+            first, *rest = row.maker.split(".")[1:]
+            if first in ("step_graph", "parse_args"):
+                assert hasattr(run, first) or hasattr(Process, first)
+                continue
+            found = getattr(run, first)
+            assert callable(getattr(found, rest[0]) if rest else found), row
+
+
+def test_every_hook_of_a_module_or_class_is_undone(rows):
+    for row in (row for row in rows if not row.of_object):
+        owner, rebound = find(row.owner), Rebound()
+        before = held(owner)
+        row.put(rebound, MagicMock())
+        assert held(owner).get(row.name, NOTHING) is not before.get(row.name, NOTHING), row
+        rebound.put_back()
+        after = held(owner)
+        assert after.keys() == before.keys() and all(after[name] is before[name] for name in before), row
+
+
+def test_every_hook_of_an_object_is_undone(rows):
+    for row in (row for row in rows if row.of_object):
+        target = torch.nn.Module.__new__(type("Object", (torch.nn.Module,), {}))
+        torch.nn.Module.__init__(target)
+        holds = row.signature.removeprefix("holds ") if row.signature.startswith("holds ") else ""
+        if holds == "bool":
+            target.__dict__[row.name] = True
+        elif holds:
+            setattr(target, row.name, type(holds, (torch.nn.Module,), {})())
+        else:
+            parameters = row.signature.removeprefix("None or ").replace(" ", ", ")
+            function = eval(f"lambda {parameters}: None")
+            setattr(type(target) if parameters.startswith("self") else target, row.name, function)
+        before, children = held(target), dict(target._modules)
+        value = False if holds == "bool" else torch.nn.Identity() if holds else lambda *given: None
+        undo = row.on(target, value)
+        assert getattr(target, row.name) is value
+        undo()
+        assert held(target) == before and target._modules == children, row
+
+
+class Base:
+    value = 3
+
+    def method(self, first, second):
+        return first, second
+
+
+class Derived(Base):
+    pass
+
+
+def row(owner, name, signature):
+    return Hook(f"{__name__}.{owner}", name, "cpu.doing_nothing", signature, ALWAYS, "A test.")
+
+
+def test_what_a_base_class_has_is_the_base_classes_again():
+    rebound = Rebound()
+    row("Derived", "method", "self first").put(rebound)
+    assert "method" in vars(Derived) and Base().method(1, 2) == (1, 2)
+    rebound.put_back()
+    assert "method" not in vars(Derived) and Derived().method(1, 2) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "said"),
+    [
+        ("method", "self second", r"Base\.method: \(self, first, second\); it was written for \(self, second, "),
+        ("method", "self first second third", r"written for \(self, first, second, third, "),
+        ("value", "holds bool", r"Base\.value: int; it was written for bool; use mega"),
+        ("value", "holds nothing", r"Base\.value: int; it was written for nothing"),
+        ("absent", "holds int", r"Base\.absent: nothing; it was written for int"),
+    ],
+)
+def test_what_is_not_known_is_refused_and_left_alone(name, signature, said):
+    rebound, before = Rebound(), dict(vars(Base))
+    with pytest.raises(RuntimeError, match=said):
+        row("Base", name, signature).put(rebound)
+    assert not rebound and dict(vars(Base)) == before
+
+
+def test_names_that_are_not_there_and_keys_go_again():
+    table, target = {}, SimpleNamespace(children=1)
+    rebound = Rebound()
+    rebound.replace(table, "key", 1)
+    rebound.replace(target, "new", 2)
+    rebound.replace(target, "children", 3)
+    assert table == {"key": 1} and vars(target) == {"new": 2, "children": 3}
+    rebound.put_back()
+    assert table == {} and vars(target) == {"children": 1} and not rebound
+
+
+def test_an_attribute_that_another_wrapper_holds_is_that_again():
+    """As --logits-save-dir puts a loss on the model itself."""
+    target = Base()
+    theirs = target.method = lambda _first, _second: 5
+    hook = Hook(f"{__name__}.Base", "method", "", "self first second", ALWAYS, "A test.", of_object=True)
+    undo = hook.on(target, lambda first, second: theirs(first, second) + 1)
+    assert target.method(1, 2) == 6
+    undo()
+    assert target.method is theirs
+
+
+def test_an_owner_that_is_not_there_is_said():
+    with pytest.raises(ModuleNotFoundError):
+        find("no_such_package.module")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        find("megatron_fp8.rebind.no_such_name")
+
+
+def left(*flags: str, env: dict[str, str] | None = None) -> tuple[list[str], int, int]:
+    """What a run leaves, how many hooks it had, how many values were compared."""
+    script = "tests/scripts/leaves_nothing.py"
+    model = [flag for flag in TINY_GPT if flag != "--no-rope-fusion"]  # so that the rotary embedding's tables are ours
+    lines = run_megatron(2, [*model, *SIX_STEPS, *flags], script=script, env=env).lines
+    words = "left", "hooked", "there"
+    found = {word: [line.split(" ", 1)[1] for line in lines if line.startswith(f"{word} ")] for word in words}
+    return found["left"], int(found["hooked"][-1]), int(found["there"][-1])
+
+
+def test_a_run_leaves_nothing(tmp_path):
+    """After uninstall() every name is the original object, and the package's modules hold what they held."""
+    what = f"--fp8-level O3 --fp8-log-interval 2 --fp8-log-update-norm --save {tmp_path} --save-interval 3"
+    what += " --eval-iters 1 --eval-interval 5 --split 9,1,0 --fp8-lm-head --fp8-log-gemm --fp8-sharpness-interval 3"
+    found, hooked, there = left(*what.split())
+    assert not found and hooked > 30 and there > 2000
+
+
+def test_what_a_run_would_leave_is_found():
+    """If nothing is forgotten: bytes that were sent, tables of the rotary embedding, lines."""
+    found, *_ = left("--fp8-level", "O1", env={"FORGET_NOTHING": "1"})
+    assert {"comm.wire.sent_bytes", "layers.self_attention._kept", "run._print_once"} <= {
+        name.removeprefix("megatron_fp8.") for name in found
+    }
+    assert "megatron.training.training.get_megatron_optimizer" in found
