@@ -8,7 +8,6 @@ from megatron_fp8 import gemm
 from megatron_fp8.checkpoint import compact
 from megatron_fp8.engine.events import Events, Observer
 from megatron_fp8.engine.frozen_set import freeze
-from megatron_fp8.engine.owned_weight import Scratch
 from megatron_fp8.layers.linear import product
 from megatron_fp8.layers.parcel import Parcel, carried, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
