@@ -10,7 +10,7 @@ with ScaledTensors that hold the layout that is read (numerics/scaled.py), or wi
 
 What is done to the product before it is written is data, an `Epilogue`, in this order:
 
-    C = A B^T -> + bias -> activation -> + residual -> added into / written to `into` | returned | quantised
+    C = A B^T -> + bias -> + residual -> added into / written to `into` | returned
 
 A `Backend` is a way to compute the FP8 product on some devices. It names the parts of an epilogue that it does in the
 GEMM itself (`fuses`); it gets those up to the first one that it lacks, and the rest is done here, by operations that
@@ -33,38 +33,19 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
-from ..numerics.formats import E5M2, Format
+from ..numerics.formats import E5M2
 from ..numerics.scaled import ScaledTensor
-from ..ops import reference, source
+from ..ops import reference
 from . import cublaslt, plans
 from .cutlass import CUTLASS
 
 type Operand = ScaledTensor | torch.Tensor
 
-PARTS = ("bias", "activation", "residual", "accumulate", "quantize")  # in the order in which they are done
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "swiglu": lambda x: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],  # (M, N) -> (M, N/2)
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """A result in FP8: `fmt` and its scale (0-d float32), the layouts wanted, and where its amax goes.
-
-    amax (0-d float32, or None) becomes max(amax, max|C|).
-    """
-
-    fmt: Format
-    scale: torch.Tensor
-    amax: torch.Tensor | None = None
-    rows: bool = True
-    columns: bool = False
+PARTS = ("bias", "residual", "accumulate")  # in the order in which they are done
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,24 +55,20 @@ class Epilogue:
     Attributes:
         dtype: of the result where it is returned; what follows a backend's own part reads it so.
         bias: (N,).
-        activation: a name of ACTIVATIONS.
-        residual: (M, N), of what the activation gives.
+        residual: (M, N).
         into: where the result goes, contiguous, in its own dtype; it is what is returned.
         accumulate: the result is added to what `into` holds.
-        quantize: the result is a ScaledTensor.
     """
 
     dtype: torch.dtype = torch.bfloat16
     bias: torch.Tensor | None = None
-    activation: str | None = None
     residual: torch.Tensor | None = None
     into: torch.Tensor | None = None
     accumulate: bool = False
-    quantize: Quantized | None = None
 
     def __post_init__(self):
-        if (self.accumulate and self.into is None) or (self.quantize is not None and self.into is not None):
-            raise ValueError("an epilogue accumulates into a tensor, and a result that is quantised goes nowhere else")
+        if self.accumulate and self.into is None:
+            raise ValueError("an epilogue that accumulates needs `into`, the tensor that the result is added to")
 
     def parts(self) -> list[str]:
         """Which of PARTS it has."""
@@ -101,7 +78,7 @@ class Epilogue:
         """With these of its parts; for a result that others go on with, unless they are all."""
         if parts == self.parts():
             return self
-        # What is accumulated or quantised comes last: if it is among the parts, they are all.
+        # Accumulation comes last: if it is among the parts, they are all.
         dtype = self.dtype if self.into is None else self.into.dtype
         return Epilogue(dtype, **{part: getattr(self, part) for part in parts})
 
@@ -127,7 +104,7 @@ class Backend(Protocol):
     @property
     def fuses(self) -> frozenset[str]: ...
 
-    def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> Any:
+    def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
         """The product with an epilogue of what it fuses, of the epilogue's dtype or in `into`."""
 
 
@@ -243,12 +220,11 @@ register(Planned("cublaslt", _torch))
 register(Reference())
 
 
-def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool = False) -> Any:
+def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool = False) -> torch.Tensor:
     """a b^T of a (M, K) and b (N, K), then the epilogue: (M, N).
 
     Both are ScaledTensors, which hold their rows; E4M3 and E5M2 mix freely, but for E5M2 x E5M2, which Hopper lacks:
     ValueError; on CUDA, M, N and K are multiples of 16. Or both are plain: then torch multiplies them in their type.
-    The result is a tensor, or with `quantize` a ScaledTensor.
     """
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return _follow(torch.matmul(a, b.T), epilogue, epilogue.parts())
@@ -257,7 +233,7 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool
     return through(_serving[a.payload.device.type], a, b, epilogue, fast_accum)
 
 
-def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> Any:
+def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
     """`gemm` by one backend: what it fuses, up to the first part that it lacks, and what is left after it."""
     parts = epilogue.parts()
     if backend.fuses.issuperset(parts):
@@ -267,17 +243,12 @@ def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilog
     return y if done == len(parts) else _follow(y, epilogue, parts[done:])
 
 
-def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tensor | ScaledTensor:
+def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tensor:
     """What is left of an epilogue, `parts`, of a product that is so far y (M, N)."""
     if "bias" in parts:
         y = y + epilogue.bias
-    if "activation" in parts and epilogue.activation is not None:
-        y = ACTIVATIONS[epilogue.activation](y)
     if "residual" in parts:
         y = y + epilogue.residual
-    if (to := epilogue.quantize) is not None:
-        payload, columns = source.cast(y, to.fmt, to.scale, rows=to.rows, columns=to.columns, amax_out=to.amax)
-        return ScaledTensor(payload, to.scale.reciprocal(), columns)
     if epilogue.accumulate and epilogue.into is not None:
         return epilogue.into.add_(y)
     return y.to(epilogue.dtype) if epilogue.into is None else epilogue.into.copy_(y)

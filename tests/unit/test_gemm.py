@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megatron_fp8.gemm import Epilogue, Product, gemm
-from megatron_fp8.gemm.interface import PARTS, Quantized, register, serving, use
+from megatron_fp8.gemm.interface import PARTS, register, serving, use
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import reference
@@ -82,15 +81,14 @@ def test_a_backend_gets_what_it_fuses_up_to_the_first_part_that_it_lacks():
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["fp8", "plain"])
-@pytest.mark.parametrize("chosen", [c for n in range(4) for c in itertools.combinations(PARTS[:3], n)], ids="-".join)
+@pytest.mark.parametrize("chosen", [c for n in range(3) for c in itertools.combinations(PARTS[:2], n)], ids="-".join)
 def test_an_epilogue_is_done_in_its_order(chosen, plain):
     a, b = scaled(M, K), scaled(N, K)
     if plain:
         a, b = a.dequantize(), b.dequantize()
     product = (a if plain else a.dequantize()).double() @ (b if plain else b.dequantize()).double().t()
-    given = {"bias": torch.randn(N), "activation": "gelu", "residual": torch.randn(M, N)}
+    given = {"bias": torch.randn(N), "residual": torch.randn(M, N)}
     expected = product + given["bias"] if "bias" in chosen else product
-    expected = F.gelu(expected, approximate="tanh") if "activation" in chosen else expected
     expected = expected + given["residual"] if "residual" in chosen else expected
     epilogue = {part: given[part] for part in chosen}
     got = gemm(a, b, Epilogue(dtype=FP32, **epilogue))
@@ -100,28 +98,6 @@ def test_an_epilogue_is_done_in_its_order(chosen, plain):
     assert gemm(a, b, Epilogue(into=into, accumulate=True, **epilogue)) is into
     assert torch.equal(into, before + got)
     assert gemm(a, b, Epilogue(into=into, **epilogue)) is into and torch.equal(into, got)
-
-
-def test_swiglu_halves_the_width():
-    a, b = scaled(M, K), scaled(N, K)
-    y = gemm(a, b, Epilogue(dtype=FP32))
-    got = gemm(a, b, Epilogue(dtype=FP32, activation="swiglu"))
-    assert torch.equal(got, F.silu(y[:, : N // 2]) * y[:, N // 2 :])
-
-
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("rows", [False, True])
-def test_a_quantised_result_has_the_layouts_that_are_wanted(rows, columns):
-    if not rows and not columns:
-        return
-    a, b, scale, amax = scaled(M, K), scaled(N, K), torch.tensor(3.0), torch.tensor(0.5)
-    y = gemm(a, b, Epilogue(dtype=BF16))
-    q = gemm(a, b, Epilogue(quantize=Quantized(E4M3, scale, amax, rows, columns)))
-    payload, payload_t = reference.quantize(y, E4M3, scale, transpose=True)
-    assert (q.payload is not None) == rows and (q.columns is not None) == columns
-    for got, expected in ((q.payload, payload), (q.columns, payload_t)):
-        assert got is None or torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-    assert q.scale_inv == scale.reciprocal() and amax == y.float().abs().max() and q.format is E4M3
 
 
 def test_bf16_storage_accumulates_as_fp32_does():
