@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from stamp import ROOT
 
 from megatron_fp8.tools.perf import hardware
-from megatron_fp8.tools.perf.memory import Job
+from megatron_fp8.tools.perf.job import Job
 from megatron_fp8.tools.perf.step import estimate
 from megatron_fp8.tools.perf.systems import SYSTEMS
 from megatron_fp8.tools.perf.workload import Workload

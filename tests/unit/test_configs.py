@@ -11,7 +11,7 @@ from launch import ROOT
 
 from megatron_fp8.flags.args_file import read
 from megatron_fp8.flags.command import take_apart
-from megatron_fp8.tools.perf.memory import MODELS, Job
+from megatron_fp8.tools.perf.job import MODELS, Job
 from megatron_fp8.tools.rehearsal.job import examine
 
 CONFIGS = ROOT / "configs"

@@ -17,7 +17,7 @@ from megatron_fp8.tools.perf import (
     table_run,
     validation,
 )
-from megatron_fp8.tools.perf.memory import MODELS
+from megatron_fp8.tools.perf.job import MODELS
 from megatron_fp8.tools.perf.step import estimate
 from megatron_fp8.tools.perf.systems import PAPERS, SYSTEMS
 from megatron_fp8.tools.perf.workload import Workload

@@ -20,7 +20,8 @@ from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.formats import E4M3
 from megatron_fp8.tools.perf import job_flags, memory
-from megatron_fp8.tools.perf.memory import BYTES, MODELS, STATES, Job, engine_buckets, engine_bytes, ranks_bytes
+from megatron_fp8.tools.perf.job import BYTES, MODELS, STATES, Job
+from megatron_fp8.tools.perf.memory import engine_buckets, engine_bytes, ranks_bytes
 
 BLOCKS = 1 / 128
 

@@ -11,7 +11,7 @@ from megatron_fp8.errors import UserError
 from megatron_fp8.flags.usage import one_line_usage_errors
 from megatron_fp8.tools.palette import COLOURS
 from megatron_fp8.tools.perf import hardware, paper, table, table_run
-from megatron_fp8.tools.perf.memory import MODELS
+from megatron_fp8.tools.perf.job import MODELS
 from megatron_fp8.tools.perf.output import MIB, alike, merged, render
 
 H100 = hardware.load("h100-80gb-sxm")

@@ -18,7 +18,7 @@ from ...flags.command import job_of
 from ...flags.level import CELLS, LEVEL, is_stock
 from ...flags.numeric_checks import largest_batch
 from ...rebind import Rebound
-from .memory import Job
+from .job import Job
 from .systems import System, asked_for, chosen
 from .workload import Workload
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from . import collectives, flops
 from .hardware import Hardware
-from .memory import MODELS
+from .job import MODELS
 from .step import Estimate, estimate, stages
 from .systems import PAPERS, SYSTEMS, System
 from .workload import Workload

@@ -15,7 +15,8 @@ from functools import lru_cache
 from . import activations, collectives, flops, gemm_time, memory_bound
 from .collectives import Traffic
 from .hardware import Hardware
-from .memory import STATES, Job, Rank, ranks_bytes
+from .job import STATES, Job
+from .memory import Rank, ranks_bytes
 from .workload import Workload
 
 _WORKSPACE = 90e6  # cuBLAS' and small buffers, of every system measured; measured 85 to 120 MB

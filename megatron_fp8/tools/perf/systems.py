@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import UserError
 from ...flags.level import CELLS
-from .memory import BYTES, STATES
+from .job import BYTES, STATES
 
 STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer: also of our levels' embeddings and norms
 

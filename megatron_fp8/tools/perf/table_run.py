@@ -26,7 +26,7 @@ from ...flags.flag import positive, whole
 from ...shipped import shipped
 from . import hardware, validation
 from .estimate import divisors
-from .memory import MODELS
+from .job import MODELS
 from .output import MIB
 from .step import Estimate, estimate
 from .systems import SYSTEMS

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from . import hardware
-from .memory import MODELS as PAPERS
-from .memory import Job
+from .job import MODELS as PAPERS
+from .job import Job
 from .output import MIB
 from .step import Estimate, estimate
 from .systems import SYSTEMS

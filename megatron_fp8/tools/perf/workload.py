@@ -7,7 +7,7 @@ from typing import Literal
 from ...errors import UserError
 from ...flags.level import CELLS
 from ...flags.numeric_checks import FEW_MICRO_BATCHES
-from .memory import Job
+from .job import Job
 from .systems import System
 
 Recompute = Literal["none", "selective", "full"]

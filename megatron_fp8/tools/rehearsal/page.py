@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ...metrics import LOSS, VALIDATION_LOSS
 from ..perf import memory
+from ..perf.job import Job as CountedJob
 from ..perf.job_flags import job as counted_job
 from ..perf.job_flags import uncounted as not_counted
 from .job import Job
@@ -163,7 +164,7 @@ def _full_size(job: Job) -> Iterator[str]:
     yield ""
 
 
-def _counted(job: Job) -> memory.Job | str:
+def _counted(job: Job) -> CountedJob | str:
     """What the memory report counts a job as, or what of it the report does not count."""
     args = job.args
     assert args is not None
@@ -200,7 +201,7 @@ def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
         yield "No step was logged here: whether the script trains cannot be said."
     elif not outcome.repeats:
         yield "A run that resumes does not go on as it was: see above."
-    if isinstance(counted := _counted(job), memory.Job):
+    if isinstance(counted := _counted(job), CountedJob):
         most = max(sum(rank.linears.values()) + sum(rank.others.values())
                    for rank in memory.ranks_bytes(counted, job.cells))  # fmt: skip
         if most > _H100:

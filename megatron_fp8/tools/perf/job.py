@@ -1,0 +1,146 @@
+"""A job as the cost model knows it: a GPT, its parallel layout, and the bytes of each type that it holds."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from ...errors import UserError
+from ...flags.numeric_checks import GEMM_MULTIPLE
+
+BYTES: dict[str, float] = {
+    "fp32": 4,
+    "bf16": 2,
+    "remainder": 2,  # int16
+    "fp16": 2 + 1 / 128,  # Block16: a byte of exponent for 128 elements
+    "fp8": 1 + 1 / 128,  # BlockScaled: the same
+    "e4m3": 1,  # ScaledTensor, a weight or its copy: one scale for the whole
+}
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A GPT and its parallel layout: Megatron's flags, and the data-parallel size. Defaults are Megatron's, but for the
+    distributed optimizer.
+
+    data_parallel_size counts context-parallel ranks too. UserError for what Megatron or the GEMMs could not cut.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    ffn_hidden_size: int | None = None
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    swiglu: bool = False
+    quick_geglu: bool = False
+    attention_output_gate: bool = False
+    disable_bias_linear: bool = False
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    max_position_embeddings: int | None = None
+    untie_embeddings_and_output_weights: bool = False
+    make_vocab_size_divisible_by: int = 128
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    data_parallel_size: int = 1
+    use_distributed_optimizer: bool = True
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and field.type is not bool and value < 1:
+                raise UserError(f"{flag(field.name)} {value}: use 1 or more")
+        if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
+            raise UserError("--position-embedding-type learned_absolute: add --max-position-embeddings, or use rope")
+        if self.kv_channels is None:
+            self._check_divides("num_attention_heads", "hidden_size")
+        self._check_divides("tensor_model_parallel_size", "num_attention_heads")
+        self._check_divides("pipeline_model_parallel_size", "num_layers")
+        tensor, groups = self.tensor_model_parallel_size, self.num_query_groups
+        if groups is not None and groups % tensor and tensor % groups:
+            remedy = f"neither multiple nor divisor of --tensor-model-parallel-size {tensor}; change one"
+            raise UserError(f"--num-query-groups {groups}: {remedy}")
+        if groups is not None:
+            self._check_divides("num_query_groups", "num_attention_heads")
+        for rows, columns, across in self.linear_sizes:
+            cut, whole = (rows, columns) if across else (columns, rows)
+            if cut % (tensor * GEMM_MULTIPLE) or whole % GEMM_MULTIPLE:
+                raise UserError(
+                    f"--tensor-model-parallel-size {tensor}: cuts a linear of {rows} x {columns} elements into parts "
+                    f"that are no multiples of {GEMM_MULTIPLE}; change it, --hidden-size or --ffn-hidden-size"
+                )
+
+    def _check_divides(self, divisor: str, number: str) -> None:
+        by, value = getattr(self, divisor), getattr(self, number)
+        if value % by:
+            raise UserError(f"{flag(divisor)} {by}: does not divide {flag(number)} {value}; change one")
+
+    @property
+    def linear_sizes(self) -> list[tuple[int, int, bool]]:
+        """Rows and columns of qkv, proj, fc1 and fc2, and whether tensor parallelism cuts the rows (a column-parallel
+        linear, as Megatron names it), else the columns."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        channels = self.kv_channels or hidden // heads
+        ffn = self.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if self.swiglu else 4 * hidden)
+        queries, gated = heads * (1 + self.attention_output_gate), self.swiglu or self.quick_geglu
+        qkv, fc1 = (queries + 2 * (self.num_query_groups or heads)) * channels, ffn * (1 + gated)
+        return [
+            (qkv, hidden, True),
+            (hidden, heads * channels, False),
+            (fc1, hidden, True),
+            (hidden, ffn, False),
+        ]
+
+    def linears(self) -> list[int]:
+        """Sizes of the linears' weights of a stage on a tensor-parallel rank, in the order of the backward pass."""
+        layer = [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in self.linear_sizes]
+        return layer[::-1] * (self.num_layers // self.pipeline_model_parallel_size)
+
+    def others(self, stage: int) -> list[int]:
+        """Sizes of all other parameters of pipeline stage `stage` on a tensor-parallel rank."""
+        hidden, tensor, stages = self.hidden_size, self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        norm = [hidden] * (1 if self.normalization == "RMSNorm" else 2)
+        (qkv, *_), _, (fc1, *_), _ = self.linear_sizes
+        bias = [] if self.disable_bias_linear else [qkv // tensor, hidden, fc1 // tensor, hidden]
+        unit = self.make_vocab_size_divisible_by * tensor
+        words = -(-self.vocab_size // unit) * unit // tensor * hidden
+        first, last = stage == 0, stage == stages - 1
+        sizes = [words] if first else []
+        if first and self.position_embedding_type == "learned_absolute":
+            assert self.max_position_embeddings is not None  # checked as the job was made
+            sizes.append(self.max_position_embeddings * hidden)
+        sizes += (norm + norm + bias) * (self.num_layers // stages)
+        if last:
+            sizes += norm
+            # A tied head is the embedding itself where one stage has both, else a copy.
+            sizes += [words] if self.untie_embeddings_and_output_weights or not first else []
+        return sizes
+
+
+def _paper(layers: int, hidden: int, heads: int, tensor: int = 1, pipeline: int = 1, data: int = 1) -> Job:
+    return Job(
+        layers,
+        hidden,
+        heads,
+        vocab_size=50_304,
+        disable_bias_linear=True,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        data_parallel_size=data,
+    )
+
+
+MODELS = {  # FP8-LM (arXiv 2310.18313), tables 1 and 5; it has no data-parallel size for 125M
+    "125m": _paper(12, 768, 12),
+    "7b": _paper(32, 4096, 32, data=32),
+    "13b": _paper(40, 5120, 40, tensor=2, data=16),
+    "175b": _paper(96, 12288, 96, tensor=8, pipeline=4, data=4),
+}
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field of Job."""
+    return "--" + name.replace("_", "-")
