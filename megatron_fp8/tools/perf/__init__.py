@@ -1,1 +1,1 @@
-"""What a job costs, computed from its flags: memory, time, layouts; and runs compared."""
+"""Compute what a job costs from its flags (memory, time, layouts), and compare runs."""

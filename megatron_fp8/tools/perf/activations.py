@@ -1,14 +1,14 @@
-"""Bytes of activations at a rank's peak: what waits for the backward pass, and what stands beside it at that moment.
+"""Bytes of activations at a rank's peak: those kept for the backward pass, and the temporaries beside them.
 
-Of a layer, for each token (h hidden, A channels of heads, K of query groups, U of fc1's output, F of fc2's input; i is
-the byte or two of a linear's input; each is divided by the tensor-parallel ranks that share it):
+A layer keeps, for each token (h hidden, A channels of all heads, K of all query groups, U of fc1's output, F of fc2's
+input; i: bytes an element of a linear's input, 1 or 2). Divide each by the tensor-parallel ranks that share it:
 
     norms' inputs 2 x 2h    qkv's input i h     q, k, v 2 (A + 2K)     attention's output 2A, and FP8's cast of it A
     fc1's input i h         fc1's output 2U     fc2's input i F        softmax's sums 4 a head, norms' 16
 
-which for GPT is 32 h (BF16: the 34 of Korthikanti et al., arXiv 2205.05198, without dropout's masks) and 27 h with FP8
-inputs. With --fp8-activations norms' inputs and fc1's output are a byte, and no linear's input is kept: 14 h. Flash
-attention is taken for granted. The peak is either the loss (last stage), or the backward pass of a layer with as many
+For GPT that is 32 h in BF16 (the 34 of Korthikanti et al., arXiv 2205.05198, without dropout's masks) and 27 h with FP8
+inputs. With --fp8-activations, norms' inputs and fc1's output take one byte and no linear's input is kept: 14 h. The
+model assumes flash attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
 micro-batches in flight as the schedule allows.
 """
 
@@ -17,7 +17,7 @@ from .workload import MODULES, Workload
 
 
 def layer(w: Workload) -> float:
-    """Bytes that a layer keeps of a micro-batch, recomputation as it is asked for."""
+    """Bytes that a layer keeps of a micro-batch, with the workload's recomputation."""
     if w.recompute == "full" and w.recomputed_layers is None:
         return _checkpoint(w)
     return _saved(w, w.modules if w.recompute == "selective" else ())
@@ -29,12 +29,12 @@ def _saved(w: Workload, modules: tuple[str, ...]) -> float:
             raise UserError(f"--recompute-modules {module}: not modelled; {', '.join(MODULES)} are")
     tensor, split, i = w.tensor, w.split, w.input_bytes
     hidden = w.job.hidden_size / split
-    kept = w.fp8_activations  # then the linears' inputs are made again of what is kept in FP8
+    kept = w.fp8_activations  # then the linears' inputs are recomputed from the activations kept in FP8
     saved = 2 * (1 if kept else 2) * hidden + 16 / split  # norms' inputs and statistics
     if "layernorm" not in modules:
         saved += 2 * i * hidden * (not kept)
     saved += 2 * (w.heads + 2 * w.groups) / tensor
-    if "core_attn" not in modules or i == 2:  # stock's projection reads the output itself, recomputed or not
+    if "core_attn" not in modules or i == 2:  # stock's projection keeps the output itself, recomputed or not
         saved += 2 * w.heads / tensor
     saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
     saved += (i == 1 and not kept) * w.heads / tensor
@@ -60,7 +60,7 @@ def chunk(w: Workload) -> float:
 
 
 def in_flight(w: Workload, stage: int) -> float:
-    """Micro-batches of a whole stage whose activations wait at once: of 1F1B, and of its interleaved form."""
+    """Micro-batches of a whole stage whose activations are kept at once, under 1F1B or interleaved 1F1B."""
     if w.virtual == 1:
         return min(w.micro_batches, w.pipeline - stage)
     chunks = 2 * (w.pipeline - stage - 1) + (w.virtual - 1) * w.pipeline + 1
@@ -68,7 +68,7 @@ def in_flight(w: Workload, stage: int) -> float:
 
 
 def peak(w: Workload, stage: int) -> dict[str, float]:
-    """{kind: bytes} at the peak of a pipeline stage, beside what it holds between two steps."""
+    """{kind: bytes} at the peak of a pipeline stage, on top of the bytes held between two steps."""
     waiting = in_flight(w, stage) * chunk(w) * w.virtual
     backward = _backward_of_a_layer(w)
     found = {"activations": waiting, "a layer's backward pass": backward}
@@ -78,20 +78,20 @@ def peak(w: Workload, stage: int) -> dict[str, float]:
         beside = 2 * hidden / w.split + hidden * (w.split > 1)
         if w.system.level:
             beside += hidden
-            if not w.system.ours:  # the head's weight gradient in BF16, as logits turn into their gradient
+            if not w.system.ours:  # the head's weight gradient in BF16, while the logits become their gradient
                 beside += 2 * w.vocabulary * w.job.hidden_size / w.tensor
         if w.fp8_head:
-            beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # gradients both ways; the weight
+            beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # both gradients' casts; the weight
         if logits + beside > backward:
             found = {"activations": waiting, "logits": logits, "beside the logits": beside}
     return found | _kept_transposes(w, stage)
 
 
 def _kept_transposes(w: Workload, stage: int) -> dict[str, float]:
-    """W^T of all linears in E4M3, kept from the first backward pass of a step to its update: nothing between steps.
+    """W^T of all linears in E4M3, made in a step's first backward pass, freed at its update.
 
-    As the first backward pass makes them, what its micro-batch kept is freed; if others take its place, the peak has
-    both.
+    The first backward pass makes them while it frees its micro-batch's activations. If another micro-batch's
+    activations take that place, the peak holds both.
     """
     if not (w.keeps_transposes and w.fp8):
         return {}
@@ -101,7 +101,7 @@ def _kept_transposes(w: Workload, stage: int) -> dict[str, float]:
 
 
 def _backward_of_a_layer(w: Workload) -> float:
-    """What is made and freed in it: gradients of hidden states and of the MLP, and a weight's; what is recomputed."""
+    """Bytes made and freed in a layer's backward pass: gradients of hidden states, MLP and a weight; recomputation."""
     hidden = w.job.hidden_size
     moving = w.tokens * (4 * hidden / w.split + 2 * (w.ffn + w.fc1) / w.tensor)
     largest = 2 * max(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor

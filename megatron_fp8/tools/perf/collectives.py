@@ -1,8 +1,9 @@
-"""Collectives of a step on one rank: bytes by kind, inside a node and between nodes, their time, and what stays bare.
+"""Collectives of a step on one rank: bytes inside a node and between nodes, their time, and the exposed ("bare") part.
 
-Ranks are numbered as Megatron does: tensor-parallel ones side by side, then context, data, pipeline. A ring of n ranks
-sends (n - 1) / n of the payload a rank; where it leaves the node, all its ranks in a node share their ports. An
-all-to-all sends as much, but to each rank its own: what is for another node leaves this one by the rank's own port.
+Ranks are numbered as in Megatron: tensor parallelism innermost, then context, data, pipeline. In a ring of n ranks each
+rank sends (n - 1) / n of the payload. If the ring leaves the node, all its ranks in a node share their ports. In an
+all-to-all each rank sends as much, but different data to every rank, so data for another node leaves by the rank's own
+port.
 
     data        reduction of gradients: 4 bytes a parameter of stock's (FP32 reduce-scatter), 1 + 1/128 of our linears
                 (an all-to-all of blocks; with --fp8-grad-reduce-hierarchy inside a node, then between nodes); gather of
@@ -13,12 +14,13 @@ all-to-all sends as much, but to each rank its own: what is for another node lea
     context     keys and values, gathered or round a ring, forward, and with their gradients backward (a level's own
                 sends 3/4 of those). Its bare share is assumed
 
-What recomputation repeats of a layer's forward pass, its collectives repeat too.
+If recomputation repeats part of a layer's forward pass, the collectives of that part are repeated too.
 
-How much overlap hides was read off profiled steps (systems.py: bare_*). A collective that nothing is to hide is bare.
-Of our tensor parallelism it follows from what runs beside each collective (layers/parallel.py): `_beside_gemms`. What
-is hidden is not free: two ranks' profiled steps (train_step_tp2.csv, four calls) have 3 to 7 ms bare, and forward GEMMs
-7 to 10 ms longer than Transformer Engine's, whose gathers are bare: half of the 21 ms that the collectives would take.
+The bare shares come from profiled steps (systems.py: bare_*). A collective that cannot overlap is fully bare. For our
+tensor parallelism the share follows from the GEMM beside each collective (layers/parallel.py): `_beside_gemms`. Even a
+hidden collective costs time: the profiles of two ranks (train_step_tp2.csv, four calls) show 3 to 7 ms bare, and
+forward GEMMs that take 7 to 10 ms longer than Transformer Engine's, whose gathers are bare. That is half of the 21 ms
+that the collectives would take alone.
 """
 
 from typing import NamedTuple
@@ -28,12 +30,12 @@ from .hardware import Hardware
 from .workload import Workload
 
 _BARE_CONTEXT = 0.3
-_OF_HIDDEN = 0.5  # ms that a step is longer, a ms of a tensor-parallel collective beside a GEMM
+_OF_HIDDEN = 0.5  # ms added to a step by each ms of a tensor-parallel collective that a GEMM hides
 
 
 class Traffic(NamedTuple):
-    """Of one rank and a step: bytes sent inside its node and to other nodes, milliseconds, and those a step is longer
-    for it: what is bare, with what the rest takes from GEMMs beside it."""
+    """Traffic of one rank in a step: bytes sent inside its node and to other nodes, ms taken, and ms added to the step
+    (the bare part, and what the rest slows the GEMMs beside it)."""
 
     inside: float
     between: float
@@ -42,7 +44,7 @@ class Traffic(NamedTuple):
 
 
 def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, Traffic]:
-    """{kind: Traffic} of data parallelism, once a step; linears, others: parameters that the rank holds."""
+    """{kind: Traffic} of data parallelism in a step. linears, others: numbers of parameters on the rank."""
     found = {}
     ranks, stride = w.job.data_parallel_size, w.tensor
     s = w.system
@@ -50,7 +52,7 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict
         bare = s.bare_gradients if w.overlap_reduce else 1.0
         reduce = _all_to_all if s.ours else _ring
         found["gradients: linears"] = reduce(w, hardware, ranks, stride, s.gradient_wire * linears, bare)
-        # Ours alone are launched bucket by bucket; what is stock's beside them comes at the end.
+        # Only our buckets are launched as they fill; stock's reductions under a level come at the end.
         of_stock = 1.0 if s.level else bare
         found["gradients: all else"] = _ring(w, hardware, ranks, stride, 4 * others, of_stock)
         bare = s.bare_weights if w.overlap_gather else 1.0
@@ -60,7 +62,7 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict
 
 
 def micro_batches(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
-    """{kind: Traffic} of all of a step's micro-batches, in whose passes it lies."""
+    """{kind: Traffic} of the collectives inside the passes, for all micro-batches of a step."""
     found = _tensor(w, hardware) if w.tensor > 1 else {}
     if w.pipeline > 1:
         size = 2 * w.tokens * w.job.hidden_size / w.split
@@ -70,7 +72,7 @@ def micro_batches(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
         ms = times * (size / rate / 1e6 + hardware.collective_ms)
         found["pipeline"] = Traffic(0 if crosses else times * size, times * size if crosses else 0, ms, ms)
     if w.context > 1:
-        often = 3 + w.again("core_attn")  # K and V; backward again, and their gradients
+        often = 3 + w.again("core_attn")  # K and V forward; K and V again backward, and their gradients
         size = often * 2 * 2 * w.groups / w.tensor * w.tokens * w.context
         rounds = w.micro_batches * w.layers
         found["context"] = _ring(w, hardware, w.context, w.tensor, size, _BARE_CONTEXT, rounds)
@@ -81,8 +83,8 @@ def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     times = w.micro_batches * w.layers
     size = 2.0 * w.tokens * w.job.hidden_size
     bare = w.system.bare_tensor
-    forward = 2 + w.again("attention") + w.again("mlp")  # passes of one of the two
-    if not w.sequence_parallel:  # a sum for all each, forward and backward, of attention and of the MLP
+    forward = 2 + w.again("attention") + w.again("mlp")  # forward passes of attention and of the MLP
+    if not w.sequence_parallel:  # an all-reduce each, forward and backward, for attention and for the MLP
         y, dx = _summed(w)
         return {"tensor: sums": _ring(w, hardware, w.tensor, 1, size * (forward * y + 2 * dx), 1.0, times)}
     if w.system.ours:
@@ -95,7 +97,7 @@ def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
 
 
 def _summed(w: Workload) -> tuple[float, float]:
-    """Bytes an element of y, and of dx, as they are summed over tensor-parallel ranks."""
+    """Bytes an element of y, and of dx, when they are summed over tensor-parallel ranks."""
     how = w.overrides or {}
     fp8 = how.get("tp_reduce_scatter", "bf16") if w.system.ours and w.fp8 else "bf16"
     y, dx = (1 + 1 / 128 if fp8 in ("fp8", way) else 2.0 for way in ("forward", "backward"))
@@ -103,10 +105,10 @@ def _summed(w: Workload) -> tuple[float, float]:
 
 
 def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
-    """What ours send under sequence parallelism, and what its GEMMs leave of it.
+    """Traffic of our tensor parallelism under sequence parallelism, and the part that its GEMMs do not hide.
 
         forward    x gathered: beside the own rows' GEMM, in BF16 beside nothing; y summed: beside the own rows' GEMM
-        backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: as x in the forward pass
+        backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: like x in the forward pass
     """
     times, how = w.micro_batches * w.layers, w.overrides or {}
     fp8 = w.fp8 and how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
@@ -144,8 +146,8 @@ def _ring(
     times: float = 1,
     calls: float = 1,
 ) -> Traffic:
-    """`times` times collectives of `payload` bytes, over ranks that lie `stride` GPUs apart."""
-    a_node = min(ranks, max(1, hardware.gpus_per_node // stride))  # of them in one node
+    """`times` ring collectives of `payload` bytes each, over ranks that lie `stride` GPUs apart."""
+    a_node = min(ranks, max(1, hardware.gpus_per_node // stride))  # of these ranks in one node
     sent = times * payload * (ranks - 1) / ranks
     between = sent / a_node if ranks > a_node else 0.0
     rate = min(hardware.nvlink_gb_s, a_node * hardware.network_gb_s) if between else hardware.nvlink_gb_s
@@ -156,7 +158,7 @@ def _ring(
 def _all_to_all(
     w: Workload, hardware: Hardware, ranks: int, stride: int, payload: float, bare: float
 ) -> Traffic:
-    """One of `payload` bytes, over ranks that lie `stride` GPUs apart; in two levels, one after the other, if w has."""
+    """One all-to-all of `payload` bytes over ranks `stride` GPUs apart. If w.two_levels: inside nodes, then between."""
     a_node = min(ranks, max(1, hardware.gpus_per_node // stride))
     inside, between = payload * (a_node - 1) / ranks, payload * (ranks - a_node) / ranks
     if w.two_levels:
@@ -167,8 +169,8 @@ def _all_to_all(
 
 
 def weight_volume(w: Workload) -> float:
-    """Bytes that a rank sends of gradients and weights in a step, as FP8-LM's Table 5 counts: no padding, no scales,
-    and both tables on one rank."""
+    """Bytes of gradients and weights that a rank sends in a step, counted as in FP8-LM's Table 5: without padding and
+    scales, and with embedding and head on the same rank."""
     job, ranks = w.job, w.job.data_parallel_size
     a_weight = 2 if w.system.gradient_wire < 2 else 6
     linears = sum(rows * columns for rows, columns, _ in job.linear_sizes) * job.num_layers / (w.tensor * w.pipeline)
@@ -177,8 +179,8 @@ def weight_volume(w: Workload) -> float:
 
 
 def activation_volume(w: Workload) -> float:
-    """Bytes that a rank receives of activations in a micro-batch, as in Table 7: gathers of column-parallel inputs
-    and the reduce-scatters of their gradients."""
+    """Bytes of activations that a rank receives in a micro-batch, counted as in Table 7: gathers of column-parallel
+    inputs and the reduce-scatters of their gradients."""
     a_gather = w.system.gather_bytes
     size = w.tokens * w.job.hidden_size * (w.tensor - 1) / w.tensor
     return 2 * (2 * a_gather + 2) * size * w.layers

@@ -1,18 +1,18 @@
-"""Runs side by side: losses, gradient norms, step times, memory; and whether two are the same.
+"""Compare runs: losses, gradient norms, step times, memory; and check whether two runs are equal.
 
-    megatron-fp8 compare before.jsonl after.jsonl                        the first is what others are compared with
+    megatron-fp8 compare before.jsonl after.jsonl                        the others are compared with the first
     megatron-fp8 compare O0=bf16.log O3=o3.log --steps 1:200 --figure loss.svg
-    megatron-fp8 compare run.jsonl --export-result expected.jsonl        keep losses and norms, as torchtitan does
+    megatron-fp8 compare run.jsonl --export-result expected.jsonl        write losses and norms, like torchtitan
     megatron-fp8 compare run.jsonl --import-result expected.jsonl --assert-equal
 
 A run is [NAME=]PATH: a file that MEGATRON_FP8_METRICS names (every digit), Megatron's log (seven), or TensorBoard's
-folder (FP32). Runs of two forms are compared to the digits of the coarser. Log and metrics have the mean of
---log-interval steps, TensorBoard single ones: if runs differ in that it is said, and --assert-equal and --tolerance are
-refused. Megatron also logs as the second loss of every start, a resumed one's too, a mean that has the first once more:
-a loss that is the mean of other steps than the other run's is left out, and that is said.
+folder (FP32). Runs of two forms are compared to the digits of the coarser. A loss in a log or metrics file is the mean
+of --log-interval steps; in TensorBoard it is one step's. If runs differ in that, a line says so, and --assert-equal and
+--tolerance are refused. The second loss that Megatron logs after a start, resumed or not, is a mean that contains the
+first loss again. A loss is left out, and a line says so, if it is not the mean of the same steps as the other run's.
 
---assert-equal looks at losses and gradient norms, at the same steps, and at the validation losses that both runs have.
-Exit code 0; 1 if it finds a difference, if --tolerance is exceeded, or if no step is common; 2: a mistake.
+--assert-equal compares losses and gradient norms at the same steps, and the validation losses that both runs have. Exit
+code 0: no difference; 1: a difference, --tolerance exceeded, or no common step; 2: a mistake in the command.
 """
 
 import json
@@ -36,11 +36,11 @@ _WARM_UP = 3  # steps whose time does not count
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="[NAME=]PATH of a metrics file, a log or a folder")
-    parser.add_argument("--steps", metavar="A:B", help="only these, either end may be missing")
-    parser.add_argument("--assert-equal", action="store_true", help="all losses and gradient norms, at the same steps")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="the largest difference of losses, relative")
-    parser.add_argument("--export-result", metavar="FILE", help="write the first run's losses and norms there")
-    parser.add_argument("--import-result", metavar="FILE", help="compare with what was exported")
+    parser.add_argument("--steps", metavar="A:B", help="compare only these; either end may be left out")
+    parser.add_argument("--assert-equal", action="store_true", help="require equal losses and norms at the same steps")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="largest relative difference of losses allowed")
+    parser.add_argument("--export-result", metavar="FILE", help="write the first run's losses and norms to FILE")
+    parser.add_argument("--import-result", metavar="FILE", help="compare with an exported file")
     parser.add_argument("--figure", metavar="FILE", help="curves of losses and of their differences")
     parser.add_argument("--format", choices=FORMATS, default="text")
 
@@ -76,7 +76,7 @@ def run(args: Namespace) -> int:
                   for other in others if not (largest := _largest(first, other, LOSS)) <= args.tolerance]  # fmt: skip
     said += found or ["equal"] * args.assert_equal
     if said:
-        comment = "# " * (args.format == "csv")  # as table has it, for programs that read the rows
+        comment = "# " * (args.format == "csv")  # like `table`, for programs that read the rows
         print("\n" + "\n".join(comment + line for line in said))
     if args.figure:
         _draw(runs, args.figure)
@@ -84,7 +84,7 @@ def run(args: Namespace) -> int:
 
 
 def row(run: Run, first: Run) -> dict[str, str]:
-    """What is said of a run, the differences from the first one."""
+    """A run's cells, with its differences from the first run."""
     losses, norms = run.series(LOSS), run.series(GRAD_NORM)
     times = [ms for step, ms in run.series(STEP_MS).items() if step > min(run.steps) + _WARM_UP - 1]
     validations = {name: list(run.series(name).values())[-1] for name in run.validations()}
@@ -113,7 +113,7 @@ def row(run: Run, first: Run) -> dict[str, str]:
 
 
 def unlike(first: Run, other: Run) -> str | None:
-    """What keeps the runs' losses from being compared: a line; None: nothing that is known."""
+    """A line that says why the runs' losses cannot be compared; None if they can, or if it is not known."""
     if None in (first.interval, other.interval) or first.interval == other.interval:
         return None
     mine, theirs = (f"means of {run.interval} steps" if run.interval != 1 else "of single steps"
@@ -122,7 +122,7 @@ def unlike(first: Run, other: Run) -> str | None:
 
 
 def differences(first: Run, other: Run) -> list[str]:
-    """A line for each way in which the runs are not the same."""
+    """A line for each difference between the runs."""
     found = []
     for name in (LOSS, GRAD_NORM, *first.validations()):
         mine, theirs = first.series(name), other.series(name)
@@ -143,7 +143,7 @@ def differences(first: Run, other: Run) -> list[str]:
 
 
 def left_out(first: Run, other: Run) -> list[str]:
-    """Of runs whose losses can be compared, a line for those that cannot: means of other steps."""
+    """A line for the losses left out because they are means of other steps; none if no loss can be compared."""
     if unlike(first, other):
         return []
     steps = sorted((first.series(LOSS).keys() & other.series(LOSS).keys()) - {*_common(first, other, LOSS)})
@@ -165,7 +165,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _common(first: Run, other: Run, name: str) -> list[int]:
-    """Steps at which both have the number, losses as means of the same steps as far as that is known."""
+    """Steps at which both runs have the value. For losses: only means of the same steps, as far as that is known."""
     found = first.series(name).keys() & other.series(name).keys()
     if name == LOSS:
         one, two = first.mean_of, other.mean_of
@@ -174,7 +174,7 @@ def _common(first: Run, other: Run, name: str) -> list[int]:
 
 
 def _largest(first: Run, other: Run, name: str) -> float:
-    """The largest relative difference; infinite where one of two is not a number; NaN without a common step."""
+    """The largest relative difference; infinite if only one of the two is finite; NaN without a common step."""
     found = [math.nan] if not _common(first, other, name) else []
     for step in _common(first, other, name):
         a, b = first.steps[step][name], other.steps[step][name]
@@ -215,9 +215,9 @@ def _export(run: Run, path: str) -> None:
 
 
 def _tell_apart(runs: list[Run], words: list[str]) -> None:
-    """Give runs other names if two have one: their paths, or numbers if it is one file.
+    """Rename runs that share a name: to their paths, or with numbers if they are one file.
 
-    UserError for a name that the user gave twice.
+    Raises UserError if the user gave the same name twice.
     """
     for name in [name for name, count in Counter(run.name for run in runs).items() if count > 1]:
         alike = [(run, word) for run, word in zip(runs, words, strict=True) if run.name == name]

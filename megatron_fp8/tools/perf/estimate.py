@@ -1,12 +1,12 @@
-"""Before a cluster is booked: does a job fit, how fast is it, and what would each level buy?
+"""Estimate before you book a cluster: does a job fit, how fast is it, and what does each level gain?
 
-    megatron-fp8 estimate --gpus 128 --hardware h100-80gb-sxm -- FLAGS          a table, a column a system
+    megatron-fp8 estimate --gpus 128 --hardware h100-80gb-sxm -- FLAGS          a table with a column for each system
     megatron-fp8 estimate --gpus 128 --systems bf16 O3 --tokens 40e9 --format json -- FLAGS
 
-FLAGS are Megatron's, of a dense GPT, with the level's own; or a job's whole command, launcher and script in front.
-Nothing is built; no GPU is needed. Systems: bf16 (stock), te (Transformer Engine's FP8, delayed scaling, QKV split
-repaired), O1, O2, O3; without --systems stock's two and the flags' level, or all. Under the table stands the model's
-error on measured runs (perf/measured.csv). More is in docs/estimate.md.
+FLAGS are Megatron's flags of a dense GPT and the level's, or a job's whole command with launcher and script. No model
+is built and no GPU is needed. Systems: bf16 (stock), te (Transformer Engine's FP8, delayed scaling, QKV split
+repaired), O1, O2, O3. Without --systems: bf16, te and the flags' level, or all if the flags name no level. Below the
+table stands the model's error on measured runs (perf/measured.csv). See docs/estimate.md.
 """
 
 import csv
@@ -30,26 +30,26 @@ from .workload import Workload
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
-    """What `estimate` and `plan` share."""
+    """The flags that `estimate` and `plan` share."""
     parser.add_argument("--hardware", default="h200", metavar="NAME",
                         help=f"{', '.join(hardware.known())}, or a YAML file of your own (h200)")  # fmt: skip
     parser.add_argument("--cap-gb", type=positive().read, metavar="GB",
-                        help="of torch's allocator on a GPU, 10^9 bytes (what the hardware has for it)")  # fmt: skip
+                        help="GB (10^9 bytes) that torch's allocator may use (what the hardware allows)")  # fmt: skip
     parser.add_argument("--tokens", type=positive().read, metavar="N",
-                        help="also the days that a training of so many takes")  # fmt: skip
+                        help="also print the days to train N tokens")  # fmt: skip
     parser.add_argument("--format", choices=(*FORMATS, "json"), default="text")
     parser.add_argument("flags", nargs=REMAINDER, help="-- and Megatron's flags, or a job's whole command")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 estimate`."""
-    parser.add_argument("--gpus", type=int, metavar="N", help="of the job (what its command says, or one replica's)")
-    parser.add_argument("--systems", nargs="+", metavar="SYSTEM", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job (its command's, or one replica's)")
+    parser.add_argument("--systems", nargs="+", metavar="SYSTEM", help=f"from {', '.join(SYSTEMS)}")
     add_model_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Print the estimates; returns 0, or 1 where none fits."""
+    """Print the estimates. Returns 0, or 1 if none fits."""
     flags, on = job_flags.parse(args.flags), hardware.load(args.hardware)
     gpus = args.gpus or flags.gpus or flags.replica
     names = args.systems or (["bf16", "te", flags.level] if flags.level else list(SYSTEMS))
@@ -68,15 +68,16 @@ def run(args: Namespace) -> int:
 
 
 def largest_micro_batch(w: Workload, on: Hardware, cap_gb: float | None = None) -> Estimate | None:
-    """The estimate with the largest micro-batch that fits and divides the batch; None where none does.
+    """The estimate with the largest micro-batch that fits and divides the global batch; None if no size fits.
 
-    All are tried: where one is a step's only one, its gradients may be in FP8, and it fits where a smaller does not.
+    It tries all sizes: a larger one may fit where a smaller does not, since with a single micro-batch a step the
+    gradients may be stored in FP8.
     """
     best = None
     for size in divisors(w.global_batch // w.data):
         try:
             found = estimate(replace(w, micro_batch=size), on)
-        except UserError:  # virtual stages want a number of micro-batches that it does not leave
+        except UserError:  # virtual stages do not allow this number of micro-batches
             continue
         if found.room(cap_gb) >= 0:
             best = found
@@ -89,7 +90,7 @@ def divisors(number: int) -> list[int]:
 
 
 def record(e: Estimate, cap_gb: float | None, tokens: float | None) -> dict[str, Any]:
-    """An estimate, flat, for programs."""
+    """An estimate as one flat dictionary, for JSON and CSV."""
     w, largest = e.workload, largest_micro_batch(e.workload, e.hardware, cap_gb)
     found: dict[str, Any] = {
         "system": w.system.name, "hardware": e.hardware.name, "gpus": w.gpus, "tensor": w.tensor,
@@ -118,7 +119,7 @@ def write_csv(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None) -> list[str]:
-    """Lines of Markdown: a column a system."""
+    """Lines of a Markdown table with a column for each system."""
     w, on = found[0].workload, found[0].hardware
     largest = [largest_micro_batch(e.workload, on, cap_gb) for e in found]
     head = (
@@ -169,7 +170,7 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
 
 
 def _gigabytes(t: Traffic) -> str:
-    """Sent inside a node, and between nodes where anything is: a table of five systems fits a terminal."""
+    """GB sent inside a node, and between nodes if any. Short, so that five systems fit a terminal."""
     return f"{t.inside / 1e9:.2f}" + (f" + {t.between / 1e9:.2f}" if t.between else "")
 
 

@@ -1,4 +1,4 @@
-"""The pictures of `compare --figure` and `table --figure`: a level has its colour of tools/palette.py in both."""
+"""The figures of `compare --figure` and `table --figure`. A level has the same colour in both (tools/palette.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ _HOLLOW: Any = {"linewidth": 1.2, "fill": False, "linestyle": "--"}  # the model
 
 @dataclass(frozen=True)
 class Bar:
-    """Two figures of one case: one from outside, and the model's. system: what its colour stands for.
+    """Two values of one case: the known one (published or measured), and the model's. system: chooses the colour.
 
-    ends: the least and the most that was measured, if it was measured more than once.
+    ends: the least and the most measured, if there are several measurements.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Bar:
 
 
 def curves(path: str, losses: Mapping[str, Mapping[int, float]], gaps: Mapping[str, Mapping[int, float]]) -> None:
-    """Save {run: {step: loss}}, and below {run: {step: loss less the first run's}}."""
+    """Save the losses, {run: {step: loss}}, and below them their gaps, {run: {step: loss minus the first run's}}."""
     from matplotlib.figure import Figure
 
     look, (first, *_) = looks(losses), losses
@@ -47,7 +47,7 @@ def curves(path: str, losses: Mapping[str, Mapping[int, float]], gaps: Mapping[s
 
 
 def bars(path: str, panels: Mapping[str, Sequence[Bar]], known: str, label: str) -> None:
-    """Save panels of horizontal bars, {title: bars}. known: what figures from outside are called."""
+    """Save panels of horizontal bars, {title: bars}. known: the legend's name for the known values."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -1,24 +1,24 @@
-"""Floating-point operations of a step, counted as Megatron-LM does for its log, and as FP8-LM's paper.
+"""Floating-point operations of a step, counted as Megatron-LM's log does and as FP8-LM's paper does.
 
     Megatron   6 T (W L + V h) + 6 T s A L      T tokens a step, W weights of a layer, A channels of all heads: causal
                                                 attention, half of its square, recomputation not counted
     FP8-LM     24 * 3 T L h^2 (1 + s / (6 h) + V / (16 L h))         the whole square; for ffn = 4 h
 
-MFU divides by the peak of the linears' format; both peaks are named wherever one is printed (Megatron-LM #1276).
+MFU divides by the peak rate of the linears' format. The output names the peak with every MFU (Megatron-LM #1276).
 """
 
 from .workload import Workload
 
 
 def step(w: Workload) -> float:
-    """Of a global batch, on all GPUs, as Megatron-LM counts them."""
+    """FLOPs of a global batch on all GPUs, as Megatron-LM counts them."""
     tokens, job = w.global_batch * w.sequence, w.job
     weights = sum(rows * columns for rows, columns, _ in job.linear_sizes) * job.num_layers
     return 6.0 * tokens * (weights + w.vocabulary * job.hidden_size + w.sequence * w.heads * job.num_layers)
 
 
 def papers_step(w: Workload) -> float:
-    """The same as FP8-LM's paper counts them."""
+    """FLOPs of a global batch on all GPUs, as FP8-LM's paper counts them."""
     hidden, layers = w.job.hidden_size, w.job.num_layers
     tokens = w.global_batch * w.sequence
     return 72.0 * tokens * layers * hidden**2 * (
@@ -27,7 +27,7 @@ def papers_step(w: Workload) -> float:
 
 
 def parameters(w: Workload) -> float:
-    """Of the whole model, a tied head once."""
+    """Parameters of the whole model; a tied head counts once."""
     job = w.job
     linears = sum(rows * columns for rows, columns, _ in job.linear_sizes) * job.num_layers
     return linears + w.vocabulary * job.hidden_size * (1 + job.untie_embeddings_and_output_weights)

@@ -1,7 +1,7 @@
-"""Milliseconds of the matrix products and of attention: of a layer and of the head, for a micro-batch on one rank.
+"""Milliseconds of the GEMMs and of attention in a layer, and of the head, for a micro-batch on one rank.
 
-A product takes 2 M N (K + fixed_k) FLOPs at the rate of a long one: what every tile of the result costs beside its sum
-(prologue, epilogue) is as much as fixed_k more terms. hardware.py's files say where rates were measured.
+A GEMM takes 2 M N (K + fixed_k) FLOPs at the rate of one with a long K. fixed_k is the fixed cost of a tile (prologue,
+epilogue), expressed as extra terms of the sum over K. The files of configs/hardware say where rates were measured.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .hardware import Hardware
 from .workload import Workload
 
-_FORWARD_OF_ATTENTION = 0.26  # 2 FLOPs of 7 at 440, 5 at 390 TFLOP/s: cuDNN's kernels on an H200
+_FORWARD_OF_ATTENTION = 0.26  # 2 of 7 FLOPs at 440 TFLOP/s, 5 of 7 at 390: cuDNN's kernels on an H200
 
 
 def _product(m: float, n: float, k: float, tflops: float, fixed_k: float) -> float:
@@ -17,7 +17,7 @@ def _product(m: float, n: float, k: float, tflops: float, fixed_k: float) -> flo
 
 
 class Product(NamedTuple):
-    """A linear's products of a micro-batch, ms; across: whether it is column-parallel; K, N: of the whole weight."""
+    """A linear's GEMMs of a micro-batch, in ms. across: column-parallel; k, n: sizes of the whole weight."""
 
     across: bool
     k: int
@@ -28,7 +28,7 @@ class Product(NamedTuple):
 
 
 def products(w: Workload, hardware: Hardware) -> list[Product]:
-    """Of the four linears of a layer."""
+    """The Products of a layer's four linears."""
     tokens, tensor = w.tokens, w.tensor
     h = hardware
     one = (h.fp8_forward_tflops, h.fp8_forward_fixed_k) if w.fp8 else (h.bf16_tflops, h.bf16_fixed_k)
@@ -42,13 +42,13 @@ def products(w: Workload, hardware: Hardware) -> list[Product]:
 
 
 def linears(w: Workload, hardware: Hardware) -> tuple[float, float]:
-    """(Forward, backward) of the four linears of a layer."""
+    """(Forward, backward) ms of a layer's four linears."""
     four = products(w, hardware)
     return sum(one.forward for one in four), sum(one.dgrad + one.wgrad for one in four)
 
 
 def head(w: Workload, hardware: Hardware) -> tuple[float, float]:
-    """(Forward, backward) of the LM head."""
+    """(Forward, backward) ms of the LM head."""
     flops = 2 * w.tokens * w.job.hidden_size * w.vocabulary / w.tensor / 1e9
     if w.fp8_head:
         return flops / hardware.fp8_forward_tflops, 2 * flops / hardware.fp8_backward_tflops
@@ -56,7 +56,7 @@ def head(w: Workload, hardware: Hardware) -> tuple[float, float]:
 
 
 def attention(w: Workload, hardware: Hardware) -> tuple[float, float]:
-    """(Forward, backward) of a layer's core attention; every context-parallel rank has an even share of the square."""
+    """(Forward, backward) ms of a layer's core attention. Context-parallel ranks share the square evenly."""
     flops = 7 * w.tokens * w.sequence * w.heads / w.tensor
     slower = (1 + hardware.attention_length / w.sequence) * (1 + hardware.attention_head / w.channels)
     both = flops * slower / hardware.attention_tflops / 1e9

@@ -1,7 +1,7 @@
-"""A GPU and its network, as the cost model knows them: a file of configs/hardware, or the user's own in its form.
+"""A GPU and its network for the cost model, read from a file of configs/hardware or a user's file of the same form.
 
-Every value stands in the file with its source. Rates are those of a step, not of a kernel alone: a GPU that works
-without a pause is bound by power (docs/performance.md).
+Each file gives the source of every value. The rates are those within a training step, not of a kernel alone: a GPU that
+never idles is limited by power (docs/performance.md).
 """
 
 import math
@@ -12,14 +12,14 @@ from ...errors import UserError
 from ...flags.yaml_file import load_yaml
 from ...shipped import shipped
 
-# By none of these is divided.
+# The model divides by none of these.
 _MAY_BE_0 = ("beside_allocator_gb", "fp8_forward_fixed_k", "fp8_backward_fixed_k", "bf16_fixed_k", "attention_length",
              "attention_head", "border_ms", "layer_gap_ms", "host_ms", "host_layer_ms", "collective_ms")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """See configs/hardware/h200.yaml for what each number means; GB are 10^9 bytes."""
+    """configs/hardware/h200.yaml explains each number; GB are 10^9 bytes."""
 
     name: str
     memory_gb: float
@@ -47,17 +47,17 @@ class Hardware:
     collective_ms: float
 
     def pass_ms(self, moved: float) -> float:
-        """Milliseconds to move so many bytes of the GPU's memory."""
+        """Milliseconds to move `moved` bytes of the GPU's memory."""
         return moved / self.copy_gb_s / 1e6
 
 
 def known() -> dict[str, Path]:
-    """{name: file} of the hardware that comes with the package."""
+    """{name: file} of the hardware that the package ships."""
     return {file.stem: file for file in sorted(shipped("configs/hardware").glob("*.yaml"))}
 
 
 def load(name: str) -> Hardware:
-    """The hardware of a shipped name or a file's path.  Raises UserError of one line for what is not complete."""
+    """The hardware of a shipped name or of a file's path.  Raises UserError if the file is incomplete or wrong."""
     path = known().get(name, Path(name))
     if not path.is_file():
         what = "a folder" if path.is_dir() else "no such file"

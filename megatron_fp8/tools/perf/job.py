@@ -1,4 +1,4 @@
-"""A job as the cost model knows it: a GPT, its parallel layout, and the bytes of each type that it holds."""
+"""A job for the cost model: a GPT, its parallel layout, and the bytes an element of each storage format."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -12,17 +12,17 @@ BYTES: dict[str, float] = {
     "remainder": 2,  # int16
     "fp16": 2 + 1 / 128,  # Block16: a byte of exponent for 128 elements
     "fp8": 1 + 1 / 128,  # BlockScaled: the same
-    "e4m3": 1,  # ScaledTensor, a weight or its copy: one scale for the whole
+    "e4m3": 1,  # ScaledTensor, a weight or its copy: one scale for the tensor
 }
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A GPT and its parallel layout: Megatron's flags, and the data-parallel size. Defaults are Megatron's, but for the
-    distributed optimizer.
+    """A GPT and its parallel layout: Megatron's flags and the data-parallel size. Defaults are Megatron's, except for
+    the distributed optimizer.
 
-    data_parallel_size counts context-parallel ranks too. UserError for what Megatron or the GEMMs could not cut.
+    data_parallel_size includes context parallelism. Raises UserError if Megatron or the GEMMs cannot cut the model so.
     """
 
     num_layers: int
@@ -68,7 +68,7 @@ class Job:
             if cut % (tensor * GEMM_MULTIPLE) or whole % GEMM_MULTIPLE:
                 raise UserError(
                     f"--tensor-model-parallel-size {tensor}: cuts a linear of {rows} x {columns} elements into parts "
-                    f"that are no multiples of {GEMM_MULTIPLE}; change it, --hidden-size or --ffn-hidden-size"
+                    f"that are not multiples of {GEMM_MULTIPLE}; change it, --hidden-size or --ffn-hidden-size"
                 )
 
     def _check_divides(self, divisor: str, number: str) -> None:
@@ -78,8 +78,8 @@ class Job:
 
     @property
     def linear_sizes(self) -> list[tuple[int, int, bool]]:
-        """Rows and columns of qkv, proj, fc1 and fc2, and whether tensor parallelism cuts the rows (a column-parallel
-        linear, as Megatron names it), else the columns."""
+        """(Rows, columns, across) of qkv, proj, fc1 and fc2. across: tensor parallelism cuts the rows, as in Megatron's
+        column-parallel linears; else the columns."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         channels = self.kv_channels or hidden // heads
         ffn = self.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if self.swiglu else 4 * hidden)
@@ -93,12 +93,12 @@ class Job:
         ]
 
     def linears(self) -> list[int]:
-        """Sizes of the linears' weights of a stage on a tensor-parallel rank, in the order of the backward pass."""
+        """Elements of each linear's weight of a stage on a tensor-parallel rank, in the order of the backward pass."""
         layer = [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in self.linear_sizes]
         return layer[::-1] * (self.num_layers // self.pipeline_model_parallel_size)
 
     def others(self, stage: int) -> list[int]:
-        """Sizes of all other parameters of pipeline stage `stage` on a tensor-parallel rank."""
+        """Elements of each other parameter of pipeline stage `stage` on a tensor-parallel rank."""
         hidden, tensor, stages = self.hidden_size, self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         norm = [hidden] * (1 if self.normalization == "RMSNorm" else 2)
         (qkv, *_), _, (fc1, *_), _ = self.linear_sizes
@@ -108,12 +108,12 @@ class Job:
         first, last = stage == 0, stage == stages - 1
         sizes = [words] if first else []
         if first and self.position_embedding_type == "learned_absolute":
-            assert self.max_position_embeddings is not None  # checked as the job was made
+            assert self.max_position_embeddings is not None  # checked in __post_init__
             sizes.append(self.max_position_embeddings * hidden)
         sizes += (norm + norm + bias) * (self.num_layers // stages)
         if last:
             sizes += norm
-            # A tied head is the embedding itself where one stage has both, else a copy.
+            # A tied head is the embedding itself if one stage has both, else a copy.
             sizes += [words] if self.untie_embeddings_and_output_weights or not first else []
         return sizes
 
@@ -133,7 +133,7 @@ def _paper(layers: int, hidden: int, heads: int, tensor: int = 1, pipeline: int 
     )
 
 
-MODELS = {  # FP8-LM (arXiv 2310.18313), tables 1 and 5; it has no data-parallel size for 125M
+MODELS = {  # FP8-LM (arXiv 2310.18313), tables 1 and 5; the paper gives no data-parallel size for 125M
     "125m": _paper(12, 768, 12),
     "7b": _paper(32, 4096, 32, data=32),
     "13b": _paper(40, 5120, 40, tensor=2, data=16),

@@ -1,7 +1,7 @@
-"""A job's flags, read by Megatron's own parser and the plugin's, as the cost model's Workload.
+"""Read a job's flags with Megatron's parser and the plugin's, and turn them into the cost model's Workload.
 
-Nothing is built and nothing trained. Flags that the model cannot honour are refused in a line; flags that change
-neither bytes nor time (learning rate, data, logs) pass.
+Nothing is built or trained. A flag that the model does not cover is refused with one line. A flag that changes neither
+bytes nor time (learning rate, data, logs) passes.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from .job import Job
 from .systems import System, asked_for, chosen
 from .workload import Workload
 
-# What changes weights, gradients or states and is not counted: {name in Megatron's arguments: values that pass}.
+# Flags that change weights, gradients or states and are not counted: {Megatron's argument: values that pass}.
 _NOT_COUNTED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "mtp_num_layers", "hybrid_layer_pattern",
     "hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json", "fp16", "use_precision_aware_optimizer", "grad_reduce_in_bf16",
     "first_last_layers_bf16", "fp8_bf16_layers", "fp8_emulate", "fp8_param_gather",
 ), ()) | {"optimizer": ("adam",), "num_distributed_optimizer_instances": ("1",)}  # fmt: skip
-# What changes time or activations, and is not modelled; of the gates the weights are counted.
+# Flags that change time or activations and are not modelled. The memory report counts the gates' weights.
 _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "distribute_saved_activations", "cpu_offloading_num_layers", "fine_grained_activation_offloading", "window_size",
     "fp32_residual_connection", "reset_attention_mask", "quick_geglu", "attention_output_gate",
@@ -37,23 +37,23 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",), "fp8_recipe": ("delayed",),
     "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
 }  # fmt: skip
-# Nor what a page has a word for.
+# Not counted either, with the word that a rehearsal's page uses for it.
 _UNCOUNTED = {"num_experts": "experts", "multi_latent_attention": "multi-latent attention"} | dict.fromkeys(
     ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
      "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "uneven stages",
 )  # fmt: skip
-_NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # costs nothing, and must be said
+_NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # required by the parser; no cost
 
 
 @dataclass(frozen=True)
 class Flags:
-    """A command line's model, layout and batch; the system is still open.
+    """The model, layout and batch of a command line; the system is not chosen yet.
 
     Attributes:
-        args: as Megatron's parser returns them, with the level's flags; not validated.
-        level: --fp8-level, None where it is not given or O0.
-        gpus: of the job, where its launcher was given and says how many.
+        args: what Megatron's parser returns, with the level's flags; not validated.
+        level: --fp8-level, or None if it is missing or O0.
+        gpus: the job's GPUs, if the launcher is given and says how many.
     """
 
     args: Namespace
@@ -62,21 +62,21 @@ class Flags:
 
     @property
     def replica(self) -> int:
-        """GPUs of one."""
+        """GPUs of one model replica."""
         args = self.args
         return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 
 def parse(words: Sequence[str]) -> Flags:
-    """Read a job's command, or its flags alone; "--" in front is passed over.  Raises UserError as a run would, but
-    where Transformer Engine is missing here."""
-    from ... import plugin  # which imports torch and Megatron: seconds that --help need not wait for, as others here
+    """Read a job's command, or its flags alone; a leading "--" is skipped.  Raises UserError as a run would, except
+    that Transformer Engine may be missing here."""
+    from ... import plugin  # imported late, like others here: torch and Megatron take seconds, which --help must not
     from ...flags import config
 
     command = job_of(words)
     before, variables, replaced, said = sys.argv, dict(os.environ), Rebound(), io.StringIO()
     try:
-        replaced.replace(config, "installed", lambda module: True)  # TE, for its attention: the job's machines may
+        replaced.replace(config, "installed", lambda module: True)  # the job's machines may have it: TE
         os.environ.update(command.variables)
         plugin.install(begins=False)
         import megatron.training.arguments as arguments
@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> Flags:
         sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *command.words]
         with contextlib.redirect_stdout(said):
             args = arguments.parse_args()
-    except SystemExit:  # of --help
+    except SystemExit:  # raised by --help
         print(said.getvalue(), end="")
         raise
     finally:
@@ -100,11 +100,11 @@ def parse(words: Sequence[str]) -> Flags:
         level = None
     else:
         _switch_off(args)
-    return Flags(args, level, None if command.gpus == 1 else command.gpus)  # 1: no launcher, or one that does not say
+    return Flags(args, level, None if command.gpus == 1 else command.gpus)  # 1: no launcher, or it gives no number
 
 
 def _switch_off(args: Namespace) -> None:
-    """What a level switches off, which without one is not modelled."""
+    """Apply what a level switches off and the model does not cover without a level."""
     from ...flags.stock import ADAPTED, rows
 
     for row in rows(args, ADAPTED):
@@ -114,10 +114,10 @@ def _switch_off(args: Namespace) -> None:
 
 
 def workload(flags: Flags, gpus: int, system: System | str | None = None, **changes: Any) -> Workload:
-    """The Workload of flags on so many GPUs.
+    """The Workload of flags on `gpus` GPUs.
 
-    system: one of systems.py; None: the flags' own level, Transformer Engine's FP8 or stock.  changes: of Megatron's
-    arguments, by their names.
+    system: one of systems.py, or None for the flags' own (level, Transformer Engine's FP8 or stock).  changes: values
+    for Megatron's arguments, by name.
     """
     from ...flags import graphs
 
@@ -128,7 +128,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     data, tensor, context = data_parallel(args, gpus), args.tensor_model_parallel_size, args.context_parallel_size
     _refuse(args)
     check_optimizer(args, data)
-    again = getattr(args, "recompute_activations", False)  # which validation turns into the other flag
+    again = getattr(args, "recompute_activations", False)  # validation turns it into --recompute-granularity selective
     modules = tuple(args.recompute_modules or ("core_attn",))
     overrides = cells_given(args)
     return Workload(
@@ -156,19 +156,19 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
 
 
 def cells_given(args: Namespace) -> dict[str, str]:
-    """{cell: value} of the flags that change a level's table."""
+    """{cell: value} of the flags that override a level's table."""
     return {cell.name: value for cell in CELLS if (value := getattr(args, cell.dest, None)) is not None}
 
 
 def check_given(args: Namespace, *more: str) -> None:
-    """Raise UserError where the model's sizes, or `more` of Megatron's arguments, are missing."""
+    """Raise UserError if the model's sizes, or `more` of Megatron's arguments, are missing."""
     for name in ("num_layers", "hidden_size", "num_attention_heads", *more):
         if getattr(args, name) is None:
             raise UserError(f"--{name.replace('_', '-')} is missing; give it behind --")
 
 
 def data_parallel(args: Namespace, gpus: int) -> int:
-    """Data-parallel ranks on so many GPUs, context-parallel ones too.  Raises UserError where they do not divide."""
+    """Data-parallel ranks on `gpus` GPUs, with context-parallel ones.  Raises UserError if they do not divide."""
     tensor, pipeline, context = (
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     )  # fmt: skip
@@ -181,7 +181,7 @@ def data_parallel(args: Namespace, gpus: int) -> int:
 
 
 def job(args: Namespace, data: int) -> Job:
-    """The memory report's Job of Megatron's arguments, on `data` data-parallel ranks (context-parallel ones too)."""
+    """The Job of Megatron's arguments on `data` data-parallel ranks (context parallelism included)."""
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
     if not vocabulary:
         raise UserError("--vocab-size is missing, and no tokenizer is read here; give its number of tokens")
@@ -194,13 +194,13 @@ def job(args: Namespace, data: int) -> Job:
 
 
 def uncounted(args: Namespace) -> list[str]:
-    """What of a job neither the memory report nor the cost model counts."""
+    """The parts of a job that neither the memory report nor the cost model counts."""
     found = [what for name, what in _UNCOUNTED.items() if getattr(args, name, None)]
     return list(dict.fromkeys([*found, *(shown for _, shown in _other(args, _NOT_COUNTED))]))
 
 
 def check_counted(args: Namespace) -> None:
-    """Raise UserError for a job of which they would leave something out."""
+    """Raise UserError if a job has a part that is not counted."""
     for _, shown in _other(args, dict.fromkeys(_UNCOUNTED, ())):
         raise UserError(f"{shown}: not modelled; give a dense GPT with even stages")
     _check_modelled(args, _NOT_COUNTED)
@@ -212,7 +212,7 @@ def _check_modelled(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> No
 
 
 def _other(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
-    """(Name, flag with its value) of what a job has of a table, and does not pass."""
+    """(Name, flag with its value) of each argument of the table whose value does not pass."""
     from ...flags.stock import plain
 
     for name, passing in table.items():
@@ -221,7 +221,7 @@ def _other(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> Iterator[tu
 
 
 def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
-    """GB (10^9 bytes) of weights and optimizer, and of activations, by Megatron's own theory of stock BF16."""
+    """GB (10^9 bytes) of (weights and optimizer, activations), by Megatron's own theory for stock BF16."""
     import megatron.training.theoretical_memory_usage as theory
 
     job = w.job
@@ -239,8 +239,8 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
 
 
 def check_optimizer(args: Namespace, data: int) -> None:
-    """Raise UserError where it is not the distributed one, on more than one data-parallel rank: its memory is counted,
-    its time not modelled."""
+    """Raise UserError if several data-parallel ranks do not use the distributed optimizer. Only its time is modelled,
+    though the memory of both is counted."""
     if not args.use_distributed_optimizer and data > 1:
         raise UserError("only the distributed optimizer is modelled; add --use-distributed-optimizer")
 

@@ -1,28 +1,28 @@
-"""`megatron-fp8 memory`: what every rank of a job holds between two steps, without building the model.
+"""`megatron-fp8 memory`: the bytes that each rank of a job holds between two steps, without building the model.
 
-    megatron-fp8 memory --model 7b --data-parallel-size 256        a model of FP8-LM's, or one given by Megatron's flags
+    megatron-fp8 memory --model 7b --data-parallel-size 256        a model of FP8-LM, or one given by Megatron's flags
     megatron-fp8 memory --gpus 128 -- FLAGS                        a job's flags, or its whole command
 
     on each rank        elements                       bytes an element
     linears, O1 to O3   the engine's buckets, R * m    weight, gradients                  (engine/partition.py has R, m)
                         its row of each, m             master, exp_avg, exp_avg_sq
                         all                            1: the E4M3 copy of a BF16 weight that its GEMMs take
-                        the largest linear's           1: where W^T is made, for all layers
+                        the largest linear's           1: a scratch buffer for W^T, shared by all layers
     linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
     all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
 
-Behind --, in a job's flags, without --use-distributed-optimizer every rank has all states, and stock's buckets no
+If the job's flags behind -- lack --use-distributed-optimizer, every rank holds all states and stock's buckets have no
 padding; in front of -- that flag is taken as given.
 
-The buckets are those of the engine and of Megatron themselves: the same functions cut them, for a job's sizes in place
-of a model's weights. Ranks differ by their pipeline stage: the first has the embedding, the last the head (or, tied, a
-copy of the embedding). Data-parallel ranks have rows of one length, in the engine, so what an uneven partition costs is
-padding; "in use" says how much of its states a rank really owns. Stock Megatron's last ranks lack a few elements.
-Tensor-parallel ranks are alike.
+The functions of the engine and of Megatron cut the buckets here too, from a job's sizes instead of a model's weights.
+Ranks differ by pipeline stage: the first has the embedding, the last the head (if tied, a copy of the embedding). In
+the engine, data-parallel ranks have rows of equal length, so an uneven partition costs padding. The row "in use" says
+how much of its states a rank really owns. Stock Megatron's last ranks lack a few elements. Tensor-parallel ranks are
+alike.
 
-Not counted: activations, what a reduction or Adam needs for a few buckets at a time, scales of whole tensors (4 bytes
-each), amax histories, the allocator's fragments, NCCL's buffers. At O0 the linears have buckets of their own here: that
-moves padding only.
+Not counted: activations, temporary buffers of a reduction or of Adam, scales of whole tensors (4 bytes each), amax
+histories, the allocator's fragments, NCCL's buffers. At O0 the linears have buckets of their own here, which changes
+only the padding.
 """
 
 from argparse import REMAINDER, ArgumentParser, Namespace
@@ -40,13 +40,13 @@ from . import job_flags
 from .job import BYTES, MODELS, STATES, Job, flag
 from .output import PAGE_FORMATS, show
 
-if TYPE_CHECKING:  # else imported where it is used: --help and a mistake wait neither for torch nor for Megatron
+if TYPE_CHECKING:  # imported late at run time: --help and mistakes must not wait for torch and Megatron
     from ...engine.partition import Placement
 
 KINDS = ("weight", "weight fp8 copy", "transpose scratch", "grad", *STATES)
 _CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight", "partition")]
 _GB = 1e9
-# What --fp8-grad-accum auto comes to if no micro-batch is given: not known, and FP8 is counted.
+# --fp8-grad-accum auto without a micro-batch size: the storage is not known, and FP8 is counted.
 _UNKNOWN = "auto", (
     f"Gradients in FP8: {FEW_MICRO_BATCHES} micro-batch a step, or --fp8-grad-accum fp8; else 1 byte more"
 )
@@ -55,7 +55,7 @@ _UNKNOWN = "auto", (
 def engine_buckets(sizes: list[int], ranks: int, how: str) -> "list[Placement]":
     """The engine's buckets for a model chunk's weights of `sizes` elements, given in the order of the backward pass.
 
-    ranks: of data parallelism; how: "even" or "greedy".
+    ranks: the data-parallel size; how: "even" or "greedy".
     """
     from ...engine.partition import place
 
@@ -72,10 +72,10 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> "list[Placement]":
 
 
 def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: bool = True) -> dict[str, int]:
-    """Bytes, by kind, that every data-parallel rank holds for the weights of its model chunks' buckets.
+    """Bytes, by kind, that each data-parallel rank holds for the weights in the given buckets.
 
-    cells: {cell of flags/level.py: value}; grad_accum may be auto, which counts as fp8.  sharded: whether a rank has
-    the states of its row alone.
+    cells: {cell of flags/level.py: value}; grad_accum auto counts as fp8.  sharded: whether a rank has only the states
+    of its row.
     """
     whole = sum(bucket.numel for bucket in buckets)
     sizes = [size for bucket in buckets for size in bucket.sizes]
@@ -93,8 +93,8 @@ def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: 
 
 
 def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> "list[Placement]":
-    """Stock Megatron's buckets for parameters of `sizes` elements; rows and starts are of Megatron's multiples.  Where
-    states are not sharded one of one row, unpadded: a rank owns all."""
+    """Stock Megatron's buckets for parameters of `sizes` elements, with Megatron's padding. If states are not sharded:
+    one bucket of one row without padding, which every rank owns."""
     from ...engine.partition import Placement
 
     if not sharded:
@@ -121,7 +121,7 @@ def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> "list[P
 
 
 def stock_bytes(buckets: "list[Placement]", rank: int) -> dict[str, int]:
-    """Bytes, by kind, that the owner of row `rank` holds in stock Megatron."""
+    """Bytes, by kind, that the owner of row `rank` holds under stock Megatron."""
     whole = sum(bucket.numel for bucket in buckets)
     held = {"weight": whole * BYTES["bf16"], "grad": whole * BYTES["fp32"]}
     held |= dict.fromkeys(STATES, owned(buckets, rank) * BYTES["fp32"])
@@ -129,12 +129,12 @@ def stock_bytes(buckets: "list[Placement]", rank: int) -> dict[str, int]:
 
 
 def owned(buckets: "list[Placement]", rank: int) -> int:
-    """How many parameters of some buckets data-parallel rank `rank` owns."""
+    """How many parameters of these buckets data-parallel rank `rank` owns."""
     return sum(stop - start for bucket in buckets for _, start, stop in bucket.owned(rank))
 
 
 class Rank(NamedTuple):
-    """Bytes on a rank: by kind, of the four linears and of all else; and of the linears' states those in use."""
+    """Bytes on a rank, by kind, for the four linears and for all else. used: bytes of the linears' states in use."""
 
     linears: dict[str, int]
     others: dict[str, int]
@@ -144,9 +144,9 @@ class Rank(NamedTuple):
 def ranks_bytes(
     job: Job, cells: Mapping[str, str] | None, stages: Iterable[int] | None = None, ranks: Iterable[int] | None = None
 ) -> Iterator[Rank]:
-    """What every rank of a job holds, by pipeline stage and then by data-parallel rank; or some of them.
+    """The Rank of each (pipeline stage, data-parallel rank), stages outermost; or of the given stages and ranks only.
 
-    cells: {cell: value}, or None for stock Megatron (O0). Data-parallel rank 0 holds as much as any other.
+    cells: {cell: value}, or None for stock Megatron (O0). No data-parallel rank holds more than rank 0.
     """
     sizes, data, sharded = job.linears(), job.data_parallel_size, job.use_distributed_optimizer
     linears = stock_buckets(sizes, data, sharded) if cells is None else engine_buckets(sizes, data, cells["partition"])
@@ -162,19 +162,19 @@ def ranks_bytes(
 
 @lru_cache(maxsize=64)
 def _buckets_of_others(job: Job, stage: int) -> "list[Placement]":
-    """Which no level changes."""
+    """Cached, because no level changes them."""
     return stock_buckets(job.others(stage), job.data_parallel_size, job.use_distributed_optimizer)
 
 
 def parameters(job: Job) -> tuple[int, int]:
-    """(Weights of the four linears, all else), of all pipeline stages of one tensor-parallel rank."""
+    """(Weights of the four linears, all other parameters) of one tensor-parallel rank, over all pipeline stages."""
     stages = range(job.pipeline_model_parallel_size)
     return sum(job.linears()) * len(stages), sum(sum(job.others(stage)) for stage in stages)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 memory`."""
-    parser.add_argument("--model", choices=MODELS, help="one of FP8-LM's, in its layout; other flags change it")
+    parser.add_argument("--model", choices=MODELS, help="a model of FP8-LM in its layout; other flags change it")
     for field in fields(Job):
         if field.type is bool:
             parser.add_argument(flag(field.name), action="store_true", default=None)
@@ -182,17 +182,17 @@ def add_arguments(parser: ArgumentParser) -> None:
             choices = get_args(field.type) if get_origin(field.type) is Literal else None
             parser.add_argument(flag(field.name), choices=choices, type=str if choices else int)
     parser.add_argument(
-        "--fp8-level", nargs="+", choices=LEVELS, help="a column each (the job's, or all four)"
+        "--fp8-level", nargs="+", choices=LEVELS, help="levels, a column each (the job's, or all four)"
     )
     for cell in _CELLS:
         parser.add_argument(cell.flag, choices=cell.available, help=cell.meaning)
-    parser.add_argument("--gpus", type=int, metavar="N", help="of a job (what its command says, or one replica's)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of a job (its command's, or one replica's)")
     parser.add_argument("--format", choices=PAGE_FORMATS, default="text")
     parser.add_argument("flags", nargs=REMAINDER, help="-- and a job's flags, or its whole command")
 
 
 def run(args: Namespace) -> int:
-    """Print what a rank holds, a column for each level: least .. most over the ranks where these differ."""
+    """Print what a rank holds, a column for each level. "least .. most" is the range over the ranks if they differ."""
     given = {field.name: value for field in fields(Job) if (value := getattr(args, field.name)) is not None}
     overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
     asked: Sequence[str] = args.fp8_level or LEVELS
@@ -221,7 +221,7 @@ def run(args: Namespace) -> int:
 
 
 def table(job: Job, levels: Mapping[str, Mapping[str, str] | None]) -> list[str]:
-    """Lines of a Markdown table of what a rank holds, a column a level: {its name: its cells, or None for stock}."""
+    """Lines of a Markdown table of what a rank holds, a column a level. levels: {name: cells, or None for stock}."""
     columns = [_column(job, cells) for cells in levels.values()]
     tensor, pipeline, data = job.tensor_model_parallel_size, job.pipeline_model_parallel_size, job.data_parallel_size
     whole = "" if job.use_distributed_optimizer or data == 1 else ", with whole states"
@@ -234,7 +234,7 @@ def table(job: Job, levels: Mapping[str, Mapping[str, str] | None]) -> list[str]
 
 
 def _column(job: Job, cells: Mapping[str, str] | None) -> dict[str, str]:
-    """{row: what a level's column has there}."""
+    """{row: cell} of a level's column."""
     ranks = list(ranks_bytes(job, cells))
     linears, others = [sum(rank.linears.values()) for rank in ranks], [sum(rank.others.values()) for rank in ranks]
     both = [a + b for a, b in zip(linears, others, strict=True)]
@@ -267,11 +267,11 @@ def _job(args: Namespace, given: dict[str, Any]) -> Job:
 def _behind_dashes(
     args: Namespace, given: dict[str, Any]
 ) -> tuple[Job, dict[str, str], str | None, tuple[str, str]]:
-    """(Job, {cell: value}, level or None, `_auto`) of the flags behind --, with what was `given` before on top."""
+    """(Job, {cell: value}, level or None, `_auto`) from the flags behind --; the flags `given` before -- override."""
     if args.model is not None:
         raise UserError(f"--model {args.model}: the flags behind -- give a model too; remove one of the two")
     flags = job_flags.parse(args.flags)
-    flags = replace(flags, args=Namespace(**{**vars(flags.args), **given}))  # whose layout is what GPUs are divided by
+    flags = replace(flags, args=Namespace(**{**vars(flags.args), **given}))  # the GPUs are divided by this layout
     job_flags.check_given(flags.args)
     job_flags.check_counted(flags.args)
     gpus = args.gpus or flags.gpus or flags.replica
@@ -283,8 +283,7 @@ def _behind_dashes(
 
 
 def _auto(args: Namespace, job: Job) -> tuple[str, str]:
-    """(The storage that --fp8-grad-accum auto comes to in a job, a line about it): by its micro-batches, as training
-    decides it."""
+    """(The storage that --fp8-grad-accum auto chooses for a job's micro-batches, a line about it), as in training."""
     if args.micro_batch_size is None:
         return _UNKNOWN
     from ...flags import gradients

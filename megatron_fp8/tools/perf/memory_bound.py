@@ -1,4 +1,4 @@
-"""Milliseconds of what is bound by memory: systems.py has the bytes, here are the elements they are of."""
+"""Milliseconds of memory-bound kernels: systems.py gives bytes an element; here the elements are counted."""
 
 from .hardware import Hardware
 from .systems import FP8_HEAD, RESIDUAL_IN_GEMM, STOCK_STATE, UNREPAIRED_SPLIT
@@ -6,11 +6,11 @@ from .workload import Workload
 
 
 def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
-    """{kind: ms} of a layer, for a micro-batch on one rank, forward and backward."""
+    """{kind: ms} of a layer's forward and backward pass, for a micro-batch on one rank."""
     system, job, tensor = w.system, w.job, w.tensor
     hidden = job.hidden_size / w.split
     heads, qkv, fc1, ffn = (size / tensor for size in (w.heads, w.heads + 2 * w.groups, w.fc1, w.ffn))
-    if system.level and system.transpose:  # norms, activations and the join of QKV's gradients cast what they make
+    if system.level and system.transpose:  # here norms, activations and the join of QKV's gradients cast their outputs
         cast = heads + 2 * hidden
     else:
         cast = (2 * hidden + heads + ffn) + (qkv + fc1 + 2 * hidden)
@@ -34,16 +34,16 @@ def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
 
 
 def _of_a_weight(w: Workload) -> float:
-    """Bytes an element of a weight, every micro-batch, to have it as its GEMMs take it."""
-    if w.fp8:  # kept transposes are made in a step's first micro-batch only
+    """Bytes an element, every micro-batch, to prepare a weight for its GEMMs."""
+    if w.fp8:  # kept transposes are made only in a step's first micro-batch
         return w.system.transpose / (w.micro_batches if w.keeps_transposes else 1)
     cells = w.cells()
-    # A weight stored in E4M3 is made BF16 for the forward and again for the backward pass: a byte read, two written.
+    # A weight stored in E4M3 is decoded to BF16 for the forward and for the backward pass: reads 1 byte, writes 2.
     return 2 * 3 if cells and cells["weight"] == "fp8" else 0
 
 
 def loss(w: Workload, hardware: Hardware) -> dict[str, float]:
-    """{kind: ms} of what the last stage does beside its layers, for a micro-batch."""
+    """{kind: ms} of the last stage's work outside its layers, for a micro-batch."""
     size = w.system.loss + (2 * FP8_HEAD if w.fp8_head else 0)
     return {
         "cross-entropy": hardware.pass_ms(size * w.tokens * w.vocabulary / w.tensor),
@@ -57,7 +57,7 @@ def table(w: Workload, hardware: Hardware) -> float:
 
 
 def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, float]:
-    """{kind: ms} of a step: linears, others are how many parameters the rank holds."""
+    """{kind: ms} of a step's optimizer and copies. linears, others: numbers of parameters on the rank."""
     of_owners = (w.system.state * linears + STOCK_STATE * others) / w.job.data_parallel_size
     return {
         "optimizer": hardware.pass_ms(of_owners),

@@ -1,11 +1,10 @@
-"""What verbs print: tables and pages, in one way for all of them; bars; and whether a figure can be
-saved, and its saving.
+"""How the verbs print tables and pages, and how a figure is checked and saved.
 
-    text        columns that line up; on a terminal rich's tables, where rich is installed (megatron-fp8[viz])
-    markdown    as it goes into a document
+    text        aligned columns; on a terminal a table of rich, if rich is installed (megatron-fp8[viz])
+    markdown    for a document
     csv, json   for programs
 
-A page (`show`) is written as Markdown, whose tables become text as those of rows do (`render`).
+A page (`show`) is written as Markdown. As text, its tables look like those of `render`.
 """
 
 import csv
@@ -21,16 +20,16 @@ from ...errors import UserError
 
 FORMATS = ("text", "markdown", "csv")
 PAGE_FORMATS = FORMATS[:2]
-MIB = 2**20 / 1e9  # GB, as all figures here have them, of 10^9 bytes; Megatron's log has MiB
+MIB = 2**20 / 1e9  # a MiB, the unit of Megatron's log, in GB of 10^9 bytes, the unit of all figures here
 _REMEDY = "name a .svg, .png or .pdf in a folder that is there"
 _WIDE = 100  # columns of a terminal
 type Rows = Sequence[dict[str, str]]
 
 
 def render(rows: Rows, form: str) -> str:
-    """Rows of {column: cell} as one of FORMATS; the first row's columns count.
+    """Rows of {column: cell} in one of FORMATS, with the columns of the first row.
 
-    As text without columns in which nothing stands, and turned where only that fits a terminal.
+    As text: empty columns are left out, and the table is transposed if only that fits a terminal.
     """
     if not rows:
         return ""
@@ -51,7 +50,7 @@ def render(rows: Rows, form: str) -> str:
 
 
 def show(page: str, form: str) -> None:
-    """Print a page of Markdown: as it is, or as text."""
+    """Print a page of Markdown, as Markdown or as text."""
     print(page if form == "markdown" else _page_as_text(page))
 
 
@@ -73,11 +72,11 @@ def _page_as_text(page: str) -> str:
 
 
 def _plain(line: str) -> str:
-    return line if line.startswith("    ") else re.sub(r"[*][*]|`", "", line)  # those are commands and logs
+    return line if line.startswith("    ") else re.sub(r"[*][*]|`", "", line)  # indented: commands and logs
 
 
 def _as_text(cells: Sequence[Sequence[str]]) -> str:
-    """A table whose first line is its head."""
+    """A table whose first row is the header."""
     if not (sys.stdout.isatty() and packages.installed("rich")):
         return "\n".join(_aligned(cells))
     from rich import box
@@ -96,14 +95,14 @@ def _as_text(cells: Sequence[Sequence[str]]) -> str:
 
 
 def _unmarked(cell: str) -> str:
-    """What stands in brackets is no markup of rich's."""
+    """Escape brackets, which rich would read as markup."""
     from rich.markup import escape
 
     return escape(cell)
 
 
 def merged(rows: Rows, columns: Mapping[str, Sequence[str]]) -> Rows:
-    """Fewer, wider columns, for text: under each title the cells of those columns, beside each other."""
+    """Rows with fewer, wider columns for text: each title's cell joins the cells of its columns."""
     width = {name: max((len(row.get(name, "")) for row in rows), default=0)
              for names in columns.values() for name in names}  # fmt: skip
 
@@ -116,12 +115,12 @@ def merged(rows: Rows, columns: Mapping[str, Sequence[str]]) -> Rows:
 
 
 def alike(rows: Rows, columns: Sequence[str]) -> dict[str, str]:
-    """Those of the columns in which all rows say the same: to be said once."""
+    """The columns, among `columns`, that have the same cell in all rows: {column: cell}."""
     return {name: rows[0][name] for name in columns if rows and len({row[name] for row in rows}) == 1}
 
 
 def paragraph(words: str, form: str) -> str:
-    """Of a page of this form: lines that fit a terminal, or a comment of CSV."""
+    """A paragraph in the given form: lines that fit a terminal, a comment of CSV, or as it is."""
     return {"text": textwrap.fill(words, _WIDE), "csv": f"# {words}"}.get(form, words)
 
 
@@ -131,7 +130,7 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def check_figure(path: str | None) -> None:
-    """Raise UserError for a --figure that cannot be saved: before what it shows is measured, or printed."""
+    """Raise UserError if a --figure cannot be saved. Call it before measuring or printing."""
     if path is None:
         return
     try:
@@ -139,7 +138,7 @@ def check_figure(path: str | None) -> None:
     except ImportError:
         raise UserError(f"--figure {path}: {packages.needs('matplotlib', 'leave it out')}") from None
     file, why = Path(path), ""
-    if not file.suffix:  # matplotlib would add one: another file than was named
+    if not file.suffix:  # matplotlib would append one and write another file than the user named
         why = "the name has no ending"
     elif file.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
         why = f"no figure is written as {file.suffix}"
@@ -150,7 +149,7 @@ def check_figure(path: str | None) -> None:
 
 
 def save(figure, path: str) -> None:
-    """Write a figure in the form of its file's name.  Raises UserError where that cannot be."""
+    """Write a figure in the format of its file's ending.  Raises UserError if that fails."""
     try:
         figure.savefig(Path(path))
     except (OSError, ValueError) as error:

@@ -1,12 +1,12 @@
-"""FP8-LM's tables 5, 7 and 8 (arXiv 2310.18313, second version) beside the cost model's on the same hardware.
+"""FP8-LM's tables 5, 7 and 8 (arXiv 2310.18313, second version) beside the cost model's for the same hardware.
 
-The paper's GPUs and software of 2023 are not ours: from its three BF16 rows, and from nothing else, come one factor on
-time and one offset of memory (`Fit`), which all rows get; the FP8 rows are then predictions. O3 has rows too, under the
-same fit: what it would do there. Times are the GPU's: those rows show that the paper's hosts took less than our host's
-4.15 ms a layer and micro-batch, and not how much less.
+The paper's GPUs and software of 2023 are not ours. A fit corrects for that: one factor on time and one offset of memory
+(`Fit`), from the paper's three BF16 rows alone, applied to all rows. The FP8 rows are therefore predictions. Rows for
+O3 use the same fit. Times are the GPU's, not the host's: the BF16 rows show that the paper's hosts took less than our
+host's 4.15 ms a layer and micro-batch, but not how much less.
 
-Its GB of memory are taken for 10^9 bytes, as they are written; those of its communication volumes are 2^30
-(test_cost_model.py). Read as 2^30 the offset would be 11 GiB, and one row less within 10 %.
+The paper's GB of memory are read as 10^9 bytes, as written; its communication volumes are GiB, 2^30 bytes
+(test_cost_model.py). If its memory were GiB, the offset would be 11 GiB, and one row less would be within 10 %.
 """
 
 import csv
@@ -29,7 +29,7 @@ _SEQUENCE = 2048
 
 
 class Published(NamedTuple):
-    """A row of the paper; None where it has no figure. Memory in its GB, volume in GiB, shares in percent."""
+    """A row of the paper; None if the paper gives no figure. Memory in the paper's GB, volume in GiB, shares in %."""
 
     model: str
     gpus: int
@@ -49,7 +49,7 @@ class Published(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """time: factor on the model's; memory: GB to be added to it."""
+    """time: divide the model's samples/s by it; memory: GB added to the model's."""
 
     time: float
     memory: float
@@ -57,7 +57,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A published row, or None for a system of ours, and what the model says under the fit."""
+    """A row: the paper's figures (None for a system of ours), and the model's figures under the fit."""
 
     published: Published | None
     workload: Workload
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def tflops(self) -> float:
-        """As the paper counts them."""
+        """Counted as in the paper."""
         w = self.workload
         return flops.papers_step(w) / w.global_batch * self.samples / w.gpus / 1e12
 
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def least_and_most_gb(self) -> tuple[float, float]:
-        """Over pipeline stages; data-parallel ranks are alike."""
+        """The range over pipeline stages; data-parallel ranks are alike."""
         peaks = [(sum(held.values()) + sum(beside.values())) / 1e9 for held, beside in stages(self.workload)]
         return min(peaks) + self.fit.memory, max(peaks) + self.fit.memory
 
@@ -93,7 +93,7 @@ class Row:
         return collectives.activation_volume(self.workload) / _GIB
 
     def deviation(self, name: str) -> float | None:
-        """Of the model from the paper, relative."""
+        """The model's relative deviation from the paper; None if the paper gives no figure."""
         theirs = getattr(self.published, name, None)
         return getattr(self, name) / theirs - 1 if theirs else None
 
@@ -113,7 +113,7 @@ def _row(row: dict[str, str]) -> Published:
 
 
 def workload(model: str, system: System, micro_batch: int, global_batch: int) -> Workload:
-    """A model of the paper in its layout; overlapped, as Megatron-LM is run."""
+    """A model of the paper in its layout, with overlap, the usual way to run Megatron-LM."""
     return Workload(
         MODELS[model], system, _SEQUENCE, micro_batch, global_batch,
         sequence_parallel=MODELS[model].tensor_model_parallel_size > 1, overlap_reduce=True, overlap_gather=True,
@@ -121,7 +121,7 @@ def workload(model: str, system: System, micro_batch: int, global_batch: int) ->
 
 
 def rows(on: Hardware) -> list[Row]:
-    """All rows of Table 5, each followed by what O3 would do in its place."""
+    """All rows of Table 5. Each FP8-LM row is followed by O3 in its place."""
     theirs = published()
     found = {row: estimate(workload(row.model, PAPERS[row.system], row.micro_batch, row.global_batch), on)
              for row in theirs}  # fmt: skip
@@ -142,5 +142,5 @@ def _fit(bf16: Sequence[tuple[Published, Estimate]]) -> Fit:
 
 
 def _samples(e: Estimate) -> float:
-    """A second of the GPUs alone."""
+    """Samples a second, if only the GPUs' time counts."""
     return e.workload.global_batch / e.gpu_ms * 1e3

@@ -1,11 +1,12 @@
-"""Which layout for so many GPUs: every one that Megatron takes, ranked by tokens a second, and why the others lose.
+"""Find the layout for a number of GPUs: all that Megatron accepts, ranked by tokens a second, and why the others lose.
 
     megatron-fp8 plan --gpus 128 --hardware h100-80gb-sxm -- FLAGS --fp8-level O3
 
-Searched: tensor parallelism inside a node (with sequence parallelism), pipeline stages and their virtual chunks, data
-parallelism with what is left, every micro-batch, and no, selective or full recomputation. Of FLAGS the model, the
-global batch, context parallelism and the level count; their own layout is marked, where it is one. A layout's
-micro-batch and recomputation are the fastest that fit. The ranking is arithmetic beyond what perf/measured.csv holds.
+Searched: tensor parallelism inside a node (with sequence parallelism), pipeline stages and virtual chunks, data
+parallelism with the remaining GPUs, every micro-batch, and no, selective or full recomputation. FLAGS give the model,
+the global batch, context parallelism and the level; their own layout, if it is among the results, is marked. For each
+layout the fastest micro-batch and recomputation that fit are shown. Beyond the runs of perf/measured.csv the ranking is
+arithmetic, not measurement.
 """
 
 import json
@@ -41,7 +42,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout's best estimate that fits, or why there is none."""
+    """A layout with its best estimate that fits, or the reason that there is none."""
 
     layout: Layout
     best: Estimate | None
@@ -50,15 +51,15 @@ class Candidate:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 plan`."""
-    parser.add_argument("--gpus", type=int, metavar="N", help="of the job (what its command says)")
-    parser.add_argument("--system", metavar="SYSTEM", help="bf16, te, O1, O2, O3 (the flags' level, or O3)")
-    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to print, the fastest first (8)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job (its command's)")
+    parser.add_argument("--system", metavar="SYSTEM", help="bf16, te, O1, O2 or O3 (the flags' level, or O3)")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="print the N fastest layouts (8)")
     parser.add_argument("--all", action="store_true", help="print every layout")
     add_model_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Print the plan; returns 0, or 1 where no layout fits."""
+    """Print the plan. Returns 0, or 1 if no layout fits."""
     flags, on = job_flags.parse(args.flags), hardware.load(args.hardware)
     args.gpus = args.gpus or flags.gpus
     if args.gpus is None:
@@ -77,7 +78,7 @@ def run(args: Namespace) -> int:
         write_csv(rows)
         if left_out:
             print(f"megatron-fp8 plan: {_left_out(left_out)}", file=sys.stderr)
-        if not ranked:  # which rows cannot say
+        if not ranked:  # CSV rows cannot show this
             why_not = f"{lost[0].layout}: {lost[0].lost}"
             print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
     else:
@@ -89,13 +90,13 @@ def run(args: Namespace) -> int:
 
 
 def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None) -> list[Candidate]:
-    """Every layout of so many GPUs, with the best of its micro-batches and recomputations."""
+    """Every layout of `gpus` GPUs, with the best of its micro-batches and recomputations."""
     context = flags.args.context_parallel_size
     if flags.args.global_batch_size is None:
         raise UserError("--global-batch-size is missing; a plan needs the batch of the training")
     if gpus % context:
         raise UserError(f"--gpus {gpus}: no multiple of --context-parallel-size {context}; change one")
-    # A mistake that no layout mends is said once: here, where the whole model is on one replica's GPUs.
+    # Report a mistake that no layout can mend once, here, with the whole model on one replica's GPUs.
     chosen(system, "--system")
     job_flags.check_optimizer(flags.args, gpus)
     _workload(flags, context, system, Layout(1, 1, 1), 1, None)
@@ -157,7 +158,7 @@ def _workload(flags: Flags, gpus: int, system: str, layout: Layout, size: int, r
 
 
 def why(e: Estimate, winner: Estimate) -> str:
-    """What a slower layout loses by, in shares of its step; "" for the winner."""
+    """Why a layout is slower: the shares of its step that exceed the winner's. For the winner: "the fastest"."""
     if e is winner:
         return "the fastest"
     recomputed = e.parts.get("recomputation", 0.0) / e.gpu_ms

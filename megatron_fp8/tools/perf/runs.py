@@ -1,17 +1,18 @@
-"""Runs read for comparison: this package's metrics, Megatron's log, TensorBoard's files.
+"""Read a run for comparison from this package's metrics, Megatron's log, or TensorBoard's files.
 
-    form         loss is                         of a path
-    metrics      the iteration's, every digit    FILE.jsonl (MEGATRON_FP8_METRICS), or FILE of --export-result
-    log          as printed, seven digits        any other file with Megatron's iteration lines
-    tensorboard  FP32                            a folder with events.out.tfevents.* files, or such a file
+    form         loss                             path
+    metrics      the iteration's, every digit     FILE.jsonl (MEGATRON_FP8_METRICS), or FILE of --export-result
+    log          as printed, seven digits         any other file with Megatron's iteration lines
+    tensorboard  FP32                             a folder with events.out.tfevents.* files, or such a file
 
-With --log-interval above 1 a loss of the first two forms is the mean of the iterations since the last line, but for
-skipped ones; NaN if all were. Megatron prints no loss that is NaN, and 0 if all were skipped. It begins no new mean
-after a start's first line, so that its second has the first iteration once more, its loss and whether it was skipped.
+With --log-interval above 1, a loss of the first two forms is the mean of the iterations since the last line, without
+skipped ones; NaN if all were skipped. If the mean is NaN, Megatron prints no loss; if all were skipped, it prints 0.
+Megatron does not reset the mean after a start's first line, so the second line's mean contains the first iteration
+again: its loss and whether it was skipped.
 
-TensorBoard has each iteration's own loss, a skipped one's too, and all evaluations under one tag: after the last step
-that of the test set comes second. Of several validation sets each form has a name for each. TensorBoard's files are
-records of protocol buffers, few fields of which are read here: its package is not needed.
+TensorBoard has each iteration's own loss, skipped ones included. It has all evaluations under one tag: after the last
+step the test set's comes second. With several validation sets each form has a name for each set. TensorBoard's files
+are records of protocol buffers, of which few fields are needed, so they are read here without TensorBoard's package.
 """
 
 import json
@@ -30,9 +31,9 @@ from .output import MIB
 
 GRAD_NORM, TEST_LOSS = "grad_norm", "test_loss"
 TENSORBOARD = "tensorboard"  # a form
-MEAN_OF = "mean_of"  # in a file of --export-result: of so many steps its loss is the mean
+MEAN_OF = "mean_of"  # a key of --export-result's file: its loss is the mean of this many steps
 _ITERATION = re.compile(r"iteration +(\d{1,18})/ *\d+ \|")
-_NUMBER = r" *(-?(?:\d+\.?\d*(?:E[-+]\d+)?|NAN|INF)) \|"  # whole, as the bar behind it says
+_NUMBER = r" *(-?(?:\d+\.?\d*(?:E[-+]\d+)?|NAN|INF)) \|"  # the bar behind it shows that the number is whole
 _TITLES = {LOSS: "lm loss", GRAD_NORM: "grad norm", STEP_MS: "elapsed time per iteration (ms)",
            SKIPPED: "number of skipped iterations"}  # fmt: skip
 _PRINTED = {name: re.compile(rf"\| {re.escape(title)}:{_NUMBER}", re.I) for name, title in _TITLES.items()}
@@ -40,7 +41,7 @@ _EVALUATION = re.compile(
     rf"validation(?:-(.+?))? loss at iteration (\d{{1,18}})( on test set)? .*?\| lm loss value:{_NUMBER}", re.I
 )
 _START = "[before the start of training step]"
-# of a run without a GPU (cpu.py): its first line, and among Megatron's arguments
+# The first line of a run without a GPU (cpu.py), and its entry among Megatron's printed arguments.
 _ON_CPU = re.compile(r"\[fp8\] no CUDA device|^ +distributed_backend \.+ gloo$", re.M)
 _TAGS = {"lm loss": LOSS, "grad-norm": GRAD_NORM, "iteration-time": STEP_MS}
 _VALIDATION_TAG = re.compile(r"lm loss validation(?:-(.+))?")
@@ -49,12 +50,12 @@ _VALIDATION_TAG = re.compile(r"lm loss validation(?:-(.+))?")
 @dataclass
 class Run:
     """Attributes:
-    steps: {step: {name: value}}, by metrics.py's names.
-    interval: steps from a line to the next, of --log-interval; None if that is not known.
-    mean_of: {step: of how many steps, up to this one, its loss is the mean}, if that is known.
-    rounded: (name, value) -> value as this form of file would have it.
-    memory: (GB held, GB at the peak) of 10^9 bytes, where the file says.
-    on_cpu: whether the file says that there was no GPU.
+    steps: {step: {name: value}}, with metrics.py's names.
+    interval: steps between two lines (--log-interval); None if not known.
+    mean_of: {step: n}: the step's loss is the mean of the n steps up to it; only where n is known.
+    rounded: (name, value) -> the value in this form's precision.
+    memory: (GB held, GB at the peak) of 10^9 bytes, if the file says.
+    on_cpu: whether the file says that the run had no GPU.
     """
 
     name: str
@@ -67,16 +68,16 @@ class Run:
     on_cpu: bool = False
 
     def series(self, name: str) -> dict[int, float]:
-        """{step: value} of those that have one."""
+        """{step: value} of the steps that have the value."""
         return {step: values[name] for step, values in sorted(self.steps.items()) if name in values}
 
     def validations(self) -> list[str]:
-        """The names of its validation losses, one for each set."""
+        """The names of its validation losses, one for each validation set."""
         return sorted({name for values in self.steps.values() for name in values if name.startswith(VALIDATION_LOSS)})
 
 
 def read(word: str) -> Run:
-    """A run of [NAME=]PATH.  Raises UserError for what is no run's."""
+    """Read the run of [NAME=]PATH.  Raises UserError if the path has no run."""
     name, sign, path = word.partition("=")
     if not sign or Path(word).exists():
         name, path = Path(word).name or word, word
@@ -88,7 +89,7 @@ def read(word: str) -> Run:
         run = _tensorboard(name, place)
     else:
         try:
-            text = place.read_text(errors="replace")  # once: it may be a pipe
+            text = place.read_text(errors="replace")  # read once: it may be a pipe
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give a file that can be read") from None
         is_metrics = place.suffix == ".jsonl" or _begins_with_a_step(text)
@@ -99,7 +100,7 @@ def read(word: str) -> Run:
 
 
 def _begins_with_a_step(text: str) -> bool:
-    """Whether it is --export-result's form, whatever the file is called."""
+    """Whether the text is in --export-result's form; the file may have any name."""
     try:
         first = json.loads(text.partition("\n")[0])
     except ValueError:
@@ -119,7 +120,7 @@ def _metrics(name: str, path: str, text: str) -> Run:
             found = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
         except (ValueError, TypeError, AttributeError, OverflowError):
             if 1 < number == len(lines) and not text.endswith("\n"):
-                break  # of a run that was killed as it wrote
+                break  # the last line of a run that was killed while it wrote
             said = f"line {number} is not the JSON object of a step; give a file that {VARIABLE} named"
             raise UserError(f"{path}: {said}") from None
         if step is None:
@@ -145,10 +146,10 @@ def _log(name: str, text: str) -> Run:
         if found := _ITERATION.search(line):
             values = {key: float(value[1]) for key, printed in _PRINTED.items() if (value := printed.search(line))}
             if SKIPPED in values and (LOSS not in values or values[LOSS] == 0 < values[SKIPPED]):
-                values[LOSS] = math.nan  # without a count the line was cut off
+                values[LOSS] = math.nan  # a line without the skipped count was cut off
             step = int(found[1])
             run.steps.setdefault(step, {}).update(values)
-            if starts[-1] and step <= starts[-1][-1]:  # a start whose first words are not in the file
+            if starts[-1] and step <= starts[-1][-1]:  # a start whose first lines are missing from the file
                 starts.append([])
             starts[-1].append(step)
         elif _START in line:
@@ -164,15 +165,15 @@ def _log(name: str, text: str) -> Run:
 
 
 def _of_set(name: str, validation_set: str | None) -> str:
-    """A loss's name in metrics.py's file; validation_set: which one of --multiple-validation-sets, or None."""
+    """A loss's name in metrics.py's file. validation_set: one of --multiple-validation-sets, or None."""
     return name if validation_set is None else f"{name}_{re.sub('[ -]', '_', validation_set)}"
 
 
 def _note_means(run: Run, starts: Iterable[list[int]], again: bool) -> None:
-    """Find the run's interval and mean_of by the lines of each start.
+    """Set the run's interval and mean_of from the steps of each start's lines.
 
-    The first line of a start is the first iteration's; again: the second has that once more. What is farther apart than
-    the interval was lost, and is in no mean.
+    A start's first line has the first iteration alone. again: the second line's mean contains it once more. If two
+    lines are farther apart than the interval, the lines between were lost, and no mean contains their steps.
     """
     starts = [steps for steps in starts if steps]
     regular = [step for steps in starts for step in steps[1:]]  # Megatron logs every multiple of the interval
@@ -206,15 +207,15 @@ def _add_events(run: Run, file: Path) -> None:
             name = _of_set(VALIDATION_LOSS, evaluated[1]) if evaluated else _TAGS.get(tag)
             if name and isinstance(value.get(2), float):
                 values = found.setdefault(event.get(2, 0), {})
-                if not evaluated or name not in values:  # the test set's comes after it, under the same tag
-                    values[name] = value[2] * (1000 if name == STEP_MS else 1)  # seconds
+                if not evaluated or name not in values:  # the test set's follows under the same tag
+                    values[name] = value[2] * (1000 if name == STEP_MS else 1)  # the tag is in seconds
     for step, values in found.items():
         run.steps.setdefault(step, {}).update(values)
         run.mean_of[step] = run.interval = 1
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Of a TFRecord file; a last one that is not whole is left out."""
+    """The records of a TFRecord file; an incomplete last one is left out."""
     place = 0
     while place + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, place)

@@ -1,11 +1,11 @@
-"""An estimate: the memory of every rank and the time of a step, added up from the other modules.
+"""An estimate: the memory of every rank and the time of a step, summed from the other modules.
 
-    stage     forward and backward of its layers, passes and products, what is bare of its collectives, gaps
+    stage     forward and backward of its layers, passes and products, the bare part of its collectives, gaps
     pipeline  sum of the stages' times + (m - 1) times the slowest; interleaved, the sum's part divided by the chunks
-    GPU       pipeline + optimizer + what of the data-parallel collectives is bare + the gap at a step's ends
+    GPU       pipeline + optimizer + the bare part of the data-parallel collectives + the gap at a step's ends
     step      the longer of the GPU's time and the host's
 
-Memory is what torch's allocator holds: the peak is that of its counters. `fits` adds what it does not see.
+Memory is that of torch's allocator, and the peak is its counters' peak. `room` also allows for memory outside it.
 """
 
 from collections.abc import Iterator
@@ -19,19 +19,19 @@ from .job import STATES, Job
 from .memory import Rank, ranks_bytes
 from .workload import Workload
 
-_WORKSPACE = 90e6  # cuBLAS' and small buffers, of every system measured; measured 85 to 120 MB
-_GRAPH_POOL = 70e6  # what a CUDA graph keeps beside, of every system measured: 66 MiB or little more
-# Of the gaps between a layer's kernels what a CUDA graph leaves: set by three runs of small micro-batches.
+_WORKSPACE = 90e6  # cuBLAS's workspace and small buffers, in every system; 85 to 120 MB were measured
+_GRAPH_POOL = 70e6  # memory that a CUDA graph adds, in every system measured: 66 MiB or little more
+# The share of the gaps between a layer's kernels that a CUDA graph leaves; fitted to three runs of small micro-batches.
 _GRAPH_GAPS = 1 / 4
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Attributes:
-    held, peak: GB (10^9 bytes) of torch's allocator between two steps and at most, of the rank with the largest peak.
-    memory: {kind: GB} of it at its peak; stage: its pipeline stage.
-    parts: {kind: ms} of the slowest stage's GPU, and of the step around it; they add up to gpu_ms.
-    traffic: of a rank of the slowest stage.
+    held, peak: GB (10^9 bytes) of torch's allocator between two steps and at most, on the rank with the largest peak.
+    memory: {kind: GB} of that rank at its peak; stage: its pipeline stage.
+    parts: {kind: ms} of the slowest stage's GPU and of the rest of the step; they add up to gpu_ms.
+    traffic: {kind: Traffic} of a rank of the slowest stage.
     """
 
     workload: Workload
@@ -55,12 +55,12 @@ class Estimate:
 
     @property
     def tokens_a_second(self) -> float:
-        """A GPU."""
+        """Tokens a second and GPU."""
         return self.samples_a_second * self.workload.sequence / self.workload.gpus
 
     @property
     def tflops(self) -> float:
-        """Of the model, a GPU, as Megatron's log counts them."""
+        """Model TFLOP/s a GPU, as Megatron's log counts them."""
         return flops.step(self.workload) / self.workload.gpus / self.ms / 1e9
 
     def mfu(self, peak_tflops: float) -> float:
@@ -68,16 +68,16 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
-        """Share of a step."""
+        """Share of the step's GPU time that is pipeline bubble."""
         return self.parts.get("pipeline bubble", 0.0) / self.gpu_ms
 
     @property
     def bare(self) -> float:
-        """Share of a step in which nothing but a collective runs."""
+        """Share of the step's GPU time in which only a collective runs."""
         return sum(traffic.bare for traffic in self.traffic.values()) / self.gpu_ms
 
     def room(self, cap_gb: float | None = None) -> float:
-        """GB left on a GPU, or of a cap on the allocator; negative where it does not fit."""
+        """GB left on a GPU, or under a cap on the allocator; negative if the job does not fit."""
         if cap_gb is not None:
             return cap_gb - self.peak
         return self.hardware.memory_gb - self.hardware.beside_allocator_gb - self.peak
@@ -87,7 +87,7 @@ class Estimate:
 
 
 def estimate(w: Workload, hardware: Hardware) -> Estimate:
-    """The Estimate of a workload.  Raises UserError for what is not modelled."""
+    """The Estimate of a workload.  Raises UserError if something in it is not modelled."""
     held, peak, stage, memory = _memory(w)
     passing = [_stage(w, hardware, stage) for stage in range(w.pipeline)]
     m, times = w.micro_batches, [sum(parts.values()) for parts in passing]
@@ -95,7 +95,7 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     parts = {kind: m * ms for kind, ms in passing[slowest].items()}
     in_passes = collectives.micro_batches(w, hardware)
     gaps = w.layers * hardware.layer_gap_ms * (_GRAPH_GAPS if w.graphed else 1)
-    waits = sum(of_kind.bare for of_kind in in_passes.values()) / m + gaps  # of every stage, a micro-batch
+    waits = sum(of_kind.bare for of_kind in in_passes.values()) / m + gaps  # of each stage, for a micro-batch
     parts["pipeline bubble"] = (sum(times) - times[slowest] + (w.pipeline - 1) * waits) / w.virtual
     linears, others = sum(w.job.linears()), sum(w.job.others(slowest))
     parts |= memory_bound.step(w, hardware, linears, others)
@@ -111,7 +111,7 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
 
 
 def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
-    """{kind: ms} of a stage's forward and backward pass of a micro-batch."""
+    """{kind: ms} of a stage's forward and backward pass for a micro-batch."""
     parts = {}
     (linear, backward), attention = gemm_time.linears(w, hardware), gemm_time.attention(w, hardware)
     layers = w.layers
@@ -134,7 +134,7 @@ def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
 
 
 def _recomputed(w: Workload, linear: float, attention: float, of_passes: float) -> float:
-    """Ms of a stage; of the passes a third is the forward's."""
+    """Ms of a stage's recomputation. A third of the memory-bound passes' time is the forward pass's."""
     if w.recompute == "full":
         return w.layers * w.again("layer") * (linear + attention + of_passes / 3)
     sizes = [rows * columns for rows, columns, _ in w.job.linear_sizes]
@@ -143,7 +143,7 @@ def _recomputed(w: Workload, linear: float, attention: float, of_passes: float) 
 
 
 def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
-    """(GB held, GB at the peak, stage, {kind: GB} at the peak), of the rank with the largest peak."""
+    """(GB held, GB at the peak, stage, {kind: GB} at the peak) of the rank with the largest peak."""
     found = [(sum(held.values()), held | beside) for held, beside in stages(w)]
     stage, (held, kinds) = max(enumerate(found), key=lambda item: sum(item[1][1].values()))
     in_gb = {kind: size / 1e9 for kind, size in kinds.items() if size}
@@ -152,12 +152,12 @@ def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
 
 @lru_cache(maxsize=32)
 def _first_ranks(job: Job, cells: tuple[tuple[str, str], ...] | None) -> tuple[Rank, ...]:
-    """Data-parallel rank 0 of each stage: bytes that no micro-batch changes, so that many share one count of layers."""
+    """Data-parallel rank 0 of each stage. The micro-batch does not change its bytes, so estimates share them."""
     return tuple(ranks_bytes(job, None if cells is None else dict(cells), ranks=[0]))
 
 
 def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
-    """For each pipeline stage: {kind: bytes} held between two steps, and beside it at the peak."""
+    """For each pipeline stage: ({kind: bytes} held between two steps, {kind: bytes} on top of it at the peak)."""
     system, table = w.system, w.vocabulary * w.job.hidden_size / w.tensor
     cells = w.cells()
     for stage, rank in enumerate(_first_ranks(w.job, None if cells is None else tuple(cells.items()))):
@@ -168,7 +168,7 @@ def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
                 kinds[name] = kinds.get(name, 0.0) + size
         kinds["weight"] += system.weight_copies * sum(w.job.linears())
         if w.keeps_transposes:
-            kinds.pop("transpose scratch", None)  # activations.py has those that are kept
+            kinds.pop("transpose scratch", None)  # activations.py counts the kept transposes
         kinds["buffers"] = _WORKSPACE + _GRAPH_POOL * w.graphed
         if system.keeps_wgrads:
             kinds["buffers"] += 2 * sum(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor

@@ -1,26 +1,27 @@
-"""The systems that the cost model compares, and in one table all that it takes them to do differently.
+"""The systems that the cost model compares. One table holds all their differences.
 
-Bytes of the memory-bound passes are *effective*: what a pass took in a profiled step times the bandwidth of a copy,
-over the elements it worked on (benchmarks/results, profile_ms: train_step_fused.csv for `te-delayed` of shapes 7b and
-llama and `bf16` of 7b, train_step_hosts.csv's call 19 for O3 of 7b and llama). What overlap leaves bare:
-profile_collectives of train_step_dp4.csv and _tp4.csv, of TE's runs and ours. Arithmetic alone is in
-benchmarks/kernels.py.
+The bytes of the memory-bound passes are *effective*: the time of a pass in a profiled step, times the bandwidth of a
+copy, over its number of elements (benchmarks/results, profile_ms: train_step_fused.csv for `te-delayed` of shapes 7b
+and llama and `bf16` of 7b, train_step_hosts.csv's call 19 for O3 of 7b and llama). The share that overlap leaves bare
+comes from profile_collectives of train_step_dp4.csv and _tp4.csv, of TE's runs and ours. benchmarks/kernels.py has the
+purely arithmetic bytes.
 
     norm        an element of a norm's input, forward and backward, with the casts in it
-    cast        an element of the linears' inputs and output gradients that a pass of its own casts
+    cast        an element of the linears' inputs and output gradients that a separate pass casts
     transpose   an element of a weight, every micro-batch (W^T of an E4M3 weight)
-    activation  an element of fc1's output (twice that of its reader's where it is not gated)
+    activation  an element of fc1's output (without a gate: twice that of fc2's input)
     qkv, rope   an element of q, k, v, split and joined; of q and k, rotated
     loss        a logit
     residual    an element of the residual stream, an addition
     table       an element of an embedding or head, every micro-batch: its gradient
     state       an element of a linear's weight in the optimizer's step, on the rank that owns it
     other       a parameter of the rank, a step: zeroed gradients, copies
-    add         an element of a weight, every micro-batch: its gradient, where a pass of its own adds it up
+    add         an element of a weight, every micro-batch: its gradient, if a separate pass accumulates it
 
-`host` is no pass: milliseconds of the host that a step takes beside ours (GPT-125M, 185.3 for 135.6 in one call).
-`tensor_host` says how many times as long the host takes for a layer with tensor parallelism: 10.4 ms for 6.3 in BF16,
-12.5 for 7.9 with Transformer Engine, 13.3 for 6.2 at O3 (docs/performance.md, where a step waits for its host).
+`host` is not a pass: it is the host's milliseconds in a step above ours (GPT-125M, 185.3 against 135.6 in one call).
+`tensor_host` is the factor by which tensor parallelism lengthens the host's time for a layer: 10.4 against 6.3 ms in
+BF16, 12.5 against 7.9 with Transformer Engine, 13.3 against 6.2 at O3 (docs/performance.md, where a step waits for its
+host).
 """
 
 from collections.abc import Mapping
@@ -30,22 +31,23 @@ from ...errors import UserError
 from ...flags.level import CELLS
 from .job import BYTES, STATES
 
-STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer: also of our levels' embeddings and norms
+STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer; embeddings and norms have it at our levels too
 
 
 @dataclass(frozen=True)
 class System:
     """Attributes:
-    level: --fp8-level, None for stock's and Transformer Engine's.
-    ours: whether it is this code's: tensor-parallel traffic beside GEMMs, and no gradient left by the LM head.
-    fp8: whether the linears' GEMMs are.
+    level: --fp8-level, None for stock and Transformer Engine.
+    ours: whether it is this package: tensor-parallel traffic overlaps GEMMs, and the LM head leaves no gradient.
+    fp8: whether the linears' GEMMs are in FP8.
     weight_copies: bytes a weight beside the optimizer's table (E4M3 and its transpose, both kept).
-    input_bytes: of an element of a linear's input that waits for the backward pass.
+    input_bytes: bytes an element of a linear's input kept for the backward pass.
     logits: bytes a logit at the loss's peak.
     keeps_wgrads: whether a spare gradient of each shape is kept for Megatron (Transformer Engine's dummies, BF16).
-    gather_bytes, bare_*: of an activation on the wire to its tensor-parallel ranks; and the share of a collective's
-        time that overlap leaves bare: of tensor parallelism's (not of ours), of gradients', of weights'.
-    gradient_wire, weight_wire: bytes a linear's weight of the data-parallel reduction and gather.
+    gather_bytes: bytes an element of an activation gathered over the tensor-parallel ranks.
+    bare_*: the share of a collective's time that overlap leaves bare: of tensor parallelism (not used for ours), of
+        gradients, of weights.
+    gradient_wire, weight_wire: bytes a linear's weight in the data-parallel reduction and gather.
     """
 
     name: str
@@ -94,8 +96,8 @@ _O1 = System(
 _O2 = replace(_O1, name="O2", title="O2", level="O2", state=15.6)
 _O3 = replace(_O2, name="O3", title="O3", level="O3", state=13.9, gather_bytes=1, weight_wire=1)
 # The paper's own implementation: TE's layers of 2023, its states, E4M3 weights with their transpose, E4M3 on the wire.
-# A micro-batch's gradient is added in E4M3 by a kernel that goes over both twice, as the tensor has one scale: it reads
-# three bytes, then again, and writes one (add_to_fp8 of MS-AMP, operators/arithmetic).
+# A kernel adds a micro-batch's gradient in E4M3. The tensor has one scale, so the kernel passes over both twice: it
+# reads three bytes, then three again, and writes one (add_to_fp8 of MS-AMP, operators/arithmetic).
 _PAPER = replace(
     _TE, name="fp8-lm", title="FP8-LM", level="O3", weight_copies=1, gradient_wire=1, weight_wire=1, gather_bytes=1,
     keeps_wgrads=False, state=15, add=7,
@@ -103,9 +105,9 @@ _PAPER = replace(
 
 SYSTEMS = {system.name: system for system in (_BF16, _TE, _O1, _O2, _O3)}
 PAPERS = {"BF16": _BF16, "TE FP8": _TE, "FP8-LM": _PAPER}
-UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` where Megatron's stale import makes TE concatenate (benchmarks/README.md)
-RESIDUAL_IN_GEMM = 2  # bytes of `residual` where our GEMM reads it in its epilogue: arithmetic
-FP8_HEAD = 2  # bytes a logit of --fp8-lm-head: their gradient in FP8, both ways round
+UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` if Megatron's stale import makes TE concatenate (benchmarks/README.md)
+RESIDUAL_IN_GEMM = 2  # bytes of `residual` if our GEMM reads it in its epilogue: arithmetic, not measured
+FP8_HEAD = 2  # bytes a logit of --fp8-lm-head: the cast of its gradient, in both layouts
 
 
 def chosen(name: str, flag: str = "--systems") -> System:
@@ -115,7 +117,7 @@ def chosen(name: str, flag: str = "--systems") -> System:
 
 
 def asked_for(system: System, overrides: Mapping[str, str]) -> System:
-    """A level's system with flags that change its weights and states: their wire, and what Adam moves of them."""
+    """A level's system with flags that change its weights and states: the bytes gathered, and the bytes Adam moves."""
     assert system.level is not None
     level = {cell.name: cell.at(system.level) for cell in CELLS}
     cells = level | dict(overrides)
@@ -124,6 +126,6 @@ def asked_for(system: System, overrides: Mapping[str, str]) -> System:
 
 
 def _moved(cells: Mapping[str, str]) -> float:
-    """Bytes of states and weight that Adam reads and writes an element (ops/adam.py); the gradient's are apart."""
+    """Bytes an element that Adam reads and writes for the states and the weight (ops/adam.py), without the gradient."""
     weight = 1 if cells["weight"] == "fp8" else 2
     return 2 * sum(BYTES[cells[state]] for state in STATES) + weight * (2 if cells["master"] == "remainder" else 1)

@@ -1,17 +1,17 @@
-"""FP8-LM's tables beside the cost model's and what was measured here.
+"""FP8-LM's tables beside the cost model's figures and the measurements of this repository.
 
     megatron-fp8 table 5                              throughput and memory: published, modelled, deviation
     megatron-fp8 table 5 --format markdown --figure table5.svg
-    megatron-fp8 table 5 --run --te-path DIR          measure the paper's 7B and 13B on the GPUs of this machine first
+    megatron-fp8 table 5 --run --te-path DIR          first measure the paper's 7B and 13B on this machine's GPUs
     megatron-fp8 table 7 | 8                          communication of activations; memory over GPUs
 
-The model's rows are for the paper's GPUs, H100 80 GB: a factor on time and an offset of memory come from its BF16 rows
-alone, the rest is predicted (tools/perf/paper.py). Under --run every system trains in a process of its own, one after
-the other, at one micro-batch and at the largest that fits, without a cap and under --cap-gb; what was measured before
-stands in --results, in the columns of Megatron Bridge's performance tables. docs/estimate.md has an example.
+The model's rows are for the paper's GPUs, H100 80 GB. A factor on time and an offset of memory come from the paper's
+BF16 rows alone; the rest is predicted (tools/perf/paper.py). With --run each system trains in its own process, one
+after the other, at one micro-batch and at the largest that fits, without a cap and under --cap-gb. --results holds all
+measurements so far, in the columns of Megatron Bridge's performance tables. docs/estimate.md has an example.
 
-Text fits a terminal: several figures share a cell, and what all rows have in common is said above them. Markdown and
-CSV have every figure in a column of its own; a CSV is one table: of what was measured where --results names its file.
+Text fits a terminal: several figures share a cell, and values that all rows share are printed once above them. Markdown
+and CSV have a column for every figure. A CSV is one table: with --results, that of the measurements.
 """
 
 import statistics
@@ -29,7 +29,7 @@ _TITLES = {
     "7": "FP8-LM, Table 7: communication of activations, GiB a micro-batch",
     "8": "FP8-LM, Table 8: peak memory of the emptiest and the fullest GPU, GB",
 }
-# As text: a column's title, and the columns that stand under it.
+# As text: {a column's title: the columns joined under it}.
 _TEXT_5 = {
     "model": ["model"],
     "system": ["system"],
@@ -56,21 +56,21 @@ _TEXT_MEASURED = {
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 table`."""
     parser.add_argument("table", choices=_TITLES)
-    parser.add_argument("--hardware", default="h100-80gb-sxm", metavar="NAME", help="of the model (h100-80gb-sxm)")
+    parser.add_argument("--hardware", default="h100-80gb-sxm", metavar="NAME", help="for the model (h100-80gb-sxm)")
     parser.add_argument("--format", choices=FORMATS, default="text")
-    parser.add_argument("--figure", metavar="FILE", help="also bars of them: .svg, .png or .pdf")
+    parser.add_argument("--figure", metavar="FILE", help="also save bars of the figures: .svg, .png or .pdf")
     table_run.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    """Measure where asked to, and print; returns 1 where a run was to be measured and failed."""
+    """Measure if --run is given, and print. Returns 1 if a run failed."""
     table_run.check(args)
     check_figure(args.figure)
     if (args.run or args.results) and args.table != "5":
         raise UserError(f"table {args.table}: only table 5 has measured rows; remove --run and --results")
     found = rows(hardware.load(args.hardware))
     code = table_run.run(args) if args.run else 0
-    measured = table_run.results(args) if args.table == "5" else []  # a wrong --results is said before all else
+    measured = table_run.results(args) if args.table == "5" else []  # before any output: it may fail
     if args.format == "csv" and args.results:  # a CSV is one table
         print(render(measured, args.format))
         return code
@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
         print(paragraph(_said_once(lines), args.format) + "\n")
         lines = merged(lines, _TEXT_5)
     if args.format == "csv":
-        for above, line in pairwise(lines):  # our O3, which the paper has not, is of the model above it
+        for above, line in pairwise(lines):  # our O3 is not in the paper; it has the model of the row above
             line["model"] = line["model"] or above["model"]
     print(render(lines, args.format))
     if args.table == "5":
@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
 
 
 def _said_once(lines: Rows) -> str:
-    """What the text of table 5 leaves out of its rows."""
+    """The line above table 5's text: values that its rows leave out."""
     layouts = {line["model"]: line["TP/PP/DP"] for line in lines if line["model"]}
     peaks = {line["peak TFLOP/s"]: "BF16" if line["system"] == "BF16" else "FP8" for line in lines}
     return (
@@ -123,7 +123,7 @@ def _print_measured(results: Rows, form: str) -> None:
         print("\n" + paragraph(f"All rows: {settings}. Tokens and TFLOP/s are a GPU's.", form) + "\n")
         shown = merged(lines, {title: names for title, names in _TEXT_MEASURED.items() if title not in same})
         for cells, line in zip(shown, lines, strict=True):
-            cells[_MS] = cells[_MS] or line["Outcome"]  # where there is no figure stands why
+            cells[_MS] = cells[_MS] or line["Outcome"]  # without a figure, say why
         print(render(shown, form))
 
 
@@ -138,7 +138,7 @@ def _names(row: Row) -> dict[str, str]:
 
 
 def _pair(row: Row, name: str, form: str, title: str) -> dict[str, str]:
-    """Published, modelled and the deviation."""
+    """Cells: the published figure, the model's, the deviation."""
     theirs, deviation = getattr(row.published, name, None), row.deviation(name)
     return {
         title: format(theirs, form) if theirs else "",
@@ -209,13 +209,13 @@ def _table_8(found: list[Row]) -> list[dict[str, str]]:
 
 
 def _draw(table: str, path: str, found: list[Row], results: Rows) -> None:
-    """Table 5 in tokens a second and GPU, since what was measured here has other layouts; beside it, what was."""
+    """Table 5 is drawn in tokens a second and GPU, because the measurements, drawn beside it, have other layouts."""
     name, label = {"5": ("samples", "tokens/s a GPU"), "7": ("activation_gb", "GiB"), "8": ("memory_gb", "GB")}[table]
     needed = {"5": "samples", "7": "activation_gb", "8": "most_gb"}[table]
     listed, model = [], ""
     for row in found:
         named = _names(row)
-        model = named["model"] or model  # our O3, which the paper has not, is of the model above it
+        model = named["model"] or model  # our O3 is not in the paper; it has the model of the row above
         if table == "5" or getattr(row.published, needed, None):
             unit = row.workload.sequence / row.workload.gpus if table == "5" else 1
             theirs = getattr(row.published, name, None)
@@ -231,7 +231,7 @@ def _draw(table: str, path: str, found: list[Row], results: Rows) -> None:
 
 
 def _measured_bars(results: Rows) -> list[Bar]:
-    """Of the runs without a cap that were made, in tokens/s a GPU; those of one case together, as their median."""
+    """Bars in tokens/s a GPU of the successful runs without a cap; several runs of one case become their median."""
     cases: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for line in results:
         if line["Outcome"] == "ok" and not line["Cap GB"]:

@@ -1,9 +1,9 @@
-"""`megatron-fp8 table 5 --run`: the paper's models on the GPUs of this machine, system by system.
+"""`megatron-fp8 table 5 --run`: measure the paper's models on the GPUs of this machine, system by system.
 
-Every system trains in a process of its own, one after the other (benchmarks/train_step.py, of a checkout): first at one
-micro-batch for all, then at the largest that fits it. Where that lies the estimate says, and the run decides: out of
-memory means the next smaller one. With --cap-gb the same again with torch's allocator held to so many GB on each GPU. A
-row of --results keeps figures, spread, versions, power limit and the command; --logs the raw logs.
+Each system trains in its own process, one after the other (benchmarks/train_step.py of a checkout): first at a
+micro-batch common to all, then at the largest that fits. The estimate proposes that size; if a run is out of memory,
+the next smaller size is tried. --cap-gb repeats this with torch's allocator limited to that many GB on each GPU. A row
+of --results has the figures, their spread, versions, power limit and the command; --logs keeps the raw logs.
 """
 
 import csv
@@ -35,33 +35,33 @@ from .workload import Workload
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = shipped("benchmarks/results/table5.csv")
 _PAPERS = "--position-embedding-type rope --untie-embeddings-and-output-weights"
-SHAPES = {"7b": ("7b-whole", _PAPERS), "13b": ("13b-whole", _PAPERS), "tiny": ("tiny", "")}  # of train_step.py
+SHAPES = {"7b": ("7b-whole", _PAPERS), "13b": ("13b-whole", _PAPERS), "tiny": ("tiny", "")}  # train_step.py's names
 ESTIMATED = {"bf16": "bf16", "bf16-local": "bf16", "te-delayed": "te", "O1": "O1", "O2": "O2", "O3": "O3"}
-UNREPAIRED = {"bf16"}  # of these, in benchmarks/train_step.py, which a wheel does not have
+UNREPAIRED = {"bf16"}  # systems of benchmarks/train_step.py without the QKV repair; a wheel does not have that file
 _ITERATIONS = whole(17, "five warm up, and twice five are measured")
-_HOPELESS = 1.15  # of the memory there is: what an estimate says needs more is not tried
+_HOPELESS = 1.15  # a run is not tried if its estimate is above this factor times the memory
 COLUMNS = """System,Model,#-GPUs,Precision,GBS,MBS,Sequence Length,TP,PP,CP,VP,EP,Tokens/sec/GPU,Model TFLOP/sec/GPU
 Cap GB,Outcome,ms,ms least,ms most,Peak GB,Held GB,GPU,Power W,Driver,torch,megatron-core,Transformer Engine
 Commit,Date,Log,Command""".replace("\n", ",").split(",")
 _SHOWN = [*COLUMNS[:16], "ms", "ms least", "ms most", "Peak GB", "GPU", "Power W", "Commit", "Date"]
-CALL = ("GPU", "Power W", "Commit", "Date")  # rows in which these are alike are of one call, on one host
-# Often the same in all rows: text says it once.
+CALL = ("GPU", "Power W", "Commit", "Date")  # rows that are equal in these come from one call, on one host
+# Often equal in all rows; the text prints them once.
 SETTING = (*CALL, "Model", "#-GPUs", "Precision", "GBS", "Sequence Length", "TP", "PP", "CP", "VP", "EP",
            "Cap GB")  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `--run`."""
-    parser.add_argument("--run", action="store_true", help="measure on this machine's GPUs first")
+    """The flags that go with `--run`."""
+    parser.add_argument("--run", action="store_true", help="first measure on this machine's GPUs")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["7b"])
     parser.add_argument("--systems", nargs="+", choices=ESTIMATED, default=["bf16", "te-delayed", "O1", "O2", "O3"])
-    parser.add_argument("--gpus", type=int, help="data parallel (all of this machine)")
-    parser.add_argument("--micro-batch-size", type=int, default=2, help="that all systems have first (2)")
-    parser.add_argument("--global-batch-size", type=int, help="(16 a GPU)")
+    parser.add_argument("--gpus", type=int, help="data-parallel GPUs (all of this machine)")
+    parser.add_argument("--micro-batch-size", type=int, default=2, help="common to all systems (2)")
+    parser.add_argument("--global-batch-size", type=int, help="samples a step (16 a GPU)")
     parser.add_argument("--cap-gb", type=positive().read,
-                        help="and again with so many GB, of 10^9 bytes, for torch on each GPU")  # fmt: skip
-    parser.add_argument("--only-cap", action="store_true", help="not without the cap")
-    parser.add_argument("--iterations", type=_ITERATIONS.read, default=17, help="of a run (17)")
+                        help="repeat with so many GB (10^9 bytes) for torch on each GPU")  # fmt: skip
+    parser.add_argument("--only-cap", action="store_true", help="skip the runs without the cap")
+    parser.add_argument("--iterations", type=_ITERATIONS.read, default=17, help="iterations of a run (17)")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for a run (300)")
     parser.add_argument("--te-path", default="", help="folder with Transformer Engine")
     parser.add_argument("--results", help="CSV to append to and to print (benchmarks/results/table5.csv)")
@@ -76,13 +76,13 @@ def check(args: Namespace) -> None:
         add_arguments(parser)
         for name, default in vars(parser.parse_args([])).items():
             value = getattr(args, name)
-            if name != "results" and value != default:  # --results is printed without --run too
+            if name != "results" and value != default:  # --results is also printed without --run
                 said = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
                 raise UserError(f"--{name.replace('_', '-')}{said}: works only with --run; add it, or remove this one")
 
 
 def run(args: Namespace, runner: Callable[[str, Namespace], dict] | None = None) -> int:
-    """Measure and append to the results; returns 1 where a run failed for another reason than memory."""
+    """Measure and append to the results. Returns 1 if a run failed other than by lack of memory."""
     bench = _train_step()
     gpus = args.gpus or max(1, _gpu_count())
     batch = args.global_batch_size or 16 * gpus
@@ -111,7 +111,7 @@ def run(args: Namespace, runner: Callable[[str, Namespace], dict] | None = None)
 def _of_system(
     args: Namespace, runner, model: str, system: str, gpus: int, batch: int, cap: float | None
 ) -> Iterator[dict]:
-    """Rows: at the common micro-batch, and at the largest that fits."""
+    """The rows of a system: at the common micro-batch, and at the largest that fits."""
     w = _workload(model, system, gpus, args.micro_batch_size, batch)
     sizes = [size for size in divisors(batch // gpus) if size > args.micro_batch_size]
     promising = [size for size in sizes if _room(replace(w, micro_batch=size), cap) >= 0]
@@ -123,7 +123,7 @@ def _of_system(
             yield row
             if row["Outcome"] != "out of memory":
                 return
-    elif first["Outcome"] != "failed":  # a smaller one may fit
+    elif first["Outcome"] != "failed":  # a smaller micro-batch may fit
         for size in divisors(args.micro_batch_size)[-2::-1]:
             row = _measure(args, runner, model, replace(w, micro_batch=size), cap, system)
             yield row
@@ -132,7 +132,7 @@ def _of_system(
 
 
 def _measure(args: Namespace, runner, model: str, w: Workload, cap: float | None, system: str) -> dict[str, Any]:
-    """One run as a row; an Outcome other than ok has no figures."""
+    """Run once and return the row; it has no figures unless its Outcome is ok."""
     shape, extra = SHAPES[model]
     bench = _train_step()
     logs = Path(args.logs) / f"{model}-{w.gpus}gpu-mbs{w.micro_batch}{f'-{cap:g}gb' if cap else ''}"
@@ -168,13 +168,13 @@ def _measure(args: Namespace, runner, model: str, w: Workload, cap: float | None
         "Outcome": "ok", "ms": round(found["ms"], 2), "ms least": round(found["ms_min"], 2),
         "ms most": round(found["ms_max"], 2), "Model TFLOP/sec/GPU": round(found["tflops"], 1),
         "Tokens/sec/GPU": round(w.global_batch * w.sequence / w.gpus / found["ms"] * 1e3),
-        # train_step.py has Megatron's MiB by the thousand
+        # train_step.py gives thousands of Megatron's MiB.
         "Peak GB": round(found["gb_peak"] * 1e3 * MIB, 2), "Held GB": round(found["gb"] * 1e3 * MIB, 2),
     }  # fmt: skip
 
 
 def results(args: Namespace) -> list[dict[str, str]]:
-    """What was measured, as it is printed: with the estimate for the GPU it ran on."""
+    """The measured rows for printing, each with the estimate for its GPU."""
     file = Path(args.results or RESULTS)
     if not file.is_file():
         if args.results and not args.run:
@@ -223,7 +223,7 @@ def _estimate(w: Workload) -> Estimate:
 
 
 def _limit(cap: float | None) -> float:
-    """GB that torch may have on a GPU of this machine, or under the cap; of an H200 where there is no GPU."""
+    """GB that torch may use on a GPU of this machine, or under the cap; without a GPU, those of an H200."""
     import torch
 
     on = hardware.load(validation.HARDWARE)
@@ -243,7 +243,7 @@ def _command(args: Namespace, shape: str, extra: str, system: str, w: Workload, 
 
 
 def _machine(bench, te_path: str) -> dict[str, str]:
-    """What all rows of a call have in common."""
+    """The cells that all rows of a call share."""
     stamp = bench.stamp()
     query = ["nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader,nounits"]
     try:
@@ -259,7 +259,7 @@ def _machine(bench, te_path: str) -> dict[str, str]:
 
 
 def _version(package: str, folder: str = "") -> str:
-    """Of a package in a folder, else of this environment's; empty where there is none."""
+    """The version of a package in a folder, else in this environment; "" if it is not found."""
     found = importlib.metadata.distributions(name=package, path=[*[folder] * bool(folder), *sys.path])
     return next((one.version for one in found), "")
 

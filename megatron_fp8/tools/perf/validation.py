@@ -1,11 +1,10 @@
-"""The runs that the cost model was fitted to, and those it was not: its error on them, worked out anew every time.
+"""The runs that the cost model was fitted to, and runs held out of the fit: its error on them, recomputed on each call.
 
-measured.csv names the source and the commit of each. Where a source is "log not kept", the figure was written down and
-its log was not. Rows of our levels are of the fused kernels (commit e007b60 and later), those that set numbers of
-75447fb and 37d850e; stock's and Transformer Engine's are of any date. MiB are those of Megatron's log, 2^20 bytes. Held
-out are runs whose times and memory set no number of configs/hardware or systems.py; but the formulas were written with
-all of them in sight, and what overlap leaves bare was read off the profiled collectives of the runs on two and four
-GPUs.
+measured.csv names the source and the commit of each run. The source "log not kept" means that the figure was noted and
+the log is gone. Rows of our levels have the fused kernels (commit e007b60 and later); those that set the model's
+numbers are of 75447fb and 37d850e. Rows of stock and Transformer Engine are of any date. MiB are Megatron's, 2^20
+bytes. A run is held out if its time and memory set no number of configs/hardware or systems.py. But the formulas were
+written with all runs known, and the bare shares come from the profiled collectives of the runs on two and four GPUs.
 """
 
 import csv
@@ -26,7 +25,7 @@ from .workload import Workload
 
 FILE = Path(__file__).with_name("measured.csv")
 HARDWARE = "h200"
-_HOSTS = 4 / 3  # how much slower than the estimate's host another may be: GPT-125M's step took 161 to 210 ms
+_HOSTS = 4 / 3  # how much slower another host may be than the estimate's: GPT-125M's step took 161 to 210 ms
 _GPT = Job(
     8, 4096, 32, vocab_size=50_303, disable_bias_linear=True, max_position_embeddings=2048
 )  # benchmarks/train_step.py's shapes
@@ -36,7 +35,7 @@ MODELS = {
     "7b-whole": replace(_GPT, num_layers=32),
     "13b-whole": replace(_GPT, num_layers=40, hidden_size=5120, num_attention_heads=40),
     "175b": replace(_GPT, num_layers=4, hidden_size=12288, num_attention_heads=96),
-    "175b-tp8": replace(  # with TP 2, what a rank of GPT-175B has with TP 8
+    "175b-tp8": replace(  # with TP 2, a rank has what a rank of GPT-175B has with TP 8
         _GPT, hidden_size=12288, num_attention_heads=24, kv_channels=128, ffn_hidden_size=12288, vocab_size=12_799
     ),
     "llama": replace(
@@ -50,14 +49,14 @@ MODELS = {
         untie_embeddings_and_output_weights=True, max_position_embeddings=8192,
     ),
     "125m": replace(_LLAMA, num_layers=12, hidden_size=768, num_attention_heads=12),
-    # of `table 5 --run`
+    # Of `table 5 --run`.
     **{f"{name}-paper": replace(PAPERS[name], tensor_model_parallel_size=1) for name in ("7b", "13b")},
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run and its estimate; held, peak in GB, None where they were not kept."""
+    """A measured run and its estimate. held, peak: GB, or None if the run's log gave none."""
 
     row: Mapping[str, str]
     estimate: Estimate
@@ -71,12 +70,12 @@ class Run:
 
     @property
     def error_ms(self) -> float:
-        """Relative, positive where the estimate is too long."""
+        """Relative; positive if the estimate is too long."""
         return self.estimate.ms / self.ms - 1
 
     @property
     def bound_by_host(self) -> bool:
-        """Or may be, on a slower host."""
+        """Whether the host bounds the step, or might if it were slower by _HOSTS."""
         return self.estimate.host_ms * _HOSTS > self.estimate.gpu_ms
 
     @property
@@ -124,8 +123,8 @@ def _gb(mib: str) -> float | None:
 
 
 def summary(held_out: bool = True) -> dict[str, float]:
-    """{"runs"; "ms", "host's ms", "GB", and each "at worst"}: absolute errors, medians and the largest; GB are of the
-    peaks; steps that the host bounds, or may bound, by the estimate, are apart."""
+    """{"runs", "ms", "host's ms", "GB", and each "at worst"}: medians and maxima of absolute relative errors. "GB" is
+    the peak's. "host's ms" is for the steps that the host bounds, or may bound; "ms" is for the others."""
     of = [run for run in runs() if run.held_out == held_out]
     ms = [abs(run.error_ms) for run in of if not run.bound_by_host]
     host = [abs(run.error_ms) for run in of if run.bound_by_host]
@@ -138,7 +137,7 @@ def summary(held_out: bool = True) -> dict[str, float]:
 
 
 def line() -> str:
-    """What stands beside every estimate."""
+    """The text printed below every estimate."""
     s = summary()
     return textwrap.fill(
         f"Error on {s['runs']} runs it was not fitted to (H200 and H100, one to four GPUs): step {s['ms']:.1%} in the "

@@ -1,4 +1,4 @@
-"""What the cost model is asked about: a model, its layout, a batch, a system; and its parts by pipeline stage."""
+"""The question put to the cost model: a model, its layout, a batch, a system. Also its parts by pipeline stage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from .job import Job
 from .systems import System
 
 Recompute = Literal["none", "selective", "full"]
-MODULES = ("core_attn", "layernorm", "mlp")  # of --recompute-modules, those whose memory and time are modelled
+MODULES = ("core_attn", "layernorm", "mlp")  # the --recompute-modules whose memory and time are modelled
 
 
 @dataclass(frozen=True)
 class Workload:
     """Attributes:
-    job: model and layout; its data-parallel size counts context-parallel ranks too.
+    job: model and layout; its data-parallel size includes context parallelism.
     virtual: model chunks a pipeline stage.
-    recompute, modules, recomputed_layers: --recompute-granularity, -modules, and of "full" how many layers of a chunk
-        (None: all).
+    recompute, modules: --recompute-granularity, --recompute-modules.
+    recomputed_layers: with recompute "full", how many layers of a chunk (None: all).
     keeps_transposes: whether a level keeps W^T of its FP8 weights from one micro-batch to the next.
-    dropout: whether hidden states have any.
+    dropout: whether hidden states have dropout.
     graphed: whether a step is one CUDA graph.
     two_levels: whether a level's gradients are reduced inside a node first.
-    overrides: {cell: value} of the level's table.
+    overrides: {cell: value} of flags that change the level's table.
     """
 
     job: Job
@@ -101,17 +101,17 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on a context-parallel rank."""
+        """Tokens of a micro-batch on a context-parallel rank."""
         return self.micro_batch * self.sequence // self.context
 
     @property
     def layers(self) -> int:
-        """Of a stage."""
+        """Layers of a stage."""
         return self.job.num_layers // self.pipeline
 
     def again(self, part: str) -> float:
-        """Share of the layers that run a part of theirs forward once more in the backward pass: of MODULES, or another,
-        which only whole layers repeat."""
+        """Share of the layers that run a part of theirs forward again in the backward pass. part: one of MODULES, or
+        another, which only full recomputation repeats."""
         if self.recompute == "full":
             chunk = self.layers // self.virtual
             return 1.0 if self.recomputed_layers is None else min(self.recomputed_layers, chunk) / chunk
@@ -119,7 +119,7 @@ class Workload:
 
     @property
     def heads(self) -> int:
-        """Channels of all heads."""
+        """Channels of all query heads."""
         return self.job.num_attention_heads * self.channels
 
     @property
@@ -137,32 +137,32 @@ class Workload:
 
     @property
     def fc1(self) -> int:
-        """Width of its output."""
+        """Width of fc1's output."""
         return self.job.linear_sizes[2][0]
 
     @property
     def vocabulary(self) -> int:
-        """Padded, of all tensor-parallel ranks."""
+        """Padded size of the vocabulary over all tensor-parallel ranks."""
         unit = self.job.make_vocab_size_divisible_by * self.tensor
         return -(-self.job.vocab_size // unit) * unit
 
     @property
     def split(self) -> int:
-        """Tensor-parallel ranks that share hidden states: all under sequence parallelism."""
+        """Ranks that share the hidden states: all tensor-parallel ranks under sequence parallelism, else 1."""
         return self.tensor if self.sequence_parallel else 1
 
     @property
     def fp8(self) -> bool:
-        """Whether the linears' GEMMs are: not under --fp8-gemm bf16."""
+        """Whether the linears' GEMMs are in FP8; --fp8-gemm bf16 switches that off."""
         return self.system.fp8 and (self.overrides or {}).get("gemm", "fp8") == "fp8"
 
     @property
     def input_bytes(self) -> int:
-        """Of an element of a linear's input that waits for the backward pass."""
+        """Bytes an element of a linear's input kept for the backward pass."""
         return self.system.input_bytes if self.fp8 else 2
 
     def cells(self) -> dict[str, str] | None:
-        """The level's table, gradients' storage decided; None for stock and Transformer Engine."""
+        """The level's table with the storage of gradients resolved; None for stock and Transformer Engine."""
         level = self.system.level
         if level is None:
             return None
