@@ -1,1 +1,1 @@
-"""What people run beside training: no training process imports any of it (tests/unit/test_imports.py)."""
+"""What people run beside training. No training process imports it (tests/unit/test_imports.py)."""

@@ -1,7 +1,7 @@
-"""The colours of every figure: a level has the same one in all of them.
+"""The colours of every figure: a level has the same colour in all of them.
 
-They are Okabe and Ito's ("Color Universal Design", 2008), which colour-blind readers tell apart; two of the spare ones
-are Paul Tol's ("Colour Schemes", 2021), made for the same.
+The colours are Okabe and Ito's ("Color Universal Design", 2008), which colour-blind readers can tell apart. Two of the
+spare ones are Paul Tol's ("Colour Schemes", 2021), made for the same purpose.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 COLOURS = {
     "O0": "#000000",
-    "BF16": "#000000",  # stock, as O0 is
+    "BF16": "#000000",  # stock, like O0
     "O1": "#0072b2",
     "O2": "#009e73",
     "O3": "#d55e00",
@@ -18,12 +18,12 @@ COLOURS = {
     "FP32": "#56b4e9",
 }
 _SPARE = "#e69f00", "#332288", "#999933"  # no level has these
-_LINES = "-", "--", ":", "-."  # of those that share a colour
+_LINES = "-", "--", ":", "-."  # for names that share a colour
 _LEVELS = {level.lower(): level for level in COLOURS}
 
 
 def level_in(name: str) -> str | None:
-    """The first word of a run's name that is a key of COLOURS, in its spelling; None if no word is."""
+    """The first word of a run's name that is a key of COLOURS, spelled as there; None if there is none."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return next((_LEVELS[word] for word in words if word in _LEVELS), None)
 
@@ -31,8 +31,8 @@ def level_in(name: str) -> str | None:
 def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """{name: colour and line style}, the keywords of matplotlib's plot, for the runs or arms of one figure.
 
-    A name that has a level in it gets the level's colour; others get, in turn, spare ones, then those of levels not
-    drawn here. A line style tells those apart that share a colour.
+    A name that contains a level gets the level's colour. Others get, in turn, the spare colours, then those of levels
+    not drawn here. A line style tells apart names that share a colour.
     """
     names = list(dict.fromkeys(names))
     levels = {name: level_in(name) for name in names}

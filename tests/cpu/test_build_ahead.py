@@ -67,7 +67,7 @@ def test_every_rank_of_a_stage_calls_what_its_lone_rank_has_called(tmp_path, sta
         assert called(together, stage * of_stage) - expected == set()
         for rank in range(stage * of_stage, (stage + 1) * of_stage):
             assert for_triton(called(together, rank)) - for_triton(expected) == set()
-    assert done.returncode == 1 and done.stderr.endswith("no kernel was met: the ranks saw no GPU\n")
+    assert done.returncode == 1 and done.stderr.endswith("no kernel was launched: the ranks saw no GPU\n")
 
 
 def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
@@ -76,7 +76,7 @@ def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
     assert main(["build", "--gpus", "4", "--", "pretrain_gpt_fp8.py", *JOB.split()]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith("megatron-fp8 build: there is no GPU here: nothing to compile. ")
+    assert printed.err.startswith("megatron-fp8 build: there is no GPU here, so nothing was compiled. ")
 
 
 @pytest.mark.parametrize(

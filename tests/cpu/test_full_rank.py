@@ -50,7 +50,7 @@ def trains(tmp_path, *argv: str, flags: str, job: str = JOB) -> str:
 def test_the_first_rank_of_the_last_stage(tmp_path):
     """Its collectives return at once, and what it receives is finite: no step is skipped."""
     page = trains(tmp_path, "--rank", "9", flags="--fp8-level O3")
-    assert "Rank 8 of 16 at full size: passed" in page and "Asked for was rank 9" in page
+    assert "Rank 8 of 16 at full size: passed" in page and "You asked for rank 9" in page
     assert "O3: TP 2, PP 2 (stage 1), DP 4; 3 steps of 3 micro-batches of 2" in page
     estimate = re.search(r"the estimate: ([\d.]+) GB held, ([\d.]+) at the peak", page)
     assert 0 < float(estimate[1]) <= float(estimate[2]) < 1
@@ -146,7 +146,7 @@ def test_what_is_of_transformer_engines_attention_is_refused_or_said():
         full.rehearse(Launch([], [], 2), Job([], context=2, args=args), 2, Namespace(rank=0), {})
     job = Job([], args=args, level="O3", unseen=("--fp8-attention te",))
     lines = full._page(job, 1, 0, 0, 1, Ran([], 0, 9.0, 60, [], {}))
-    assert "- --fp8-attention te: left out, it is of Transformer Engine's attention." in list(islice(lines, 4))
+    assert "- --fp8-attention te: left out, because it needs Transformer Engine's attention." in list(islice(lines, 4))
 
 
 def test_measured_and_estimated_stand_side_by_side(monkeypatch):

@@ -15,13 +15,13 @@ EVALUATES = "--split 8,1,1 --eval-iters 1 --eval-interval 5".split()
 
 
 def build(flags: list[str], environment: dict[str, str]) -> tuple[int, int]:
-    """(Kernels that were compiled, those that were there)."""
+    """(Kernels compiled, kernels found in the cache)."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "megatron_fp8.cli", "build", "--", "python", "pretrain_gpt_fp8.py", *flags]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **environment},
                           capture_output=True, text=True, timeout=900)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"stage 0: (\d+) kernels compiled in \d+ s, (\d+) were there", done.stdout)
+    found = re.search(r"stage 0: (\d+) kernels compiled in \d+ s, (\d+) were cached", done.stdout)
     return int(found[1]), int(found[2])
 
 

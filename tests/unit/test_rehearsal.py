@@ -526,7 +526,7 @@ def test_a_script_that_logs_no_step_is_said_so(monkeypatch):
     start = page.read("train", 0, 1.0, [], [])
     job = SimpleNamespace(args=SimpleNamespace(data_parallel_size=1, save="there"), missing="", unseen=())
     found = list(page.warnings(job, SimpleNamespace(data_parallel=1), page.Outcome(start, start)))
-    assert found[0] == "No step was logged here: whether the script trains cannot be said."
+    assert found[0] == "No step was logged here, so it is unknown whether the script trains."
 
 
 def test_the_page_has_the_line_that_a_start_failed_with(monkeypatch):

@@ -1,1 +1,1 @@
-"""`megatron-fp8 rehearse`: a cluster job's command, tried on one machine without a GPU."""
+"""`megatron-fp8 rehearse`: try a cluster job's command on one machine without a GPU."""

@@ -1,16 +1,16 @@
-"""`megatron-fp8 build -- COMMAND`: a job's Triton kernels are compiled before it starts, into this machine's cache.
+"""`megatron-fp8 build -- COMMAND`: compile a job's Triton kernels into this machine's cache before the job starts.
 
-One true rank of the first pipeline stage, then one of the second and of the last, each alone on this GPU (one_rank.py):
-three steps and, if the job evaluates, a batch of evaluation. What the job does every N-th step, statistics and
-sharpness, it does in the second step; the other two are as most of the job's are.
+It runs one true rank of the first pipeline stage, then one of the second and one of the last, each alone on this GPU
+(one_rank.py): three steps and, if the job evaluates, one batch of evaluation. The second step does what the job does
+every N-th step (statistics, sharpness); the other two are like most of the job's steps.
 
-All layers stay, and widths, micro-batch and data parallelism with them. Triton compiles a kernel anew for a number that
-is 1, or a multiple of 16, or 2^31 and above, and Adam's has a constant of how a weight's share divides: of fewer layers
-the buckets are cut elsewhere, and offsets in them fit in 32 bits.
+All layers stay, as do widths, micro-batch and data parallelism. Triton compiles a kernel again for a number that is 1,
+a multiple of 16, or at least 2^31, and Adam's kernel has a constant for how a weight's share divides. With fewer layers
+the buckets would be cut elsewhere, and offsets in them would fit in 32 bits.
 
-Ranks of one stage are taken to be alike: of tensor parallelism they have the same shapes, of data parallelism rows of
-the same buckets. If another rank's row cuts a weight where its share is no multiple of 2,048, that rank compiles a
-variant of Adam's kernel at its first step.
+Ranks of one stage are assumed to be alike: tensor-parallel ranks have the same shapes, data-parallel ranks have rows of
+the same buckets. If another rank's row cuts a weight so that its share is not a multiple of 2,048, that rank compiles a
+variant of Adam's kernel in its first step.
 """
 
 import os
@@ -28,13 +28,13 @@ from .job import Job, examine, gpus_of
 
 
 def build(args: Namespace) -> int:
-    """Compile for the job of args.command, and say how many kernels that were; returns the exit code."""
+    """Compile the kernels for the job of args.command and print their number. Returns the exit code."""
     launch = take_apart(args.command[1:] if args.command[0] == "--" else args.command)
     gpus = gpus_of(launch, args.gpus)
-    environment = {**os.environ, **launch.variables}  # before the GPU is hidden
+    environment = {**os.environ, **launch.variables}  # copied before the GPU is hidden
     if not has_gpu(environment):
-        print("megatron-fp8 build: there is no GPU here: nothing to compile. Kernels are compiled on the GPU that they "
-              "are for; run it on a machine of the job's", file=sys.stderr)  # fmt: skip
+        print("megatron-fp8 build: there is no GPU here, so nothing was compiled. Run this on a machine with the "
+              "job's kind of GPU", file=sys.stderr)  # fmt: skip
         return 1
     ranks.warm_up(os.path.dirname(os.path.abspath(launch.script[-1])))
     from .one_rank import refuse, run_rank  # these import torch
@@ -42,8 +42,8 @@ def build(args: Namespace) -> int:
     job = examine(launch, gpus)
     a = refuse(job, "build")
     if is_stock(job.level):
-        raise UserError("build: the command has no --fp8-level, or O0: it has no kernels of ours; add --fp8-level O1, "
-                        "O2 or O3")  # fmt: skip
+        raise UserError("build: the command has no --fp8-level, or O0, so it has no kernels of ours; add --fp8-level "
+                        "O1, O2 or O3")  # fmt: skip
     compiled = in_cache = 0
     seconds, cache = 0.0, ""
     for stage, rank in ranks_of_stages(a, gpus).items():
@@ -53,32 +53,32 @@ def build(args: Namespace) -> int:
             print(f"{said}: {ran.failure()}", file=sys.stderr)
             return 1
         new, held, compiling = (ran.found.get(name, 0) for name in ("compiled", "in_cache", "compile_seconds"))
-        print(f"{said}: {new} kernels compiled in {compiling:.0f} s, {held} were there; {ran.seconds:.0f} s in all",
+        print(f"{said}: {new} kernels compiled in {compiling:.0f} s, {held} were cached; {ran.seconds:.0f} s in all",
               flush=True)  # fmt: skip
         compiled, in_cache, seconds = compiled + new, in_cache + held, seconds + ran.seconds
         cache = ran.found.get("cache", "")
     if not compiled + in_cache:
-        print("megatron-fp8 build: no kernel was met: the ranks saw no GPU", file=sys.stderr)
+        print("megatron-fp8 build: no kernel was launched: the ranks saw no GPU", file=sys.stderr)
         return 1
-    print(f"{compiled} kernels compiled, {seconds:.0f} s in all; they lie in {cache}")
+    print(f"{compiled} kernels compiled, {seconds:.0f} s in all; they are in {cache}")
     return 0
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Whether a process sees a GPU: another one, for this one will fork."""
+    """Whether a process sees a GPU. Asked in a subprocess, because this process will fork."""
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def ranks_of_stages(a: Namespace, gpus: int) -> dict[int, int]:
-    """{pipeline stage: its first rank} of the first stage, one in the middle and the last."""
+    """{pipeline stage: its first rank} for the first, the second and the last stage."""
     stages = a.pipeline_model_parallel_size
     apart = a.tensor_model_parallel_size if a.use_tp_pp_dp_mapping else gpus // stages
     return {stage: stage * apart for stage in sorted({0, min(1, stages - 1), stages - 1})}
 
 
 def flags_of_build(job: Job) -> list[str]:
-    """A rank's flags."""
+    """The flags of a rank that compiles."""
     from .one_rank import flags_of_rank
 
     a = job.args

@@ -1,9 +1,9 @@
 """`megatron-fp8 rehearse --full --rank R`: one true rank of a job at full size on this GPU, measured and estimated.
 
-The job's command as one_rank.py runs it. Tensor-parallel ranks are alike, and only the first of them reads data: R is
-taken down to it.
+one_rank.py runs the job's command. Tensor-parallel ranks are alike and only the first of them reads data, so R is
+replaced by the first rank of its tensor-parallel group.
 
-Not seen: NCCL and its buffers, values, hangs, speed.
+Not covered: NCCL and its buffers, values, hangs, speed.
 """
 
 import shlex
@@ -20,9 +20,9 @@ _GB = 1e9
 
 
 def rehearse(launch: Launch, job: Job, gpus: int, args: Namespace, environment: dict[str, str]) -> int:
-    """Run the rank and print its page; returns 0 where it trained, else 1.
+    """Run the rank and print its page. Returns 0 if it trained, else 1.
 
-    environment: this process' own, before anything hid the GPU.  UserError for a rank that the job does not have.
+    environment: this process's own, copied before the GPU was hidden.  Raises UserError if the job has no such rank.
     """
     a = refuse(job, "rehearse --full")
     if not 0 <= args.rank < gpus:
@@ -45,20 +45,20 @@ def _page(job: Job, gpus: int, asked: int, rank: int, batch: int, ran: Ran):
     yield f"# Rank {rank} of {gpus} at full size: {result}, {ran.seconds:.0f} s"
     yield ""
     if rank != asked:
-        yield f"- Asked for was rank {asked}; tensor-parallel ranks are alike, and their first is {rank}."
+        yield f"- You asked for rank {asked}. Tensor-parallel ranks are alike, and the first of its group is {rank}."
     context = f"CP {a.context_parallel_size}, " * (a.context_parallel_size > 1)
     yield (f"- {job.level}: TP {a.tensor_model_parallel_size}, PP {pipeline} (stage {stage}), {context}DP "
            f"{a.data_parallel_size}; {STEPS} steps of {batch // (a.micro_batch_size * a.data_parallel_size)} "
-           f"micro-batches of {a.micro_batch_size}, by stock's --fake-process-group.")  # fmt: skip
-    yield from (f"- {flag}: left out, it is of Transformer Engine's attention." for flag in job.unseen)
+               f"micro-batches of {a.micro_batch_size}, in stock's --fake-process-group.")  # fmt: skip
+    yield from (f"- {flag}: left out, because it needs Transformer Engine's attention." for flag in job.unseen)
     if ran.code:
         yield f"- {ran.failure()}"
     yield from _figures(job, gpus, stage, batch, ran.found)
-    yield "- Not seen: NCCL and its buffers, values, hangs, speed."
+    yield "- Not covered: NCCL and its buffers, values, hangs, speed."
 
 
 def _figures(job: Job, gpus: int, stage: int, batch: int, found: dict[str, float]):
-    """The table: measured and estimated."""
+    """The table of measured and estimated memory."""
     from ..perf.job_flags import Flags, workload
     from ..perf.step import stages
     from ..perf.systems import SYSTEMS
@@ -67,7 +67,7 @@ def _figures(job: Job, gpus: int, stage: int, batch: int, found: dict[str, float
     assert a is not None
     try:
         level = job.level if job.level in SYSTEMS and SYSTEMS[job.level].level else None
-        asked = dict(job.flags).get("--attention-backend", ["auto"])  # which a level has changed in args
+        asked = dict(job.flags).get("--attention-backend", ["auto"])  # as given; a level has changed it in args
         w = workload(Flags(a, level), gpus, global_batch_size=batch, attention_backend=asked[0])
     except UserError as error:
         yield f"- No estimate: {error}"
@@ -77,7 +77,7 @@ def _figures(job: Job, gpus: int, stage: int, batch: int, found: dict[str, float
         estimated = sum(held.values()) / _GB, sum([*held.values(), *beside.values()]) / _GB
     if not found:
         said = f"the estimate: {estimated[0]:.3f} GB held, {estimated[1]:.3f} at the peak" if estimated else "nothing"
-        yield f"- No memory was measured (no GPU, or it did not end); {said}."
+        yield f"- No memory was measured (no GPU, or the rank did not finish); {said}."
         return
     yield ""
     yield "| GB | measured | estimate | |"

@@ -1,11 +1,12 @@
-"""The process of one_rank.py: one true rank of a job at full size, in stock's fake process group; its memory, and which
-of its kernels were compiled.
+"""The process that one_rank.py starts: one true rank of a job at full size, in stock's fake process group.
+
+It reports the rank's memory and the kernels that were compiled.
 
     python -m megatron_fp8.tools.rehearsal.full_rank SCRIPT FLAGS --fake-process-group  RANK, WORLD_SIZE: the job's
 
-Stock's group lets every collective end at once and leaves what was to be received as it lay in memory: a step of it is
-mostly not a number, is skipped, and never gets to what the optimizer needs. So here a rank receives zeros, or, where
-it gives as much as it gets, its own: numbers without a meaning, but numbers. Memory, kernels and shapes are the job's.
+In stock's fake group every collective returns at once and leaves its output uninitialised. A step then mostly contains
+NaN, is skipped, and never allocates what the optimizer needs. So here a rank receives zeros, or its own data if it
+sends as much as it receives: meaningless numbers, but finite. Memory, kernels and shapes are the job's.
 """
 
 import functools
@@ -25,7 +26,7 @@ MARK = "FULL RANK"
 
 
 def receive_zeros() -> None:
-    """Let collectives of torch.distributed give numbers; before Megatron is imported, which keeps their names."""
+    """Make collectives of torch.distributed return numbers. Call before importing Megatron, which keeps their names."""
 
     def clearing(stock: Callable, name: str) -> Callable:
         @functools.wraps(stock)
@@ -34,7 +35,7 @@ def receive_zeros() -> None:
             others = [value for value in (*args, *kwargs.values()) if value is not received]
             given = {memory for value in others for memory in _memory(value)}
             for tensor in received if isinstance(received, list | tuple) else [received]:
-                if _memory(tensor).isdisjoint(given):  # else it gathers in place: its own part is sent
+                if _memory(tensor).isdisjoint(given):  # else it gathers in place, and its own part must stay
                     tensor.detach().zero_()
             return stock(*args, **kwargs)
 
@@ -46,7 +47,7 @@ def receive_zeros() -> None:
         ("all_gather", "tensor_list"), ("reduce_scatter", "output"), ("recv", "tensor"), ("irecv", "tensor"),
     ):  # fmt: skip
         wrapped = clearing(getattr(dist, function), name)
-        for module in (dist, dist.distributed_c10d):  # P2POp asks the second one what a receive is
+        for module in (dist, dist.distributed_c10d):  # P2POp compares functions with those of the second module
             setattr(module, function, wrapped)
     dist.broadcast_object_list = lambda objects, *args, **kwargs: None
 
@@ -57,14 +58,14 @@ def receive_zeros() -> None:
 
 
 def _memory(value: Any) -> set[int]:
-    """Where the memory of a tensor, or of a list of them, begins."""
+    """The address of the storage of a tensor, or of each tensor in a list."""
     tensors = value if isinstance(value, list | tuple) else [value]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
 
 
 def train_on_every_stage() -> None:
-    """Rank 0 tells stock's ranks whether there is data to train on. A stage between the first and the last reads none,
-    and is not told here: it would train no step, and seem to have done well."""
+    """Make ranks of middle stages train. Rank 0 tells stock's ranks whether there is data to train on. A stage between
+    the first and the last reads no data, and nothing tells it here, so it would train no step and seem to succeed."""
     import megatron.training.training as training
 
     stock = training.build_train_valid_test_data_loaders
@@ -79,9 +80,9 @@ def train_on_every_stage() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run the script argv[0]; then say on one line what torch's allocator and the GPU had, in bytes, and of Triton's
-    kernels how many were compiled, in how many seconds, how many were in its cache, and where that is."""
-    on_gpu = torch.cuda.is_available()  # before the plugin says that the CPU is one
+    """Run the script argv[0]. Then print one line of JSON: bytes of torch's allocator and of the GPU; how many Triton
+    kernels were compiled, in how many seconds, how many were cached, and the folder of the cache."""
+    on_gpu = torch.cuda.is_available()  # asked before the plugin declares the CPU a device
     kernels = Kernels()
     if on_gpu:
         kernels.listen()

@@ -1,6 +1,6 @@
-"""What Megatron and the plugin make of a job's command, at its full size: validated, refused, adapted; not built.
+"""Have Megatron and the plugin parse a job's command at full size: validate, refuse or adapt its flags. Builds nothing.
 
-In a fork of a warm process, as rank 0 of all of the job's ranks, so that a mistake ends that fork alone.
+This runs in a fork of a warm process, as rank 0 of all of the job's ranks, so that a mistake ends only the fork.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from ...rebind import Rebound
 
 _OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
             "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
-_OUR_SCRIPT = "pretrain_gpt_fp8.py"  # which has no flags of its own
+_OUR_SCRIPT = "pretrain_gpt_fp8.py"  # it has no flags of its own
 _GPT2 = 50257  # tokens
-# What Transformer Engine's attention does, which is not to be had without a GPU. Context parallelism is also a level's.
+# Flags for Transformer Engine's attention, which needs a GPU. A level has context parallelism of its own too.
 _CONTEXT = "--context-parallel-size"
 _ATTENTION = ("--cp-comm-type", "--hierarchical-context-parallel-sizes", _CONTEXT)
 _WITH_TE = ("--fp8-attention", "--log-max-attention-logit", "--dataloader-inter-document-masking",
@@ -37,16 +37,16 @@ class Job:
     """A job at full size.
 
     Attributes:
-        flags: its script's, but for those that need Transformer Engine's attention, which are not rehearsed.
-        context: its context parallelism, if it is Transformer Engine's or stock's, likewise; `args` say 1 then, and of
-            data parallelism what is left beside it. Else 1.
-        args: Megatron's, validated; None where that failed.
-        cells: of the level's table, {name: value}; None without a level.
-        level: its name; "" where the flags could not even be read.
+        flags: the script's, without those that need Transformer Engine's attention, which are not rehearsed.
+        context: its context-parallel size if Transformer Engine or stock does it. `args` then say 1, and their
+            data-parallel size is what remains beside it. Else 1.
+        args: Megatron's, validated; None if validation failed.
+        cells: {name: value} of the level's table; None without a level.
+        level: its name; "" if the flags could not be read.
         said: the [fp8] lines of the log.
-        error: why it would not start; "".
-        missing: what of its data is not here; "".
-        guessed: what had to be assumed; "".
+        error: why the job would not start; or "".
+        missing: which of its data is not here; or "".
+        guessed: what was assumed; or "".
         unseen: the flags that were left out.
     """
 
@@ -63,10 +63,10 @@ class Job:
 
 
 def examine(launch: Launch, gpus: int) -> Job:
-    """The job of a command on so many GPUs; that its data or Transformer Engine are not here is passed over, and flags
-    that are neither Megatron's nor ours where they may be the script's own.
+    """The job of a command on `gpus` GPUs. Missing data or Transformer Engine is tolerated, and so are unknown flags if
+    they may be the script's own.
 
-    Raises UserError where the job's sizes are not in its flags.
+    Raises UserError if the job's sizes are not in its flags.
     """
     given = dict(launch.flags)
     if "--use-checkpoint-args" in given:
@@ -81,7 +81,7 @@ def examine(launch: Launch, gpus: int) -> Job:
             mock += ["--vocab-size", str(_GPT2)]
             if given.get("--tokenizer-type", ["GPT2BPETokenizer"]) != ["GPT2BPETokenizer"]:
                 guessed = f"a vocabulary of {_GPT2} tokens, GPT-2's, since the job's is not known here (--vocab-size)"
-                mock += ["--make-vocab-size-divisible-by", "128"]  # whether the job's fits an FP8 head is not known
+                mock += ["--make-vocab-size-divisible-by", "128"]  # the job's may not fit an FP8 head; this does
         job = _in_a_fork(launch, [*flags_without, *flags_of(mock)], gpus, unknown)
         job.missing, job.guessed = missing, guessed
     of_te = given.get("--fp8-attention") == ["te"]
@@ -93,11 +93,11 @@ def examine(launch: Launch, gpus: int) -> Job:
 
 
 def gpus_of(launch: Launch, given: int | None) -> int:
-    """On how many GPUs a job is, `given` by --gpus; of a command that does not say, what one replica has.
+    """The job's number of GPUs: `given` by --gpus, or by the command, or else that of one replica.
 
-    Raises UserError where the two differ.
+    Raises UserError if --gpus and the command differ.
     """
-    if given and launch.gpus not in (None, 1, given):  # 1: no launcher, or one that does not say
+    if given and launch.gpus not in (None, 1, given):  # 1: no launcher, or it gives no number
         remedy = "remove --gpus, or change the command"
         raise UserError(f"--gpus {given}: the command starts {launch.gpus} processes; {remedy}")
     return given or launch.gpus or _gpus_of_one_replica(launch.flags)
@@ -113,7 +113,7 @@ def _gpus_of_one_replica(flags: Flags) -> int:
 
 
 def size_of(given: Mapping[str, list[str]], flag: str) -> int:
-    """The value of a flag that counts ranks; 1 where it is not given, or no number."""
+    """The value of a flag that counts ranks; 1 if it is missing or not a number."""
     return whole_number(" ".join(given.get(flag, []))) or 1
 
 
@@ -126,7 +126,7 @@ def _in_a_fork(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
         try:
             with open(writing, "wb") as result:
                 pickle.dump(_examine(launch, flags, gpus, unknown), result)
-        except (KeyboardInterrupt, BrokenPipeError):  # a Ctrl-C, for both processes or for who waits: that one says so
+        except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, here or in the waiting process; the latter reports it
             pass
         except BaseException:
             traceback.print_exc()
@@ -182,22 +182,22 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     try:
         with only_looking(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
             args = arguments.parse_args(ignore_unknown_args=unknown)
-            fp8 = config.config_from_args(args)  # its cells, which adaption leaves alone
+            fp8 = config.config_from_args(args)  # for its cells, which validation does not adapt
             job.level = STOCK if fp8 is None else fp8.level
             args.tokenizer_type = args.tokenizer_type or "GPT2BPETokenizer"
             if fp8 is not None:
-                args.log_max_attention_logit = False  # the level has looked; stock asks for Transformer Engine here
+                args.log_max_attention_logit = False  # the level has checked it; stock would demand Transformer Engine
             arguments.validate_args(args)
             if fp8 is None or fp8.attention == "te":
                 args.context_parallel_size = 1
-            if fp8 is not None and not unknown and args.yaml_cfg is None:  # what the model's configuration refuses
+            if fp8 is not None and not unknown and args.yaml_cfg is None:  # which may refuse a flag too
                 arguments.core_transformer_config_from_args(args)
     except SystemExit as end:
         said = complaints.getvalue().strip().splitlines()
-        job.error = said[-1] if said else f"ends while it reads its flags, with exit code {end.code}"
+        job.error = said[-1] if said else f"exits while it reads its flags, with exit code {end.code}"
     except Exception as error:
         mistake = str(error) if isinstance(error, UserError) else stock_mistake(error)
-        if mistake is None:  # no check of a flag: it may be a bug of ours
+        if mistake is None:  # not from a check of a flag: it may be our bug
             traceback.print_exc()
         job.error = mistake or " ".join(f"{type(error).__name__}: {error}".split())
         job.missing = job.error if isinstance(error, NoSuchFile) else ""

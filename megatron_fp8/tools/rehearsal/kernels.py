@@ -1,16 +1,16 @@
-"""The kernels that Triton compiles in this process, and those that it finds in its cache, counted by its own listener.
+"""Count the kernels that Triton compiles in this process, and those that it finds in its cache, with Triton's listener.
 
 Triton keeps a compiled kernel in a folder that all processes of a machine read: $TRITON_CACHE_DIR, or ~/.triton/cache.
-What names it there is its source, its constants, its arguments' types, which of them are 1 or multiples of 16, the
-GPU's architecture and Triton's version. What torch.compile makes (stock's fused parts) is in a cache of its own, and is
-not counted.
+The key is the kernel's source, its constants, its arguments' types, which of them are 1 or multiples of 16, the GPU's
+architecture and Triton's version. torch.compile's kernels (stock's fused parts) have a cache of their own and are not
+counted.
 """
 
 from typing import Any
 
 
 class Kernels:
-    """Attributes: compiled, found: hashes, of kernels that were compiled and that were there; seconds: of compiling."""
+    """Attributes: compiled, found: hashes of kernels that were compiled, or were cached; seconds: of compiling."""
 
     def __init__(self) -> None:
         self.compiled: set[str] = set()
@@ -18,7 +18,7 @@ class Kernels:
         self.seconds = 0.0
 
     def listen(self) -> None:
-        """Have Triton say what it compiles from now on."""
+        """Make Triton report what it compiles from now on."""
         import triton
 
         triton.knobs.compilation.listener = self._hear
@@ -28,7 +28,7 @@ class Kernels:
         self.seconds += 0.0 if cache_hit else times.total / 1e6
 
     def counts(self) -> dict[str, Any]:
-        """For a line of JSON; with the folder of the cache."""
+        """The counts and the folder of the cache, for a line of JSON."""
         import triton
 
         return {

@@ -2,10 +2,11 @@
 
     megatron-fp8 rehearse -- torchrun --nnodes 16 --nproc-per-node 8 pretrain_gpt_fp8.py FLAGS --fp8-level O3
 
-The command's flags are validated for all of its GPUs. Then the same layout trains a model shrunk in width, heads,
-vocabulary, sequence and layers: four steps, a checkpoint of the third, from which a second start repeats the fourth,
-and an evaluation, with every rank a process, over gloo. A page says what ran, what was shrunk, what each rank holds at
-full size, and what would fail at scale. Exit code 0: all went well; 1: something failed; 2: a mistake in the command.
+Megatron validates the command's flags for all of its GPUs. Then the same layout trains a model shrunk in width, heads,
+vocabulary, sequence and layers, over gloo, with a process for every rank: four steps, a checkpoint after the third, a
+second start that repeats the fourth from it, and an evaluation. A page says what ran, what was shrunk, what each rank
+holds at full size, and what would fail at scale. Exit code 0: all went well; 1: something failed; 2: a mistake in the
+command.
 
     megatron-fp8 rehearse --full --rank 0 -- COMMAND       one true rank at full size, on this machine's GPU (full.py)
 
@@ -30,26 +31,26 @@ from ..perf.output import PAGE_FORMATS, show
 from . import ranks
 from .job import examine, gpus_of
 
-_RANK_BYTES = 150e6  # of a tiny model's rank, beside what all ranks share
-_RANKS_A_CORE = 8  # with more, a second replica takes too long
+_RANK_BYTES = 150e6  # of a tiny model's rank, without the pages that all ranks share
+_RANKS_A_CORE = 8  # with more, a second replica would take too long
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 rehearse`."""
-    parser.add_argument("--gpus", type=int, metavar="N", help="of the job, where its command does not say")
-    parser.add_argument("--ranks", type=int, metavar="N", help="as many replicas as so many ranks hold, at most two")
-    parser.add_argument("--all-layers", action="store_true", help="keep every layer: slower, to the last pattern alike")
-    parser.add_argument("--full", action="store_true", help="one rank at full size instead, on a GPU: its memory")
-    parser.add_argument("--rank", type=int, metavar="R", help="of --full (0)")
-    parser.add_argument("--folder", metavar="DIR", help="keep logs and page there (a temporary folder)")
-    parser.add_argument("--format", choices=PAGE_FORMATS, default="text", help="of what is printed; kept is Markdown")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job, if its command does not say")
+    parser.add_argument("--ranks", type=int, metavar="N", help="at most N ranks: one replica, or two if they fit")
+    parser.add_argument("--all-layers", action="store_true", help="keep every layer (slower)")
+    parser.add_argument("--full", action="store_true", help="instead, one rank at full size on a GPU, for its memory")
+    parser.add_argument("--rank", type=int, metavar="R", help="the rank for --full (0)")
+    parser.add_argument("--folder", metavar="DIR", help="keep logs and page in DIR (a temporary folder)")
+    parser.add_argument("--format", choices=PAGE_FORMATS, default="text", help="of the output; page.md is Markdown")
     parser.add_argument("--timeout", type=int, default=1800, metavar="S", help="seconds for each start (1800)")
     parser.add_argument("command", nargs=REMAINDER, help="-- and the whole launch command")
 
 
 @ended_like_ctrl_c()
 def run(args: Namespace) -> int:
-    """Rehearse; returns the exit code."""
+    """Rehearse. Returns the exit code."""
     began = time.monotonic()
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     launch = take_apart(words)
@@ -58,9 +59,9 @@ def run(args: Namespace) -> int:
         raise UserError(f"--rank {args.rank}: works only with --full; add it, or remove --rank")
     if args.folder:
         _make(Path(args.folder))
-    environment = dict(os.environ)  # before the GPU is hidden
+    environment = dict(os.environ)  # copied before the GPU is hidden
     ranks.warm_up(os.path.dirname(os.path.abspath(launch.script[-1])))
-    from . import page  # these import Megatron, which must find the machine without a GPU
+    from . import page  # these import Megatron, which must find no GPU
     from .shrink import shrink
 
     job = examine(launch, gpus)
@@ -101,7 +102,7 @@ def run(args: Namespace) -> int:
 
 
 def _make(folder: Path) -> None:
-    """Before the minutes that fill it.  Raises UserError where nothing can be written there."""
+    """Make the folder, before the minutes that fill it.  Raises UserError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -110,7 +111,7 @@ def _make(folder: Path) -> None:
 
 
 def _rehearse(launch: Launch, rehearsal, folder: Path, timeout: int):
-    """Train and save; go on from the save: a page.Outcome."""
+    """Train and save, then resume from the save. Returns a page.Outcome."""
     from . import page
     from .shrink import SAVED
 
@@ -118,7 +119,7 @@ def _rehearse(launch: Launch, rehearsal, folder: Path, timeout: int):
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as checkpoints:
         flags = [*launch.script, *words_of(rehearsal.flags), "--data-cache-path", f"{checkpoints}/data"]
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **launch.variables, "OMP_NUM_THREADS": "1"}
-        environment.pop("MEGATRON_FP8_REPORT", None)  # a file of the job's
+        environment.pop("MEGATRON_FP8_REPORT", None)  # the job's file
         save = ["--save", checkpoints, "--save-interval", str(SAVED)]
         outcome.train = _start("train", [*flags, *save], rehearsal.ranks, folder, timeout, environment)
         if outcome.train.code == 0:
@@ -130,12 +131,12 @@ def _rehearse(launch: Launch, rehearsal, folder: Path, timeout: int):
 
 
 def _start(name: str, command: list[str], count: int, folder: Path, timeout: int, environment: Mapping[str, str]):
-    """Run the ranks once, their output in a log: a page.Start."""
+    """Run all ranks once, with their output in a log. Returns a page.Start."""
     from . import page
 
     began = time.monotonic()
     metrics = Reader(folder / f"{name}.jsonl")
-    metrics.path.unlink(missing_ok=True)  # of an earlier rehearsal
+    metrics.path.unlink(missing_ok=True)  # left by an earlier rehearsal
     reading, writing = os.pipe()
     environment = {**environment, VARIABLE: str(metrics.path.resolve())}
     supervisor = ranks.launch(count, command, output=writing, timeout=timeout, env=environment)
@@ -152,7 +153,7 @@ def _start(name: str, command: list[str], count: int, folder: Path, timeout: int
                     if LOSS in values:
                         _tell(f"{name}: step {step} after {time.monotonic() - began:.0f} s")
         code = ranks.wait(supervisor)
-    except BaseException:  # as Ctrl-C
+    except BaseException:  # such as Ctrl-C
         ranks.end(supervisor)
         raise
     seconds = time.monotonic() - began

@@ -1,8 +1,8 @@
-"""One true rank of a job at full size, alone on a GPU: its flags, its process, how it ended.
+"""One true rank of a job at full size, alone on a GPU: its flags, its process, and how it ended.
 
-The job's command, with stock's --fake-process-group: no other rank exists, collectives end at once (full_rank.py). Kept
-are model, layout, level, micro-batch, recomputation and schedule; of micro-batches so many that as many are in flight
-as in the job.
+It runs the job's command with stock's --fake-process-group: there is no other rank, and collectives return at once
+(full_rank.py). Model, layout, level, micro-batch, recomputation and schedule are the job's. The number of micro-batches
+is reduced, but as many are in flight as in the job.
 """
 
 import json
@@ -24,7 +24,7 @@ from .job import Job
 from .shrink import DATA, FOLDERS, LEFT_OUT, LENGTH
 
 STEPS = 3
-_LATE = 124  # the exit code, as of timeout(1)
+_LATE = 124  # the exit code of timeout(1)
 _TAIL = 15  # lines
 
 
@@ -33,11 +33,11 @@ class Ran:
     """How a rank ended.
 
     Attributes:
-        command: what was started.
-        code: its exit code; 124 where it took longer than `timeout`, seconds.
-        seconds: that it took.
-        lines: what it printed.
-        found: what its last line has (full_rank.py); nothing where it did not get there.
+        command: the command that was started.
+        code: its exit code; 124 if it took longer than `timeout` seconds.
+        seconds: the time that it took.
+        lines: its output.
+        found: the JSON of its last line (full_rank.py); empty if it printed none.
     """
 
     command: list[str]
@@ -48,7 +48,7 @@ class Ran:
     found: dict
 
     def failure(self) -> str:
-        """Why it failed, and the end of its log; lines."""
+        """Why it failed, and the end of its log, as lines."""
         memory = any("out of memory" in line or "OutOfMemoryError" in line for line in self.lines)
         late = self.code == _LATE and self.seconds >= self.timeout
         why = f": it took longer than --timeout {self.timeout:g}" if late else ""
@@ -58,17 +58,17 @@ class Ran:
 
 
 def refuse(job: Job, verb: str) -> Namespace:
-    """Megatron's arguments of a job whose ranks can run alone; UserError for another."""
+    """Megatron's arguments of a job whose ranks can run alone; raises UserError for another job."""
     if job.args is None:
         raise UserError(f"{verb}: the job would not start: {job.error}")
     if job.context > 1:
-        raise UserError(f"{verb}: --context-parallel-size {job.context}: no rank of it is run, as Transformer Engine's "
-                        "attention does it; remove it, or see megatron-fp8 estimate")  # fmt: skip
+        raise UserError(f"{verb}: --context-parallel-size {job.context}: a rank with Transformer Engine's context "
+                        "parallelism cannot run alone; remove it, or see megatron-fp8 estimate")  # fmt: skip
     return job.args
 
 
 def flags_of_rank(job: Job, evaluations: int = 0) -> tuple[list[str], int]:
-    """(A rank's flags, its global batch); evaluations: batches, after the last step."""
+    """(A rank's flags, its global batch). evaluations: batches to evaluate after the last step."""
     a = job.args
     assert a is not None
     chunks = a.virtual_pipeline_model_parallel_size or 1
@@ -82,14 +82,14 @@ def flags_of_rank(job: Job, evaluations: int = 0) -> tuple[list[str], int]:
         --eval-iters {evaluations} --eval-interval 1000000 --log-interval 1 --num-workers 0 --mock-data --split 98,1,1
         --tokenizer-type NullTokenizer --vocab-size {vocabulary} --distributed-timeout-minutes 10"""
     if job.cells is not None and not any(flag == "--fp8-grad-accum" for flag, _ in kept):
-        ours += f" --fp8-grad-accum {job.cells['grad_accum']}"  # which the number of micro-batches would decide
+        ours += f" --fp8-grad-accum {job.cells['grad_accum']}"  # auto would depend on the number of micro-batches
     return [*words_of(kept), *ours.split()], batch
 
 
 def run_rank(
     launch: Launch, flags: list[str], rank: int, gpus: int, environment: Mapping[str, str], timeout: float
 ) -> Ran:
-    """Run a rank of so many to its end.  environment: of a process from which nothing hides the GPU."""
+    """Run one of `gpus` ranks to its end.  environment: of a process that can see the GPU."""
     command = [sys.executable, "-m", "megatron_fp8.tools.rehearsal.full_rank", launch.script[-1], *flags]
     folder = Path(__file__).resolve().parents[3]
     environment = {
@@ -97,13 +97,13 @@ def run_rank(
         "WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH")))),
     }  # fmt: skip
-    for file in ("MEGATRON_FP8_REPORT", METRICS):  # files of the job's
+    for file in ("MEGATRON_FP8_REPORT", METRICS):  # the job's files
         environment.pop(file, None)
     return start(command, environment, timeout)
 
 
 def start(command: list[str], environment: Mapping[str, str], timeout: float) -> Ran:
-    """Run a command to its end, or for so many seconds."""
+    """Run a command to its end, or for at most `timeout` seconds."""
     began = time.monotonic()
     try:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

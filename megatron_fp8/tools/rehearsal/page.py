@@ -1,4 +1,4 @@
-"""The page that a rehearsal ends with: what ran, what was shrunk, what a rank holds at full size, what would fail."""
+"""A rehearsal's page: what ran, what was shrunk, what a rank holds at full size, what would fail at scale."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,15 +12,15 @@ from ..perf.job_flags import uncounted as not_counted
 from .job import Job
 from .shrink import SAVED, STEPS, Rehearsal
 
-_ENDING = 25  # lines of a log that failed
-_MISTAKE = "megatron_fp8: "  # as flags/usage.py prints it
+_ENDING = 25  # lines shown of a failed start's log
+_MISTAKE = "megatron_fp8: "  # the prefix of flags/usage.py
 _H100 = 80e9  # bytes
 _NOISE = re.compile(r"Warning|warnings\.warn|return func\(|^\s*$|torch/distributed/elastic")
 
 
 @dataclass
 class Start:
-    """What one start of all ranks logged: {step: {name: value}}, the evaluation's loss, our own lines."""
+    """The log of one start of all ranks: {step: {name: value}}, the evaluation's loss, our own lines."""
 
     name: str
     code: int
@@ -33,7 +33,7 @@ class Start:
 
 @dataclass
 class Outcome:
-    """The starts of a rehearsal, and the sizes of the files of its checkpoint."""
+    """The starts of a rehearsal, and the file sizes of its checkpoint."""
 
     train: Start | None = None
     resume: Start | None = None
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def repeats(self) -> bool:
-        """Whether the second start's step is the first's, loss and norm to the last bit."""
+        """Whether the second start's last step equals the first's: loss and norm, to the last bit."""
         if self.train is None or self.resume is None:
             return False
         first, again = (start.steps.get(STEPS, {}) for start in (self.train, self.resume))
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def mistake(self) -> str:
-        """The line that a start ended with, where it failed for a mistake of the command's; else nothing."""
+        """The error line of a start that failed by a mistake in the command; else ""."""
         lines = self.failed.lines if self.failed else []
         return next((line.partition(_MISTAKE)[2] for line in lines if line.startswith(_MISTAKE)), "")
 
@@ -70,7 +70,7 @@ class Outcome:
 def read(
     name: str, code: int, seconds: float, lines: list[str], numbers: Iterable[tuple[int, dict[str, float]]]
 ) -> Start:
-    """A start's log, and the numbers of megatron_fp8/metrics.py."""
+    """A Start from a log and the values of megatron_fp8/metrics.py."""
     steps, evaluation = {}, None
     for step, values in numbers:
         evaluation = values.get(VALIDATION_LOSS, evaluation)
@@ -82,7 +82,7 @@ def read(
 
 def write(command: str, gpus: int, known: int | None, job: Job, rehearsal: Rehearsal | None, outcome: Outcome,
           seconds: float) -> str:  # fmt: skip
-    """The page, Markdown."""
+    """The page, in Markdown."""
     return "\n".join([*_page(command, gpus, known, job, rehearsal, outcome, seconds), ""])
 
 
@@ -116,7 +116,7 @@ def _ran(gpus: int, known: int | None, job: Job, rehearsal: Rehearsal, outcome: 
     if args.expert_model_parallel_size > 1:
         layout += f", EP {args.expert_model_parallel_size}"
     layout += ", sequence parallel" * args.sequence_parallel + f", CP {context}" * (context > 1)
-    unknown = "" if known else " (one replica: the command does not say how many; give --gpus)"
+    unknown = "" if known else " (one replica: the command does not give their number; use --gpus)"
     yield f"- {job.level} on {gpus} GPUs{unknown}: {layout}, DP {args.data_parallel_size}."
     yield f"- Here: {rehearsal.ranks} ranks on the CPU, the same with DP {rehearsal.data_parallel}."
     train, resume = outcome.train, outcome.resume
@@ -159,13 +159,13 @@ def _full_size(job: Job) -> Iterator[str]:
     else:
         yield from memory.table(counted, {"stock BF16": None, job.level: job.cells})
         yield ""
-        yield "Weights, gradients and optimizer states between two steps; activations and buffers are not in it."
+        yield "Weights, gradients and optimizer states between two steps, without activations and buffers."
         yield from [f"Counted with {job.guessed}."] if job.guessed else []
     yield ""
 
 
 def _counted(job: Job) -> CountedJob | str:
-    """What the memory report counts a job as, or what of it the report does not count."""
+    """The memory report's Job of a job, or the parts of it that the report does not count."""
     args = job.args
     assert args is not None
     uncounted = not_counted(args)
@@ -180,27 +180,27 @@ def _at_scale(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]
     yield "## What would fail at scale"
     found = list(warnings(job, rehearsal, outcome))
     yield from (f"- {line}" for line in found or ["Nothing that could be seen here."])
-    yield "- Not seen here: NCCL and the network, memory and speed at full size, GPU kernels, files of the cluster."
+    yield "- Not covered here: NCCL and the network, memory and speed at full size, GPU kernels, files of the cluster."
     if job.said:
         yield ""
-        yield "## What the level says of the command, on a machine without Transformer Engine"
+        yield "## What the level says about the command, on a machine without Transformer Engine"
         yield from (f"- {line.removeprefix('[fp8] ')}" for line in job.said if "no CUDA device" not in line)
 
 
 def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
-    """A line for each thing that fails here, or would at full size."""
+    """A line for each failure here, and for each that would come at full size."""
     args = job.args
     assert args is not None
     if outcome.failed:
         start = f"The start to {outcome.failed.name} failed here"
         if outcome.mistake:
-            yield f"{start}, and the job's will, unless only this machine is the cause: {outcome.mistake}"
+            yield f"{start}, and the job's will too, unless the cause is this machine: {outcome.mistake}"
         else:
-            yield f"{start} with exit code {outcome.failed.code}; so it will there."
+            yield f"{start} with exit code {outcome.failed.code}; it will fail there too."
     elif outcome.train is not None and not outcome.train.steps:
-        yield "No step was logged here: whether the script trains cannot be said."
+        yield "No step was logged here, so it is unknown whether the script trains."
     elif not outcome.repeats:
-        yield "A run that resumes does not go on as it was: see above."
+        yield "A resumed run does not continue as the original run would: see above."
     if isinstance(counted := _counted(job), CountedJob):
         most = max(sum(rank.linears.values()) + sum(rank.others.values())
                    for rank in memory.ranks_bytes(counted, job.cells))  # fmt: skip
@@ -208,12 +208,12 @@ def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
             yield f"A rank holds {most / 1e9:.0f} GB before the first activation; an H100 has 80 GB, an H200 141."
     if rehearsal.data_parallel == 1 < args.data_parallel_size:
         yield (
-            "Communication over data parallelism was not rehearsed: two replicas are many for so few cores; "
-            f"--ranks {2 * rehearsal.ranks} does it, more slowly."
+            "Communication over data parallelism was not rehearsed: two replicas are too many for so few cores; "
+            f"--ranks {2 * rehearsal.ranks} rehearses it, more slowly."
         )
     if job.missing:
         yield f"{job.missing} (rehearsed with mock data)"
     for flag in job.unseen:
-        yield f"{flag}: not rehearsed, it is of Transformer Engine's attention."
+        yield f"{flag}: not rehearsed, because it needs Transformer Engine's attention."
     if not args.save:
-        yield "--save: not given, so the run leaves nothing."
+        yield "--save: not given, so the run saves nothing."

@@ -1,18 +1,18 @@
-"""Many ranks of a Megatron script on one machine without a GPU, forked from a process that has imported everything.
+"""Start many ranks of a Megatron script on one machine without a GPU, as forks of a process that has imported all.
 
-Importing torch and Megatron takes a process four seconds and 600 MB. Here it is done once:
+To import torch and Megatron costs each process four seconds and 600 MB. Here it is done once:
 
     warm process   imports, nothing else: no thread, no process group, no random number
      └ supervisor  a fork for each run: hosts the ranks' store, waits for them, ends them together
         ├ rank 0   a fork: its own environment, arguments and __main__, then the script as `python SCRIPT` runs it
         ├ rank 1   ...
 
-Pages that no rank writes exist once, so 32 ranks of a tiny model take some 2 GB, and start within seconds. A rank's
-environment is torchrun's; the store is the supervisor's, on a port that no other process takes. A rank that fails ends
-the others, as under torchrun, and all end with their supervisor.
+The ranks share all pages that none of them writes, so 32 ranks of a tiny model take some 2 GB and start within seconds.
+A rank's environment is torchrun's. The supervisor hosts the store, on a port that no other process can take. If a rank
+fails, the others are ended, as under torchrun. All ranks end with their supervisor.
 
-Three differences from a cold start: environment variables that are read while torch is imported are the warm process',
-and so is the seed of Python's hashes; the process in which Megatron queues the results of a save is forked too.
+Three differences from a cold start: environment variables read while torch is imported are those of the warm process;
+so is the seed of Python's hashes; and the process in which Megatron queues the results of a save is forked too.
 """
 
 import argparse
@@ -34,19 +34,19 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
-TIMED_OUT = 124  # the exit code of a run that was ended for time, as of the command `timeout`
+TIMED_OUT = 124  # the exit code of a run that took too long, like that of timeout(1)
 _SIGNAL_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
-_PATIENCE = 5.0  # seconds from asking the other ranks to end to ending them
+_PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL for the other ranks
 
 
 def warm_up(folder: str | None = None) -> None:
-    """Import what a training run imports, in a process that has no GPU from now on; idempotent.
+    """Import what a training run imports. Hides the GPU from this process for good. Idempotent.
 
-    folder: comes first where modules are looked for, as a script's own does: of a Megatron checkout.
+    folder: put first on sys.path, as Python does with a script's own folder; it may be a Megatron checkout.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a process that has seen a GPU must not fork
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a pool of threads would not survive the fork
-    for package in ("transformer_engine", "apex", "flash_attn"):  # their kernels need the GPU: as if not installed
+    for package in ("transformer_engine", "apex", "flash_attn"):  # their kernels need a GPU, so hide the packages
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     if folder is not None and folder not in sys.path:
         sys.path.insert(0, folder)
@@ -70,19 +70,19 @@ def warm_up(folder: str | None = None) -> None:
     from ...layers import model  # noqa: F401
     from ...monitor import collect, watch  # noqa: F401
 
-    # Of each rank that saves: a process of its own, which spawned would import all of this once more.
+    # Megatron spawns this queue's process for each rank that saves; spawned, it would import all of this again.
     own = filesystem_async.get_write_results_queue
     filesystem_async.get_write_results_queue = functools.partial(own, mp_mode="fork")
-    # Every rank makes Megatron's parser twice, whose help is read out of its source: the third of a tiny run's start.
+    # Each rank builds Megatron's parser twice and reads its help from source files: a third of a tiny run's start.
     _read_help_once()
     gc.collect()
-    gc.freeze()  # what exists is never looked at again, so its pages stay shared
-    atexit.register(gc.unfreeze)  # at the end it is: Triton 3.9 reports whatever is left on stderr
+    gc.freeze()  # the collector never touches existing objects again, so their pages stay shared
+    atexit.register(gc.unfreeze)  # Triton 3.9 reports on stderr what is left at the end
 
 
 @functools.cache
 def _read_help_once() -> None:
-    """Keep what Megatron's parser takes out of the source of its configurations, {class: {field: help}}."""
+    """Cache the help that Megatron's parser reads from its configurations' source, {class: {field: help}}."""
     from megatron.training import argument_utils, arguments
 
     factory = argument_utils.ArgumentGroupFactory
@@ -100,7 +100,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> int:
-    """Start `count` ranks of a command in a warm process: `supervise` in a fork; its number, for `wait`."""
+    """Start `count` ranks of a command: `supervise` in a fork of this warm process. Returns its pid, for `wait`."""
     sys.stdout.flush()
     sys.stderr.flush()
     supervisor = os.fork()
@@ -116,12 +116,12 @@ def launch(
 
 
 def wait(supervisor: int) -> int:
-    """The exit code of a launched run: 0, of the first rank that failed (128 and its signal), or TIMED_OUT."""
+    """The exit code of a launched run: 0, that of the first rank to fail (128 + signal), or TIMED_OUT."""
     return _exit_code(os.waitpid(supervisor, 0)[1])
 
 
 def end(supervisor: int) -> None:
-    """End a launched run, if it still lasts, with all that its ranks have started."""
+    """End a launched run if it still runs, with all processes that its ranks have started."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(supervisor, signal.SIGTERM)
         wait(supervisor)
@@ -136,20 +136,20 @@ def supervise(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
 ) -> int:
-    """Run `count` ranks of a command, in a fork of a warm process that does nothing else; the exit code as of `wait`.
+    """Run `count` ranks of a command, in a fork of a warm process that does nothing else. Exit codes: see `wait`.
 
     A SIGTERM ends the run.
 
     Args:
         command: a script and its arguments, or -m, a module and its arguments.
-        output: file descriptor for all that the ranks print; it stays open here.
+        output: file descriptor for the ranks' output; it stays open here.
         timeout: seconds, after which the run is ended.
-        env: the whole environment of the ranks, but for what a launcher sets; None: this process'.
+        env: the ranks' whole environment, apart from a launcher's variables; None: that of this process.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(name, signal.SIG_DFL)
-    _end_with(os.getppid(), signal.SIGTERM)  # not SIGKILL: what the ranks have started ends only by its hand
-    os.setpgid(0, 0)  # a Ctrl-C at the terminal is for the process that launched
+    _end_with(os.getppid(), signal.SIGTERM)  # not SIGKILL: only the supervisor can end what the ranks have started
+    os.setpgid(0, 0)  # a Ctrl-C at the terminal goes to the launching process only
     env = dict(os.environ if env is None else env)
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
@@ -165,7 +165,7 @@ def supervise(
     signal.signal(signal.SIGTERM, lambda *_: _signal(ranks, signal.SIGKILL))
     import torch.distributed as dist
 
-    # The ranks wait for it.  Its threads live here, where nothing is forked any more.
+    # The ranks wait for this store. Its threads start here, after the last fork.
     store = dist.TCPStore(
         "127.0.0.1",
         port,
@@ -180,7 +180,7 @@ def supervise(
 
 
 def _wait_for(ranks: dict[int, int], output: int, deadline: float, timeout: float) -> int:
-    """Wait for all ranks; when the first fails, or at the deadline, end the others."""
+    """Wait for all ranks. When the first fails, or at the deadline, end the others."""
     count, code = len(ranks), 0
     ended_at = None  # when the others were asked to end
     while ranks:
@@ -189,7 +189,7 @@ def _wait_for(ranks: dict[int, int], output: int, deadline: float, timeout: floa
             if not found:
                 continue
             rank, failed = ranks.pop(process), _exit_code(status)
-            _signal((process,), signal.SIGKILL)  # what it has started and left
+            _signal((process,), signal.SIGKILL)  # kill the processes that it started and left
             if failed and not code:
                 code = failed
                 _say(output, f"rank {rank} of {count} failed first, with exit code {failed}")
@@ -207,27 +207,27 @@ def _wait_for(ranks: dict[int, int], output: int, deadline: float, timeout: floa
 
 
 def _be_rank(command: list[str], output: int, env: dict[str, str], cwd: str | None) -> None:
-    """In a forked process: become this rank of the command; does not return."""
+    """In a forked process: become this rank of the command. Does not return."""
     code = 1
     try:
-        os.setpgid(0, 0)  # so that whatever it starts ends with it
+        os.setpgid(0, 0)  # so that the processes it starts end with it
         for inherited in weakref.finalize._registry.values():  # type: ignore[attr-defined]
-            inherited.atexit = False  # a temporary folder of the warm process is not this one's to delete
+            inherited.atexit = False  # a temporary folder of the warm process must not be deleted here
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream in (sys.stdout, sys.stderr):
-            # A line in one piece, also with PYTHONUNBUFFERED: other ranks write to the same output.
+            # Write whole lines, even with PYTHONUNBUFFERED: other ranks write to the same output.
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
         os.environ.clear()
         os.environ.update(env)
         if cwd is not None:
             os.chdir(cwd)
-            # Where spawned processes look for the script.
+            # Spawned processes look for the script there.
             multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
         sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
         code = _run(command)
-        threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any Python process: its threads first
+        threading._shutdown()  # type: ignore[attr-defined]  # join threads first, as at the end of any Python process
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
@@ -240,7 +240,7 @@ def _be_rank(command: list[str], output: int, env: dict[str, str], cwd: str | No
 
 
 def _run(command: list[str]) -> int:
-    """What `python COMMAND` does; its exit code."""
+    """Do what `python COMMAND` does. Returns its exit code."""
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
@@ -262,7 +262,7 @@ def _run(command: list[str]) -> int:
 
 
 def _launcher_variables(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of one machine."""
+    """The variables that torchrun sets for a rank on one machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -274,14 +274,14 @@ def _launcher_variables(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",  # the machine's own name need not be one that resolves
+        "GLOO_SOCKET_IFNAME": "lo",  # the machine's own name may not resolve
     }
 
 
 def _end_with(parent: int, number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends."""
+    """Make the kernel send this process signal `number` when its parent ends."""
     ctypes.CDLL(None).prctl(_SIGNAL_WITH_PARENT, number)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 

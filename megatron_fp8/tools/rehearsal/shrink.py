@@ -1,14 +1,15 @@
-"""From a job's flags to those of its rehearsal: the same layout and schedule, a model that a CPU trains in seconds.
+"""Turn a job's flags into those of its rehearsal: the same layout and schedule, a model that a CPU trains in seconds.
 
     kept       TP, PP, virtual stages, sequence, context and expert parallelism, the order of the schedule,
-               recomputation, every flag of precision, optimizer and checkpoint form, and where it is here, the data
-    shrunk     width, heads (their ratio to the query groups kept where it can be), sequence, vocabulary of mock data,
+               recomputation, every flag of precision, optimizer and checkpoint form, and the data, if it is here
+    shrunk     width, heads (with their ratio to the query groups, if possible), sequence, vocabulary of mock data,
                layers a stage, micro-batches a step, data parallelism
     replaced   how long it trains, where it saves, what it logs to
 
-A rank has at least one head, mostly of 16 channels: the smallest that an FP8 GEMM takes.  Layers of one kind are as
-good as many, so a virtual stage keeps two, or one where there are many stages; a stage that has more or fewer than
-the others keeps that.  A step keeps so many micro-batches that 1F1B and the interleaved schedule have a steady phase.
+A rank has at least one head, mostly of 16 channels, the smallest that an FP8 GEMM takes.  Layers of one kind behave
+alike, so a virtual stage keeps two layers, or one if there are many stages. A stage with more or fewer layers than the
+others keeps that difference.  A step keeps enough micro-batches for a steady phase of 1F1B or of the
+interleaved schedule.
 """
 
 import math
@@ -20,8 +21,8 @@ from ...errors import UserError
 from ...flags.command import Flags, flags_of
 from ...flags.numeric_checks import GEMM_MULTIPLE, largest_batch
 
-HEAD = 16  # channels, the least that an FP8 GEMM sums over
-STEPS, SAVED = 4, 3  # the last step, and the one that is saved and gone on from
+HEAD = 16  # channels, the shortest sum of an FP8 GEMM
+STEPS, SAVED = 4, 3  # the last step, and the step after which it saves and from which it resumes
 
 _SIZES = """--hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels --seq-length
 --encoder-seq-length --decoder-seq-length --max-position-embeddings --window-size --moe-ffn-hidden-size
@@ -54,7 +55,7 @@ LEFT_OUT = """--load --ckpt-step --finetune --pretrained-checkpoint --no-load-op
 
 @dataclass(frozen=True)
 class Change:
-    """A size of the job and of its rehearsal."""
+    """A size in the job and in its rehearsal."""
 
     what: str
     before: int | str
@@ -63,12 +64,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is run in a job's place.
+    """What runs instead of the job.
 
     Attributes:
-        flags: of the script; `folder` is to be added (--save, --load).
-        ranks, data_parallel: how many, and of these the data-parallel size.
-        changes: what was shrunk, where something was.
+        flags: of the script; --save or --load FOLDER must be added.
+        ranks, data_parallel: the number of ranks, and the data-parallel size.
+        changes: the sizes that were shrunk.
         left_out: flags of the job that are not rehearsed.
     """
 
@@ -93,13 +94,13 @@ def shrink(
 
     Args:
         flags: of the job's command.
-        job: Megatron's arguments made of them, validated for all of its ranks.
-        most_ranks: so many fit here; quick_ranks: so many are done in minutes.
-        mock_data: the job's data is not here.
+        job: Megatron's arguments from these flags, validated for all of its ranks.
+        most_ranks: how many ranks fit here; quick_ranks: how many finish in minutes.
+        mock_data: whether to train on mock data.
         all_layers: keep every layer.
-        storage: of gradients (--fp8-grad-accum), which depends on the number of micro-batches.
+        storage: of gradients (--fp8-grad-accum), since auto depends on the number of micro-batches.
 
-    Raises UserError where one data-parallel replica has more ranks than fit.
+    Raises UserError if one data-parallel replica has more ranks than fit.
     """
     model_ranks = job.tensor_model_parallel_size * job.pipeline_model_parallel_size * job.context_parallel_size
     data = _data_parallel(job, model_ranks, most_ranks, quick_ranks)
@@ -124,7 +125,7 @@ def shrink(
 
 
 def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int, quick_ranks: int) -> int:
-    """Two replicas, so that they talk to each other, or what expert parallelism needs; one where that is too many."""
+    """Two replicas, so that they communicate, or what expert parallelism needs; one if two are too many."""
     experts = job.expert_model_parallel_size * (job.expert_tensor_parallel_size or 1)
     sharing = job.tensor_model_parallel_size * job.context_parallel_size
     least = math.lcm(experts, sharing) // sharing
@@ -137,7 +138,7 @@ def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int, quick_rank
 
 
 def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
-    """{flag: its value} of a smaller model, for every size that the job gives or has by default."""
+    """{flag: value} of a smaller model, for every size that the job gives or has by default."""
     tensor = job.tensor_model_parallel_size
     heads, groups, hidden = job.num_attention_heads, job.num_query_groups, job.hidden_size
     grouped = bool(job.group_query_attention)
@@ -146,7 +147,7 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
         many = math.lcm(few * min(heads // groups, 2), tensor)
     else:
         few = many = tensor if tensor > 2 else 2 * tensor
-    # More channels where ranks share a query group's keys: a rank's part of the QKV linear has a multiple of 16 rows.
+    # Use more channels if ranks share a query group's keys, so that a rank's QKV linear has a multiple of 16 rows.
     channels = HEAD * tensor // math.gcd(tensor, many * (2 if job.attention_output_gate else 1) + 2 * few)
     width = _like(hidden, heads * (job.kv_channels or hidden // heads), many * channels, HEAD * tensor)
     unit = math.lcm(16, 2 * tensor) * job.context_parallel_size * job.mlp_chunks_for_training
@@ -180,12 +181,12 @@ def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
 
 
 def _like(size: int, of: int, small: int, unit: int) -> int:
-    """What `size` is to `of`, to `small`: a multiple of `unit`, not less than one."""
+    """small * size / of, rounded to a multiple of `unit`, at least one unit."""
     return max(1, round(size * small / (of * unit))) * unit
 
 
 def _names_layers(flags: Flags, job: Namespace) -> bool:
-    """Whether a flag of the job says something of single layers, by number or in a list of all."""
+    """Whether a flag of the job names single layers, by number or in a list of all."""
     lists = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
     if job.pipeline_model_parallel_layout or any(isinstance(getattr(job, name, None), list) for name in lists):
         return True
@@ -195,7 +196,7 @@ def _names_layers(flags: Flags, job: Namespace) -> bool:
 
 
 def _fewer_layers(job: Namespace) -> dict[str, int]:
-    """{flag: its value} of a model whose virtual stages have one or two layers, or one more where one has most."""
+    """{flag: value} of a model whose virtual stages have one or two layers; a fuller stage has one more."""
     stages, virtual = job.pipeline_model_parallel_size, job.virtual_pipeline_model_parallel_size or 1
     given = {
         flag: count
@@ -219,12 +220,12 @@ def _fewer_layers(job: Namespace) -> dict[str, int]:
 
 
 def _ranked(count: int, middle: int, few: int) -> int:
-    """A stage's layers beside `few` in the middle ones, as `count` is beside `middle`: fewer, as many or more."""
+    """A stage's layers if middle stages have `few`: fewer, as many or more, as `count` is to `middle`."""
     return few if count == middle else few + 1 if count > middle else max(1, few - 1)
 
 
 def _fewer_micro_batches(job: Namespace, count: int) -> int:
-    """One more than stages; two of what the interleaved schedule takes at once."""
+    """One more than the stages; with virtual stages, two groups of the interleaved schedule."""
     stages = job.pipeline_model_parallel_size
     if job.virtual_pipeline_model_parallel_size:
         return min(count, 2 * (job.microbatch_group_size_per_vp_stage or stages))
@@ -232,7 +233,7 @@ def _fewer_micro_batches(job: Namespace, count: int) -> int:
 
 
 def _fixed(job: Namespace, batch: int, mock_data: bool, storage: str, has_storage: bool) -> Iterator:
-    """How long and how a rehearsal trains."""
+    """The flags for how long and how a rehearsal trains."""
     given = f"--global-batch-size {batch} --train-iters {STEPS} --lr-decay-iters 1000 --eval-iters 1"
     given += " --eval-interval 1000000 --log-interval 1 --num-workers 0 --distributed-backend gloo"
     given += " --distributed-timeout-minutes 10"
