@@ -1,1 +1,1 @@
-"""Statistics of what FP8 does to a run: collect.py counts on the device, writers.py names and writes."""
+"""Statistics of what FP8 does to a run: collect.py counts on the device, writers.py names and writes the results."""

@@ -1,32 +1,32 @@
-"""What FP8 did to the tensors of a step, counted where the tensors are, on the steps that log.
+"""Count on the device what FP8 did to a step's tensors, on the steps that log.
 
-A cast takes x to payload * scale_inv. Of each cast, per tensor (ops/reference_statistics.py has the details):
+A cast takes x to payload * scale_inv. For each tensor's casts (details in ops/reference_statistics.py):
 
     overflows      finite x beyond the format's maximum * scale_inv: they were clipped
     underflows     non-zero x whose payload is zero
     cur_amax       max|x|
-    scale_inv      its smallest and largest value (blocks of zeros aside)
+    scale_inv      its smallest and largest value (without blocks of zeros)
 
 The casts:
 
-    activation     x, at every micro-batch's forward pass
-    gradient       dy, at every backward pass
-    weight         W, once; not where it is stored in E4M3
-    wgrad          dW: FP8 storage at every addition, wanted sum against what was stored; FP32 or BF16 storage when it
-                   is cast for the wire; the shared scale's wire always. No cast: nothing to count.
+    activation     x, in every micro-batch's forward pass
+    gradient       dy, in every backward pass
+    weight         W, once a step; not if it is stored in E4M3
+    wgrad          dW. FP8 storage: at every addition, the exact sum against the stored one. FP32 or BF16 storage: when
+                   dW is cast for the wire; with the shared scale, always. Without a cast nothing is counted.
 
-Of the gradient summed over data parallelism ("wgrad_reduced"):
+For the gradient summed over data parallelism ("wgrad_reduced"):
 
-    saturations    elements at +-448 where the sum itself is FP8 (`--fp8-grad-reduce shared`): this share moves mu
-    SNR            10 log10(sum ref^2 / sum (g - ref)^2) dB; g: the gradient as the optimizer takes it; ref: the same
+    saturations    elements at +-448 if the sum itself is FP8 (`--fp8-grad-reduce shared`): this share moves mu
+    SNR            10 log10(sum ref^2 / sum (g - ref)^2) dB; g: the gradient that the optimizer takes; ref: the same
                    micro-batches' dW added in FP32 and summed over data parallelism in FP32 (`--fp8-log-grad-snr`).
                    Both use the same GEMM operands, so this is the noise of storage and wire alone.
 
-On all other steps nothing is subscribed, and nothing here runs. On a step that logs, one kernel reads each cast tensor
-and its payload again, 3 bytes an element of BF16; the SNR holds 4 bytes a parameter, does one more weight-gradient
-GEMM a micro-batch, as FP8 storage's counts do, and one FP32 reduction. Until the optimizer's step is made nothing goes
-from host to device or back, since each such copy, of a single number too, would make the host wait; then one copy
-brings everything.
+On other steps nothing is subscribed and nothing here runs. On a step that logs, one kernel reads each cast tensor and
+its payload again, 3 bytes an element of BF16. The SNR holds 4 bytes a parameter and takes one FP32 reduction and one
+more weight-gradient GEMM a micro-batch; FP8 storage's counts take that GEMM too. Until the optimizer's step is made,
+nothing is copied between host and device, since even a copy of one number makes the host wait. Then one copy brings
+all results.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def _square_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def attach(config: Fp8Config, engine: EngineOptimizer) -> "Monitor | None":
-    """Have a monitor look on in a run that logs statistics; None in others."""
+    """Subscribe a monitor in a run that logs statistics. Returns it, or None in other runs."""
     if not config.log_interval:
         return None
     monitor = Monitor(config, engine.sets, engine.events)
@@ -70,14 +70,14 @@ def attach(config: Fp8Config, engine: EngineOptimizer) -> "Monitor | None":
 
 
 class Monitor(Observer):
-    """On the steps that log, has a `Counts` look on from beginning to end, and writes what it found.
+    """Subscribes a `Counts` for each step that logs, from beginning to end, and writes the results.
 
     Args:
-        sets: all weights of this rank.
+        sets: all weight sets of this rank.
 
     Attributes:
-        counts: of the step in progress, if it logs.
-        on_tallies: called on every rank with what was written, {weight's name: tally}, and the iteration.
+        counts: of the current step, if it logs.
+        on_tallies: called on every rank with the results, {weight's name: tally}, and the iteration.
     """
 
     def __init__(self, config: Fp8Config, sets: list[WeightSet], events: Events):
@@ -87,15 +87,15 @@ class Monitor(Observer):
         self.on_tallies: Callable[[dict[str, Tally], int], None] = lambda tallies, iteration: None
 
     def begin_step(self) -> None:
-        """Begin a step: of one that logs, count."""
-        self._forget()  # a step that never ended
+        """Begin a step. If it logs, start counting."""
+        self._forget()  # the counts of a step that never ended
         self._iteration = current_iteration()
         if self._iteration % self.interval == 0:
             self.counts = Counts(self._config, self._sets)
             self._events.subscribe(self.counts)
 
     def end_step(self) -> None:
-        """End a step, made or skipped: of one that logs, agree on the counts and write them."""
+        """End a step, made or skipped. If it logs, reduce the counts over the ranks and write them."""
         if self.counts is None:
             return
         agreed = self.counts.agree()
@@ -114,7 +114,7 @@ class Monitor(Observer):
 
 
 class Counts(Observer):
-    """What the casts and sums of one step did."""
+    """Counts of what the casts and sums of one step did."""
 
     @torch.no_grad()
     def __init__(self, config: Fp8Config, sets: list[WeightSet]):
@@ -125,26 +125,26 @@ class Counts(Observer):
         self._row = {weight: i for i, weight in enumerate(self._weights)}
         device = self._weights[0].param.device if self._weights else torch.device("cuda")  # a stage may have none
         count = len(self._weights)
-        # count_cast's counts and extremes, of each tensor of CASTS
+        # count_cast's counts and extremes, for each tensor of CASTS
         self._casts = torch.zeros(count, len(CASTS), 3, dtype=torch.int64, device=device)
         self._extremes = torch.full((count, len(CASTS), 3), -torch.inf, device=device)
         # elements of the sum, saturations; signal, noise
         self._reduced = torch.zeros(count, 4, dtype=torch.float64, device=device)
         shared = [(owned.reduction.shared, len(owned.frozen)) for owned in sets if owned.reduction.shared is not None]
-        # Replaced, never written, by the step; what is frozen has none.
+        # The step replaces mu and never writes into it. Frozen weights have no mu; they are padded.
         self._mu = [torch.nn.functional.pad(scale.mu, (0, frozen)) for scale, frozen in shared]
         self._reference: dict[GradStore, torch.Tensor] = {}
-        self._wanted: torch.Tensor | None = None  # of the addition that is being made
+        self._wanted: torch.Tensor | None = None  # the exact result of the addition in progress
         for weight in self._weights:
-            if weight.fp8 and weight.stored is None:  # a stored one was never cast
-                # What the forward pass then finds done.
+            if weight.fp8 and weight.stored is None:  # a weight stored in E4M3 is never cast
+                # The forward pass then reuses this cast.
                 self.cast(weight, WEIGHT, weight.param, weight.quantized())
         if self._snr:
             for grads in (bucket.grads for bucket in buckets if bucket.grads.storage != "fp32"):
                 self._reference[grads] = torch.zeros(grads.numel, device=device)
 
     def cast(self, weight: OwnedWeight, tensor: int, wanted: torch.Tensor, q: ScaledTensor) -> None:
-        """Count a cast of CASTS[tensor]; a role, INPUT or GRAD, is the place of its own."""
+        """Count a cast of CASTS[tensor]. The roles INPUT and GRAD are indices of CASTS too."""
         self._count(weight, tensor, wanted, q.payload, q.scale_inv)
 
     def _count(self, weight: OwnedWeight, tensor: int, wanted, payload, scale_inv) -> None:
@@ -153,7 +153,7 @@ class Counts(Observer):
 
     @torch.no_grad()
     def gradient(self, weight: OwnedWeight, product: Product) -> None:
-        """Add it to the reference; of FP8 storage, note what should be there after it."""
+        """Add a gradient to the reference. For FP8 storage, keep the exact sum that should be stored."""
         sink = weight.sink
         assert sink is not None
         if sink.store in self._reference:
@@ -166,7 +166,7 @@ class Counts(Observer):
 
     @torch.no_grad()
     def gradient_added(self, weight: OwnedWeight) -> None:
-        """Count what FP8 storage made of it."""
+        """Count how FP8 storage changed the sum."""
         sink = weight.sink
         assert sink is not None
         if isinstance(sink.store, BlockStore):
@@ -175,7 +175,7 @@ class Counts(Observer):
             self._wanted = None
 
     def reducing(self, bucket: Bucket, stages: wire.Stages) -> wire.Stages:
-        """The stages of the bucket's reduction, and counts of its cast for the wire and of what became of the sum."""
+        """Run the stages of the bucket's reduction; count its cast for the wire, and compare the sum."""
         grads = bucket.grads
         if self._wire == "block" and grads.storage != "fp8" and bucket.group.size() > 1:
             self._count_sent(bucket)
@@ -195,7 +195,7 @@ class Counts(Observer):
     def _count_sent(self, bucket: Bucket) -> None:
         values = bucket.grads.dense()
         for weight, a, b in bucket.spans:
-            sent = ops.quantize_blocks(values[a:b])  # what the bucket will send, a weight at a time
+            sent = ops.quantize_blocks(values[a:b])  # the same as the bucket will send, a weight at a time
             self._count(weight, WGRAD, values[a:b], sent.payload, block_scales(sent.exponents))
 
     def _count_shared(self, bucket: Bucket, reduced: ScaledShard) -> None:
@@ -209,7 +209,7 @@ class Counts(Observer):
             row[1] += at_maximum(reduced.payload[a:b])
 
     def _compare(self, bucket: Bucket, reduced: Reduced, reference: torch.Tensor) -> None:
-        """Signal and noise of this rank's shard against the reference's."""
+        """Add signal and noise of this rank's shard, measured against the reference's shard."""
         values = reduced.look()
         for i, lo, hi in bucket.pieces():
             row = self._reduced[self._row[bucket.weights[i]]]
@@ -218,7 +218,7 @@ class Counts(Observer):
 
     @torch.no_grad()
     def agree(self) -> list[dict[str, Tally]]:
-        """Of each set, what the ranks that share its weights found together, by the weight's name."""
+        """Reduce the counts over the ranks that share the weights: for each set {weight's name: tally}."""
         sums = torch.cat([self._casts.flatten(1), self._reduced], 1)  # float64: exact to 2^53
         sizes = [len(owned.linears) for owned in self._sets]
         for owned, largest, added in zip(self._sets, self._extremes.split(sizes), sums.split(sizes), strict=True):

@@ -1,8 +1,8 @@
-"""Loss and gradient norm of a step with all their digits: `--fp8-log-exact`, to tell a bug from rounding.
+"""`--fp8-log-exact`: loss and gradient norm of a step with all digits, to tell a bug from rounding.
 
     [fp8] iteration 3: exact lm loss 5.4892449378967285; exact grad norm 3.1622776601683795
 
-Printed by the rank that prints Megatron's own line. It has the losses of its log; they cost a wait for the device.
+The rank that prints Megatron's line prints this one too, for the losses of that line. It makes the host wait once.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from .writers import current_iteration, say
 
 
 def log_exact(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Log what Megatron's train_step returned of the step that just ended, losses and gradient norm; returns it."""
+    """Log losses and gradient norm of the step that just ended, from the result of Megatron's train_step; return it."""
     if is_last_rank():
         losses, _, _, _, _, norm, *_ = result
         values = {name: float(loss.float().sum()) for name, loss in losses.items()}

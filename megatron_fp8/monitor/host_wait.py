@@ -1,14 +1,14 @@
-"""Whether the GPU waits for its host, from two steps' looks.
+"""Find out in two steps whether the GPU waits for its host.
 
-A host that is ahead of its GPU has launched layers of work that the GPU has not begun. So each time that a weight's
-gradient has been launched, in the backward pass, the host asks whether the GPU is done with all that was launched up to
-the gradient before:
+A host that is ahead of its GPU has launched layers of work that the GPU has not begun. So each time that the host has
+launched a weight's gradient in the backward pass, it asks whether the GPU has finished everything up to the gradient
+before:
 
     host ahead     launches ........ grad L | grad L-1 ? no      the GPU is layers behind
     GPU waits      launches ........ grad L | grad L-1 ? yes     it is done before more comes
 
-It costs one event a linear, in two steps. The share of looks that find the GPU done is not the share of time that it
-waits for; a CUDA graph's own time, which the log has, shows that.
+This costs one event a linear, in two steps. The share of queries that find the GPU done is not the share of time that
+the GPU waits. The step time under a CUDA graph, which the log has, shows that.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ FIRST, LAST = 3, 4  # steps, from 1: the first two compile kernels
 
 
 class HostWait(Observer):
-    """Looks on in steps FIRST to LAST of this process.
+    """Observes steps FIRST to LAST of this process.
 
     Args:
-        then: called with the share of looks that found the GPU done, in 0 .. 1, when there have been all.
+        then: called once, after the last observation, with the share of events that the GPU had already passed, 0 .. 1.
 
     Attributes:
-        share: that, or None before.
+        share: that share; None before.
     """
 
     def __init__(self, events: Events, then: Callable[[float], None]):
@@ -55,7 +55,7 @@ class HostWait(Observer):
         self._last.record()
 
     def end_step(self) -> None:
-        if self._step >= LAST:  # Megatron may run one again, which begins it again
+        if self._step >= LAST:  # >=: Megatron may repeat a step, which calls begin_step again
             self._events.unsubscribe(self)
             self._last, self.share = None, self._done / max(1, self._looks)
             self._then(self.share)

@@ -1,40 +1,42 @@
-"""Sharpness of the loss in the logits: how far a small change of them can raise the cross-entropy.
+"""Sharpness of the loss in the logits: how far a small change of the logits can raise the cross-entropy.
 
-Of a position's logits z (V,) and target t, with CE(z) = log(sum_i e^z_i) - z_t, in % (arXiv 2405.18710, which takes
+For a position's logits z (V,) and target t, with CE(z) = log(sum_i e^z_i) - z_t, in % (arXiv 2405.18710, which applies
 Keskar et al., arXiv 1609.04836, to language models by perturbing the last token's logits instead of weights):
 
     phi = 100 * (max of CE(z + d) over |d_i| <= eps (|z_i| + 1),  minus CE(z)) / (1 + CE(z)),        eps = 5e-4
 
-Closed form.  Anywhere in the box dCE/dz_i = p_i > 0 for i != t and dCE/dz_t = p_t - 1 < 0: the maximum is the corner
-d_i = +eps (|z_i| + 1), d_t = -eps (|z_t| + 1).  As the difference of two losses of some 4 nats, a rise of some 0.005
-would keep 4 of FP32's 7 digits, and none where p_t is nearly 1.  Instead, of CE = log(1 + sum_{i != t} e^(z_i - z_t)):
+Closed form.  Everywhere in the box dCE/dz_i = p_i > 0 for i != t, and dCE/dz_t = p_t - 1 < 0. So the maximum is the
+corner d_i = +eps (|z_i| + 1), d_t = -eps (|z_t| + 1).  If computed as the difference of two losses of some 4 nats, a
+rise of some 0.005 keeps 4 of FP32's 7 digits, and none if p_t is nearly 1.  With CE = log(1 + sum_{i != t}
+e^(z_i - z_t)) it is instead:
 
     CE(z + d) - CE(z) = log1p( sum_{i != t} p_i expm1(eps |z_i| + b) ),     b = eps (|z_t| + 2)
                       = log1p( (e^b A + expm1(b) W) / Z ),                  expm1(x + b) = e^b expm1(x) + expm1(b)
     W = sum_{i != t} e^(z_i - m),   A = sum_{i != t} e^(z_i - m) expm1(eps |z_i|),   Z = W + e^(z_t - m),   m = max z
 
-Every term is positive, nothing cancels: the error is that of a sum, a few 2^-24 with FP32 arithmetic (logits of a lower
-precision are taken as they are).  W and A add up over tensor-parallel shards of the vocabulary.  What is not finite, or
-beyond eps |z| = 88 in FP32 (|z| = 176,000), comes out as infinite or NaN, and `Statistics` counts it apart.
+Every term is positive and nothing cancels, so the error is that of a sum: a few 2^-24 in FP32 arithmetic (logits of
+lower precision count as exact).  W and A are summed over tensor-parallel shards of the vocabulary.  Values that are not
+finite, or beyond eps |z| = 88 in FP32 (|z| = 176,000), give infinity or NaN; `Statistics` counts these separately.
 
-Never alone.  A constant c added to all logits changes neither loss nor gradient, but phi: to first order
+Never read phi alone.  A constant c added to all logits changes neither loss nor gradient, but phi. To first order
 
     phi = 100 eps (1 - p_t) (mean of |z_i| over the wrong tokens, by p + |z_t| + 2) / (1 + CE(z))
 
-so logits that drift as one look like a sharper loss.  Hence always beside it: phi of z - mean(z), which no shift
-changes, and log Z = log(sum_i e^z_i), which moves with c.  Phi rising alone, with log Z far from where it was: drift,
-for which there is the z-loss.  Both rising: logits that really grow apart.
+so logits that drift together look like a sharper loss.  Two values are therefore always logged beside it: phi of
+z - mean(z), which no shift changes, and log Z = log(sum_i e^z_i), which moves with c.  If phi rises alone and log Z
+moves far from its earlier value, the logits drift; the z-loss prevents that.  If both phi rise, the logits really grow
+apart.
 
-The paper's method, L-BFGS-B, climbs to the same corner by numerical search.  Ten iterations, Keskar's number, stop
-short of it by 19, 11, 6 and 2 % (medians of 30 rows, V = 32,000, normal logits of standard deviation 1, 2, 3 and 5).
-eps is the smaller of Keskar's two.
+The paper's method, L-BFGS-B, reaches the same corner by numerical search.  Ten iterations, Keskar's number, stop short
+of it by 19, 11, 6 and 2 % (medians of 30 rows, V = 32,000, normal logits of standard deviation 1, 2, 3 and 5). eps is
+the smaller of Keskar's two.
 
-Cost.  `closed_form` reads the logits (n, V) three times and makes 15 elementwise passes over portions of AT_ONCE of
-them in FP32: about 110 n V bytes of traffic, and memory for five portions; with tensor parallelism one maximum and
-two sums of a few n numbers.  Nothing waits for the host.  Measured on an H200 with `Statistics` (benchmarks/lab.py):
-12.3 ms for 8,192 positions and V = 32,000, 61 ms for 128,256.  Of the 480 ms step of docs/performance.md's slice,
-four such micro-batches, it is 10 %: under 1 % of the time from every 11th step on.  By L-BFGS-B a row of V = 32,000
-takes one CPU core 0.1 s in ten iterations, and seconds to a minute until it has converged.
+Cost.  `closed_form` reads the logits (n, V) three times and makes 15 elementwise passes in FP32 over portions of
+AT_ONCE logits: about 110 n V bytes of traffic, and memory for five portions. Tensor parallelism adds one maximum and
+two sums of a few n numbers.  The host never waits.  Measured on an H200 with `Statistics` (benchmarks/lab.py): 12.3 ms
+for 8,192 positions and V = 32,000, 61 ms for 128,256.  That is 10 % of the 480 ms step of docs/performance.md's slice,
+which has four such micro-batches, and under 1 % of the time if every 11th step or fewer are measured.  By L-BFGS-B a
+row of V = 32,000 takes one CPU core 0.1 s for ten iterations, and seconds to a minute until it converges.
 """
 
 import math
@@ -49,12 +51,12 @@ from ..flags.sharpness import PAPER_ITERATIONS, QUANTILES
 from ..packages import needs
 
 EPSILON = 5e-4
-AT_ONCE = 2**22  # logits whose temporaries exist together
+AT_ONCE = 2**22  # logits whose temporaries exist at the same time
 _NOT_FINITE = 2**16  # the counter after those of BF16's values
 
 
 class Sharpness(NamedTuple):
-    """Of every position (n,), FP32 or FP64: phi in %, phi of the mean-centred logits in %, log Z and CE in nats."""
+    """For every position (n,), FP32 or FP64: phi in %, phi of the mean-centred logits in %, log Z and CE in nats."""
 
     sharpness: torch.Tensor
     centred: torch.Tensor
@@ -66,12 +68,12 @@ class Sharpness(NamedTuple):
 def closed_form(
     logits: torch.Tensor, targets: torch.Tensor, epsilon: float = EPSILON, group: dist.ProcessGroup | None = None
 ) -> Sharpness:
-    """The sharpness of n positions, by the closed form, in FP64 for FP64 logits and else in FP32.
+    """The sharpness of n positions by the closed form, in FP64 for FP64 logits, else in FP32.
 
     Args:
         logits: (n, V), or this rank's shard (n, V/ranks) of the vocabulary, in the order of ranks; any float type.
         targets: (n,) integers, numbered over the whole vocabulary.
-        group: the tensor-parallel group that shares the vocabulary; None: the logits are whole.
+        group: the tensor-parallel group that shares the vocabulary; None if the logits are whole.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     tokens, width = logits.shape
@@ -86,9 +88,9 @@ def closed_form(
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         dist.all_reduce(sums, group=group)
     mean, target = sums[0] / (width * ranks), sums[1]
-    centre = (mean - largest).to(dtype)  # of the logits less their largest: precise also far from zero
+    centre = (mean - largest).to(dtype)  # relative to the largest logit: precise also far from zero
 
-    wrong = torch.empty(3, tokens, dtype=dtype, device=logits.device)  # W, A, A of the centred logits
+    wrong = torch.empty(3, tokens, dtype=dtype, device=logits.device)  # W, A, and A of the centred logits
     rows = max(1, AT_ONCE // width)
     for start in range(0, tokens, rows):
         part = slice(start, start + rows)
@@ -119,7 +121,7 @@ def closed_form(
 
 
 class Search(NamedTuple):
-    """What L-BFGS-B found: phi in %, the iterations it took, and whether it ended by itself, at a maximum."""
+    """The result of L-BFGS-B: phi in %, the iterations used, and whether it stopped at a maximum by itself."""
 
     sharpness: float
     iterations: int
@@ -132,12 +134,12 @@ def lbfgsb(
     """The sharpness of one position by the paper's method, from d = 0, in FP64 on the host.
 
     Args:
-        logits: (V,), the whole vocabulary; NaN comes of what is not finite.
+        logits: (V,), the whole vocabulary; the result is NaN if one is not finite.
         target: index of the right token.
-        iterations: at most so many.  No tolerance ends the search early: it goes on until every d_i is at its bound,
-            or the loss no longer changes in FP64.
+        iterations: the most.  No tolerance ends the search early: it continues until every d_i is at its bound, or the
+            loss no longer changes in FP64.
 
-    Raises UserError where scipy is missing.
+    Raises UserError if scipy is missing.
     """
     try:
         from scipy.optimize import minimize
@@ -168,15 +170,15 @@ def lbfgsb(
 
 
 class Statistics:
-    """Count, mean and quantiles of several quantities over any number of values, which add up over batches and ranks.
+    """Count, mean and quantiles of several quantities over any number of values; they add up over batches and ranks.
 
-    A value is counted by its rounding to BF16, in one of 65,536 counters a quantity: a quantile is within 2^-8 of its
-    value, whatever the range, and ranks add up by adding counters (0.5 MiB a quantity).  Means come from FP64
-    sums.  Infinities and NaNs are counted, and enter neither mean nor quantiles.  Everything stays on the device,
-    without a wait for the host, until `summary`.
+    A value is counted by its rounding to BF16, in one of 65,536 counters a quantity. So a quantile is within 2^-8 of
+    its value over the whole range, and ranks are combined by adding counters (0.5 MiB a quantity).  Means come from
+    FP64 sums.  Infinities and NaNs are counted, but enter neither mean nor quantiles.  Everything stays on the device
+    until `summary`, and the host does not wait.
 
     Attributes:
-        counts: (quantities, 65,537) int64: values by BF16 code in rising order; the last one, what is not finite.
+        counts: (quantities, 65,537) int64: values by BF16 code in rising order; the last counter: not finite.
         total: (quantities,) FP64, the sums.
     """
 
@@ -186,7 +188,7 @@ class Statistics:
         self.total = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def add(self, values: torch.Tensor, valid: torch.Tensor | None = None) -> None:
-        """Add n values of each quantity, (quantities, n) of any float type: those where (n,) bool `valid` is true."""
+        """Add n values of each quantity, (quantities, n) of any float type, where `valid` (n,) bool is true."""
         finite = values.isfinite()
         code = values.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
         order = torch.where(code < 0x8000, code + 0x8000, 0xFFFF - code)  # codes of negative numbers count down
@@ -198,16 +200,16 @@ class Statistics:
         self.total += torch.where(finite, values, 0).sum(1, dtype=torch.float64)
 
     def reduce(self, group: dist.ProcessGroup) -> None:
-        """Add the values of all ranks of the group, on each of them."""
+        """Sum the counters over all ranks of the group, in place on each rank."""
         dist.all_reduce(self.counts, group=group)
         dist.all_reduce(self.total, group=group)
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """{quantity: {"count", "not_finite", "mean" and those of QUANTILES}}; NaN where there is no finite value."""
+        """{quantity: {"count", "not_finite", "mean" and those of QUANTILES}}; NaN if there is no finite value."""
         finite = self.counts[:, :_NOT_FINITE]
         below, count = finite.cumsum(1), finite.sum(1)
         shares = torch.tensor([*QUANTILES.values()], dtype=torch.float64, device=count.device)
-        wanted = (shares * count[:, None]).ceil().long().clamp(min=1)  # the so-manieth value from below
+        wanted = (shares * count[:, None]).ceil().long().clamp(min=1)  # rank of the quantile, counted from below
         order = torch.searchsorted(below, wanted)
         code = torch.where(order >= 0x8000, order - 0x8000, 0xFFFF - order)
         found = code.short().view(torch.bfloat16).double()

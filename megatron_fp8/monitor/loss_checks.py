@@ -1,22 +1,23 @@
-"""Stock's checks of each micro-batch's loss for NaN and infinity, without a wait of the host for the GPU.
+"""Stock's checks of each micro-batch's loss for NaN and infinity, without making the host wait for the GPU.
 
     stock   forward | wait: is it NaN? | wait: is it infinite? | backward     the GPU idles while the host begins again
     here    forward | backward | ... | all micro-batches | were they?         the host stays ahead
 
 With --check-for-nan-in-loss-and-grad, Megatron's default, the host asks the GPU twice in each micro-batch before it may
-launch the backward pass, to an empty queue. Nothing depends on the answer before the step: so it is copied to the host
-as the GPU gets there, and looked at when all forward and backward passes of the step have been launched. The last
-micro-batch's backward pass is on the GPU then, so that this wait costs nothing either.
+launch the backward pass, into an empty queue. Nothing depends on the answer before the optimizer's step. So here the
+answer is copied to the host asynchronously, and read after all forward and backward passes of the step have been
+launched. The GPU then still runs the last micro-batch's backward pass, so this wait costs nothing either.
 
-Whether any rank asks for a rerun is then reduced on the GPU, and waited for; a rank that is alone knows.
+Whether any rank asks for a rerun is then reduced on the GPU, and the host waits for it; a single rank needs no
+reduction.
 
-What becomes of a bad loss is stock's to do, in the same pass, with the same messages and in the same order: run again,
-end, or go on (RerunStateMachine.validate_result). The only difference is that it does so before the step, and not
-before the micro-batch's backward pass. Checks of other kinds, of what is on the CPU, in an evaluation, in a rerun or in
-a backward pass (of gradients, with --overlap-grad-reduce) are stock's own, at once, after all that wait.
+Stock handles a bad loss (rerun, exit, or continue: RerunStateMachine.validate_result), in the same pass, with the same
+messages and in the same order. The only difference is the time: before the optimizer's step, instead of before the
+micro-batch's backward pass. All other checks are stock's own and run at once, after the waiting checks: checks of other
+kinds, of CPU tensors, in an evaluation, in a rerun, or in a backward pass (of gradients, with --overlap-grad-reduce).
 
-A step that is recorded as a CUDA graph (engine/step_graph.py) makes no check while it is recorded, of any kind: what
-would be checked is kept, in the graph's memory, and looked at after each replay, as late.
+While a step is recorded as a CUDA graph (engine/step_graph.py) no check runs. Its inputs stay in the graph's memory and
+are checked after each replay, as late as above.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ LATER = (torch.isnan, torch.isinf)
 
 @dataclass(frozen=True)
 class Asked:
-    """A call of validate_result: whether `rejection_func` says True of `result` is for `machine` to act on."""
+    """A call of validate_result. If `rejection_func(result)` is true, `machine` must act."""
 
     stock: Callable[..., None]
     machine: Any
@@ -43,7 +44,7 @@ class Asked:
     kwargs: dict[str, Any]
 
     def later(self) -> Callable[[], None]:
-        """What hands it to stock, with its answer, which is on the way to the host from now on if it can be."""
+        """Return a function that hands the call to stock. If possible, the answer's copy to the host starts now."""
         if self.rejection_func not in LATER or not _on_gpu(self.result):
             return functools.partial(self._hand, self.rejection_func)
         is_bad = self.rejection_func(self.result).to("cpu", non_blocking=True)  # pinned
@@ -61,11 +62,10 @@ class Asked:
 
 
 class LateChecks:
-    """What stands for RerunStateMachine.validate_result, should_run_forward_backward and _reduce_any in a run with a
-    level.
+    """Replaces RerunStateMachine.validate_result, should_run_forward_backward and _reduce_any in a run with a level.
 
-    asked: whether the run asks for stock's checks; Megatron's validation of its flags takes them, and a graph, for
-        impossible.
+    asked: whether the run asks for stock's checks; Megatron's validation of its flags refuses them together with a
+        graph.
     reruns: whether Megatron runs the present step a second time.
     """
 
@@ -84,7 +84,7 @@ class LateChecks:
             elif _can_wait(machine, result, rejection_func):
                 self._waiting.append(Asked(stock, machine, result.detach(), rejection_func, args, kwargs).later())
             else:
-                self.look()  # of a NaN in the loss there is one in the gradients: the first is what is told
+                self.look()  # a NaN in the loss also gives one in the gradients: report the loss first
                 stock(machine, result, rejection_func, *args, **kwargs)
 
         return validate_result
@@ -109,14 +109,14 @@ class LateChecks:
         return _reduce_any
 
     def look(self) -> None:
-        """Hand stock the checks that wait, in their order, each with its answer."""
+        """Hand the waiting checks to stock, in their order, each with its answer."""
         waiting, self._waiting = self._waiting, []
         for hand in waiting:
             hand()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Asked]]:
-        """Inside, no check is made; what was asked is in the list."""
+        """Inside, no check runs; the list collects the calls."""
         asked: list[Asked] = []
         self._recorded = asked
         try:
@@ -125,7 +125,7 @@ class LateChecks:
             self._recorded = None
 
     def repeat(self, recorded: list[Asked]) -> None:
-        """Make the checks of a recorded step on what its replay has computed."""
+        """Repeat a recorded step's checks on the values that its replay has computed."""
         self._waiting += [asked.later() for asked in recorded]
 
 

@@ -1,40 +1,40 @@
-"""What FP8 did to the three GEMMs of every linear in one step, beside the same GEMMs of what had not been rounded.
+"""Compare the three GEMMs of every linear in one step with the same GEMMs of unrounded operands.
 
     fprop   y = x W^T               dgrad   dx = dy W               wgrad   dW = dy^T x
-    q       the product of the operands as the GEMM read them: FP8 payloads times scales, or emulated
+    q       the product of the operands that the GEMM read: FP8 payloads times scales, or emulated
     ref     the product of the same operands in BF16, before they were rounded
 
     error   |q - ref| / |ref|       Frobenius norms
-    gain    <q, ref> / <ref, ref>   1 where the rounding neither shrinks nor stretches (numerics/emulation.py)
+    gain    <q, ref> / <ref, ref>   1 if the rounding neither shrinks nor stretches (numerics/emulation.py)
 
-q = gain * ref + what is orthogonal to ref, so that error^2 = (gain - 1)^2 + the squared size of that: an error of
-4 % with a gain of 1 is noise, one of 8 % with a gain of 0.92 is a bias.
+q = gain * ref + r with r orthogonal to ref, so error^2 = (gain - 1)^2 + |r|^2 / |ref|^2. An error of 4 % with a gain of
+1 is noise; an error of 8 % with a gain of 0.92 is a bias.
 
-BF16 holds every FP8 number, so both products are of BF16 operands with an FP32 sum, and q is scaled after it. What
-they leave out: a tensor core's narrower sum (gemm/interface.py), and the rounding of the result to BF16. They are not
-what trains: the step's own GEMMs run as they always do, and the losses are the same to the last bit.
+BF16 holds every FP8 number, so both products have BF16 operands and an FP32 sum, and q is scaled after it. They leave
+out a tensor core's narrower sum (gemm/interface.py) and the rounding of the result to BF16. Training does not use them:
+the step's own GEMMs run as always, and the losses are the same to the last bit.
 
-W, the reference's weight, is the stored weight where that is BF16: what a BF16 run would multiply with. Where it is
-stored in E4M3 (O3), W is the optimizer's master, rounded to BF16: the rounding of the storage is then in the error, as
-that of the cast is at O1 and O2. x and dy are what reached the linear in this run, with all earlier rounding in it.
+The reference's W is the stored weight if that is BF16, as a BF16 run would multiply. If the weight is stored in E4M3
+(O3), W is the optimizer's master rounded to BF16. The error then contains the rounding of the storage, as it contains
+the rounding of the cast at O1 and O2. x and dy are those of this run, with all earlier rounding in them.
 
-Of the operands, over all elements of the step:
+For each operand, over all elements of the step:
 
-    underflow     share that is not zero, but was read as zero
+    underflow     share of elements that are not zero, but were read as zero
     saturation    share of finite elements beyond the format's maximum times the scale: clipped, or read as infinite
-    kurtosis      E[(t - mean)^4] / E[(t - mean)^2]^2: 3 of a normal distribution, about n of one outlier among n
+    kurtosis      E[(t - mean)^4] / E[(t - mean)^2]^2: 3 for a normal distribution, about n for one outlier among n
     amax          largest magnitude
-    scale         of the cast, the smallest and the largest that was used
+    scale         the cast's smallest and largest scale
 
-What is added up, over micro-batches and over data-, tensor- and context-parallel ranks, are sums of squares, dot
-products, counts and power sums in FP64 (which loses digits of the kurtosis where the mean is beyond 1,000 standard
-deviations). A GEMM is one rank's of one micro-batch: where tensor parallelism cuts the sum (fprop of linear_proj and
-linear_fc2, dgrad of linear_qkv and linear_fc1) the parts are compared before they are added, and wgrad before the
-micro-batches are. Recomputed activations are looked at once.
+Sums of squares, dot products, counts and power sums are added over micro-batches and over data-, tensor- and context-
+parallel ranks, in FP64 (the kurtosis loses digits if the mean is beyond 1,000 standard deviations). A GEMM here is one
+rank's, of one micro-batch. If tensor parallelism cuts the sum (fprop of linear_proj and linear_fc2, dgrad of linear_qkv
+and linear_fc1), the parts are compared before they are added; wgrad is compared before micro-batches are added.
+Recomputed activations are counted once.
 
-Cost. On other steps a test of an empty tuple. On a probed one x waits for the backward pass in BF16, as in a BF16
-run; two BF16 GEMMs a GEMM, a portion of rows at a time, and some passes in FP64; with sequence parallelism two more
-gathers of x; 2 bytes an E4M3 weight, and 4 more a weight of the bucket that is being gathered.
+Cost. On other steps: a test of an empty tuple. On a probed step: x is kept in BF16 for the backward pass, as in a BF16
+run; two BF16 GEMMs for each GEMM, a portion of rows at a time, and some passes in FP64; with sequence parallelism two
+more gathers of x; 2 bytes for each E4M3 weight, and 4 more for each weight of the bucket that is being gathered.
 """
 
 import json
@@ -64,14 +64,14 @@ FPROP, DGRAD, WGRAD = range(3)
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = CASTS[:3]  # activation, gradient, weight: the first two are a linear's roles, INPUT and GRAD
 WEIGHT = OPERANDS.index("weight")
-_MARGIN = 1 + 2.0**-20  # of the largest number that is not clipped, as in ops/reference_statistics.py
-_AT_ONCE = 2**24  # elements whose FP64 temporaries exist together
+_MARGIN = 1 + 2.0**-20  # on the largest number that is not clipped, as in ops/reference_statistics.py
+_AT_ONCE = 2**24  # elements whose FP64 temporaries exist at the same time
 
-type Read = ScaledTensor | torch.Tensor  # an operand as a GEMM reads it: FP8, or what is emulated in BF16
+type Read = ScaledTensor | torch.Tensor  # an operand as a GEMM reads it: FP8, or emulated values in BF16
 
 
 def _values(operand: Read) -> torch.Tensor:
-    """The operand in BF16, but for its scale."""
+    """The operand in BF16, without its scale."""
     if not isinstance(operand, ScaledTensor):
         return operand
     if operand.payload is not None:
@@ -81,7 +81,7 @@ def _values(operand: Read) -> torch.Tensor:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (m, k) @ b (k, n) of BF16 operands, summed in FP32, in FP64."""
+    """a (m, k) @ b (k, n) of BF16 operands, summed in FP32, as FP64."""
     product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
     return product.double()
 
@@ -89,7 +89,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def compare(read: tuple[Read, Read], exact: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """(3,) FP64: |q - ref|^2, |ref|^2 and <q, ref> of the products q and ref.
 
-    read, exact: the two factors (m, k) and (k, n), as they were read and in BF16.
+    read, exact: the factors (m, k) and (k, n), as the GEMM read them and in BF16.
     """
     (a, b), (exact_a, exact_b) = map(_values, read), exact
     found = torch.zeros(3, dtype=torch.float64, device=a.device)
@@ -104,7 +104,7 @@ def compare(read: tuple[Read, Read], exact: tuple[torch.Tensor, torch.Tensor]) -
 
 
 def power_sums(x: torch.Tensor) -> torch.Tensor:
-    """(5,) FP64: sums of x, x^2, x^3 and x^4, and how many elements are not finite; x of any shape and float type."""
+    """(5,) FP64: sums of x, x^2, x^3 and x^4, and the number of elements that are not finite. x: any shape, float."""
     found = torch.zeros(5, dtype=torch.float64, device=x.device)
     for part in x.reshape(-1).split(_AT_ONCE):
         t = part.double()
@@ -115,16 +115,16 @@ def power_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def kurtosis(count: float, sums: list[float]) -> float:
-    """The fourth standardised moment of `count` elements, of `power_sums`' result; NaN where all are the same."""
+    """The fourth standardised moment of `count` elements, from `power_sums`; NaN if all elements are the same."""
     mean, square, cube, fourth = (s / count for s in sums[:4])
     variance = square - mean**2
-    if not variance > 1e-12 * square:  # nothing but the error of the sums
+    if not variance > 1e-12 * square:  # only the error of the sums
         return math.nan
     return (fourth - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4) / variance**2
 
 
 def count_emulated(x: torch.Tensor, read: torch.Tensor, how: EmulatedFormat | None, counts: torch.Tensor) -> None:
-    """As ops.count_cast's counts, of x read as emulated numbers; None: as it is."""
+    """Add to `counts` what ops.count_cast would, for x read as emulated numbers. how None: x was read as it is."""
     limit = math.inf if how is None or how.scaled else how.format.max * _MARGIN  # with a scale nothing saturates
     size = x.abs().float()
     counts[0] += x.numel()
@@ -133,7 +133,7 @@ def count_emulated(x: torch.Tensor, read: torch.Tensor, how: EmulatedFormat | No
 
 
 def probe_step(plan: ProbePlan, engine: EngineOptimizer, step: Callable[[], Any]) -> Any:
-    """Run a training step, and probe it if it is one of the plan's; its result."""
+    """Run a training step and return its result. Probe it if it is one of the plan's steps."""
     iteration = current_iteration()
     if iteration not in plan.steps:
         return step()
@@ -150,10 +150,10 @@ def probe_step(plan: ProbePlan, engine: EngineOptimizer, step: Callable[[], Any]
 
 
 class Probe(Observer):
-    """Looks at the GEMMs of the step during which it is subscribed.
+    """Observes the GEMMs of the step during which it is subscribed.
 
     Args:
-        sets: all of this rank, whose FP8 and emulated linears are looked at.
+        sets: all weight sets of this rank; their FP8 and emulated linears are probed.
     """
 
     @torch.no_grad()
@@ -181,22 +181,22 @@ class Probe(Observer):
         return self._masters[weight] if weight in self._masters else weight.dense().detach()
 
     def forward(self, weight: OwnedWeight, x: torch.Tensor, read_x: Read, read_w: Read) -> None:
-        """Look at y = x W^T: x (M, K) in BF16, and as it was read, as was W (N, K)."""
+        """Probe y = x W^T. x: (M, K) in BF16. read_x, read_w: x and W (N, K) as the GEMM read them."""
         if weight not in self._row:
             return
         exact = self._exact(weight)
         self._look(weight, INPUT, x, read_x)
-        if (self._row[weight], WEIGHT) not in self._formats:  # once: it is the same for every micro-batch
+        if (self._row[weight], WEIGHT) not in self._formats:  # once: W is the same for every micro-batch
             self._look(weight, WEIGHT, exact, read_w)
         self._compare(weight, FPROP, (read_x, read_w.T), (x, exact.t()))
 
     def backward(
         self, weight: OwnedWeight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple | None
     ) -> None:
-        """Look at dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16.
+        """Probe dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16.
 
-        dgrad, wgrad: what these GEMMs read, dy (M, N) and W (N, K) or None where there is no dx, and dy and x or None
-        of a frozen weight.
+        dgrad: (dy (M, N), W (N, K)) as that GEMM read them; W is None if there is no dx.
+        wgrad: (dy, x) as that GEMM read them; None for a frozen weight.
         """
         if weight not in self._row:
             return
@@ -226,7 +226,7 @@ class Probe(Observer):
 
     @torch.no_grad()
     def end(self) -> dict[str, Any]:
-        """Agree on what was seen: {linear: {GEMM: gemm_statistics, operand: operand_statistics}}, on every rank."""
+        """Reduce over the ranks: {linear: {GEMM: gemm_statistics, operand: operand_statistics}}, on every rank."""
         self._masters.clear()
         sums = torch.cat([self._gemms, self._counts, self._sums], 2)  # FP64: counts are exact to 2^53
         linears: dict[str, Any] = {}
@@ -258,18 +258,18 @@ def _looked_at(weight: OwnedWeight) -> bool:
 
 
 def _layer(name: str) -> tuple[str, int]:
-    """What a linear's name sorts by: the block, and the layer's number."""
+    """The sort key of a linear's name: the block, and the layer's number."""
     block, _, rest = name.partition(".layers.")
     return block, int(rest.partition(".")[0])
 
 
 def _finite(**values: float) -> dict[str, float | None]:
-    """None for what JSON cannot say."""
+    """Replace values that JSON cannot hold by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def gemm_statistics(sums: list[float]) -> dict[str, float | None]:
-    """{"error", "gain"} of what `compare` returns, added up; None where nothing was computed, or not all is finite."""
+    """{"error", "gain"} from sums of `compare`; None if nothing was computed, or not all is finite."""
     noise, signal, dot = sums
     if not signal:
         return _finite(error=math.nan, gain=math.nan)
@@ -285,9 +285,9 @@ def operand_statistics(
         name: of its format.
         counts: elements, saturations, underflows.
         sums: of `power_sums`.
-        extremes: amax, the largest scale_inv, minus the smallest; minus infinity where there was none.
+        extremes: amax, the largest scale_inv, minus the smallest; minus infinity if there was none.
 
-    Shares are of 1; None: there is none, or not all elements are finite.
+    Shares are of 1. A value is None if there is none, or if not all elements are finite.
     """
     elements, saturations, underflows = counts
     if not elements:
@@ -300,7 +300,7 @@ def operand_statistics(
 
 
 def make(folder: str) -> None:
-    """As a run begins: UserError on rank 0 where the folder takes no file, instead of after the steps until a probe."""
+    """Make the folder when a run begins: UserError on rank 0 if it cannot be written, not first at the probe."""
     if os.environ.get("RANK", "0") == "0":
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -310,7 +310,7 @@ def make(folder: str) -> None:
 
 
 def write(folder: str, step: int, linears: dict[str, Any]) -> None:
-    """Write a probed step's JSON file, and a line with the worst for the log."""
+    """Write a probed step's JSON file, and log a line with the worst values."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)  # again: a reader may have moved the folder
     text = json.dumps({"step": step, "linears": linears}, indent=1, allow_nan=False)
@@ -319,7 +319,7 @@ def write(folder: str, step: int, linears: dict[str, Any]) -> None:
 
 
 def summary(linears: dict[str, Any]) -> str:
-    """The largest error of each GEMM, and the gain that is farthest from 1, with the linears' names."""
+    """The largest error of each GEMM, and the gain farthest from 1, with the linears' names."""
     parts, gains = [], []
     for gemm in GEMMS:
         found = {name: values[gemm] for name, values in linears.items() if values[gemm]["error"] is not None}

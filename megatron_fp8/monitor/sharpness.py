@@ -1,14 +1,14 @@
-"""Sharpness of the loss in a run: each step that is measured, to the log and the writers; evaluations, to a file.
+"""Sharpness of the loss in a run: measured steps go to the log and the writers, evaluations to a file.
 
     sharpness_mean, ..._median, ..._q95, ..._q99, ..._max      phi in %, over all positions of all micro-batches
     centred_sharpness_mean, ...                                phi of the mean-centred logits in %
     log_z_mean, ...                                            log Z in nats
 
-are the scalars' names; logit_sharpness.py says what they are of, and why none is to be read without the others.  The
-last rank has Megatron's writers and prints its losses; it is of the last pipeline stage, and does both here.
+are the scalars' names. logit_sharpness.py explains them, and why none should be read without the others.  The last rank
+has Megatron's writers and prints its losses. It belongs to the last pipeline stage, and does both here.
 
-The weights are those before the step's update.  Until the update is made nothing waits for the host; then one sum over
-data and context parallelism (2 MiB of counters), one copy to the host.
+The weights are those before the step's update.  Until the update is made the host does not wait. Then there is one sum
+over data and context parallelism (2 MiB of counters) and one copy to the host.
 """
 
 import json
@@ -28,9 +28,9 @@ COLUMNS = ("mean", "median", "q95", "q99", "max")
 
 
 def watch_step(plan: SharpnessPlan, chunks: Sequence[torch.nn.Module], watch, step: Callable[[], Any]) -> Any:
-    """Run a training step, and measure and log it if it is one of the plan's; its result.
+    """Run a training step and return its result. Measure and log it if it is one of the plan's steps.
 
-    watch: what looks for spikes (monitor/watch.py), or None.
+    watch: the spike watch (monitor/watch.py), or None.
     """
     iteration = current_iteration()
     if iteration % plan.interval:
@@ -43,14 +43,14 @@ def watch_step(plan: SharpnessPlan, chunks: Sequence[torch.nn.Module], watch, st
         summary = probe.tokens.summary() if probe.tokens else None
         log(summary, iteration)
         seen = summary["sharpness"] if summary else {"count": 0, "not_finite": 0}
-        mean = seen["mean"] if seen["count"] + seen["not_finite"] else None  # of no positions it is NaN
+        mean = seen["mean"] if seen["count"] + seen["not_finite"] else None  # without positions the mean would be NaN
     if watch is not None:
         watch.observe_on_last("sharpness", iteration, mean)
     return result
 
 
 def watch_evaluation(plan: SharpnessPlan, name: str, chunks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> Any:
-    """Run an evaluation, and add what is measured to the plan's file, under `name`; its result.
+    """Run an evaluation and return its result. Add the measurement to the plan's file, under `name`.
 
     The file is JSON: {name: {"tokens": Statistics.summary(), "last": the same of last tokens or null}}.
     """
@@ -58,7 +58,7 @@ def watch_evaluation(plan: SharpnessPlan, name: str, chunks: Sequence[torch.nn.M
         result = run()
     probe.reduce()
     if is_last_rank():
-        assert plan.file is not None  # else this is not called
+        assert plan.file is not None  # the caller has checked it
         found = {key: of and of.summary() for key, of in (("tokens", probe.tokens), ("last", probe.last))}
         path = Path(plan.file)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def watch_evaluation(plan: SharpnessPlan, name: str, chunks: Sequence[torch.nn.M
 
 
 def log(summary: dict[str, dict[str, float]] | None, iteration: int) -> None:
-    """One line for the log, of Statistics.summary(), and the scalars for the writers."""
+    """Log one line of a Statistics.summary(), and write the scalars."""
     if summary is None or not summary["sharpness"]["count"] + summary["sharpness"]["not_finite"]:
         say(iteration, "no sharpness: the model computed no loss of next tokens")
         return

@@ -1,22 +1,22 @@
-"""Sharpness of a model in Megatron: what the loss saw, in training and evaluation, without touching it.
+"""Sharpness of a model in Megatron, from the loss's inputs, in training and evaluation. It changes nothing.
 
-What the probe needs is what the loss sees: logits (s, b, V/tp) of the last pipeline stage, labels and loss mask (b, s).
+The probe needs the loss's inputs: logits (s, b, V/tp) of the last pipeline stage, labels and loss mask (b, s).
 
     hook                                   gives                  why this one
     GPTModel's forward pre-hook            labels, loss mask      torch's own; below DDP and Float16Module
     compute_language_model_loss,           labels, logits         multiplied by MuP's factor already, and not yet
       an attribute of the one model                               overwritten, as Transformer Engine's loss does
 
-A forward hook on output_layer, torch's own way, comes before MuP's factor and also sees the logits of the layers for
-multi-token prediction, which pass through the same output layer.  Those layers call compute_language_model_loss too,
-but with shifted copies of the labels: only the labels that entered the model are the next token's.
+A forward hook on output_layer, torch's usual way, runs before MuP's factor. It also sees the logits of the layers for
+multi-token prediction, which use the same output layer.  Those layers call compute_language_model_loss too, but with
+shifted copies of the labels. Only the labels that entered the model are the next token's.
 
-The hooks are there while the probe is entered, on the steps that measure: other steps know nothing of it.  It does not
-see what passes by the model's forward or replays it: runs with --overlap-moe-expert-parallel-comm, and CUDA graphs of
-the full iteration.
+The hooks exist while the probe is entered, on the steps that measure; other steps are unchanged.  The probe does not
+see runs that bypass the model's forward or replay it: --overlap-moe-expert-parallel-comm, and CUDA graphs of the full
+iteration.
 
-Only positions that the loss mask lets count are counted.  Tensor-parallel ranks all get the same numbers; `reduce` adds
-them over data and context parallelism of the last stage.  The last token of a sequence cut for context parallelism is
+Only positions that the loss mask selects are counted.  Tensor-parallel ranks all get the same numbers; `reduce` sums
+over data and context parallelism of the last stage.  If a sequence is cut for context parallelism, its last token is
 the last of rank 0's part.
 """
 
@@ -42,17 +42,17 @@ HOOKS = (_LOSS,)
 
 
 class SharpnessProbe:
-    """A context in which every next-token loss of a model is looked at, for statistics of the logits' sharpness.
+    """A context that collects statistics of the logits' sharpness from every next-token loss of a model.
 
     Args:
-        chunks: the model chunks of this rank, as Megatron wraps them or bare; they must get `labels` and `loss_mask` by
-            keyword, as they do from Megatron's scripts.  Chunks without an output layer are left alone.
-        iterations: of L-BFGS-B on the last token of each sequence; 0: not done.  It waits for the host: for
-            evaluations, not for training.
+        chunks: the model chunks of this rank, as Megatron wraps them or bare. They must get `labels` and `loss_mask` by
+            keyword, as from Megatron's scripts.  Chunks without an output layer are ignored.
+        iterations: of L-BFGS-B on the last token of each sequence; 0 switches it off.  It makes the host wait, so it is
+            for evaluations, not for training.
 
     Attributes:
-        tokens: Statistics of Sharpness' four quantities over all positions; None where no chunk has an output layer.
-        last: Statistics of LAST, phi in % of last tokens by the two methods; None also where they are not asked for.
+        tokens: Statistics of Sharpness's four quantities over all positions; None if no chunk has an output layer.
+        last: Statistics of LAST, phi in % of last tokens by the two methods; None also if iterations is 0.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], iterations: int = 0):
@@ -82,7 +82,7 @@ class SharpnessProbe:
         self._undo.put_back()
 
     def reduce(self) -> None:
-        """Add up what the ranks of data and context parallelism saw, on each of them."""
+        """Sum the statistics over the ranks of data and context parallelism, in place on each of them."""
         for statistics in filter(None, (self.tokens, self.last)):
             groups = self._models[0].pg_collection
             statistics.reduce(getattr(groups, "dp_cp_gtp_remat", None) or groups.dp_cp)  # as Megatron reduces its loss
@@ -122,7 +122,7 @@ class SharpnessProbe:
 
 
 def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Rows (n, V/ranks) of the vocabulary's shards, made whole: (n, V) on every rank."""
+    """Gather rows (n, V/ranks) of vocabulary shards to (n, V) on every rank."""
     if group is None or group.size() == 1:
         return shard
     parts = [torch.empty_like(shard) for _ in range(group.size())]

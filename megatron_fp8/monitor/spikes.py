@@ -1,28 +1,29 @@
-"""Does a number stick out of those before it, or has it been rising? Two detectors on one rolling window.
+"""Two detectors on one rolling window: does a value stick out of those before it (spike), or has it risen (rise)?
 
-Through the last n values x_0 .. x_{n-1}, n <= N, least squares lay the line a + b (i - c), with c = (n - 1) / 2:
+Least squares fit the line a + b (i - c), c = (n - 1) / 2, to the last n values x_0 .. x_{n-1}, n <= N:
 
     a = mean(x)      b = sum_i (i - c) x_i / S      S = n (n^2 - 1) / 12      v = sum_i (x_i - line_i)^2 / (n - 2)
 
-Spike.  The line says where to expect the next value, and s is the standard deviation of that prediction:
+Spike.  The line predicts the next value, and s is the standard deviation of that prediction:
 
     expected = a + b (n - c)        s = sqrt(v (1 + 1/n + (n - c)^2 / S)), at least 0.1 % of |expected|, and `floor`
 
-A value sigma s or more above is a spike. This is OLMo 2's spike score (arXiv 2501.00656: seven standard deviations
-from the rolling mean of 1,000 steps), but the window is shorter, and the line takes the trend out: while a loss falls
-by half any spike drowns in its rolling deviation, and a gradient norm that warms up looks like a spike itself. With
-fewer than LEAST_WINDOW values before it nothing is judged.
+A value at least sigma s above the prediction is a spike. This is OLMo 2's spike score (arXiv 2501.00656: seven standard
+deviations from the rolling mean of 1,000 steps) with a shorter window and a line that takes the trend out. Without the
+line, any spike would drown in the rolling deviation while a loss falls by half, and a gradient norm that warms up would
+look like a spike itself. With fewer than LEAST_WINDOW values nothing is judged.
 
-A spike enters the window as expected + sigma s, which widens s by about a fifth (N = 128): one spike does not hide the
-next, and a level that has shifted for good is taken for normal after some steps. What is not finite is a spike from the
-first step on, and does not enter.
+A spike enters the window as expected + sigma s, which widens s by about a fifth (N = 128). So one spike does not hide
+the next, and a level that has shifted for good becomes normal after some steps. A value that is not finite is a spike
+from the first step on, and does not enter the window.
 
-Rise.  The slope is many of its own standard deviations, b >= sigma sqrt(v / S), and the line's end is so many times
-as high as its beginning, and as where it was last reported or lowest since: twice for shares that should be small and
-constant (overflows, underflows), less for a loss, which is no spike if it climbs slowly, since the line climbs with it.
+Rise.  The slope is many of its own standard deviations, b >= sigma sqrt(v / S), and the line's end is `times` as high
+as its beginning, and as the point where a rise was last reported or the line was lowest since. `times` is 2 for shares
+that should be small and constant (overflows, underflows). It is less for a loss: if a loss climbs slowly, the line
+climbs with it, and there is no spike.
 
-Every rank runs this for itself, so plain floats and exactly rounded sums (math.fsum): the same bits on every machine.
-docs/monitoring.md has the false alarms that were measured.
+Every rank runs this for itself, with plain floats and exactly rounded sums (math.fsum), so every machine computes the
+same bits. docs/monitoring.md has the measured false alarms.
 """
 
 import math
@@ -42,7 +43,7 @@ class Line(NamedTuple):
     Attributes:
         length: n, values in the window.
         first, last: the line at the oldest value and the newest.
-        expected, deviation: of the next value, in its units; the deviation of its prediction.
+        expected, deviation: the predicted next value, and the standard deviation of the prediction, in its units.
         slope_deviations: b in its own standard deviations.
     """
 
@@ -55,14 +56,14 @@ class Line(NamedTuple):
 
 
 class Spike(NamedTuple):
-    """A value above its `line` by so many `deviations`; neither where the value is not finite."""
+    """A value that is `deviations` above its `line`; for a value that is not finite, line is None."""
 
     value: float
     line: Line | None = None
     deviations: float = math.nan
 
     def __str__(self) -> str:
-        """As in "loss spike 4.31, 9.2 deviations above the line through its last 128 (3.90)"."""
+        """For example "loss spike 4.31, 9.2 deviations above the line through its last 128 (3.90)"."""
         if self.line is None:
             return f"spike {self.value}, not finite"
         return (
@@ -72,7 +73,7 @@ class Spike(NamedTuple):
 
 
 def fit(values: list[float]) -> Line:
-    """The line through finite values, oldest first, three at least."""
+    """The line through at least three finite values, oldest first."""
     n = len(values)
     centre, spread = (n - 1) / 2, n * (n * n - 1) / 12
     mean = math.fsum(values) / n
@@ -95,7 +96,7 @@ class Series:
     """The last values of one quantity.
 
     Args:
-        sigma, window: of the lesson; the window is LEAST_WINDOW values at least.
+        sigma, window: see the top of the file; the window is at least LEAST_WINDOW values.
         floor: the smallest s, in the quantity's units.
     """
 
@@ -105,10 +106,10 @@ class Series:
 
     def __post_init__(self) -> None:
         self.values: deque[float] = deque(maxlen=self.window)
-        self._told = math.inf  # what a rise starts from: the line's end when last reported, or lowest since
+        self._told = math.inf  # the start of a rise: the line's end when last reported, or lowest since
 
     def spike(self, value: float) -> Spike | None:
-        """Take the next value; whether it is a spike."""
+        """Add the next value. Returns a Spike if it is one."""
         if not math.isfinite(value):
             return Spike(value)
         found = None
@@ -123,7 +124,7 @@ class Series:
         return found
 
     def rise(self, times: float = DOUBLED) -> Line | None:
-        """The line through the values so far, if it is a rise, to so many `times`, that has not been reported."""
+        """The line through the values so far, if it rose by the factor `times` and this was not reported; else None."""
         if len(self.values) < LEAST_WINDOW:
             return None
         line = fit(list(self.values))
@@ -135,11 +136,11 @@ class Series:
         return line
 
     def state(self) -> list[float]:
-        """All that `load` needs."""
+        """The values that `load` needs."""
         return [self._told, *self.values]
 
     def load(self, state: list[float]) -> None:
-        """Restore `state()`; of a longer window, its newest values."""
+        """Restore `state()`; keeps the newest values if the saved window was longer."""
         self._told, *values = state
         self.values.clear()
         self.values.extend(values)

@@ -1,19 +1,19 @@
-"""How far a step moved the weights: `--fp8-log-update-norm`, at any level and without one.
+"""`--fp8-log-update-norm`: how far a step moved the weights, with a level or without one.
 
     [fp8] iteration 3: update norm 0.0241938; update ratio 0.000871225
 
-    update norm     |w_t - w_(t-1)|_2 over all weights that are trained, whatever moved them: clipped gradient, Adam,
+    update norm     |w_t - w_(t-1)|_2 over all trained weights, with all that moves them: clipped gradient, Adam,
                     learning rate, weight decay, rounding
     update ratio    the same over |w_(t-1)|_2
 
-The weights are the optimizer's: its FP32 masters where it has such (a step of 1e-5 is lost in a BF16 weight of 0.02,
-whose ulp is 1.2e-4), at a level the masters as they are stored. A gradient norm does not tell: Adam divides it out, but
-for as long as its second moment lags behind.
+The weights are the optimizer's: its FP32 masters, if it has them (a step of 1e-5 is lost in a BF16 weight of 0.02,
+whose ulp is 1.2e-4), and under a level the masters as stored. A gradient norm does not show this: Adam divides it out,
+except while its second moment lags behind.
 
-Measured on every --log-interval-th iteration. Stock's parts hold a copy of their weights during the step, 4 bytes a
-parameter, over data parallelism with --use-distributed-optimizer; a level's part two of a bucket at a time, which is of
-all its weights with --fp8-partition greedy. Then one sum of two numbers a part. A skipped step moves nothing and is not
-logged.
+Measured on every --log-interval-th iteration. During the step stock's parts hold a copy of their weights, 4 bytes a
+parameter, divided by data parallelism with --use-distributed-optimizer. A level's part holds two copies of one bucket
+at a time; with --fp8-partition greedy that bucket is all its weights. Then one sum of two numbers a part. A skipped
+step moves nothing and is not logged.
 """
 
 import math
@@ -34,17 +34,17 @@ from .writers import current_iteration, say, write_scalars
 
 
 class UpdateNorm(Observer):
-    """Measures the steps of a run's optimizer: `around` each training step."""
+    """Measures the steps of a run's optimizer; `around` wraps each training step."""
 
     def __init__(self) -> None:
         self._parts: Sequence[MegatronOptimizer] = ()
         self._engine: EngineOptimizer | None = None
-        self._before: torch.Tensor | None = None  # masters of the bucket that is being stepped
+        self._before: torch.Tensor | None = None  # masters of the bucket that is being updated
         self._squares: dict[MegatronOptimizer, torch.Tensor] = {}  # of the step in progress, if it is measured:
         # this rank's |w_t - w_(t-1)|^2 and |w_(t-1)|^2, FP64
 
     def around(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, step: Callable[[], Any]) -> Any:
-        """Run Megatron's train_step, and measure and log it if Megatron logs it; its result."""
+        """Run Megatron's train_step and return its result. Measure and log the step if Megatron logs it."""
         if not self._parts:
             self._parts = getattr(optimizer, "chained_optimizers", [optimizer])
             for part in self._parts:
@@ -69,11 +69,11 @@ class UpdateNorm(Observer):
         if isinstance(part, EngineOptimizer):
             self._engine = part
             part.events.subscribe(self)
-        elif part.optimizer is not None:  # it is where a rank has none of the part's weights
+        elif part.optimizer is not None:  # None if this rank has none of the part's weights
             before: list[torch.Tensor] = []
 
             def keep(*_) -> None:
-                before.clear()  # of a step that failed
+                before.clear()  # left by a step that failed
                 if self._squares:
                     before.extend(weight.detach().clone() for weight in _own_weights(part))
 
@@ -86,11 +86,11 @@ class UpdateNorm(Observer):
             part.optimizer.register_step_post_hook(compare)
 
     def updating(self, bucket: Bucket) -> None:
-        """Keep the masters of a bucket that is about to be stepped."""
+        """Keep the masters of a bucket before its update."""
         self._before = bucket.masters() if self._squares else None
 
     def updated(self, bucket: Bucket) -> None:
-        """Compare them."""
+        """Compare them with the updated masters."""
         if self._before is not None:
             self._add(self._engine, [self._before], [bucket.masters()])
             self._before = None
@@ -105,7 +105,7 @@ class UpdateNorm(Observer):
 
 
 def _own_weights(part: MegatronOptimizer) -> list[torch.Tensor]:
-    """The weights that a part of stock's steps on this rank, but for replicas: those of Megatron's gradient norm."""
+    """The weights that a stock part updates on this rank, without replicas, as in Megatron's gradient norm."""
     groups = {"tp_group": getattr(part, "tp_group", None), "expert_tp_group": getattr(part, "expert_tp_group", None)}
     return [
         weight
@@ -117,7 +117,7 @@ def _own_weights(part: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def log(squares: torch.Tensor, iteration: int) -> None:
-    """Log a step, on the rank that logs: `squares` (2,) FP64 of the update and of the weights, of all ranks."""
+    """Log a step on the rank that logs. squares: (2,) FP64 of the update and of the weights, summed over all ranks."""
     if is_last_rank():
         update, weights = (math.sqrt(square) for square in squares.tolist())
         ratio = update / weights if weights else math.nan

@@ -1,31 +1,31 @@
-"""`--fp8-on-spike`: watches loss and gradient norm at every step, and acts on a spike, if asked to.
+"""`--fp8-on-spike`: watch loss and gradient norm at every step, and act on a spike if asked to.
 
-    log             says so
-    skip            and the step is not applied: as a step with a NaN, it changes no bit of the state
-    bf16-fallback   and the linears whose FP8 casts clipped compute in BF16, from the next step until it is calm
+    log             log it
+    skip            also do not apply the step: like a step with a NaN, it changes no bit of the state
+    bf16-fallback   also run the linears whose FP8 casts clipped in BF16, from the next step until the run is calm
 
-The loss is that of the log, the sum over all tokens that count, of all micro-batches and ranks, over their number; but
-it must be known before the step is made.  The tokens that count are those of the loss_mask that the model is given, as
-Megatron's scripts do; where a script gives none, all positions count, whatever it masks later.  A forward hook of the
-model adds up both numbers on the device.  When the gradient norm is there, one all-reduce of three numbers over all
-ranks agrees on loss and norm, and they come to the host in the copy that the norm makes anyway.  So every rank judges
-the same bits, by the same arithmetic (spikes.py), and all come to the same decision without another word.
+The loss is that of the log: the sum over all tokens that count, of all micro-batches and ranks, divided by their
+number. But it must be known before the step is made.  The tokens that count are those of the loss_mask that the model
+gets, as from Megatron's scripts. If a script passes none, all positions count, even if it masks some later.  A forward
+hook of the model adds up both numbers on the device.  When the gradient norm is there, one all-reduce of three numbers
+over all ranks gives loss and norm, and they reach the host in the copy that the norm needs anyway.  So every rank
+judges the same bits by the same arithmetic (spikes.py), and all take the same decision without further communication.
 
-A cast clipped if the amax of the step's tensor is more than twice what its delayed scale could hold: at most steps
-some are a little beyond it, with scales from the step before.  That is looked at only on a spike: one all-reduce over
-the ranks that share the tensors, then the names from all pipeline stages.  Where none clipped (tensorwise scales never
-do), all linears fall back: whether FP8 had a part shows when it is gone.  The step itself is made, clipped to
---clip-grad as always.  While a linear is in BF16 its delayed scales follow the tensors, so that it returns with fresh
-ones; an E4M3 weight enters the GEMMs as the BF16 number that it is.
+A cast clipped if the amax of the step's tensor is more than twice what its delayed scale can hold. (With scales from
+the step before, some tensors are slightly beyond it on most steps.)  This is checked only on a spike: one all-reduce
+over the ranks that share the tensors, then the names from all pipeline stages.  If none clipped (tensorwise scales
+never do), all linears fall back; whether FP8 was the cause shows afterwards.  The step itself is made, clipped to --clip-grad
+as always.  While a linear is in BF16 its delayed scales follow the tensors, so that it returns with fresh ones. An E4M3
+weight is multiplied as the BF16 number with the same value.
 
-A linear returns after `window` steps without a spike.  Each time that it clips and falls again it stays away for twice
-as many, up to eight times; calm steps in FP8, as many as its last stay took, undo one doubling.  For false alarms will
-come, and must not add up over a long run.  A spike while it is out was not its own, and only puts the return off until
-`window` steps have been calm.  All ranks keep the table of all linears, so a checkpoint's fits every layout.
+A linear returns after `window` steps without a spike.  Each time that it clips and falls back again, its stay doubles,
+up to eight times the first. As many calm steps in FP8 as its last stay took undo one doubling.  Otherwise false alarms
+would add up over a long run.  A spike while a linear is in BF16 was not caused by it, and only delays its return until
+`window` steps have been calm.  All ranks keep the table of all linears, so a checkpoint's table fits every layout.
 
-A loss that climbs slowly takes the line with it, and is no spike: `judge` says so where the line is a tenth up.
+A loss that climbs slowly takes the line with it and is no spike. `judge` reports it when the line is up by a tenth.
 
-Not seen: the loss with --overlap-moe-expert-parallel-comm, which passes by the model's forward.
+Not seen: the loss with --overlap-moe-expert-parallel-comm, which bypasses the model's forward.
 """
 
 import math
@@ -49,13 +49,13 @@ from .writers import Tally, current_iteration, say, together, write_scalars
 LOSS, NORM = "loss", "gradient norm"
 MOST_SKIPS = 8  # in a row
 _MOST_DOUBLINGS = 3
-_LOSS_RISE = 1.1  # times; docs/monitoring.md has what it finds
-_CLIPPED = 2.0  # so far beyond what the scale can hold: by less, amaxes go up and down from step to step
+_LOSS_RISE = 1.1  # factor; docs/monitoring.md says what it finds
+_CLIPPED = 2.0  # times what the scale can hold; below this, amaxes vary from step to step
 _SHARE_FLOOR = 1e-3  # per cent
 
 
 def watch_spikes(config: Fp8Config, engine: EngineOptimizer, monitor: Monitor | None) -> None:
-    """Give the engine a watch, in a run that asks for one. monitor: what counts casts for it, if anything does."""
+    """Give the engine a watch, if the run asks for one. monitor: the Monitor that counts casts, or None."""
     if config.watch is None:
         return
     engine.watch = Watch(config.watch, engine)
@@ -73,8 +73,8 @@ class Fallback:
         calm: steps without a spike after which a linear returns for the first time.
 
     Attributes:
-        stays: {name: [how often it fell back because it clipped, less what is forgotten; calm steps that it still waits
-            for, 0 if it is in FP8; calm steps in FP8 since]}.
+        stays: {name: [times it fell back because it clipped, less the undone ones; calm steps that it still waits for,
+            0 if it is in FP8; calm steps in FP8 since]}.
     """
 
     def __init__(self, calm: int):
@@ -82,7 +82,7 @@ class Fallback:
         self.stays: dict[str, list[int]] = {}
 
     def waits(self, name: str) -> int:
-        """The calm steps that a linear's present, or last, stay takes."""
+        """The calm steps that a linear's present or last stay takes."""
         return self.calm * 2 ** max(self.stays[name][0] - 1, 0)
 
     def out(self) -> list[str]:
@@ -90,8 +90,9 @@ class Fallback:
         return [name for name, (_, left, _) in self.stays.items() if left]
 
     def spike(self, fall: Iterable[str], clipped: bool = True) -> None:
-        """These fall back, because they clipped or just in case; those that are out wait for `calm` steps at least."""
-        for name in self.out():  # not for a whole stay: this spike was not theirs
+        """Linears in `fall` fall back, because they clipped or as a precaution. Those already in BF16 wait for at least
+        `calm` more steps."""
+        for name in self.out():  # wait `calm` steps, not a whole stay: they did not cause this spike
             self.stays[name][1] = max(self.stays[name][1], self.calm)
         for name in fall:
             falls = self.stays.get(name, [0])[0] + clipped
@@ -99,7 +100,7 @@ class Fallback:
             self.stays[name][1] = self.waits(name)
 
     def step(self) -> list[str]:
-        """A calm step; the linears that return."""
+        """A calm step. Returns the linears that return to FP8."""
         waiting = self.out()
         for name, stay in list(self.stays.items()):
             falls, left, calm = stay
@@ -114,7 +115,7 @@ class Fallback:
         return [name for name in waiting if not self.stays[name][1]]
 
     def load(self, stays: dict[str, list[int]]) -> None:
-        """Restore `stays`, also such as were saved without the third number and with more doublings."""
+        """Restore `stays`. Older states lack the third number or have more doublings."""
         self.stays = {}
         for name, (falls, left, *calm) in stays.items():
             self.stays[name] = [min(falls, 1 + _MOST_DOUBLINGS), 0, *(calm or [0])]
@@ -122,12 +123,12 @@ class Fallback:
 
 
 class Watch(Observer):
-    """See the top of the file: from `begin_step` to `judge` the model's chunks add up the loss; `see` agrees on it.
+    """From `begin_step` to `judge` the model's chunks add up the loss; `see` agrees on it. See the top of the file.
 
     Raises UserError of one line where linears are to leave FP8 and no stage has one in it.
 
     Attributes:
-        counts: of the run so far; what TensorBoard and W&B get.
+        counts: of the run so far, for TensorBoard and W&B.
     """
 
     def __init__(self, plan: WatchPlan, engine: EngineOptimizer):
@@ -147,14 +148,14 @@ class Watch(Observer):
             raise UserError(NO_FP8)
 
     def attach(self, chunk: torch.nn.Module) -> None:
-        """Hook a model chunk, as Megatron wraps it, if it has the loss."""
+        """Hook a model chunk, as Megatron wraps it, if it computes the loss."""
         model = unwrap_model(chunk)
         if model.post_process:
             model.register_forward_hook(self._add_loss, with_kwargs=True)
 
     @torch.no_grad()
     def _add_loss(self, model, args: tuple, kwargs: dict[str, Any], losses: Any) -> None:
-        """After a forward pass: losses (b, s) of its tokens where it was given labels; all count without a mask."""
+        """After a forward pass with labels: add its tokens' losses (b, s). Without a mask all tokens count."""
         if model.training and kwargs.get("labels") is not None:
             mask = kwargs.get("loss_mask")
             losses = losses.double()
@@ -163,7 +164,7 @@ class Watch(Observer):
 
     @property
     def any_in_bf16(self) -> bool:
-        """Whether linears, of any rank, are out of FP8 for a while."""
+        """Whether some linear of any rank is in BF16 now."""
         return bool(self._fallback.out())
 
     def begin_step(self) -> None:
@@ -171,10 +172,10 @@ class Watch(Observer):
         self._loss.zero_()
 
     def see(self, total: torch.Tensor) -> list[float]:
-        """Agree on loss and gradient norm; each rank gives the norm's square, and what else it would bring to the host,
-        (n,) FP32; its own values are returned.
+        """Agree on loss and gradient norm over all ranks. total: (n,) FP32, first the norm's square, then other values
+        to bring to the host. Returns this rank's own `total`.
 
-        Tensor-parallel ranks have the same sum and number of tokens: each counts as often as the other.
+        Tensor-parallel ranks have the same sum and number of tokens, so both count equally often.
         """
         total = total.double()
         agreed = torch.cat([self._loss, total[:1]])
@@ -185,7 +186,7 @@ class Watch(Observer):
         return own
 
     def judge(self) -> bool:
-        """Look at the step's loss and norm, say and do what is to be done; whether the step may be applied."""
+        """Judge the step's loss and norm, log and act. Returns whether the step may be applied."""
         iteration = current_iteration()
         found = {LOSS: self.loss, NORM: self.norm}
         spikes = {
@@ -215,9 +216,9 @@ class Watch(Observer):
         return applied
 
     def observe(self, name: str, iteration: int, value: float, floor: float = 0.0, rises: bool = True) -> None:
-        """Look at a number that is logged now and then: say so where it is a spike or, with `rises`, has been rising.
+        """Watch a value that is logged now and then: log it if it spikes or, with `rises`, if it has been rising.
 
-        On every rank alike.  floor: what it may move by, in its units, without being noticed.
+        Call it on every rank.  floor: a change below it, in the value's units, is ignored.
         """
         series = self._series.setdefault(name, Series(self._sigma, self._window))
         series.floor = floor
@@ -233,9 +234,9 @@ class Watch(Observer):
             self._say(iteration, f"{name} rise {line.last:.4g}, from {line.first:.4g} along its last {line.length}")
 
     def observe_on_last(self, name: str, iteration: int, value: float | None) -> None:
-        """`observe` what only the last rank knows, or no rank: None. Every rank must come here.
+        """`observe` a value that only the last rank knows; None if it has none. Call it on every rank.
 
-        For spikes only: it is for sharpness, which rises several-fold as a healthy model begins to learn.
+        It watches spikes only, because sharpness rises several-fold when a healthy model begins to learn.
         """
         sent = self._loss.new_tensor([value is not None, value or 0.0])
         dist.broadcast(sent, dist.get_world_size() - 1)
@@ -244,13 +245,13 @@ class Watch(Observer):
             self.observe(name, iteration, value, rises=False)
 
     def observe_casts(self, tallies: dict[str, Tally], iteration: int) -> None:
-        """Observe the shares of clipped and of lost elements, of all linears together (monitor/collect.py)."""
+        """Observe the shares of clipped and of lost elements over all linears (monitor/collect.py)."""
         for name, value in together(list(tallies.values())).statistics().items():
             if name.endswith(("overflows%", "underflows%")):
                 self.observe(name, iteration, value, floor=_SHARE_FLOOR)
 
     def _fall_back(self) -> str:
-        """Take the linears that clipped out of FP8; what to say of it."""
+        """Take the linears that clipped out of FP8. Returns the text for the log."""
         out = set(self._fallback.out())
         guilty = set(self._of_all_stages(self._clipped())) - out
         fall = [name for name in self._names if name not in out and (name in guilty or not guilty)]
@@ -298,13 +299,13 @@ class Watch(Observer):
         return f"all {len(names)} linears" if len(names) == len(self._names) else ", ".join(names)
 
     def _say(self, iteration: int, what: str) -> None:
-        """A line in rank 0's log; the counts, from the rank that has a writer."""
+        """Log a line on rank 0, and write the counts on the rank that has a writer."""
         if dist.get_rank() == 0:
             say(iteration, what)
         write_scalars(dict(self.counts), iteration)
 
     def state_dict(self) -> dict:
-        """All that goes on from one step to the next: plain numbers, the same on all ranks."""
+        """All that lasts from one step to the next, as plain numbers that are the same on all ranks."""
         return {
             "series": {name: torch.tensor(s.state(), dtype=torch.float64) for name, s in self._series.items()},
             "skips": self._skips,
@@ -313,7 +314,7 @@ class Watch(Observer):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore it, in any layout; the linears that are out of FP8 only where this run would take them out."""
+        """Restore the state, in any layout. Linears stay in BF16 only if this run could have taken them out."""
         for name, values in state["series"].items():
             self._series.setdefault(name, Series(self._sigma, self._window)).load(values.tolist())
         self._skips, self.counts = state["skips"], dict(state["counts"])

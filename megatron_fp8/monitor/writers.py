@@ -1,4 +1,4 @@
-"""The names of the statistics, and who writes them: Megatron's TensorBoard and W&B writers, metrics.py, rank 0's log.
+"""Name the statistics, and write them to Megatron's TensorBoard and W&B writers, metrics.py and rank 0's log.
 
     metrics.py                                            TensorBoard and W&B
     {place}_{tensor}_{statistic}                          fp8-{tensor}_{statistic}/{place}
@@ -6,15 +6,14 @@
     model_{tensor}_{statistic}                            fp8/{tensor}_{statistic}
     update-norm, fp8_spikes, ...                          fp8/update-norm, fp8/spikes, ...
 
-A place is a module's path in the whole model, whatever the pipeline: layers are numbered from 0 over all stages; or a
-transformer layer's, decoder.layers.3, for all of its linears together. "model" is all linears together; beside it
-stands the worst linear's (_WORST). Both viewers make a group of what stands before the first slash and sort the groups
-by name: so "fp8", a dozen curves of the whole model, comes first, and then a group for each statistic, closed until it
-is opened.
+A place is a module's path in the whole model, with layers numbered from 0 over all pipeline stages; or a transformer
+layer's path, decoder.layers.3, for all its linears together. "model" is all linears together, and the worst linear's
+value stands beside it (_WORST). Both viewers group tags by the part before the first slash and sort the groups by name.
+So "fp8", a dozen curves of the whole model, comes first, followed by a collapsed group for each statistic.
 
 Form, tensors and statistics are those of Transformer Engine's debug features: LogFp8TensorStats has underflows%,
-overflows%, scale_inv_min and scale_inv_max, LogTensorStats has cur_amax.  Ours alone are wgrad_mu,
-wgrad_reduced_saturations% and wgrad_reduced_snr_db. collect.py says what each means.
+overflows%, scale_inv_min and scale_inv_max; LogTensorStats has cur_amax.  Only wgrad_mu, wgrad_reduced_saturations% and
+wgrad_reduced_snr_db are our own. collect.py explains each.
 """
 
 import math
@@ -26,20 +25,20 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 from ..metrics import record
 
 CASTS = ("activation", "gradient", "weight", "wgrad")
-MODEL, GROUP = "model", "fp8"  # the place of all linears together, and the viewers' group of what is of the whole model
-# By a statistic's end: the word for the worst linear's, and which of two is worse.
+MODEL, GROUP = "model", "fp8"  # the place of all linears together, and the viewers' group for the whole model
+# {end of a statistic's name: (word for the worst linear's value, function that picks it)}.
 _WORST = {"overflows%": ("most", max), "underflows%": ("most", max), "saturations%": ("most", max),
           "snr_db": ("least", min)}  # fmt: skip
 
 
 @dataclass
 class Tally:
-    """What was counted of a weight, or of several together.
+    """Counts of one weight, or of several together.
 
     Attributes:
-        casts: of each tensor of CASTS: elements, overflows, underflows.
-        extremes: of each tensor of CASTS: cur_amax, the largest scale_inv, minus the smallest; -inf if there was none.
-        reduced: elements of the sum that were looked at, saturations; signal, noise.
+        casts: for each tensor of CASTS: elements, overflows, underflows.
+        extremes: for each tensor of CASTS: cur_amax, the largest scale_inv, minus the smallest; -inf if there was none.
+        reduced: of the reduced gradient: elements examined, saturations; signal, noise.
         mu: of `--fp8-grad-reduce shared`, else None.
     """
 
@@ -49,7 +48,7 @@ class Tally:
     mu: float | None = None
 
     def statistics(self) -> dict[str, float]:
-        """{tensor_statistic: value} of what there is."""
+        """{tensor_statistic: value} of the statistics that were counted."""
         found = {}
         for tensor, counts, (amax, largest, smallest) in zip(CASTS, self.casts, self.extremes, strict=True):
             elements, overflows, underflows = counts
@@ -70,14 +69,14 @@ class Tally:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise), infinite without noise; minus infinity where not both are finite."""
+    """10 log10(signal / noise); infinity without noise; minus infinity if not both are finite."""
     if not math.isfinite(signal + noise):
         return -math.inf
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
 def together(tallies: list[Tally]) -> Tally:
-    """The tally of all."""
+    """The tally of several weights together."""
 
     def stacked(field: str) -> torch.Tensor:
         return torch.tensor([getattr(tally, field) for tally in tallies], dtype=torch.float64)
@@ -87,25 +86,25 @@ def together(tallies: list[Tally]) -> Tally:
 
 
 def layer_name(weight: str) -> str:
-    """The path of the transformer layer that a weight is in, of `linear_name`'s result."""
+    """The path of the transformer layer that contains a weight. weight: a result of `linear_name`."""
     block, _, rest = weight.partition(".layers.")
     return f"{block}.layers.{rest.partition('.')[0]}"
 
 
 def current_iteration() -> int:
-    """The iteration that has begun, as Megatron's log will number it."""
+    """The number of the current iteration in Megatron's log."""
     return get_args().curr_iteration + 1
 
 
 def say(iteration: int, text: str) -> None:
-    """A line of the log, in one write: torchrun's workers do not buffer, and lines of two ranks would run together."""
+    """Log a line in one write: torchrun's workers do not buffer, so the lines of two ranks could mix."""
     print(f"[fp8] iteration {iteration}: {text}\n", end="", flush=True)
 
 
 def write_scalars(scalars: dict[str, float], iteration: int, group: str = GROUP) -> None:
-    """Give values by name to the run's file and to Megatron's TensorBoard and W&B writers, on the last rank.
+    """Write {name: value} to the run's file and to Megatron's TensorBoard and W&B writers, on the last rank.
 
-    It is the one that has them; others may call. group: the writers'.
+    Only the last rank has them; other ranks may call this too. group: the viewers' group.
     """
     record(scalars, iteration)
     _show({f"{group}/{name.removeprefix('fp8_')}": value for name, value in scalars.items()}, iteration)
@@ -120,8 +119,8 @@ def _show(tagged: dict[str, float], iteration: int) -> None:
 
 
 def write(tallies: dict[str, Tally], iteration: int) -> None:
-    """Write the statistics of every weight, of every layer and of the model, on the rank that has a writer; a line for
-    the log on rank 0."""
+    """Write the statistics of every weight, every layer and the model, on the rank that has a writer, and log a line on
+    rank 0."""
     members: dict[str, list[Tally]] = {}
     for name, tally in tallies.items():
         members.setdefault(layer_name(name), []).append(tally)
@@ -139,7 +138,7 @@ def _tag(place: str, statistic: str) -> str:
 
 
 def _of_model(tallies: dict[str, Tally], weights: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Statistics of all linears together, and the worst linear's. All of it is on the host already."""
+    """Statistics of all linears together, and the worst linear's. All values are on the host already."""
     found = together(list(tallies.values())).statistics() if tallies else {}
     for name in list(found):
         for end, (word, worse) in _WORST.items():
@@ -149,7 +148,7 @@ def _of_model(tallies: dict[str, Tally], weights: dict[str, dict[str, float]]) -
 
 
 def summary(statistics: dict[str, float]) -> str:
-    """The worst of each kind, with the tensor's name."""
+    """The worst value of each kind, with the tensor's name."""
     parts = []
     for suffix, label, unit, worst in (
         ("_overflows%", "most overflows", " %", max),
