@@ -14,9 +14,9 @@ judges the same bits by the same arithmetic (spikes.py), and all take the same d
 A cast clipped if the amax of the step's tensor is more than twice what its delayed scale can hold. (With scales from
 the step before, some tensors are slightly beyond it on most steps.)  This is checked only on a spike: one all-reduce
 over the ranks that share the tensors, then the names from all pipeline stages.  If none clipped (tensorwise scales
-never do), all linears fall back; whether FP8 was the cause shows afterwards.  The step itself is made, clipped to --clip-grad
-as always.  While a linear is in BF16 its delayed scales follow the tensors, so that it returns with fresh ones. An E4M3
-weight is multiplied as the BF16 number with the same value.
+never do), all linears fall back; whether FP8 was the cause shows afterwards.  The step itself is made, clipped to
+--clip-grad as always.  While a linear is in BF16 its delayed scales follow the tensors, so that it returns with fresh
+ones. An E4M3 weight is multiplied as the BF16 number with the same value.
 
 A linear returns after `window` steps without a spike.  Each time that it clips and falls back again, its stay doubles,
 up to eight times the first. As many calm steps in FP8 as its last stay took undo one doubling.  Otherwise false alarms

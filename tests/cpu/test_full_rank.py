@@ -142,7 +142,7 @@ def test_what_is_of_transformer_engines_attention_is_refused_or_said():
     """A rank of context parallelism was run without it, at O0 and with --fp8-attention te, and nothing said so."""
     args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, data_parallel_size=1)
     args.micro_batch_size = args.context_parallel_size = 1
-    with pytest.raises(UserError, match=r"^rehearse --full: --context-parallel-size 2: no rank of it is run"):
+    with pytest.raises(UserError, match=r"^rehearse --full: --context-parallel-size 2: a rank with Transformer"):
         full.rehearse(Launch([], [], 2), Job([], context=2, args=args), 2, Namespace(rank=0), {})
     job = Job([], args=args, level="O3", unseen=("--fp8-attention te",))
     lines = full._page(job, 1, 0, 0, 1, Ran([], 0, 9.0, 60, [], {}))

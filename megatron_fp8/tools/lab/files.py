@@ -1,4 +1,4 @@
-"""What the lab writes into folders that others may write to as well: nothing through a link of theirs."""
+"""Write into folders that other users may write to, without following a link of theirs."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from ...errors import UserError
 
 
 def refuse_link_of_others(folder: Path) -> None:
-    """Raise UserError for a link that another user made: it says where this user's files would be changed."""
+    """Raise UserError for a link that another user made, since it could lead to other files of this user."""
     try:
         found = folder.lstat()
     except OSError:
@@ -20,7 +20,7 @@ def refuse_link_of_others(folder: Path) -> None:
 
 
 def make_empty(folder: Path) -> None:
-    """Make a folder anew; what is there under its name goes, but of a link the link alone."""
+    """Make an empty folder. Delete what has its name; of a link, delete only the link."""
     refuse_link_of_others(folder.parent)
     if folder.is_symlink():
         folder.unlink()

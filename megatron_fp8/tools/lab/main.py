@@ -1,6 +1,6 @@
-"""`megatron-fp8 lab VERB ...`: the stability lab. Is my FP8 run sound, and how would I know early?
+"""`megatron-fp8 lab VERB ...`: the stability lab. Is my FP8 run sound, and how would I notice early if not?
 
-`megatron-fp8 lab VERB --help` has the rest.
+See `megatron-fp8 lab VERB --help`.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from ...flags.usage import Verb, add_verb, run_verb
 
 VERBS = {
     "sweep": Verb(
-        "megatron_fp8.tools.lab.sweep.main", "train formats x seeds x learning rates x data sets, as a plan file says"
+        "megatron_fp8.tools.lab.sweep.main", "train formats x seeds x learning rates x data sets, from a plan file"
     ),
     "report": Verb("megatron_fp8.tools.lab.report.main", "what a sweep's runs show, and what they cannot"),
     "bisect": Verb(
@@ -17,7 +17,7 @@ VERBS = {
     ),
     "sharpness": Verb(
         "megatron_fp8.tools.lab.trial.checkpoint_sharpness",
-        "of a checkpoint over a data set: quantiles, and the paper's search beside the closed form",
+        "sharpness of a checkpoint over a data set: quantiles, and the paper's search beside the closed form",
     ),
     "probe": Verb(
         "megatron_fp8.tools.lab.trial.probe",
@@ -27,10 +27,10 @@ VERBS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb, and the rest for it."""
+    """Add the verbs."""
     add_verb(parser, VERBS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a verb; its exit code."""
+    """Run a verb. Returns its exit code."""
     return run_verb("megatron-fp8 lab", VERBS, args)

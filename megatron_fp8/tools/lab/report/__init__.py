@@ -1,1 +1,1 @@
-"""What a sweep's curves say: divergence, gaps, early warnings, with their statistics and plots."""
+"""Judge a sweep's curves: divergence, gaps, early warnings, with statistics and plots."""

@@ -1,4 +1,4 @@
-"""What a report is made of, whatever it is written as: sections of text, tables and pictures; and numbers as text."""
+"""The parts of a report in any format: sections of text, tables and pictures. Also numbers as text."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import SupportsFloat
 
 @dataclass(frozen=True)
 class Table:
-    """Columns' heads and rows of text, of which the first `labels` columns are words and the rest numbers."""
+    """Columns' heads, and rows of text. The first `labels` columns are words, the rest numbers."""
 
     heads: list[str]
     rows: list[list[str]]
@@ -17,7 +17,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG with a name for its file and a caption."""
+    """An SVG with a file name and a caption."""
 
     name: str
     caption: str
@@ -26,31 +26,31 @@ class Picture:
 
 @dataclass(frozen=True)
 class Log:
-    """Text as a program printed it."""
+    """Text, as a program printed it."""
 
     text: str
 
 
 @dataclass
 class Section:
-    """A title, and paragraphs, lists of sentences, tables, pictures and logs."""
+    """A title, and blocks: paragraphs, lists of sentences, tables, pictures and logs."""
 
     title: str
     blocks: list["str | list[str] | Table | Picture | Log"] = field(default_factory=list)
 
 
 def counted(count: int, noun: str) -> str:
-    """As in "1 pair" and "2 pairs"."""
+    """For example "1 pair" and "2 pairs"."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def number(value: float, form: str = ".4f") -> str:
-    """A number for a table; a dash where there is none."""
+    """A number for a table; a dash for NaN."""
     return "-" if math.isnan(value) else f"{value:{form}}"
 
 
 def percent(value: float, digits: int = 0, sign: str = "") -> str:
-    """A share as a percentage, with "+" for `sign` always with one; a dash where there is none."""
+    """A share as a percentage; sign "+" always prints the sign; a dash for NaN."""
     return "-" if math.isnan(value) else f"{100 * value:{sign}.{digits}f} %"
 
 
@@ -66,5 +66,5 @@ def between(ends: Iterable[SupportsFloat], form: str = ".4f") -> str:
 
 
 def p_value(value: float) -> str:
-    """A p for a table: what is below 0.0001 says no more than that."""
+    """A p for a table; below 0.0001 only that is shown."""
     return "-" if math.isnan(value) else "< 0.0001" if value < 1e-4 else f"{value:.4f}"

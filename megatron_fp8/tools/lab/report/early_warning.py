@@ -1,23 +1,24 @@
-"""Does a signal tell, before a run diverges, that it will? Level and rise, AUROC at a lead, alarms and lead times.
+"""Does a signal show, before a run diverges, that it will? Level and rise, AUROC at a lead, alarms and lead times.
 
-A signal (sharpness, gradient norm, ...) of a run is x_t at its logged steps t; the run diverged at its onset T, or
-never (curves.py). A signal is looked at in two ways:
+A signal (sharpness, gradient norm, ...) of a run is x_t at its logged steps t. The run diverged at its onset T, or
+never (curves.py). A signal is viewed in two ways:
 
     level   x_t as it is, against other runs' at the same step
     rise    r_t = (x_t - m) / s, m and s the mean and standard deviation of the run's own last WINDOW values before t
-            (s: at least 0.1 % of |m|): what can be seen live in one run. |r_t| for log Z, which may drift either way
+            (s: at least 0.1 % of |m|): this can be seen live in one run. |r_t| for log Z, which may drift either way
 
-AUROC at lead L.  Of every pair of a run that diverged, at T, and one that never did: how often the former's signal is
-the higher one at step T - L, ties counting half. 0.5: the signal tells nothing; 1: always. Both runs are looked at in
-the same step, so neither the length of a run nor what training does to all runs counts, and nothing from after T - L
-is used (incident cases, static controls: Heagerty and Zheng, Biometrics 2005). Pairs may be restricted to strata,
+AUROC at lead L.  Over all pairs of a run that diverged, at T, and one that never did: how often the diverging run has
+the higher signal at step T - L; ties count half. 0.5: the signal shows nothing; 1: it is always higher. Both runs are
+compared at the same step, so neither a run's length nor the effect of training on all runs counts. Nothing from after
+T - L is used (incident cases, static controls: Heagerty and Zheng, Biometrics 2005). Pairs may be restricted to strata,
 such as runs of one arm and learning rate: across strata a signal may only tell the arms apart.
 
-Alarms.  The threshold of the rise is the highest of any healthy run of the tuning seeds: no false alarm there. On the
-held-out seeds: how many of those that diverged had crossed it before T, how long before, and how many healthy ones
-did. Seeds are held out, not runs, as arms of one seed share weights and data: every second one in rising order.
+Alarms.  The threshold of the rise is the highest value of any healthy run of the tuning seeds, so there are no false
+alarms among these. On the held-out seeds, count how many diverging runs crossed it before T, how long before, and how
+many healthy runs crossed it. Seeds are held out, not runs, because arms of one seed share weights and data: every
+second seed in rising order.
 
-The AUROC's band: seeds drawn with replacement, as in statistics.py.
+The AUROC's band: seeds are drawn with replacement, as in statistics.py.
 """
 
 import math
@@ -32,7 +33,7 @@ from .statistics import CONFIDENCE, Interval, draws
 
 WINDOW, LEAST = 50, 10
 _FLAT = 1e-3
-ENOUGH = 3  # diverged and healthy runs below which no AUROC is given a band
+ENOUGH = 3  # with fewer diverged or healthy runs an AUROC gets no band
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +42,9 @@ class Signal:
 
     Attributes:
         steps, values: (n,) rising steps, and the signal at them.
-        onset: the step at which the run diverged; infinite: it did not.
+        onset: the step at which the run diverged; infinite if it did not.
         seed: the run's.
-        stratum: what only runs that may be compared have in common.
+        stratum: only runs with the same stratum may be compared.
     """
 
     steps: np.ndarray
@@ -53,13 +54,13 @@ class Signal:
     stratum: Hashable = None
 
     def at(self, step: float) -> float:
-        """The last value logged at `step` or before; NaN: none."""
+        """The last value logged at `step` or before; NaN if there is none."""
         i = int(np.searchsorted(self.steps, step, side="right")) - 1
         return float(self.values[i]) if i >= 0 else math.nan
 
 
 def rise(values: np.ndarray, either_way: bool = False) -> np.ndarray:
-    """r_t of the lesson, (n,) like `values`; NaN where fewer than LEAST values came before."""
+    """r_t from the top of the file, (n,) like `values`; NaN if fewer than LEAST values came before."""
     mean, deviation = before(values, WINDOW, LEAST)
     with np.errstate(invalid="ignore", divide="ignore"):
         found = (values - mean) / np.maximum(deviation, _FLAT * np.abs(mean))
@@ -67,12 +68,12 @@ def rise(values: np.ndarray, either_way: bool = False) -> np.ndarray:
 
 
 def held_out(seeds: Sequence[int]) -> set[int]:
-    """Every second of the distinct seeds in rising order; the others tune."""
+    """Every second of the distinct seeds in rising order; the others are for tuning."""
     return set(sorted(set(seeds))[1::2])
 
 
 class Auroc(NamedTuple):
-    """AUROC, its band, and how many diverged and healthy runs had a pair."""
+    """AUROC, its band, and the numbers of diverged and of healthy runs that had a pair."""
 
     value: float
     band: Interval
@@ -81,7 +82,7 @@ class Auroc(NamedTuple):
 
 
 def auroc(signals: Sequence[Signal], lead: float) -> Auroc:
-    """The AUROC at `lead` steps before the onset; NaN without a pair, no band with fewer than ENOUGH of either kind."""
+    """The AUROC at `lead` steps before the onset; NaN without a pair; no band with fewer than ENOUGH of either kind."""
     cases = [signal for signal in signals if math.isfinite(signal.onset)]
     controls = [signal for signal in signals if not math.isfinite(signal.onset)]
     wins = np.full((len(cases), len(controls)), math.nan)
@@ -111,13 +112,13 @@ def auroc(signals: Sequence[Signal], lead: float) -> Auroc:
 
 
 class Alarms(NamedTuple):
-    """What a threshold does on held-out seeds.
+    """The effect of a threshold on held-out seeds.
 
     Attributes:
         threshold: of the rise.
-        warned, diverged: of the runs that diverged, how many had an alarm before their onset.
-        false, healthy: of the healthy runs, how many had one.
-        leads: steps from the first alarm to the onset, of those warned, rising.
+        warned, diverged: how many diverging runs had an alarm before their onset, and how many there are.
+        false, healthy: how many healthy runs had an alarm, and how many there are.
+        leads: steps from the first alarm to the onset, for the warned runs, rising.
     """
 
     threshold: float
@@ -129,13 +130,13 @@ class Alarms(NamedTuple):
 
 
 def threshold(rises: Sequence[Signal]) -> float:
-    """The highest value of any healthy run; NaN: there is none."""
+    """The highest value of any healthy run; NaN if there is none."""
     highest = [float(np.nanmax(s.values)) for s in rises if math.isinf(s.onset) and np.isfinite(s.values).any()]
     return max(highest, default=math.nan)
 
 
 def alarms(rises: Sequence[Signal], limit: float) -> Alarms:
-    """Alarms of runs' rises above `limit`."""
+    """The Alarms of runs' rises above `limit`."""
     leads, diverged, false, healthy = [], 0, 0, 0
     for signal in rises:
         above = signal.steps[signal.values > limit]

@@ -1,11 +1,11 @@
-"""`megatron-fp8 lab report STORE --out DIR`: what a sweep's runs show, and what they cannot, as HTML and Markdown.
+"""`megatron-fp8 lab report STORE --out DIR`: what a sweep's runs show, and what they cannot show, as HTML and Markdown.
 
-    report.html             with all pictures in it: one file that needs nothing else
+    report.html             one file with all pictures in it
     report.md, figures/     the same
-    runs.html, runs.md      what depends on when and where it was run: speeds, machines, versions, ends of failed logs
+    runs.html, runs.md      all that depends on time and place: speeds, machines, versions, ends of failed logs
 
-The report proper is a function of the runs' curves alone: a sweep that was killed and went on gives, byte for byte,
-the report of one that was not.
+The report itself depends on the runs' curves alone. So a sweep that was killed and continued gives, byte for byte, the
+report of one that was not.
 """
 
 import math
@@ -95,8 +95,8 @@ pre { background: #f6f6f6; padding: 0.6rem; overflow-x: auto; font-size: 0.8rem 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab report`."""
-    parser.add_argument("store", help="what `lab sweep --store` wrote; the sweep may still be running")
-    parser.add_argument("--out", required=True, help="folder for the report; made if need be")
+    parser.add_argument("store", help="a store of `lab sweep --store`; the sweep may still be running")
+    parser.add_argument("--out", required=True, help="folder for the report; made if it is missing")
     parser.add_argument("--baseline", metavar="ARM", help="compare the other arms with this one (the plan's first)")
 
 
@@ -136,7 +136,7 @@ def _title(results: Results) -> str:
 
 
 def write(folder: Path, name: str, title: str, content: list[Section]) -> list[Path]:
-    """Write NAME.html, NAME.md and the latter's pictures into a folder that has a folder figures; returns the files."""
+    """Write NAME.html, NAME.md and its pictures into a folder that has a folder figures. Returns the pages."""
     pages = {folder / f"{name}.html": html(title, content), folder / f"{name}.md": markdown(title, content)}
     for path, text in pages.items():
         write_whole(path, text)
@@ -146,7 +146,7 @@ def write(folder: Path, name: str, title: str, content: list[Section]) -> list[P
 
 
 def html(title: str, content: list[Section]) -> str:
-    """A page of its own."""
+    """A self-contained page."""
     from jinja2 import Environment  # torch depends on it
     from markupsafe import Markup
 
@@ -183,7 +183,7 @@ def _escaped(text: str) -> str:
 
 
 def _milliseconds(run: Result) -> float:
-    """The median time of a step, but for the first tenth; NaN: not logged."""
+    """The median time of a step, without the first tenth; NaN if it was not logged."""
     if STEP_MS not in run.series:
         return math.nan
     steps, times = run.series[STEP_MS]
@@ -213,7 +213,7 @@ def _speed(results: Results) -> Section:
 
 
 def _dates(results: Results) -> list[str]:
-    """When the first run began and the last one ended, as far as is known."""
+    """A sentence with the first run's start and the last run's end; empty if they are not known."""
     began = [row.started for row in results.rows if row.started]
     ended = [row.ended for row in results.rows if row.ended]
     if not began or not ended:

@@ -1,11 +1,11 @@
-"""A report's section on which arm's runs diverge first: a finer question than whether they do.
+"""A report's section on which arm's runs diverge first. This is a finer question than whether they diverge.
 
-Where most runs of two arms diverge, or few do, their rates hardly differ; but of a pair (one seed, learning rate and
-data set) one run may still fall earlier: at a smaller step, or at all where the other does not. Under the hypothesis
-that the arms are alike either is as likely, and the sign test of the pairs that are not tied gives p.
+If most runs of two arms diverge, or few do, their rates hardly differ. But in a pair (one seed, learning rate and data
+set) one run may still diverge ("fall") earlier: at a smaller step, or at all if the other does not. If the arms are
+alike, either is as likely; the sign test of the pairs that are not tied gives p.
 
-Over several learning rates the pairs of one seed are not independent (a seed that falls early at one rate does so at
-the next). So a seed has one vote: + where the arm fell earlier than the baseline at more rates than later. The sign
+With several learning rates the pairs of one seed are not independent: a seed that falls early at one rate also does so
+at the next. So each seed has one vote: + if the arm fell earlier than the baseline at more rates than later. The sign
 test is of these votes.
 """
 
@@ -17,7 +17,7 @@ from .statistics import mcnemar
 
 
 class Order(NamedTuple):
-    """Of pairs, or of seeds: how many fell earlier than the baseline, later, and neither; p of the sign test."""
+    """Numbers of pairs, or of seeds, that fell earlier than the baseline, later, or neither; p of the sign test."""
 
     earlier: int
     later: int
@@ -25,7 +25,7 @@ class Order(NamedTuple):
 
     @property
     def p(self) -> float:
-        """Two-sided; 1 without one that is not tied."""
+        """Two-sided; 1 if all are tied."""
         return mcnemar(self.earlier, self.later)
 
 
@@ -34,19 +34,19 @@ def _counted(signs: list[int]) -> Order:
 
 
 def _earlier(pair: tuple[Result, Result]) -> int:
-    """1: the arm's run fell earlier than the baseline's; -1: later; 0: at the same step, or neither fell."""
+    """1 if the arm's run fell earlier than the baseline's; -1 if later; 0 if at the same step, or if neither fell."""
     base, run = pair
     return (run.onset < base.onset) - (run.onset > base.onset)
 
 
 def by_cell(results: Results) -> dict[Cell, Order]:
-    """Of every cell of another arm than the baseline, that has pairs."""
+    """{cell: Order of its pairs} for every cell with pairs, without the baseline's."""
     cells = [cell for cell, _ in results.cells() if cell.arm != results.baseline]
     return {cell: _counted(list(map(_earlier, pairs))) for cell in cells if (pairs := results.pairs(cell))}
 
 
 def by_seed(results: Results) -> dict[tuple[str, str], Order]:
-    """{(data set, arm): the votes of the seeds over all learning rates}."""
+    """{(data set, arm): Order of the seeds' votes over all learning rates}."""
     votes: dict[tuple[str, str], dict[int, int]] = {}
     for cell in by_cell(results):
         of = votes.setdefault((cell.data, cell.arm), {})
@@ -57,7 +57,7 @@ def by_seed(results: Results) -> dict[tuple[str, str], Order]:
 
 
 def onsets(results: Results) -> Section:
-    """The table of both."""
+    """The section with both orders."""
     section = Section("Which falls first")
     orders = by_cell(results)
     if not any(order.earlier or order.later for order in orders.values()):

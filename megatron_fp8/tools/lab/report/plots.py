@@ -1,7 +1,7 @@
-"""A report's pictures, as SVG that is the same byte for byte for the same runs, and needs nothing beside itself.
+"""A report's pictures as SVG: self-contained, and the same byte for byte for the same runs.
 
-Text stays text: small, searchable, in the reader's own sans-serif. Element names are made unique over pictures, as an
-HTML page has one space of names for all of them.
+Text stays text: small, searchable, in the reader's own sans-serif. Element names are unique over all pictures, because
+an HTML page has one name space for all of them.
 """
 
 import io
@@ -23,7 +23,7 @@ from .results import Cell, Result, Results, healthy
 from .statistics import mean, mean_band, paired, t_interval, wilson
 
 _SETTINGS: Any = {
-    "svg.hashsalt": "megatron_fp8",  # names of elements
+    "svg.hashsalt": "megatron_fp8",  # makes the names of elements reproducible
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9,
@@ -32,23 +32,23 @@ _SETTINGS: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-_SIGNALS = {  # labels; the others have their names
+_SIGNALS = {  # labels; other signals keep their names
     "sharpness": "sharpness (%)",
     "centred": "sharpness, centred (%)",
     "log_z": "log Z (nats)",
     "grad_norm": "gradient norm",
     "update_norm": "update norm",
 }
-_NORMS = "grad_norm", "update_norm"  # over several orders of magnitude
-_PAIRS = 3  # below which an interval is so wide that the others cannot be seen beside it
-_POINTS = 300  # of a curve
+_NORMS = "grad_norm", "update_norm"  # span several orders of magnitude
+_PAIRS = 3  # with fewer, an interval is so wide that it hides the others
+_POINTS = 300  # drawn of a curve
 _SMOOTHED = f"a half-life of {RULE.half_life:g} logged steps"
 _PANEL = 4.2, 3.0  # inches
 _NAMELESS = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 def _picture(name: str, caption: str, rows: int, columns: int, draw: Callable, panel=_PANEL) -> Picture:
-    """A picture of rows x columns panels of `panel` inches; draw(axes) fills them, (rows, columns)."""
+    """A picture of rows x columns panels of `panel` inches; draw(axes) fills the (rows, columns) axes."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -67,18 +67,18 @@ def _picture(name: str, caption: str, rows: int, columns: int, draw: Callable, p
 
 
 def _look(results: Results, arm: str) -> dict[str, Any]:
-    """Colour and line of an arm, the same in all pictures."""
+    """Colour and line style of an arm, the same in all pictures."""
     return looks(results.arms)[arm]
 
 
 def _line(results: Results, arm: str) -> dict[str, Any]:
-    """Of an arm's median: the first arm's is the widest, so that one that lies on it does not hide it."""
+    """The look of an arm's median. The first arm's line is the widest, so that a line on top of it does not hide it."""
     later = len(results.arms) - 1 - results.arms.index(arm)
     return {**_look(results, arm), "label": _text(arm), "linewidth": 1.2 + 2.4 * later / len(results.arms)}
 
 
 def _text(name: str) -> str:
-    """A name for a picture: matplotlib takes what is between two dollars for mathematics."""
+    """A name for a picture, with dollars escaped: matplotlib would read mathematics between two of them."""
     return name.replace("$", r"\$")
 
 
@@ -88,7 +88,7 @@ def _legend(panel) -> None:
 
 
 def _panels(results: Results, axes) -> Iterator[tuple]:
-    """(Axes, data set, learning rate) of a panel each: a row a data set, a column a learning rate."""
+    """(Axes, data set, learning rate) for each panel: a row for each data set, a column for each learning rate."""
     for row, data in zip(axes, results.data, strict=True):
         for panel, rate in zip(row, results.rates, strict=True):
             names = [data] * (len(results.data) > 1) + [f"learning rate {rate:g}"] * (len(results.rates) > 1)
@@ -97,18 +97,19 @@ def _panels(results: Results, axes) -> Iterator[tuple]:
 
 
 def _thin(count: int) -> np.ndarray:
-    """Which of `count` points to draw."""
+    """Indices of the points to draw, out of `count`."""
     return np.unique(np.linspace(0, count - 1, min(count, _POINTS)).round().astype(int))
 
 
 def _drawn(values: np.ndarray, half_life: float) -> np.ndarray:
-    """Values (n,), smoothed, up to the last finite one: E would go on from there as if nothing had happened."""
+    """Values (n,), smoothed, up to the last finite one; E would continue after it as if nothing had happened."""
     after = len(values) - np.argmax(np.isfinite(values[::-1])) if np.isfinite(values).any() else 0
     return np.concatenate([smooth(values[:after], half_life), np.full(len(values) - after, math.nan)])
 
 
 def _median(runs: list[Result], name: str, half_life: float) -> tuple[np.ndarray, np.ndarray]:
-    """(Steps, the runs' median) of a smoothed quantity, over the runs that have it, and finite, there or later."""
+    """(Steps, median over runs) of a smoothed quantity. A run counts at a step if it has a finite value there or later.
+    """
     series = [run.series[name] for run in runs if name in run.series]
     steps = np.unique(np.concatenate([steps for steps, _ in series])) if series else np.zeros(0)
     table = np.full((len(series), len(steps)), math.nan)
@@ -119,7 +120,7 @@ def _median(runs: list[Result], name: str, half_life: float) -> tuple[np.ndarray
 
 
 def losses(results: Results) -> list[Picture]:
-    """The training loss of every run, where it diverged, and each arm's median."""
+    """The training loss of every run, its onset if it diverged, and each arm's median."""
 
     def draw(axes) -> None:
         for panel, data, rate in _panels(results, axes):
@@ -141,7 +142,7 @@ def losses(results: Results) -> list[Picture]:
                 at = _thin(len(steps))
                 panel.plot(steps[at], median[at], **_line(results, arm))
             highest = max((value for value in initial if math.isfinite(value)), default=math.nan)
-            top = highest + 0.1 * (highest - min(lowest, default=math.nan))  # what rises above the first loss is cut
+            top = highest + 0.1 * (highest - min(lowest, default=math.nan))  # cut curves that rise above the first loss
             if math.isfinite(top) and top > highest:
                 panel.set_ylim(top=top)
             for onset, loss, colour in fallen:
@@ -176,7 +177,7 @@ def divergence(results: Results) -> list[Picture]:
 
 
 def gaps(results: Results) -> list[Picture]:
-    """Each arm's distance from the baseline over training, with its band."""
+    """Each arm's gap to the baseline over training, with its band."""
     others = [arm for arm in results.arms if arm != results.baseline]
     if not others:
         return []
@@ -207,7 +208,7 @@ def gaps(results: Results) -> list[Picture]:
 
 
 def _differences(pairs: list[tuple[Result, Result]]) -> tuple[np.ndarray, np.ndarray]:
-    """(Steps (n,), differences (pairs, n)) of the smoothed losses, where all pairs have them."""
+    """(Steps (n,), differences (pairs, n)) of the smoothed losses, at the steps that all pairs have."""
     if not pairs:
         return np.zeros(0), np.zeros((0, 0))
     steps = pairs[0][0].losses[0]
@@ -225,8 +226,8 @@ def _differences(pairs: list[tuple[Result, Result]]) -> tuple[np.ndarray, np.nda
 def learning_rates(results: Results) -> list[Picture]:
     """Final loss against learning rate, and below it each arm's gap to the baseline.
 
-    Medians lie at their learning rate, so that equal ones lie on each other: the first arm's line is the widest. Runs
-    and intervals, which are not joined, lie side by side.
+    Medians lie exactly at their learning rate, so equal ones overlap; therefore the first arm's line is the widest.
+    Runs and intervals, which are not joined by lines, lie side by side.
     """
     others = [arm for arm in results.arms if arm != results.baseline]
 
@@ -275,7 +276,7 @@ def _draw_finals(results: Results, panel, data: str) -> None:
 
 
 def _draw_gaps(results: Results, panel, data: str, arms: list[str]) -> None:
-    """Each arm's mean gap to the baseline and its interval, at rates of which there are pairs enough."""
+    """Each arm's mean gap to the baseline with its interval, at rates with enough pairs."""
     panel.axhline(0, color="black", linewidth=0.8)
     for i, arm in enumerate(arms):
         for rate in results.rates:
@@ -290,13 +291,13 @@ def _draw_gaps(results: Results, panel, data: str, arms: list[str]) -> None:
 
 
 def _beside(results: Results, rate: float, place: int, places: int) -> float:
-    """Where the place-th of so many lies around its rate: together they take 0.4 of the two closest rates' distance."""
+    """The x of arm `place` of `places` around its rate: together they span 0.4 of the closest two rates' distance."""
     closest = min((b / a for a, b in pairwise(results.rates)), default=1.0)
     return rate * closest ** (0.4 * ((place + 0.5) / places - 0.5))
 
 
 def signals(results: Results, names: list[str]) -> list[Picture]:
-    """Each arm's median of each signal."""
+    """Each arm's median of each signal over time."""
 
     def of(name: str) -> Callable:
         def draw(axes) -> None:

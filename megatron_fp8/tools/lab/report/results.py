@@ -1,8 +1,8 @@
-"""A store's runs, judged one by one and sorted into cells and pairs.
+"""Judge a store's runs one by one, and sort them into cells and pairs.
 
-A cell is a data set, a learning rate and an arm: its runs differ in the seed alone. A pair is two runs of one seed,
-data set and learning rate, one of them of the baseline: the plan's first arm, or the one that is asked for. Everything
-is in the plan's order and then by seed, never in the order in which runs ended: the same runs give the same report.
+A cell is a data set, a learning rate and an arm; its runs differ only in the seed. A pair is two runs of one seed, data
+set and learning rate, one of them of the baseline arm (the plan's first, or the one asked for). Everything is in the
+plan's order and then by seed, never in the order in which runs ended, so the same runs give the same report.
 """
 
 import math
@@ -25,7 +25,7 @@ _EMPTY = np.zeros(0)
 
 
 class Cell(NamedTuple):
-    """What the runs of a cell have in common."""
+    """What a cell's runs have in common."""
 
     data: str
     rate: float
@@ -34,14 +34,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A run that has ended, well or by diverging.
+    """A run that has ended, either well or because a value was not finite.
 
     Attributes:
         row: its row of the store.
         series: {name: (steps, values)} of all that it logged.
-        divergence: None: it did not diverge.
+        divergence: None if it did not diverge.
         training_loss: the mean over its last steps, nats (curves.final_loss).
-        validation_loss: after its last step, nats; NaN: there was no evaluation.
+        validation_loss: after its last step, nats; NaN if there was no evaluation.
     """
 
     row: Row
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def onset(self) -> float:
-        """The step at which it diverged; infinite: it did not."""
+        """The step at which it diverged; infinite if it did not."""
         return self.divergence.onset if self.divergence else math.inf
 
     @property
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def initial(self) -> float:
-        """Its first finite loss, nats; NaN: it had none."""
+        """Its first finite loss, nats; NaN if it had none."""
         finite = self.losses[1][np.isfinite(self.losses[1])]
         return float(finite[0]) if len(finite) else math.nan
 
@@ -79,20 +79,20 @@ def _judge(row: Row, series: dict[str, Series], start: int) -> Result:
 
 
 class Results:
-    """What is in a store.
+    """The runs of a store.
 
     Args:
         baseline: the arm that the others are compared with; None: the plan's first.
 
     Attributes:
         name: the store's, without its suffix.
-        rows: all runs, waiting and failed ones too.
-        start: the step that the runs began from, 0 or a checkpoint's; the first one, if they differ.
-        steps: the step at which they end, as planned.
-        arms, data, rates: in the plan's order, but for the baseline, which is the first arm; what the plan no longer
-            has comes after it.
+        rows: all runs, with waiting and failed ones.
+        start: the step that the runs began from, 0 or a checkpoint's; the first one if they differ.
+        steps: the step at which they should end.
+        arms, data, rates: in the plan's order, except that the baseline is the first arm. Names that the plan no longer
+            has follow.
         signals: names of all that was logged.
-        outcome: which final loss is compared: "validation" where every run that ended well has it, else "training".
+        outcome: which final loss is compared: "validation" if every run that ended well has it, else "training".
     """
 
     def __init__(self, store: Store, baseline: str | None = None):
@@ -128,24 +128,24 @@ class Results:
 
     @property
     def length(self) -> str:
-        """The same in words: 400 steps, or 400 steps after step 10000."""
+        """The same in words: "400 steps", or "400 steps after step 10000"."""
         return f"{self.made} steps" + f" after step {self.start}" * (self.start > 0)
 
     def flags(self) -> tuple[list[str], dict[str, list[str]]]:
-        """(The flags that all runs have, with their values; {arm: those that its runs have beside them})."""
+        """(The flags, with values, that all runs share; {arm: the further flags that its runs share})."""
         of = {arm: [_flags(row.command) for row in self.rows if row.arm == arm] for arm in self.arms}
         own = {arm: [flag for flag in of[arm][0] if all(flag in flags for flags in of[arm])] for arm in self.arms}
         shared = [flag for flag in own[self.arms[0]] if all(flag in flags for flags in own.values())]
         return shared, {arm: [flag for flag in flags if flag not in shared] for arm, flags in own.items()}
 
     def cells(self) -> Iterator[tuple[Cell, list[Result]]]:
-        """Every cell of which a run has ended, and those runs by seed."""
+        """Every cell with an ended run, and its ended runs by seed."""
         for cell in self.planned():
             if runs := self.cell(cell):
                 yield cell, runs
 
     def planned(self) -> list[Cell]:
-        """Every cell of which there is a run, in whatever state."""
+        """Every cell with a run, in whatever state."""
         there = {_cell(row) for row in self.rows}
         every = (Cell(data, rate, arm) for data in self.data for rate in self.rates for arm in self.arms)
         return [cell for cell in every if cell in there]
@@ -155,20 +155,20 @@ class Results:
         return [result for (of, _), result in self._results.items() if of == cell]
 
     def pairs(self, cell: Cell) -> list[tuple[Result, Result]]:
-        """(Baseline's run, this cell's run) of every seed of which both have ended."""
+        """(Baseline's run, this cell's run) for every seed for which both have ended."""
         base = {result.row.seed: result for result in self.cell(cell._replace(arm=self.baseline))}
         runs = self.cell(cell)
         return [(base[result.row.seed], result) for result in runs if result.row.seed in base]
 
     def final(self, result: Result) -> float:
-        """The final loss that is compared, nats; NaN, no loss, of a run that ended itself: how low it was until then is
-        not where it ended."""
+        """The final loss that is compared, nats. NaN for a run that ended itself: its loss until then is not where it
+        ended."""
         if result.row.state == NOT_FINITE:
             return math.nan
         return result.validation_loss if self.outcome == "validation" else result.training_loss
 
     def named(self, cell: Cell) -> list[str]:
-        """A cell's labels: its data set and learning rate where the store has several, and its arm."""
+        """A cell's labels: its data set and learning rate, if the store has several, and its arm."""
         return [
             *([cell.data] if len(self.data) > 1 else []),
             *([f"{cell.rate:g}"] if len(self.rates) > 1 else []),
@@ -182,12 +182,12 @@ class Results:
 
 
 def healthy(pairs: list[tuple[Result, Result]]) -> list[tuple[Result, Result]]:
-    """Those pairs of which neither run diverged."""
+    """The pairs in which neither run diverged."""
     return [(base, other) for base, other in pairs if base.divergence is None and other.divergence is None]
 
 
 def _flags(command: tuple[str, ...]) -> list[str]:
-    """A command in parts: the script, and each flag with its values; of a flag that is there twice, the last."""
+    """The script, and each flag with its values; if a flag is given twice, the last."""
     parts: list[list[str]] = [[]]
     for word in command:
         if re.match("-{1,2}[a-z]", word) and parts[-1]:

@@ -1,7 +1,7 @@
-"""A sweep's report, section by section: the tables, and in words what they show and what they cannot.
+"""A sweep's report, section by section: tables, and sentences on what they show and what they cannot show.
 
-A difference is "seen" where the test beside it gives p <= 0.05. Of k comparisons some 0.05 k are seen by chance; so
-the report says k, and which are seen at 0.05 / k too (Bonferroni).
+A difference is "seen" if the test beside it gives p <= 0.05. Among k comparisons some 0.05 k are seen by chance. So the
+report states k, and marks the differences that are also seen at 0.05 / k (Bonferroni).
 """
 
 import math
@@ -20,7 +20,7 @@ from .results import Cell, Result, Results, healthy
 from .statistics import Paired, fisher, lr_sensitivity, mcnemar, mean, mean_band, median, paired, wilson
 
 ALPHA = 1 - statistics.CONFIDENCE
-RANKABLE = 6  # pairs, below which neither the sign nor Wilcoxon's test can give 0.05
+RANKABLE = 6  # pairs; with fewer, neither the sign test nor Wilcoxon's can give 0.05
 
 
 @cache
@@ -103,7 +103,7 @@ def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
 
 
 def _order_words(results: Results) -> list[str]:
-    """Which arms' runs are seen to diverge earlier, or later, than the baseline's."""
+    """Sentences on the arms whose runs are seen to diverge earlier, or later, than the baseline's."""
     orders = onset_section.by_seed(results)
     lines = []
     for (data, arm), order in orders.items():
@@ -149,7 +149,7 @@ def _left_open(c: _Comparison) -> str:
 
 
 def _relative(c: _Comparison) -> str:
-    """As in "+0.70 %, +0.02 .. +1.38 %", of the baseline's loss."""
+    """For example "+0.70 %, +0.02 .. +1.38 %", relative to the baseline's loss."""
     return ", ".join(_relative_cells(c))
 
 
@@ -215,7 +215,7 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
 
 
 def _gaps_told(gaps: list[_Comparison], comparisons: int) -> str:
-    """The gaps of the final loss that a test would have seen: by itself, and as one of all."""
+    """The gaps of the final loss that a test would have seen: as a single comparison, and as one of all."""
     words = []
     for alpha in (ALPHA, ALPHA / comparisons):
         found = [statistics.detectable_gap(c.test.deviation, c.test.n, alpha=alpha) for c in gaps]
@@ -333,7 +333,7 @@ def _sensitivity(results: Results) -> Section:
 
 
 def _sensitivities(results: Results, data: str, arm: str) -> dict[int, float]:
-    """{seed: sensitivity} of the seeds that have every learning rate."""
+    """{seed: sensitivity} for the seeds that have every learning rate."""
     by_rate = [{r.row.seed: r for r in results.cell(Cell(data, rate, arm))} for rate in results.rates]
     seeds = [seed for seed in by_rate[0] if all(seed in runs for runs in by_rate)]
     found = {}

@@ -1,4 +1,4 @@
-"""A report's sections on signals: sharpness, log Z and norms over time, and whether they warn of a divergence."""
+"""A report's sections on signals: sharpness, log Z and norms over time, and whether they predict a divergence."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from .early_warning import ENOUGH, WINDOW, Signal, alarms, auroc, held_out, rise
 from .results import Cell, Result, Results
 from .statistics import median, wilson
 
-LEADS = (0.01, 0.05, 0.1)  # of a run's steps
+LEADS = (0.01, 0.05, 0.1)  # shares of a run's steps
 _SIGNALS = ("sharpness", "centred", "log_z", "grad_norm", "update_norm")  # centred: of the mean-centred logits
 
 
@@ -22,12 +22,12 @@ def absent(results: Results) -> list[str]:
 
 
 def _watched(results: Results) -> list[str]:
-    """The signals that may warn, and the loss to measure them by."""
+    """The signals that may warn, and the loss for comparison."""
     return [*(name for name in _SIGNALS if name in results.signals), LOSS]
 
 
 def over_time(results: Results) -> Section:
-    """What every signal but the loss was at three times, and its course."""
+    """Every signal but the loss, at three times and as curves."""
     names = [name for name in _watched(results) if name != LOSS]
     rows = []
     for name in names:
@@ -49,7 +49,7 @@ def over_time(results: Results) -> Section:
 
 
 def warnings(results: Results) -> Section:
-    """AUROC, and alarms on held-out seeds, or why there are none."""
+    """AUROC, and alarms on held-out seeds, or the reason that there are none."""
     all_runs = [(cell, run) for cell, runs in results.cells() for run in runs]
     out = held_out([run.row.seed for _, run in all_runs])
     tested = [run for _, run in all_runs if run.row.seed in out]

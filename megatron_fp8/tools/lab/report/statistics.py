@@ -1,27 +1,27 @@
-"""What arms of a sweep tell apart, and what they cannot: rates, paired differences, power, bands.
+"""Statistics of a sweep's arms: rates, paired differences, power, bands. What can they tell apart, and what not?
 
-Arms are paired: one seed gives every arm the same initial weights and the same data, so what differs between two runs
-of a pair is the arm. Numbers are FP64; p-values are two-sided. k of n runs diverged:
+Arms are paired: one seed gives every arm the same initial weights and the same data, so two runs of a pair differ only
+in the arm. Numbers are FP64; p-values are two-sided. k of n runs diverged:
 
     Wilson     the rates p with |k/n - p| <= z sqrt(p (1 - p) / n), z = 1.96: unlike k/n +- z sd, right at 0 and at n
-    Fisher     given k1 + k2, the share of tables no likelier than the one seen; knows nothing of pairs
-    McNemar    of the pairs in which one run diverged and the other did not: the sign test
+    Fisher     given k1 + k2, the share of tables no likelier than the one seen; ignores pairs
+    McNemar    the sign test of the pairs in which one run diverged and the other did not
     sign, Wilcoxon, t    of paired differences d: of their signs; of the ranks of |d|; of mean(d) / (sd(d) / sqrt(n))
 
-Power.  A test that finds nothing has shown nothing unless it could have found something. Fisher's power is a sum over
-all tables it rejects,
+Power.  If a test finds nothing, that shows nothing unless it could have found something. Fisher's power is a sum over
+all tables that it rejects,
 
     sum_{k1,k2} Bin(k1; n1, p1) Bin(k2; n2, p2) [Fisher's p <= 0.05]
 
 and is low: 0 against 10 % is seen with probability 0.03 at 18 seeds an arm, 0.82 at 80. The t-test's is that of the
 non-central t with n - 1 degrees and centre sqrt(n) gap / sd. "Detectable" is the smallest difference with power 0.8.
 
-An interval of a gap is the t-test's: mean(d) -+ t sd(d) / sqrt(n), all gaps that it would not tell from the one seen.
-It says what a test that sees nothing leaves open.
+The interval of a gap is the t-test's: mean(d) -+ t sd(d) / sqrt(n), all gaps that the test does not tell from the one
+seen. It says what remains possible if the test sees nothing.
 
-Bands.  Seeds are drawn again with replacement, RESAMPLES times, by a generator with a fixed seed; a band is the
-middle 95 % of the means. All arms of a seed are drawn together, so a band of differences has the pairs' precision.
-With few seeds it is too narrow, by 1 - sqrt((n - 1) / n) at least (n = 8: 6 %): the t-test beside it is not.
+Bands.  Seeds are drawn again with replacement, RESAMPLES times, by a generator with a fixed seed; a band is the middle
+95 % of the means. All arms of a seed are drawn together, so a band of differences has the pairs' precision. With few
+seeds it is too narrow, by at least 1 - sqrt((n - 1) / n) (n = 8: 6 %); the t-test beside it is not.
 """
 
 import math
@@ -35,29 +35,29 @@ CONFIDENCE = 0.95
 POWER = 0.8
 RESAMPLES = 2000
 _SAME = 1e-9
-_TIE = 1 + 1e-7  # tables as likely as the one seen, but for rounding, count as no likelier
+_TIE = 1 + 1e-7  # tolerance for rounding: tables as likely as the one seen count as no likelier
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float:
-    """The mean; NaN of nothing."""
+    """The mean; NaN of an empty sequence."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
 def median(values: Sequence[float] | np.ndarray) -> float:
-    """The median of what is finite; NaN of nothing."""
+    """The median of the finite values; NaN if there are none."""
     finite = np.asarray(values)[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else math.nan
 
 
 class Interval(NamedTuple):
-    """A confidence interval; NaN where there is none."""
+    """A confidence interval; NaN if there is none."""
 
     low: float
     high: float
 
 
 def wilson(count: int, total: int, confidence: float = CONFIDENCE) -> Interval:
-    """Wilson's interval of a rate of which `count` of `total` were seen."""
+    """Wilson's interval of a rate, from `count` of `total`."""
     if total == 0:
         return Interval(math.nan, math.nan)
     found = stats.binomtest(count, total).proportion_ci(confidence, method="wilson")
@@ -65,20 +65,20 @@ def wilson(count: int, total: int, confidence: float = CONFIDENCE) -> Interval:
 
 
 def fisher(count: int, total: int, other: int, other_total: int) -> float:
-    """Fisher's exact p of count/total against other/other_total, two-sided; NaN where one total is 0."""
+    """Fisher's exact p of count/total against other/other_total, two-sided; NaN if a total is 0."""
     if not total or not other_total:
         return math.nan
     return float(stats.fisher_exact([[count, total - count], [other, other_total - other]]).pvalue)
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
-    """McNemar's exact p, two-sided, of the pairs of which only the one run, or only the other, diverged."""
+    """McNemar's exact p, two-sided, from the numbers of pairs in which only the one, or only the other, diverged."""
     discordant = first_only + second_only
     return float(stats.binomtest(first_only, discordant).pvalue) if discordant else 1.0
 
 
 class Paired(NamedTuple):
-    """n paired differences: mean, standard deviation, and p of three tests that they are centred on zero."""
+    """n paired differences: mean, standard deviation, and p of three tests of the hypothesis that their centre is 0."""
 
     n: int
     mean: float
@@ -89,9 +89,9 @@ class Paired(NamedTuple):
 
 
 def paired(differences: np.ndarray) -> Paired:
-    """The tests of paired differences (n,); those that are not finite are left out. NaN of what n < 2 cannot give.
+    """The tests of paired differences (n,), without those that are not finite. NaN for what n < 2 cannot give.
 
-    Differences of zero count for neither sign; all of them zero: p = 1.
+    Differences of zero count for neither sign; if all are zero, p = 1.
     """
     d = differences[np.isfinite(differences)]
     n, centre = len(d), mean(d)
@@ -102,7 +102,7 @@ def paired(differences: np.ndarray) -> Paired:
         return Paired(n, centre, deviation, 1.0, 1.0, 1.0)
     sign = mcnemar(int((d > 0).sum()), int((d < 0).sum()))
     rank = float(stats.wilcoxon(d).pvalue)
-    if deviation <= _SAME * abs(centre):  # the same difference every time, but for rounding
+    if deviation <= _SAME * abs(centre):  # the same difference every time, up to rounding
         return Paired(n, centre, deviation, sign, rank, 0.0)
     return Paired(n, centre, deviation, sign, rank, float(stats.ttest_1samp(d, 0).pvalue))
 
@@ -116,7 +116,7 @@ def t_interval(found: Paired) -> Interval:
 
 
 def fisher_rejects(total: int, other_total: int, alpha: float = 1 - CONFIDENCE) -> np.ndarray:
-    """Whether Fisher's p <= alpha, of every table: (total + 1, other_total + 1) bool, by the two counts."""
+    """Whether Fisher's p <= alpha, for every table: (total + 1, other_total + 1) bool, indexed by the two counts."""
     a, b = np.arange(total + 1)[:, None], np.arange(other_total + 1)[None, :]
     likely = stats.hypergeom.pmf(a, total + other_total, total, a + b)  # given a + b
     rejects = np.zeros(likely.shape, bool)
@@ -129,7 +129,7 @@ def fisher_rejects(total: int, other_total: int, alpha: float = 1 - CONFIDENCE) 
 
 
 def fisher_power(rate: float, other: float, rejects: np.ndarray) -> float:
-    """The probability that Fisher's test tells two rates apart, of `fisher_rejects`' table for the two totals."""
+    """The probability that Fisher's test tells two rates apart. rejects: `fisher_rejects`' table of the two totals."""
     totals = rejects.shape[0] - 1, rejects.shape[1] - 1
     one = stats.binom.pmf(np.arange(totals[0] + 1), totals[0], rate)
     two = stats.binom.pmf(np.arange(totals[1] + 1), totals[1], other)
@@ -137,12 +137,12 @@ def fisher_power(rate: float, other: float, rejects: np.ndarray) -> float:
 
 
 def detectable_rate(total: int, other_total: int, rate: float = 0.0, power: float = POWER) -> float:
-    """The smallest rate above `rate` that Fisher's test tells from it with this power; NaN: not even 100 %.
+    """The smallest rate above `rate` that Fisher's test tells from it with this power; NaN if not even 100 %.
 
-    total: runs of the arm with the rate that is asked for; other_total: of the one with `rate`.
+    total: runs of the arm with the rate sought; other_total: runs of the arm with `rate`.
     """
     rejects = fisher_rejects(total, other_total)
-    # Only tables in which the higher rate is seen to be higher: else the power would start to rise below `rate`.
+    # Count only tables in which the higher rate looks higher; else the power would start to rise below `rate`.
     higher = np.arange(total + 1)[:, None] * other_total > np.arange(other_total + 1)[None, :] * total
     if not total or not other_total or fisher_power(1.0, rate, rejects & higher) < power:
         return math.nan
@@ -152,14 +152,14 @@ def detectable_rate(total: int, other_total: int, rate: float = 0.0, power: floa
 def t_power(effect: float, n: int, alpha: float = 1 - CONFIDENCE) -> float:
     """The power of the t-test of n paired differences whose mean is `effect` standard deviations."""
     limit, centre = stats.t.ppf(1 - alpha / 2, n - 1), effect * math.sqrt(n)
-    # scipy's other tail is NaN where it is nearly nothing
+    # scipy's other tail is NaN if it is nearly zero
     return float(stats.nct.sf(limit, n - 1, centre) + np.nan_to_num(stats.nct.cdf(-limit, n - 1, centre)))
 
 
 def detectable_gap(deviation: float, n: int, power: float = POWER, alpha: float = 1 - CONFIDENCE) -> float:
-    """The smallest mean of n paired differences, of this standard deviation, that the t-test sees; NaN for n < 2.
+    """The smallest mean of n paired differences with this deviation that the t-test sees; NaN for n < 2.
 
-    alpha: the p at which it counts as seen.
+    alpha: the largest p that counts as seen.
     """
     if n < 2 or not math.isfinite(deviation):
         return math.nan
@@ -197,7 +197,7 @@ def lr_sensitivity(final: np.ndarray, initial: np.ndarray) -> np.ndarray:
     """Learning-rate sensitivity (arXiv 2309.14322): the mean over learning rates of (final loss - best final loss).
 
     Args:
-        final: (..., learning rates) nats; each is capped at the initial loss, and NaN, no loss, counts as that.
+        final: (..., learning rates) nats; each is capped at the initial loss, and NaN (no loss) counts as that.
         initial: (...) nats, the loss at initialisation.
 
     Returns (...) nats, 0 for a loss that does not depend on the learning rate.
