@@ -1,1 +1,1 @@
-"""Many runs of one command: the plan, a run, the store of their curves."""
+"""Many runs of one command: the plan, a run, and the store of the runs' curves."""

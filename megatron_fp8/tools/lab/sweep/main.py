@@ -1,17 +1,17 @@
-"""`megatron-fp8 lab sweep PLAN.yaml --store FILE`: run what the plan says, as many runs at once as fit.
+"""`megatron-fp8 lab sweep PLAN.yaml --store FILE`: train the plan's runs, as many at once as fit.
 
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite                 on this machine
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --jobs 4        four runs at once
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --slurm print --sbatch="--gpus=1 --time=4:00:00"
 
-Ended in whatever way, by Ctrl-C, a lost connection or a power cut, the same command continues: runs that are done
-stay done, one that was interrupted starts over. Runs may be added to the plan. Several sweeps may work on one store
-at once, and a task of a Slurm array is just that: a sweep with one job, which takes runs until none waits. Slurm's
-nodes need the store, the data and this environment at the same paths; a run stays on one node.
+If the sweep ends for any reason (Ctrl-C, a lost connection, a power cut), the same command continues it: finished runs
+stay finished, and an interrupted run starts over. You may add runs to the plan. Several sweeps may work on one store at
+once. A task of a Slurm array is such a sweep with one job; it takes runs until none waits. Slurm's nodes need the
+store, the data and this environment at the same paths; a run stays on one node.
 
-By default as many runs at once as the machine has processors, or GPUs, for their processes. With more, GPUs are
-shared. Each process has one thread unless OMP_NUM_THREADS says otherwise. Logs: FILE's name with .runs in place of
-its suffix.
+By default as many runs train at once as the machine has GPUs, or processors, for their processes. With more runs, GPUs
+are shared. Each process has one thread unless OMP_NUM_THREADS says otherwise. Logs are in FILE's name with .runs
+instead of its suffix.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from .runner import NOT_LOADED, Training
 from .store import Store, TakenAway
 
 _BEAT = 5.0  # seconds between two looks at the store, and between two writes to it for a run
-_WAIT = 0.5  # seconds to wait for output, and for a signal to be noticed
+_WAIT = 0.5  # seconds to wait for output, after which a signal is noticed
 _MOST_TASKS = 1000  # Slurm's default limit for an array
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
@@ -48,16 +48,16 @@ _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab sweep`."""
-    parser.add_argument("plan", help="the plan; its keys: docs/lab.md")
-    parser.add_argument("--store", required=True, help="SQLite file of the runs and their curves; made if need be")
+    parser.add_argument("plan", help="the plan; docs/lab.md lists its keys")
+    parser.add_argument("--store", required=True, help="SQLite file of the runs and curves; made if it is missing")
     parser.add_argument("--jobs", type=int, help="runs at once, or with --slurm tasks (default: what fits; all runs)")
     parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
     parser.add_argument("--slurm", choices=("print", "submit"), help="print a job array's script, or submit it")
-    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help='of Slurm, for a task: --sbatch="--gpus=1"')
+    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help='Slurm options of a task: --sbatch="--gpus=1"')
 
 
 def run(args: Namespace) -> int:
-    """Run a sweep; 0: all runs have ended well, 1: some failed, 130: interrupted."""
+    """Run a sweep. Returns 0 if all runs have ended well, 1 if some failed, 130 if interrupted."""
     plan = read_plan(args.plan)
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs}: use 1 or more")
@@ -86,7 +86,7 @@ def run(args: Namespace) -> int:
 
 
 def _gpus(processes: int) -> list[str]:
-    """This machine's GPUs, by what CUDA_VISIBLE_DEVICES calls them; UserError where a run needs more."""
+    """This machine's GPUs, named as in CUDA_VISIBLE_DEVICES; raises UserError if a run needs more."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
@@ -99,12 +99,12 @@ def _gpus(processes: int) -> list[str]:
 
 
 def _fitting(processes: int) -> int:
-    """How many runs fit on this machine's GPUs or processors."""
+    """How many runs fit on this machine's GPUs, or processors if it has none."""
     return max(1, (len(_gpus(processes)) or len(os.sched_getaffinity(0))) // processes)
 
 
 def code_version() -> str:
-    """The commit that the runs start in, with "-dirty" where files were changed; else what is installed."""
+    """The commit of the current folder, with "-dirty" if files were changed; else the installed version."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -113,7 +113,7 @@ def code_version() -> str:
 
 @dataclass
 class _Active:
-    """A run in progress, the place it has, and what is not yet written of it."""
+    """A run in progress, its place, and the points not yet written to the store."""
 
     row: Row
     training: Training
@@ -126,10 +126,10 @@ class _Sweep:
     def __init__(self, store: Store, plan: SweepPlan, jobs: int, gpus: list[str]):
         self.store, self.plan, self.gpus = store, plan, gpus
         self.folder = store.path.resolve().with_suffix(".runs")
-        self.places = list(range(jobs))[::-1]  # free ones
+        self.places = list(range(jobs))[::-1]  # the free ones
         self.active: list[_Active] = []
         self.stopping = False
-        self.look_again = 0.0  # when to look for waiting runs, after there were none
+        self.look_again = 0.0  # when to look for waiting runs again, after there were none
         self.counts, self.counted = store.counts(), time.monotonic()
         self.code = code_version()
 
@@ -144,7 +144,7 @@ class _Sweep:
                     self._show(progress)
                 if self.stopping:
                     progress.say(f"stopping {len(self.active)} runs; the same command continues")
-        except OSError as error:  # no room for a run's folder or log
+        except OSError as error:  # such as no space for a run's folder or log
             raise UserError(f"{self.folder}: {error.strerror}; mend that, and the same command continues") from None
         finally:
             self._abandon()
@@ -153,18 +153,18 @@ class _Sweep:
         return self._conclude()
 
     def _stop(self, number, frame) -> None:
-        # No exception: it could come between a run's start and its place in the list.
+        # Do not raise: an exception could come between a run's start and its entry in the list.
         self.stopping = True
 
     def _start(self) -> bool:
-        """Start waiting runs while there are places; whether one was started."""
+        """Start waiting runs while there are free places. Returns whether one was started."""
         started = False
         while self.places and not self.stopping and time.monotonic() >= self.look_again:
             row = self.store.claim(self.code)
             if row is None:
                 self.look_again = time.monotonic() + _BEAT
                 break
-            if row.attempt > 1:  # of a sweep that died, perhaps since this one began
+            if row.attempt > 1:  # the run of a sweep that died, perhaps after this one began
                 end_left_behind(self.store.path)
             place = self.places.pop()
             folder = self.folder / _folder_name(row)
@@ -182,14 +182,14 @@ class _Sweep:
         return ours
 
     def _follow(self, progress: Progress) -> None:
-        """Wait a moment for output, take it in, and see which runs have ended."""
+        """Wait a moment for output, read it, and handle the runs that have ended."""
         open_ = [active.training for active in self.active if not active.training.silent]
         if open_:
             select.select(open_, [], [], _WAIT)
         else:
-            self.active[0].training.wait()  # for its end, of which no output tells
+            self.active[0].training.wait()  # all are silent, so wait for an end
         for active in list(self.active):
-            code = active.training.poll()  # before reading: what is printed until the end is then there
+            code = active.training.poll()  # before reading, so that the read includes all output until the end
             for step, values in active.training.read():
                 active.points += [(step, name, value) for name, value in values.items()]
             now = time.monotonic()
@@ -207,7 +207,7 @@ class _Sweep:
         active.points, active.written = [], time.monotonic()
 
     def _finish(self, active: _Active, code: int | None, progress: Progress) -> None:
-        """Put an ended run, or one whose time is up (code None), into the store."""
+        """Write an ended run to the store. code: its exit code; None if it ran out of time."""
         row, training = active.row, active.training
         self._write(active)
         error = None
@@ -221,7 +221,7 @@ class _Sweep:
                 reason = f"killed after {self.plan.timeout:g} s"
             state, error = FAILED, f"{reason}, at step {training.last} of {self.plan.steps}\n{training.end()}"
         self.store.finish(row, state, code, error)
-        self.counted = 0.0  # out of date
+        self.counted = 0.0  # the counts are out of date
         self._remove(active)
         said = {DONE: "done", NOT_FINITE: "ended by itself: not finite"}.get(state, f"FAILED: {(error or '').strip()}")
         progress.say(f"{row.name}: {said}")
@@ -232,9 +232,10 @@ class _Sweep:
         self.active.remove(active)
 
     def _abandon(self) -> None:
-        """Stop what still runs, and have it wait again.
+        """Stop the runs in progress, and let them wait again.
 
-        Every run is stopped, whatever cannot be written: what the store still calls running is a dead worker's then.
+        Every run is stopped, even if the store cannot be written. A run that the store still calls running then belongs
+        to a dead worker.
         """
         for active in list(self.active):
             with contextlib.suppress(OSError):
@@ -255,21 +256,21 @@ class _Sweep:
         counts = self.store.counts()
         print(", ".join(f"{count} {state}" for state, count in counts.items() if count), flush=True)
         if counts[RUNNING]:
-            print("those running are another sweep's", flush=True)
+            print("the running ones belong to another sweep", flush=True)
         if counts[WAITING] and not self.stopping:
-            print("those waiting are not in this plan: start a sweep of the plan that has them", flush=True)
+            print("the waiting ones are not in this plan: start a sweep with the plan that has them", flush=True)
         if counts[FAILED]:
             print("failed runs: `megatron-fp8 lab report` shows the ends of their logs; --retry-failed runs them again")
         return _INTERRUPTED if self.stopping else 1 if counts[FAILED] else 0
 
 
 def _interval(row: Row) -> int:
-    """Steps from one line of the log to the next; 1 where the command says none, or no number, which ends its run."""
+    """Steps between two lines of the log; 1 if the command gives none. (A value that is no number ends its run.)"""
     return whole_number(flag_value(row.command, "--log-interval") or "") or 1
 
 
 def _folder_name(row: Row) -> str:
-    words = f"{row.id:04} {row.arm[:60]} {row.learning_rate:g} {row.data[:60]} {row.seed}"  # 255 bytes at most
+    words = f"{row.id:04} {row.arm[:60]} {row.learning_rate:g} {row.data[:60]} {row.seed}"  # at most 255 bytes
     return re.sub(r"[^\w.+-]+", "-", words, flags=re.ASCII)
 
 
@@ -292,9 +293,9 @@ def _slurm(args: Namespace, store: Store) -> int:
 
 
 def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:
-    """The script of a job array of `tasks` sweeps with one job each; paths are absolute, options are sbatch's."""
+    """The script of a job array of `tasks` sweeps with one job each. Paths are absolute; options are sbatch's."""
     folder = store.with_suffix(".runs")
-    folder.mkdir(exist_ok=True)  # where Slurm itself opens the files of output
+    folder.mkdir(exist_ok=True)  # Slurm opens its output files there
     directives = [
         f'--job-name="{store.stem}"',
         f"--array=0-{tasks - 1}",
@@ -302,7 +303,7 @@ def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:
         "--ntasks=1",
         f'--chdir="{Path.cwd()}"',
         sbatch.output(folder, "slurm-%A_%a.txt"),
-        "--signal=B:TERM@60",  # a minute before the time is up, for the run to be given back
+        "--signal=B:TERM@60",  # a minute before the time limit, so that the run can be released
         *([options] if options else []),
     ]
     sweep = ["megatron_fp8.cli", "lab", "sweep", str(plan), "--store", str(store), "--jobs", "1"]

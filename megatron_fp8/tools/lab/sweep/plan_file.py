@@ -1,21 +1,21 @@
-"""What a sweep runs: a YAML file of arms, seeds, learning rates and data sets, and the runs that come of it.
+"""A sweep's plan: a YAML file of arms, seeds, learning rates and data sets, and the runs that follow from it.
 
-    command: >                              what all runs share: a script, or -m and a module, and its flags
+    command: >                              shared by all runs: a script, or -m and a module, and its flags
       pretrain_gpt_fp8.py --num-layers 4 ... --lr 1e-3 --min-lr 1e-4
     steps: 400                              of each run
     seeds: 8                                1 to 8; or a list
-    arms:                                   name: flags to add; the others are compared with the first
+    arms:                                   NAME: flags to add; the others are compared with the first
       BF16: ""
       E8M3: --fp8-emulate E8M3:truncate
     learning_rates: [1x, 10x]               times the command's --lr and --min-lr; 3e-4: that --lr (default: [1x])
-    data:                                   name: flags to add (default: what the command says)
+    data:                                   NAME: flags to add (default: the command's data)
       python: --train-data-path data/python_train --valid-data-path data/python_heldout
     processes: 1                            of each run, on one machine (default: 1)
     timeout: 3600                           seconds, after which a run has failed (default: none)
 
-A run is an arm, a seed, a learning rate and a data set. Runs of one seed, whatever the arm, get the same --seed: the
-same initial weights, data and order of the data. So nothing of that may be among an arm's flags. `{run}` in a flag
-stands for the run's own folder, as in --save {run}/checkpoint: a folder that all runs wrote to would mix them up.
+A run is an arm, a seed, a learning rate and a data set. Runs of one seed get the same --seed in all arms, so they have
+the same initial weights and the same data in the same order. Therefore an arm's flags must not set any of these.
+`{run}` in a flag stands for the run's own folder, as in --save {run}/checkpoint; a shared folder would mix the runs.
 """
 
 import math
@@ -29,24 +29,24 @@ from typing import Any
 from ....errors import UserError
 from ....flags.yaml_file import load_yaml
 
-OWN = {"--seed": "seeds", "--train-iters": "steps"}  # flags that the plan sets, and the key that says them
+OWN = {"--seed": "seeds", "--train-iters": "steps"}  # {flag that the plan sets: the key for it}
 RATES = {"--lr": "learning_rates", "--min-lr": "learning_rates"}
 FOLDER = "{run}"
-ELSEWHERE = "change to the folder that its path starts from, or give the whole path"  # for a script
-UNNAMED = "data"  # the data set of a plan that names none: what the command says
-LARGEST = 2**31 - 1  # step and seed: what Megatron, numpy and SQLite all take
+ELSEWHERE = "change to the folder that its path starts from, or give the whole path"  # the remedy for a script
+UNNAMED = "data"  # the name of the data set if the plan names none
+LARGEST = 2**31 - 1  # step and seed: the limit that Megatron, numpy and SQLite share
 MOST_RUNS = 100_000  # of a plan: seeds x learning rates x data sets x arms
 _WRITTEN = ("--save", "--tensorboard-dir", "--wandb-save-dir")
 _KEYS = ("command", "steps", "seeds", "arms", "learning_rates", "data", "processes", "timeout")
 
 
 def is_name(value: Any) -> bool:
-    """Whether this can name an arm, a data set or a number: text of printable characters."""
+    """Whether a value can name an arm, a data set or a number: text of printable characters."""
     return isinstance(value, str) and value.isprintable()
 
 
 def split_words(flag: str, value: str) -> list[str]:
-    """The words of a flag's value, as a shell has them; UserError of one line where a quote stays open."""
+    """The words of a flag's value, split as a shell does; raises UserError if a quote is not closed."""
     try:
         return shlex.split(value)
     except ValueError:
@@ -55,7 +55,7 @@ def split_words(flag: str, value: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run: what it is called, and its command (a script, or -m and a module, and flags) but for `{run}`."""
+    """One run: its names, and its command (a script, or -m and a module, and flags), with `{run}` not yet replaced."""
 
     arm: str
     seed: int
@@ -66,7 +66,7 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A plan file's content; arms and data by name, in the file's order; learning rates are absolute."""
+    """A plan file's content. Arms and data by name, in the file's order; learning rates are absolute."""
 
     command: tuple[str, ...]
     steps: int
@@ -78,7 +78,7 @@ class SweepPlan:
     timeout: float | None = None
 
     def runs(self) -> list[SweepRun]:
-        """All runs, those that are compared with each other one after the other."""
+        """All runs; those that are compared with each other are adjacent."""
         return [
             SweepRun(arm, seed, rate, data, self._command(arm, seed, rate, data))
             for seed in self.seeds
@@ -92,7 +92,7 @@ class SweepPlan:
         words += ["--seed", str(seed), "--train-iters", str(self.steps), "--lr", f"{rate:g}"]
         smallest, largest = flag_value(self.command, "--min-lr"), flag_value(self.command, "--lr")
         if smallest is not None:
-            assert largest is not None  # read_plan has seen to it
+            assert largest is not None  # read_plan has checked it
             words += ["--min-lr", f"{float(smallest) * rate / float(largest):g}"]
         if flag_value(words, "--log-interval") is None:
             words += ["--log-interval", "1"]
@@ -101,7 +101,7 @@ class SweepPlan:
         return tuple(words)
 
     def outline(self) -> dict[str, Any]:
-        """What a report needs to know, for JSON: names in the file's order, and steps."""
+        """What a report needs, for JSON: names in the file's order, and steps."""
         content = asdict(self)
         return {
             "arms": list(self.arms),
@@ -111,7 +111,7 @@ class SweepPlan:
 
 
 def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
-    """The value that a flag has on a command line, as argparse takes it: the last one; None: it is not there."""
+    """The value of a flag on a command line; the last one, as in argparse. None if it is not there."""
     value = None
     for word, after in zip_longest(words, words[1:]):
         if word == flag:
@@ -122,7 +122,7 @@ def flag_value(words: list[str] | tuple[str, ...], flag: str) -> str | None:
 
 
 def read_plan(path: str | Path) -> SweepPlan:
-    """The plan in a YAML file. Raises UserError of one line: file, key, value, remedy."""
+    """Read the plan from a YAML file. Raises UserError with one line: file, key, value, remedy."""
     content = load_yaml(path, remedy="give a plan file")
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a mapping of keys; see `megatron-fp8 lab sweep --help`")
@@ -173,7 +173,7 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
 
 
 def _check_count(plan: SweepPlan) -> None:
-    """Before a run is made of it: a plan is short, and its product may not be."""
+    """Check the number of runs before they are made: a short plan may have a huge product."""
     sizes = {"seeds": plan.seeds, "learning rates": plan.learning_rates, "data sets": plan.data, "arms": plan.arms}
     if (count := math.prod(map(len, sizes.values()))) > MOST_RUNS:
         product = " x ".join(f"{len(of)} {what}" for what, of in sizes.items())
@@ -193,13 +193,13 @@ def _words(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _check_characters(key: str, value: str) -> None:
-    """No command line can hold a NUL, and no file name half a surrogate pair: escapes in YAML's double quotes can."""
+    """Refuse NUL and half a surrogate pair, which YAML's escapes allow but no command line or file name does."""
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
         raise UserError(f"{key}: {value!r}: holds a character that no command line can; remove it")
 
 
 def _named(key: str, value: Any) -> dict[str, tuple[str, ...]]:
-    """Flags by name."""
+    """{name: flags}."""
     if not isinstance(value, Mapping) or not value:
         raise UserError(f"{key}: {value!r}: must be one or more of NAME: FLAGS")
     for name, flags in value.items():

@@ -1,4 +1,4 @@
-"""How far a sweep is and when it will end: a bar on a terminal, elsewhere a line a run and a line a minute."""
+"""Show a sweep's progress and remaining time: a bar on a terminal, else a line for each run and one a minute."""
 
 import sys
 import time
@@ -7,14 +7,14 @@ _EVERY = 60.0  # seconds between lines
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words a person reads at a glance."""
+    """Seconds in words, for example "2 h 05 min"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
 
 
 class Progress:
-    """Counts steps of all runs together; to be used in a with statement.
+    """Counts the steps of all runs together. Use it in a with statement.
 
     Args:
         total: steps of all runs of the store.
@@ -36,14 +36,14 @@ class Progress:
             self._bar.stop()
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._bar:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
             print(line, flush=True)
 
     def update(self, done: int, counts: str) -> None:
-        """`done` steps are made by now; `counts`: of runs, in words."""
+        """Show `done` steps; counts: the numbers of runs, in words."""
         now = time.monotonic()
         if self._first is None:
             self._first = done

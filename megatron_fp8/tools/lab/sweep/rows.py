@@ -1,5 +1,5 @@
-"""What a store's tables hold, checked: whatever was written there, by a fault or by another's hand, is of the type that
-it should be, or a UserError of one line says where it is not.
+"""Check the content of a store's tables. Whatever wrote them, each value has its type, or a UserError of one line says
+which has not.
 """
 
 import json
@@ -26,7 +26,7 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class Row:
-    """A run as it stands: columns of the table; times in Unix seconds; `code` is the version that ran."""
+    """A run's row: columns of the table. Times are Unix seconds; `code` is the version that ran it."""
 
     id: int
     arm: str
@@ -46,17 +46,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The run's name in messages."""
         return f"{self.arm}, seed {self.seed}, learning rate {self.learning_rate:g}, {self.data}"
 
 
 def printable(text: str) -> str:
-    """A store's text as it may be shown: a terminal would obey some characters."""
+    """A store's text, safe to print: control characters could act on a terminal."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def key_of(run: SweepRun | Row) -> tuple[str, int, float, str]:
-    """What tells a run from the others of its store."""
+    """The key of a run within its store."""
     return run.arm, run.seed, run.learning_rate, run.data
 
 
@@ -114,7 +114,7 @@ COLUMNS = ", ".join(_COLUMNS)
 
 
 def read_row(store: Any, columns: Sequence[Any]) -> Row:
-    """The row of these COLUMNS."""
+    """The Row of these COLUMNS."""
     values = dict(zip(_COLUMNS, columns, strict=True))
     values["command"] = read_json(store, f"run {values['id']!r}: command", values["command"])
     _check(store, f"run {values['id']!r}", values, _COLUMNS)
@@ -122,7 +122,7 @@ def read_row(store: Any, columns: Sequence[Any]) -> Row:
 
 
 def read_outline(store: Any, outline: Any) -> dict[str, Any]:
-    """A plan's outline, as SweepPlan.outline makes it."""
+    """A plan's outline, as made by SweepPlan.outline."""
     if not isinstance(outline, dict):
         raise Damaged(store, f"the plan is {_quoted(outline)}")
     _check(store, "the plan", {name: outline.get(name) for name in _OUTLINE}, _OUTLINE)
@@ -130,7 +130,7 @@ def read_outline(store: Any, outline: Any) -> dict[str, Any]:
 
 
 def read_json(store: Any, what: str, text: Any) -> Any:
-    """What a column of JSON holds."""
+    """The value of a column with JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -141,7 +141,7 @@ def read_points(store: Any, run: int, rows: Sequence[tuple]) -> dict[str, list[t
     """{name: (step, value) in rising steps} of a run's rows (name, step, value), in the order of names and steps."""
     found: dict[str, list[tuple[int, float]]] = {}
     for name, step, value in rows:
-        if type(step) is not int or not (value is None or type(value) is float):  # a million rows: fast, and exact
+        if type(step) is not int or not (value is None or type(value) is float):  # a fast, exact test: a million rows
             raise Damaged(store, f"run {run}: a point is {_quoted((name, step, value))}")
         found.setdefault(name, []).append((step, math.nan if value is None else value))
     for name, points in found.items():
@@ -158,5 +158,5 @@ def _check(store: Any, where: str, values: Mapping[str, Any], holds: Mapping[str
 
 
 def _quoted(value: Any) -> str:
-    text = ascii(value)  # what a terminal would obey is shown
+    text = ascii(value)  # shows characters that could act on a terminal
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,6 +1,6 @@
-"""One training run of the lab: its numbers from the file that the plugin writes, its words in log.txt.
+"""One training run of the lab. Its numbers come from the plugin's metrics file, its text goes to log.txt.
 
-The numbers are those of megatron_fp8/metrics.py, under the names that stores have had since they were read of the log.
+The numbers are those of megatron_fp8/metrics.py, under names that date from when they were parsed from the log.
 """
 
 import re
@@ -17,8 +17,8 @@ NOT_LOADED = (
     "-m megatron_fp8 and the script (--fp8-level is not needed)"
 )
 _RENAMED = {"sharpness_mean": "sharpness", "centred_sharpness_mean": "centred", "log_z_mean": "log_z"}
-# Megatron's words where it ends a run for such a value; so do pretrain_gpt.py's. An exception's, which ends the process
-# wherever it is: no number says it.
+# Megatron's messages, and pretrain_gpt.py's, when a value that is not finite ends a run. The text of the exception is
+# needed, because no number shows it.
 _NOT_FINITE = re.compile(r"Unexpected result (tensor\()?(nan|-?inf)|found (NaN|Inf) in", re.IGNORECASE)
 
 
@@ -27,12 +27,12 @@ class Training(TorchRun):
 
     Args:
         command: a script, or -m and a module, and flags; "{run}" in it is replaced by `folder`.
-        processes: so many on this machine.
-        folder: the run's own. What an earlier attempt left there is deleted; it gets log.txt and metrics.jsonl.
-        environment: variables to set beside those of this process.
+        processes: how many, on this machine.
+        folder: the run's own. Files of an earlier attempt are deleted; it gets log.txt and metrics.jsonl.
+        environment: variables to add to this process's.
 
     Attributes:
-        not_finite: whether it said that it ends for a loss or a gradient that is not finite.
+        not_finite: whether it reported that it ends because a loss or a gradient is not finite.
         last: the last step that it reported.
     """
 
@@ -46,11 +46,11 @@ class Training(TorchRun):
 
     @property
     def loads_plugin(self) -> bool:
-        """Whether the command has begun a file of numbers; it does so before its first step."""
+        """Whether the command has created its metrics file; the plugin does so before the first step."""
         return self._metrics.path.exists()
 
     def read(self) -> list[tuple[int, dict[str, float]]]:
-        """(Step, {name: value}) of all that has been logged since the last call."""
+        """(Step, {name: value}) for all that has been logged since the last call."""
         self.not_finite |= any(map(_NOT_FINITE.search, self.lines()))
         found = self._metrics.read()
         self.last = max([self.last, *(step for step, _ in found)])

@@ -1,28 +1,27 @@
 """The runs of a sweep and their curves, in one SQLite file that several sweeps may work on at once.
 
     about     name, value                       the plan's outline, the version of these tables
-    runs      a row each: arm, seed, learning rate, data set; command; state; who runs it, and since when
+    runs      a row each: arm, seed, learning rate, data set; command; state; its worker, and since when
     points    run, name, step, value            every number that a run logged; NULL is NaN
 
-States, and who changes them:
+States and their changes:
 
     waiting -> running     `claim`: one UPDATE in an immediate transaction, so each run is given out once
     running -> waiting     `release`: interrupted; it starts over
-    running -> done, failed, or not finite: the run ended itself for a loss or a gradient that was not finite
+    running -> done, failed, or not finite: the run ended itself because a loss or a gradient was not finite
     failed -> waiting      `retry`
 
-A worker that is killed cannot release its run. So a running run has a beat, the time its worker last wrote; a run
-whose worker is of this machine and no longer lives, or whose last beat is LOST seconds old, is given out again. Its
-`attempt` then goes up by one, and every write names the attempt that it is of: a worker that was only asleep writes
-nothing more.
+A killed worker cannot release its run. So a running run has a beat, the time of its worker's last write. A run is given
+out again if its worker is a dead process of this machine, or if its beat is LOST seconds old. Its `attempt` then goes
+up by one. Every write names its attempt, so a worker that was only asleep can write nothing more.
 
-Trust.  A store may lie where others can write. What is read is checked (rows.py), a store with code of its own
-(triggers, views) is refused, and no command is run because it stands here: `claim` gives out the runs of the plan that
-was added, if the store has the same command.
+Trust.  Others may be able to write to a store. What is read is checked (rows.py), a store with code of its own
+(triggers, views) is refused, and no command is run only because it is in the store: `claim` gives out the runs of the
+added plan, if the store has the same command for them.
 
-Journal.  WAL lets a report be made while a sweep writes, but needs all processes on one machine. For a store on a
-shared file system, which the tasks of a cluster write to, SQLite's rollback journal: `shared`. File locks must work
-there (NFSv4, Lustre with flock, GPFS).
+Journal.  WAL allows a report while a sweep writes, but needs all processes on one machine. A store on a shared file
+system, which the tasks of a cluster write to, uses SQLite's rollback journal: `shared`. File locks must work there
+(NFSv4, Lustre with flock, GPFS).
 """
 
 import json
@@ -59,9 +58,9 @@ from .rows import (
 
 VERSION = 1
 LOST = 300.0  # seconds without a beat
-_BUSY = 60.0  # seconds to wait for another's transaction
-_MOMENT = 3.0  # seconds to wait for another to begin or to end its use of a store
-_OUTSIDE = tuple(  # SQLite's names of errors that are no damage
+_BUSY = 60.0  # seconds to wait for another process's transaction
+_MOMENT = 3.0  # seconds to wait for another process to begin or end its use of a store
+_OUTSIDE = tuple(  # SQLite's names of errors that do not mean damage
     f"SQLITE_{name}" for name in ("BUSY", "LOCKED", "FULL", "IOERR", "READONLY", "CANTOPEN", "PERM", "NOLFS", "NOMEM")
 )
 _TABLES = """
@@ -81,21 +80,21 @@ CREATE TABLE points (
 
 
 class TakenAway(RuntimeError):
-    """This worker was thought dead, and its run given to another."""
+    """This worker was thought dead, and its run was given to another."""
 
 
 class Store:
-    """A store; raises UserError of one line for a file that is none, or is damaged.
+    """A store. Raises UserError with one line if the file is not a store, or is damaged.
 
     Args:
         path: the file.
-        create: make it where it is not there.
-        shared: processes of several machines will use it, one that there is already included.
+        create: make it if it does not exist.
+        shared: processes of several machines will use it, even if it exists already.
     """
 
     def __init__(self, path: str | Path, create: bool = False, shared: bool = False):
         self.path = Path(path)
-        self._commands: dict[tuple, str] = {}  # of the plan, by key_of: what may be run
+        self._commands: dict[tuple, str] = {}  # the plan's commands by key_of: only these may be run
         if not create and not os.path.isfile(self.path):
             raise UserError(f"{path}: no such store; `megatron-fp8 lab sweep PLAN --store {path}` makes it")
         if not os.path.isdir(self.path.absolute().parent):
@@ -107,14 +106,14 @@ class Store:
             on_error.pop_all()
 
     def _open(self, create: bool, shared: bool) -> None:
-        for guard in ("trusted_schema = OFF", "cell_size_check = ON"):  # sqlite.org/security.html, of others' files
+        for guard in ("trusted_schema = OFF", "cell_size_check = ON"):  # sqlite.org/security.html
             self._db.execute(f"PRAGMA {guard}")
         new = create and self._empty()
         if new or shared:  # the journal's kind is a property of the file
             self._set_journal("DELETE" if shared else "WAL")
         if new:
             with self._transaction():
-                if self._empty():  # still: two sweeps may begin at once
+                if self._empty():  # checked again: two sweeps may begin at once
                     for statement in filter(str.strip, _TABLES.split(";")):
                         self._db.execute(statement)
                     self._put("version", VERSION)
@@ -127,7 +126,7 @@ class Store:
 
     def _set_journal(self, kind: str) -> None:
         end = time.monotonic() + _MOMENT
-        while True:  # SQLite does not wait here; another sweep may be making the tables
+        while True:  # SQLite does not wait here, and another sweep may be making the tables
             try:
                 self._db.execute(f"PRAGMA journal_mode = {kind}")
                 return
@@ -146,7 +145,7 @@ class Store:
 
     @contextmanager
     def _one_line(self) -> Iterator[None]:
-        """Make what SQLite says a UserError of one line: the disc or who else uses the file forbids it, or damage."""
+        """Turn SQLite's errors into a UserError of one line: the disk, another user of the file, or damage."""
         try:
             yield
         except sqlite3.Error as error:
@@ -157,19 +156,19 @@ class Store:
             if name.startswith(_OUTSIDE):
                 raise UserError(f"{self.path}: {error}; mend that, and the same command continues") from None
             raise Damaged(self.path, str(error)) from None
-        except UnicodeDecodeError:  # of a name that SQLite's own message quotes
+        except UnicodeDecodeError:  # SQLite's message quotes a name of the file
             raise Damaged(self.path, "a name is not in UTF-8") from None
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All of it or nothing."""
+        """Make all changes inside, or none."""
         try:
             with self._one_line():
                 self._db.execute("BEGIN IMMEDIATE")
                 yield
                 self._db.execute("COMMIT")
         finally:
-            if self._db.in_transaction:  # SQLite may have rolled it back itself
+            if self._db.in_transaction:  # unless SQLite has rolled it back itself
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
 
@@ -187,10 +186,10 @@ class Store:
     # The plan.
 
     def add(self, plan: SweepPlan) -> None:
-        """Have the runs of a plan wait here, but those that are here already; `claim` then gives out these.
+        """Add the runs of a plan that are not here yet, as waiting; from now on `claim` gives out the plan's runs.
 
-        Of those that wait or failed, what the plan no longer has, or has with another command, goes. Raises UserError
-        where another run that was begun had another command.
+        Waiting or failed runs are deleted if the plan no longer has them, or has another command for them. Raises
+        UserError if any other run was begun with another command.
         """
         wanted = {key_of(run): run for run in plan.runs()}
         commands = {key: json.dumps(run.command) for key, run in wanted.items()}
@@ -213,15 +212,15 @@ class Store:
         self._commands = commands
 
     def outline(self) -> dict[str, Any]:
-        """The outline of the last plan that was added."""
+        """The outline of the last plan added."""
         return read_outline(self.path, self._get("plan"))
 
     # A worker's part.
 
     def claim(self, code: str) -> Row | None:
-        """Take a waiting run of the plan for this process, whose attempt it now is; None: there is none.
+        """Take a waiting run of the plan for this process, as a new attempt; None if there is none.
 
-        What waits here and is not in the plan, or has another command than the plan's, is not taken.
+        A run that is not in the plan, or has another command there, is not taken.
         code: the version that will run it.
         """
         now, worker = time.time(), identity(os.getpid())
@@ -240,7 +239,7 @@ class Store:
             return read_row(self.path, found[0])
 
     def recover(self) -> None:
-        """Have the runs of dead workers wait again, as `claim` does."""
+        """Let the runs of dead workers wait again, as `claim` does too."""
         with self._transaction():
             self._lose()
 
@@ -253,36 +252,36 @@ class Store:
                 self._wait(run)
 
     def _wait(self, run: int) -> None:
-        """Have a run wait, as if it had never begun."""
+        """Let a run wait, as if it had never begun."""
         self._db.execute(f"UPDATE runs SET state = '{WAITING}' WHERE id = ?", (run,))
         self._db.execute("DELETE FROM points WHERE run = ?", (run,))
 
     def _own(self, run: Row, change: str, *values: Any) -> None:
-        """Change columns of a run whose attempt is still ours."""
+        """Change columns of a run, if its attempt is still ours. Raises TakenAway."""
         sql = f"UPDATE runs SET {change} WHERE id = ? AND attempt = ? AND state = '{RUNNING}'"
         if not self._db.execute(sql, (*values, run.id, run.attempt)).rowcount:
             raise TakenAway(f"{run.name}: this worker was silent for {LOST:g} s, and its run given to another")
 
     def write(self, run: Row, points: Iterable[tuple[int, str, float]]) -> None:
-        """Write (step, name, value), and beat. Raises TakenAway."""
+        """Write (step, name, value) points and the beat. Raises TakenAway."""
         with self._transaction():
             self._own(run, "beat = ?", time.time())
             rows = [(run.id, name, step, None if math.isnan(value) else value) for step, name, value in points]
             self._db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?)", rows)
 
     def finish(self, run: Row, state: str, exit_code: int | None, error: str | None = None) -> None:
-        """A run ended as DONE, FAILED or NOT_FINITE; `error`: the end of its log. Raises TakenAway."""
+        """End a run as DONE, FAILED or NOT_FINITE; error: the end of its log. Raises TakenAway."""
         with self._transaction():
             self._own(run, "state = ?, ended = ?, exit_code = ?, error = ?", state, time.time(), exit_code, error)
 
     def release(self, run: Row) -> None:
-        """A run was interrupted: have it wait again, as if it had never begun. Raises TakenAway."""
+        """Let an interrupted run wait again, as if it had never begun. Raises TakenAway."""
         with self._transaction():
             self._own(run, "error = NULL")
             self._wait(run.id)
 
     def retry(self) -> int:
-        """Have failed runs wait again; returns how many."""
+        """Let failed runs wait again. Returns their number."""
         with self._transaction():
             failed = [row.id for row in self.runs() if row.state == FAILED]
             for run in failed:
@@ -292,16 +291,16 @@ class Store:
     # A reader's part.
 
     def counts(self) -> dict[str, int]:
-        """How many runs are in each of STATES."""
+        """{state: number of runs} for each of STATES."""
         found = dict(self._rows("SELECT state, count(*) FROM runs GROUP BY state"))
         return {state: found.get(state, 0) for state in STATES}
 
     def runs(self) -> list[Row]:
-        """All runs, in the order they are given out."""
+        """All runs, in the order in which they are given out."""
         return [read_row(self.path, row) for row in self._rows(f"SELECT {COLUMNS} FROM runs ORDER BY id")]
 
     def series(self, run: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{name: (steps, values)} of a run, steps rising, names in order; values are FP64."""
+        """{name: (steps, values)} of a run, with rising steps and sorted names; values are FP64."""
         rows = self._rows("SELECT name, step, value FROM points WHERE run = ? ORDER BY name, step", run)
         found = read_points(self.path, run, rows)
         return {name: tuple(map(np.array, zip(*pairs, strict=True))) for name, pairs in found.items()}  # type: ignore[misc]
@@ -312,7 +311,7 @@ def _planned(row: Row) -> SweepRun:
 
 
 def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, str]:
-    """The first word of each that differs, a value behind its flag."""
+    """The first word that differs in each, after its flag if it is a value."""
     size = max(len(old), len(new))
     pairs = zip(old + ("",) * (size - len(old)), new + ("",) * (size - len(new)), strict=True)
     at, pair = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])

@@ -1,29 +1,29 @@
-"""`megatron-fp8 lab bisect --folder DIR -- COMMAND`: which linears, back in BF16, remove most of an FP8 run's gap?
+"""`megatron-fp8 lab bisect --folder DIR -- COMMAND`: find the linears that cause most of an FP8 run's gap to BF16.
 
     megatron-fp8 lab bisect --folder DIR --steps 20 -- pretrain_gpt_fp8.py --fp8-level O2 --load checkpoints ...
 
 The command is compared with its BF16 twin: the same run with all linears in BF16 (--fp8-bf16-layers '*'), the same seed
-and data. Best from a checkpoint shortly before the trouble (--load); without one from the first step. Over the steps
-that the twin made,
+and data. Start from a checkpoint shortly before the trouble (--load) if there is one, else from the first step. Over
+the steps that the twin made,
 
     gap = sqrt(mean over steps of d^2)        d = |x - y| / |y|, at most 1
 
-x being the loss (or what --measure names) of a run and y the twin's; d = 1 where x is missing or not finite. The noise
-floor is the gap of a run that differs from the twin in rounding alone: the twin with another micro-batch size, whose
-gradients add up in another order. Where a run is chaotic that grows from step to step and overtakes the gap, which does
-not: O1 against BF16 on configs/lab/levels.yaml's GPT is 41 floors apart over 20 steps and 2 over 60. So more steps are
-not better; a gap of less than five floors is not searched in, as the shares below would be noise.
+where x is the run's loss (or the number that --measure names) and y the twin's; d = 1 if x is missing or not finite.
+The noise floor is the gap of a run that differs from the twin only by rounding: the twin with another micro-batch size,
+whose gradients are summed in another order. If a run is chaotic, the floor grows from step to step and overtakes the
+gap, which does not grow. O1 against BF16 on configs/lab/levels.yaml's GPT: 41 floors over 20 steps, 2 over 60. So more
+steps are not better. A gap below five floors is not searched, because the shares below would be noise.
 
 A set of linears removes the share
 
     (gap of the command - gap with the set in BF16, at least the floor) / (gap of the command - noise floor)
 
-Short runs, one after the other, find a small set that removes --share of it: first which kinds of linears, then which
-layers, then which of what is left. Every run's curves stay in DIR: the same command continues a bisect that was
-interrupted, and answers at once when there is nothing left to run.
+Short runs, one after the other, find a small set that removes --share of it: first over kinds of linears, then over
+layers, then over single linears. DIR keeps every run's curves. So the same command continues an interrupted bisect, and
+answers at once if no run is missing.
 
-What is no GEMM's (gradients and moments in FP8, the wire) is in the twin too, and not in the gap. What the command
-would save is not saved.
+Effects outside GEMMs (gradients and moments in FP8, the wire) are in the twin too, and therefore not in the gap. The
+command's own saves are switched off.
 """
 
 import json
@@ -49,25 +49,25 @@ from .run import NO_DROPOUT, WRITING, add_command, curves, has_dropout, loaded, 
 Curves = dict[str, dict[int, float]]
 
 _TWIN = (BF16_FLAG, "*")
-_ABOVE = 5.0  # noise floors that a gap must have: each share is then known to about a quarter
-LEAST_POINTS = 3  # of a measure, over which a gap means anything
+_ABOVE = 5.0  # noise floors that a gap must have, so that each share is known to about a quarter
+LEAST_POINTS = 3  # of a measure, for a gap to mean anything
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 _LINEAR = re.compile(r"\w[\w.]*")  # a linear's whole path
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab bisect`."""
-    parser.add_argument("--folder", required=True, help="where results and logs are kept; made if need be")
-    parser.add_argument("--steps", type=int, default=20, help="of each run (20)")
+    parser.add_argument("--folder", required=True, help="folder for results and logs; made if it is missing")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run (20)")
     parser.add_argument("--seed", type=int, help="the runs' --seed (default: the command's)")
-    parser.add_argument("--measure", default=LOSS, metavar="NAME", help="loss (default), grad_norm, or what is logged")
-    parser.add_argument("--share", type=float, default=0.9, help="of the gap that is to be removed (0.9)")
-    parser.add_argument("--floor", metavar="FLAGS", help='what changes rounding alone: --floor="--micro-batch-size 1"')
+    parser.add_argument("--measure", default=LOSS, metavar="NAME", help="loss (default), grad_norm, or a logged number")
+    parser.add_argument("--share", type=float, default=0.9, help="share of the gap to remove (0.9)")
+    parser.add_argument("--floor", metavar="FLAGS", help='change only rounding: --floor="--micro-batch-size 1"')
     add_command(parser)
 
 
 def run(args: Namespace) -> int:
-    """Find the linears and print their flags; 130: interrupted."""
+    """Find the linears and print their flags. Returns 130 if interrupted, else 0."""
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: use 1 or more")
     split_words("--floor", args.floor or "")
@@ -90,7 +90,7 @@ def run(args: Namespace) -> int:
 def gap(values: Mapping[int, float], twin: Mapping[int, float]) -> float:
     """The gap of two curves, {step: value}, as the top of the file defines it.
 
-    Steps at which the twin is not finite, or zero, say nothing; NaN where there are no others.
+    Steps at which the twin is not finite, or zero, are ignored; NaN if there are no others.
     """
     squares = []
     for step, y in twin.items():
@@ -101,7 +101,7 @@ def gap(values: Mapping[int, float], twin: Mapping[int, float]) -> float:
 
 
 def gemm_flags(command: list[str]) -> list[list[str]]:
-    """Flags that take one kind of GEMM, or one emulated operand, of all linears back to BF16."""
+    """Lists of flags, each of which returns one kind of GEMM, or one emulated operand, of all linears to BF16."""
     emulate = flag_value(command, "--fp8-emulate")
     if emulate is None:
         wgrad_in_fp8 = flag_value(command, "--fp8-gemm") != "bf16" and "--no-fp8-wgrad" not in command
@@ -114,7 +114,7 @@ def gemm_flags(command: list[str]) -> list[list[str]]:
 
 
 class _Results:
-    """What runs of the command with other flags found, kept in a folder."""
+    """Curves of runs of the command with other flags, kept in a folder."""
 
     def __init__(self, args: Namespace):
         self.folder, self._args = Path(args.folder), args
@@ -124,7 +124,7 @@ class _Results:
         self._file = self.folder / "bisect.json"
         self._same = {
             **{"command": self.command, "processes": args.processes, "steps": args.steps},
-            "loaded": loaded(self.command),  # --load takes the last checkpoint that is there
+            "loaded": loaded(self.command),  # because --load takes the newest checkpoint in the folder
         }
         self.linears: list[str] = []  # of the whole model
         self.runs: dict[str, Curves] = {}  # by their flags
@@ -139,7 +139,7 @@ class _Results:
             self.linears, self.runs = found["linears"], found["runs"]
 
     def of(self, flags: list[str], label: str) -> Curves:
-        """The curves of the command with these flags, of a run now or before."""
+        """The curves of the command with these flags; runs it if that was not done before."""
         key = shlex.join(flags)
         if key in self.runs:
             return self.runs[key]
@@ -157,9 +157,9 @@ class _Results:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """What a bisect wrote, with curves by whole steps; None: another wrote it.
+    """The content of a bisect's file, with whole steps as keys; None if a bisect did not write it.
 
-    Names of linears become words of a command line, so they must be names.
+    Names of linears are checked, because they become words of a command line.
     """
     try:
         found = json.loads(file.read_text())
@@ -183,11 +183,11 @@ class _Bisect:
     def __init__(self, args: Namespace):
         self.args, self.results = args, _Results(args)
         self.measures = [args.measure, "grad_norm" if args.measure == LOSS else LOSS]
-        self.kept = flag_value(args.command, BF16_FLAG)  # in BF16 whatever is found
-        self.rows: dict[str, list[str]] = {}  # of the table, by label
+        self.kept = flag_value(args.command, BF16_FLAG)  # in BF16 in every run
+        self.rows: dict[str, list[str]] = {}  # rows of the table, by label
 
     def run(self) -> None:
-        """Make the runs that are missing and print what they show."""
+        """Make the missing runs and print the result."""
         twin = self.results.of([*_TWIN], "all linears in BF16, the twin")
         if not twin.get(self.args.measure):
             raise UserError(f"--measure {self.args.measure}: not logged; use one of {', '.join(twin) or 'nothing'}")
@@ -221,7 +221,7 @@ class _Bisect:
         self._conclude(chosen, [(flags, share) for flags, share in by_gemm if share >= self.args.share], remark)
 
     def _find_floor(self) -> tuple[float, str]:
-        """The noise floor, and a remark on it."""
+        """The noise floor, and a remark about it."""
         flags = self._floor_flags()
         if flags is None:
             return 0.0, "The noise floor is not known, no other micro-batch size fits: say --floor FLAGS."
@@ -236,13 +236,13 @@ class _Bisect:
         return other_micro_batches(self.results.command, self.args.processes)
 
     def _clear_steps(self) -> int | None:
-        """So many of the steps that were made that the gap is far above the floor; None: over no LEAST_POINTS it is."""
+        """The largest number of the steps made over which the gap is far above the floor; None if there is none."""
         flags = self._floor_flags()
         if flags is None:
             return None
         twin = self.twin[self.args.measure]
         command, floor = (self.results.of(f, "").get(self.args.measure, {}) for f in ([], [*_TWIN, *flags]))
-        logged = sorted(twin)  # not every step's, of some measures
+        logged = sorted(twin)  # some measures are not logged at every step
         for count in range(len(logged) - 1, LEAST_POINTS - 1, -1):
             first = {step: twin[step] for step in logged[:count]}
             if gap(command, first) > 2 * _ABOVE * gap(floor, first):
@@ -250,14 +250,14 @@ class _Bisect:
         return None
 
     def _gap(self, flags: list[str], label: str) -> float:
-        """The gap of a run, and its row of the table."""
+        """The gap of a run; adds its row to the table."""
         run = self.results.of(flags, label)
         gaps = [gap(run.get(name, {}), curve) for name, curve in self.twin.items()]
         self.rows[label] = [f"{value:.3g}" for value in gaps]
         return gaps[0]
 
     def _removed(self, flags: list[str], label: str) -> float:
-        """The share of the command's gap that these flags remove, and the row of it."""
+        """The share of the command's gap that these flags remove; adds it to the row."""
         before = len(self.results.runs)
         share = (self.whole - max(self.floor, self._gap(flags, label))) / (self.whole - self.floor)
         self.rows[label].append(f"{share:.0%}")

@@ -1,13 +1,13 @@
-"""The search of a bisect: which few linears, put back in BF16, remove most of a gap.
+"""The search of a bisect: find a few linears whose return to BF16 removes most of a gap.
 
-What is asked of runs is the share of the gap that a set of linears removes. A set is enough if that reaches the
-target; what is in a set that is not enough is taken to be not enough either. Of what is enough, blocks are left out:
-halves first, then halves of what is left, down to single units, as long as the rest is still enough. k culprits among
-n units cost at most 2 k log2(n) runs. Units are first the kinds of linears, over all layers (a fault of linear_fc2 may
-be in each of them), then the layers, then single linears. Of a gap that every part shares in, nothing could be left
-out, at n runs: three halvings in a row that leave nothing out end the search.
+Each run tells the share of the gap that a set of linears removes. A set is enough if that share reaches the target;
+subsets of a set that is not enough are assumed not to be enough either. From a set that is enough, blocks are left out:
+halves first, then halves of the rest, down to single units, as long as the rest is still enough. k culprits among n
+units cost at most 2 k log2(n) runs. Units are first the kinds of linears, over all layers (a fault of linear_fc2 may be
+in each layer), then the layers, then single linears. If every part contributes to the gap, nothing can be left out, and
+trying that costs n runs. So the search ends after three halvings in a row that leave nothing out.
 
-After Zeller and Hildebrandt's delta debugging (IEEE TSE 28, 2002), which leaves out of what fails.
+After Zeller and Hildebrandt's delta debugging (IEEE TSE 28, 2002), which leaves out parts of a failing input.
 """
 
 import re
@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from ....flags.emulate import matches
 
-Units = list[list[str]]  # of which each stays or goes together
+Units = list[list[str]]  # the linears of one unit stay or go together
 _PATIENCE = 3  # halvings that leave nothing out
 
 
@@ -24,7 +24,7 @@ def search(linears: Sequence[str], share: Callable[[frozenset[str]], float], tar
 
     Args:
         linears: whole paths, in the model's order; together they are enough.
-        share: of the gap that a set removes; may be asked for the same set again.
+        share: the share of the gap that a set removes; it may be called twice for one set.
         target: above 0.
     """
 
@@ -52,7 +52,7 @@ def search(linears: Sequence[str], share: Callable[[frozenset[str]], float], tar
 
 
 def _leave_out(units: Units, enough: Callable[[Units], bool]) -> tuple[Units, bool]:
-    """The units that are needed, and whether all the others were tried to be left out: it may be to no avail."""
+    """The units that are needed, and whether the halving was completed (else it left nothing out too often)."""
     blocks, in_vain = [units], 0
     while any(len(block) > 1 for block in blocks):
         if in_vain == _PATIENCE:
@@ -81,18 +81,18 @@ def grouped(linears: Iterable[str], key: Callable[[str], Hashable]) -> Units:
 
 
 def _parts(name: str) -> tuple[str, int, str]:
-    """("decoder.layers.", 3, ".mlp.linear_fc1") of decoder.layers.3.mlp.linear_fc1; (name, -1, "") of another form."""
+    """("decoder.layers.", 3, ".mlp.linear_fc1") of decoder.layers.3.mlp.linear_fc1; else (name, -1, "")."""
     found = re.fullmatch(r"(.*\.layers\.)(\d+)(\..*)", name)
     return (found[1], int(found[2]), found[3]) if found else (name, -1, "")
 
 
 def kind_of(name: str) -> str:
-    """What a linear is called in every layer: ".mlp.linear_fc1"."""
+    """The part of a linear's name that is the same in every layer: ".mlp.linear_fc1"."""
     return _parts(name)[2]
 
 
 def layer_of(name: str) -> tuple[str, int]:
-    """The layer that a linear is in."""
+    """The layer that contains a linear."""
     return _parts(name)[:2]
 
 
@@ -102,7 +102,7 @@ def in_order(linears: Iterable[str]) -> list[str]:
 
 
 def patterns(chosen: Iterable[str], linears: Sequence[str]) -> str:
-    """Shell patterns, separated by commas, that of `linears` match those chosen and no others."""
+    """Shell patterns, separated by commas, that match those chosen and no others of `linears`."""
     chosen = set(chosen)
     if chosen == set(linears):
         return "*"
@@ -114,7 +114,7 @@ def patterns(chosen: Iterable[str], linears: Sequence[str]) -> str:
 
 
 def _of_block(members: list[str], chosen: list[str]) -> list[str]:
-    """Patterns for those chosen of a block's linears: whole kinds, then whole layers, then what is left."""
+    """Patterns for a block's chosen linears: whole kinds, then whole layers, then the rest."""
     before, first, _ = _parts(members[0])
     if first < 0:
         return chosen
@@ -133,7 +133,7 @@ def _of_block(members: list[str], chosen: list[str]) -> list[str]:
 
 
 def _globs(numbers: Iterable[int]) -> list[str]:
-    """Patterns for whole numbers, one for each number of tens: [8, 9, 10, 12] are "[89]" and "1[02]"."""
+    """Patterns for whole numbers, one for each ten: [8, 9, 10, 12] give "[89]" and "1[02]"."""
     tens: dict[int, list[int]] = {}
     for number in sorted(numbers):
         tens.setdefault(number // 10, []).append(number % 10)

@@ -2,9 +2,9 @@
 
     megatron-fp8 lab sharpness --json sharpness.json -- pretrain_gpt_fp8.py --load DIR --valid-data-path ... FLAGS...
 
-COMMAND is a training command with --load. It is run with --skip-train: Megatron's own evaluation, --eval-iters batches
-of the validation and the test set, at any level and in any layout. Printed of each set: quantiles over all positions,
-and over last tokens by the closed form and by the paper's search (monitor/logit_sharpness.py).
+COMMAND is a training command with --load. It is run with --skip-train, so it makes Megatron's own evaluation: --eval-
+iters batches of the validation and the test set, at any level and in any layout. For each set the verb prints quantiles
+over all positions, and over last tokens by the closed form and by the paper's search (monitor/logit_sharpness.py).
 """
 
 import json
@@ -24,20 +24,20 @@ ROWS = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The verb's own, and the training command."""
+    """The verb's own flags, and the training command."""
     parser.add_argument(
         "--iterations",
         type=int,
         default=PAPER_ITERATIONS,
         metavar="N",
-        help=f"of L-BFGS-B on the last token of each sequence (default {PAPER_ITERATIONS}; 0: not done)",
+        help=f"of L-BFGS-B on the last token of each sequence (default {PAPER_ITERATIONS}; 0 switches it off)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to FILE")
     add_command(parser)
 
 
 def run(args: Namespace) -> int:
-    """Evaluate and print; the exit code. Raises UserError of one line for a command that cannot be measured."""
+    """Evaluate and print. Returns 0. Raises UserError with one line if the command cannot be measured."""
     given = {word.partition("=")[0] for word in args.command}
     if not given & {"--load", "--pretrained-checkpoint"}:
         raise UserError("the command loads no checkpoint; add --load DIR to it")
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
 
 
 def table(name: str, parts: dict[str, dict[str, dict[str, float]] | None]) -> str:
-    """What an evaluation found, monitor/sharpness.py's JSON of it, as text."""
+    """The result of an evaluation (the JSON of monitor/sharpness.py) as text."""
     lines = [name]
     for part, title in (("tokens", "positions"), ("last", "last tokens")):
         rows = parts[part]

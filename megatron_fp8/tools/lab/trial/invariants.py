@@ -1,30 +1,29 @@
-"""Runs that tell a bug from rounding: each changes something that must not change a run, or only by rounding.
+"""Tell a bug from rounding: run the command with changes that must not change the result, or only by rounding.
 
-    check             what is changed                                                    must be
-    repeat            nothing                                                            equal
-    recompute         all activations are computed a second time, or no longer are       equal
-    tp gather         sequence parallelism gathers activations in FP8, or in BF16        within 2^-10 of a number: what
-                                                                                         is gathered in BF16 is rounded
-                                                                                         twice
+    check             the change                                                         must be
+    repeat            none                                                               equal
+    recompute         full recomputation of activations, on or off                       equal
+    tp gather         sequence parallelism gathers activations in FP8, or in BF16        within 2^-10 of a number:
+                                                                                         a BF16 gather rounds twice
     save and reload   half of the steps, a checkpoint, the other half from it            equal
-    overlap           gradients and weights travel while others compute, or no longer    equal with two data-parallel
+    overlap           gradients and weights travel beside computation, or not            equal with two data-parallel
                                                                                          ranks, else within rounding
-    micro-batches     their size: half, or the like; twice where it is 1                 within rounding
+    micro-batches     half the size, or a smaller divisor; twice the size if it is 1     within rounding
 
-Equal: losses and gradient norms of all steps, bit for bit (a norm takes in every gradient). Where not even `repeat` is
-equal, these checks can show nothing, and are left out: --deterministic-mode makes it so.
+Equal: losses and gradient norms of all steps, bit for bit (a norm covers every gradient). If not even `repeat` is
+equal, the other checks that need equality cannot show anything and are skipped; --deterministic-mode makes it equal.
 
 Within rounding: the largest difference of the losses, and that of the norms, is at most
 
     limit = 64 d    at least 2^-12 v, at most 0.05 v
 
-d being what the same change does to the BF16 twin, the command with BF16 GEMMs, FP32 gradients and FP32 states, and v
-the number itself. E5M2 rounds by up to 2^-3 of a number, BF16 by up to 2^-9: 64 times as much. The twin's losses may
-be equal: its rows are rounded alike in any split, while a scale of FP8 is a micro-batch's own. Of 512 positions, the
-tests' model, losses at O2 and O3 moved by up to 3e-5 of v: hence the 2^-12. A bug, such as a micro-batch that counts
-twice, changes the norm by a large part of itself, and may be the twin's too: hence the 5 %. All four runs are without
-dropout, whose masks depend on the split.
-(More than two ranks: stock Megatron adds FP32 gradients in an order that depends on its buckets.)
+where d is the effect of the same change on the BF16 twin (the command with BF16 GEMMs, FP32 gradients and FP32 states)
+and v the number itself. E5M2 rounds by up to 2^-3 of a number, BF16 by up to 2^-9: 64 times less. The twin's losses may
+be equal, because its rows are rounded alike in any split, while an FP8 scale belongs to one micro-batch. With 512
+positions, the tests' model, losses at O2 and O3 moved by up to 3e-5 of v; hence the 2^-12. A bug, such as a micro-batch
+that counts twice, changes the norm by a large part of itself, and the twin may have it too; hence the 5 %. All four
+runs are without dropout, whose masks depend on the split. (With more than two ranks stock Megatron adds FP32 gradients
+in an order that depends on its buckets.)
 """
 
 import math
@@ -42,8 +41,8 @@ from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas,
 Curves = dict[str, dict[int, float]]
 _COMPARED = (LOSS, "grad_norm")
 _ROUNDING = 64
-_LEAST, _MOST = 2.0**-12, 0.05  # of a number, that a limit is
-_TWICE = 2.0**-10  # of a number, for the second rounding of what is gathered; the tests' model moved by 2.8e-4
+_LEAST, _MOST = 2.0**-12, 0.05  # bounds of a limit, as shares of the number
+_TWICE = 2.0**-10  # share of a number, for the second rounding of a BF16 gather; the tests' model moved by 2.8e-4
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
 _LOADING = (
     *("--load", "--finetune", "--ckpt-step", "--pretrained-checkpoint", "--no-load-optim", "--no-load-rng"),
@@ -54,12 +53,12 @@ _TWIN = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce 
 
 
 class Skipped(Exception):
-    """The check says nothing of this command; the reason."""
+    """The check says nothing about this command; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: the largest difference of a number, whose and at which step, and what it may be."""
+    """The largest difference that a check found, its number and step, and the limit."""
 
     difference: float
     name: str
@@ -78,12 +77,12 @@ class Finding:
 
 @dataclass
 class Trials:
-    """The runs of a command that are compared, each made once.
+    """The runs of a command that are compared; each is made once.
 
     Attributes:
-        command: the user's; what it writes is left out.
-        processes, timeout: of a run, as trial.curves takes them.
-        first, steps: the step that the command begins with, and how many are made.
+        command: the user's, without the flags that write.
+        processes, timeout: of a run, see trial/run.py's curves.
+        first, steps: the command's first step, and how many steps to make.
         folder: for the runs.
     """
 
@@ -101,7 +100,7 @@ class Trials:
     def run(self, command: Sequence[str] | None = None, steps: int | None = None, again: bool = False) -> Curves:
         """{name: {step: value}} of the loss and the gradient norm of a run.
 
-        command: the user's by default. steps: `self.steps` by default. again: make it also if it was made.
+        command: default: the user's. steps: default: `self.steps`. again: run even if this run was made before.
         """
         words = (*(self.command if command is None else command), "--log-interval", "1")
         if words not in self._made or again:
@@ -111,7 +110,7 @@ class Trials:
         return self._made[words]
 
     def size(self, flag: str) -> int:
-        """A flag's number; 1 where the command does not have it."""
+        """A flag's number; 1 if the command does not have it."""
         return size_of(self.command, flag) or 1
 
     @property
@@ -121,11 +120,11 @@ class Trials:
 
     @property
     def in_fp8(self) -> bool:
-        """Whether the command has a level, or emulates."""
+        """Whether the command has a level, or emulates FP8."""
         return says_fp8(self.command)
 
     def twin(self) -> list[str]:
-        """The command in BF16: its own layers and engine, nothing rounded further."""
+        """The command in BF16: the same layers and engine, with no further rounding."""
         if not self.in_fp8:
             raise Skipped("the command has no level: it is its own BF16 twin")
         ours = {word.partition("=")[0] for word in self.command if word.startswith("--fp8-")} - {"--fp8-attention"}
@@ -133,7 +132,7 @@ class Trials:
 
 
 def differences(one: Curves, other: Curves) -> list[Finding]:
-    """Of each number of the two runs the largest difference and its step; infinite where one of them lacks a step."""
+    """For each number its largest difference between two runs, with the step; infinite if one run lacks a step."""
     found = []
     for name in sorted(one.keys() | other.keys()):
         mine, its = one.get(name, {}), other.get(name, {})
@@ -151,7 +150,7 @@ def _apart(a: float | None, b: float | None) -> float:
 
 
 def _worst(findings: list[Finding]) -> Finding:
-    """The one that is farthest from what is allowed."""
+    """The finding that is farthest beyond, or nearest to, its limit."""
     return max(findings, key=lambda f: (not f.passed, f.difference / f.limit if f.limit else f.difference))
 
 
@@ -160,7 +159,7 @@ def _equal(one: Curves, other: Curves) -> Finding:
 
 
 def _finite_where(run: Curves, other: Curves) -> bool:
-    """Whether a run has a finite number wherever the other has any."""
+    """Whether a run has a finite number at every step at which the other has one."""
     return all(math.isfinite(run.get(name, {}).get(k, math.nan)) for name, curve in other.items() for k in curve)
 
 
@@ -184,13 +183,13 @@ def _within_rounding(trials: Trials, change: Callable[[Sequence[str]], list[str]
 
 
 def repeat(trials: Trials) -> Finding:
-    """The command twice."""
+    """Run the command twice."""
     once = trials.run()
     return _equal(once, trials.run(again=True))
 
 
 def recompute(trials: Trials) -> Finding:
-    """With and without full recomputation."""
+    """Run with and without full recomputation."""
     changed = without(trials.command, _RECOMPUTE)
     if flag_value(tuple(trials.command), "--recompute-granularity") != "full":
         changed += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
@@ -198,7 +197,7 @@ def recompute(trials: Trials) -> Finding:
 
 
 def tp_gather(trials: Trials) -> Finding:
-    """The activations' gather in FP8 and in BF16."""
+    """Gather activations in FP8 and in BF16."""
     command, flag = tuple(trials.command), "--fp8-tp-gather"
     level = flag_value(command, "--fp8-level")
     if trials.size("--tensor-model-parallel-size") == 1 or "--sequence-parallel" not in command:
@@ -216,10 +215,10 @@ def tp_gather(trials: Trials) -> Finding:
 
 
 def save_and_reload(trials: Trials) -> Finding:
-    """Half of the steps, a checkpoint, and the rest."""
+    """Run half of the steps, save, and run the rest from the checkpoint."""
     half, checkpoint = trials.steps // 2, str(trials.folder / "checkpoint")
     last = str(trials.first + half - 1)
-    saving = ["--save", checkpoint, "--save-interval", last, "--exit-interval", last]  # ends by itself, having saved
+    saving = ["--save", checkpoint, "--save-interval", last, "--exit-interval", last]  # exits by itself after saving
     before = trials.run([*without(trials.command, ("--no-save-optim", "--no-save-rng")), *saving], steps=half)
     after = trials.run([*without(trials.command, _LOADING), "--load", checkpoint], steps=trials.steps - half)
     names = before.keys() | after.keys()
@@ -227,7 +226,7 @@ def save_and_reload(trials: Trials) -> Finding:
 
 
 def overlap(trials: Trials) -> Finding:
-    """Communication of data parallelism beside computation, and apart from it."""
+    """Run data-parallel communication overlapped with computation, and not."""
     if trials.data_parallel == 1:
         raise Skipped("no data parallelism")
 
@@ -243,7 +242,7 @@ def overlap(trials: Trials) -> Finding:
 
 
 def micro_batches(trials: Trials) -> Finding:
-    """Micro-batches of another size."""
+    """Run with micro-batches of another size."""
     flags = other_micro_batches(trials.command, trials.processes)
     if flags is None:
         raise Skipped("no other --micro-batch-size fits --global-batch-size")
@@ -261,9 +260,9 @@ CHECKS: Mapping[str, Callable[[Trials], Finding]] = {
 
 
 def report(trials: Trials) -> int:
-    """Make every check and print a line of each; 1 if one failed, else 0.
+    """Make every check and print a line for each. Returns 1 if one failed, else 0.
 
-    Raises UserError where the command itself does not run, or says nothing: too few steps, or none finite.
+    Raises UserError if the command does not run, makes too few steps, or gives no finite number.
     """
     _check_says_something(trials.run(), trials.steps)
     failed, repeats = False, True
@@ -284,7 +283,7 @@ def report(trials: Trials) -> int:
 
 
 def _check_says_something(found: Curves, steps: int) -> None:
-    """Raise UserError for a run whose checks would all pass, or fail, for want of numbers."""
+    """Raise UserError for a run with too few numbers for the checks to mean anything."""
     made = len({step for curve in found.values() for step in curve})
     if made != steps:
         remedy = "raise --train-iters or lower --steps (a NaN ends it too: take an earlier --load)"
@@ -296,7 +295,7 @@ def _check_says_something(found: Curves, steps: int) -> None:
 
 
 def _not_run(error: str) -> tuple[str, str]:
-    """Verdict and text of a run that failed: what we refuse in one line is a check that cannot be made."""
+    """Verdict and text for a run that failed. If our one-line error ended it, the check cannot be made: skipped."""
     lines = error.strip().splitlines()
     refused = [line.partition("megatron_fp8: ")[2] for line in lines if "megatron_fp8: " in line]
     return ("skipped", refused[0]) if refused else ("FAIL", f"a run ended: {lines[-1]}")

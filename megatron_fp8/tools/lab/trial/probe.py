@@ -1,17 +1,17 @@
-"""`megatron-fp8 lab probe`: is it rounding or a bug? How far FP8's GEMMs are from BF16's, and checks that are exact.
+"""`megatron-fp8 lab probe`: rounding or bug? Errors of FP8's GEMMs against BF16's, and checks that are exact.
 
     megatron-fp8 lab probe -- pretrain_gpt_fp8.py FLAGS... --load checkpoint --fp8-level O2
     megatron-fp8 lab probe --step 100 --sort error -- pretrain_gpt_fp8.py FLAGS... --fp8-emulate E8M3:truncate
     megatron-fp8 lab probe --invariants -- pretrain_gpt_fp8.py FLAGS... --fp8-level O3
 
-The command is run up to the step, from its checkpoint if it has --load, and stopped. Of every linear and each of its
-GEMMs the table has the error and the gain, of every operand what its rounding did; megatron_fp8/monitor/probe.py says
-what each number is. Shares and errors are in %.
+The command is run up to the step, from its checkpoint if it has --load, and stopped. The table has the error and gain
+of each GEMM of every linear, and the effect of rounding on every operand; megatron_fp8/monitor/probe.py explains each
+number. Shares and errors are in %.
 
---invariants runs the command several times, each time with something changed that must not change the result, or only
-by rounding; tools/lab/trial/invariants.py says what.
+--invariants runs the command several times. Each time it changes something that must not change the result, or only by
+rounding; see tools/lab/trial/invariants.py.
 
-Nothing is written where the command writes: --save, --tensorboard-dir and the like are left out.
+The command's own outputs are switched off: --save, --tensorboard-dir and the like.
 """
 
 import json
@@ -33,16 +33,16 @@ _GEMMS, _OPERANDS = ("fprop", "dgrad", "wgrad"), ("activation", "weight", "gradi
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab probe`."""
-    parser.add_argument("--step", type=int, metavar="N", help="the step to look at (the first that the command makes)")
-    parser.add_argument("--json", metavar="FILE", help="write what the tables show, unrounded")
-    parser.add_argument("--sort", choices=("error",), help="the largest error first (default: as in the model)")
+    parser.add_argument("--step", type=int, metavar="N", help="the step to probe (the command's first)")
+    parser.add_argument("--json", metavar="FILE", help="write the tables' numbers, unrounded, to FILE")
+    parser.add_argument("--sort", choices=("error",), help="largest error first (default: the model's order)")
     parser.add_argument("--invariants", action="store_true", help="run the checks instead")
-    parser.add_argument("--steps", type=int, metavar="N", help="of each run of --invariants (4)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each run of --invariants (4)")
     add_command(parser)
 
 
 def run(args: Namespace) -> int:
-    """Probe a step, exit code 0; or run the checks, exit code 1 where one failed."""
+    """Probe a step and return 0; or run the checks and return 1 if one failed."""
     command = without(args.command, WRITING)
     first = first_step(command)
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def run(args: Namespace) -> int:
         step = first if args.step is None else args.step
         if step < first:
             raise UserError(f"--step {step}: the command's first is {first}; use that or a later one")
-        if not says_fp8(command) and flag_value(command, ARGS_FILE.name) is None:  # whose file may say more
+        if not says_fp8(command) and flag_value(command, ARGS_FILE.name) is None:  # the file may say more
             raise UserError("the command has no GEMM in FP8, nothing to probe; add --fp8-level or --fp8-emulate to it")
         found = probe(command, args.processes, Path(folder), args.timeout, first, step)
     print(table(found, args.sort == "error"), flush=True)
@@ -73,9 +73,9 @@ def run(args: Namespace) -> int:
 def probe(
     command: Sequence[str], processes: int, folder: Path, timeout: float | None, first: int, step: int
 ) -> dict[str, Any]:
-    """What monitor/probe.py writes of a step of the command, whose first is `first`; folder: for the run.
+    """The result of monitor/probe.py for a step of the command. first: its first step. folder: for the run.
 
-    Raises UserError of what the run said where it failed, or never came to the step, or has no linear to look at.
+    Raises UserError if the run failed, never reached the step, or has no linear to probe.
     """
     results = folder / "probe"
     flags = ["--log-interval", "1", "--fp8-probe-step", str(step), "--fp8-probe-dir", str(results)]
@@ -95,7 +95,7 @@ def probe(
 
 
 def table(found: dict[str, Any], by_error: bool) -> str:
-    """What `probe` returns, for people; by_error: linears in the order of their largest error."""
+    """The result of `probe` as text. by_error: sort linears by their largest error."""
     linears = found["linears"]
     if by_error:
         linears = dict(sorted(linears.items(), key=lambda item: -_largest_error(item[1])))
@@ -118,7 +118,7 @@ def table(found: dict[str, Any], by_error: bool) -> str:
 
 
 def _largest_error(linear: dict[str, Any]) -> float:
-    """What is not finite comes first."""
+    """A linear's largest error; infinite if one is not finite, so that it comes first."""
     errors = [linear[gemm]["error"] for gemm in _GEMMS]
     return max(float("inf") if error is None else error for error in errors)
 

@@ -1,9 +1,9 @@
-"""A training command that a verb of the lab takes from the user, and runs to see what becomes of it.
+"""Run a training command that the user gives to a verb of the lab.
 
     megatron-fp8 lab VERB ... --processes 2 -- pretrain_gpt_fp8.py --num-layers 4 ...
 
-The command is a plan's (sweep/plan_file.py): a script, or -m and a module, and flags; `{run}` in it is the run's own
-folder.
+The command has the form of a plan's (sweep/plan_file.py): a script, or -m and a module, and flags. `{run}` in it stands
+for the run's own folder.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from ....processes import ended_like_ctrl_c
 from ..sweep.plan_file import ELSEWHERE, flag_value
 from ..sweep.runner import NOT_LOADED, Training
 
-WRITING = (  # flags that would mix a trial's output with the user's own, end it before its time, or change its course
+WRITING = (  # flags that would mix a trial's output with the user's own, end it early, or change its course
     *("--save", "--save-interval", "--persistent-save-interval", "--non-persistent-save-interval"),
     *("--save-retain-interval", "--save-params-interval", "--save-activations-interval", "--save-wgrads-interval"),
     *("--save-dgrads-interval", "--save-tokens-per-expert-interval", "--async-save", "--logits-save-dir"),
@@ -36,13 +36,13 @@ NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
-    """The command, after every other argument (`args.command`), and how it is run: --processes and --timeout.
+    """Add the command, after all other arguments (`args.command`), and --processes and --timeout for its runs.
 
-    A command that is missing, or begins with a flag other than -m, and numbers of nothing are a UserError when
-    arguments are parsed.
+    Parsing raises UserError if the command is missing or begins with a flag other than -m, or if one of the two numbers
+    is not positive.
     """
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="of each run, on this machine (1)")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="after which a run has failed (none)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of a run, on this machine (1)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="limit of a run; then it has failed (none)")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -60,7 +60,7 @@ class _Command(argparse.Action):
         if words[0].startswith("-") and words[0] != "-m":
             raise UserError(f"{words[0]}: the command must begin with a script, or -m and a module; put it last")
         if words[0] != "-m" and not Path(words[0]).is_file():
-            if "--" in words[words is not values :]:  # the value of a flag that is misspelt, most likely
+            if "--" in words[words is not values :]:  # most likely the value of a misspelt flag
                 raise UserError(f"{words[0]}: stands before -- and belongs to no flag there; see --help")
             raise UserError(f"{words[0]}: no such script here; {ELSEWHERE}")
         for flag, number in (("--processes", namespace.processes), ("--timeout", namespace.timeout)):
@@ -70,7 +70,7 @@ class _Command(argparse.Action):
 
 
 def without(command: Sequence[str], flags: Collection[str]) -> list[str]:
-    """The command without these flags and what follows each up to the next flag."""
+    """The command without these flags and their values."""
     kept, dropping = [], False
     for word in command:
         if word.startswith("--"):
@@ -81,7 +81,7 @@ def without(command: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def loaded(command: Sequence[str]) -> str | None:
-    """The iteration that --load would take, as its folder or --ckpt-step says it: "120", "release"; None: none."""
+    """The iteration that --load would take, by --ckpt-step or the folder: "120", "release"; None if there is none."""
     folder, step = (flag_value(tuple(command), flag) for flag in ("--load", "--ckpt-step"))
     if folder is None:
         return None
@@ -98,12 +98,12 @@ def loaded(command: Sequence[str]) -> str | None:
 
 
 def first_step(command: Sequence[str]) -> int:
-    """The step that the command would begin with, as Megatron counts them: after the one that it loads, or 1."""
+    """The command's first step, as Megatron counts: the one after the loaded step, or 1."""
     return 1 if "--finetune" in command else 1 + (whole_number(loaded(command) or "") or 0)
 
 
 def says_fp8(command: Sequence[str]) -> bool:
-    """Whether the command's own words have a level above O0, or emulate."""
+    """Whether the command's own words give a level above O0, or emulation."""
     words = tuple(command)
     return not is_stock(flag_value(words, "--fp8-level")) or flag_value(words, "--fp8-emulate") is not None
 
@@ -115,12 +115,12 @@ def replicas(command: Sequence[str], processes: int) -> int:
 
 
 def size_of(command: Sequence[str], flag: str) -> int | None:
-    """A flag's number; None where the command does not have it, or no number: its run says so."""
+    """A flag's number; None if the command lacks it, or if it is not a number, which the run will report."""
     return whole_number(flag_value(tuple(command), flag) or "")
 
 
 def other_micro_batches(command: Sequence[str], processes: int) -> list[str] | None:
-    """Flags that split a step of the command into other micro-batches; None where there is no other split."""
+    """Flags that split a step of the command into other micro-batches; None if there is no other split."""
     size = size_of(command, "--micro-batch-size") or 0
     total = size_of(command, "--global-batch-size") or size * replicas(command, processes)
     smaller = [n for n in range(size // 2, 0, -1) if size % n == 0]
@@ -136,7 +136,7 @@ def has_dropout(command: Sequence[str]) -> bool:
 
 
 def check_folder_of(flag: str, file: str | Path | None) -> None:
-    """Raise UserError of one line where a file, a flag's value, is a folder, or cannot be made for want of its own."""
+    """Raise UserError if a file, given by a flag, is a folder, or if its folder does not exist."""
     if file is not None and Path(file).is_dir():
         raise UserError(f"{flag} {file}: is a folder; name a file")
     if file is not None and not Path(file).absolute().parent.is_dir():
@@ -149,26 +149,26 @@ def curves(
     """Run the command and read what it logs.
 
     Args:
-        command, processes, folder: runner.Training's; an earlier run's folder is deleted.
+        command, processes, folder: as for runner.Training; the folder of an earlier run is deleted.
         timeout: seconds, after which the run has failed.
-        steps: take so many (after --load, so many more) and stop the run in the next; None: let it end by itself.
+        steps: after so many steps (after --load, so many more) stop the run in the next one; None: do not stop it.
 
     Returns:
-        {name: {step: value}} of all that it logged. A run that ended by itself because something was not finite counts
-        as one that ended well: its curves are shorter.
+        {name: {step: value}} of all that it logged. If a run ended itself because a value was not finite, this is not a
+        failure; its curves are shorter.
 
-    Raises UserError with the end of the log for a run that failed.
+    Raises UserError with the end of the log if the run failed.
     """
     found: dict[str, dict[int, float]] = {}
     training = Training(command, processes, folder, {})
     with contextlib.closing(training), ended_like_ctrl_c():
         while True:
-            code = training.poll()  # before reading: what is logged until the end is then there
+            code = training.poll()  # before reading, so that the read includes all until the end
             for step, values in training.read():
                 for name, value in values.items():
                     found.setdefault(name, {})[step] = value
             if steps is not None and len(made := sorted(found.get(LOSS, ()))) > steps:
-                last = made[steps - 1]  # which nothing more is logged of
+                last = made[steps - 1]  # nothing more will be logged for this step
                 return {name: {k: v for k, v in curve.items() if k <= last} for name, curve in found.items()}
             if code is not None or training.late(timeout):
                 break
