@@ -1,11 +1,11 @@
-"""What checkpoints cost that load at any layout: bytes, and seconds of a save and of a load.
+"""The cost of checkpoints that load at any layout: bytes, and seconds of a save and of a load.
 
     python benchmarks/checkpoint_forms.py --csv benchmarks/results/checkpoint_forms.csv
 
-A GPT of 46 M parameters at O3 with the distributed optimizer in two gloo ranks, of which 33 M are stock's own (the
-embedding and the LM head), as earlier versions saved them, in stock's default form, and in the form for any layout.
-The forms take turns; the fastest of all saves and loads counts, since other processes only slow them down.  It shows
-what the form costs on one machine's file system, not what a cluster's takes.
+A GPT of 46 M parameters at O3 with the distributed optimizer on two gloo ranks. 33 M of them (embedding and LM head)
+are stock's own. They are saved in two forms: stock's default, which earlier versions used, and the form for any layout.
+The forms take turns. The fastest of all saves and loads counts, because other processes only slow them down.
+This shows the cost on one machine's file system, not on a cluster's.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FORMS = {"one layout": "tests/scripts/earlier_checkpoints.py", "any layout": "pr
 
 
 def run(script: str, more: list[str]) -> dict[str, float]:
-    """The seconds of the fastest save and load that Megatron's timers told."""
+    """Seconds of the fastest save and of the fastest load, by Megatron's timers."""
     command = [script, *TINY_GPT, *MODEL.split(), *more]
     lines = forked(2, command, ROOT / "runs/checkpoint_forms/log.txt", timeout=600, env={"PYTHONPATH": script_path()})
     told = re.findall(r"(save|load)-checkpoint \.*: \([\d.]+, ([\d.]+)\)", "\n".join(lines))

@@ -1,12 +1,12 @@
-"""Activation with its cast, the cast with the bias gradient, quantise + transpose, add_blocks: timed on one GPU.
+"""Time activation with its cast, the cast with the bias gradient, quantise + transpose, and add_blocks on one GPU.
 
     python benchmarks/fused_activation.py [--csv FILE]        sized for a minute on an H200, compilation included
 
 Microseconds are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random. GB/s
 counts the bytes that must move (each input read once, each output written once); "floor" is their time at 4.0 TB/s.
-"torch" is what a kernel replaces: torch's activation (compiled, where stock's is), its gradient, the sum over rows,
-and ops.quantize. Rows with a configuration try other tile rows, columns and warps; the product's is in ops/triton/.
-`--old FOLDER` also times quantise + transpose and add_blocks of the cast.py and blocks.py that lie there.
+"torch" is the code that a kernel replaces: torch's activation (compiled, if stock's is), its gradient, the sum over
+rows, and ops.quantize. Rows with a configuration try other tile rows, columns and warps; the defaults are in
+ops/triton/. `--old FOLDER` also times quantise + transpose and add_blocks of cast.py and blocks.py in FOLDER.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def torch_functions(kind: str):
     """(forward, backward) in BF16, as stock runs them."""
     from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu
 
-    if kind == "gelu":  # without bias_gelu_fusion the bias is added before
+    if kind == "gelu":  # without bias_gelu_fusion stock adds the bias first
         add = torch.add
         return lambda h, b: functional.gelu(add(h, b)), lambda dy, h, b: torch.ops.aten.gelu_backward(dy, add(h, b))
     if kind == "gelu_tanh":
@@ -95,7 +95,7 @@ def bench_activation(table: Table) -> None:
                 dy, h, kind, E5M2, scale, bias=bias, columns=True, amax_out=largest, bias_grad=bias is not None
             )
 
-        # --fp8-activations: h is kept in blocks, and the forward pass's columns are written in the backward pass.
+        # --fp8-activations: h is kept in blocks, and the backward pass writes the forward pass's columns.
         kept, columns = ops.blocks_for(h, kind), torch.empty(F, M, dtype=E4M3.dtype, device="cuda")
 
         def forward_keeping(h=h, bias=bias, kind=kind, kept=kept):
@@ -118,14 +118,14 @@ def bench_activation(table: Table) -> None:
             ("backward, kept, and columns", backward_tile, backward_again, M * (3 * F + 3 * wide)),
         ]:
             tiles = TILES if kind != "gelu_tanh" else []
-            if "kept" in name:  # a tile is a block wide
+            if "kept" in name:  # a tile is one block wide
                 tiles = [tile for tile in tiles if tile[1] == BLOCK]
             sweep(table, f"{kind} {name}", (M, F), activation, constant, tiles, function, numbytes)
 
 
 def sweep(table: Table, name, shape, module, constant: str, configs, function, numbytes) -> None:
-    """Time `function` with the module's constant, or those that its commas separate, as it is and as each of `configs`;
-    the best is printed."""
+    """Time `function` with the module's constant (or several, separated by commas) as it is and as each of `configs`;
+    print the best."""
     names, before = constant.split(","), len(table.rows)
     chosen = [getattr(module, one) for one in names]
     product = tuple(chosen) if len(names) > 1 else chosen[0]

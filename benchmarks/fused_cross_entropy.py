@@ -1,12 +1,12 @@
-"""Cross-entropy of BF16 logits on one GPU, ours and both of stock's: checked against each other, then timed.
+"""Cross-entropy of BF16 logits on one GPU: ours and both of stock's, checked against each other, then timed.
 
     python benchmarks/fused_cross_entropy.py --csv fused_cross_entropy.csv        sized for a minute on an H200
 
-The method and the columns are those of ops.py. GB/s counts what must move: forward a read of the logits, 2 bytes each;
-backward a read and a write, 4, or where half of the rows are masked 3. The floor of a whole loss is 6, and stock's GB/s
-are of that same floor. "step" is a forward and a backward pass through autograd, as in training but that the gradient
-gets new memory (a leaf's logits stay); stock's backward pass is its step less its forward pass. Rows with a
-configuration compare launch configurations: the product's is the default in ops/triton/cross_entropy.py.
+The method and the columns are those of ops.py. GB/s counts the bytes that must move: forward a read of the logits, 2
+bytes each; backward a read and a write, 4, or 3 if half of the rows are masked. A whole loss must move 6, and stock's
+GB/s use the same 6. "step" is a forward and a backward pass through autograd, as in training, except that the gradient
+gets new memory (a leaf's logits stay). Stock's backward pass is its step minus its forward pass. Rows with a
+configuration compare launch configurations; the default is in ops/triton/cross_entropy.py.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def stocks() -> dict:
 
 
 def step(loss_of, logits, target, dloss, group):
-    """(loss, gradient) of a leaf."""
+    """(loss, gradient) of the logits as a leaf."""
     logits = logits.detach().requires_grad_()
     loss = loss_of(logits, target, group)
     return loss.detach(), torch.autograd.grad(loss, logits, dloss)[0]
@@ -106,13 +106,13 @@ def bench(table: Table, shape: tuple[int, int], group) -> None:
             f"{name}: step", shape, lambda f=loss_of, g=given: step(f, *g, dloss[:, None], group), numbytes=3 * size
         )
         print(f"    {name}: at most {memory:.2f} GB beside logits of {size / 1e9:.2f}")
-    table.add("backward, in place", shape, lambda: backward(out=logits), numbytes=2 * size)  # last: logits are gone
+    table.add("backward, in place", shape, lambda: backward(out=logits), numbytes=2 * size)  # last: overwrites logits
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
-    parser.add_argument("--commit", default=commit(), help="what the rows say was measured")
+    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
+    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.cuda.set_device(0)

@@ -1,12 +1,13 @@
-"""ops.norm_quantize and ops.norm_backward on one GPU beside what they replace: torch's norm, then ops.quantize; torch's
-backward, and the addition of the residual's gradient.
+"""Time ops.norm_quantize and ops.norm_backward on one GPU, beside the code that they replace.
+
+That code is torch's norm followed by ops.quantize, and torch's backward followed by the residual gradient's addition.
 
     python benchmarks/fused_norm.py --csv fused_norm.csv        sized for a minute on an H200, compilation included
 
 Microseconds are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random BF16,
 the format E4M3. GB/s counts the bytes that must move (x and dy read once, outputs written once), and % is that rate
-over a device copy's in the same run. The rows with a configuration try a few in place of that in ops/triton/norm.py's
-tables, which is the first of them.
+over a device copy's in the same run. Rows with a configuration try others than the default of ops/triton/norm.py's
+tables, which comes first.
 """
 
 import argparse
@@ -32,7 +33,7 @@ OTHER_BACKWARD = {  # rows, warps, stages, programs
 
 
 class Table:
-    """Prints a row as it is measured, and keeps it for the CSV."""
+    """Prints each row when it is measured, and keeps it for the CSV."""
 
     def __init__(self, commit: str):
         self.rows: list[dict] = []
@@ -54,7 +55,7 @@ class Table:
     def add(self, name, shape, function, numbytes, config=""):
         try:
             us = 1e3 * self.milliseconds(function)
-        except triton.runtime.errors.OutOfResources as error:  # a configuration that this K does not fit
+        except triton.runtime.errors.OutOfResources as error:  # this configuration does not fit K
             print(f"{name:34} {config}: {error}")
             return
         rate = numbytes / us / 1e3
@@ -72,7 +73,7 @@ class Table:
 
 
 def tried(table: Table, name: str, shape, limits: dict, others: list, function, numbytes: int) -> None:
-    """Time function() with each configuration, put into the kernels' table where it looks K up; the best is printed."""
+    """Time function() with each configuration, put into the kernels' table at the entry for K; print the best."""
     limit = next(limit for limit in limits if limit >= shape[1])
     chosen, before = limits[limit], len(table.rows)
     for config in (chosen, *others):
@@ -106,7 +107,7 @@ def bench(table: Table, shape: tuple[int, int], rms: bool) -> None:
     table.add(f"{kind} norm_quantize rows", shape, fused, 3 * n)
     table.add(f"{kind} torch + quantize both", shape, lambda: separate(transpose=True), 4 * n)
     table.add(f"{kind} norm_quantize both", shape, lambda: fused(columns=True), 4 * n)
-    # --fp8-activations: in place of both, rows and what is kept, and the columns later.
+    # --fp8-activations: instead of both layouts, the rows and the kept input, and the columns later.
     kept, zero_centered = torch.empty_like(x, dtype=E4M3.dtype), options["zero_centered"]
     again = {"zero_centered": zero_centered, "rows": False, "columns": True}
     table.add(f"{kind} norm_quantize rows, kept", shape, lambda: fused(kept=kept), 4 * n)
@@ -136,8 +137,8 @@ def bench(table: Table, shape: tuple[int, int], rms: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
-    parser.add_argument("--commit", default=commit(), help="what the rows say was measured")
+    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
+    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     table = Table(arguments.commit)

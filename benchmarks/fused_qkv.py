@@ -1,11 +1,11 @@
-"""QKV's split with rotary embedding, and the join of its gradients, on one GPU, beside what stock Megatron runs.
+"""Time QKV's split with rotary embedding, and the join of its gradients, on one GPU beside stock Megatron's.
 
     python benchmarks/fused_qkv.py                  sized for a minute on an H200, compilation included
 
 Microseconds are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random. GB/s
-counts what must move: each element that is read or written once, tables not counted. Stock's forward is torch.split and
-its unfused rotary embedding under autograd; its backward is autograd's of that, and, for the rows in FP8, the cast of
-the BF16 gradient into both layouts.
+counts the bytes that must move: each element that is read or written once, without the tables. Stock's forward is
+torch.split and its unfused rotary embedding under autograd; its backward is autograd's of that. For the FP8 rows
+stock's time includes the cast of the BF16 gradient into both layouts.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from triton.testing import do_bench
 from megatron_fp8 import ops
 from megatron_fp8.numerics import E5M2
 
-SHAPES = {  # s, b, groups, heads of queries a group, size of a head, numbers of it that are rotated, interleaved
+SHAPES = {  # s, b, groups, query heads a group, size of a head, rotated elements of a head, interleaved
     "7B slice, no rotation": (2048, 4, 32, 1, 128, 0, False),
     "7B slice, rotary": (2048, 4, 32, 1, 128, 128, False),
     "7B slice, interleaved": (2048, 4, 32, 1, 128, 128, True),
@@ -67,7 +67,7 @@ def measure(name: str, shape: tuple[int, ...]) -> None:
 
     in_place = 1 in (groups, r)
     moved = 4 * (n * (r + 1) // (r + 2) * d // hn if in_place else n)
-    if moved:  # in place it rotates what it has rotated: the same work
+    if moved:  # in place it rotates its own output again, which is the same work
         forward = microseconds(lambda: stock_split(mixed, groups, r, angles, interleaved))
         row(name, "split", lambda: ops.split_qkv(ours, groups, r, *tables, **pairing), moved, forward)
     row(name, "join, BF16", lambda: ops.join_qkv(*grads, *tables, **pairing), 4 * n, microseconds(stock_backward))
@@ -84,7 +84,7 @@ def measure(name: str, shape: tuple[int, ...]) -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {commit()}")
-    print("where we cast, so does stock, both layouts")
+    print("if ours casts, stock's time includes the cast into both layouts")
     for name, shape in SHAPES.items():
         measure(name, shape)
 

@@ -1,28 +1,28 @@
-"""Which GEMM runs which shape: torch._scaled_mm, cuBLASLt by our binding, our CUTLASS kernels; one Hopper GPU.
+"""Compare GEMMs by shape: torch._scaled_mm, cuBLASLt by our binding, our CUTLASS kernels; one Hopper GPU.
 
-    megatron-fp8 build                                 the CUTLASS library, once; without it the rest is measured
+    megatron-fp8 build                                 the CUTLASS library, once; without it only the rest is measured
     python benchmarks/gemm.py --csv gemm.csv
-    python benchmarks/gemm.py --only "7B fc1"          the problems whose names begin so
-    python benchmarks/gemm.py --plain                  without what has an epilogue
-    python benchmarks/gemm.py --usual --csv usual.csv  the backward's, without a search, of other shapes too
+    python benchmarks/gemm.py --only "7B fc1"          only problems whose names begin with this
+    python benchmarks/gemm.py --plain                  without epilogues
+    python benchmarks/gemm.py --usual --csv usual.csv  the backward's GEMMs without a search, of other shapes too
 
-The linears of GPT-7B and of GPT-175B at TP 8, and the LM head; of each the forward (E4M3 x E4M3, fast accumulation,
-BF16), dgrad (E5M2 x E4M3, BF16) and wgrad (E5M2 x E4M3, into FP32 and BF16), and with an epilogue: bias, bias +
-residual, and wgrad added to what is there.
+The linears of GPT-7B and of GPT-175B at TP 8, and the LM head. For each: the forward (E4M3 x E4M3, fast accumulation,
+BF16), dgrad (E5M2 x E4M3, BF16) and wgrad (E5M2 x E4M3, into FP32 and BF16); and with an epilogue: bias, bias +
+residual, and wgrad accumulated.
 
     torch      torch._scaled_mm, and a kernel for each part of an epilogue
-    first      cuBLASLt's first choice, its epilogue in the GEMM
+    first      cuBLASLt's first choice, with its epilogue in the GEMM
     cublaslt   the fastest of 16 of its algorithms
     cutlass    the fastest of our kernels and orders of tiles
 
-Each runs alone for 150 ms on random data, twice, in turns (gemm/timing.py): a GPU in training is bound by its power
-(docs/performance.md), and what is fastest in a burst is not always so then. "burst" is the median of runs that take
-turns, each with an empty L2 cache. "error" is the relative error of 64 rows against float64, of what is written. For
-sums in BF16 "once" is the share of elements that are the exact sum rounded once. The BF16 head's weight gradient is
-compared with what stock does without apex: a product in BF16, then a sum. At the end geometric means, and the
-microseconds of host time of a call.
+Each runs alone for 150 ms on random data, twice, in turns (gemm/timing.py). A GPU in training is bound by its power
+(docs/performance.md), so the fastest GEMM of a burst is not always the fastest then. "burst" is the median of runs that
+take turns, each with an empty L2 cache. "error" is the output's relative error over 64 rows, against float64. For sums
+in BF16, "once" is the share of elements that equal the exact sum rounded once. The BF16 head's weight gradient is
+compared with stock's code without apex: a product in BF16, then a sum. Geometric means and the host's microseconds of a
+call come last.
 
-With --usual: cuBLASLt's first choice against CUTLASS's, and which of the two `--fp8-gemm-backend auto` runs.
+With --usual: cuBLASLt's first choice against CUTLASS's, and the one that `--fp8-gemm-backend auto` runs.
 """
 
 import argparse
@@ -61,7 +61,7 @@ SHAPES = {  # tokens, out, in
     "head, sequence 2048": (2048, 50304, 4096),
     "head": (8192, 50304, 4096),
 }
-OTHERS = {  # what the rule of cutlass.py's is_faster is to be right for too
+OTHERS = {  # more shapes for which cutlass.py's is_faster should be right
     "125M qkv": (32768, 2304, 768),
     "125M proj": (32768, 768, 768),
     "125M fc1": (32768, 6144, 768),
@@ -96,7 +96,7 @@ def scaled(rows: int, columns: int, fmt=E4M3) -> ScaledTensor:
 
 
 class Case:
-    """One problem: its operands (a, b: ScaledTensors, or plain), what follows, and every system's call."""
+    """One problem: its operands (a, b: ScaledTensors, or plain), its epilogue, and every system's call."""
 
     def __init__(self, a, b, out: torch.Tensor, fast: bool, bias=None, residual=None, add: bool = False):
         self.a, self.b, self.out, self.fast = a, b, out, fast
@@ -110,7 +110,7 @@ class Case:
         self.plans: dict[str, plans.Plan] = {}
 
     def calls(self) -> dict[str, Callable[[], object]]:
-        """By system; makes the search."""
+        """{system: call}; runs the search."""
         first = CUBLASLT.candidates(self.problem, 0, self._pointers, 1)[0]
         self.plans["first"] = first
         for choice in gemm_race.race(self.problem, search.makers_of(self.problem), 0):
@@ -136,7 +136,7 @@ class Case:
             self.out.add_(y)
 
     def exact(self, before: torch.Tensor) -> torch.Tensor:
-        """The first rows, float64."""
+        """The exact first rows, in float64."""
         a, b = self.a, self.b
         if isinstance(a, ScaledTensor):
             rows = ScaledTensor(a.payload[:ROWS], a.scale_inv).dequantize().double()
@@ -149,7 +149,7 @@ class Case:
 
 
 def usual() -> list[dict]:
-    """A row for each product of the backward pass, two minutes in all."""
+    """A row for each product of the backward pass; takes two minutes in all."""
     rows: list[dict] = []
     for name, (tokens, out_features, in_features) in (SHAPES | OTHERS).items():
         x, w, dy = scaled(tokens, in_features), scaled(out_features, in_features), scaled(tokens, out_features, E5M2)
@@ -180,7 +180,7 @@ def usual() -> list[dict]:
 
 
 class Table:
-    """Prints a row as it is measured, and keeps it."""
+    """Prints each row when it is measured, and keeps it."""
 
     def __init__(self) -> None:
         self.rows: list[dict] = []
@@ -220,7 +220,7 @@ class Table:
         print(f"{what:52} {shown}   {wrong}  {best}: {case.plans[best].described()} {row['once']}", flush=True)
 
     def means(self) -> None:
-        """Speed over cuBLASLt's first choice, and with an epilogue over GEMM + separate kernels."""
+        """Print speed-ups over cuBLASLt's first choice, and with an epilogue over GEMM + separate kernels."""
         for title, base, kinds in (
             ("without epilogue, over cuBLASLt's first choice", "first", PLAIN),
             ("with its epilogue, over torch._scaled_mm + separate kernels", "torch", FUSED),
@@ -254,7 +254,7 @@ def where() -> dict:
 
 
 def linear(table: Table, name: str, tokens: int, out_features: int, in_features: int, plain: bool) -> None:
-    """One linear's three products, and, unless they are to be plain, what its epilogues are."""
+    """Measure one linear's three products and, unless `plain`, its epilogues."""
     x, w, dy = scaled(tokens, in_features), scaled(out_features, in_features), scaled(tokens, out_features, E5M2)
     y, dx = (torch.empty(tokens, features, dtype=BF16, device=DEVICE) for features in (out_features, in_features))
     bias, residual = torch.randn(out_features, dtype=BF16, device=DEVICE), torch.randn_like(y)
@@ -271,7 +271,7 @@ def linear(table: Table, name: str, tokens: int, out_features: int, in_features:
 
 
 def head(table: Table, tokens: int, vocabulary: int, width: int) -> None:
-    """The BF16 head's weight gradient, added to FP32."""
+    """Measure the BF16 head's weight gradient, accumulated in FP32."""
     x = torch.randn(tokens, width, dtype=BF16, device=DEVICE)
     dy = torch.randn(tokens, vocabulary, dtype=BF16, device=DEVICE)
     grad = torch.empty(vocabulary, width, device=DEVICE)
@@ -279,7 +279,7 @@ def head(table: Table, tokens: int, vocabulary: int, width: int) -> None:
 
 
 def host_time(calls: int = 2000) -> None:
-    """Microseconds that the host spends on a call, of a product so small that the GPU is never behind for long."""
+    """Print the host's microseconds of a call, for a product so small that the GPU never stays behind."""
     a, b, out = scaled(16, 16), scaled(16, 16), torch.empty(16, 16, dtype=BF16, device=DEVICE)
     scales = {"a_scale": a.scale_inv, "b_scale": b.scale_inv}
     runs = {"torch._scaled_mm": Case(a, b, out, False).by_torch}
@@ -302,8 +302,8 @@ def host_time(calls: int = 2000) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", help="write the table here")
-    parser.add_argument("--only", default="", help="shapes whose names begin so")
+    parser.add_argument("--csv", help="write the table to this file")
+    parser.add_argument("--only", default="", help="only shapes whose names begin with this")
     parser.add_argument("--plain", action="store_true", help="forward, dgrad and wgrad without an epilogue")
     parser.add_argument("--usual", action="store_true", help="the backward's products without a search")
     args = parser.parse_args()
@@ -321,7 +321,7 @@ def main() -> None:
         return
     begun, table = time.perf_counter(), Table()
     with tempfile.TemporaryDirectory() as nothing:
-        os.environ["MEGATRON_FP8_CACHE"] = nothing  # what was searched before is not asked
+        os.environ["MEGATRON_FP8_CACHE"] = nothing  # ignore earlier searches
         search.read((CUBLASLT, CUTLASS) if CUTLASS.kernels else (CUBLASLT,))
         for name, shape in SHAPES.items():
             if name.startswith(args.only):

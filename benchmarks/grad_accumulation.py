@@ -1,9 +1,9 @@
-"""What summing micro-batches in a storage of few bits costs: error and bias against the exact sum.
+"""Sum micro-batches in a storage of few bits: error and bias against the exact sum.
 
     python benchmarks/grad_accumulation.py        CPU, one core; reads the gradients that grad_error.py records
 
-K micro-batches g_k of 64 Ki elements are added one by one; the truth is their sum in float64. The first three
-are what --fp8-grad-accum offers.
+K micro-batches g_k of 64 Ki elements are added one by one; the truth is their sum in float64. --fp8-grad-accum offers
+the first three storages.
 
     fp32            total + g
     bf16            total + bf16(g), rounded to bf16
@@ -11,31 +11,31 @@ are what --fp8-grad-accum offers.
     fp8 nearest     quantize_blocks(total + g), to nearest each time
     fp8 one scale   E4M3 to nearest, one scale for the tensor: 448 / max|total + g|           the paper's
 
-Relative error ||x - truth|| / ||truth||; bias <x - truth, truth> / <truth, truth>, the part of the error along the
-truth: -0.1 says that a tenth of the sum is missing. The stochastic storage is run with SEEDS seeds: mean
-error, mean bias, and the standard error of that mean.
+Relative error: ||x - truth|| / ||truth||. Bias: <x - truth, truth> / <truth, truth>, the part of the error along the
+truth; -0.1 means that a tenth of the sum is missing. The stochastic storage runs with SEEDS seeds: mean error, mean
+bias, and the standard error of that mean.
 
-How the stochastic error adds up. What is stored lies on the grid of its ulp u. An increment g takes the sum
-S_k to a fraction f = frac(|g| / u) between two grid points, and rounding there has mean 0 and variance
-f (1-f) u^2. Roundings are independent, so their variances add:
+How the stochastic error adds up. The stored value lies on the grid of its ulp u. An increment g takes the sum S_k to a
+fraction f = frac(|g| / u) between two grid points, and rounding there has mean 0 and variance f (1-f) u^2. Roundings
+are independent, so their variances add:
 
     V_K = sum over elements of u_1^2 / 12 + sum for k = 2..K of f_k (1-f_k) u_k^2        (`predicted`)
 
-(the first is to nearest). u = 2^(floor(log2|S|) - 3); with the place of |S| in its binade log-uniform, the mean
-of u^2 is S^2 (1 - 1/4) / (2 ln 2) / 64 and that of u is |S| / (16 ln 2). Increments of many ulps spread f evenly,
-f (1-f) = 1/6, and a rounding then adds a fixed share c^2 of the running sum's square; increments below an ulp
-have f = |g| / u and add |g| u - g^2. So, relative to |S_K|^2,
+(the first rounds to nearest). u = 2^(floor(log2|S|) - 3). If the place of |S| in its binade is log-uniform, the mean of
+u^2 is S^2 (1 - 1/4) / (2 ln 2) / 64 and that of u is |S| / (16 ln 2). Increments of many ulps spread f evenly, so
+f (1-f) = 1/6, and a rounding adds a fixed share c^2 of the running sum's square. Increments below an ulp have
+f = |g| / u and add |g| u - g^2. So, relative to |S_K|^2,
 
     c^2 = 1 / (1024 ln 2)           c = 3.75 % (once, to nearest: c / sqrt(2) = 2.65 %)
     independent micro-batches       |S_k|^2 ~ k:   c^2 ((K+1)/2 - 1/(2K)), grows for ever
     identical ones, |S_k| = k g     to K = 16 (g still about an ulp):   c^2 ((K+1)(2K+1)/(6K) - 1/(2K^2))
                                     after:   every k adds (k / (16 ln 2) - 1) g^2; tends to 1 / (32 ln 2): 21.2 %
 
-To nearest each rounding has half the variance, but errors are not independent: an increment of less than
-half an ulp is lost each time it comes, and the sum stalls.
+To nearest, each rounding has half the variance, but errors are not independent: an increment below half an ulp is lost
+each time, and the sum stalls.
 
-Kinds: as in grad_error.py, and "identical", the same normal vector each time. `noise_ratio` is the error
-over the sampling noise that the sum has anyway, sqrt(K times the variance between micro-batches).
+Kinds: as in grad_error.py, and "identical", the same normal vector each time. `noise_ratio` is the error divided by the
+sampling noise that the sum has anyway, sqrt(K times the variance between micro-batches).
 """
 
 import argparse
@@ -118,7 +118,7 @@ def run(add: Callable, gradients: torch.Tensor, counts: list[int], seed: int = 0
 
 
 def predicted(gradients: torch.Tensor, sums: torch.Tensor) -> list[float]:
-    """The stochastic storage's relative error after 1, 2, ... of gradients (K, n), `sums` being their exact sums."""
+    """The stochastic storage's relative error after 1, 2, ... of gradients (K, n). sums: their exact sums."""
     variance, errors = 0.0, []
     for gradient, total in zip(gradients, sums, strict=True):
         ulp = torch.ldexp((total != 0).double(), total.frexp().exponent - 4)  # frexp's mantissa is in [1/2, 1)
@@ -149,7 +149,7 @@ def study(gradients: torch.Tensor, counts: list[int] = COUNTS, seeds: int = SEED
     gradients = gradients[: counts[-1]]
     sums = gradients.cumsum(0, dtype=torch.float64)
     prediction = predicted(gradients, sums)
-    sampling = gradients.var(0).sum().sqrt().item()  # of one micro-batch
+    sampling = gradients.var(0).sum().sqrt().item()  # the sampling noise of one micro-batch
     rows = []
     for storage, add in STORAGES.items():
         stochastic = add is add_stochastic
@@ -174,7 +174,7 @@ def study(gradients: torch.Tensor, counts: list[int] = COUNTS, seeds: int = SEED
 
 
 def kinds(recorded: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, str, torch.Tensor]]:
-    """(kind, tensor, gradients (K, n)) of all that is studied."""
+    """(kind, tensor, gradients (K, n)) for everything that is studied."""
     count = COUNTS[-1]
     yield "gaussian", "", gaussian(count, 0)
     yield "signal", "", gaussian(count, 0, signal=SIGNAL)
@@ -194,7 +194,7 @@ def by_storage(rows: list[dict], kind: str, measure: str) -> dict[str, dict[int,
 
 
 def print_table(rows: list[dict]) -> None:
-    """Markdown: for each kind error, noise ratio and bias of the storages, and the stochastic one's predictions."""
+    """Print Markdown: each kind's errors, noise ratios and biases, and predictions for stochastic storage."""
     columns = "error: bf16 | stochastic | predicted | closed form | nearest | one scale | noise ratio: stochastic"
     columns += " | bias: bf16 | stochastic | nearest | one scale"
     for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -218,7 +218,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """A row of panels a kind: error, and bias."""
+    """A row of panels for each kind: error, and bias."""
     plt = pyplot()
     names = list(dict.fromkeys(row["kind"] for row in rows))
     figure, axes = plt.subplots(
@@ -235,7 +235,7 @@ def plot(rows: list[dict], path: Path) -> None:
         expected = by_storage(rows, kind, "predicted")["fp8 stochastic"]
         left.plot(*zip(*expected.items(), strict=True), "k:", label="stochastic, predicted", linewidth=1)
         left.set_yscale("log")
-        left.set_ylim(bottom=5e-4)  # fp32 lies below
+        left.set_ylim(bottom=5e-4)  # fp32's errors are below
         left.minorticks_off()
     for panel in axes[-1]:
         panel.set_xlabel("micro-batches")

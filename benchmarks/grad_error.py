@@ -1,6 +1,6 @@
-"""How far a gradient reduced in FP8 is from the exact one: this library's block mode and the paper's shared scale.
+"""The error of a gradient reduced in FP8: this library's block mode and the paper's shared scale.
 
-    python benchmarks/grad_error.py        CPU, one core; the first time it trains a small GPT to record gradients
+    python benchmarks/grad_error.py        CPU, one core; the first call trains a small GPT to record gradients
 
 R ranks hold gradients g_i of 64 Ki elements; the truth is their mean in float64.
 
@@ -12,24 +12,24 @@ R ranks hold gradients g_i of 64 Ki elements; the truth is their mean in float64
       pre       mu = 1/R                    small elements underflow
       auto      mu found by the paper's rule
 
-FP8-LM's rule for mu (arXiv 2310.18313) starts at 1/sqrt(R), halves mu after a step in which more than 1e-5 of
-the summed payload is at +-448, and else multiplies it by 2^(1/1000). So mu never settles: it runs up from
-mu*/2 to mu*, the largest mu whose share is 1e-5, within 1,000 steps, and falls back. This program does not run
-those steps: it takes the share as a function of mu, over all draws of the data together, and finds mu* by
-bisection of log2(mu) to 1/8, from the rule's start. That is the rule for a tensor so large that its share is
-its expectation; in one of 64 Ki elements a single saturated one is already 1.5e-5. "auto" is measured in the
-middle of the run, mu*/sqrt(2), and at its two ends.
+FP8-LM's rule for mu (arXiv 2310.18313) starts at 1/sqrt(R). It halves mu after a step in which more than 1e-5 of the
+summed payload is at +-448, and multiplies it by 2^(1/1000) after any other. So mu never settles: it grows from mu*/2 to
+mu*, the largest mu whose share is 1e-5, within 1,000 steps, and falls back. This program does not run those steps. It
+takes the share as a function of mu, over all draws of the data together, and finds mu* by bisection of log2(mu) to 1/8,
+from the rule's start. That is the rule for a tensor so large that its share equals its expectation; in one of 64 Ki
+elements a single saturated element is already 1.5e-5. "auto" is measured in the middle of the growth, mu*/sqrt(2), and
+at its two ends.
 
-Kinds of gradients, on each rank signal + noise, the noise independent between ranks and elements:
+Kinds of gradients. On each rank it is signal + noise, with the noise independent between ranks and elements:
 
     gaussian    signal 0, standard normal noise
     signal      a common standard normal signal of 0.1 times the noise's norm
     student     signal 0, noise from Student's t with 3 degrees of freedom
     recorded    weight gradients of single micro-batches of a GPT that this library trains (`record`)
 
-Measures: relative error ||x - truth|| / ||truth||; the same in dB (SNR); underflow, the share of non-zero
-elements of the truth that come out as zero; overflow, the share of the summed payload at +-448 (for block, that
-has no FP8 sum, the share that is not finite). Each is the mean over DRAWS draws and, for recorded, all tensors.
+Measures: relative error ||x - truth|| / ||truth||; the same in dB (SNR); underflow, the share of the truth's non-zero
+elements that come out as zero; overflow, the share of the summed payload at +-448 (for block, which has no FP8 sum, the
+share that is not finite). Each is the mean over DRAWS draws and, for recorded, over all tensors.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def resample(micro_batches: torch.Tensor, ranks: int, draw: int) -> torch.Tensor
 
 
 def kinds(recorded: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, str, Draw]]:
-    """(kind, tensor, draw) of all that is studied."""
+    """(kind, tensor, draw) for everything that is studied."""
     yield "gaussian", "", gaussian
     yield "signal", "", lambda ranks, draw: gaussian(ranks, draw, signal=SIGNAL)
     yield "student", "", student
@@ -94,7 +94,7 @@ def kinds(recorded: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, s
 
 
 def recorded_gradients(micro_batches: int) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, (m, n) float32) of the recorded tensors, m at least `micro_batches`; trains first if need be."""
+    """(name, (m, n) float32) of the recorded tensors, m at least `micro_batches`; trains first if there are too few."""
     wanted = RECORDS / f"step{RECORDED_STEPS[-1]}.pt"
     if not wanted.exists() or len(next(iter(torch.load(wanted, mmap=True).values()))) < micro_batches:
         _train_and_record(micro_batches)
@@ -104,7 +104,7 @@ def recorded_gradients(micro_batches: int) -> Iterable[tuple[str, torch.Tensor]]
 
 
 def _train_and_record(micro_batches: int) -> None:
-    """The demo's GPT at O1, in one process: 2 sequences of 128 bytes a micro-batch, 8 micro-batches a step."""
+    """Train the demo's GPT at O1, one process: 2 sequences of 128 bytes a micro-batch, 8 micro-batches a step."""
     import demo
     from launch import torchrun
 
@@ -124,11 +124,10 @@ def _train_and_record(micro_batches: int) -> None:
 def record(micro_batches: int) -> None:
     """Inside the training process: train, and write RECORDS/step*.pt, {linear: (micro_batches, n) float32}.
 
-    Before the update of a step in RECORDED_STEPS, `micro_batches` more run forward and backward at the same
-    weights, and the first n elements of each gradient are kept instead of added. The step then clears what
-    stock accumulated, and goes on as if nothing had been but that data was used up.
-    Megatron divides each loss by the number of micro-batches: a power of two here, and with just-in-time
-    (tensorwise) scales it changes exponents only.
+    Before the update of a step in RECORDED_STEPS, `micro_batches` more run forward and backward at the same weights.
+    The first n elements of each gradient are kept instead of accumulated. The step then clears stock's accumulated
+    gradients and continues; the only lasting effect is that data was used up. Megatron divides each loss by the number
+    of micro-batches. That is a power of two here, so with just-in-time (tensorwise) scales it changes exponents only.
     """
     from megatron_fp8.plugin import install
 
@@ -175,7 +174,7 @@ def record(micro_batches: int) -> None:
 
 
 def block_sum(gradients: torch.Tensor) -> torch.Tensor:
-    """The sum of what the ranks send as BlockScaled."""
+    """The sum of the gradients that the ranks send as BlockScaled."""
     blocks = reference.quantize_blocks(gradients.reshape(-1))
     payload, exponents = (part.view(len(gradients), -1) for part in (blocks.payload, blocks.exponents))
     return reference.sum_blocks(payload, exponents, torch.empty_like(gradients[0]))
@@ -194,7 +193,7 @@ def shared_mean(gradients: torch.Tensor, scale: torch.Tensor, mu: float) -> tupl
 
 
 def highest_mu(draws: list[torch.Tensor], scales: list[torch.Tensor]) -> float:
-    """mu*: from there the rule for mu halves it (see the top of the file). To 1/8 of a binade."""
+    """mu*, above which the rule halves mu (see the top of the file), to 1/8 of a binade."""
 
     def share(k: float) -> float:
         pairs = zip(draws, scales, strict=True)
@@ -221,7 +220,7 @@ def measure(mean: torch.Tensor, truth: torch.Tensor, overflow: float) -> dict[st
 
 
 def study(draw: Draw, ranks: int, draws: int = DRAWS) -> dict[str, dict[str, float]]:
-    """{mode: {measure: its mean over the draws}}, with the mu of the shared modes; two-level from two nodes on."""
+    """{mode: {measure: mean over the draws}}, with the shared modes' mu; two-level if there are two nodes or more."""
     data = [draw(ranks, i) for i in range(draws)]
     scales = [compute_scale(reference.amax(gradients), E4M3) for gradients in data]
     top = highest_mu(data, scales)
@@ -246,7 +245,7 @@ def average(results: list[dict[str, float]]) -> dict[str, float]:
 
 
 def stamp() -> dict[str, str]:
-    """What made the figures."""
+    """Versions and commit that made the figures."""
     core = importlib.metadata.version("megatron-core")
     return {"commit": commit(), "torch": torch.__version__, "megatron-core": core}
 
@@ -260,10 +259,10 @@ def write_csv(path: Path, rows: list[dict]) -> None:
 
 
 def save_figure(figure, path: Path) -> None:
-    """As SVG, small and the same for the same data."""
+    """Save as SVG, small and reproducible for the same data."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
-    # matplotlib ends lines with blanks
+    # matplotlib leaves blanks at the ends of lines
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 
@@ -286,7 +285,7 @@ def by_mode(rows: list[dict], kind: str, ranks: int) -> dict[str, dict[str, floa
 
 
 def print_table(rows: list[dict]) -> None:
-    """Markdown: SNR of each mode, then underflow and overflow of the shared ones."""
+    """Print Markdown: SNR of each mode, then underflow and overflow of the shared ones."""
     for kind in dict.fromkeys(row["kind"] for row in rows):
         print(
             f"\n{kind}\n| ranks | block error | SNR dB: block | two-level | post | pre | auto "
@@ -302,7 +301,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """A row of panels a kind, a column a measure; auto's band spans the mu that the rule runs through."""
+    """A row of panels for each kind, a column for each measure; auto's band spans the mu that the rule runs through."""
     plt = pyplot()
     names = list(dict.fromkeys(row["kind"] for row in rows))
     ranks = list(dict.fromkeys(row["ranks"] for row in rows))
@@ -344,7 +343,7 @@ def main() -> None:
     rows = []
     for kind, tensor, draw in kinds(recorded_gradients(RANKS[-1])):
         for ranks in RANKS:
-            # Sets of many of the same recorded micro-batches are nearly the same set: as many draws as are disjoint.
+            # Large sets of the same recorded micro-batches are nearly equal, so use only as many draws as are disjoint.
             draws = min(DRAWS, RANKS[-1] // ranks) if kind == "recorded" else DRAWS
             for mode, found in study(draw, ranks, draws).items():
                 rows.append({"kind": kind, "tensor": tensor, "ranks": ranks, "mode": mode} | found | where)

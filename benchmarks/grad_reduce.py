@@ -1,14 +1,14 @@
-"""Time to reduce gradients over data parallelism: stock's collectives and ours, side by side in one run.
+"""Time to reduce gradients over data parallelism: stock's collectives and ours, in one run.
 
     torchrun --nproc-per-node 4 benchmarks/grad_reduce.py --csv benchmarks/results/grad_reduce.csv
     torchrun --nproc-per-node 2 benchmarks/grad_reduce.py --mi 1        # any machine (gloo), checks the script
 
-Every row starts from a rank's own random gradients in the storage that the row names and ends with the sum of this
-rank's shard in FP32 (stock's BF16: in BF16, as it leaves it).  Stock's rows are one collective; ours go in a few
-pieces, as buckets do in training: all are started, then each is summed while the next are on the wire.
+Every row starts from a rank's own random gradients in the named storage and ends with the FP32 sum of this rank's shard
+(stock's BF16: a BF16 sum).  Stock's rows are one collective. Ours go in a few pieces, like buckets in training: all
+pieces are started, then each is summed while the next are on the wire.
 
-Time: the median over repetitions of the slowest rank, by CUDA events after a barrier and a short sleep of the GPU, in
-which the host gets ahead as it does in a backward pass.  Error: of the summed shard against FP64, all ranks together.
+Time: the median over repetitions of the slowest rank, by CUDA events after a barrier and a short sleep of the GPU,
+during which the host gets ahead as in a backward pass.  Error: of the summed shard against FP64, over all ranks.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from megatron_fp8.numerics.auto_scaling import ScalingRule
 from megatron_fp8.numerics.blocks import PackedBlocks
 
 MI = 2**20
-TENSOR = 16 * MI  # elements of a tensor, for what has a scale a tensor
+TENSOR = 16 * MI  # elements of a tensor, for modes with a scale for each tensor
 
 
 def systems(gradient: torch.Tensor, group, pieces: int) -> dict:
-    """{row: the reduction, from its storage to the sum}; `gradient` (n,) FP32 is this rank's own."""
+    """{row: function that reduces from the row's storage to the sum}. gradient: (n,) FP32, this rank's own."""
     ranks, device, n = group.size(), gradient.device, gradient.numel()
     bf16 = gradient.bfloat16()
 
@@ -112,7 +112,7 @@ def milliseconds(reduce, repetitions: int, device) -> float:
 
 
 def relative_error(shards: list[torch.Tensor], truth: torch.Tensor, group) -> float:
-    """||sum - truth|| / ||truth|| over all ranks; `shards` of the pieces of `truth` (n,), FP64."""
+    """||sum - truth|| / ||truth|| over all ranks. shards: of the pieces of `truth` (n,), FP64."""
     squares = torch.zeros(2, dtype=torch.float64, device=truth.device)
     for shard, part in zip(shards, truth.chunk(len(shards)), strict=True):
         true = own_shard(part, group)
@@ -124,7 +124,7 @@ def relative_error(shards: list[torch.Tensor], truth: torch.Tensor, group) -> fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mi", type=int, default=256, help="gradients, in Mi")
-    parser.add_argument("--pieces", type=int, default=1, help="ours go in so many")
+    parser.add_argument("--pieces", type=int, default=1, help="number of pieces for ours")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--csv", help="append the figures to this file")
     args = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Does it matter to training how micro-batches' gradients are stored?  The same GPT with each --fp8-grad-accum.
+"""Does the storage of micro-batches' gradients matter to training?  Train the same GPT with each --fp8-grad-accum.
 
     python benchmarks/grad_storage.py --gpus 4 --csv benchmarks/results/grad_storage.csv \\
         --plot docs/figures/grad_storage.svg
     python benchmarks/grad_storage.py --steps 5 --micro-batches 4 --seeds 1      # any machine, checks the script
 
-A byte-level GPT on the Python standard library's source (tools/prepare_data.py), all runs of a seed from the same
-weights and data: stock BF16, and O1 with gradients in FP32, BF16 and FP8, over many micro-batches a step and one
-process, so that nothing but the storage differs.  Runs go side by side, spread over the GPUs.  Prints the held-out
-loss of each and its distance from O1 with FP32 storage; the CSV has every step's loss.
+A byte-level GPT on the Python standard library's source (tools/prepare_data.py). All runs of a seed have the same
+initial weights and data: stock BF16, and O1 with gradients in FP32, BF16 and FP8. They use many micro-batches a step
+and one process, so that only the storage differs.  Runs go side by side, spread over the GPUs.  Prints each run's
+held-out loss and its difference from O1 with FP32 storage; the CSV has every step's loss.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SYSTEMS = {
 
 
 def train(system: str, seed: int, gpu: int, args) -> dict:
-    """One run: {"system", "seed", "losses": of every step, "heldout"}."""
+    """One run: {"system", "seed", "losses" of every step, "heldout"}."""
     data = ROOT / "runs/grad_storage/data/stdlib"
     flags = f"""{MODEL} {SYSTEMS[system]} --seed {seed} --train-iters {args.steps} --lr-warmup-iters {args.steps // 10}
     --global-batch-size {2 * args.micro_batches} --eval-iters 1 --eval-interval {args.steps + 1}
@@ -61,7 +61,7 @@ def train(system: str, seed: int, gpu: int, args) -> dict:
 
 
 def plot(runs: list[dict], micro_batches: int, path: str) -> None:
-    """Each storage's training loss, less that of FP32 storage with the same seed, mean over eight steps."""
+    """Each storage's training loss, minus that of FP32 storage with the same seed, as means over eight steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,7 +87,7 @@ def plot(runs: list[dict], micro_batches: int, path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gpus", type=int, default=0, help="spread the runs over so many; 0: the CPU")
+    parser.add_argument("--gpus", type=int, default=0, help="spread the runs over this many GPUs; 0: the CPU")
     parser.add_argument("--runs-at-once", type=int, help="default: all")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=140)

@@ -1,15 +1,15 @@
-"""The host's time of a layer, forward and backward, without the GPU's: stock BF16, Transformer Engine FP8, our levels.
+"""The host's time for a layer, forward and backward, without the GPU's: stock BF16, Transformer Engine FP8, our levels.
 
     python benchmarks/host_layer.py --te-path DIR --systems bf16 te-delayed O1 O3
     python benchmarks/host_layer.py --te-path DIR --nproc 2 --tensor-model-parallel-size 2 --sequence-parallel
     python benchmarks/host_layer.py --shape tiny --systems bf16-local O1              # any machine, checks the script
 
-Systems, shapes and flags are train_step.py's, which `run` this script instead of its own. Before the first layer's
-forward pass and before the last one's backward pass the host waits for the GPU; from there to the end of the layers it
-only launches, and the clock is its own. The GPU's queue takes a thousand launches: more than four layers have, and the
-default is four. A figure is the median over the micro-batches of the second half of the steps, of rank 0, divided by
-the number of layers. Forward, it is from the first layer's beginning to the last one's end; backward, from the gradient
-of the last one's result to that of the first one's input.
+Systems, shapes and flags are those of train_step.py; here they run this script. The host waits for the GPU before the
+first layer's forward pass and before the last layer's backward pass. From there to the end of the layers it only
+launches, so the clock measures the host alone. The GPU's queue holds a thousand launches, more than four layers need,
+so the default is four layers. A figure is the median over the micro-batches of the second half of the steps, on rank 0,
+divided by the number of layers. Forward: from the first layer's start to the last one's end. Backward: from the
+gradient of the last layer's output to that of the first one's input.
 """
 
 import json
@@ -30,7 +30,7 @@ LAYERS = 4
 
 
 class Clock:
-    """Milliseconds of the layers' passes, of all micro-batches, as `forward` and `backward`."""
+    """Milliseconds of the layers' passes, for all micro-batches, as `forward` and `backward`."""
 
     def __init__(self) -> None:
         self.forward: list[float] = []
@@ -48,13 +48,13 @@ class Clock:
         passes.append(1e3 * (time.perf_counter() - self._began))
 
     def summary(self, layers: int) -> dict[str, float]:
-        """Medians a layer of the second half."""
+        """Medians of the second half, for one layer."""
         halves = {"forward": self.forward, "backward": self.backward}
         return {name: statistics.median(ms[len(ms) // 2 :]) / layers for name, ms in halves.items()}
 
 
 def watch(clock: Clock) -> None:
-    """Have the clock watch Megatron's layers."""
+    """Make the clock time Megatron's layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     stock = TransformerLayer.forward
@@ -74,7 +74,7 @@ def watch(clock: Clock) -> None:
 
 
 def be_a_rank() -> None:
-    """Train as the flags say, and print what the clock saw."""
+    """Train with the given flags, and print the clock's figures."""
     from profile_gpt import check_te, prepare_te
 
     sys.path.insert(0, str(ROOT))
@@ -91,7 +91,7 @@ def be_a_rank() -> None:
 
 
 def run(system: str, args) -> dict[str, float]:
-    """A system's figures; RuntimeError, with the end of its log, where it has none."""
+    """A system's figures; raises RuntimeError with the end of its log if it printed none."""
     te, flags = SYSTEMS[system]
     shaped = [*model_flags(args), *flags.split()]
     if args.shape != "tiny" and not any(word.split("=")[0] == "--num-layers" for word in args.extra):
@@ -126,7 +126,7 @@ def main() -> None:
 
     args = arguments(__doc__.split("\n")[0], ["bf16", "te-delayed", "O1", "O3"], add)
     if args.csv:
-        sys.exit("--csv: host_layer.py writes no file; keep what it prints")
+        sys.exit("--csv: host_layer.py writes no file; keep its output")
     print(f"{args.shape} {' '.join(args.extra)}, {args.nproc} GPUs; " + ", ".join(map(str, stamp().values())))
     print("| host ms a layer | forward | backward | both |\n|---|---|---|---|", flush=True)
     for system in args.systems:

@@ -1,34 +1,34 @@
-"""Where a step's GPU time goes, by kind of kernel: systems side by side, and the floor of each kind.
+"""GPU time of a step by kind of kernel: systems side by side, and the floor of each kind.
 
     python benchmarks/kernels.py --te-path DIR --systems te-delayed O3 --shape 7b --csv benchmarks/results/kernels.csv
-    python benchmarks/kernels.py --read --logs DIR --systems te-delayed O3 --shape 7b   # of runs made before; no GPU
+    python benchmarks/kernels.py --read --logs DIR --systems te-delayed O3 --shape 7b   # reads earlier runs; no GPU
 
-Runs train_step.py's systems, all its options included, and prints one table of their profiled steps (kinds.py says
-what a kind is); `--read` takes the logs that an earlier call of either script left in --logs.  "-" is a kind that a
-system does not have.
+Runs train_step.py's systems, with all its options, and prints one table of their profiled steps (kinds.py defines the
+kinds). `--read` takes the logs that an earlier call of either script left in --logs.  "-" marks a kind that a system
+does not have.
 
-The floor is arithmetic: what the shape must compute at the best rate measured on an H200 for such GEMMs, and what it
-must move at 4.0 TB/s, which is 95 % of a device copy (docs/performance.md).
+The floor is arithmetic: the shape's FLOPs at the best rate measured on an H200 for such GEMMs, and its bytes at 4.0
+TB/s, which is 95 % of a device copy's rate (docs/performance.md).
 
   FP8 GEMM   2 T W L FLOPs forward at 1,492 TFLOP/s (best of cuBLASLt's fast accumulation, docs/performance.md),
              twice that backward at 1,354 (best with full accumulation, the same)
   BF16 GEMM  6 T h V at 834 (the LM head's weight gradient in GPT-125M, profiled; in GPT-7B 743: power)
   attention  7 T s A L, causal, at the BF16 rate, which no attention reaches: cuDNN 440 forward, 390 backward
 
-  and bytes, each pass reading its inputs once and writing for the next one what that reads:
+  and bytes; each pass reads its inputs once and writes the inputs of the next:
   cast       2 an element of every FP8 linear's input and output gradient (row and transposed copy, written by the
              kernel that has the values), 2 more to read attention's output, 2 a weight and step (transposed copy)
   norm       2 a norm forward (a read; the writes are the cast's), 8 backward (dy, x and the residual's gradient in,
-             dx out); the last norm, whose reader is BF16, 4 and 6
+             dx out); the last norm, whose output is read in BF16, 4 and 6
   activation 2 U forward; 2 F + 2 U backward; its outputs are the cast's
   rotary     4 an element of q and k forward, if there is a rotary embedding; 2 of q, k, v backward (gathered)
   loss       6 an element of the logits (read twice, written once)
   optimizer  13 a weight of the linears (O3), 30 of embedding and head (FP32 master and moments)
   the others nothing: epilogues of GEMMs add gradients and residuals
 
-T tokens a step and GPU (any parallelism is taken to divide all work evenly), L layers, h width, A = heads times their
+T tokens a step and GPU (parallelism is assumed to divide all work evenly), L layers, h width, A = heads times their
 width, K = query groups times that, F feed-forward width, U = F, or 2 F with SwiGLU, V padded vocabulary, s sequence,
-W = h (A + 2 K) + A h + h U + F h.  A system of another precision has other kinds: its sum compares, not each line.
+W = h (A + 2 K) + A h + h U + F h.  A system of another precision has other kinds: compare its sum, not each line.
 """
 
 import argparse
@@ -59,7 +59,7 @@ COLUMNS = "gpu torch commit date shape nproc gbs system te mbs step_ms kind ms f
 
 
 def dimensions(flags: list[str]) -> argparse.Namespace:
-    """What the floors need of Megatron's flags; the last of a kind counts."""
+    """The dimensions for the floors, from Megatron's flags; if a flag is repeated, the last counts."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "global-batch-size", "vocab-size"):
         parser.add_argument(f"--{name}", type=int)
@@ -76,12 +76,12 @@ def dimensions(flags: list[str]) -> argparse.Namespace:
     stock_ffn = int(4 * d.hidden_size * 2 / 3 / 64) * 64 if d.swiglu else 4 * d.hidden_size  # Megatron's rule
     d.ffn_hidden_size = d.ffn_hidden_size or stock_ffn
     multiple = d.make_vocab_size_divisible_by
-    d.vocab_size = -(-(d.vocab_size + 1) // multiple) * multiple  # the tokenizer has one token more, its end mark
+    d.vocab_size = -(-(d.vocab_size + 1) // multiple) * multiple  # the tokenizer adds one token, its end mark
     return d
 
 
 def floors(d: argparse.Namespace, nproc: int) -> dict[str, float]:
-    """Milliseconds that each kind takes at least, on each of nproc GPUs; the formulas are the module's docstring."""
+    """The least milliseconds of each kind on each of nproc GPUs; the formulas are in the module's docstring."""
     layers, h, s, vocabulary = d.num_layers, d.hidden_size, d.seq_length, d.vocab_size
     a, k = d.num_attention_heads * d.kv_channels, d.num_query_groups * d.kv_channels
     f, u = d.ffn_hidden_size, d.ffn_hidden_size * (2 if d.swiglu else 1)
@@ -107,7 +107,7 @@ def floors(d: argparse.Namespace, nproc: int) -> dict[str, float]:
 
 
 def table(rows: list[dict], floor: dict[str, float]) -> str:
-    """Markdown: a line a kind, a column a system (a row of train_step.measure with its profile), and the floor."""
+    """Markdown: a line for each kind, a column for each system (a row of train_step.measure), and the floor."""
 
     def line(name: str, cells: list, last: str = "") -> str:
         return f"| {name:25} | " + " | ".join(f"{cell!s:>16}" for cell in [*cells, last]) + " |"
@@ -145,7 +145,7 @@ def table(rows: list[dict], floor: dict[str, float]) -> str:
 
 
 def earlier(args) -> list[dict]:
-    """What measure() would give, of the logs in args.logs."""
+    """Rows like measure()'s, from the logs in args.logs."""
     rows = []
     for system in args.systems:
         log = (Path(args.logs) / f"{system}.log").read_text()
@@ -157,7 +157,7 @@ def earlier(args) -> list[dict]:
 
 def main() -> None:
     def add(parser) -> None:
-        parser.add_argument("--read", action="store_true", help="read --logs of an earlier call, run nothing")
+        parser.add_argument("--read", action="store_true", help="only read --logs of an earlier call")
 
     args = arguments(__doc__.split("\n")[0], ["te-delayed", "O3"], add)
     if args.read and not args.logs:

@@ -1,8 +1,8 @@
-"""Kinds of GPU kernels, told by their names: ours, torch's, cuBLASLt's, cuDNN's and Transformer Engine's.
+"""Kinds of GPU kernels, recognised by their names: ours, torch's, cuBLASLt's, cuDNN's and Transformer Engine's.
 
-What names cannot tell: torch's contiguous BF16 additions are counted as residual adds, though an unfused rotary
-embedding makes some too; its strided products as rotary; all of torch's sorting and indexing as embedding.  A kernel
-that does two things (norm and cast) has one kind, that of the first: beside its floor belongs the floor of both.
+Names cannot tell everything. torch's contiguous BF16 additions count as residual adds, though an unfused rotary
+embedding makes some too; its strided products count as rotary; all of torch's sorting and indexing counts as embedding.
+A kernel that does two things (norm and cast) counts as the first; compare it with the sum of both floors.
 """
 
 import re
@@ -13,14 +13,14 @@ CAST, GRADIENTS, RESIDUAL, LOSS = "cast, transpose", "gradient adds", "residual 
 EMBEDDING, OPTIMIZER = "embedding", "optimizer"
 COPY, COMMUNICATION, OTHER = "copy, memset", "communication", "other"
 GEMMS = (FORWARD, BACKWARD, BF16)
-# bound by memory
+# Bound by memory.
 PASSES = (CAST, GRADIENTS, NORM, ACTIVATION, ROTARY, LOSS, RESIDUAL, EMBEDDING, OPTIMIZER, COPY, OTHER)
 ORDER = (*GEMMS, ATTENTION, *PASSES, COMMUNICATION)
 
-_PATTERNS = (  # (kind, pattern of a clean name), the first that matches
+_PATTERNS = (  # (kind, pattern of a clean name); the first match counts
     (COMMUNICATION, r"nccl"),
-    # our own, by their beginnings
-    (NORM, r"^_(norm|parts_sum)_"),  # _parts_sum: of biases' gradients too
+    # ours, by their first words
+    (NORM, r"^_(norm|parts_sum)_"),  # _parts_sum: also of biases' gradients
     (RESIDUAL, r"^_residual_"),
     (ACTIVATION, r"^_activate_"),
     (ROTARY, r"^_qkv_"),
@@ -28,7 +28,7 @@ _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     (EMBEDDING, r"^_embedding_"),
     (GRADIENTS, r"^_(quantize|add)_kernel"),  # ops/triton/blocks.py
     (OPTIMIZER, r"^_(adam|sum)_kernel"),  # _sum: of ranks' blocks and of squares
-    (BACKWARD, r"^_ZN7cutlass\w*float_e5m2"),  # names that the profiler leaves mangled
+    (BACKWARD, r"^_ZN7cutlass\w*float_e5m2"),  # the profiler leaves these names mangled
     (FORWARD, r"^_ZN7cutlass\w*float_e4m3"),
     (CAST, r"^_\w*(flat|tile|cast|transpose|quant|block)"),
     # libraries
@@ -45,7 +45,7 @@ _PATTERNS = (  # (kind, pattern of a clean name), the first that matches
     (CAST, r"transformer_engine::.*(cast|transpose|quant|amax|scal|dbias|unary_)|^(cast_)?transpose_optimized"),
     (GRADIENTS, r"^unrolled_elementwise_kernel<CUDAFunctor_add<float>"),  # FP32 += BF16
     (RESIDUAL, r"elementwise_kernel<.*CUDAFunctor_add<BFloat1|triton_\w+_fused_add_\d"),
-    # torch's backward pass of an embedding sorts the tokens and adds a segment of equal ones at a time
+    # torch's backward pass of an embedding sorts the tokens and adds one segment of equal tokens at a time
     (EMBEDDING, r"compute_grad_weight|sum_and_scatter|krn_partial|radix_sort|unique_by_key"),
     (EMBEDDING, r"gather_kernel|index_?select|indexing_backward|index_elementwise|embedding"),
     (COPY, r"memcpy|memset|copy|FillFunctor"),
@@ -54,11 +54,11 @@ _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern i
 
 
 def clean(name: str) -> str:
-    """A kernel's name without what all of torch's share."""
+    """A kernel's name without the parts that all of torch's share."""
     return re.sub(r"^void |\(anonymous namespace\)::|at::native::|at_cuda_detail::|c10::", "", name)
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel, by its whole name as the profiler gives it."""
+    """The kind of a kernel, from its whole name in the profile."""
     name = clean(name)
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), OTHER)

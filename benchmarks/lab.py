@@ -1,10 +1,10 @@
-"""The lab's instruments on one GPU: emulated formats, checked against the reference, and sharpness, timed.
+"""The lab's instruments on one GPU, timed: emulated formats, checked against the reference, and sharpness.
 
     python benchmarks/lab.py --csv lab.csv        about a minute on an H200, compilation included
 
-Times are medians of triton.testing.do_bench; data is random. Emulation must read and write each BF16 operand once,
-4 bytes an element, with a scale a pass of its own for the largest magnitude, 6. Sharpness reads the logits; its rate
-says how far it is from one reading of them.
+Times are medians of triton.testing.do_bench; data is random. Emulation must read and write each BF16 operand once, 4
+bytes an element; with a scale it also reads once for the largest magnitude, 6 bytes. Sharpness must read the logits
+once; its rate shows how far it is from that.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SEED = (12345, 678)
 
 
 def check(how: EmulatedFormat) -> None:
-    """Bitwise equality with the reference, of ordinary, tiny, huge and special values."""
+    """Bitwise equality with the reference, for ordinary, tiny, huge and special values."""
     x = randn(1003, 4096) * torch.randn(1003, 1, device="cuda").mul(12).exp2().bfloat16()
     x[0, :4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")], device="cuda")
     seed = SEED if how.rounding == "stochastic" else None
@@ -38,8 +38,8 @@ def check(how: EmulatedFormat) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
-    parser.add_argument("--commit", default=commit(), help="what the rows say was measured")
+    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
+    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     table = Table(arguments.commit)

@@ -1,11 +1,11 @@
-"""Every operation of megatron_fp8.ops on one GPU: checked against reference.py, then timed.
+"""Check every operation of megatron_fp8.ops on one GPU against reference.py, then time it.
 
     python benchmarks/ops.py --csv ops.csv        about two minutes on an H200, compilation included
 
-Times are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random. GB/s
-counts the bytes that must move (each input read once, each output written once), and % is that rate over a
-device copy's in the same run. The rows named "tile", "flat", "quantize_blocks", "add_blocks" and "sum_blocks" with
-a configuration compare launch configurations: the product's is the default in ops/triton/.
+Times are medians of triton.testing.do_bench, which empties the L2 cache before each run; data is random. GB/s counts
+the bytes that must move (each input read once, each output written once), and % is that rate over a device copy's in
+the same run. The rows named "tile", "flat", "quantize_blocks", "add_blocks" and "sum_blocks" with a configuration
+compare launch configurations; the default is in ops/triton/.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LINEARS = {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "fc
 
 
 class Table:
-    """Prints a row as it is measured, and keeps it for the CSV."""
+    """Prints each row when it is measured, and keeps it for the CSV."""
 
     def __init__(self, commit: str):
         self.rows: list[dict] = []
@@ -83,7 +83,7 @@ def equal(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def check() -> None:
-    """Bitwise equality with reference.py, run on the GPU, at two sizes, one odd; the GEMM by its norm."""
+    """Bitwise equality with reference.py on the GPU, at two sizes, one odd; the GEMM by its error's norm."""
     for shape in [(8192, 4096), (1003, 4109)]:
         for dtype, fmt in [(torch.bfloat16, E4M3), (torch.bfloat16, E5M2), (torch.float32, E4M3)]:
             x, scale, largest = randn(*shape, dtype=dtype), scalar(fmt.max / 3), scalar(0.0)
@@ -92,7 +92,7 @@ def check() -> None:
             assert equal(got, expected) and equal(got_t, expected_t) and equal(ops.transpose(got), expected_t)
             assert equal(ops.quantize(x, fmt, scale), expected)
             assert largest == ops.amax(x) == reference.amax(x)
-            for amax_out in (None, scalar(0.0)):  # a kernel of its own: it writes no rows
+            for amax_out in (None, scalar(0.0)):  # a separate kernel, because it writes no rows
                 none, got_t = ops.quantize(x, fmt, scale, transpose=True, rows=False, amax_out=amax_out)
                 assert none is None and equal(got_t, expected_t) and amax_out in (None, largest)
     x = randn(1 << 24, dtype=torch.float32) * randn(1 << 24, dtype=torch.float32).exp()
@@ -238,7 +238,7 @@ def bench_blocks(table: Table) -> None:
 
 
 def bench_gemm(table: Table) -> None:
-    """The four linears of a 7B layer, 8192 tokens: (M, N, K) forward, input gradient, weight gradient."""
+    """Time the four linears of a 7B layer, 8192 tokens: (M, N, K) forward, input gradient, weight gradient."""
     scale = scalar(0.01)
     for name, (n, k) in LINEARS.items():
         flops = 2 * TOKENS * n * k
@@ -271,8 +271,8 @@ def bench_gemm(table: Table) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="write the rows there too")
-    parser.add_argument("--commit", default=commit(), help="what the rows say was measured")
+    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
+    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     check()

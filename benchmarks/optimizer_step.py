@@ -4,20 +4,21 @@
     python benchmarks/optimizer_step.py --tiles                       # O2 and O3 by launch configuration
     python benchmarks/optimizer_step.py --params 1e6 --device cpu     # any machine, checks the script
 
-The parameters are the four linears of 9 layers of a GPT of 7B's width, one call a weight, as the engine makes at O3.
+The parameters are the four linears of 9 layers of a GPT of 7B's width, one call for each weight, as in the engine at
+O3.
 
-    O1, O2, O3     what megatron_fp8/flags/level.py says the level stores, from a gradient in FP8 blocks, one rank
+    O1, O2, O3     the level's formats (megatron_fp8/flags/level.py), from a gradient in FP8 blocks, one rank
     ... bf16 grad  the same from a BF16 gradient, which a step of more than 8 micro-batches keeps
-    torch          AdamW(fused=True) in FP32, then each FP32 weight copied to its BF16 one: what stock Megatron does
-                   without Transformer Engine, but that it does not ask for the fused kernel
-    te             Transformer Engine's FusedAdam in its place
+    torch          AdamW(fused=True) in FP32, then each FP32 weight copied to its BF16 one: as stock Megatron without
+                   Transformer Engine, except that stock does not ask for the fused kernel
+    te             the same with Transformer Engine's FusedAdam
     te-low         FusedAdam as megatron.core makes it for --use-precision-aware-optimizer --main-grads-dtype bf16
                    --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16
 
-Ours clip in the same pass (grad_scale); stock's clip is a pass of its own, not counted here.  Time: the median over
-repetitions after a warm-up, by CUDA events; random data; one system after the other.  B/element: what must move, every
-tensor of the state once each way, from the tensors' sizes; temporaries are the system's own affair.  GB/s is that over
-the time, and "% copy" its part of what a device copy of 4 GiB moves in the same run.
+Ours clip in the same pass (grad_scale); stock's clip is a separate pass, not counted here.  Time: the median over
+repetitions after a warm-up, by CUDA events; random data; one system after the other.  B/element: the bytes that must
+move, from the tensors' sizes, every tensor of the state once each way; temporaries do not count.  GB/s is that over the
+time, and "% copy" its share of the rate of a 4 GiB device copy in the same run.
 """
 
 import argparse
@@ -54,7 +55,7 @@ type Step = Callable[[], None]
 
 
 def weights(params: float) -> list[int]:
-    """Elements of each weight: qkv, proj, fc1 and fc2 of every layer, of the width that makes about `params`."""
+    """Elements of each weight: qkv, proj, fc1 and fc2 of every layer, at the width that gives about `params`."""
     hidden = max(1, round((params / (12 * LAYERS)) ** 0.5 / 128)) * 128
     return [part * hidden**2 for part in (3, 1, 4, 4)] * LAYERS
 
@@ -70,14 +71,14 @@ def nbytes(*states: State | ScaledTensor) -> int:
 
 
 def stored(values: torch.Tensor, kind: str) -> State:
-    """`values` (n,) FP32 in the format that a cell of the level names."""
+    """`values` (n,) FP32 in the format of a level's cell."""
     if kind == "fp8":
         return ops.quantize_blocks(values)
     return quantize_block16(values) if kind == "fp16" else values
 
 
 def ours(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
-    """A level's step, and the bytes that it moves."""
+    """A level's step, and the bytes that it must move."""
     cells = resolve(system[:2], {})
     grad_scale, scale = (torch.tensor(x, device=device) for x in (0.9, SCALE))
     calls, moved = [], 0
@@ -114,7 +115,7 @@ def fused_adam(*args, **kwargs) -> torch.optim.Optimizer:
 
 
 def stock_fp32(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
-    """An optimizer over FP32 weights, and the copy of each to its BF16 one."""
+    """The step of an optimizer over FP32 weights, with the copy of each to its BF16 weight; and its bytes."""
     masters = [torch.nn.Parameter(0.02 * torch.randn(n, device=device)) for n in sizes]
     copies = [master.detach().bfloat16() for master in masters]
     for master in masters:
@@ -130,7 +131,7 @@ def stock_fp32(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
 
 
 def te_low(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
-    """Transformer Engine's FusedAdam over BF16 weights, with FP16 masters, FP8 and FP16 averages, BF16 gradients."""
+    """A step of Transformer Engine's FusedAdam: BF16 weights and gradients, FP16 masters, FP8 and FP16 averages."""
     params = [torch.nn.Parameter((0.02 * torch.randn(n, device=device)).bfloat16()) for n in sizes]
     for param in params:
         param.decoupled_grad = 1e-3 * torch.randn_like(param)
@@ -138,7 +139,7 @@ def te_low(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
     optimizer = fused_adam(
         params, master_weights=True, use_decoupled_grad=True, store_param_remainders=True, **low, **ADAM
     )
-    # gradient and weight once, BF16; exp_avg, exp_avg_sq and master each way, 1, 2 and 2 bytes
+    # gradient and weight once, BF16; exp_avg, exp_avg_sq and master each way: 1, 2 and 2 bytes
     return optimizer.step, sum((2 + 2 + 2 * (1 + 2 + 2)) * param.numel() for param in params)
 
 
@@ -163,7 +164,7 @@ def measure(step: Step, device: str, repeats: int, warmup: int = 3) -> float:
 
 
 def copy_rate(device: str, repeats: int) -> float:
-    """GB/s, read and written, of a device copy."""
+    """GB/s of a device copy, reads and writes together."""
     source = torch.randn(2**20 if device == "cpu" else 2**30, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / measure(lambda: target.copy_(source), device, repeats) / 1e6
@@ -184,14 +185,14 @@ def row(system: str, sizes: list[int], moved: int, ms: float, copied: float) -> 
 
 
 def compare(systems: list[str], sizes: list[int], device: str, repeats: int, copied: float) -> list[dict]:
-    """A row a system, each beside torch's where that is one of them."""
+    """A row for each system, compared with torch's if that is one of them."""
     rows, torch_ms = [], None
     for system in sorted(systems, key=lambda name: name != "torch"):
         build = ours if system in OURS else te_low if system == "te-low" else stock_fp32
         try:
             step, moved = build(system, sizes, device)
             ms = measure(step, device, repeats)
-        except (ImportError, OSError, RuntimeError) as error:  # not here, or out of memory: the others still run
+        except (ImportError, OSError, RuntimeError) as error:  # not installed, or out of memory: go on with the others
             print(f"{system:14} {error}")
             continue
         finally:
@@ -206,7 +207,7 @@ def compare(systems: list[str], sizes: list[int], device: str, repeats: int, cop
 
 
 def sweep(sizes: list[int], device: str, repeats: int, copied: float) -> list[dict]:
-    """O2 and O3 by blocks and warps a program."""
+    """Time O2 and O3 by blocks and warps a program."""
     from megatron_fp8.ops.triton import adam
 
     rows, chosen = [], (adam.ADAM_BLOCKS, adam.ADAM_WARPS)
@@ -233,7 +234,7 @@ def show(row: dict) -> None:
 
 
 def installed(package: str) -> str:
-    """Its version, or nothing."""
+    """A package's version, or ""."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -246,7 +247,7 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=1.8e9)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--tiles", action="store_true", help="O2 and O3 by launch configuration, and nothing else")
+    parser.add_argument("--tiles", action="store_true", help="only time O2 and O3 by launch configuration")
     parser.add_argument("--te-path", help="folder with Transformer Engine")
     parser.add_argument("--csv", help="append the figures to this file")
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""pretrain_gpt_fp8.py with one training step under torch's profiler (rank 0).
+"""Run pretrain_gpt_fp8.py with one training step under torch's profiler (rank 0).
 
     PROFILE_STEP=8 torchrun --nproc-per-node 1 benchmarks/profile_gpt.py <the flags of pretrain_gpt_fp8.py>
 
 Prints one line `PROFILE {...}`: GPU milliseconds by kind of kernel (kinds.py), busy time and span of the step, every
-way in which the host waited for the GPU inside it, the number of kernels and of ATen calls, the host's own time, and,
-for each kind of collective, how long it ran and for how much of that nothing else did: what is left of it on the
-step's critical path.  The profiler slows the host: compare host times with each other, not with a step's.  With
-TRACE=FILE.json.gz the trace itself is kept.
+wait of the host for the GPU in it, the number of kernels and of ATen calls, and the host's own time. For each kind of
+collective it has the time that it ran, and the part of that in which nothing else ran, which is its share of the step's
+critical path.  The profiler slows the host, so compare host times with each other, not with a step's.
+TRACE=FILE.json.gz keeps the trace itself.
 
-TE=repaired, unrepaired or none in the environment says how Megatron finds Transformer Engine (`prepare_te`).  CAP_GB=80
-holds torch's allocator to so many GB, of 10^9 bytes, on each GPU.
+The environment variable TE=repaired, unrepaired or none sets how Megatron finds Transformer Engine (`prepare_te`).
+CAP_GB=80 limits torch's allocator to 80 GB (10^9 bytes) on each GPU.
 """
 
 import functools
@@ -23,19 +23,19 @@ from pathlib import Path
 
 from kinds import COMMUNICATION, clean, kind_of
 
-COLLECTIVES = ("SendRecv", "ReduceScatter", "AllGather", "AllReduce")  # SendRecv: all-to-all, ours alone
+COLLECTIVES = ("SendRecv", "ReduceScatter", "AllGather", "AllReduce")  # SendRecv: our all-to-all
 SYNCHRONISES = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 WAITS = (*SYNCHRONISES, "aten::item")
 STEP = "the profiled train_step"
-RANGES = (STEP, "Optimizer.", "nccl:")  # not kernels
-FULL_QUEUE_US = 200  # a launch takes 5; one that takes so long waits until the GPU's queue has room
+RANGES = (STEP, "Optimizer.", "nccl:")  # names that are not kernels
+FULL_QUEUE_US = 200  # a launch takes 5; one that takes this long waits until the GPU's queue has room
 
 
 def summary(profile) -> dict:
     """Kernel time by kind in ms, busy and span in ms, and counts of kernels, ATen calls and host waits.
 
-    The host's own time is the range STEP without what it spent waiting for the GPU, by a call that synchronises or by
-    a launch into a full queue; whichever thread waited, the others are taken to have waited for it.
+    The host's own time is the range STEP without its waits for the GPU, in a call that synchronises or in a launch into
+    a full queue. If one thread waited, the others are assumed to have waited for it.
     """
     kinds: Counter[str] = Counter()
     names: Counter[str] = Counter()
@@ -58,7 +58,7 @@ def summary(profile) -> dict:
             elif event.name in SYNCHRONISES or full_queue:
                 host_waited.append(interval)
             continue
-        if event.name.startswith(RANGES):  # torch gives a range the time of the kernels inside it
+        if event.name.startswith(RANGES):  # torch gives a range the time of the kernels in it
             continue
         kernels += not event.name.startswith(("Memcpy", "Memset"))
         if event.name.startswith("Memcpy DtoH"):
@@ -96,7 +96,7 @@ def summary(profile) -> dict:
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Length of the union of the intervals."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, end))
@@ -105,22 +105,22 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def prepare_te(state: str) -> None:
-    """Transformer Engine "repaired", "unrepaired" as Megatron has it, or "none" at all, nor apex' weight gradients;
-    before Megatron is imported.
+    """Set Transformer Engine to "repaired", "unrepaired" (as Megatron finds it) or "none". Call before importing
+    Megatron. "none" also hides apex's weight gradients.
 
-    Where apex is not installed, ours stands in for its weight gradients in FP32 (gemm/fused_wgrad.py), so that
-    stock's LM head adds in its GEMM, as it does with apex.
+    If apex is not installed, ours replaces its weight gradients in FP32 (gemm/fused_wgrad.py), so that stock's LM head
+    accumulates in its GEMM, as with apex.
 
-    megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it,
-    Megatron swallows the ImportError, and QKV is split by torch and its gradient concatenated, which costs TE 8 ms of
-    a step of 479.  The repair is the old name, put back in this process: no installed file changes, and a TE that was
+    megatron-core 0.19.2 imports `_SplitAlongDim` from transformer_engine.pytorch.attention.  TE has renamed it and
+    Megatron swallows the ImportError. So torch splits QKV and concatenates its gradient, which costs TE 8 ms of a step
+    of 479.  The repair puts the old name back, in this process only: no installed file changes, and a TE that was
     repaired on disk can be measured unrepaired too.
     """
     from megatron_fp8.gemm import fused_wgrad
 
     if state == "none":
         for name in ("transformer_engine", fused_wgrad.NAME):
-            sys.modules[name] = None  # an import of it fails, installed or not
+            sys.modules[name] = None  # makes an import fail, installed or not
         return
     import transformer_engine.pytorch.attention as attention
     from transformer_engine.pytorch.utils import SplitAlongDim
@@ -133,7 +133,7 @@ def prepare_te(state: str) -> None:
 
 
 def check_te(state: str) -> None:
-    """Raise unless Megatron's attention has Transformer Engine, and splits QKV, as the state says."""
+    """Raise unless Megatron's attention finds Transformer Engine, and splits QKV, as the state says."""
     from megatron.core.transformer import attention
 
     found = "none" if not attention.HAVE_TE else "unrepaired" if attention.SplitAlongDim is None else "repaired"
@@ -142,7 +142,7 @@ def check_te(state: str) -> None:
 
 
 def cap_memory(gb: float) -> None:
-    """Let torch's allocator have no more than so many GB of this rank's GPU."""
+    """Limit torch's allocator to `gb` GB of this rank's GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -152,7 +152,7 @@ def cap_memory(gb: float) -> None:
 
 
 def install(step: int) -> None:
-    """Profile the step-th call of Megatron's train_step."""
+    """Profile call number `step` of Megatron's train_step."""
     import megatron.training.training as training
     import torch
 
@@ -163,7 +163,7 @@ def install(step: int) -> None:
 
     stock, calls = training.train_step, Counter()
 
-    @functools.wraps(stock)  # its parameters, which the hooks of some flags look at
+    @functools.wraps(stock)  # keeps its signature, which the hooks of some flags read
     def train_step(*args, **kwargs):
         calls["n"] += 1
         if calls["n"] != step or int(os.environ.get("RANK", "0")) != 0:
@@ -173,7 +173,7 @@ def install(step: int) -> None:
         with torch.profiler.profile(activities=activities) as profile:
             with torch.profiler.record_function(STEP):
                 result = stock(*args, **kwargs)
-            torch.cuda.synchronize()  # one cudaDeviceSynchronize of the count is this one
+            torch.cuda.synchronize()  # this adds one cudaDeviceSynchronize to the count
         if os.environ.get("TRACE"):
             profile.export_chrome_trace(os.environ["TRACE"])
         print("PROFILE", json.dumps(summary(profile)), flush=True)

@@ -1,13 +1,13 @@
-"""The cost model beside SimuMax on the cases that SimuMax publishes.
+"""Compare the cost model with SimuMax on the cases that SimuMax publishes.
 
     python benchmarks/published_cases.py
 
-24 steps of stock Megatron in BF16 with Transformer Engine on eight B200s: Llama 3 of 70B's width with 12 layers and of
-405B's with 4, sequence 4,096, micro-batch 1, fused cross-entropy, distributed optimizer, no recomputation. Measured and
-predicted by MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md at 4dcaae5 (results/simumax_b200.csv).
+24 steps of stock Megatron in BF16 with Transformer Engine on eight B200s: Llama 3 at 70B's width with 12 layers and at
+405B's with 4, sequence 4,096, micro-batch 1, fused cross-entropy, distributed optimizer, no recomputation. MooreThreads
+measured them and SimuMax predicted them: docs/b200/b200_release_v1.2_summary.md at 4dcaae5 (results/simumax_b200.csv).
 
-SimuMax' hardware file was measured on those B200s, operator by operator. Ours is the H200's, and nothing of a B200 but
-one factor on time, from one of the cases (FACTOR_FROM), and no host's time; memory has none.
+SimuMax's hardware file was measured on those B200s, operator by operator. Ours is the H200's. It gets one factor on
+time from one of the B200 cases (FACTOR_FROM), and no host time; memory has no factor.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A published case: milliseconds and GiB as measured, relative errors of SimuMax and of ours."""
+    """A published case: measured milliseconds and GiB, and the relative errors of SimuMax and of our model."""
 
     name: str
     ms: float

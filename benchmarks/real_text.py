@@ -1,23 +1,23 @@
-"""GPT-125M on real text, at every level, beside seeds of stock BF16: is a gap more than noise?
+"""GPT-125M on real text at every level, beside seeds of stock BF16: is a gap more than noise?
 
     python benchmarks/real_text.py --jobs 7 --csv FILE             a hundred steps: one GPU, two minutes
     python benchmarks/real_text.py --steps 800 --seeds 4 --jobs 8 --arms O0 O3 --timeout 1200 --csv FILE
     python benchmarks/real_text.py --steps 800 --csv FILE --read --plot FIGURE
     python benchmarks/real_text.py --arms O0 O3 --steps 5 --num-layers 2 --hidden-size 64 --num-attention-heads 4
 
-The text is the Python standard library's source, a token a byte; flags that are not the script's own are Megatron's,
-and stand in the CSV.  The last command runs on any machine.  Runs of one seed begin with the same weights and see the
-same batches in the same order.  Two judgements:
+The text is the Python standard library's source, one token a byte. Flags that are not the script's own go to Megatron
+and are recorded in the CSV.  The last command runs on any machine.  Runs of one seed have the same initial weights and
+see the same batches in the same order.  Two judgements:
 
-    held-out loss     at the end, of the same text, whole but for its last batch; a gap is an arm's less that of O0's
-                      same seed, noise is how far O0's seeds spread
-    training loss     less that of O0's same seed, batch by batch, in the mean of the last hundred steps that all have:
-                      what the text is cancels, and the standard error over seeds is what is left to chance
+    held-out loss     at the end, over the same text, all of it but the last batch. A gap is an arm's minus that of O0's
+                      same seed; noise is the spread of O0's seeds
+    training loss     minus that of O0's same seed, batch by batch, averaged over the last hundred steps that all have.
+                      The text's effect cancels, and the standard error over seeds measures what is left to chance
 
-Runs share the GPU, `--jobs` at a time: nothing is timed.  A row is written when its run ends; one that is cut off keeps
-its losses, without a held-out one.  Stock's runs that FILE has, of the same GPU, torch, steps and flags, are not
-repeated.  The arms with Transformer Engine are stock with its layers and attention: TE with its FP8 (delayed scaling),
-"O0, TE" in BF16, which is as far from O0 as kernels are, and far faster.
+Runs share the GPU, `--jobs` at a time, so nothing is timed.  A row is written when its run ends. A run that is cut off
+keeps its losses, without a held-out one.  Stock's runs in FILE with the same GPU, torch, steps and flags are not
+repeated.  The arms with Transformer Engine are stock with its layers and attention: TE with its FP8 (delayed
+scaling), "O0, TE" in BF16. The latter differs from O0 only by its kernels, and is far faster.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from megatron_fp8.tools.palette import looks
 
 TEXT, HELD_OUT = "runs/real_text/data/python", 0.02
 CONTEXT, BATCH = 1024, 32
-WINDOW = 100  # steps of the judgement of training losses
-SMOOTHED = 25  # steps a point of the figure
+WINDOW = 100  # steps over which training losses are judged
+SMOOTHED = 25  # steps in a point of the figure
 SEEDS = (1, 2, 3, 4)
 ARMS = {
     "O0": "--fp8-level O0",
@@ -68,11 +68,11 @@ TRAINING = (
     f"--train-data-path {TEXT}_train --valid-data-path {TEXT}_heldout --tokenizer-type NullTokenizer --vocab-size 257 "
 )
 COLUMNS = ["gpu", "torch", "commit", "date", "steps", "flags", "arm", "seed", "heldout_loss", "last_10_steps", "losses"]
-OF_THE_JUDGE = ("--seq-length", "--global-batch-size", "--eval-iters")  # as they are, the held-out text is whole
+OF_THE_JUDGE = ("--seq-length", "--global-batch-size", "--eval-iters")  # fixed, so that the held-out text is whole
 
 
 def train(arm: str, seed: int, args: argparse.Namespace) -> dict | None:
-    """One run's row; None where it failed before its first step."""
+    """One run's row; None if it failed before its first step."""
     held_out = prepare_data.samples(f"{TEXT}_heldout", CONTEXT)
     flags = f"{MODEL} {TRAINING} --train-iters {args.steps} --eval-interval {args.steps + 1} "
     flags += f"--lr-warmup-iters {args.steps // 5} --eval-iters {held_out // BATCH} --seed {seed} {ARMS[arm]} "
@@ -93,7 +93,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict | None:
 
 
 def read(arm: str, seed: int, lines: list[str]) -> dict | None:
-    """The row of a log; None without a step in it."""
+    """The row of a log; None if it has no step."""
     steps = [step for step in map(parse_step, lines) if step]
     if not steps:
         return None
@@ -110,7 +110,7 @@ def read(arm: str, seed: int, lines: list[str]) -> dict | None:
 
 
 def gaps(rows: list[dict], reference: str = "O0") -> list[str]:
-    """A line an arm: its gaps of held-out loss, seed by seed, and whether each is inside the noise."""
+    """A line for each arm: its gaps of held-out loss, seed by seed, and whether all are within the noise."""
     loss = {(row["arm"], int(row["seed"])): float(row["heldout_loss"]) for row in rows if row["heldout_loss"]}
     stock = {seed: value for (arm, seed), value in loss.items() if arm == reference and math.isfinite(value)}
     if not stock:
@@ -127,7 +127,7 @@ def gaps(rows: list[dict], reference: str = "O0") -> list[str]:
 
 
 def differences(rows: list[dict], reference: str = "O0") -> dict[str, dict[int, list[float]]]:
-    """{arm: {seed: an arm's training loss less the reference's of that seed, step by step}}, as far as both went."""
+    """{arm: {seed: the arm's training loss minus the reference's with that seed, step by step, as far as both go}}."""
     losses = {(row["arm"], int(row["seed"])): [float(loss) for loss in row["losses"].split()] for row in rows}
     found: dict[str, dict[int, list[float]]] = {}
     for (arm, seed), of_arm in losses.items():
@@ -138,8 +138,8 @@ def differences(rows: list[dict], reference: str = "O0") -> dict[str, dict[int, 
 
 
 def paired(rows: list[dict], reference: str = "O0") -> list[str]:
-    """A line an arm: its training loss less the reference's on the same batches, over the last steps that its runs and
-    the reference's all have."""
+    """A line for each arm: its training loss minus the reference's on the same batches, over the last steps that its
+    runs and the reference's all have."""
     found = differences(rows, reference)
     lines = [f"training loss less {reference}'s, same batches:"]
     for arm in filter(found.get, ARMS):
@@ -153,8 +153,8 @@ def paired(rows: list[dict], reference: str = "O0") -> list[str]:
 
 
 def plot(rows: list[dict], path: Path, reference: str = "O0") -> None:
-    """Left, losses of the reference's seeds; right, each arm's less those: the mean over seeds, and a standard error
-    about it."""
+    """Left: losses of the reference's seeds. Right: each arm's minus those, as mean over seeds with a standard error.
+    """
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 
@@ -190,27 +190,27 @@ def plot(rows: list[dict], path: Path, reference: str = "O0") -> None:
 
 
 def known(path: str | None, same: dict, *, every_arm: bool) -> dict[tuple[str, int], dict]:
-    """The file's rows of these steps and flags by (arm, seed), the last of each; of stock alone, and of this GPU and
-    torch, unless every arm is wanted."""
+    """The file's rows of these steps and flags by (arm, seed), the last of each. Without every_arm: only stock's, with
+    this GPU and torch."""
     if not path or not Path(path).exists():
         return {}
     with Path(path).open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if every_arm or row["arm"] in STOCK]
-    alike = [key for key in ("gpu", "torch", "steps", "flags") if key in same]  # stock is stock at every commit
+    alike = [key for key in ("gpu", "torch", "steps", "flags") if key in same]  # stock is the same at every commit
     return {(row["arm"], int(row["seed"])): row for row in rows if all(row[key] == same[key] for key in alike)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=BY_DEFAULT)
-    parser.add_argument("--seeds", type=int, default=2, choices=range(1, 5), help="of each arm; of stock all four")
+    parser.add_argument("--seeds", type=int, default=2, choices=range(1, 5), help="of each arm; stock has all four")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
     parser.add_argument("--te-path", help="folder with Transformer Engine, for the arm TE")
     parser.add_argument("--csv", type=os.path.abspath, help="append the rows to this file")
-    parser.add_argument("--read", action="store_true", help="run nothing: judge the rows that --csv has of --steps")
-    parser.add_argument("--reference", choices=ARMS, default="O0", help="what the others are judged beside")
+    parser.add_argument("--read", action="store_true", help="run nothing: judge the rows of --csv with --steps")
+    parser.add_argument("--reference", choices=ARMS, default="O0", help="the arm that the others are compared with")
     parser.add_argument("--plot", type=os.path.abspath, help="draw the training losses, as SVG")
     args, args.extra = parser.parse_known_args()
     if fixed := [word for word in args.extra if word.split("=")[0] in OF_THE_JUDGE]:

@@ -1,24 +1,25 @@
-"""How often --fp8-on-spike takes noise for a spike, and which spikes it finds: on curves made for it, and on real ones.
+"""False alarms and found spikes of --fp8-on-spike, on synthetic curves and on real ones.
 
     python benchmarks/spikes.py        CPU, one core, five minutes
 
-Made curves (spikes.csv), of 1,000 steps. False alarms: values taken for a spike at sigma 7 where none was planted, of
-10,000 that were judged; "early": of the first 128 steps. Found: of spikes planted one a curve, at a random step from 64
-on, with the height given in standard deviations of the curve's own noise at that step. Log-normal noise is symmetric in
-the logarithm, as that of gradient norms nearly is; Student's t has 3 degrees of freedom.
+Synthetic curves (spikes.csv), 1,000 steps each. False alarms: values taken for a spike at sigma 7 where none was
+planted, in 10,000 judged values; "early": in the first 128 steps. Found: of spikes planted one a curve, at a random
+step from 64 on, with the given height in standard deviations of the curve's own noise at that step. Log-normal noise is
+symmetric in the logarithm, like the noise of gradient norms, nearly; Student's t has 3 degrees of freedom.
 
 Real curves (spikes_real.csv): loss and gradient norm of all runs of results/lab, 300 steps each, window 128. DETECTORS
-has what judges them: the product's series of the norm's values; the same of their logarithms, for a norm is positive
-and its noise more nearly log-normal than normal; median and median absolute deviation, which no spike before pulls up.
-The same sigma means something else to each, so compare them where their false alarms are equally many. Three counts:
+lists the judges: the product's series of the norm's values; the same of their logarithms, because a norm is positive
+and its noise closer to log-normal than to normal; and median with median absolute deviation, which earlier spikes do
+not pull up. The same sigma means something else to each, so compare them at equal numbers of false alarms. Three
+counts:
 
-- False alarms, in runs that do not diverge and up to AHEAD steps before the onset (tools/lab/report/curves.py) in those
-  that do.
-- Found: a norm of so many times the median of the 16 before, planted in those steps, at two random ones a run.
-- Told: divergences with an alarm in the AHEAD steps before the onset, or at it: what a watch is for. Beside it, the
-  false alarms in these runs before: a detector that tells by chance has them.
+- False alarms, in runs that do not diverge, and in those that do up to AHEAD steps before the onset
+  (tools/lab/report/curves.py).
+- Found: norms of so many times the median of the 16 before, planted in those steps, at two random steps a run.
+- Told: divergences with an alarm in the AHEAD steps before the onset, or at it, which is the purpose of a watch. Beside
+  it are the false alarms in these runs before that; a detector that tells only by chance has as many.
 
-Runs that diverge within 64 + 2 AHEAD steps, while the learning rate warms up, have no history to judge from; left out.
+Runs that diverge within 64 + 2 AHEAD steps, while the learning rate warms up, are left out: they have no history.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def autoregressive(noise: np.ndarray, keep: float) -> np.ndarray:
     return out
 
 
-# name: (the curve without noise, the curve of a noise of unit scale)
+# {name: (the curve without noise, function that draws a curve with noise)}
 KINDS: dict[str, tuple[np.ndarray, Callable[[np.random.Generator], np.ndarray]]] = {}
 
 
@@ -84,7 +85,7 @@ def spikes(curve: np.ndarray, window: int) -> list[int]:
 
 
 def made() -> Iterator[list]:
-    """The rows of spikes.csv, its head first."""
+    """The rows of spikes.csv, header first."""
     rng = np.random.default_rng(1)
     yield ["curve", "window", "false per 10,000", "early", *(f"found of {h} sigma, %" for h in HEIGHTS)]
     for name, (level, make) in KINDS.items():
@@ -106,7 +107,7 @@ def made() -> Iterator[list]:
 
 
 class Median(Series):
-    """The candidate: sigma median absolute deviations, as of a normal distribution, above the median of the window."""
+    """The candidate: sigma median absolute deviations, scaled to a normal distribution's, above the window's median."""
 
     def spike(self, value: float) -> Spike | None:
         found = None
@@ -123,20 +124,20 @@ def itself(value: float) -> float:
     return value
 
 
-# name: (what is judged, of which number, by which series, at which sigmas)
+# {name: (signal, function of its values, series that judges, sigmas)}
 DETECTORS: dict[str, tuple[str, Callable[[float], float], type[Series], tuple[int, ...]]] = {
     "loss": ("loss", itself, Series, (7,)),
     "norm": ("grad_norm", itself, Series, (7, 10, 14, 20)),
     "norm, logarithm": ("grad_norm", math.log, Series, (5, 6, 7)),
     "norm, median": ("grad_norm", itself, Median, (7, 14, 30)),
-    "update norm": ("update_norm", itself, Series, (5, 7, 10)),  # in some stores
+    "update norm": ("update_norm", itself, Series, (5, 7, 10)),  # logged in some stores only
 }
 RATES = {"0.001": (0, 0.002), "0.01": (0.002, 0.02), "0.03 .. 0.045": (0.02, 0.05), "0.07 .. 0.2": (0.05, 1)}
 TIMES, AHEAD = (3, 5, 10, 30), 20
 
 
 def runs() -> Iterator[Result]:
-    """Those of all stores, in the order of the files."""
+    """The runs of all stores, in the order of the files."""
     for packed in sorted((OUT / "lab").glob("*.sqlite.xz")):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / packed.stem
@@ -148,9 +149,9 @@ def runs() -> Iterator[Result]:
 
 
 def judge_run(run: Result, calm: int, plant: list[int], detector: str, sigma: float) -> tuple[int, bool, np.ndarray]:
-    """How many of a run's `calm` steps are alarms; whether one comes after them, up to the onset; what is found.
+    """(Alarms in a run's first `calm` steps; whether one comes later, up to the onset; how many spikes are found).
 
-    plant: steps from 0 at which a spike is tried, the run itself going on without; found: how many, for each of TIMES.
+    plant: steps, from 0, at which a spike is tried without changing the run. found: their number for each of TIMES.
     """
     signal, number, kind_of_series, _ = DETECTORS[detector]
     curve = run.series[signal][1].tolist()
@@ -165,7 +166,7 @@ def judge_run(run: Result, calm: int, plant: list[int], detector: str, sigma: fl
 
 
 def real() -> Iterator[list]:
-    """The rows of spikes_real.csv, its head first."""
+    """The rows of spikes_real.csv, header first."""
     rng = np.random.default_rng(2)
     every = []
     for run in runs():
@@ -186,7 +187,7 @@ def real() -> Iterator[list]:
                 false, told, found = map(np.array, zip(*(judge_run(*run, name, sigma) for run in of), strict=True))
                 rate = 1e4 * false.sum() / steps.sum()
                 row = [rates, name, sigma, len(of), steps.sum(), f"{rate:.1f}"]
-                # no loss is so many times its level
+                # a loss never reaches such multiples of its level
                 row += [f"{share:.0f}" if signal == "grad_norm" else "" for share in 50 * found.mean(0)]
                 row += [diverge.sum(), told.sum()]
                 row += [f"{1e4 * false[diverge].sum() / steps[diverge].sum():.1f}" if diverge.any() else ""]
@@ -194,7 +195,7 @@ def real() -> Iterator[list]:
 
 
 def write(rows: Iterator[list], path: Path) -> None:
-    """Print them as they come; the file changes when all are there."""
+    """Print the rows as they come; write the file when all are there."""
     kept = []
     for row in rows:
         kept.append(row)

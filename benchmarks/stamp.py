@@ -1,7 +1,7 @@
-"""What a benchmark's rows say of the code that was measured; and that this code is what a benchmark imports.
+"""The commit for a benchmark's rows, and the import path that makes it true.
 
-Imported before megatron_fp8 it puts this checkout first, whatever is installed: `python benchmarks/X.py` measures what
-lies beside it, and `commit` names it. The tools (launch.py, ...) are found too.
+Importing this before megatron_fp8 puts this checkout first, whatever is installed. So `python benchmarks/X.py` measures
+the code beside it, and `commit` names that code. The tools (launch.py, ...) are found too.
 """
 
 import os
@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 
 def commit() -> str:
-    """The commit, with "-dirty" where files were changed; COMMIT of the environment, for a copy without .git."""
+    """The commit, with "-dirty" if files were changed. The variable COMMIT overrides it, for a copy without .git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--match="]
     git = subprocess.run(command, capture_output=True, text=True)
     return os.environ.get("COMMIT") or git.stdout.strip() or "unknown"

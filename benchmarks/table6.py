@@ -1,18 +1,18 @@
-"""FP8-LM's Table 6: which states of the optimizer bear few bits?  The same GPT trained with each, beside ours.
+"""FP8-LM's Table 6: which optimizer states tolerate few bits?  The same GPT trained with each, beside our levels.
 
-    python benchmarks/table6.py                              # 16 runs a seed; finished ones are not made again
-    python benchmarks/table6.py --arms 0 2a O3 --print       # the runs, each as the one command that it is
+    python benchmarks/table6.py                              # 16 runs a seed; finished ones are not repeated
+    python benchmarks/table6.py --arms 0 2a O3 --print       # prints each run's command
     python benchmarks/table6.py --arms 0 O3 --steps 10 --csv t6.csv --plot t6.svg        # checks the script
 
-The demo's GPT of 2.6 million parameters and its text, one process, on the CPU.
-All runs of a seed see the same data and start from the same weights (--use-cpu-initialization: drawn in FP32, rounded
-to BF16 but for #0).  The rate is constant after a warm-up of a tenth of the steps.  Only the four linears differ:
-embedding, head and norms, 8 % of the parameters, are stock's with FP32 masters in every arm.
+The demo's GPT of 2.6 million parameters and its text, one process, on the CPU. All runs of a seed see the same data and
+have the same initial weights (--use-cpu-initialization: drawn in FP32, rounded to BF16 except for #0).  The rate is
+constant after a warm-up of a tenth of the steps.  Only the four linears differ; embedding, head and norms, 8 % of the
+parameters, are stock's with FP32 masters in every arm.
 
-Why 1e-5.  Rounding to nearest loses a change below half an ulp: for 2^k <= |w| < 2^(k+1) that is 2^(k - bits), with 11
+Why 1e-5.  Rounding to nearest loses a change below half an ulp. For 2^k <= |w| < 2^(k+1) that is 2^(k - bits), with 11
 bits for FP16, 8 for BF16 and 4 for E4M3.  So a change reaches the weights |w| < 2^(floor(log2(change) + bits) + 1).
-Adam changes a weight by lr a step where gradients agree, and by lr * sqrt((1 - beta1) / (1 + beta1)) = 0.23 lr, rms,
-where they are noise.  Weights start as N(0, 0.02^2) (proj and fc2: 0.02 / sqrt(6)); of these are reached (`reached`)
+Adam changes a weight by lr a step if gradients agree, and by lr * sqrt((1 - beta1) / (1 + beta1)) = 0.23 lr, rms, if
+they are noise.  Weights start as N(0, 0.02^2) (proj and fc2: 0.02 / sqrt(6)). The share of them that is reached:
 
     lr      gradients      FP16     BF16     E4M3
     1e-5    agree          88 %     16 %      1 %
@@ -20,8 +20,8 @@ where they are noise.  Weights start as N(0, 0.02^2) (proj and fc2: 0.02 / sqrt(
     1e-3    agree         100 %    100 %     88 %
     1e-3    are noise     100 %    100 %     16 %
 
-At 1e-5 masters in BF16 and E4M3 all but stand still and FP16 begins to; at 1e-3 only E4M3 is in trouble.  A remainder
-loses changes below 2^-20 of a weight, 2e-8.  Half the rate shifts the table by a bit.
+At 1e-5, masters in BF16 and E4M3 almost stand still, and FP16 begins to; at 1e-3 only E4M3 is in trouble.  A remainder
+loses changes below 2^-20 of a weight, 2e-8.  Half the rate shifts the table by one bit.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from demo import MODEL, STOCK_ONLY
 from launch import RunFailed, parse_step, parse_validation, torchrun
 from train_step import stamp
 
-ARMS = {  # name: (flags, what GEMMs, master and m + v are)
+ARMS = {  # name: (flags, formats of GEMMs, master and m + v)
     "0": ("", ("FP32", "FP32", "FP32 + FP32")),
     "1": ("--bf16", ("BF16", "FP32", "FP32 + FP32")),
     "2a": ("--bf16 --fp8-level O3 --fp8-master fp16", ("FP8", "FP16", "FP8 + FP16")),
@@ -59,20 +59,20 @@ TRAINING = (
     "--adam-beta1 0.9 --adam-beta2 0.95 --use-cpu-initialization --log-interval 1 --eval-iters 40 --num-workers 0 "
     f"--train-data-path {DATA}_train --valid-data-path {DATA}_heldout --tokenizer-type NullTokenizer --vocab-size 257"
 )
-BITS = {"FP16": 11, "BF16": 8, "E4M3": 4}  # significant ones
-SMOOTH = 8  # steps, of the distance in the figure
+BITS = {"FP16": 11, "BF16": 8, "E4M3": 4}  # significant bits
+SMOOTH = 8  # steps, for the distance in the figure
 
 Key = tuple[str, float, int]  # arm, learning rate, seed
 Curve = tuple[list[float], float]  # training loss of every step, held-out loss
 
 
 def shown(arm: str) -> str:
-    """The paper's are numbers there: #2a."""
+    """An arm's name in the table; the paper's are numbers, such as #2a."""
     return f"#{arm}" if arm[0].isdigit() else arm
 
 
 def reached(change: float, bits: int) -> float:
-    """Share of weights N(0, 0.02^2), stored with so many significant bits, that a change is not lost on."""
+    """Share of weights N(0, 0.02^2), stored with `bits` significant bits, that a change reaches."""
     below = 2.0 ** (math.floor(math.log2(change) + bits) + 1)
     return math.erf(below / 0.02 / math.sqrt(2))
 
@@ -85,7 +85,7 @@ def flags(key: Key, steps: int) -> list[str]:
 
 
 def train(key: Key, args) -> Curve:
-    """Make one run. Raises RunFailed."""
+    """Do one run. Raises RunFailed."""
     log = ROOT / FOLDER / "{}-{:g}-{}.log".format(*key)
     env = {"CUDA_VISIBLE_DEVICES": ""}  # --use-cpu-initialization leaves Megatron 0.19.2's model on the CPU
     lines = torchrun(1, ["pretrain_gpt_fp8.py", *flags(key, args.steps)], log, timeout=args.timeout, env=env)
@@ -98,7 +98,7 @@ def machine() -> str:
 
 
 def read(path: Path, steps: int) -> dict[Key, Curve]:
-    """The finished runs of so many steps."""
+    """The finished runs of this number of steps."""
     runs: dict[Key, Curve] = {}
     if path.exists():
         with path.open(newline="") as file:
@@ -111,7 +111,7 @@ def read(path: Path, steps: int) -> dict[Key, Curve]:
 
 
 def write(path: Path, key: Key, steps: int, curve: Curve) -> None:
-    """Append a run: a row a step, the held-out loss in the last."""
+    """Append a run: a row for each step, with the held-out loss in the last."""
     losses, heldout = curve
     new = not path.exists()
     with path.open("a", newline="") as file:
@@ -124,13 +124,13 @@ def write(path: Path, key: Key, steps: int, curve: Curve) -> None:
 
 
 def distance(runs: dict[Key, Curve], key: Key) -> float:
-    """Held-out loss less that of #0 with the same rate and seed; NaN where one is not there."""
+    """Held-out loss minus that of #0 with the same rate and seed; NaN if one is missing."""
     reference = ("0", *key[1:])
     return runs[key][1] - runs[reference][1] if {key, reference} <= runs.keys() else math.nan
 
 
 def table(runs: dict[Key, Curve], args) -> list[str]:
-    """In Markdown: held-out loss and, in brackets, its distance from #0, of every seed."""
+    """Markdown: each seed's held-out loss and, in brackets, its distance from #0."""
 
     def cell(key: Key) -> str:
         return f"{runs[key][1]:.4f} ({distance(runs, key):+.4f})" if key in runs else "-"
@@ -143,7 +143,7 @@ def table(runs: dict[Key, Curve], args) -> list[str]:
 
 
 def plot(runs: dict[Key, Curve], args) -> None:
-    """A column a learning rate: training loss of the first seed; below, the distance from #0, of all seeds."""
+    """A column for each learning rate: training loss of the first seed; below, all seeds' distance from #0."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -207,7 +207,7 @@ def main() -> None:
 
     print(f"\nHeld-out loss after {args.steps} steps, nats a byte (distance from #0)\n")
     print(*table(runs, args), sep="\n")
-    print("\nShare of weights that a step reaches, where gradients agree / are noise:")
+    print("\nShare of weights that a step reaches, if gradients agree / are noise:")
     noise = math.sqrt((1 - 0.9) / (1 + 0.9))
     for lr in args.lr:
         shares = (f"{name} {reached(lr, b):.1%} / {reached(noise * lr, b):.1%}" for name, b in BITS.items())

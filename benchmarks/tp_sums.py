@@ -1,23 +1,23 @@
-"""What sums over tensor-parallel ranks in FP8 cost: the error of a linear's output, and the loss of a small GPT.
+"""The cost of FP8 sums over tensor-parallel ranks: the error of a linear's output, and the loss of a small GPT.
 
     python benchmarks/tp_sums.py error        CPU, one core, seconds
-    python benchmarks/tp_sums.py train        CPU, two cores, an hour; goes on where it was stopped
+    python benchmarks/tp_sums.py train        CPU, two cores, an hour; continues where it was stopped
 
-error: y = x W^T of K = 8192 terms, cut over T ranks as a row-parallel linear's, each rank's product rounded to BF16, as
-its GEMM writes it.  The truth is y in float64 of the same operands.  BF16's sum is FP32's, rounded once (NCCL's ring
-rounds at each hop); FP8's is `--fp8-tp-reduce-scatter fp8`: the T - 1 others' parts as BlockScaled, the own one as it
-is, one FP32 sum, rounded to BF16.  With a rotation each block of 128 is multiplied by a random sign each and a Hadamard
-matrix before the cast, and the sum by its inverse: the others' parts alone, so that the own one stays exact.  For
-comparison what the casts of x and W alone do, with sums in BF16.  Inputs:
+error: y = x W^T with K = 8192 terms, cut over T ranks like a row-parallel linear's. Each rank's product is rounded to
+BF16, as its GEMM writes it. The truth is y in float64 of the same operands. BF16's sum is FP32's, rounded once (NCCL's
+ring rounds at each hop). FP8's is `--fp8-tp-reduce-scatter fp8`: the T - 1 other parts as BlockScaled and the own part
+as it is, one FP32 sum, rounded to BF16. With a rotation, each block of 128 is multiplied by random signs and a Hadamard
+matrix before the cast, and the sum by the inverse. Only the other parts are rotated, so that the own one stays exact.
+For comparison: the casts of x and W alone, with sums in BF16. Inputs:
 
     gaussian      x and W standard normal
-    channels      1 of 256 of x's channels (columns, terms of the sum) times 30
-    outputs       1 of 256 of W's rows (channels of y) times 30
-    tokens        1 of 256 of x's rows times 30
+    channels      1 in 256 of x's channels (columns, terms of the sum) times 30
+    outputs       1 in 256 of W's rows (channels of y) times 30
+    tokens        1 in 256 of x's rows times 30
 
-train: the demo's GPT on the Python standard library's source, 300 steps, TP 2 and 4 over gloo: stock BF16 (whose local
-layers know no sequence parallelism) beside O3 with sequence parallelism and its sums in BF16, in FP8 forward, backward,
-and both.  All runs of one seed and TP begin with the same weights and see the same data, and are judged by the same 64
+train: the demo's GPT on the Python standard library's source, 300 steps, TP 2 and 4 over gloo. Stock BF16 (whose local
+layers do not support sequence parallelism) beside O3 with sequence parallelism and its sums in BF16, in FP8 forward,
+backward, and both.  All runs of one seed and TP have the same initial weights and data, and are judged by the same 64
 batches of the held-out text.
 """
 
@@ -48,12 +48,12 @@ STEPS, SEEDS, SIZES = 300, (1, 2, 3), (2, 4)
 LEVEL = "--fp8-level O3 --sequence-parallel --fp8-tp-reduce-scatter"
 WAYS = ("bf16", "forward", "backward", "fp8")
 ARMS = {"stock BF16": "--fp8-level O0"} | {f"O3, {way}": f"{LEVEL} {way}" for way in WAYS}
-# The demo's GPT, its MLP cut in four a multiple of 16, and its training with half the batch.
+# The demo's GPT with an MLP whose quarter is a multiple of 16, and its training with half the batch.
 SMALLER = f"""--ffn-hidden-size 384 --global-batch-size 16 --train-iters {STEPS} --eval-interval {STEPS + 1}
 --eval-iters 64"""
 
 TOKENS, TERMS, CHANNELS, BLOCK = 256, 8192, 1024, 128
-EVERY, TIMES = 256, 30.0  # outliers
+EVERY, TIMES = 256, 30.0  # spacing and factor of the outliers
 
 
 # --- error
@@ -77,7 +77,7 @@ def inputs() -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 
 
 def in_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) as it travels."""
+    """x (..., N) after FP8 on the wire."""
     return reference.quantize_blocks(x.flatten()).dequantize().view(x.shape)
 
 
@@ -101,7 +101,7 @@ def rotated(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of(parts: list[torch.Tensor], way: str) -> torch.Tensor:
-    """A rank's sum of all ranks' parts (M, N), BF16; its own is the first."""
+    """A rank's sum of all ranks' parts (M, N), BF16; parts[0] is its own."""
     own, *others = (part.float() for part in parts)
     if way == "fp8":
         others = [in_fp8(part) for part in others]
@@ -160,7 +160,7 @@ def train(tp: int, arm: str, seed: int) -> dict:
 
 
 def train_all(path: Path, seeds: list[int]) -> list[dict]:
-    """The rows of all runs; those that the file has are not made again."""
+    """The rows of all runs; runs that the file already has are not repeated."""
     os.chdir(ROOT)
     if not Path(f"{demo.TEXT}_heldout.idx").exists():
         prepare_data.prepare([], str(demo.TEXT), prepare_data.Bytes(), held_out=demo.HELD_OUT)
@@ -177,7 +177,7 @@ def train_all(path: Path, seeds: list[int]) -> list[dict]:
 
 
 def gaps(rows: list[dict]) -> Iterator[str]:
-    """Each arm's held-out loss less that of stock's same seed."""
+    """Each arm's held-out loss minus stock's with the same seed."""
     for tp in SIZES:
         loss = {(r["arm"], r["seed"]): float(r["heldout_loss"]) for r in rows if int(r["tp"]) == tp}
         seeds = [seed for arm, seed in loss if arm == "stock BF16"]

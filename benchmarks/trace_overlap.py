@@ -1,10 +1,10 @@
-"""What is hidden in a trace of a training step: each collective, and how long compute ran beside it.
+"""Hidden communication in a trace of a training step: each collective, and how long compute ran beside it.
 
     TRACE=trace.json.gz python benchmarks/train_step.py --nproc 4 --gbs 64 --systems O1 --overlap-grad-reduce
     python benchmarks/trace_overlap.py trace.json.gz --csv benchmarks/results/overlap_dp4.csv
 
-SendRecv is the all-to-all of the linears' gradients, a kernel a bucket; ReduceScatter stock's own gradients; AllGather
-the weights.  A collective is hidden for as long as any other kernel runs.
+SendRecv is the all-to-all of the linears' gradients, a kernel for each bucket; ReduceScatter is stock's own gradients;
+AllGather is the weights.  A collective is hidden for as long as any other kernel runs.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from profile_gpt import COLLECTIVES, covered
 
 
 def collectives(trace: dict) -> list[dict]:
-    """Each collective of the step: its kind, start, duration and hidden time, in microseconds."""
+    """Each collective of the step: kind, start, duration and hidden time, in microseconds."""
     kernels = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     begin = min(e["ts"] for e in kernels)
     compute = [(e["ts"], e["ts"] + e["dur"]) for e in kernels if "nccl" not in e["name"]]

@@ -4,14 +4,14 @@
     python benchmarks/train_step.py --te-path DIR --shape 7b-whole --nproc 2 --gbs 32 --mbs O3=8 te-delayed=4
     python benchmarks/train_step.py --shape tiny --systems bf16-local O1          # any machine, checks the script
 
-Every system trains the same slice of a GPT by the same command, pretrain_gpt_fp8.py with Megatron's flags and
-mock (random) data, in a process of its own, one after the other.  A step's time is the median over the lines of the log
-after the warm-up, each of them Megatron's mean of five steps.  `--te-path DIR` is put on PYTHONPATH for the systems
-that need Transformer Engine; the others find none, even where it is installed.
+Every system trains the same slice of a GPT by the same command, pretrain_gpt_fp8.py with Megatron's flags and mock
+(random) data, in its own process, one after the other.  A step's time is the median over the log's lines after the
+warm-up; each line is Megatron's mean of five steps.  `--te-path DIR` is put on PYTHONPATH for the systems that need
+Transformer Engine. The other systems find none, even if it is installed.
 
-The table and the CSV carry the GPU, versions and commit, and whether Transformer Engine is repaired: megatron-core
-0.19.2 misses TE's QKV split by a stale import, which profile_gpt.py puts right in its own process (`prepare_te`);
-"unrepaired" is what a user of these versions gets.  Every run checks that it has the one it is named after.
+The table and the CSV have the GPU, versions and commit, and whether Transformer Engine is repaired. megatron-core
+0.19.2 misses TE's QKV split because of a stale import, which profile_gpt.py repairs in its own process (`prepare_te`).
+"unrepaired" is what a user of these versions gets.  Every run checks that it has the state that it is named after.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from stamp import ROOT, commit
 
-EVERY = 5  # steps between two lines of the log: each line makes the host wait for the GPU, and no run logs every step
+EVERY = 5  # steps between two lines of the log; each line makes the host wait for the GPU, so no run logs every step
 COMMON = f"""--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 50303
 --make-vocab-size-divisible-by 128 --mock-data --bf16 --use-distributed-optimizer --disable-bias-linear
 --no-bias-gelu-fusion --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --clip-grad 1.0 --weight-decay 0.1
@@ -42,7 +42,7 @@ WIDTH_4096 = "--hidden-size 4096 --num-attention-heads 32"
 
 
 class Shape(NamedTuple):
-    gbs: int  # by default, whatever the number of GPUs
+    gbs: int  # the default, for any number of GPUs
     mbs: int
     flags: str
 
@@ -68,7 +68,7 @@ SHAPES = {
         f"--num-layers 12 --hidden-size 768 --num-attention-heads 12 {LLAMA_LAYER} "
         "--seq-length 1024 --max-position-embeddings 1024",
     ),
-    "llama3-8b": Shape(  # whole, at its own sequence
+    "llama3-8b": Shape(  # whole, at its own sequence length
         8,
         1,
         f"--num-layers 32 {WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention "
@@ -78,7 +78,7 @@ SHAPES = {
     "7b-whole": Shape(16, 4, f"--num-layers 32 {WIDTH_4096}"),
     "13b-whole": Shape(4, 2, "--num-layers 40 --hidden-size 5120 --num-attention-heads 40"),
     "175b": Shape(16, 2, "--num-layers 4 --hidden-size 12288 --num-attention-heads 96"),
-    "175b-tp8": Shape(  # with TP 2, what a rank of GPT-175B has with TP 8: micro-batch 1, where the host is the bound
+    "175b-tp8": Shape(  # with TP 2, a rank has what a rank of GPT-175B has with TP 8: micro-batch 1, bound by the host
         8,
         1,
         "--num-layers 8 --hidden-size 12288 --num-attention-heads 24 --kv-channels 128 --ffn-hidden-size 12288 "
@@ -97,7 +97,7 @@ GRAPH = "--cuda-graph-impl full_iteration --te-rng-tracker --no-check-for-nan-in
 TE_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
 LOCAL = "--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
 SYSTEMS = {
-    "bf16": System("unrepaired", ""),  # stock, as it is installed
+    "bf16": System("unrepaired", ""),  # stock, as installed
     "bf16-repaired": System("repaired", ""),
     "te-delayed": System("repaired", TE_FP8 + " --fp8-recipe delayed"),
     "te-delayed-graph": System(
@@ -116,7 +116,7 @@ SYSTEMS = {
     "O3-graph": System("none", f"--fp8-level O3 {GRAPH}"),
     "O3-tp-fp8": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter fp8"),
     "O3-tp-fp8-backward": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter backward"),
-    "O3-with-te": System("repaired", "--fp8-level O3"),  # TE's fused rotary embedding and optimizer for what is stock's
+    "O3-with-te": System("repaired", "--fp8-level O3"),  # stock's parts use TE's fused rotary embedding and optimizer
     "O1-tensorwise": System("none", "--fp8-level O1 --fp8-recipe tensorwise"),
     "O1-transpose-cache": System("none", "--fp8-level O1 --keep-fp8-transpose-cache"),
     "O1-grads-fp32": System("none", "--fp8-level O1 --fp8-grad-accum fp32"),
@@ -131,12 +131,12 @@ COLUMNS = ["gpu", "torch", "commit", "date", "shape", "nproc", "gbs", *RUN, *(f"
 
 
 def model_flags(args) -> list[str]:
-    """Megatron's flags that every system shares, the last of a kind being the one that counts."""
+    """Megatron's flags that every system shares; if a flag is repeated, the last counts."""
     return [*COMMON.split(), *SHAPES[args.shape].flags.split(), f"--global-batch-size={args.gbs}", *args.extra]
 
 
 def run(system: str, args) -> dict:
-    """Train `args.iterations` steps; returns the figures of the run, or raises with the end of its log."""
+    """Train `args.iterations` steps. Returns the figures of the run, or raises with the end of its log."""
     te, flags = SYSTEMS[system]
     env = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", PROFILE_STEP=str(args.iterations - 1))
     env["TE"] = te
@@ -158,11 +158,11 @@ def run(system: str, args) -> dict:
 
 
 def read(log: str, warmup: int) -> dict:
-    """The figures of a run's log, of whose lines each is the mean of the steps since the one before; empty if there is
+    """The figures of a run's log, each of whose lines is the mean of the steps since the line before; empty if there is
     none."""
     line = r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([\d.]+)(?:.*?\(TFLOP/s/GPU\): ([\d.]+))?"
     lines = [(int(i), int(n), float(t), float(tflops or 0)) for i, n, t, tflops in re.findall(line, log)]
-    # Megatron logs the first step too, and begins no new mean there. The last step but one is profiled.
+    # Megatron logs the first step too, but starts no new mean there. The last step but one is profiled.
     begins = [0, 0, *(i for i, *_ in lines[1:])]
     kept = [figures for begin, (i, n, *figures) in zip(begins, lines, strict=False) if warmup <= begin and i < n - 1]
     if not kept:
@@ -184,7 +184,7 @@ def read(log: str, warmup: int) -> dict:
 
 
 def stamp() -> dict:
-    """What the figures were measured on."""
+    """The GPU, versions and commit of a measurement."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
@@ -193,13 +193,13 @@ def stamp() -> dict:
 
 
 def arguments(description: str, systems: list[str], add=lambda parser: None, argv=None) -> argparse.Namespace:
-    """The command line, or argv: `args.mbs` holds every system's micro-batch, `args.extra` flags for Megatron."""
+    """Parse the command line, or argv. `args.mbs` has every system's micro-batch, `args.extra` flags for Megatron."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--gbs", type=int, help="global batch (default: the shape's)")
-    parser.add_argument("--mbs", nargs="+", default=[], metavar="SYSTEM=N", help="micro-batch, where not the shape's")
+    parser.add_argument("--mbs", nargs="+", default=[], metavar="SYSTEM=N", help="micro-batch, if not the shape's")
     parser.add_argument("--iterations", type=int, default=22)
     parser.add_argument("--warmup", type=int, default=EVERY)
     parser.add_argument("--timeout", type=int, default=240, help="seconds for one system")
@@ -228,7 +228,7 @@ def arguments(description: str, systems: list[str], add=lambda parser: None, arg
 
 
 def check_columns(path: str | None, columns: list[str]) -> None:
-    """Before anything is measured: exits if rows of these columns cannot be appended to the file."""
+    """Exit if rows of these columns cannot be appended to the file. Call it before measuring."""
     if path and Path(path).exists():
         with Path(path).open(newline="") as file:
             if next(csv.reader(file), columns) != columns:
@@ -246,7 +246,7 @@ def append(path: str, columns: list[str], rows: list[dict]) -> None:
 
 
 def measure(args, keep: Callable[[dict], None] = lambda row: None) -> list[dict]:
-    """Every system's figures, printed and given to `keep` as they come; one that failed is told and left out."""
+    """Every system's figures, printed and given to `keep` as they come. A failed system is reported and left out."""
     rows = []
     for system in args.systems:
         try:
@@ -276,7 +276,7 @@ def main() -> None:
     check_columns(args.csv, COLUMNS)
     same = {**stamp(), "shape": " ".join([args.shape, *args.extra]), "nproc": args.nproc, "gbs": args.gbs}
 
-    def keep(row: dict) -> None:  # at once: the next system may never end
+    def keep(row: dict) -> None:  # write at once, because the next system may never end
         if not args.csv:
             return
         profile = {f"profile_{k}": json.dumps(row["profile"].get(k)) for k in PROFILED}
