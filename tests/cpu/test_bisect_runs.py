@@ -1,4 +1,4 @@
-"""Linears kept in BF16 (--fp8-bf16-layers), and the bisect that finds which to keep, over Megatron's real loop."""
+"""Linears kept in BF16 (--fp8-bf16-layers), and the bisect that finds which to keep, in Megatron's real loop."""
 
 import argparse
 
@@ -26,7 +26,7 @@ def bytes_a_weight(lines: list[str]) -> float:
 
 @pytest.mark.slow
 def test_all_linears_in_bf16_are_bf16_gemms():
-    """Of FP8, of FP8 that is stored, and of what is emulated, the LM head included."""
+    """For FP8, FP8 storage and emulation, with the LM head."""
     exact = run(EXACT)
     all_kept = run("--fp8-level O1 --fp8-bf16-layers *")
     assert all_kept.losses == exact.losses and all_kept.grad_norms == exact.grad_norms
@@ -40,7 +40,7 @@ def test_all_linears_in_bf16_are_bf16_gemms():
 
 
 def test_stored_in_bf16_at_o3():
-    """On two pipeline stages: all that the first has, and a linear of the second."""
+    """On two pipeline stages: all linears of the first, and one of the second."""
     stored = run("--fp8-level O3 --pipeline-model-parallel-size 2 --fp8-bf16-layers decoder.layers.0.*,*.1.mlp.*fc1", 2)
     assert kept(stored.lines) == [
         "5 of 8 linears stay in BF16: decoder.layers.0.self_attention.linear_proj "
@@ -53,13 +53,13 @@ def test_stored_in_bf16_at_o3():
 @pytest.mark.slow
 def test_bytes_of_a_layer_at_o3():
     whole, one = run("--fp8-level O3"), run("--fp8-level O3 --fp8-bf16-layers decoder.layers.1.*")
-    ours = 4 * 64 * 64 + 3 * 64 * 128  # each a byte more
+    ours = 4 * 64 * 64 + 3 * 64 * 128  # one byte more for each of these
     assert bytes_a_weight(one.lines) - bytes_a_weight(whole.lines) == pytest.approx(ours / 115_008, abs=0.01)
 
 
 @pytest.mark.slow
 def test_emulation_of_the_others():
-    """Two ways to say it."""
+    """Two spellings of the same."""
     given = run("--fp8-emulate E8M2 --fp8-emulate-layers *.linear_fc2,*.linear_qkv").losses
     assert given == run("--fp8-emulate E8M2 --fp8-bf16-layers *.linear_fc1,*.linear_proj").losses
     first = run("--fp8-emulate E8M2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0").losses

@@ -1,4 +1,4 @@
-"""`megatron-fp8 build -- COMMAND`: what its lone ranks ask of our operations is what every rank of the job asks."""
+"""`megatron-fp8 build -- COMMAND`: its lone ranks call the same operations as every rank of the job."""
 
 import os
 import re
@@ -29,7 +29,8 @@ def called(folder: Path, rank: int) -> set[str]:
 
 
 def for_triton(kinds: set[str]) -> set[str]:
-    """With what it looks at in a number: of another rank's share of a weight, or part of the vocabulary."""
+    """The kinds with numbers reduced to what Triton looks at: another rank has another share of a weight or vocabulary.
+    """
 
     def divides(number: re.Match) -> str:
         n = int(number[0])
@@ -108,7 +109,7 @@ def test_first_second_and_last_stage(stages, by_stage_first, ranks):
 
 
 def test_what_is_done_now_and_then_is_done_in_the_second_step():
-    """Evaluation and statistics have kernels of their own, and the other steps have theirs."""
+    """Evaluation and statistics have kernels of their own, and so do the other steps."""
     a = Namespace(virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_size=1, data_parallel_size=4)
     a.global_batch_size, a.micro_batch_size, a.rampup_batch_size, a.step_batch_size_schedule = 64, 2, None, None
     a.vocab_size, a.eval_iters, a.tensorboard_dir, a.wandb_project = 256, 10, "logs", None

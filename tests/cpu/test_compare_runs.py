@@ -1,4 +1,4 @@
-"""`megatron-fp8 compare` of what Megatron really prints: a run and the same one resumed, by log and by metrics."""
+"""`megatron-fp8 compare` on Megatron's real output: a run and the same run resumed, by log and by metrics."""
 
 import argparse
 

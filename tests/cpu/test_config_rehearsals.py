@@ -1,4 +1,4 @@
-"""Every shipped combination of a model, its layout and its recipe is rehearsed, all ranks of a replica, nightly."""
+"""Rehearse every shipped combination of a model, its layout and its recipe nightly, with all ranks of a replica."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A run in forked ranks is the run that torchrun starts: every digit of it."""
+"""A run in forked ranks equals the run that torchrun starts, in every digit."""
 
 import pytest
 from megatron_runs import TINY_GPT, run_megatron

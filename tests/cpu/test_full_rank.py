@@ -27,7 +27,7 @@ JOB = """torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt_fp8.py --bf16 --num
 
 
 def rehearse(log: Path, *argv: str, flags: str = "--fp8-level O3", job: str = JOB) -> str:
-    """What the verb prints, forked: of the processes that a user sees, the rank that it starts is a cold one here."""
+    """The verb's output. The verb is forked; of the processes that a user sees, only its rank starts cold here."""
     command = ["-m", "megatron_fp8.cli", "rehearse", "--full", *argv, "--", *job.split(), *flags.split()]
     return "\n".join(forked(1, command, log, timeout=900))
 
@@ -37,13 +37,13 @@ def iterations(log: str) -> list[str]:
 
 
 def trains(tmp_path, *argv: str, flags: str, job: str = JOB) -> str:
-    """The page of a rank that took its steps, none skipped."""
+    """The page of a rank that made all its steps, with none skipped."""
     page = rehearse(tmp_path / "verb.log", *argv, "--folder", str(tmp_path), flags=flags, job=job)
     steps = iterations((tmp_path / "full.log").read_text())
     assert len(steps) == full.STEPS
     for step in steps:
         assert re.search(r"grad norm: [\d.]+ \| number of skipped iterations:   0 \|", step), step
-    assert not os.path.exists("/no/such")  # folders of the job are left alone
+    assert not os.path.exists("/no/such")  # the job's folders are left alone
     return page
 
 
@@ -63,10 +63,10 @@ def test_the_first_rank_of_the_last_stage(tmp_path):
     "flags", ["--fp8-level O1", "--fp8-level O2", "--fp8-level O3 --num-layers-per-virtual-pipeline-stage 1", ""]
 )
 def test_other_ranks(tmp_path, flags):
-    """Levels O1 and O2, virtual stages, and stock: with its own local layers, which need no Transformer Engine."""
+    """Levels O1 and O2, virtual stages, and stock with its local layers, which need no Transformer Engine."""
     local = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
     local += "--no-gradient-accumulation-fusion"
-    job = JOB if flags else JOB.replace("--sequence-parallel", "")  # which those layers do not have
+    job = JOB if flags else JOB.replace("--sequence-parallel", "")  # those layers do not support it
     page = trains(tmp_path, "--rank", "0", flags=flags or local, job=job)
     assert "(stage 0)" in page and "the estimate:" in page
 
@@ -95,13 +95,13 @@ assert rank() == 0  # who searches GEMMs, and keeps what is found: there is no o
 
 
 def test_a_gather_in_place_leaves_the_ranks_own_part():
-    """It was zeroed with the rest before it was sent: weights of zero beside remainders that are none, NaN at O2."""
+    """It used to be zeroed with the rest before it was sent. Weights of zero with other remainders gave NaN at O2."""
     done = subprocess.run([sys.executable, "-c", GATHER], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_stage_that_reads_no_data_trains(tmp_path):
-    """It waited for rank 0 to say that there is data, took no step, and passed."""
+    """It used to wait for rank 0 to announce data, made no step, and passed."""
     job = JOB.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")
     assert "(stage 2)" in trains(tmp_path, "--rank", "8", flags="--fp8-level O2", job=job)
 
@@ -115,7 +115,7 @@ def test_a_rank_of_context_parallelism(tmp_path):
 
 @pytest.mark.slow
 def test_a_plain_fake_process_group_trains_too(tmp_path):
-    """Stock's own, with garbage in what is received: steps may be skipped, and nothing fails, on any rank."""
+    """Stock's own, which receives garbage: steps may be skipped, but no rank fails."""
     flags = " ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2]
     flags = flags.replace("--data-path /no/such/data", "--mock-data").replace("GPT2BPETokenizer", "NullTokenizer")
     flags = flags.replace("--train-iters 20", "--train-iters 2")
@@ -139,7 +139,7 @@ def test_a_rank_that_the_job_does_not_have_and_one_without_full(tmp_path):
 
 
 def test_what_is_of_transformer_engines_attention_is_refused_or_said():
-    """A rank of context parallelism was run without it, at O0 and with --fp8-attention te, and nothing said so."""
+    """A context-parallel rank used to run without it, at O0 and with --fp8-attention te, and nothing said so."""
     args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, data_parallel_size=1)
     args.micro_batch_size = args.context_parallel_size = 1
     with pytest.raises(UserError, match=r"^rehearse --full: --context-parallel-size 2: a rank with Transformer"):
@@ -150,7 +150,7 @@ def test_what_is_of_transformer_engines_attention_is_refused_or_said():
 
 
 def test_measured_and_estimated_stand_side_by_side(monkeypatch):
-    """As a GPU would have it: the figures that the rank's last line has."""
+    """With the figures that a rank's last line has on a GPU."""
     from megatron_fp8.tools.perf import job_flags
 
     words = [*" ".join(JOB.split()).partition("pretrain_gpt_fp8.py")[2].split(), "--fp8-level", "O3"]
@@ -161,5 +161,5 @@ def test_measured_and_estimated_stand_side_by_side(monkeypatch):
     text = "\n".join(full._figures(job, 16, 1, 24, found))
     assert re.search(r"\| held \| 0\.09 \| 0\.09 \| [+-]\d\.\d% \|", text)
     assert "| in use on the GPU, of 150.0 | 0.90 | | |" in text
-    job.flags = [("--attention-backend", ["unfused"])]  # which the level has changed in args
+    job.flags = [("--attention-backend", ["unfused"])]  # the level has changed it in args
     assert "- No estimate: --attention-backend unfused: not modelled; remove it" in full._figures(job, 16, 1, 24, found)

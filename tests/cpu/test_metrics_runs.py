@@ -1,4 +1,4 @@
-"""MEGATRON_FP8_METRICS in Megatron's real loop: what its log prints, with every digit, and nothing else changes."""
+"""MEGATRON_FP8_METRICS in Megatron's real loop: the log's numbers with every digit, and nothing else changes."""
 
 import math
 from collections import defaultdict
@@ -15,7 +15,7 @@ MOE = "--num-experts 2 --moe-layer-freq [0,1] --moe-router-load-balancing-type a
 
 
 def measured(tmp_path, nproc: int, flags: str, **options):
-    """The run, and {name: {step: value}} of its file."""
+    """The run, and {name: {step: value}} from its file."""
     file = tmp_path / "run.jsonl"
     env = {VARIABLE: str(file), **options.pop("env", {})}
     run = run_megatron(nproc, [*TINY_GPT, *flags.split()], env=env, **options)
@@ -36,7 +36,7 @@ def measured(tmp_path, nproc: int, flags: str, **options):
     ],
 )
 def test_the_file_is_the_log_with_every_digit(tmp_path, nproc, flags):
-    """And the run is the run without it, without a level too."""
+    """And the run equals the run without the file, with a level or without."""
     flags = f"{EVALUATED} --train-iters 5 --log-params-norm {flags}"
     run, found = measured(tmp_path, nproc, flags)
     plain = run_megatron(nproc, [*TINY_GPT, *flags.split()])
@@ -81,7 +81,7 @@ def test_a_skipped_step_is_not_a_number(tmp_path):
 
 
 def test_the_lab_runs_what_has_no_level(tmp_path, monkeypatch):
-    """An arm that is stock: under torchrun, through what loads the plugin into any script."""
+    """A stock arm: under torchrun, through the module that loads the plugin into any script."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     command = ["-m", "megatron_fp8", "pretrain_gpt_fp8.py", *TINY_GPT, "--train-iters", "3"]

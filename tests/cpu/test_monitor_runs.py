@@ -1,4 +1,4 @@
-"""Statistics through Megatron's loop: who writes what when, the same digits with and without, nothing in between."""
+"""Statistics in Megatron's loop: who writes what when, the same digits with and without, nothing on other steps."""
 
 import json
 import re
@@ -24,7 +24,7 @@ class Logged:
             env={"PYTHONPATH": script_path(), "LOGDIR": str(tmp_path)},
         )
         self.tensorboard, self.wandb = (self.read(tmp_path / f"{writer}.jsonl") for writer in ("tensorboard", "wandb"))
-        found = re.findall(r"monitor calls: (\{.*?\})", "\n".join(self.run.lines))  # ranks' lines may run together
+        found = re.findall(r"monitor calls: (\{.*?\})", "\n".join(self.run.lines))  # the lines of two ranks may mix
         self.calls = [Counter(json.loads(text)) for text in found]
         self.lines = [line for line in self.run.lines if line.startswith("[fp8] iteration")]
 
@@ -89,7 +89,7 @@ def test_two_processes_count_the_shared_scale_and_overlap(tmp_path):
     assert logged.steps == [4]
     last = logged.at(4)
     assert {value for name, value in last.items() if name.endswith("_wgrad_mu")} == {1.0}
-    # With mu = 1 gradients that agree saturate in the sum, none before it.
+    # With mu = 1, equal gradients saturate in the sum, but not before it.
     assert max(value for name, value in last.items() if name.endswith("wgrad_reduced_saturations%")) > 0.1
     assert {value for name, value in last.items() if name.endswith("wgrad_overflows%")} == {0.0}
     noise = [value for name, value in last.items() if name.endswith("wgrad_reduced_snr_db")]
@@ -100,7 +100,7 @@ def test_two_processes_count_the_shared_scale_and_overlap(tmp_path):
 
 @pytest.mark.parametrize("wire", ["block", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_two_processes_count_the_cast_for_the_wire(tmp_path, wire):
-    """FP32 storage: the wire's blocks are the only cast of dW; with an FP32 wire there is none, and no noise."""
+    """With FP32 storage the wire's blocks are the only cast of dW; an FP32 wire has no cast and no noise."""
     logged = Logged(
         tmp_path,
         2,

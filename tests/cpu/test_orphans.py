@@ -1,4 +1,4 @@
-"""Ranks that are killed leave no process behind: neither the manager of a save's results nor a writer."""
+"""Killed ranks leave no process behind: neither the manager of a save's results nor a writer."""
 
 import contextlib
 import sys
@@ -24,7 +24,7 @@ def lives(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize(("saves", "kills_all"), [("", False), ("", True), (LATER, True)], ids=str)
 def test_nothing_lives_on_when_ranks_are_killed(saves, kills_all, tmp_path):
-    """One rank, of which torchrun ends the other; or torchrun and both."""
+    """One rank is killed, and torchrun ends the other; or torchrun and both are killed."""
     flags = f"--fp8-level O1 --train-iters 100000 --save-interval 2 --use-distributed-optimizer {saves}"
     command = [str(ROOT / "pretrain_gpt_fp8.py"), *TINY_GPT, *flags.split(), "--save", str(tmp_path / "saved")]
     environment = {"PYTHONPATH": script_path(), "CUDA_VISIBLE_DEVICES": ""}
@@ -38,7 +38,7 @@ def test_nothing_lives_on_when_ranks_are_killed(saves, kills_all, tmp_path):
         assert len(ranks) == 2 and len(family) >= 6, family  # each with a manager and a tracker
         for process in (launcher, *ranks) if kills_all else ranks[:1]:
             process.kill()
-        deadline = time.monotonic() + 300  # it takes a second; torchrun's patience with the other rank, thirty
+        deadline = time.monotonic() + 300  # usually a second; torchrun waits thirty for the other rank
         while left := [process for process in family if lives(process)]:
             assert time.monotonic() < deadline, [" ".join(process.cmdline())[:200] for process in left]
             run.lines()

@@ -1,4 +1,4 @@
-"""Layouts that `megatron-fp8 plan` proposes pass Megatron's own validation, with the sizes that the plan counted."""
+"""Layouts from `megatron-fp8 plan` pass Megatron's own validation, with the sizes that the plan counted."""
 
 import subprocess
 import sys

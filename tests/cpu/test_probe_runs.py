@@ -21,7 +21,7 @@ TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
 class Probed:
-    """A probed run: its exact losses and norms, its lines, and what was found {step: {linear: ...}}."""
+    """A probed run: its exact losses and norms, its lines, and the results {step: {linear: ...}}."""
 
     def __init__(self, folder, nproc, flags, steps):
         flags = [*TINY_GPT, *flags.split(), "--fp8-probe-step", steps, "--fp8-probe-dir", str(folder)]
@@ -63,7 +63,7 @@ def test_o1(o1):
             assert [linear[operand]["format"] for operand in OPERANDS] == ["E4M3", "E4M3", "E5M2"]
             assert all(0 <= linear[operand]["underflow"] < 0.05 for operand in OPERANDS)
             assert all(2.5 < linear[operand]["kurtosis"] < 200 for operand in OPERANDS)
-    # of the first step every scale is made for its micro-batch; of the third they are the second's
+    # in the first step every scale is made for its micro-batch; in the third the scales are the second's
     assert max(o1.all_of(1, "activation", "saturation")) == 0 < max(o1.all_of(3, "activation", "saturation"))
     first, third = (o1.linears[step][NAMES[0]]["activation"] for step in (1, 3))
     assert first["scale_min"] < first["scale_max"] and third["scale_min"] == third["scale_max"]
@@ -74,7 +74,7 @@ def test_probing_changes_nothing(o1):
 
 
 def test_data_parallel_ranks_add_up(o1, tmp_path):
-    """The first step of two ranks has one rank's micro-batches; but the loss is divided by two of them, not by four."""
+    """The first step of two ranks has one rank's micro-batches, but the loss is divided by two of them, not by four."""
     two = Probed(tmp_path, 2, "--fp8-level O1 --train-iters 1 --lr-warmup-iters 0", "1")
     for name, linear in o1.linears[1].items():
         for part in (*GEMMS, *OPERANDS):
@@ -97,7 +97,7 @@ def test_the_gain_of_rounding_to_nearest(tmp_path):
 
 
 def test_o3_has_the_rounding_of_its_weights_too(tmp_path):
-    """E4M3 weights, and with sequence parallelism activations that are gathered in E4M3."""
+    """E4M3 weights, and activations gathered in E4M3 under sequence parallelism."""
     found = Probed(tmp_path, 2, f"--fp8-level O3 --train-iters 2 --lr-warmup-iters 0 {TENSOR_PARALLEL}", "2")
     assert list(found.linears[2]) == NAMES
     assert all(0.03 < error < 0.045 for error in found.all_of(2, "fprop", "error"))
@@ -133,7 +133,7 @@ def test_the_verb_on_a_checkpoint(tmp_path, monkeypatch, capsys):
     saved = str(tmp_path / "saved")
     run_megatron(1, [*flags, "--save", saved, "--save-interval", "2", "--exit-interval", "2"])
     result = tmp_path / "found.json"
-    load = ["--load", saved, "--save", saved, "--save-interval", "1"]  # which the probe must not do
+    load = ["--load", saved, "--save", saved, "--save-interval", "1"]  # the probe must not save
     command = ["--", str(ROOT / "pretrain_gpt_fp8.py"), *flags, *load]
     assert main(["lab", "probe", "--json", str(result), "--sort", "error", *command]) == 0
     found = json.loads(result.read_text())
@@ -168,7 +168,7 @@ def test_a_planted_bug_fails(trials):
 
 @pytest.mark.slow
 def test_a_planted_micro_batch_bug_fails_though_the_twin_has_it(trials):
-    """Of 4 micro-batches gradients have 4/5 of their size, of 8 they have 8/9."""
+    """With 4 micro-batches gradients have 4/5 of their size, with 8 they have 8/9."""
     found = CHECKS["micro-batches"](trials("--fp8-level O2", "tests/scripts/broken_micro_batches.py"))
     assert not found.passed and found.name == "grad_norm" and found.difference > 1.5 * found.limit > 0
 

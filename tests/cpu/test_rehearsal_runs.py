@@ -1,4 +1,4 @@
-"""`megatron-fp8 rehearse` from the command line: what passes, what cannot start, what fails on the way."""
+"""`megatron-fp8 rehearse` from the command line: jobs that pass, that cannot start, and that fail on the way."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def test_a_job_passes(tmp_path):
         assert line in page, page
     kept = {"page.md", *(f"{start}.{form}" for start in ("train", "resume") for form in ("log", "jsonl"))}
     assert {path.name for path in (tmp_path / "kept").iterdir()} == kept
-    assert report.read_text() == "mine" and not probes.exists()  # files of the job's are the job's
+    assert report.read_text() == "mine" and not probes.exists()  # the job's files are not touched
 
 
 @nightly

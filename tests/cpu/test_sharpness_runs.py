@@ -1,4 +1,4 @@
-"""Sharpness measured in Megatron's real loop: nothing else changes, every layout sees the same, and `lab sharpness`."""
+"""Sharpness in Megatron's real loop: nothing else changes, every layout gives the same; and `lab sharpness`."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from megatron_runs import TINY_GPT, run_megatron, start_forked
 
 from megatron_fp8.tools.lab import main
 
-BF16 = [*TINY_GPT, "--lr-decay-iters", "10"]  # one schedule, however many iterations
+BF16 = [*TINY_GPT, "--lr-decay-iters", "10"]  # the same schedule for any number of iterations
 FP32 = [flag for flag in BF16 if flag != "--bf16"]
 EVALUATED = "--split 8,1,1 --eval-iters 2".split()
 EMULATED = "--fp8-emulate E8M3 --fp8-emulate-layers decoder.layers.1.* --fp8-emulate-from-step 2"
@@ -27,19 +27,19 @@ def logged(run) -> dict[int, dict[str, float]]:
         names = ("sharpness", "centred", "log Z", "not finite")
         values = {name: float(re.search(rf"{name} ([^; ]+)", line)[1]) for name in names}
         found[int(line.split()[2].removesuffix(":"))] = values
-    assert len(found) == len(lines)  # one rank says it, once
+    assert len(found) == len(lines)  # only one rank prints it
     return found
 
 
 def trained(folder, base: list[str]) -> dict:
-    """Train two iterations with evaluations, and save; what was measured in the evaluations."""
+    """Train two iterations with evaluations, and save. Returns the evaluations' measurements."""
     files = ["--save", str(folder), "--fp8-sharpness-eval", str(folder / "found.json")]
     run_megatron(1, [*base, *EVALUATED, "--train-iters", "2", "--save-interval", "2", *files])
     return json.loads((folder / "found.json").read_text())
 
 
 def lab_sharpness(folder, base: list[str], monkeypatch, *options: str) -> dict:
-    """What `megatron-fp8 lab sharpness` finds of that checkpoint."""
+    """The result of `megatron-fp8 lab sharpness` on that checkpoint."""
     monkeypatch.chdir(ROOT)
     start_forked(monkeypatch)
     parser = argparse.ArgumentParser()
@@ -52,14 +52,14 @@ def lab_sharpness(folder, base: list[str], monkeypatch, *options: str) -> dict:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of two iterations in FP32, without a level, and what its evaluations measured."""
+    """A checkpoint after two iterations in FP32, without a level, and the measurements of its evaluations."""
     folder = tmp_path_factory.mktemp("checkpoint")
     return folder, trained(folder, FP32)
 
 
 @pytest.fixture(scope="module")
 def third_step(checkpoint):
-    """Iteration 3, measured, by one process."""
+    """Iteration 3, measured by one process."""
     return resumed(checkpoint[0], 1, "")
 
 
@@ -84,7 +84,7 @@ def test_losses_are_the_same_to_the_last_digit(flags):
     found = logged(measured)
     assert list(found) == [2, 4] and not logged(plain)
     for values in found.values():
-        assert 0.01 < values["sharpness"] < 0.03 and 0.01 < values["centred"] < 0.03  # near that of equal logits
+        assert 0.01 < values["sharpness"] < 0.03 and 0.01 < values["centred"] < 0.03  # near the value of equal logits
         assert 5.5 < values["log Z"] < 5.7 and values["not finite"] == 0
 
 
@@ -112,7 +112,7 @@ def test_an_interleaved_pipeline_sees_the_same(tmp_path):
 
 
 def test_of_a_checkpoint(checkpoint, monkeypatch, capsys):
-    """As its run measured it, and on last tokens what the search converges to."""
+    """The run's own measurement, and on last tokens the value to which the search converges."""
     folder, in_training = checkpoint
     found = lab_sharpness(folder, FP32, monkeypatch, "--iterations", "20000")
     assert list(found) == list(in_training) == [VALIDATION, TEST]
@@ -131,7 +131,7 @@ def test_of_a_checkpoint(checkpoint, monkeypatch, capsys):
 def test_of_a_checkpoint_of_another_kind(tmp_path, monkeypatch, flags):
     """The same forward pass without an optimizer: weights from BF16 copies, emulation by its step and layers.
 
-    Delayed scaling has no history then: its activations are scaled just in time.
+    Delayed scaling then has no history, so activations are scaled just in time.
     """
     base = [*BF16, *flags.split()]
     in_training = trained(tmp_path, base)[VALIDATION]["tokens"]

@@ -1,4 +1,4 @@
-"""--fp8-log-update-norm in Megatron's real loop: the norm of what checkpoints say has moved, whatever the layout."""
+"""--fp8-log-update-norm in Megatron's real loop: the norm of the change between checkpoints, in any layout."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ _LINE = re.compile(r"\[fp8\] iteration (\d+): update norm (\S+); update ratio (\
 def logged(run: Run) -> dict[int, tuple[float, float]]:
     """{Iteration: (update norm, update ratio)}."""
     found = [(int(line[1]), (float(line[2]), float(line[3]))) for line in filter(None, map(_LINE.match, run.lines))]
-    assert len(found) == len(dict(found))  # one rank says it
+    assert len(found) == len(dict(found))  # only one rank prints it
     return dict(found)
 
 
@@ -31,11 +31,11 @@ def logged(run: Run) -> dict[int, tuple[float, float]]:
         pytest.param(1, "", marks=nightly),
         pytest.param(2, "--pipeline-model-parallel-size 2", marks=nightly),
         pytest.param(2, "", marks=nightly),
-        pytest.param(2, MOE, marks=nightly),  # two parts, of which one is over other ranks
+        pytest.param(2, MOE, marks=nightly),  # two parts, one of them over other ranks
     ],
 )
 def test_gradient_descent_moves_by_its_rate_times_the_gradient(nproc, flags):
-    """Whose norm stock takes, replicas and weights that two stages share counted once."""
+    """The gradient's norm is stock's, which counts replicas and weights that two stages share once."""
     base = [flag for flag in FP32 if flag != "--untie-embeddings-and-output-weights"]
     run = run_megatron(nproc, [*base, *SGD.split(), *flags.split(), "--train-iters", "4", LOG, "--fp8-log-exact"])
     exact = [float(line.split()[-1]) for line in run.lines if "exact grad norm" in line]
@@ -68,7 +68,7 @@ def test_what_moved_between_two_checkpoints(nproc, flags, tmp_path):
 @nightly
 @pytest.mark.parametrize("flags", ["", "--fp8-level O3"])
 def test_nothing_else_is_another(flags):
-    """And only every --log-interval-th iteration is said."""
+    """And only every --log-interval-th iteration is logged."""
     every = [*TINY_GPT, *flags.split(), "--train-iters", "4"]
     run, rare = (run_megatron(1, [*every, LOG, "--log-interval", interval]) for interval in ("1", "3"))
     assert run.losses == run_megatron(1, every).losses
@@ -76,7 +76,7 @@ def test_nothing_else_is_another(flags):
 
 
 def masters(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
-    """The master weights of a checkpoint, of every parameter."""
+    """The master weights of a checkpoint, for every parameter."""
     found = tensors(folder, iteration)
     names = [name for name in found if name.startswith("optimizer.state.param.") or ".fp32_param." in name]
     assert len(names) == len([name for name in found if ".exp_avg." in name]) > 5
@@ -85,7 +85,7 @@ def masters(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
 
 @nightly
 def test_a_skipped_step_says_nothing():
-    """The third, whose gradient is not finite."""
+    """The third step's gradient is not finite."""
     flags = f"--fp8-level O1 --fp8-grad-accum fp32 --train-iters 5 {LOG}".split()
     env = {"PYTHONPATH": script_path(), "POISON": "nan", "POISONED_RANK": "0", "POISON_AT": "storage"}
     run = run_megatron(2, [*TINY_GPT, *flags], script=str(ROOT / "tests/scripts/poisoned_gradient.py"), env=env)

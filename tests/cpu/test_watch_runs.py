@@ -1,4 +1,4 @@
-"""--fp8-on-spike in Megatron's loop: spikes are planted; what a run says and does, on all ranks and after a restart."""
+"""--fp8-on-spike in Megatron's loop with planted spikes: its log and actions, on all ranks and after a restart."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ ALL = [
 
 
 class Spiking:
-    """A run with spikes (tests/scripts/spiking.py); `said`: {iteration: what the watch said}."""
+    """A run with spikes (tests/scripts/spiking.py); `said`: {iteration: the watch's log line}."""
 
     def __init__(self, nproc, flags, at, *more, by=30.0, where="loss", iterations=26):
         self.run = run_megatron(
@@ -26,7 +26,7 @@ class Spiking:
             script=str(ROOT / "tests/scripts/spiking.py"),
             env={"PYTHONPATH": script_path(), "SPIKE_AT": at, "SPIKE_BY": str(by), "SPIKE_IN": where},
         )
-        text = "\n".join(self.run.lines)  # ranks' lines may run together
+        text = "\n".join(self.run.lines)  # the lines of two ranks may mix
         found = re.findall(r"\[fp8\] iteration (\d+): ((?:loss|gradient norm) spike.*|back to FP8.*)", text)
         self.said = {int(iteration): what for iteration, what in found}
         assert len(self.said) == len(found)
@@ -38,7 +38,7 @@ class Spiking:
         }
 
     def at(self, iteration, rank=0):
-        """(whether the step was made, how many tensors it changed, the rank's linears that are in BF16 after it)."""
+        """(Whether the step was made, how many tensors it changed, the rank's linears that are in BF16 after it)."""
         return self._told[rank, iteration]
 
 
@@ -51,7 +51,7 @@ def test_log_says_so_and_changes_no_digit():
     line = r"deviations above the line through its last 19 "
     found = re.match(rf"loss spike (\S+), \S+ {line}\(4\.\d+\); gradient norm spike (\S+), ", watched.said[20])
     assert found and [float(text) for text in found.groups()] == pytest.approx([loss, norm], rel=1e-3)
-    assert watched.statistics == [("20", "gradient_overflows% spike")]  # delayed scales were not made for it
+    assert watched.statistics == [("20", "gradient_overflows% spike")]  # its delayed scales are too small for it
     assert watched.run.losses == plain.run.losses and watched.run.grad_norms == plain.run.grad_norms
 
 
@@ -107,7 +107,7 @@ def test_the_linears_that_clipped_fall_back_and_return():
     ],
 )  # fmt: skip
 def test_a_restart_in_the_middle_of_a_fallback(nproc, flags, tmp_path):
-    """Bit for bit the run that was not interrupted: losses, weights, states, and when the linears return."""
+    """Bit for bit the uninterrupted run: losses, weights, states, and the steps at which linears return."""
     flags = f"{flags} {FALLBACK}"
 
     def train(folder, every, *more):

@@ -1,4 +1,4 @@
-"""Sweeps for tests: a training script that only logs numbers, as the plugin does, and plans that run it."""
+"""Sweeps for tests: a training script that only logs numbers, like the plugin, and plans that run it."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from megatron_fp8.tools.lab import main
 from megatron_fp8.tools.lab.sweep.plan_file import SweepPlan
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the plugin does for a run: FILE is there from the start, and has a line for each call.
+# Behaves like the plugin: FILE exists from the start, and gets a line for each call.
 LOGS = """
 import json, os
 
@@ -24,8 +24,8 @@ def log(step=None, **values):
 
 open(os.environ["MEGATRON_FP8_METRICS"], "a").close()
 """
-# What a run does is a function of its flags. --begun FILE: a line there for each run that begins. --gate FILE: runs of
-# other seeds than 1 stop half-way, with a line in FILE.waiting, until the file is there.
+# A run depends on its flags alone. --begun FILE gets a line for each run that begins. With --gate FILE, runs of other
+# seeds than 1 stop half-way, add a line to FILE.waiting, and continue when FILE exists.
 TRAINING = (
     LOGS
     + """
@@ -104,7 +104,7 @@ def write(folder: Path, plan: str = PLAN) -> None:
 
 
 def small_plan(seeds=(1, 2), arms=("BF16", "E8M3"), steps=10, flags=()) -> SweepPlan:
-    """A plan for a store that runs nothing: two learning rates."""
+    """A plan for a store in which nothing runs: two learning rates."""
     words = ("train.py", "--lr", "1e-3", *flags)
     return SweepPlan(words, steps, seeds, {arm: () for arm in arms}, (1e-3, 3e-3), {"d": ()})
 
@@ -117,7 +117,7 @@ def lab(folder: Path, *argv: str, **options) -> subprocess.Popen:
 
 
 def done(folder: Path, *argv: str, code: int = 0) -> str:
-    """Run `megatron-fp8 lab ARGV` to its end; what it printed."""
+    """Run `megatron-fp8 lab ARGV` to its end. Returns its output."""
     process = lab(folder, *argv)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == code, output
@@ -125,7 +125,7 @@ def done(folder: Path, *argv: str, code: int = 0) -> str:
 
 
 def reports(folder: Path) -> dict[str, str]:
-    """What `lab report` makes of sweep.sqlite, by file; runs.* may differ from sweep to sweep."""
+    """The files of `lab report` for sweep.sqlite, by name; runs.* may differ from sweep to sweep."""
     parser = argparse.ArgumentParser()
     main.add_arguments(parser)
     assert main.run(parser.parse_args(["report", str(folder / "sweep.sqlite"), "--out", str(folder / "out")])) == 0
@@ -134,7 +134,7 @@ def reports(folder: Path) -> dict[str, str]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, though nobody may have waited for it."""
+    """Whether a process has ended, even if its parent has not waited for it."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -142,7 +142,7 @@ def gone(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 250) -> None:
-    """Wait until a condition holds; a busy machine may take its time."""
+    """Wait until a condition holds; a busy machine may take long."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"

@@ -1,5 +1,5 @@
-"""Every benchmark finds the package of its own checkout, without PYTHONPATH, without an install, from any folder; and
-says what it takes when asked, without doing or overwriting anything."""
+"""Every benchmark imports the package of its own checkout, without PYTHONPATH or an install, from any folder. It prints
+its help on request, without running or overwriting anything."""
 
 import os
 import runpy
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = "kinds", "stamp"  # what benchmarks share
-MEGATRONS = "profile_gpt"  # whose flags are Megatron's
+MODULES = "kinds", "stamp"  # shared by benchmarks
+MEGATRONS = "profile_gpt"  # its flags are Megatron's
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 
 
@@ -21,7 +21,7 @@ def results() -> dict[Path, tuple[int, int]]:
 
 
 def test_they_find_their_own_package_and_help(tmp_path):
-    """In a process of its own, that forks one for each benchmark: torch is imported once."""
+    """In one process that forks for each benchmark, so that torch is imported once."""
     before = results()
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -41,7 +41,7 @@ def test_they_find_their_own_package_and_help(tmp_path):
 
 
 def main(folder: str, *names: str) -> None:
-    """`python FOLDER/NAME.py --help` of each, as on a machine that has no megatron_fp8 installed."""
+    """`python FOLDER/NAME.py --help` of each, as on a machine without megatron_fp8."""
     sys.path[:] = [folder, *(p for p in sys.path[1:] if not (Path(p) / "megatron_fp8").is_dir())]
     sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
     import torch

@@ -12,7 +12,7 @@ from megatron_fp8 import processes
 from megatron_fp8.tools.lab.trial import bisect
 from megatron_fp8.tools.lab.trial.bisect import gap, gemm_flags
 
-# Each linear of the model that is not in BF16 adds its cost to the loss. --begun: a line there for each run.
+# Each linear of the model that is not in BF16 adds its cost to the loss. --begun: a file that gets a line for each run.
 TRAINING = (
     LOGS
     + """
@@ -62,7 +62,7 @@ def bisected(tmp_path, monkeypatch, capsys):
     script.write_text(TRAINING)
 
     def run(flags: str = "", training: str = "--lr 0.2 --spread 0.001", folder: str = "found") -> tuple[str, list[str]]:
-        """What is printed, and what each run of the script began with."""
+        """The output, and the --begun line of each run of the script."""
         begun.write_text("")
         command = f"--micro-batch-size 2 --global-batch-size 4 --fp8-emulate E8M1 --begun {begun} {training}"
         argv = ["--folder", str(tmp_path / folder), "--steps", "6", *shlex.split(flags), "--", str(script)]
@@ -88,11 +88,11 @@ def test_the_culprit_and_the_table(bisected):
     assert re.search(rf"^--fp8-emulate {operand} +0 +0 +100%$", out, re.MULTILINE)
     assert "So does --fp8-emulate" in out
     assert re.search(rf"^{CULPRIT} \(1\) +0.0106 ", out, re.MULTILINE)
-    assert begun[0].startswith("*|") and len(begun) == len(set(begun)) + 1 <= 15  # the floor has the twin's patterns
+    assert begun[0].startswith("*|") and len(begun) == len(set(begun)) + 1 <= 15  # the floor's patterns are the twin's
 
 
 def test_what_was_run_is_not_run_again(bisected):
-    """Each of these dies in its fourth run; the next goes on."""
+    """Each bisect dies in its fourth run, and the next one continues."""
     training = "--lr 0.2 --die-after 3"
     for _ in range(10):
         try:
@@ -136,7 +136,7 @@ def test_nothing_above_the_floor(bisected):
 
 
 def test_fewer_steps_are_better_where_rounding_grows(bisected):
-    """From step 15 on, the fifth of the runs, rounding does more than the culprit."""
+    """From step 15 on, a fifth of the way, rounding does more than the culprit."""
     out, begun = bisected(training="--lr 0.1 --chaos-from 15")
     assert "less than 5 times the noise floor" in out and len(begun) == 3
     assert out.endswith("Over 4 steps it is 10 times it: take --steps 4, another --folder.\n")
@@ -144,12 +144,12 @@ def test_fewer_steps_are_better_where_rounding_grows(bisected):
 
 
 def test_steps_are_steps_where_a_measure_is_logged_less_often(bisected):
-    """Norms of steps 15, 20, ...: before 35 rounding does little, up to 30, the twentieth step of the runs."""
+    """Norms are logged at steps 15, 20, ... Rounding does little before 35, so up to 30, the runs' twentieth step."""
     sparse = "--lr 0.1 --chaos-from 35 --norm-every 5"
     out, _ = bisected("--measure grad_norm --steps 40", training=sparse)
     assert out.endswith("Over 20 steps it is 10 times it: take --steps 20, another --folder.\n")
     out, _ = bisected("--measure grad_norm --steps 16", training=sparse.replace("35", "20"), folder="few")
-    assert "a search in it would find noise" in out and "take --steps" not in out  # one or two points say nothing
+    assert "a search in it would find noise" in out and "take --steps" not in out  # one or two points are too few
 
 
 def test_a_gap_that_is_spread(bisected):

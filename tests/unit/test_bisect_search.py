@@ -1,4 +1,4 @@
-"""The search of a bisect, on gaps that are known."""
+"""The search of a bisect, on known gaps."""
 
 import math
 import random
@@ -17,7 +17,7 @@ def model(layers: int) -> list[str]:
 
 
 def searched(layers: int, costs: dict[str, float], target: float = 0.9) -> tuple[set[str], int]:
-    """What is found where each linear has its share of the gap, and how many sets were asked for."""
+    """The set that is found if each linear has a known share of the gap, and the number of sets asked for."""
     asked, total = set(), sum(costs.values())
 
     def share(chosen: frozenset[str]) -> float:
@@ -101,7 +101,7 @@ def test_patterns_are_short():
 
 
 def test_linears_in_order():
-    """As pipeline stages with several chunks each have them: a layer's kinds stay in order, layer 10 is after 9."""
+    """From pipeline stages with several chunks each: the kinds of a layer stay in order, layer 10 follows 9."""
     names = model(12)
     stages = [name for stage in (0, 1) for name in names if int(name.split(".")[2]) // 3 % 2 == stage]
     assert stages != names and in_order(stages) == names

@@ -28,7 +28,7 @@ def metrics(path, losses=LOSSES, norm=1.5, ms=100.0, device="a GPU"):
 
 
 def line(step, loss, norm=1.5, skipped=0):
-    """As megatron-core 0.19.2 prints it: no loss that is NaN, no norm of a skipped step."""
+    """As megatron-core 0.19.2 prints it: without a loss that is NaN, without the norm of a skipped step."""
     return (
         f" [2026-11-22 10:00:00.0] iteration {step:8d}/{4:8d} | consumed samples: {16 * step:12d} | elapsed time per "
         f"iteration (ms): 200.0 | throughput per GPU (TFLOP/s/GPU): 800.1 | learning rate: 1.000000E-04 | global batch "
@@ -42,7 +42,7 @@ START = "[before the start of training step] datetime: 2026-11-25 14:05:02.97593
 
 
 def log(path, losses=LOSSES, norm=1.5, interval=1, head="", cut=0):
-    """As training_log prints it of single losses: the first line begins no new mean. cut: lines left out at the top."""
+    """As training_log prints single losses: after the first line no new mean begins. cut: lines missing at the top."""
     steps, since, lines = list(losses), [], []
     for step in steps:
         since.append(losses[step])
@@ -73,7 +73,7 @@ def tensorboard(folder, losses=LOSSES, evaluations=()):
         other = part(1, f"{tag} vs samples".encode()) + b"\x15" + struct.pack("<f", 0.0)
         event = b"\x09" + struct.pack("<d", 1.7e9) + b"\x10" + varint(step) + part(5, part(1, value) + part(1, other))
         content += struct.pack("<Q", len(event)) + b"crc1" + event + b"crc2"
-    (folder / "events.out.tfevents.1.host").write_bytes(content + b"\x20\0\0")  # and a record that was cut off
+    (folder / "events.out.tfevents.1.host").write_bytes(content + b"\x20\0\0")  # with a record that was cut off
     return str(folder)
 
 
@@ -111,12 +111,12 @@ def test_what_a_log_does_not_print_is_nan(tmp_path, capsys):
 
 
 def test_a_mean_of_several_steps_is_nan_where_all_were_skipped(tmp_path):
-    """Of --log-interval 2, the first two skipped: a loss has not been summed yet, and is not printed."""
+    """--log-interval 2 with the first two steps skipped: no loss was summed yet, and none is printed."""
     lines = [line(1, math.nan, None, 1), line(2, math.nan, None, 2), line(4, 6.0, skipped=1), line(6, 0.0, None, 2)]
     (tmp_path / "a.log").write_text("\n".join([*lines, line(8, 0.0), line(10, 5.0)[:-40], line(12, 5.0)[:230]]))
     losses = read(str(tmp_path / "a.log")).series("loss")
     assert math.isnan(losses.pop(1)) and math.isnan(losses.pop(2)) and math.isnan(losses.pop(6))
-    assert losses == {4: 6.0, 8: 0.0, 10: 5.0}  # a true 0; of lines that were cut off what is whole
+    assert losses == {4: 6.0, 8: 0.0, 10: 5.0}  # a true 0; from lines that were cut off, the whole values
 
 
 def test_a_step_that_was_made_again_is_nan_if_it_was_the_second_time(tmp_path):
@@ -192,7 +192,8 @@ LONG = {step: 9 - step / 8 + 1e-3 * (step * 7 % 5) for step in range(1, 13)}
 @pytest.mark.parametrize("last", [3, 4, 6, 7])
 @pytest.mark.parametrize("form", ["apart", "one log", "grep", "metrics"])
 def test_a_bit_exact_resume_is_equal(tmp_path, capsys, interval, last, form):
-    """A run of 12 steps beside one that went on after step `last`: of its own lines, or appended to those before."""
+    """A run of 12 steps beside one that was resumed after step `last`: its own lines only, or appended to the first's.
+    """
     after = {step: loss for step, loss in LONG.items() if step > last}
     if form == "metrics":
         lines = {}
@@ -216,7 +217,7 @@ def test_a_bit_exact_resume_is_equal(tmp_path, capsys, interval, last, form):
     assert code == 0 and text.endswith("equal\n"), text
     kept = [line for line in text.splitlines() if "not compared" in line]
     assert len(kept) <= 1 and all(re.search(r"at step (\d+(, \d+){0,2}) not", line) for line in kept)
-    # where anything else differs it is said
+    # any other difference is reported
     other = {**LONG, 12: LONG[12] + 1e-3}
     changed = log(tmp_path / "changed.log", other, interval=interval)
     code, text = call(capsys, changed, resumed, "--assert-equal", *span)
@@ -259,7 +260,7 @@ def test_the_last_digit_counts(tmp_path, capsys):
     assert f"b.jsonl: loss differs at 2 steps, first at step 3: 9.9574444 and {LOSSES[3] + 1e-14!r}" in text
     assert call(capsys, one, other, "--assert-equal", "--steps", ":2")[0] == 0
     rough = log(tmp_path / "b.log", {**LOSSES, 3: LOSSES[3] + 1e-14})
-    assert call(capsys, one, rough, "--assert-equal")[0] == 0  # a log does not have that digit
+    assert call(capsys, one, rough, "--assert-equal")[0] == 0  # a log does not have this digit
     assert call(capsys, one, log(tmp_path / "c.log", {**LOSSES, 4: 9.10501}), "--assert-equal")[0] == 1
 
 
@@ -276,7 +277,7 @@ def test_norms_and_missing_steps_count_too(tmp_path, capsys):
 
 
 def test_means_are_not_compared_with_single_steps(tmp_path, capsys):
-    """--log-interval 2: the first line, which is always there, and every second step."""
+    """--log-interval 2 logs the first step, as always, and then every second one."""
     every = {step: 9 - step / 8 for step in range(1, 13)}
     means = {1: every[1]} | {step: (every[step - 1] + every[step]) / 2 for step in range(2, 13, 2)}
     single, seldom = tensorboard(tmp_path / "c", every), tensorboard(tmp_path / "d", {4: every[4], 8: every[8]})
@@ -294,7 +295,7 @@ def test_means_are_not_compared_with_single_steps(tmp_path, capsys):
     whole = metrics(tmp_path / "a.jsonl", every)
     for one, other in ((whole, single), (whole, seldom), (single, seldom)):
         assert call(capsys, one, other, "--tolerance", "1e-6") == (0, call(capsys, one, other)[1])
-    assert call(capsys, seldom, "--export-result", str(tmp_path / "kept"))[0] == 0  # which does not say
+    assert call(capsys, seldom, "--export-result", str(tmp_path / "kept"))[0] == 0  # the file does not say the interval
     assert call(capsys, seldom, "--import-result", str(tmp_path / "kept"), "--assert-equal")[0] == 0
 
 
@@ -329,7 +330,7 @@ def test_names_and_a_figure(tmp_path, capsys):
     _, text = call(capsys, f"O0={one}", f"O3={one}", "--figure", str(file))
     lines = text.splitlines()
     assert lines[0].split() == ["run", "O0", "O3"] and "x faster" in lines[-1] and lines[-1].endswith("1.000")
-    assert max(map(len, lines)) <= 100  # turned, and without what no run has
+    assert max(map(len, lines)) <= 100  # transposed, and without columns that no run has
     assert not any(line.startswith("validation") for line in lines)
     assert file.stat().st_size > 1000
 
@@ -341,12 +342,12 @@ def test_the_figure_has_the_levels_colours_a_title_and_a_zero_line(tmp_path, cap
     call(capsys, *runs, "--figure", str(tmp_path / "loss.svg"))
     svg = (tmp_path / "loss.svg").read_text()
     assert "Training loss less that of O0.jsonl" in svg
-    # in both panels, the legend, and of O0 below the zero line
+    # in both panels and the legend; O0 also as the lower panel's zero line
     strokes = Counter(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-(?:width: 1;|linecap)", svg))
     used = [looks(["O0", "O3", "other"])[name]["color"] for name in ("O0", "O3", "other")]
     assert used[0] == COLOURS["O0"] and used[1] == COLOURS["O3"]
     assert all(svg.count(f"stroke: {colour}") >= 3 for colour in used), strokes
-    assert "#1f77b4" not in svg and "#ff7f0e" not in svg  # matplotlib's own, which mean nothing
+    assert "#1f77b4" not in svg and "#ff7f0e" not in svg  # matplotlib's default colours, which mean nothing here
 
 
 def test_the_half_written_last_line_of_a_killed_run_is_left_out(tmp_path, capsys):

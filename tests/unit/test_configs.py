@@ -1,6 +1,6 @@
-"""Every shipped combination of a model, a layout and a recipe: Megatron's own parser and checks take it, at its size.
+"""Every shipped combination of a model, a layout and a recipe passes Megatron's parser and checks, at full size.
 
-Rehearsed, nightly, in tests/cpu/test_config_rehearsals.py.
+tests/cpu/test_config_rehearsals.py rehearses them nightly.
 """
 
 import re
@@ -24,7 +24,7 @@ LAYOUTS = {
 
 
 def files(layout: str, data: str = "mock-data") -> list[str]:
-    """By their names."""
+    """The files of a layout, by name."""
     model, _ = LAYOUTS[layout]
     return [f"model/{model}", f"layout/{layout}", "recipe/pretrain", f"recipe/{model}", f"recipe/{data}"]
 
@@ -68,10 +68,10 @@ def test_the_papers_models_are_those_of_the_memory_table(name):
 
 def test_every_shipped_file_is_in_a_combination_and_says_where_its_values_come_from():
     used = {file for layout in LAYOUTS for data in ("mock-data", "data") for file in files(layout, data)}
-    others = {"lab", "hardware"}  # plans, and what the cost model reads
+    others = {"lab", "hardware"}  # plans, and files for the cost model
     found = (p.relative_to(CONFIGS) for p in CONFIGS.rglob("*.yaml"))
     shipped = {str(path.with_suffix("")) for path in found if path.parts[0] not in others}
-    assert shipped == used | {"recipe/step-graph"} and len(LAYOUTS) >= 6  # which may be added to any
+    assert shipped == used | {"recipe/step-graph"} and len(LAYOUTS) >= 6  # that recipe can be added to any
     for name in shipped:
         path = CONFIGS / f"{name}.yaml"
         assert path.read_text().startswith("# "), name

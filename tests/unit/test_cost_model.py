@@ -1,4 +1,4 @@
-"""The cost model against what is known: FP8-LM's volumes, Megatron's FLOPs, and every measured run."""
+"""The cost model against known values: FP8-LM's volumes, Megatron's FLOPs, and every measured run."""
 
 import csv
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_flops_are_those_of_megatrons_log():
 
 
 def test_what_the_table_of_runs_says_is_in_its_sources():
-    """Each row's time, MiB and commit, of the benchmark and call that it names."""
+    """Each row's time, MiB and commit, for the benchmark and call that it names."""
     named = [run for run in validation.runs() if run.row["source"] not in ("log not kept", "table5.csv")]
     assert len(named) > 15
     for run in named:
@@ -94,10 +94,10 @@ def test_what_the_table_of_runs_says_is_in_its_sources():
             rows = [row for row in csv.DictReader(file) if (float(row["ms"]), row.get("call", "")) == (run.ms, call)]
         assert [row["commit"] for row in rows] == [run.row["commit"]]
         (row,) = rows
-        tensor = f" --tensor-model-parallel-size {run.row['tensor']} --sequence-parallel"  # of older files in the name
+        tensor = f" --tensor-model-parallel-size {run.row['tensor']} --sequence-parallel"  # in the names of older files
         shape, *words = row["shape"].replace(tensor, "").split()
         added = [word for word in words if "overlap" not in word]
-        papers = f"{shape.removesuffix('-whole')}-paper"  # train_step.py's, with the flags that make it the paper's
+        papers = f"{shape.removesuffix('-whole')}-paper"  # train_step.py's shape, with the paper's flags
         assert [int(row["nproc"]), int(row["gbs"]), papers if added else shape] == [
             int(run.row["gpus"]), int(run.row["global_batch"]), run.row["model"]
         ]  # fmt: skip
@@ -114,7 +114,7 @@ def test_what_the_table_of_runs_says_is_in_its_sources():
 def test_and_those_of_table_5():
     with (RESULTS / "table5.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Outcome"] == "ok"]
-    rows = [row for row in rows if not row["Log"].startswith("train_step_hosts")]  # which has them too
+    rows = [row for row in rows if not row["Log"].startswith("train_step_hosts")]  # that file is checked above
     named = [run for run in validation.runs() if run.row["source"] == "table5.csv"]
     assert len(named) == len(rows) > 8
     for run, row in zip(named, rows, strict=True):
@@ -122,12 +122,12 @@ def test_and_those_of_table_5():
         assert [f"{row['Model']}-paper", row["#-GPUs"], row["MBS"], row["GBS"]] == [
             run.row[key] for key in ("model", "gpus", "micro_batch", "global_batch")
         ]
-        assert float(row["Held GB"]) == pytest.approx(run.held, abs=0.006)  # of a hundredth of a GB
+        assert float(row["Held GB"]) == pytest.approx(run.held, abs=0.006)  # rounded to a hundredth of a GB
         assert float(row["Peak GB"]) == pytest.approx(run.peak, abs=0.006)
 
 
 def test_held_out_runs_are_predicted():
-    """The bounds that docs/estimate.md states; of the memory it has the figures that stand below every estimate."""
+    """The bounds that docs/estimate.md states. The page also has the memory figures printed below every estimate."""
     s = validation.summary()
     page, below = (ROOT / "docs/estimate.md").read_text(), " ".join(validation.line().split())
     assert f"peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}." in below
@@ -164,7 +164,7 @@ def test_calibration_is_no_better_than_it_must_be():
 
 
 def test_a_graph_waits_for_no_host():
-    """On several GPUs too; and knows when a level's steps are none: with packed documents."""
+    """On several GPUs too. With packed documents a level's steps are no graphs."""
     flags = job_flags.parse(
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 2048 --max-position-embeddings 2048 "
         "--micro-batch-size 8 --global-batch-size 64 --vocab-size 50304 --use-distributed-optimizer "
@@ -179,7 +179,7 @@ def test_a_graph_waits_for_no_host():
 
 
 def test_the_products_of_gemm_csv_take_what_the_rates_say():
-    """Alone on the GPU: forward within 15 %, and faster inside a step backward (data of a step cost less power)."""
+    """Alone on the GPU: forward within 15 %, and faster backward inside a step, whose data cost less power."""
     with (RESULTS / "gemm.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["gemm"] == "forward" and row["name"].startswith("7B")]
     sizes = {"qkv": (12288, 4096), "proj": (4096, 4096), "fc1": (16384, 4096), "fc2": (4096, 16384)}
@@ -191,7 +191,7 @@ def test_the_products_of_gemm_csv_take_what_the_rates_say():
 
 
 def test_kept_transposes():
-    """--fp8-gemm-search --keep-fp8-transpose-cache, and without: train_step_hosts.csv, call 7."""
+    """--fp8-gemm-search with and without --keep-fp8-transpose-cache: train_step_hosts.csv, call 7."""
     with (RESULTS / "train_step_hosts.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if (row["call"], row["shape"]) == ("7", "7b")]
     (row,) = (row for row in rows if "--keep-fp8-transpose-cache" in row["system"])
@@ -202,7 +202,7 @@ def test_kept_transposes():
     weights = sum(found.workload.job.linears())
     assert found.peak - without.peak == pytest.approx((weights - max(found.workload.job.linears())) / 1e9)
     assert found.parts["cast"] < without.parts["cast"]  # the search for GEMMs is not modelled
-    one = slice_7b(keeps_transposes=True, global_batch=4)  # whose transposes come as its activations go
+    one = slice_7b(keeps_transposes=True, global_batch=4)  # one micro-batch: its transposes replace its activations
     assert estimate(one, H200).peak < estimate(slice_7b(global_batch=4), H200).peak
     short = replace(one, sequence=128)
     beside = estimate(short, H200).memory
@@ -225,7 +225,7 @@ def test_gpt_layers_keep_32_and_27_bytes():
 
 
 def test_a_level_with_gemms_in_bf16():
-    """Inputs wait as stock's do, nothing is cast; a weight that is stored in E4M3 is made BF16."""
+    """Inputs are kept like stock's and nothing is cast; a weight stored in E4M3 is decoded to BF16."""
     stock, o1, o3 = (slice_7b(name, overrides={"gemm": "bf16"}) for name in ("bf16", "O1", "O3"))
     assert activations.layer(o1) == activations.layer(o3) == activations.layer(stock)
     assert "cast" not in estimate(o1, H200).parts and "cast" in estimate(o3, H200).parts
@@ -250,7 +250,7 @@ def test_recomputation_repeats_the_forward_passs_collectives(system):
     plain = estimate(w, H200)
 
     def more(**how):
-        """Bytes of gathers and of sums, for one without recomputation."""
+        """(Gathers, sums): bytes relative to those without recomputation."""
         found = estimate(replace(w, **how), H200)
         kinds = "tensor: gathers", "tensor: reduce-scatters"
         bare = [found.traffic[kind].bare / plain.traffic[kind].bare for kind in kinds]
@@ -284,7 +284,7 @@ def test_micro_batches_in_flight():
     assert [activations.in_flight(w, stage) for stage in range(4)] == [4, 3, 2, 1]
     few = replace(w, global_batch=8)
     assert [activations.in_flight(few, stage) for stage in range(4)] == [2, 2, 2, 1]
-    chunks = replace(w, virtual=2)  # of Megatron's warm-up: 2 (p - i - 1) + (v - 1) p, and the one under way
+    chunks = replace(w, virtual=2)  # Megatron's warm-up has 2 (p - i - 1) + (v - 1) p, plus the one in progress
     assert [activations.in_flight(chunks, stage) * 2 for stage in range(4)] == [11, 9, 7, 5]
 
 
@@ -296,7 +296,7 @@ def test_the_bubble_is_that_of_1f1b():
     stages = sum(ms for kind, ms in e.parts.items() if kind in ("linears", "attention", "norm", "activation"))
     assert 0 < e.parts["pipeline bubble"] < even * (stages + 300)
     chunks = estimate(replace(w, virtual=2), H200)
-    sent = 3 / 16 * e.parts["bare: pipeline"]  # as often as there are chunks
+    sent = 3 / 16 * e.parts["bare: pipeline"]  # once for each chunk
     assert chunks.parts["pipeline bubble"] == pytest.approx((e.parts["pipeline bubble"] + sent) / 2)
 
 
@@ -306,12 +306,12 @@ def test_the_bubble_is_that_of_1f1b():
 )
 @pytest.mark.parametrize("system", ["bf16", "O3"])
 def test_the_bubble_has_what_a_pass_has(system, layout):
-    """The other stages' passes, as long as the slowest's but for what is at its end: collectives and gaps too."""
+    """It is the other stages' passes, with collectives and gaps: like the slowest's, but without head and loss."""
     w = laid_out(slice_7b(system, global_batch=64), pipeline=4, **layout)
     more = replace(w, global_batch=128)
     e = estimate(w, H200)
     a_pass = (estimate(more, H200).gpu_ms - e.gpu_ms) / (more.micro_batches - w.micro_batches)
-    table = e.parts["tables' gradients"] / w.micro_batches  # of the first stage as of the last
+    table = e.parts["tables' gradients"] / w.micro_batches  # the same on the first stage as on the last
     at_the_end = e.parts["LM head"] / w.micro_batches + sum(memory_bound.loss(w, H200).values()) + table
     assert e.parts["pipeline bubble"] == pytest.approx((3 * (a_pass - at_the_end) + table) / w.virtual)
 
@@ -340,7 +340,7 @@ def test_traffic_leaves_the_node_where_ranks_do():
 
 
 def test_an_all_to_all_leaves_the_node_whole():
-    """Of two nodes' 16 ranks each sends 8 of 16 parts to the other node; in two levels, what its node has summed."""
+    """With 16 ranks on two nodes each sends 8 of 16 parts to the other node; in two levels, its node's sum."""
     w = laid_out(slice_7b(overlap_reduce=True, global_batch=64), data=16)
     sent = (1 + 1 / 128) * sum(w.job.linears())
     flat, levels = (estimate(replace(w, two_levels=two), H200).traffic["gradients: linears"] for two in (False, True))
@@ -403,7 +403,7 @@ def test_a_binary_hardware_file_is_refused(tmp_path):
 
 
 def test_cases_that_others_published(monkeypatch):
-    """docs/estimate.md: SimuMax's 24 on B200s, of which ours has nothing but one factor on time."""
+    """docs/estimate.md: SimuMax's 24 cases on B200s. Our model has only one factor on time from them."""
     monkeypatch.syspath_prepend(str(RESULTS.parent))
     import published_cases
 

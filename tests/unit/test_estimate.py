@@ -1,4 +1,4 @@
-"""`megatron-fp8 estimate` and `plan`: what they print, and mistakes in one line."""
+"""The output of `megatron-fp8 estimate` and `plan`, and their one-line errors."""
 
 import argparse
 import csv
@@ -24,7 +24,7 @@ MODEL = (
 
 
 def call(verb, capsys, before: str, flags: str = MODEL) -> tuple[int, str]:
-    """(Exit code, what `megatron-fp8 VERB BEFORE -- FLAGS` prints)."""
+    """(Exit code, output) of `megatron-fp8 VERB BEFORE -- FLAGS`."""
     parser = argparse.ArgumentParser()
     one_line_usage_errors(parser)
     verb.add_arguments(parser)
@@ -54,14 +54,14 @@ WIDE = (
 
 @pytest.mark.parametrize("level", ["", "--fp8-level O3"])
 def test_the_table_fits_a_terminal(level, capsys):
-    """Of five systems, and of three; over nodes, with pipelines, and whether it fits or not."""
+    """With five systems and with three, several nodes, pipelines, and whether the job fits or not."""
     for cap in ("", " --cap-gb 2"):
         _, text = call(estimate, capsys, f"--gpus 128{cap}", f"{WIDE} {level}")
         assert "GB: tensor: reduce-scatters" in text and max(map(len, text.splitlines())) <= 100
 
 
 def test_a_column_of_memory_is_of_one_stage(capsys):
-    """Of the stage that is the fullest at its peak, which the table names; here others hold more between steps."""
+    """The stage that is the fullest at its peak, which the table names. Here other stages hold more between steps."""
     flags = job_flags.parse(f"{WIDE} --untie-embeddings-and-output-weights --fp8-level O3".split())
     w = job_flags.workload(flags, 128)
     e = step.estimate(w, hardware.load("h200"))
@@ -76,22 +76,22 @@ def test_a_column_of_memory_is_of_one_stage(capsys):
 
 
 def test_what_no_micro_batch_changes_is_cut_once(capsys, monkeypatch):
-    """Ten micro-batches are tried of each system, twice; of many layers a cut takes seconds."""
+    """Ten micro-batches are tried for each system, twice, and to cut many layers takes seconds."""
     cuts = []
 
     def counted(job, cells, **more):
         cuts.append(job)
         return ranks_bytes(job, cells, **more)
 
-    validation.runs()  # whose own are not counted
+    validation.runs()  # before counting: its estimates should not count
     step._first_ranks.cache_clear()
     monkeypatch.setattr(step, "ranks_bytes", counted)
     call(estimate, capsys, "--gpus 1 --cap-gb 1e6", f"{MODEL.replace('64', '512')} --fp8-level O3")
-    assert 1 <= len(cuts) <= 3  # stock's and Transformer Engine's are one; gradients of O3 are FP8's, or BF16's
+    assert 1 <= len(cuts) <= 3  # stock and Transformer Engine share one; O3's gradients are in FP8 or in BF16
 
 
 def test_megatrons_theory_holds_as_much_as_ours():
-    """Its weights and optimizer states; its activations are those of layers with dropout."""
+    """It has as many weights and optimizer states. Its activations are those of layers with dropout."""
     flags = job_flags.parse(MODEL.split())
     w = job_flags.workload(flags, 8, "bf16")
     found = estimate.estimate(w, estimate.hardware.load("h200"))
@@ -113,7 +113,7 @@ def test_json_and_csv_carry_the_same(capsys):
 
 
 def test_a_whole_command_is_read_as_its_flags_are(capsys, monkeypatch):
-    """Its launcher says how many GPUs, unless --gpus does, and sets variables; the script need not be here."""
+    """Its launcher gives the GPUs, unless --gpus does, and sets variables; the script need not exist here."""
     monkeypatch.delenv("CHOSEN", raising=False)
     command = "CHOSEN=model/gpt-7b srun -N 2 torchrun --nnodes 2 --nproc-per-node 4 -m megatron_fp8 nowhere.py "
     for verb, asked in ((estimate, ""), (plan, "--top 1 ")):
@@ -125,7 +125,7 @@ def test_a_whole_command_is_read_as_its_flags_are(capsys, monkeypatch):
 
 
 def test_what_a_level_switches_off_is_switched_off(capsys):
-    """As training does it, with its line; without E4M3 weights training refuses it, and so does this."""
+    """As in training, with its log line. Without E4M3 weights training refuses the flag, and so does this."""
     flags = f"{MODEL} --fp8-level O3"
     alone = call(estimate, capsys, "", flags)
     parser = argparse.ArgumentParser()
@@ -166,7 +166,7 @@ def test_flags_change_the_estimate():
 
 
 def test_what_travels_in_fp8_is_counted_so():
-    """--fp8-tp-gather and --fp8-tp-reduce-scatter, one direction or both: E4M3, sums with an exponent for each 128."""
+    """--fp8-tp-gather and --fp8-tp-reduce-scatter, one direction or both: E4M3; sums have an exponent for each 128."""
 
     def sent(flags):
         flags = f"{MODEL} --tensor-model-parallel-size 8 --sequence-parallel {flags}"
@@ -189,7 +189,7 @@ def test_what_travels_in_fp8_is_counted_so():
 
 
 def test_other_weights_and_states_are_counted():
-    """O3 with BF16 weights sends and steps as O2 does; O2 with FP32 states steps as O1."""
+    """O3 with BF16 weights sends and updates like O2; O2 with FP32 states updates like O1."""
 
     def found(flags):
         e = step.estimate(job_flags.workload(job_flags.parse(f"{MODEL} {flags}".split()), 8), hardware.load("h200"))
@@ -205,7 +205,7 @@ def test_other_weights_and_states_are_counted():
 
 
 def test_transformer_engine_may_be_elsewhere(capsys, monkeypatch):
-    """With its attention, which does context parallelism as a level's own does."""
+    """With its attention; its context parallelism is modelled like a level's own."""
     absent = "--fp8-attention te: Transformer Engine is not installed"
     monkeypatch.setattr(config, "installed", lambda module: False)
     flags = f"{MODEL} --context-parallel-size 2 --fp8-level O3 --fp8-attention te"
@@ -217,7 +217,7 @@ def test_transformer_engine_may_be_elsewhere(capsys, monkeypatch):
         assert call(verb, capsys, gpus, own)[0] == 0
     args = job_flags.parse(MODEL.split()).args
     args.fp8_level, args.fp8_attention = "O3", "te"
-    with pytest.raises(UserError, match=absent):  # a run here says it still
+    with pytest.raises(UserError, match=absent):  # a run here still reports it
         config.config_from_args(args)
 
 
@@ -227,7 +227,7 @@ def test_files_of_data_may_be_elsewhere():
 
 
 def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
-    """Neither the folder that it saves to, nor the file of its metrics."""
+    """Neither the folder that it saves to nor its metrics file."""
     monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
     job_flags.parse(f"{MODEL} --fp8-level O3 --save {tmp_path / 'saved'} --save-interval 10".split())
     assert list(tmp_path.iterdir()) == []
@@ -286,7 +286,7 @@ PAPER = (
 
 
 def test_a_plan_tries_every_micro_batch():
-    """Of a small model the fastest is large; of a large one only the whole step's fits, whose gradients are in FP8."""
+    """A small model is fastest with a large one. Of a large model only the whole step's fits, with gradients in FP8."""
     small = job_flags.parse(f"{MODEL} --num-layers 12 --hidden-size 1024 --global-batch-size 1024".split())
     found = plan.search(small, 8, "O3", hardware.load("h200"), None)
     fastest = max((c.best for c in found if c.best), key=lambda e: e.tokens_a_second)
@@ -381,4 +381,4 @@ def test_mistakes_are_said_in_one_line(verb, before, flags, message, capsys):
     with pytest.raises(UserError, match=re.escape(message)) as error:
         call(verb, capsys, before, flags)
     assert "\n" not in str(error.value)
-    assert not str(error.value).startswith(("estimate", "plan"))  # which may be the other verb
+    assert not str(error.value).startswith(("estimate", "plan"))  # the other verb raises it too

@@ -1,4 +1,4 @@
-"""The GEMM seam: what an epilogue says is done, by the backend or after it; backends come and go."""
+"""The GEMM seam: an epilogue is done by the backend or after it; backends can be added and removed."""
 
 import itertools
 
@@ -16,13 +16,13 @@ M, N, K = 32, 48, 80
 
 
 def scaled(m, k, fmt=E4M3, scale=20.0):
-    """Random, in both layouts."""
+    """A random ScaledTensor, in both layouts."""
     payload, columns = reference.quantize(torch.randn(m, k), fmt, torch.tensor(scale), transpose=True)
     return ScaledTensor(payload, torch.tensor(1 / scale), columns)
 
 
 class Counting:
-    """A backend that does nothing but count calls of the one that it stands for."""
+    """A backend that only counts calls and passes them on."""
 
     name, devices = "counting", ("cpu",)
 
@@ -48,7 +48,7 @@ def test_a_backend_counts_a_linears_products(counting):
     gemm(x, w, fast_accum=True)
     gemm(dy, w.T)
     Product(dy.T, x.T).compute(into=into, accumulate=True)
-    assert counting.asked == [([], True), ([], False), ([], False)]  # it fuses nothing: what is left is done after it
+    assert counting.asked == [([], True), ([], False), ([], False)]  # it fuses nothing: all parts are done after it
     exact = dy.dequantize().double().t() @ x.dequantize().double()
     assert (into - exact).norm() < 1e-6 * exact.norm()
 

@@ -59,7 +59,7 @@ def test_without_a_search_cublaslt_is_beside_cutlass_and_auto_named(lib, cutlass
     monkeypatch.setattr(benchmark, "OTHERS", {})
     monkeypatch.setattr(CUTLASS, "prepare", lambda build: None)
     monkeypatch.setattr(CUTLASS, "is_faster", lambda problem: problem.n == 80 and not problem.add)
-    ours, others = CUTLASS.candidates, cublaslt.CUBLASLT.candidates  # of dgrads the stand-in has no kernel
+    ours, others = CUTLASS.candidates, cublaslt.CUBLASLT.candidates  # the stand-in has no kernel for dgrads
     monkeypatch.setattr(CUTLASS, "candidates", lambda *args: ours(*args) or others(*args))
     monkeypatch.setattr(sys, "argv", ["gemm.py", "--usual", "--csv", str(tmp_path / "usual.csv")])
     timed.costs = {((128, 256), 8, 0): 0.5, ((128, 128), 8, 0): 0.5}

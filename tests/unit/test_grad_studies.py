@@ -1,4 +1,4 @@
-"""The studies of gradient error and accumulation, small: their arithmetic, and the facts that they are to show."""
+"""The studies of gradient error and accumulation, small: their arithmetic, and the facts that they should show."""
 
 import csv
 import itertools
@@ -51,7 +51,7 @@ def test_post_overflows_more_as_ranks_grow_and_pre_does_not(found):
 
 
 def test_pre_underflows_more_as_ranks_grow():
-    """Elements of unlike sizes. Exact cancellation, which makes zeros too, is as common with post."""
+    """Elements of different sizes underflow. Exact cancellation, which gives zeros too, is as common with post."""
     sizes = torch.randn(N, generator=torch.Generator().manual_seed(0)).mul_(2).exp_()
     lost = [study(lambda ranks, draw: gaussian(ranks, draw, N) * sizes, ranks, 1) for ranks in (4, 32, 256)]
     extra = [found["pre"]["underflow"] - found["post"]["underflow"] for found in lost]
@@ -60,7 +60,7 @@ def test_pre_underflows_more_as_ranks_grow():
 
 
 def test_block_sums_scale_each_block():
-    """E4M3 has neither 2^-30 nor 2^30, and a scale for the tensor could not serve both blocks."""
+    """E4M3 has neither 2^-30 nor 2^30, and one scale for the tensor could not serve both blocks."""
     blocks = torch.cat([torch.full((128,), 2.0**-30), torch.full((128,), 2.0**30)])
     gradients = blocks * torch.arange(1.0, 17.0)[:, None]
     assert torch.equal(grad_error.block_sum(gradients), blocks * 136)
@@ -84,7 +84,7 @@ def test_shared_mean_counts_what_saturates_and_loses_what_is_small():
 
 
 def test_the_rule_for_mu_runs_below_the_highest_mu():
-    """The paper's rule itself, with steps of 2^(1/20) in place of 2^(1/1000), and new data at each."""
+    """The paper's rule itself, with steps of 2^(1/20) instead of 2^(1/1000), and new data at each step."""
     ranks, n = 4, 1 << 17
 
     def data(step):
@@ -121,7 +121,7 @@ def rows_of(gradients, seeds=8):
 def test_stochastic_rounding_has_no_bias_where_nearest_stalls():
     rows = rows_of(gaussian(1, 0, N).expand(128, N))
     stochastic = rows["fp8 stochastic", 128]
-    first = rows["fp8 stochastic", 1]["bias"] / 128  # of the first, to nearest, which all seeds share
+    first = rows["fp8 stochastic", 1]["bias"] / 128  # the first rounds to nearest, so all seeds share its bias
     assert abs(stochastic["bias"] - first) < 4 * stochastic["bias_standard_error"] < 0.02
     assert rows["fp8 nearest", 128]["bias"] < -0.7
     assert rows["fp32", 128]["relative_error"] < 1e-6
@@ -143,7 +143,7 @@ def test_the_error_of_stochastic_rounding_is_the_predicted(kind):
 
 
 def test_predicted_by_hand():
-    """1 + 1 + 0.5, whose ulps are 1/8, 1/4, 1/4: the second is a whole number of ulps, the third too; 0.0625 is not."""
+    """1 + 1 + 0.5, with ulps 1/8, 1/4, 1/4. The second and third are whole numbers of ulps; 0.0625 is not."""
     gradients = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.5, 0.0], [0.0625, 0.0]])
     first = (1 / 8) ** 2 / 12
     last = first + 0.25 * 0.75 * (1 / 4) ** 2

@@ -1,5 +1,5 @@
-"""What a layer costs the host, alone and as one of two tensor-parallel ranks: ceilings, which are what was counted when
-they were set; more needs a reason. `pytest -s` prints what is counted now, and the least time on this CPU."""
+"""The host's cost of a layer, alone and as one of two tensor-parallel ranks. The ceilings are the counts when they were
+set; more needs a reason. `pytest -s` prints the present counts, and the least time on this CPU."""
 
 import pytest
 import torch.distributed as dist
@@ -8,8 +8,8 @@ from test_host_calls import launches  # noqa: F401 (fixture)
 
 from megatron_fp8.layers import parallel
 
-NEVER, ALWAYS = 1 << 60, 0  # when a product of gathered, or summed, rows is cut in two
-CEILINGS = {  # (ranks, SPLIT_FROM): launches, ATen, Python functions of ours, of all, C functions
+NEVER, ALWAYS = 1 << 60, 0  # whether a product of gathered, or summed, rows is cut in two
+CEILINGS = {  # {(ranks, SPLIT_FROM): launches, ATen calls, our Python functions, all Python functions, C functions}
     (1, NEVER): (30, 89, 428, 640, 577),
     (2, NEVER): (32, 113, 487, 753, 662),
     (2, ALWAYS): (38, 177, 563, 875, 856),
@@ -33,4 +33,4 @@ def test_a_layers_calls(groups, launches, monkeypatch, ranks, splits_from):  # n
     print(f"\n{ranks} ranks, split from {splits_from}: {found}, {microseconds(layer.step):.0f} us")
     most = dict(zip(found, CEILINGS[ranks, splits_from], strict=True))
     assert all(found[name] <= most[name] for name in most), (found, most)
-    assert launches.count("gemm") >= 12  # of four linears, or nothing was counted
+    assert launches.count("gemm") >= 12  # those of four linears; else nothing was counted

@@ -1,4 +1,4 @@
-"""Whether the GPU waits for its host (monitor/host_wait.py), of looks whose answers are given."""
+"""Whether the GPU waits for its host (monitor/host_wait.py), from events whose answers are given."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_the_share_of_looks(answers, waits, monkeypatch):
                 look(None)
         for end in events.end_step:
             end()
-    assert len(asked) == 2 * 4 and not events.gradient_added  # the first two steps compile, and the rest is in peace
+    assert len(asked) == 2 * 4 and not events.gradient_added  # not in the first two, which compile, nor after the end
     assert shares == [looking.share] == [0.75 if waits else 0.25]
     assert looking.wanted() == waits
     lines = graphs.advice(looking.share, SimpleNamespace(micro_batch_size=1))
@@ -45,11 +45,11 @@ def test_the_share_of_looks(answers, waits, monkeypatch):
 
 
 def test_a_step_that_is_run_again_is_no_end_of_the_looks_missed(monkeypatch):
-    """While it looks no step is a graph: it must come to an end."""
+    """No step becomes a graph while it observes, so it must end."""
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
     events, shares = Events(), []
     HostWait(events, shares.append)
-    for runs in (1, 1, 1, 2, 1):  # Megatron runs the fourth step again, over its loss
+    for runs in (1, 1, 1, 2, 1):  # Megatron repeats the fourth step because of its loss
         for _ in range(runs):
             for begin in events.begin_step:
                 begin()

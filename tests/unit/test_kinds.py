@@ -1,4 +1,4 @@
-"""The kinds of kernels that benchmarks/kernels.py tells apart, by names as the profiler gives them on an H200."""
+"""The kinds of kernels that benchmarks/kernels.py distinguishes, by names from profiles on an H200."""
 
 import re
 import sys
@@ -154,12 +154,12 @@ OURS |= {"embedding": kinds.EMBEDDING, "adam": kinds.OPTIMIZER, "cast": kinds.CA
 
 
 def test_our_own_kernels():
-    """A profile tells them by name: those that ops/triton defines have the kind of their module."""
+    """A profile shows their names. Each kernel of ops/triton must have the kind of its module."""
     found = {}
     for path in (ROOT / "megatron_fp8/ops/triton").glob("*.py"):
         for name in re.findall(r"^def (_\w*kernel)\(", path.read_text(), re.MULTILINE):
             found.setdefault(path.stem, set()).add(kinds.kind_of(name))
-    assert found.keys() >= OURS.keys() - {"embedding"}  # which has none yet
+    assert found.keys() >= OURS.keys() - {"embedding"}  # it has no kernel yet
     for module, kinds_found in found.items():
         assert kinds_found == {OURS[module]} if module in OURS else kinds.OTHER not in kinds_found, module
 
@@ -175,7 +175,7 @@ def event(name, start, stop, device="CUDA"):
 
 
 def test_summary_counts():
-    """Kernels, ATen calls, waits, and host time without waits, whether by a call or by a queue that is full."""
+    """Kernels, ATen calls, waits, and host time without waits, in a call or in a full queue."""
     events = [
         event(profile_gpt.STEP, 1000, 9000, "CPU"),
         event(profile_gpt.STEP, 1000, 9900),  # the range's shadow on the GPU
@@ -225,7 +225,7 @@ def test_llama_dimensions():
 
 
 def test_table():
-    """A column a system, a dash for what it has not, the sums, and idle time."""
+    """A column for each system, a dash for a kind that it lacks, the sums, and idle time."""
     profile = {"ms": {kinds.FORWARD: 70.04, kinds.CAST: 26.0}, "busy": 96.0, "span": 100.0, "kernels": 7}
     profile |= {"aten_calls": 8, "host_ms": 9.0, "waits": {"cudaStreamSynchronize": 2, "aten::item": 40}}
     row = {"system": "O3", "te": "none", "mbs": 4, "ms": 101.0, "profile": profile}
@@ -242,7 +242,7 @@ def test_table():
 
 
 def test_logs_of_earlier_runs(tmp_path):
-    """The median leaves out warm-up, the profiled step and the last; the micro-batch is the run's own."""
+    """The median leaves out warm-up, the profiled step and the last. The micro-batch is read from the run."""
     times = (900, 900, 10, 30, 20, 2000, 15)
     lines = [f" iteration {i:8}/ {7:8} | elapsed time per iteration (ms): {ms}.0 |" for i, ms in enumerate(times, 1)]
     lines = [
@@ -260,7 +260,7 @@ def test_logs_of_earlier_runs(tmp_path):
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("state", ["repaired", "unrepaired"])
 def test_te_is_as_the_system_is_named(monkeypatch, state, on_disk):
-    """Whatever the installed TE has, Megatron finds `_SplitAlongDim` if it is to; and a run that did not says so."""
+    """Whatever TE is installed, Megatron finds `_SplitAlongDim` if it should; a run with the wrong state raises."""
     split = object()
     attention = SimpleNamespace(**({"_SplitAlongDim": object()} if on_disk else {}))
     pytorch = SimpleNamespace(attention=attention, utils=SimpleNamespace(SplitAlongDim=split))
@@ -285,7 +285,7 @@ def test_te_is_as_the_system_is_named(monkeypatch, state, on_disk):
 
 
 def test_a_system_without_te_finds_none(monkeypatch):
-    """Nor where it is installed; and a run that has it after all says so."""
+    """Even if it is installed; a run that finds it nevertheless raises."""
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
     profile_gpt.prepare_te("none")
     with pytest.raises(ImportError):
@@ -305,7 +305,7 @@ def test_a_system_without_te_finds_none(monkeypatch):
     ],
 )
 def test_batches(monkeypatch, words, gbs, mbs):
-    """A shape brings its batches; --gbs and --mbs SYSTEM=N take their place."""
+    """A shape has default batches; --gbs and --mbs SYSTEM=N override them."""
     monkeypatch.setattr(sys, "argv", ["train_step.py", *words.split(), "--lr", "1"])
     args = train_step.arguments("", ["bf16"])
     assert (args.gbs, args.mbs, args.extra) == (gbs, mbs, ["--lr", "1"])
@@ -319,7 +319,7 @@ def test_a_wrong_command_line_runs_nothing(monkeypatch, words):
 
 
 def test_columns_are_checked_before_a_run(tmp_path):
-    """A file of an earlier version's columns is left as it is; rows go on in one of the same."""
+    """A file with an earlier version's columns is left alone; rows are appended to one with the same columns."""
     path = tmp_path / "x.csv"
     train_step.append(str(path), ["a", "b"], [{"a": 1, "b": 0.12345}])
     train_step.check_columns(str(path), ["a", "b"])

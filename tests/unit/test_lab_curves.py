@@ -1,4 +1,4 @@
-"""What a run's curve says, and what warns of its divergence, against definitions spelled out and counts of pairs."""
+"""Verdicts on a run's curve and early warnings, against definitions spelled out and counts of pairs."""
 
 import math
 
@@ -73,7 +73,7 @@ def test_a_loss_above_the_first_diverges(rng):
     losses[300:] = np.linspace(2, 20, 100)
     found = divergence(STEPS, losses)
     assert found.cause == ABOVE_INITIAL
-    assert 300 < found.onset < 330  # when it had risen by half a nat, the earlier of the two
+    assert 300 < found.onset < 330  # when it had risen by half a nat, the earlier of the two onsets
     rising = np.linspace(5, 5.4, 400)  # too slow for the other rule
     assert divergence(STEPS, rising) == (ABOVE_INITIAL, 2)
 
@@ -82,7 +82,7 @@ def test_what_is_not_finite_diverges(rng):
     losses = falling(rng)
     losses[200:] = NAN
     assert divergence(STEPS, losses) == (NOT_FINITE, 201)
-    losses[395] = 3.0  # it came back
+    losses[395] = 3.0  # it recovered
     assert divergence(STEPS, losses) is None
     assert divergence(STEPS, np.full(400, math.inf)) == (NOT_FINITE, 1)
     short = falling(rng)[:90]
@@ -93,7 +93,7 @@ def test_what_is_not_finite_diverges(rng):
 
 def test_patience_is_in_steps_whatever_the_interval(rng):
     losses = falling(rng)
-    losses[250:275] += 3.0  # 25 steps: 20 are 5 %
+    losses[250:275] += 3.0  # 25 steps; 5 % are 20
     every = divergence(STEPS, losses, rule=curves.Rule(half_life=1))
     tenth = divergence(STEPS[9::10], losses[9::10], rule=curves.Rule(half_life=0.1))
     assert every and tenth and abs(every.onset - tenth.onset) <= 10
@@ -102,7 +102,7 @@ def test_patience_is_in_steps_whatever_the_interval(rng):
 
 
 def test_a_run_from_a_checkpoint_is_judged_by_the_steps_that_it_made(rng):
-    """Of all its curves the run from step 10,000 says what the one from the start does, 10,000 steps later."""
+    """The same curves from step 10,000 give the verdict of those from the start, 10,000 steps later."""
     lost, risen, above, brief = (falling(rng) for _ in range(4))
     lost[200:] = NAN
     risen[250:] += 1.0
@@ -125,7 +125,7 @@ def test_the_final_loss_is_the_mean_of_the_end():
     losses[-1] = NAN
     assert curves.final_loss(STEPS, losses) == pytest.approx(np.mean(losses[-20:-1]))
     assert math.isnan(curves.final_loss(STEPS, np.full(400, NAN)))
-    assert curves.final_loss(STEPS[:50], losses[:50]) == pytest.approx(np.mean(losses[40:50]))  # 10 at least
+    assert curves.final_loss(STEPS[:50], losses[:50]) == pytest.approx(np.mean(losses[40:50]))  # at least 10
 
 
 def test_means_before_each_value(rng):
@@ -190,7 +190,7 @@ def test_half_as_fast_needs_twice_the_steps():
 
 
 def signals(rng, diverged: int, healthy: int, shift: float, start: int = 0) -> list[Signal]:
-    """White noise; that of runs that diverge at step 60 to 90 is higher by `shift` from step `start` on."""
+    """White noise. From step `start` on it is higher by `shift` in runs that diverge, at step 60 to 90."""
     made = []
     for i in range(diverged + healthy):
         values = rng.normal(0, 1, 100)
@@ -220,7 +220,7 @@ def test_auroc_is_the_mann_whitney_statistic(rng):
     expected = stats.mannwhitneyu(case, control).statistic / (40 * 50)
     found = auroc(made, 1)
     assert found.value == pytest.approx(expected)
-    z = stats.norm.cdf(1 / math.sqrt(2))  # the truth
+    z = stats.norm.cdf(1 / math.sqrt(2))  # the true AUROC
     assert found.band.low < z + 0.1 and found.band.high > z - 0.1
 
 
@@ -266,7 +266,7 @@ def test_alarms_of_tuning_and_held_out_seeds():
     test = [
         run([0, 4, 0, 5], 4.0, 2),  # warned two steps before
         run([0, 0, 0, 5], 4.0, 4),  # too late
-        run([0, 3, 0, 0], math.inf, 2),  # not above
+        run([0, 3, 0, 0], math.inf, 2),  # not above the threshold
         run([0, 0, NAN, 4], math.inf, 4),  # a false alarm
         run([5, 0, 0, 0], 4.0, 6),
     ]

@@ -1,4 +1,4 @@
-"""A damaged store: a report of it, or a sweep on it, is one line that names the file, or does what it can."""
+"""A damaged store: a report of it, or a sweep on it, ends in one line that names the file, or works as it can."""
 
 import random
 import shutil
@@ -21,7 +21,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A store whose runs have ended, but for two."""
+    """A store in which all runs but two have ended."""
     path = tmp_path_factory.mktemp("whole") / "sweep.sqlite"
     store, generator = Store(path, create=True, shared=True), np.random.default_rng(0)
     store.add(small_plan(steps=STEPS))
@@ -57,7 +57,7 @@ def sweep(path) -> None:
 
 
 def said(use, path) -> str | None:
-    """The line that a use of a store ends in; None: it did not."""
+    """The error line of a use of a store; None if it succeeded."""
     try:
         use(path)
     except UserError as error:
@@ -71,7 +71,7 @@ def test_the_whole_store_is_read(path):
     assert said(report, path) is None and said(sweep, path) is None
 
 
-SQL = {  # what is damaged: whether report and sweep must say so
+SQL = {  # {damage: whether report and sweep must fail}
     "UPDATE about SET value = 'null' WHERE name = 'plan'": "r",
     "UPDATE about SET value = '[]' WHERE name = 'plan'": "r",
     "UPDATE about SET value = '{' WHERE name = 'plan'": "r",
@@ -156,7 +156,7 @@ def test_a_store_that_was_cut_is_one_line(path, size):
 
 
 def test_random_bytes_are_one_line_or_other_numbers(whole, path):
-    """200 stores, each with 1 to 200 bytes changed, in one place or in many."""
+    """200 stores, each with 1 to 200 bytes changed, in one place or scattered."""
     content, told = whole.read_bytes(), 0
     for seed in range(200):
         generator = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Plan files: the runs that come of one, and one line for a mistake."""
+"""Plan files: the runs that follow from them, and a one-line error for each mistake."""
 
 import re
 
@@ -117,7 +117,7 @@ def test_bytes_that_are_no_text_are_one_line(tmp_path):
 
 @pytest.mark.parametrize("seeds, rates, arms, runs", [(10_000, 3000, 100, "3,000,000,000"), (100_000, 2, 1, "200,000")])
 def test_a_plan_s_product_is_counted_before_it_is_made(tmp_path, monkeypatch, seeds, rates, arms, runs):
-    """3 x 10^9 runs never ended and said nothing."""
+    """A plan of 3 x 10^9 runs never ended and printed nothing."""
     monkeypatch.setattr(SweepPlan, "runs", lambda plan: pytest.fail("made"))
     path = tmp_path / "plan.yaml"
     names = ", ".join(f"a{i}: ''" for i in range(arms))

@@ -1,4 +1,4 @@
-"""The report: well-formed, self-contained, the same whatever the order of the runs, and right in what it says."""
+"""The report: well-formed, self-contained, independent of the order of runs, and right in its statements."""
 
 import html.parser
 import math
@@ -38,7 +38,7 @@ def plan(seeds=8, rates=(1e-3, 1e-2), data=("d",), arms=("BF16", "E8M3", "broken
 
 
 def curve(row, diverges: bool) -> list[tuple[int, str, float]]:
-    """A run's points, a function of the run alone."""
+    """A run's points; they depend on the run alone."""
     rng = np.random.default_rng(zlib.crc32(row.name.encode()))
     data = np.random.default_rng(row.seed)
     points = []
@@ -53,7 +53,7 @@ def curve(row, diverges: bool) -> list[tuple[int, str, float]]:
 
 
 def fill(path, of=None, order=None, diverges=lambda row: False, without=(), start=0) -> Store:
-    """A store of a plan whose runs have ended, in this order of seeds; those of the arm "broken" failed.
+    """A store of a plan whose runs have ended, in this order of seeds; the arm "broken" has failed.
 
     start: the step of the checkpoint that they began from.
     """
@@ -74,7 +74,7 @@ def fill(path, of=None, order=None, diverges=lambda row: False, without=(), star
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, str]:
-    """Of eight seeds, of which E8M3 at the high rate loses all but one."""
+    """A report of eight seeds; at the high rate seven of E8M3's runs diverge."""
     folder = tmp_path_factory.mktemp("report")
     fill(folder / "sweep.sqlite", diverges=at_the_edge).close()
     return reports(folder)
@@ -232,7 +232,7 @@ def test_what_is_seen_and_what_cannot_be(report):
 
 
 def test_the_gap_that_could_have_been_seen_is_said(report):
-    """In a run that shows nothing too, by a single test and by one of all of them."""
+    """Also if nothing was seen; for a single test, and for one of all comparisons."""
     text = " ".join(Page(report["report.html"]).text)
     row = table(report, "Wilcoxon p")[1]
     said = re.search(
@@ -279,7 +279,7 @@ def test_any_arm_may_be_the_baseline(report, tmp_path):
 
 
 def test_which_falls_first(report):
-    """Seven seeds fall at the high rate, of E8M3 alone: at the low rate all pairs are ties, and no votes."""
+    """Seven seeds fall at the high rate, all of E8M3. At the low rate all pairs are ties, which give no votes."""
     rows = [[*row.values()] for row in table(report, "sign p") if "earlier" in row]
     assert rows == [
         ["0.001", "E8M3", "pairs", "0", "0", "8", "1.0000"],
@@ -292,7 +292,7 @@ def test_which_falls_first(report):
 
 
 def test_a_seed_has_one_vote(tmp_path):
-    """The baseline falls at the low rate, the arm at the two others: each seed says that the arm falls earlier."""
+    """The baseline falls at the low rate, the arm at the two others. So each seed votes that the arm falls earlier."""
     fallen = {("BF16", 3e-3), ("E8M3", 1e-2), ("E8M3", 2e-2)}
     of = plan(6, rates=(3e-3, 1e-2, 2e-2))
     store = fill(tmp_path / "s", of, diverges=lambda row: (row.arm, row.learning_rate) in fallen)
@@ -319,7 +319,7 @@ def test_without_a_divergence_nothing_falls(tmp_path):
 
 
 def test_runs_from_a_checkpoint_are_judged_by_the_steps_that_they_made(tmp_path):
-    """The same curves from step 10,000 on: the same report but for the steps' numbers."""
+    """The same curves from step 10,000 on give the same report, apart from the numbers of the steps."""
     found = []
     for start in (0, 10_000):
         folder = tmp_path / str(start)
@@ -403,7 +403,7 @@ def test_the_order_in_which_runs_were_planned_makes_no_difference(report, tmp_pa
     few = Store(tmp_path / "sweep.sqlite", create=True)
     few.add(plan(seeds=3))
     few.close()
-    fill(tmp_path / "sweep.sqlite", diverges=at_the_edge).close()  # the others are added after
+    fill(tmp_path / "sweep.sqlite", diverges=at_the_edge).close()  # the others are added later
     assert reports(tmp_path)["report.html"] == report["report.html"]
 
 
@@ -463,7 +463,7 @@ def test_a_run_that_ended_itself_has_diverged(tmp_path):
 
 
 def test_what_a_run_had_reached_before_it_ended_itself_is_not_its_final_loss(tmp_path):
-    """Such a run counts as its first loss, as one that goes on without a finite loss does."""
+    """Such a run counts with its first loss, like a run that continues without a finite loss."""
     of = plan(seeds=1, arms=("BF16", "E8M3"))
     store = Store(tmp_path / "sweep.sqlite", create=True)
     store.add(of)
@@ -486,7 +486,7 @@ def test_what_a_run_had_reached_before_it_ended_itself_is_not_its_final_loss(tmp
 
 
 def test_what_is_left_open_is_said(tmp_path):
-    """Without a difference, the gaps that a t-test would not tell from the one seen."""
+    """Without a difference: the gaps that a t-test does not tell from the one seen."""
     fill(tmp_path / "sweep.sqlite", plan(3, (1e-3,), arms=("BF16", "O3"))).close()
     store = Store(tmp_path / "sweep.sqlite")
     results = Results(store)
@@ -495,7 +495,7 @@ def test_what_is_left_open_is_said(tmp_path):
     shares = np.array([results.final(run) - results.final(base) for base, run in pairs])
     shares *= 100 / np.mean([results.final(base) for base, _ in pairs])
     test = scipy.stats.ttest_1samp(shares, 0)
-    assert test.pvalue > 0.05  # of these seeds
+    assert test.pvalue > 0.05  # for these seeds
     low, high = test.confidence_interval()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
     interval = f"{shares.mean():+.2f} %, {low:+.2f} .. {high:+.2f} % over 3 pairs"
@@ -508,7 +508,7 @@ def test_pictures_show_what_diverged(report):
     cross = re.compile(r'<path id="([^"]+)" d="M -2\.5 2\.5')
     losses = report["figures/losses.svg"]
     (name,) = cross.findall(losses)
-    assert losses.count(f'href="#{name}"') == 7  # a run each
+    assert losses.count(f'href="#{name}"') == 7  # one for each run
 
 
 def test_where_no_pair_is_healthy_the_picture_says_so(tmp_path):
@@ -568,12 +568,12 @@ def test_numbers_as_text():
     assert document.percents((0.004, 0.996)) == "0 .. 100 %"
 
 
-# Pictures, as matplotlib has them.
+# Pictures, before matplotlib writes them.
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """{name: its panels} of pictures that are drawn and not written."""
+    """{name: its panels} of pictures that are drawn but not written."""
     from matplotlib.figure import Figure
 
     found = {}
@@ -600,7 +600,7 @@ def same(store_file, arms, values, rates=(1e-3, 1e-2), seeds=3) -> Results:
 
 
 def test_arms_that_are_equal_lie_on_each_other(tmp_path, drawn):
-    """They were shifted sideways and joined: of lines that rise, the last arm's lay lowest, and looked best."""
+    """They used to be shifted sideways and joined. Of rising lines the last arm's then lay lowest and looked best."""
     results = same(tmp_path / "s", ("BF16", "O1", "O3"), np.linspace(5.6, 5.5, 10))
     plots.learning_rates(results)
     losses, gaps = drawn["learning_rates"][:, 0]
@@ -619,14 +619,14 @@ def test_arms_that_are_equal_lie_on_each_other(tmp_path, drawn):
 
 
 def test_the_axis_of_the_losses_fits_them(tmp_path, drawn):
-    """Of losses from 5.56 to 5.50 it went to 6.1."""
+    """For losses from 5.56 to 5.50 the axis used to reach 6.1."""
     plots.losses(same(tmp_path / "s", ("BF16", "O3"), np.linspace(5.56, 5.5, 10) + 0.3, rates=(1e-3,)))
     low, high = drawn["losses"][0, 0].get_ylim()
     assert 5.5 < low < 5.53 and 5.56 < high < 5.57
 
 
 def test_names_are_no_mathematics(tmp_path):
-    """matplotlib reads what is between two dollars, and ends where it cannot."""
+    """matplotlib reads text between two dollars as mathematics, and raises if it cannot."""
     results = same(tmp_path / "s", ("$\\frac$", "a$b_$"), np.linspace(5.6, 5.5, 10), seeds=2)
     (picture,) = plots.learning_rates(results)
     assert "$\\frac$" in picture.svg and "a$b_$" in picture.svg

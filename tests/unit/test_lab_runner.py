@@ -1,4 +1,4 @@
-"""One run of the lab: its numbers, and what they were called before there was a file of them."""
+"""One run of the lab: its numbers, under the names that they had before there was a metrics file."""
 
 import math
 import sys
@@ -15,7 +15,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
 
     def run(script: str, *flags: str) -> tuple[Training, list]:
-        """A run that has ended, and all that was read of it."""
+        """A run that has ended, and all that was read from it."""
         (tmp_path / "train.py").write_text(script)
         training = Training([str(tmp_path / "train.py"), *flags], 1, tmp_path / "run", {})
         found = []
@@ -42,7 +42,7 @@ def test_what_is_logged_is_read_with_every_digit(run):
 
 
 def test_stores_keep_their_names(run):
-    """Means had no "mean" in the line of the log; other quantiles were not in it."""
+    """Means had no "mean" in the log's line; other quantiles were not in it."""
     _, found = run(LOGS + "log(3, sharpness_mean=1.0, centred_sharpness_mean=2.0, log_z_mean=3.0, sharpness_q99=4.0)")
     assert found == [(3, {"sharpness": 1.0, "centred": 2.0, "log_z": 3.0, "sharpness_q99": 4.0})]
 
@@ -60,7 +60,7 @@ def test_without_the_plugin_there_is_no_file(run):
 
 def test_the_folder_is_the_runs_own(run, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')  # of an earlier attempt
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')  # left by an earlier attempt
     _, found = run(LOGS + "import sys\nlog(2, loss=3.0)\nprint(sys.argv[1:])", "--save", "{run}/x")
     assert found == [(2, {"loss": 3.0})]
     assert (tmp_path / "run/log.txt").read_text() == f"['--save', '{tmp_path}/run/x']\n"

@@ -71,7 +71,7 @@ def test_power_by_simulation(rng):
 def test_the_detectable_rate_is_where_the_power_is_reached(total, other, rate):
     found = statistics.detectable_rate(total, other, rate)
     rejects = statistics.fisher_rejects(total, other)
-    # the part of the power that is in the other direction is not counted
+    # the power in the other direction does not count
     assert 0.8 - 1e-6 <= statistics.fisher_power(found, rate, rejects) < 0.81
     assert statistics.fisher_power(found - 0.02, rate, rejects) < 0.8
 
@@ -114,7 +114,7 @@ def test_wilcoxon_of_six_pairs_by_all_signs(rng):
 
 def test_differences_without_a_spread():
     assert statistics.paired(np.zeros(5))[3:] == (1.0, 1.0, 1.0)
-    same = statistics.paired(np.array([0.3 - 0.2, 0.1, 1.1 - 1.0, 0.1]))  # equal but for rounding
+    same = statistics.paired(np.array([0.3 - 0.2, 0.1, 1.1 - 1.0, 0.1]))  # equal up to rounding
     assert same.t == 0 and same.sign == 0.125
     for few in (np.array([]), np.array([0.2])):
         found = statistics.paired(few)
@@ -153,7 +153,7 @@ def test_bands_are_the_normals_for_many_seeds_and_the_same_each_time(rng):
 
 
 def test_bands_keep_the_pairs(rng):
-    luck = rng.normal(0, 10, (12, 1))  # of a seed, alike in all columns
+    luck = rng.normal(0, 10, (12, 1))  # a seed's own, the same in all columns
     low, high = statistics.mean_band(luck + np.array([0.0, 1.0]))
     assert np.allclose(low[1] - low[0], 1) and np.allclose(high[1] - high[0], 1)
 

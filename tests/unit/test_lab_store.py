@@ -1,4 +1,4 @@
-"""The store: what is written is read, each run is given out once, and no death of a worker does harm."""
+"""The store: what is written can be read, each run is given out once, and a worker's death does no harm."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from lab_runs import small_plan as plan
 from megatron_fp8.tools.lab.sweep.rows import DONE, FAILED, NOT_FINITE, RUNNING, STATES, WAITING
 from megatron_fp8.tools.lab.sweep.store import LOST, Store, TakenAway
 
-DEAD = "1:100.00"  # process 1 is not as old as that
+DEAD = "1:100.00"  # process 1 did not start at this time
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_every_state_is_counted(store):
     store.claim("")
     assert store.counts() == {WAITING: 4, RUNNING: 1, DONE: 1, FAILED: 1, NOT_FINITE: 1} and len(STATES) == 5
     assert store.retry() == 1 and store.counts()[FAILED] == 0
-    assert store.claim("").error is None  # the one that failed, as new
+    assert store.claim("").error is None  # the failed run, as if new
 
 
 def test_a_run_that_was_interrupted_starts_over(store):
@@ -170,7 +170,7 @@ def test_the_run_of_a_lost_worker_is_given_out_again(store, path, how):
 
 def test_the_run_of_a_living_worker_is_not(store, path):
     run = store.claim("")
-    change(path, "UPDATE runs SET machine = 'other', worker = ? WHERE id = ?", DEAD, run.id)  # it beats
+    change(path, "UPDATE runs SET machine = 'other', worker = ? WHERE id = ?", DEAD, run.id)  # its beat is recent
     assert store.claim("").id != run.id
 
 
@@ -217,12 +217,12 @@ def test_a_plan_grows_and_shrinks(store):
 
 
 def test_a_failed_run_may_change_or_go(store):
-    """A mistyped arm is mended in the plan, or left out: the good runs stay."""
+    """A mistyped arm is corrected in the plan, or removed; the good runs stay."""
     while row := store.claim(""):
         store.write(row, [(1, "loss", 2.0)])
         store.finish(row, DONE if row.arm == "BF16" else FAILED, 0)
     store.add(plan())
-    assert store.counts()[FAILED] == 4  # the same command: until it is retried
+    assert store.counts()[FAILED] == 4  # with the same command they stay failed until a retry
     store.add(replace(plan(), arms={"BF16": (), "E8M3": ("--fp8-level", "O1")}))
     assert store.counts() == {**dict.fromkeys(STATES, 0), DONE: 4, WAITING: 4}
     failed = store.claim("")

@@ -1,4 +1,4 @@
-"""Sweeps: what they run and say, and that no way of ending one makes a difference to its report."""
+"""Sweeps: what they run and print, and that the way in which one is ended does not change its report."""
 
 import argparse
 import os
@@ -28,13 +28,13 @@ def states(folder):
 
 
 def begun(folder) -> list[int]:
-    """The processes of the runs that were begun."""
+    """The processes of the runs that have begun."""
     file = folder / "begun"
     return [int(line.split()[0]) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def families(folder) -> list[psutil.Process]:
-    """The training processes that were begun and live."""
+    """The live training processes of the runs that have begun."""
     found = []
     for pid in begun(folder):
         try:
@@ -47,7 +47,7 @@ def families(folder) -> list[psutil.Process]:
 
 
 def waiting(folder) -> int:
-    """How many runs have come to the gate."""
+    """The number of runs that wait at the gate."""
     file = folder / "gate.waiting"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
@@ -79,7 +79,7 @@ def test_a_sweep_runs_everything_and_again_nothing(tmp_path):
 def undisturbed(tmp_path_factory) -> dict[str, str]:
     """The report of the sweep SLOW."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    write(folder, SLOW.replace("--begun", "--gate gate --begun"))  # the same commands as those that are ended
+    write(folder, SLOW.replace("--begun", "--gate gate --begun"))  # the same commands as the interrupted ones
     (folder / "gate").touch()
     done(folder, *SWEEP, "--jobs", "3")
     return reports(folder)
@@ -113,7 +113,7 @@ def test_a_sweep_that_is_ended_in_the_middle_makes_the_same_report(tmp_path, num
     (cut / "gate").touch()
     assert done(cut, *SWEEP, "--jobs", "1").endswith("6 done\n")
     assert families(cut) == []
-    assert len(begun(cut)) == 8  # the two that were interrupted started over; none that was done did
+    assert len(begun(cut)) == 8  # the two interrupted runs started over; the finished ones did not
     assert {row.attempt for row in states(cut) if row.id in was_done} == {1}
     again = function_of_the_curves(reports(cut))
     assert again == function_of_the_curves(undisturbed) and {"report.html", "report.md"} <= set(again)
@@ -125,7 +125,7 @@ def test_what_a_killed_sweep_left_running_is_ended(tmp_path):
     wait_for(lambda: waiting(tmp_path) == 2)
     process.kill()
     process.communicate()
-    assert len(families(tmp_path)) == 2  # silent, so it does not notice
+    assert len(families(tmp_path)) == 2  # they print nothing, so they do not notice
     left = families(tmp_path)
     again = lab(tmp_path, *SWEEP, "--jobs", "1")
     try:
@@ -161,7 +161,7 @@ def test_ends_of_runs(tmp_path):
     assert rows["mute"].error.startswith("ended early, at step 0 of 30")
     assert "found NaN" in rows["nan"].error and rows["nan"].exit_code == 1
     assert "1 done, 3 failed, 1 not finite" in output and "failed, seed 1, learning rate 0.1, data: FAILED" in output
-    # What made them fail is repaired.
+    # Repair the cause of the failures.
     text = (tmp_path / "train.py").read_text()
     (tmp_path / "train.py").write_text(re.sub(r"args.(fail|stop)_at", "-1", text))
     assert "3 failed" in done(tmp_path, *SWEEP, code=1)
@@ -173,11 +173,11 @@ def test_a_run_that_hangs_is_killed_and_has_failed(tmp_path):
     assert "1 failed" in done(tmp_path, *SWEEP, code=1)
     (row,) = states(tmp_path)
     assert row.state == FAILED and row.exit_code is None
-    assert re.match("killed after 3 s, at step [0-4] of 30", row.error)  # a busy machine comes less far
+    assert re.match("killed after 3 s, at step [0-4] of 30", row.error)  # a busy machine gets less far
 
 
 def test_the_end_of_a_run_that_says_nothing_more_is_not_slept_over(tmp_path, monkeypatch):
-    """For a second, at every run's end, in a wait for the output of none and then in a sleep."""
+    """Each run's end used to cost a second: waiting for output of no run, and then sleeping."""
     write(tmp_path, "{command: train.py --lr 0.1, steps: 3, seeds: 1, arms: {a: ''}}")
     script = tmp_path / "train.py"
     script.write_text(script.read_text() + "os.close(1)\nos.close(2)\ntime.sleep(0.3)\n")
@@ -200,7 +200,7 @@ def test_the_end_of_a_run_that_says_nothing_more_is_not_slept_over(tmp_path, mon
 
 @pytest.mark.parametrize("full", ["store", "log"])
 def test_a_full_disc_is_one_line_and_leaves_no_run_behind(tmp_path, full):
-    """No file may grow beyond a limit, as on a disc without room: the store of long curves, the log of many words."""
+    """No file may grow beyond a limit, as on a full disk: the store with long curves, the log with many words."""
     words, steps = {"store": (1, 3000), "log": (100_000, 60)}[full]
     write(tmp_path, SLOW.replace("steps: 60", f"steps: {steps}"))
     script = tmp_path / "train.py"
@@ -220,7 +220,7 @@ def test_a_full_disc_is_one_line_and_leaves_no_run_behind(tmp_path, full):
 def test_two_sweeps_share_a_store(tmp_path):
     write(tmp_path, SLOW.replace("--begun", "--gate gate --begun"))
     both = [lab(tmp_path, *SWEEP, "--jobs", "1") for _ in range(2)]
-    wait_for(lambda: waiting(tmp_path) == 2)  # however late one of them began
+    wait_for(lambda: waiting(tmp_path) == 2)  # even if one began late
     (tmp_path / "gate").touch()
     outputs = [process.communicate(timeout=250)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
@@ -233,7 +233,7 @@ def test_how_much_is_left_is_said(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("megatron_fp8.tools.lab.sweep.progress.time.monotonic", lambda: now[0])
     with sweep.Progress(1000) as progress:
-        progress.update(400, "a")  # of an earlier session
+        progress.update(400, "a")  # from an earlier session
         now[0] = 60.0
         progress.update(500, "4/10 runs")
         now[0] = 61.0
@@ -306,7 +306,7 @@ def test_a_slurm_array_is_printed_and_its_tasks_do_the_work(tmp_path):
     assert lines[0] == "#!/bin/bash"
     for option in ("--array=0-2", "--ntasks=1", f'--chdir="{tmp_path}"', "--partition=a --gpus=1"):
         assert f"#SBATCH {option}" in lines
-    assert (tmp_path / "sweep.runs").is_dir()  # where Slurm writes its files
+    assert (tmp_path / "sweep.runs").is_dir()  # Slurm writes its files there
     command = f"-m megatron_fp8.cli lab sweep {tmp_path}/plan.yaml --store {tmp_path}/sweep.sqlite --jobs 1"
     assert lines[-1] == f"exec {sys.executable} {command}"
     argv = command.split()[3:]

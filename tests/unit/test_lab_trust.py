@@ -1,4 +1,4 @@
-"""A store and its folders may lie where others can write: nothing there is run, ended or written through."""
+"""Others may be able to write to a store and its folders: nothing there is run, ended or written through."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ def store(tmp_path):
 
 
 def insert(store: Store, command: list[str], **values) -> None:
-    """A row as a stranger writes one: its worker, on another machine, will be late within a moment."""
+    """Add a row as a stranger could: its worker, on another machine, will be late in a moment."""
     row = {"arm": "x", "seed": 9, "learning_rate": 0.1, "data": "data", "command": json.dumps(command)}
     row |= {"state": "running", "attempt": 1, "machine": "other", "worker": DEAD, "beat": time.time() - LOST + 0.2}
     row |= values
@@ -52,7 +52,7 @@ def insert(store: Store, command: list[str], **values) -> None:
 
 
 def test_a_command_that_is_in_no_plan_is_not_run(store, tmp_path):
-    """Of a row whose worker is lost only when the sweep has looked at the store already."""
+    """Also if its worker counts as lost only after the sweep has looked at the store."""
     (tmp_path / "evil.py").write_text("open('PROOF', 'w')")
     insert(store, ["evil.py"])
     store.add(read_plan(tmp_path / "plan.yaml"))
@@ -62,7 +62,7 @@ def test_a_command_that_is_in_no_plan_is_not_run(store, tmp_path):
         given.append(row.command[0])
         store.finish(row, DONE, 0)
     assert given == ["train.py"] * 6 and store.counts()[WAITING] == 1
-    assert done(tmp_path, *SWEEP) == "6 done\n"  # at its start a sweep drops what waits and is in no plan
+    assert done(tmp_path, *SWEEP) == "6 done\n"  # a sweep first drops waiting runs that are in no plan
     assert not (tmp_path / "PROOF").exists()
 
 
@@ -88,7 +88,7 @@ def test_what_changes_under_a_sweep_is_not_run(store):
 
 
 def test_a_stranger_cannot_have_a_process_ended(store, tmp_path):
-    """Not by its number in the store; the column was once obeyed."""
+    """Not by a process number in the store, which was once believed."""
     with subprocess.Popen(["sleep", "60"]) as bystander:
         with closing(sqlite3.connect(store.path)) as db, db:
             db.execute("ALTER TABLE runs ADD COLUMN process TEXT")
@@ -111,7 +111,7 @@ def test_only_processes_with_the_mark_of_a_dead_sweep_of_this_store_are_ended(tm
         assert {name for name, process in started.items() if process.poll() is not None} == {"dead"}
         other.symlink_to(ours)
         end_left_behind(other)
-        assert started["other"].poll() is None  # b.sqlite is a.sqlite now
+        assert started["other"].poll() is None  # b.sqlite is now a.sqlite
     finally:
         for process in started.values():
             process.kill()
@@ -119,7 +119,7 @@ def test_only_processes_with_the_mark_of_a_dead_sweep_of_this_store_are_ended(tm
 
 
 def test_ranks_whose_launcher_was_killed_are_ended_too(tmp_path):
-    """Their mark is their own: no number in a store leads to them."""
+    """Their mark is in their own environment; no number in a store leads to them."""
     write(tmp_path, PLAN.replace("train.py", "train.py --gate gate").replace("seeds: 3", "seeds: [2]"))
     (tmp_path / "rank.py").write_text("import time\ntime.sleep(600)\n")
     script = tmp_path / "train.py"
@@ -157,7 +157,7 @@ def test_a_store_with_code_of_its_own_is_refused(store, sql):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A folder with a file, where nothing may change."""
+    """A folder with a file; nothing in it may change."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "precious").write_text("mine")
@@ -177,7 +177,7 @@ def test_the_folder_of_runs_is_not_another_user_s_link(store, tmp_path, elsewher
     runs = tmp_path / "sweep.runs"
     runs.symlink_to(elsewhere)
     monkeypatch.setattr(files.os, "geteuid", lambda: 4242)
-    if os.getuid() == 0:  # root's links are followed
+    if os.getuid() == 0:  # links that root made are followed
         os.lchown(runs, 1234, 1234)
     with pytest.raises(UserError, match=r"sweep.runs: is another user's link \(user \d+\) to '.*elsewhere'; remove it"):
         files.make_empty(runs / "0001")

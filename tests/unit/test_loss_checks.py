@@ -1,4 +1,4 @@
-"""Checks of losses that wait: Megatron's own machine gets the same answers in the same order, within the same pass."""
+"""Deferred checks of losses: Megatron's own state machine gets the same answers in the same order, in the same pass."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ MESSAGES = {torch.isnan: "found NaN", torch.isinf: "found Inf"}
 
 @pytest.fixture
 def late(monkeypatch):
-    """What LateChecks does on CUDA, of tensors on the CPU."""
+    """LateChecks as on CUDA, with tensors on the CPU."""
 
     class Event:
         def record(self):
@@ -43,7 +43,8 @@ def one_pass(machine, losses, validate):
 
 
 def run(mode, losses, late=None):
-    """(the states in which passes ran, the call that failed first, what was raised), stock's or with late checks."""
+    """(States in which passes ran, the call that failed first, what it raised), with stock's checks or with late ones.
+    """
     stock = RerunStateMachine
     validate, goes_on = stock.validate_result, stock.should_run_forward_backward
     if late is not None:
@@ -67,7 +68,7 @@ def test_stock_decides_the_same(mode, losses, late):
 
 
 def test_a_check_at_once_comes_after_those_that_wait(late):
-    """As with --overlap-grad-reduce, which looks at the gradients in the backward pass: they are NaN as the loss is."""
+    """As with --overlap-grad-reduce, which checks gradients in the backward pass: they are NaN if the loss is."""
     asked = []
     validate = late.validate_result(lambda *args, **kwargs: asked.append(kwargs["message"]))
     it = machine(RerunMode.VALIDATE_RESULTS)

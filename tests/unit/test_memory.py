@@ -31,7 +31,7 @@ def cells(level: str, **overrides: str) -> dict[str, str]:
 
 
 def job(**given) -> Job:
-    """A small GPT of 2 layers, with what is `given` changed."""
+    """A small GPT of 2 layers; `given` changes its fields."""
     small = {
         "num_layers": 2,
         "hidden_size": 64,
@@ -43,7 +43,7 @@ def job(**given) -> Job:
 
 
 def printed(capsys, *argv: str) -> dict[str, list[str]]:
-    """{row: its cells} of the table that the command prints."""
+    """{row: its cells} of the printed table."""
     parser = argparse.ArgumentParser()
     memory.add_arguments(parser)
     assert memory.run(parser.parse_args(["--format", "markdown", *argv])) == 0
@@ -114,7 +114,7 @@ def test_published_models_have_their_published_number_of_parameters(model, count
     ],
 )
 def test_gates_have_the_weights_that_megatron_gives_them(gates, count):
-    """As its GPTModel of these sizes counts them: fc1 is twice as wide, and qkv has a gate for each query."""
+    """As Megatron's GPTModel of these sizes counts them: fc1 is twice as wide, and qkv has a gate for each query."""
     flags = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
         "--vocab-size 128 --position-embedding-type rope --untie-embeddings-and-output-weights --bf16"
@@ -128,7 +128,7 @@ def test_the_backward_pass_begins_with_the_last_linear_of_a_layer():
     assert job(num_layers=2).linears() == [size * hidden**2 for size in (4, 4, 1, 3)] * 2
     llama = job(swiglu=True, ffn_hidden_size=96, num_query_groups=2, tensor_model_parallel_size=2)
     assert llama.linears()[:4] == [64 * 48, 96 * 64, 64 * 32, (4 + 4) * 16 * 64 // 2]
-    assert job(hidden_size=128, swiglu=True).linears()[0] == 128 * 320  # 8/3 of 128 is 341: 64's multiple below
+    assert job(hidden_size=128, swiglu=True).linears()[0] == 128 * 320  # 8/3 of 128 is 341; rounded down to 64s: 320
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -206,7 +206,7 @@ def test_a_bucket_by_hand(how, ranks):
 
 
 def test_even_has_megatrons_buckets_and_greedy_one():
-    """Of at least 40 M elements, or 1 M a rank: buckets end with the weight that reaches it."""
+    """Even's buckets have at least 40 M elements, or 1 M a rank: a bucket ends with the weight that reaches that."""
     model = MODELS["7b"]
     layer = 12 * 4096**2  # 201 M: fc2 is 67 M, a bucket by itself
     eight = engine_buckets(model.linears(), 8, "even")
@@ -243,7 +243,7 @@ def test_without_the_distributed_optimizer_stock_has_18_bytes_on_every_rank():
 @pytest.mark.parametrize("how", ["even", "greedy"])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_bucket_has_the_states_that_are_counted(how, sharded):
-    """The engine's, of four ranks: a row of it, or the whole."""
+    """A bucket of the engine on four ranks: a row of it, or the whole."""
     shapes, at_o2 = ((48, 32), (64, 80), (4 * 48, 128)), cells("O2", partition=how, grad_accum="bf16")
     fp8 = SimpleNamespace(**at_o2, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None, seed=1)
     weights = [OwnedWeight(torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)), fp8) for shape in shapes]
@@ -256,7 +256,7 @@ def test_a_bucket_has_the_states_that_are_counted(how, sharded):
 
 
 def test_stocks_bucket_rule_is_that_of_its_configuration():
-    config = DistributedDataParallelConfig()  # what the estimate takes the defaults from
+    config = DistributedDataParallelConfig()  # the estimate takes its defaults from it
     assert config.bucket_size is None and config.num_buckets is None and not config.pad_buckets_for_high_nccl_busbw
 
 
@@ -277,15 +277,15 @@ PAPERS_BYTES = 2 + 1 + 2  # its states: FP16 master, E4M3 first moment, FP16 sec
 @pytest.mark.parametrize("name", TABLE_8)
 @pytest.mark.parametrize("how", ["greedy", "even"])
 def test_the_partition_explains_no_more_spread_than_table_8_has(name, how):
-    """Whole-GPU figures hold activations and the allocator's slack; what a partition may add to their spread is
-    compared: the difference of our emptiest and fullest rank in the linears' states, and over all ranks in everything.
+    """Whole-GPU figures contain activations and the allocator's slack. So compare the part that a partition may add to
+    their spread: the difference of our emptiest and fullest rank, in the linears' states and, over all ranks, in all.
 
     A layer is 12 h^2: qkv 3, proj 1, fc1 4, fc2 4, divided by TP. By largest-first, in units of h^2 / TP,
         7B,   DP 32:  64 of 4, 32 of 3, 32 of 1:  each rank 4 + 4, then 3, then 1                       = 12
         13B,  DP 16:  80 of 4, 40 of 3, 40 of 1:  each 5 of 4; 3 + 3, half of them 3 more; 1 or 4 of 1  = 30
         175B, DP 4:   48 of 4, 24 of 3, 24 of 1, of a stage:  each 12 of 4, 6 of 3, 6 of 1              = 72
-    So whole weights balance perfectly in all three, and the spread that the paper measured is not the partition's. With
-    a pipeline the first and the last stage have the embedding or the head on top, which no partition can share.
+    So whole weights balance perfectly in all three, and the partition does not cause the measured spread. With a
+    pipeline the first and the last stage also have the embedding or the head, which no partition can share.
     """
     model, units = MODELS[name], {"7b": 12, "13b": 30, "175b": 72}[name]
     share = units * model.hidden_size**2 // model.tensor_model_parallel_size
@@ -304,18 +304,18 @@ def test_the_partition_explains_no_more_spread_than_table_8_has(name, how):
     assert spread <= most - least
     words = 51_200 * 12_288 // 8 * (2 + 4 + 12 / 4) / 1e9  # 50,304 words are padded to 128 * 8
     assert spread == pytest.approx(words if name == "175b" else 0, abs=1e-3)
-    assert max(map(whole, ranks)) / 1e9 < least  # with no activations yet
+    assert max(map(whole, ranks)) / 1e9 < least  # ours are still without activations
     print(f"{name} {how}: spread {spread:.3f} GB, Table 8 {most - least:.2f}")
 
 
 def test_7b_at_256_ranks_does_not_inflate(capsys):
-    """The paper: 6.4 GB become 17.2, a byte for each element of 256 rows that hold the largest weight."""
+    """In the paper 6.4 GB become 17.2: one byte for each element of 256 rows that hold the largest weight."""
     sizes = MODELS["7b"].linears()
     mean = sum(sizes) / 256
     assert 256 * mean / 1e9 == pytest.approx(6.4, abs=0.05)
-    assert 256 * max(sizes) / 1e9 == pytest.approx(17.2, abs=0.05)  # the largest weight sets everybody's share
+    assert 256 * max(sizes) / 1e9 == pytest.approx(17.2, abs=0.05)  # the largest weight sets every rank's share
     even, greedy = (engine_buckets(sizes, 256, how) for how in ("even", "greedy"))
-    assert sum(bucket.row for bucket in even) == mean  # 1.5 * 4096^2, 2,048's multiple in every bucket
+    assert sum(bucket.row for bucket in even) == mean  # 1.5 * 4096^2, a multiple of 2,048 in every bucket
     assert greedy[0].row < 1.05 * mean
     table = printed(capsys, *"--model 7b --data-parallel-size 256 --fp8-level O3 --fp8-partition greedy".split())
     least, most = map(float, table["linears: of these states, in use"][0].split(" .. "))
@@ -377,7 +377,7 @@ def test_a_job_is_given_by_its_flags_or_its_whole_command(capsys):
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4"])
 @pytest.mark.parametrize("gpus", ["--gpus 16", ""])
 def test_a_layout_in_front_is_as_one_in_the_job(capsys, layout, gpus):
-    """As many GPUs; data parallelism is what the layout in front leaves of them."""
+    """The same number of GPUs; data parallelism is what the layout in front leaves of them."""
     of_job = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
     front = printed(capsys, *gpus.split(), *layout.split(), "--", *JOB.split(), *of_job.split())
     assert front == printed(capsys, *gpus.split(), "--", *JOB.split(), *of_job.split(), *layout.split())
@@ -418,7 +418,7 @@ def test_a_jobs_level_and_cells_are_its_columns(capsys):
     ],
 )
 def test_gradients_are_stored_as_the_jobs_micro_batches_have_it(capsys, flags, storage):
-    """As training and `estimate` decide --fp8-grad-accum auto."""
+    """As training and `estimate` resolve --fp8-grad-accum auto."""
     words = [word for part in flags.split() for word in (JOB.split() if part == "{JOB}" else [part])]
     asked = ["--fp8-level", "O3", "--fp8-grad-accum", storage]
     where = words.index("--")
@@ -442,7 +442,7 @@ def test_below_the_table_stands_why_gradients_are_stored_so(capsys):
     assert last(f"{known} 64 --fp8-level O2 --fp8-grad-accum bf16").startswith("bytes a parameter: all")
 
 
-OTHER_BYTES = (  # of weights, gradients or states
+OTHER_BYTES = (  # flags that change the bytes of weights, gradients or states
     "--mtp-num-layers 1",
     "--grad-reduce-in-bf16",
     "--use-precision-aware-optimizer",
@@ -457,7 +457,7 @@ OTHER_BYTES = (  # of weights, gradients or states
 
 
 def test_what_only_takes_time_passes(capsys):
-    """And what only changes activations: `estimate` alone refuses it."""
+    """Flags that change only activations pass too; only `estimate` refuses them."""
     given = "--window-size 128,0 --no-fp8-wgrad --fp8-recipe tensorwise --fp8-grad-reduce fp32"
     level = ("--fp8-level", "O3")
     assert printed(capsys, "--gpus", "32", "--", *JOB.split(), *level, *given.split()) == printed(

@@ -1,4 +1,4 @@
-"""The file of a run's numbers: who writes it, how it is read, and what becomes of what Megatron logs."""
+"""The file of a run's numbers: who writes it, how it is read, and how Megatron's log gets into it."""
 
 import math
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def test_lines_are_read_as_they_come(file):
     ((step, values),) = reader.read()
     assert step == 8 and math.isnan(values["loss"])
     begin()
-    assert reader.read() == [] and file.read_text().count("\n") == 3  # what is there stays: a run that goes on
+    assert reader.read() == [] and file.read_text().count("\n") == 3  # the content stays, as for a resumed run
 
 
 def test_the_last_rank_writes(file, monkeypatch):
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_made_is_one_line(file, monkeypatch):
 
 @pytest.fixture
 def megatron(file, monkeypatch):
-    """Stand-ins for what monitor/training_log.py is put around, which do as Megatron's do."""
+    """Stand-ins that behave like the functions of Megatron that monitor/training_log.py wraps."""
     if cpu.needed():
         cpu.install()
     from megatron_fp8.monitor import training_log as logged
@@ -107,7 +107,7 @@ def megatron(file, monkeypatch):
 
 
 def test_an_iteration(megatron):
-    loss = 5.0161709785461426  # FP32's, which Megatron prints as 5.016171E+00
+    loss = 5.0161709785461426  # in FP32; Megatron prints 5.016171E+00
     megatron.step(1, loss, first=True, auxiliary=0.5)
     assert megatron.read() == [(1, {
         "loss": float(torch.tensor(loss)), "auxiliary": 0.5, "load_balancing_loss": 2.0, "learning_rate": 1e-3,
@@ -123,13 +123,13 @@ def test_each_start_says_what_it_trains_on(megatron, file):
 
 
 def test_the_second_loss_is_its_own(megatron):
-    """Megatron's is the mean of two; so is what only its sums have."""
+    """Megatron's is the mean of two, and so are the losses that only its sums have."""
     megatron.step(1, 5.0, first=True)
     megatron.step(2, 4.0, norm=torch.tensor(3.0))
     megatron.step(3, 3.0)
     assert [values["loss"] for _, values in megatron.read()] == [5, 4, 3]
     assert megatron.printed[1]["lm loss"] == 9 and megatron.printed[1]["load_balancing_loss"] == 4
-    assert megatron.totals["lm loss"] == 0 and megatron.totals["advanced iterations"] == 0  # as without us
+    assert megatron.totals["lm loss"] == 0 and megatron.totals["advanced iterations"] == 0  # as without the wrapper
 
 
 def test_an_interval_has_the_mean_of_what_was_not_skipped(megatron):
@@ -165,7 +165,7 @@ def test_evaluations(megatron):
     assert evaluated("iteration 10", 2.5) == [(10, {"validation_loss": 2.5})]
     assert evaluated("iteration 10 on validation set", math.inf) == [(10, {"validation_loss": math.inf})]
     assert evaluated("iteration 10 on test set", 1.5) == [(10, {"test_loss": 1.5})]
-    assert evaluated("iteration 10", None) == []  # Megatron's time was up
+    assert evaluated("iteration 10", None) == []  # Megatron's time limit had passed
     megatron.args.multiple_validation_sets = True
     numbered = [(10, {"validation_loss_0": 1.0}), (10, {"validation_loss_1": 2.0})]
     assert evaluated("iteration 10", 1.0, 2.0) == numbered
@@ -174,7 +174,7 @@ def test_evaluations(megatron):
 
 
 def test_the_signatures_are_megatrons():
-    """Of what is read by name, or by an earlier place: the plugin checks the first ones where it is put in."""
+    """For arguments read by name or position; the plugin checks the others when it wraps."""
     import inspect
 
     if cpu.needed():

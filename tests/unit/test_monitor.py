@@ -1,4 +1,4 @@
-"""A step's statistics: counts against direct computation, SNR against its closed form, nothing off logging steps."""
+"""A step's statistics: counts against direct computation, SNR against its closed form, nothing on other steps."""
 
 import math
 from types import SimpleNamespace
@@ -113,7 +113,7 @@ class Setup:
         return count_cast(*args)
 
     def step(self, iteration, gradients):
-        """Train `iteration`, micro-batches having `gradients[i]` of each weight, and return the reduced gradient."""
+        """Train `iteration` with `gradients[i]` of each weight in micro-batch i. Returns the reduced gradient."""
         self.iteration = iteration
         self.bucket.begin_step(iteration)
         self.monitor.begin_step()
@@ -176,7 +176,7 @@ class TestMonitor:
     def test_fp8_storage_is_counted_at_every_addition(self, group, monkeypatch):
         setup, gradients = Setup(group, monkeypatch), random_gradients()
         setup.step(2, gradients)
-        twin = Setup(group, monkeypatch)  # the same noise: replay the additions and look between them
+        twin = Setup(group, monkeypatch)  # the same noise: repeats the additions, with a look after each
         twin.bucket.begin_step(2)
         sink, underflows, extremes = twin.weights[0].sink, 0, []
         stored = torch.zeros(48 * 32)
@@ -196,10 +196,10 @@ class TestMonitor:
         noise = stored.view(48, 32) - signal
         expected = 10 * math.log10(signal.double().square().sum() / noise.double().square().sum())
         assert tally.statistics()["wgrad_reduced_snr_db"] == pytest.approx(expected, abs=1e-3)
-        assert expected > 10  # one large element may happen to be rounded little
+        assert expected > 10  # a single large element may be rounded by little
 
     def test_a_known_error_has_the_known_snr(self, group, monkeypatch):
-        """Every element off by 2^-8 of itself: 20 log10(2^8) dB."""
+        """Every element is off by 2^-8 of itself: 20 log10(2^8) dB."""
         setup = Setup(group, monkeypatch, storage="bf16")
         setup.step(2, [[torch.full(shape, 1 + 2.0**-8) for shape in ((48, 32), (16, 16))]])  # a tie, to even: 1
         expected = 20 * math.log10(2**8 + 1)
@@ -228,7 +228,7 @@ class TestMonitor:
 
     def test_the_shared_scale_is_counted_before_and_after_the_sum(self, group, monkeypatch):
         setup, gradients = Setup(group, monkeypatch, "fp32", "shared"), random_gradients(1)
-        setup.shared.mu = setup.shared.mu * torch.tensor([4.0, 1.0])  # what mu may become: clips
+        setup.shared.mu = setup.shared.mu * torch.tensor([4.0, 1.0])  # a mu that clips the first weight
         setup.step(2, gradients)
         for i in range(2):
             values = gradients[0][i]
@@ -249,7 +249,7 @@ class TestMonitor:
         for i in range(2):
             found = setup.tally(i).statistics()
             assert found["wgrad_overflows%"] == 0.0 and found["wgrad_reduced_snr_db"] == -math.inf
-            assert found["wgrad_cur_amax"] == math.inf  # a NaN would be lost between ranks: see all_reduce_largest
+            assert found["wgrad_cur_amax"] == math.inf  # ranks could lose a NaN: see all_reduce_largest
 
     def test_activations_and_gradients_are_counted_while_training_only(self, group, monkeypatch):
         setup = Setup(group, monkeypatch)
@@ -260,7 +260,7 @@ class TestMonitor:
         for role, tensor in ((INPUT, x), (GRAD, dy)):
             weight.cast(tensor, role, columns=True, training=False)
             weight.cast(tensor, role, columns=False, training=True)
-            weight.cast(tensor, role, columns=True, rows=False, training=True)  # which are made to be looked at
+            weight.cast(tensor, role, columns=True, rows=False, training=True)  # rows are made to be counted
         weight.take_gradient(Known(torch.ones(48, 32)))
         setup.bucket.launch()
         setup.bucket.land()
@@ -276,7 +276,7 @@ class TestMonitor:
         setup.iteration = 2
         setup.monitor.begin_step()
         x = torch.randn(64, 32).bfloat16()
-        scale = torch.tensor(448.0)  # made for an amax of 1
+        scale = torch.tensor(448.0)  # for an amax of 1
         payload = reference.quantize(x, E4M3, scale)
         setup.monitor.counts.cast(setup.weights[0], INPUT, x, ScaledTensor(payload, scale.reciprocal()))
         setup.monitor.end_step()
@@ -286,7 +286,7 @@ class TestMonitor:
 
 @pytest.fixture
 def writers(monkeypatch):
-    """Stand-ins for TensorBoard's and W&B's: {(tag, step): value}, and what W&B was given."""
+    """Stand-ins for TensorBoard and W&B: {(tag, step): value}, and what W&B was given."""
     scalars, logs = {}, []
     writer = SimpleNamespace(add_scalar=lambda name, value, step: scalars.update({(name, step): value}))
     wandb = SimpleNamespace(log=lambda values, step: logs.append((values, step)))
@@ -318,7 +318,7 @@ STATISTICS = [f"{tensor}_{s}" for tensor in CASTS for s in ("cur_amax", "overflo
 
 
 def test_the_tags_of_two_layers_are_grouped_and_the_models_come_first(group, writers, tmp_path, monkeypatch):
-    """189 in one list were what a viewer showed; programs read the names they had."""
+    """A viewer used to show one list of 189; programs still read the old names."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "run.jsonl"))
     places = [f"decoder.layers.{i}.{linear}" for i in range(2) for linear in LINEARS]
     tallies = {place: Tally([[100.0 * i, i, 1.0]] * 4, [[float(i), 0.5, -0.1]] * 4, [10.0, 1.0, 8.0, i])
@@ -334,10 +334,10 @@ def test_the_tags_of_two_layers_are_grouped_and_the_models_come_first(group, wri
     model = {*STATISTICS, *worst, "wgrad_reduced_snr_db_least", "update-norm", "spikes"}
     assert groups.pop("fp8") == model
     assert groups == {f"fp8-{s}": {*places, "decoder.layers.0", "decoder.layers.1"} for s in STATISTICS}
-    # viewers sort groups by name, up to the first slash, and a number by its value
+    # viewers sort groups by the name before the first slash, and numbers in it by value
     assert min(tags, key=lambda tag: tag.partition("/")[0]).startswith("fp8/")
     assert [tag for values, _ in logs for tag in values] == tags
-    assert scalars["fp8/weight_underflows%", 100] == pytest.approx(100 * 8 / 3600)  # of all elements together
+    assert scalars["fp8/weight_underflows%", 100] == pytest.approx(100 * 8 / 3600)  # over all elements together
     assert scalars["fp8/weight_underflows%_most", 100] == 1 and scalars["fp8/weight_cur_amax", 100] == 8
     assert scalars["fp8/wgrad_reduced_snr_db_least", 100] == 0
     file = {name: value for _, values in Reader(tmp_path / "run.jsonl").read() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""What verbs print: a page's tables line up, are rich's on a terminal, and stay Markdown if that is asked for."""
+"""The output of the verbs: a page's tables are aligned, or rich's on a terminal, or stay Markdown on request."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The probe of GEMMs: its numbers against FP64 oracles, through the real linear, and what it leaves untouched."""
+"""The probe of GEMMs: its numbers against FP64 oracles, through the real linear, and what it does not touch."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from megatron_fp8.run import Run
 
 @pytest.fixture(autouse=True)
 def small_portions(monkeypatch):
-    monkeypatch.setattr(probe, "_AT_ONCE", 1000)  # so that every test adds several up
+    monkeypatch.setattr(probe, "_AT_ONCE", 1000)  # so that every test adds several portions
 
 
 def cast(x, fmt, shrink=1.0):
@@ -41,7 +41,7 @@ def as_numpy(operand):
 
 
 def oracle(read, exact):
-    """error^2, signal^2, dot in FP64."""
+    """error^2, signal^2 and dot product in FP64."""
     q, ref = (as_numpy(a) @ as_numpy(b) for a, b in (read, exact))
     return [np.sum((q - ref) ** 2), np.sum(ref**2), np.sum(q * ref)]
 
@@ -136,14 +136,14 @@ class TestCountEmulated:
 
 
 class Linear(OneWeight):
-    """The real linear, with a bucket of its weight (48, 32), and what a probe of one micro-batch or more finds."""
+    """The real linear, with a bucket of its weight (48, 32), and a probe's results for one micro-batch or more."""
 
     def __init__(self, group, emulate=None, storage="bf16", wgrad=True):
         self.group, self.values = group, torch.randn(48, 32).bfloat16()
         super().__init__(self.values, group, emulate, storage, wgrad)
 
     def pass_through(self, x, dy, needs_dx=True):
-        """y, dx and what is stored of dW."""
+        """y, dx and the stored dW."""
         x = x.clone().requires_grad_(needs_dx)
         anchor = torch.zeros(0, requires_grad=True)
         call = plan(self.weight, None, False, False, training=True)
@@ -174,7 +174,7 @@ class TestThroughTheLinear:
     def test_the_gain_of_a_rounding_is_the_derived_one(self, group, emulate, expected):
         found, _ = Linear(group, emulate).probe(batch(1024))
         for gemm in GEMMS:
-            assert found[gemm]["gain"] == pytest.approx(expected, abs=0.01)  # six deviations, of 1,536 weights
+            assert found[gemm]["gain"] == pytest.approx(expected, abs=0.01)  # six deviations, with 1,536 weights
         assert all(found[operand]["format"].startswith(emulate.split(":")[0]) for operand in OPERANDS)
         assert found["fprop"]["error"] == 0 if emulate == "E8M7" else found["fprop"]["error"] > 0.02
 
@@ -217,7 +217,7 @@ class TestThroughTheLinear:
 
     def test_saturated_and_lost_shares(self, group):
         x, dy = batch()
-        x[:16] *= 2**20  # the rest falls below what the scale leaves
+        x[:16] *= 2**20  # the scale fits these; the rest falls below it
         dy[5, 7] = math.inf
         found, _ = Linear(group).probe((x, dy))
         assert 0.9 < found["activation"]["underflow"] < 0.95 and found["activation"]["kurtosis"] > 30
@@ -320,7 +320,7 @@ class TestFlags:
         run = Run(parse(*MODEL), None, plan)
         assert error_of(run.flags_read) == line
         run.end()
-        monkeypatch.setenv("RANK", "1")  # which writes nothing, and may be where the folder is not
+        monkeypatch.setenv("RANK", "1")  # it writes nothing, and may lack the folder
         probe.make(plan.folder)
 
     @pytest.mark.parametrize("level", [[], ["--fp8-level", "O2"]], ids=["no level", "O2"])

@@ -1,4 +1,4 @@
-"""benchmarks/real_text.py's verdicts: a gap beside the spread of seeds, and batch by batch beside what is chance."""
+"""benchmarks/real_text.py's verdicts: a gap against the spread of seeds, and batch by batch against chance."""
 
 import math
 
@@ -15,7 +15,7 @@ def real_text(monkeypatch):
 
 
 def rows(heldout: dict[str, list[float]] | None = None, losses: dict[str, list[list[float]]] | None = None) -> list:
-    """Rows as a CSV has them, seeds from 1 on."""
+    """Rows as in a CSV, with seeds from 1."""
     found = {(arm, seed): (f"{loss}", "") for arm, of in (heldout or {}).items() for seed, loss in enumerate(of, 1)}
     for arm, of_arm in (losses or {}).items():
         for seed, of_seed in enumerate(of_arm, 1):
@@ -50,7 +50,7 @@ def test_without_the_reference_it_says_so(real_text):
 
 
 def test_training_losses_are_compared_on_the_batches_that_both_saw(real_text):
-    """What a batch is cancels; a run that was cut off shortens the window, of its own arm alone."""
+    """A batch's own effect cancels. A run that was cut off shortens the window, but only its own arm's."""
     batches = [math.sin(step) + 3 for step in range(400)]
     losses = {
         "O0": [batches, [2 * loss for loss in batches[:300]]],

@@ -1,4 +1,4 @@
-"""A rehearsal's flags: of every kind of job they pass Megatron's validation, with the job's own layout."""
+"""A rehearsal's flags: for every kind of job they pass Megatron's validation, with the job's own layout."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def here(monkeypatch):
         (f"torchrun --nproc-per-node gpu {SCRIPT} --bf16", None),
         (f"torchrun --nnodes --nproc-per-node 8 {SCRIPT} --bf16", None),
         (f"torchrun --nnodes 0 --nproc-per-node 8 {SCRIPT} --bf16", None),
-        (f"torchrun --nnodes 4 --nproc-per-node {'8' * 5000} {SCRIPT} --bf16", None),  # more than int() reads
+        (f"torchrun --nnodes 4 --nproc-per-node {'8' * 5000} {SCRIPT} --bf16", None),  # more digits than int() reads
         (f"srun -n ² python {SCRIPT} --bf16", None),
     ],
 )
@@ -70,7 +70,7 @@ def test_variables_in_front_are_the_jobs(front, expected):
     assert take_apart(words).variables == job_of(words).variables == expected
 
 
-# Flags that name files and are kept: what is read, what belongs to other scripts, what only says how.
+# Flags that name files and are kept: files that are read, flags of other scripts, and flags that only say how.
 READ_OR_OF_ANOTHER = """--args-file --block-data-path --disable-flight-recorder-dump-on-timeout
 --disable-flight-recorder-extra-dump-on-exec --disable-mamba-mem-eff-path --embedding-path --evidence-data-path
 --heterogeneous-layers-config-path --logits-load-dir --moe-routing-trace-dump-weights
@@ -79,7 +79,7 @@ READ_OR_OF_ANOTHER = """--args-file --block-data-path --disable-flight-recorder-
 
 
 def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
-    """No flag is listed that there is not, none by one of two names, and none is kept that writes to a file."""
+    """Every listed flag exists, flags with two names are listed under both, and no kept flag writes to a file."""
     groups = shrink._SIZES, shrink.LENGTH, shrink.FOLDERS, shrink.DATA, shrink.LEFT_OUT
     listed = {name for group in groups for name in group}
     names: dict[str, set[str]] = {}
@@ -110,7 +110,7 @@ def test_a_mistake_in_a_rehearsals_own_flags_is_one_line(flags, line):
     assert error_of(lambda: main.run(parser.parse_args(words))) == line
 
 
-# A rank that writes files for ever, as does what it has started: a process of Megatron's that saves.
+# A rank that writes files for ever, and so does its child, like a process of Megatron's that saves.
 SAVES = """
 import os, sys
 os.fork()
@@ -139,7 +139,7 @@ main.run(parser.parse_args(["train.py"]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_who_ends_a_rehearsal_leaves_no_processes_and_no_folder(number, tmp_path):
-    """They stayed for good. After a SIGKILL the folder has to."""
+    """They used to stay for good. After a SIGKILL the folder must stay."""
     (tmp_path / "train.py").write_text(SAVES)
     command = [sys.executable, "-c", INTERRUPTED]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
@@ -297,7 +297,7 @@ JOBS = {  # name: (GPUs, flags)
 
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory) -> dict[str, dict]:
-    """{name of a job: what tests/scripts/shrunk_jobs.py says of it}."""
+    """{name of a job: the output of tests/scripts/shrunk_jobs.py for it}."""
     lines = []
     for name, (gpus, flags) in JOBS.items():
         common = GPT
@@ -336,7 +336,7 @@ def test_what_is_shrunk(shrunk):
     assert paper["changes"]["--num-layers"] == [96, 8] and paper["changes"]["--num-attention-heads"] == [96, 8]
     assert paper["changes"]["micro-batches a step"] == [128, 5]
     assert paper["left_out"] == ["--load", "--tensorboard-dir"]
-    assert paper["cells"][1]["grad_accum"] == "bf16"  # as of 128 micro-batches
+    assert paper["cells"][1]["grad_accum"] == "bf16"  # from 128 micro-batches
     assert shrunk["interleaved"]["changes"]["--num-layers"] == [48, 16]
     assert shrunk["interleaved"]["changes"]["--num-query-groups"] == [8, 4]
     assert shrunk["interleaved"]["changes"]["micro-batches a step"] == [32, 8]  # at the end of its schedule
@@ -355,7 +355,7 @@ def test_what_would_fail_at_full_size(shrunk):
 
 
 def test_whole_states_are_counted_where_each_rank_keeps_them(parser):
-    """7B on 8 ranks at O1: 113 GB, and with the distributed optimizer 44."""
+    """7B on 8 ranks at O1: 113 GB, and 44 with the distributed optimizer."""
     model = (
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 2 --global-batch-size 64 "
         "--eval-interval 1000 --fp8-level O1"
@@ -428,7 +428,7 @@ def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, 
 
 @pytest.mark.parametrize("interrupted", [KeyboardInterrupt, BrokenPipeError])
 def test_who_examines_says_nothing_of_a_ctrl_c(monkeypatch, capfd, interrupted):
-    """As of the terminal, for all processes; or of one that waits for this and now does not read."""
+    """A Ctrl-C at the terminal reaches all processes, or only the waiting one, which then no longer reads."""
     monkeypatch.setattr(examined, "_examine", plants.function(__file__, f"raise {interrupted.__name__}"))
     with pytest.raises(RuntimeError, match="could not be examined"):
         examined._in_a_fork(take_apart([SCRIPT]), [], 8, False)
@@ -436,7 +436,7 @@ def test_who_examines_says_nothing_of_a_ctrl_c(monkeypatch, capfd, interrupted):
 
 
 def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
-    """The folder is not made and, held by a run, no hindrance; unknown flags are refused where they cannot be meant."""
+    """The folder is not made, and a run may hold it. Unknown flags are refused if no other script can mean them."""
     command = f"{SCRIPT} {GPT} {JOBS['175b'][1]} --save {tmp_path}/new --save-interval 5 --eval-interval 1000"
     assert examine(take_apart(command.split()), 128).error == "" and not list(tmp_path.iterdir())
     launch = take_apart(f"{command} --num-layer 3".split())
@@ -446,7 +446,7 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
 
 @pytest.mark.parametrize("gpus, flag", [(8, "--fp8-levle O3"), (3, "--tensor-model-parallel-size 2")])
 def test_a_mistake_in_the_command_is_a_page_and_one_line_as_of_any_verb(parser, monkeypatch, capsys, gpus, flag):
-    """Exit code 2, as docs/rehearse.md says: 1 is what fails on the way."""
+    """Exit code 2, as docs/rehearse.md says; 1 is for a failure on the way."""
     monkeypatch.setattr(main.ranks, "warm_up", lambda folder: None)
     own = argparse.ArgumentParser()
     main.add_arguments(own)
@@ -467,7 +467,7 @@ def test_a_blend_in_one_word_is_no_data_that_is_elsewhere(parser):
 
 
 def test_what_the_models_configuration_refuses_is_said_before_the_job_waits(parser):
-    """Megatron makes the configuration after it has validated its flags."""
+    """Megatron makes the configuration after validating its flags."""
     for flags, line in (
         ("--recompute-granularity full", 'recompute_method must be "block" or "uniform"'),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", ""),
@@ -521,7 +521,7 @@ def test_data_that_is_not_here_is_said_and_passed_over(shrunk):
 
 
 def test_a_script_that_logs_no_step_is_said_so(monkeypatch):
-    """Not that its second start did not go on as it was, with nothing above to see."""
+    """It must not say that the second start differed, with no step above to show it."""
     monkeypatch.setattr(page, "_counted", lambda job: "nothing")
     start = page.read("train", 0, 1.0, [], [])
     job = SimpleNamespace(args=SimpleNamespace(data_parallel_size=1, save="there"), missing="", unseen=())
@@ -530,7 +530,7 @@ def test_a_script_that_logs_no_step_is_said_so(monkeypatch):
 
 
 def test_the_page_has_the_line_that_a_start_failed_with(monkeypatch):
-    """--folder keeps the log beside the page, but the page is what is read."""
+    """--folder keeps the log beside the page, but users read the page."""
     monkeypatch.setattr(page, "_counted", lambda job: "nothing")
     start = page.read("train", 2, 1.0, ["a warning", "megatron_fp8: --flag 3: use 4", "[ranks] rank 0 failed"], [])
     job = SimpleNamespace(args=SimpleNamespace(data_parallel_size=1, save="there"), missing="", unseen=())

@@ -160,8 +160,8 @@ class TestClosedForm:
 class TestShift:
     """The shift experiment: loss 3.65, and 0.162, 0.090, 0.719, 0.371 % with 0, -10, -40, 10 added to the logits.
 
-    Its logits are not recorded.  Normal ones, of GPT-2's vocabulary, with the loss exactly 3.65 and a standard
-    deviation that makes the first number, have the other three.
+    Its logits are not recorded.  Normal logits with GPT-2's vocabulary, a loss of exactly 3.65, and the standard
+    deviation that gives the first number, also give the other three.
     """
 
     def logits(self, normal: torch.Tensor, scale: float) -> torch.Tensor:
@@ -293,7 +293,7 @@ def forward_loss(model, batch) -> torch.Tensor:
 
 
 def measure(model, given, iterations: int = 0) -> SharpnessProbe:
-    """Evaluate the model on micro-batches, looked at by a probe."""
+    """Evaluate the model on micro-batches under a probe."""
     model.eval()
     with SharpnessProbe([model], iterations) as probe, torch.no_grad():
         for batch in given:
@@ -312,7 +312,7 @@ def group():
 
 
 def expected(model, given) -> Statistics:
-    """Of the logits that the model returns without labels."""
+    """Statistics of the logits that the model returns without labels."""
     found = Statistics(Sharpness._fields)
     model.eval()
     with torch.no_grad():
@@ -371,7 +371,7 @@ class TestProbe:
         assert probe.tokens.summary()["loss"]["count"] == batch["loss_mask"].sum()
 
     def test_a_loss_of_the_models_own_is_put_back(self, group):
-        """As --logits-save-dir gives it one."""
+        """--logits-save-dir gives the model one."""
         model = small_gpt()
         (batch,) = batches(1)
         own = model.compute_language_model_loss = lambda labels, logits: 3 * logits.float().sum()
@@ -384,7 +384,7 @@ class TestProbe:
         model = small_gpt()
         (batch,) = batches(1)
         with SharpnessProbe([model]) as probe:
-            shifted = batch["labels"].roll(-1, 1)  # as a layer for multi-token prediction has them
+            shifted = batch["labels"].roll(-1, 1)  # as in a layer for multi-token prediction
             model.compute_language_model_loss(shifted, torch.randn(SEQUENCE, BATCH, VOCABULARY))
             forward(model, batch)  # no labels
             assert probe.tokens.summary()["loss"]["count"] == 0

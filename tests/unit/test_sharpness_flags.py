@@ -1,4 +1,4 @@
-"""The --fp8-sharpness flags, the line and scalars of a step, and `lab sharpness`' own command line and table."""
+"""The --fp8-sharpness flags, a step's line and scalars, and `lab sharpness`'s command line and table."""
 
 import argparse
 import json
@@ -107,7 +107,7 @@ def verb(*argv):
 
 
 def test_the_verbs_run(tmp_path, monkeypatch, capsys):
-    """The command it runs, and what it makes of the file."""
+    """The command that it runs, and what it prints of the file."""
     script, file = tmp_path / "train.py", tmp_path / "out.json"
     script.touch()
     commands = []

@@ -1,4 +1,4 @@
-"""`megatron-fp8 table`: the paper's rows, the fit, forms; `--run` with a runner that stands for GPUs."""
+"""`megatron-fp8 table`: the paper's rows, the fit, formats; `--run` with a runner in place of GPUs."""
 
 import argparse
 import csv
@@ -38,7 +38,7 @@ def printed(capsys, *argv: str) -> str:
 
 
 def test_published_rows_are_consistent():
-    """Each row's TFLOP/s and MFU follow from its samples a second, but for rounding and one of 5 %."""
+    """Each row's TFLOP/s and MFU follow from its samples a second, up to rounding, with one exception of 5 %."""
     for row in paper.published():
         w = paper.workload(row.model, paper.PAPERS[row.system], row.micro_batch, row.global_batch)
         assert w.gpus == row.gpus
@@ -72,7 +72,7 @@ def test_fp8_rows_are_predicted_within_what_docs_say():
 
 
 def test_with_the_memory_of_the_second_stage_docs_say_it_too():
-    """docs/estimate.md: of 175B's rows +6.6 and +6.9 %, and +10.3 of 7B's at micro-batch 2; no other beyond 10."""
+    """docs/estimate.md: 175B's rows +6.6 and +6.9 %, 7B's at micro-batch 2 +10.3; no other beyond 10."""
     theirs, peaks = {}, {}
     for row in paper.rows(H100):
         if row.published:
@@ -114,14 +114,14 @@ def test_what_is_in_the_repository_fits_too(capsys):
 
 
 def test_text_says_what_csv_says(capsys):
-    """Each figure of table 5, but for two of its columns, which stand above the rows."""
+    """Each figure of table 5, except for two columns that the text prints above the rows."""
     text = printed(capsys, "5", "--results", "")
     assert "989.5 TFLOP/s (BF16) and 1979 TFLOP/s (FP8)" in " ".join(text.split())
     lines = iter(text.splitlines())
     csv_lines = printed(capsys, "5", "--results", "", "--format", "csv").splitlines()
     rows = list(csv.DictReader(line for line in csv_lines if line and not line.startswith("#")))
     assert len(rows) == 18 and rows[0]["samples/s: model"] == "163.9" and rows[3]["system"] == "our O3"
-    assert all(row["model"] in ("7b", "13b", "175b") for row in rows)  # one table, whose rows stand alone
+    assert all(row["model"] in ("7b", "13b", "175b") for row in rows)  # one table, in which each row has its model
     for row in rows:
         row["model"] = "" if row["system"] == "our O3" else row["model"]
     for row in rows:
@@ -132,7 +132,7 @@ def test_text_says_what_csv_says(capsys):
 
 
 def test_what_was_measured_is_a_csv_of_its_own(capsys):
-    """With the estimate beside each figure."""
+    """It has the estimate beside each figure."""
     rows = list(csv.DictReader(printed(capsys, "5", "--results", str(MEASURED), "--format", "csv").splitlines()))
     with MEASURED.open(newline="") as file:
         assert [row["ms"] for row in rows] == [row["ms"] for row in csv.DictReader(file)]
@@ -151,7 +151,7 @@ def test_the_figure_of_table_5_names_each_case_once_and_has_what_was_measured(tm
         panel = text if text.startswith("Measured") else panel
         names += [text] if text != panel else []
     titles = sum(text.startswith("Measured") for text in drawn)
-    assert titles == 2 and max(map(names.count, names)) <= titles  # a case once a GPU
+    assert titles == 2 and max(map(names.count, names)) <= titles  # each case once for each GPU
     assert {f"{model} our O3, MBS 4" for model in ("7b", "13b", "175b")} <= {*names}
     assert {"7b O3, MBS 8, 1 GPU", "7b te-delayed, MBS 4, 2 GPUs", "7b bf16, MBS 2, 1 GPU"} <= {*names}
     colours = {COLOURS["O3"], COLOURS["TE"], COLOURS["BF16"]}
@@ -183,7 +183,7 @@ def test_cells_are_merged_and_what_is_alike_is_found():
 
 
 class Gpus:
-    """Runs as GPUs of so many GB would: out of memory beyond, else a made-up time."""
+    """Runs as on GPUs with this much memory: out of memory beyond it, else with a made-up time."""
 
     def __init__(self, gb: float, scale: float = 1.0):
         self.gb, self.scale, self.calls = gb, scale, []
@@ -225,7 +225,7 @@ def test_every_system_has_one_micro_batch_and_its_largest(tmp_path):
 
 
 def test_a_row_names_the_transformer_engine_of_te_path(tmp_path):
-    """It is not in this environment but in a folder, which only the runs that need it have on their path."""
+    """It is not in this environment but in a folder, which is only on the path of the runs that need it."""
     metadata = tmp_path / "te" / "transformer_engine-2.20.2.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
@@ -235,7 +235,7 @@ def test_a_row_names_the_transformer_engine_of_te_path(tmp_path):
 
 
 def test_what_does_not_fit_is_tried_smaller(tmp_path):
-    """The estimate is too low by a third: the next smaller micro-batch is measured."""
+    """The estimate is too low by a third, so the next smaller micro-batch is measured."""
     gpus = Gpus(150, scale=1.3)
     _, rows = measured(tmp_path, gpus, "--gpus", "1", "--systems", "O3")
     outcomes = [(row["MBS"], row["Outcome"]) for row in rows]
@@ -313,7 +313,7 @@ def test_results_as_text_say_once_what_is_alike(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_mistakes_are_said_in_one_line(argv, message, monkeypatch, tmp_path, capsys):
-    """Before a table is printed, or anything measured."""
+    """Before a table is printed or anything is measured."""
     if "--figure" in argv:
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A training command of the user's: how it is read, and what running it gives."""
+"""A user's training command: how it is read, and what a run of it gives."""
 
 import argparse
 import signal
@@ -33,7 +33,7 @@ def parsed(*argv: str) -> argparse.Namespace:
 
 
 def test_the_command_comes_last():
-    flags = ["--steps", "7", "--seed", "-1"]  # its own, whatever the verb's
+    flags = ["--steps", "7", "--seed", "-1"]  # the command's own, not the verb's
     for dashes in ([], ["--"]):
         args = parsed("--steps", "3", "--processes", "2", *dashes, __file__, *flags)
         assert (args.steps, args.processes, args.timeout, args.command) == (3, 2, None, [__file__, *flags])
@@ -66,7 +66,7 @@ def test_without():
 
 
 def test_what_writes_can_be_left_out(parse, parser):
-    """Each of them is a flag that Megatron or the plugin has, and what is left is a command."""
+    """Each is a flag of Megatron or the plugin, and the rest is still a command."""
     switches = ("--async-save", "--fp8-log-grad-snr")
     values = {"--fp8-on-spike": "log", "--fp8-spike-window": "16"}
     flags = [word for flag in WRITING for word in ([flag] if flag in switches else [flag, values.get(flag, "2")])]
@@ -160,14 +160,14 @@ def test_a_script_that_does_not_load_the_plugin_is_told(tmp_path, run):
 def test_a_run_is_stopped_when_it_has_made_the_steps(run, tmp_path):
     found = run(f"--train-iters 50 --hang-at 9 --begun {tmp_path}/begun", steps=7)
     assert list(found["loss"]) == list(range(1, 8))
-    assert list(run("--train-iters 50", steps=7)["sharpness"]) == [5]  # whatever more it had printed
+    assert list(run("--train-iters 50", steps=7)["sharpness"]) == [5]  # even if more was printed
     assert gone(int((tmp_path / "begun").read_text().split()[0]))
 
 
 def test_a_run_that_fails_says_why(run, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"(?s)^the run in .*/run failed with exit code 1, at step 2\n.*the cause"):
         run("--train-iters 12 --fail-at 3")
-    # however long it takes to begin
+    # even if the start takes long
     monkeypatch.setattr(processes.TorchRun, "late", lambda run, timeout: timeout is not None and run.last == 3)
     with pytest.raises(ValueError, match=r"(?s)^the run in .*/run took more than --timeout 3 s, at step 3\n"):
         run(f"--train-iters 12 --hang-at 4 --begun {tmp_path}/begun", timeout=3)
@@ -184,8 +184,8 @@ def test_a_signal_ends_the_run_too(number, tmp_path):
     program = (
         "import signal, sys; from pathlib import Path\n"
         "from megatron_fp8 import processes; from megatron_fp8.tools.lab.trial import run\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background has turned off
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # as nohup has
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup ignores it
         "processes.LAUNCHER = (sys.executable,)\n"
         "run.curves(sys.argv[1:], 1, Path('run'))"
     )

@@ -1,4 +1,4 @@
-"""--fp8-on-spike: its flags, what it decides of a step, which linears leave FP8 and return, and its state."""
+"""--fp8-on-spike: its flags, its verdict on a step, the linears that leave FP8 and return, and its state."""
 
 import contextlib
 import math
@@ -70,7 +70,7 @@ class TestFallback:
         for _ in range(3):
             fallback.stays["a"][1] = 0
             fallback.spike(["a"])
-            assert fallback.waits("a") == 16  # and no more
+            assert fallback.waits("a") == 16  # the most
 
     def test_calm_in_fp8_is_remembered_a_stay_for_a_doubling(self):
         fallback = Fallback(calm=2)
@@ -93,7 +93,7 @@ class TestFallback:
 
     def test_a_spike_while_it_is_out_prolongs_no_stay_beyond_calm_steps(self):
         fallback = Fallback(calm=4)
-        fallback.stays["a"] = [3, 10, 0]  # of 16
+        fallback.stays["a"] = [3, 10, 0]  # 10 of 16 steps are left
         fallback.spike([])
         assert fallback.stays["a"] == [3, 10, 0]
         fallback.stays["a"][1] = 1
@@ -106,11 +106,11 @@ class TestFallback:
         assert fallback.stays == {"a": [4, 16, 0], "b": [1, 0, 0], "c": [2, 3, 0]}
 
     @pytest.mark.parametrize(
-        ("alarms", "clipped", "most", "most_of_50_000"),  # docs/monitoring.md has what comes out
+        ("alarms", "clipped", "most", "most_of_50_000"),  # docs/monitoring.md has the results
         [(1.5, True, 0.05, 0.1), (1.5, False, 0.05, 0.1), (9.9, True, 0.35, 0.7), (9.9, False, 0.16, 0.25)],
     )
     def test_false_alarms_keep_no_long_run_in_bf16(self, alarms, clipped, most, most_of_50_000):
-        """300,000 steps, so many false alarms of 10,000; each takes the linear out if it is in FP8."""
+        """300,000 steps with so many false alarms in 10,000; each takes the linear out if it is in FP8."""
         fallback, out = Fallback(calm=128), []
         for alarm in np.random.default_rng().random(300_000) < alarms / 1e4:
             if alarm:
@@ -188,7 +188,7 @@ def test_skip_has_a_limit(run, capsys):
     r.calm(20)
     assert not r.step(norm=5.0) and r.step() and not r.step(norm=5.0)
     assert [r.step(norm=10.0 ** (2 + i)) for i in range(MOST_SKIPS + 1)] == [False] * (MOST_SKIPS - 1) + [True, False]
-    assert not any(r.step(norm=math.nan) for _ in range(2 * MOST_SKIPS))  # which nothing makes
+    assert not any(r.step(norm=math.nan) for _ in range(2 * MOST_SKIPS))  # such a step is never made
     found = lines(capsys)
     assert found[0].endswith("; the step is skipped") and found[-1].endswith("nan, not finite; the step is skipped")
     assert found[MOST_SKIPS + 1].endswith(f"; the step is made, after {MOST_SKIPS} skipped in a row")
@@ -198,14 +198,14 @@ def test_skip_has_a_limit(run, capsys):
 def test_what_clipped_falls_back_and_returns(run, capsys):
     r = run("bf16-fallback")
     r.calm(20)
-    assert r.step(loss=2.0, amaxes=(1.0, 1.9, 1.0, 2.1)) and r.fp8 == [True, False]  # b's gradient, beyond twice
+    assert r.step(loss=2.0, amaxes=(1.0, 1.9, 1.0, 2.1)) and r.fp8 == [True, False]  # b's gradient: more than twice
     r.calm(15)
     assert r.fp8 == [True, False]
     r.calm(1)
     assert r.fp8 == [True, True]
     r.step(loss=3.0, amaxes=(1.0, 1.0, math.nan, 1.0))
     assert r.fp8 == [True, False]
-    assert r.step(loss=50.0, amaxes=(1.0, 1.0, 99.0, 99.0))  # b is not cast now: nothing clipped that is
+    assert r.step(loss=50.0, amaxes=(1.0, 1.0, 99.0, 99.0))  # b is not cast now, so no cast clipped
     assert r.fp8 == [False, False]
     r.step(loss=1e4)
     fall, back, again, others, all_out = lines(capsys)
@@ -253,13 +253,13 @@ def test_a_loss_that_climbs_slowly_is_told(run, capsys):
 def test_clipped_is_beyond_so_many_times_what_the_scale_holds(fmt, margin, group):
     values = [0.0, 2.0**-140, 1.0, 2.0, 2.001, 3.0e38, math.inf, math.nan]
     scaling = DelayedScaling([fmt] * len(values), 1, "most_recent", margin, "cpu")
-    scaling.amax.fill_(0.5 * 2.0**-margin)  # of the step before: 0.5 is then what the scale can hold
+    scaling.amax.fill_(0.5 * 2.0**-margin)  # the step before; the scale can then hold 0.5
     scaling.update()
     scaling.amax.copy_(torch.tensor(values))
     expected = [False, False, False, False, True, True, True, True]
     assert scaling.clipped(4.0).tolist() == scaling.clipped(4.0, group).tolist() == expected
     assert scaling.clipped(1.0).tolist() == [False, False, *[True] * 6]
-    assert scaling.amax[2] == 1.0  # looked at, not changed
+    assert scaling.amax[2] == 1.0  # read, not changed
 
 
 def test_a_linear_out_of_fp8_keeps_its_scale_up_to_date(run):
@@ -267,7 +267,7 @@ def test_a_linear_out_of_fp8_keeps_its_scale_up_to_date(run):
     weight.casts.follow(INPUT, torch.tensor([[1.0, -7.0]]))
     weight.casts.follow(INPUT, torch.tensor([[3.0, 0.0]]))
     assert weight.casts.scaling.amax.tolist() == [0.0, 0.0, 7.0, 0.0]
-    weight.casts.scaling = None  # tensorwise, or a linear that is always in BF16
+    weight.casts.scaling = None  # tensorwise, or always in BF16
     weight.casts.follow(INPUT, torch.ones(1, 2))
 
 
@@ -293,7 +293,7 @@ def test_the_model_adds_up_its_loss(run):
     losses, mask = torch.rand(2, 8), (torch.rand(2, 8) > 0.5).float()
     model(losses, labels=losses, loss_mask=mask)
     model(losses, labels=losses)
-    model(losses)  # no loss
+    model(losses)  # returns no loss
     model.eval()
     model(losses, labels=losses, loss_mask=mask)
     total = (losses * mask).double().sum() + losses.double().sum()
@@ -314,7 +314,7 @@ def test_observed_numbers(run, capsys):
 
 
 def test_sharpness_of_no_position_is_not_watched(monkeypatch):
-    """A micro-batch that is all masked has a mean of NaN; one of NaNs has it too, and is a spike."""
+    """The mean of a micro-batch that is all masked is NaN. So is the mean of NaNs, but that is a spike."""
     watched = []
     monkeypatch.setattr(sharpness, "current_iteration", lambda: 10)
     monkeypatch.setattr(sharpness, "is_last_rank", lambda: True)

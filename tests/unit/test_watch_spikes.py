@@ -1,4 +1,4 @@
-"""The rolling detectors: what is a spike and a rise, against numpy, and how often noise is taken for one."""
+"""The rolling detectors: spikes and rises against numpy, and how often noise is taken for one."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_the_line_is_least_squares(n):
     (slope, start), covariance = np.polyfit(steps, values, 1, cov="unscaled")
     residuals = values - (start + slope * steps)
     variance = residuals @ residuals / (n - 2)
-    place = np.array([n, 1.0])  # where the next value is: the variance of the line there, and the value's own
+    place = np.array([n, 1.0])  # where the next value lies; the line's variance there adds to the value's own
     assert line.length == n
     assert (line.first, line.last) == pytest.approx((start, start + slope * (n - 1)))
     assert line.expected == pytest.approx(start + slope * n)
@@ -55,7 +55,7 @@ def test_a_spike_is_found_where_it_is_on_a_trend(trend):
 
 
 def test_a_falling_loss_hides_no_spike():
-    """A rolling mean and deviation would: the loss before was higher than the spike."""
+    """A rolling mean and deviation would hide it: earlier losses were higher than the spike."""
     values = 4 - 0.02 * np.arange(100) + rng().normal(0, 0.01, 100)
     values[90] += 0.5
     assert values[90] < values[:90].mean()
@@ -108,16 +108,16 @@ def test_a_level_that_has_shifted_for_good_is_normal_after_a_while(shift, most):
 
 def test_equal_values_and_the_floor():
     flat = [2.0] * 50
-    assert spikes([*flat, 2.01]) == []  # 0.1 % is the least deviation
+    assert spikes([*flat, 2.01]) == []  # the least deviation is 0.1 %
     assert spikes([*flat, 2.02]) == [50]
     zeros = [0.0] * 50
-    assert spikes(zeros) == [] and spikes([*zeros, 1e-9]) == []  # of a line at zero nothing can be said
+    assert spikes(zeros) == [] and spikes([*zeros, 1e-9]) == []  # a line at zero gives no deviation
     assert spikes([*zeros, 0.006], floor=1e-3) == [] and spikes([*zeros, 0.008], floor=1e-3) == [50]
 
 
 @pytest.mark.parametrize("window", [16, 128])
 def test_noise_on_a_trend_raises_no_false_alarm(window):
-    """Of 6,000 steps each; docs/monitoring.md has rates of more."""
+    """6,000 steps of each; docs/monitoring.md has rates over more."""
     steps = np.arange(1000)
     for _ in range(2):
         noise = rng().normal(size=(3, 1000))
