@@ -220,14 +220,13 @@ def test_gaps_are_those_of_the_pairs(report, tmp_path):
 
 def test_what_is_seen_and_what_cannot_be(report):
     text = " ".join(Page(report["report.html"]).text)
-    assert (
-        "0.001, E8M3: 0 of 8 runs diverged, of BF16's 0 of 8: no difference seen; only a rate of 70 % or more" in text
-    )
-    assert "0.01, E8M3: 7 of 8 runs diverged, of BF16's 0 of 8: more often (Fisher p 0.0014*)." in text
-    assert "Final loss: 1 pair of which neither diverged: nothing can be said." in text
+    counts = "0.001, E8M3: 0 of 8 runs diverged, against 0 of 8 of BF16"
+    assert f"{counts}: no difference seen; only a rate of 70 % or more" in text
+    assert "0.01, E8M3: 7 of 8 runs diverged, against 0 of 8 of BF16: more often (Fisher p 0.0014*)." in text
+    assert "Final loss: 1 pair in which neither run diverged, too few for a statement." in text
     assert re.search(r"Final loss \+0.0\d+ nats \(\+1.\d+ %, \+1.\d+ .. \+1.\d+ %\) over 8 pairs: worse", text)
-    assert "16 failed of 48 runs are not in it" in text and "0.001, broken: no run has ended well" in text
-    assert "not in the final loss's gap, which is of the lucky seeds alone: 0.01, E8M3 (7)." in text
+    assert "16 failed of 48 runs are not in this report" in text and "0.001, broken: no run has ended well" in text
+    assert "so it covers only the lucky seeds: 0.01, E8M3 (7)." in text
     assert "One data set, d: nothing about others." in text and "centred, log_z, update_norm" in text
 
 
@@ -247,7 +246,7 @@ def test_the_gap_that_could_have_been_seen_is_said(report):
 def test_a_report_says_what_it_is_of(report):
     title = "sweep: E8M3, broken against BF16; 2 learning rates, 8 seeds, 120 steps"
     assert report["report.md"].startswith(f"# {title}\n") and f"<title>{title}</title>" in report["report.html"]
-    assert report["runs.md"].startswith("# sweep: when, where and how fast it was run\n")
+    assert report["runs.md"].startswith("# sweep: when, where and how fast it ran\n")
     assert re.search(r"^From 20\d\d-\d\d-\d\d \d\d:\d\d to 20\d\d-\d\d-\d\d \d\d:\d\d UTC\.$", report["runs.md"], re.M)
     assert "2 comparisons of divergence, and as many of final loss" in report["report.md"]
 
@@ -273,7 +272,7 @@ def test_any_arm_may_be_the_baseline(report, tmp_path):
             Results(store, "E8")
     assert results.baseline == "E8M3" and results.arms == ["E8M3", "BF16", "broken"]
     text = markdown("", [section for section in sections.sections(results) if "show" in section.title])
-    assert "0.01, BF16: 0 of 8 runs diverged, of E8M3's 7 of 8: less often (Fisher p 0.0014\\*)." in text
+    assert "0.01, BF16: 0 of 8 runs diverged, against 7 of 8 of E8M3: less often (Fisher p 0.0014\\*)." in text
     gap = table(report, "Wilcoxon p")[1]["gap"].removeprefix("+")
     assert f"Final loss -{gap} nats" in text and "better (t-test p" in text
 
@@ -364,7 +363,7 @@ def test_too_few_diverged_for_a_warning_is_said(tmp_path):
     fill(tmp_path / "sweep.sqlite", plan(seeds=3), diverges=at_the_edge).close()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
     assert "Too few to judge any signal: at least 3 of either kind are needed" in text
-    assert "no difference seen, and no higher rate could be: of so many runs not even 100 % would be." in text
+    assert "no difference seen; with so few runs not even a rate of 100 % would be." in text
     assert "over 3 pairs: worse (by the t-test alone, p" in text
     assert "With 3 pairs, the sign test and Wilcoxon's cannot give p <= 0.05 at all" in text
 
@@ -435,7 +434,7 @@ def test_one_arm_one_rate_two_data_sets(tmp_path):
     fill(tmp_path / "sweep.sqlite", plan(seeds=2, rates=(1e-3,), data=("a", "b"), arms=("BF16",))).close()
     report = reports(tmp_path)
     text = " ".join(Page(report["report.html"]).text)
-    assert "no run of another arm than BF16: nothing is compared" in text
+    assert "no run of an arm other than BF16, so nothing is compared" in text
     assert "Learning-rate sensitivity" not in text and "figures/gaps.svg" not in report
     assert [row["data"] for row in table(report, "Fisher p")] == ["a", "b"]
 

@@ -114,7 +114,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--out {folder}: is a file; name a folder")
     pages = {
         "report": (_title(results), sections(results)),
-        "runs": (f"{results.name}: when, where and how fast it was run", [_speed(results), _where(results)]),
+        "runs": (f"{results.name}: when, where and how fast it ran", [_speed(results), _where(results)]),
     }
     refuse_link_of_others(folder / "figures")
     try:
@@ -205,9 +205,9 @@ def _speed(results: Results) -> Section:
     labels = results.labels()
     heads = [*labels, "ms a step", "speed-up", "95 % band", "loss-matched", "95 % band"]
     text = (
-        f"Against {results.baseline}, over pairs of which neither diverged. Loss-matched: the speed-up times the "
-        "ratio of steps to the same loss. Times are as Megatron logged them while other runs may have shared the "
-        "machine: for a speed-up to rely on, sweep with --jobs 1."
+        f"Against {results.baseline}, over pairs in which neither run diverged. Loss-matched: the speed-up times the "
+        "ratio of steps to the same loss. Megatron logged the times while other runs may have shared the machine; for "
+        "reliable speed-ups, sweep with --jobs 1."
     )
     return Section("Speed", [text, Table(heads, rows, len(labels))])
 

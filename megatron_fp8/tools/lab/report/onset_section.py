@@ -68,9 +68,10 @@ def onsets(results: Results) -> Section:
         for (data, arm), order in by_seed(results).items():
             rows.append([*([data] if len(results.data) > 1 else []), "all", arm, *_cells("seeds", order)])
     section.blocks += [
-        f"Pairs in which the arm's run diverged at an earlier step than {results.baseline}'s, or at all where that did "
-        "not; later; and neither. Over all learning rates each seed has one vote, as its pairs are not independent: it "
-        "is counted as earlier where the arm fell earlier at more rates than later. p: sign test of those not tied.",
+        f"Earlier: pairs in which the arm's run diverged at an earlier step than {results.baseline}'s, or in which "
+        "only the arm's diverged. Later: the opposite. Tied: neither. Over all learning rates each seed has one vote, "
+        "because its pairs are not independent: it counts as earlier if the arm fell earlier at more rates than later. "
+        "p: sign test of those not tied.",
         Table([*results.labels(), "of", "earlier", "later", "tied", "sign p"], rows, len(results.labels()) + 1),
     ]
     return section

@@ -151,8 +151,8 @@ def losses(results: Results) -> list[Picture]:
             _legend(panel)
 
     caption = (
-        f"Training loss, smoothed with {_SMOOTHED}: thin, every run, up to its last finite loss; thick, each arm's "
-        "median of those; a cross: from here on a run counts as diverged."
+        f"Training loss, smoothed with {_SMOOTHED}. Thin: every run, up to its last finite loss. Thick: each arm's "
+        "median. A cross: the onset of a run's divergence."
     )
     return [_picture("losses", caption, len(results.data), len(results.rates), draw)]
 
@@ -201,8 +201,8 @@ def gaps(results: Results) -> list[Picture]:
             _legend(panel)
 
     caption = (
-        f"Training loss less that of {results.baseline} with the same seed, smoothed with {_SMOOTHED}: mean over pairs "
-        "of which neither diverged, with the bootstrap's 95 % band, which is too narrow with few of them."
+        f"Training loss minus that of {results.baseline} with the same seed, smoothed with {_SMOOTHED}: mean over "
+        "pairs in which neither run diverged, with the bootstrap's 95 % band, which is too narrow for few pairs."
     )
     return [_picture("gaps", caption, len(results.data), len(results.rates), draw)]
 
@@ -244,13 +244,13 @@ def learning_rates(results: Results) -> list[Picture]:
             column[0].set_title(_text(data) if len(results.data) > 1 else "")
 
     caption = (
-        f"Final {results.outcome} loss, capped at the first, of every run (a cross: it diverged; without a finite loss "
-        "at the end, the first); lines: each arm's median, the first arm's the widest."
+        f"Final {results.outcome} loss of every run, capped at the first loss; the first loss if there is no finite "
+        "final one. A cross: the run diverged. Lines: each arm's median; the first arm's is the widest."
     )
     if others:
         caption += (
             f" Below: the mean gap to {results.baseline}, in % of its loss, with the t-test's 95 % interval, over "
-            f"{_PAIRS} or more pairs of which neither diverged."
+            f"{_PAIRS} or more pairs in which neither run diverged."
         )
     return [_picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
 
@@ -314,5 +314,5 @@ def signals(results: Results, names: list[str]) -> list[Picture]:
         return draw
 
     shape = len(results.data), len(results.rates)
-    what = "each arm's median over runs, diverged ones too."
+    what = "each arm's median over runs, with diverged ones."
     return [_picture(f"signal_{name}", f"{_SIGNALS.get(name, name)}: {what}", *shape, of(name)) for name in names]

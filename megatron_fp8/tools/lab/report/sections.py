@@ -84,20 +84,20 @@ def _summary(results: Results, comparisons: list[_Comparison]) -> Section:
             quiet.append(f"{c.name} ({_left_open(c)})")
     if quiet:
         lines.append(
-            "No difference seen, neither in divergence nor in final loss. There may be one all the same. After each "
-            "mean gap of the final loss come the 95 % interval of those that are left open, and the gap from which the "
-            f"t-test would have seen one with probability {statistics.POWER:g}: {'; '.join(quiet)}. Which rates of "
-            "divergence are left open is in the tables below."
+            "No difference seen, neither in divergence nor in final loss, though there may be one. Each entry has the "
+            "mean gap of the final loss, its 95 % interval, and the smallest gap that the t-test would have seen with "
+            f"probability {statistics.POWER:g}: {'; '.join(quiet)}. The tables below show which rates of divergence "
+            "remain possible."
         )
     lines += _order_words(results)
     if not comparisons:
-        lines = [f"There is no run of another arm than {results.baseline}: nothing is compared."]
+        lines = [f"There is no run of an arm other than {results.baseline}, so nothing is compared."]
     section.blocks += [
         f"Each arm against {results.baseline}, at the same learning rate and on the same data.",
         lines,
-        f"{counted(len(comparisons), 'comparison')} of divergence, and as many of final loss: of differences that are "
-        f"not there, {percent(ALPHA)} are seen all the same. "
-        f"Those that stand at p <= {ALPHA:g} / {max(1, len(comparisons))} too (Bonferroni) are marked *.",
+        f"{counted(len(comparisons), 'comparison')} of divergence, and as many of final loss. Without any true "
+        f"difference, {percent(ALPHA)} of them would still show one. Differences with "
+        f"p <= {ALPHA:g} / {max(1, len(comparisons))} (Bonferroni) are marked *.",
     ]
     return section
 
@@ -120,26 +120,27 @@ def _order_words(results: Results) -> list[str]:
 
 
 def _rate_words(results: Results, c: _Comparison, strict: float) -> str:
-    counts = f"{c.diverged} of {len(c.runs)} runs diverged, of {results.baseline}'s {c.base_diverged} of {len(c.base)}"
+    base = f"{c.base_diverged} of {len(c.base)} of {results.baseline}"
+    counts = f"{c.diverged} of {len(c.runs)} runs diverged, against {base}"
     if c.fisher <= ALPHA:
         higher = c.diverged * len(c.base) > c.base_diverged * len(c.runs)
         return f"{counts}: {'more' if higher else 'less'} often (Fisher p {_starred(c.fisher, strict)})."
     limit = c.detectable_rate
     if math.isnan(limit):
-        return f"{counts}: no difference seen, and no higher rate could be: of so many runs not even 100 % would be."
+        return f"{counts}: no difference seen; with so few runs not even a rate of 100 % would be."
     return f"{counts}: no difference seen; only a rate of {percent(limit)} or more would probably have been."
 
 
 def _gap_words(c: _Comparison, strict: float) -> str:
     test = c.test
     if test.n < 2:
-        return f"Final loss: {_pairs(c)} of which neither diverged: nothing can be said."
+        return f"Final loss: {_pairs(c)} in which neither run diverged, too few for a statement."
     seen = f"Final loss {test.mean:+.4f} nats ({_relative(c)}) over {_pairs(c)}"
     if test.t <= ALPHA:
         by = "t-test p" if test.n >= RANKABLE else "by the t-test alone, p"
         return f"{seen}: {'worse' if test.mean > 0 else 'better'} ({by} {_starred(test.t, strict)})."
     limit = f"{number(c.detectable_gap)} ({percent(c.detectable_gap / c.base_loss, 2)})"
-    return f"{seen}: no difference seen; one of {limit} or more probably would have been."
+    return f"{seen}: no difference seen; one of {limit} or more would probably have been."
 
 
 def _left_open(c: _Comparison) -> str:
@@ -173,12 +174,12 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
     if missing:
         counts = ", ".join(f"{count} {state}" for state, count in missing.items())
         lines.append(
-            f"{counts} of {len(states)} runs are not in it. If they had anything in common, it is missing here."
+            f"{counts} of {len(states)} runs are not in this report. What they have in common is missing here."
         )
     ended = {cell for cell, _ in results.cells()}
     for cell in results.planned():
         if cell not in ended:
-            lines.append(f"{', '.join(results.named(cell))}: no run has ended well; nothing about it.")
+            lines.append(f"{', '.join(results.named(cell))}: no run has ended well, so nothing is said about it.")
     for pairs in range(1, RANKABLE):
         if few := [c.name for c in comparisons if c.test.n == pairs]:
             lines.append(
@@ -187,7 +188,7 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
             )
     if left_out := [f"{c.name} ({c.left_out})" for c in comparisons if c.left_out]:
         lines.append(
-            f"Pairs in which a run diverged are not in the final loss's gap, which is of the lucky seeds alone: "
+            f"The final loss's gap leaves out pairs in which a run diverged, so it covers only the lucky seeds: "
             f"{'; '.join(left_out)}."
         )
     limits = [c.detectable_rate for c in comparisons if c.base]
@@ -196,11 +197,11 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
         seen = [limit for limit in limits if not math.isnan(limit)]
         if seen:
             lines.append(
-                "Divergence rates that the baseline's could have been told from (Fisher, power "
+                "Divergence rates that could have been told from the baseline's (Fisher, power "
                 f"{statistics.POWER:g}): {percent(min(seen))} or more at best, {percent(max(seen))} at worst."
             )
         if blind:
-            lines.append(f"In {blind} of {len(limits)} comparisons no higher rate at all could have been told from it.")
+            lines.append(f"In {blind} of {len(limits)} comparisons no higher rate could have been told from it.")
     if gaps := [c for c in comparisons if c.test.n > 1 and math.isfinite(c.base_loss)]:
         lines.append(_gaps_told(gaps, len(comparisons)))
     if len(results.data) == 1:
@@ -243,7 +244,7 @@ def _what_ran(results: Results) -> Section:
         f"{counted(seeds, 'seed')}, learning rate{'s' * (len(results.rates) > 1)} "
         f"{', '.join(f'{rate:g}' for rate in results.rates)}, {data}. Runs of one "
         "seed begin with the same weights and see the same data in the same order. Only runs that are done, or "
-        "ended by NaN, are judged. What all share:"
+        "ended by NaN, are judged. All share this command:"
     )
     command = textwrap.fill(" ".join(shared), 116, break_long_words=False, break_on_hyphens=False)
     section = Section("What was run", [text, Log(command), Table(heads, rows, 2)])
@@ -270,11 +271,11 @@ def _divergence(results: Results, comparisons: list[_Comparison]) -> Section:
     heads = [*labels, "runs", "diverged", *CAUSES, "median step", "rate", "Wilson 95 %"]
     heads += ["Fisher p", "McNemar p", "detectable"]
     text = (
-        f"A run diverged if its loss is not finite over its last {percent(RULE.patience)} of steps or it ended for "
-        f"that; or if the mean of these is above the first loss; or if its smoothed loss is more than {RULE.rise:g} "
-        f"nats above its own best for {percent(RULE.patience)} of the steps on end. The cause is the first that "
-        f"holds. p: against {results.baseline}; McNemar's compares pairs. Detectable: the rate from which Fisher's "
-        f"test would tell the baseline's with probability {statistics.POWER:g}."
+        f"A run diverged if its loss is not finite over its last {percent(RULE.patience)} of steps, or if it ended "
+        f"because of that; or if the mean of these steps is above the first loss; or if its smoothed loss is more than "
+        f"{RULE.rise:g} nats above its own best for {percent(RULE.patience)} of the steps on end. The cause is the "
+        f"first that holds. p: against {results.baseline}; McNemar's test compares pairs. Detectable: the lowest rate "
+        f"that Fisher's test would tell from the baseline's with probability {statistics.POWER:g}."
     )
     return Section("Divergence", [text, Table(heads, rows, len(labels)), *plots.divergence(results)])
 
@@ -300,10 +301,10 @@ def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
             f"The mean training loss of the last {percent(RULE.patience)} of steps (some runs lack a validation loss)"
         )
     text = (
-        f"{kind}, nats. Gap: to {results.baseline} with the same seed, over pairs of which neither diverged, mean and "
-        "its share of the baseline's loss; with the t-test's interval of that share, which is of each comparison by "
-        f"itself. Detectable gap: what the t-test would see with probability {statistics.POWER:g}, at the spread of "
-        "the gaps seen here."
+        f"{kind}, nats. Gap: the mean difference from {results.baseline} with the same seed, over pairs in which "
+        "neither run diverged. Relative: its share of the baseline's loss, with the t-test's interval for this "
+        f"comparison alone. Detectable gap: the smallest that the t-test would see with probability "
+        f"{statistics.POWER:g}, given the spread of the gaps seen here."
     )
     return Section("Final loss", [text, Table(heads, rows, len(labels)), *plots.gaps(results)])
 
@@ -324,9 +325,9 @@ def _sensitivity(results: Results) -> Section:
     labels.remove("learning rate")
     text = (
         "The mean over the learning rates of (final loss - best final loss of that seed), nats, with each loss "
-        "capped at the first: 0 for a loss that does not depend on the learning rate (arXiv 2309.14322). Seeds "
-        f"whose {len(results.rates)} learning rates have all ended; diverged runs count. What varies from run to run, "
-        "whatever the rate, raises it too, as the best of several is below their mean."
+        "capped at the first. It is 0 if the loss does not depend on the learning rate (arXiv 2309.14322). Only seeds "
+        f"whose {len(results.rates)} learning rates have all ended; diverged runs count. Variation from run to run "
+        "raises it too, because the best of several is below their mean."
     )
     table = Table([*labels, "seeds", "sensitivity", "95 % band", "gap", "t p"], rows, len(labels))
     return Section("Learning-rate sensitivity", [text, table, *plots.learning_rates(results)])
@@ -360,7 +361,7 @@ def _spikes(results: Results) -> Section:
     heads = [head for name in names for head in (f"{name}: runs", "mean", "most")]
     text = (
         "The share of steps at which the loss, or the gradient norm, lies 7 or more standard deviations from the "
-        "mean of the 1,000 steps before (OLMo 2), from the 51st step on and, of runs that diverged, before that."
+        "mean of the 1,000 steps before (OLMo 2), from the 51st step on and, in runs that diverged, before the onset."
     )
     return Section("Spike score", [text, Table([*labels, *heads], rows, len(labels))])
 
@@ -381,8 +382,8 @@ def _steps_to_loss(results: Results) -> Section:
         rows.append([*results.named(cell), str(len(logs)), ratio, band])
     labels = results.labels()
     text = (
-        f"Steps that {results.baseline} needs over those that the arm needs, until both have the training loss of "
-        "the worse one: below 1, the arm needs more. Times the ratio of their speeds, in runs.html, this is the "
-        "loss-matched speed-up. Geometric mean over pairs of which neither diverged."
+        f"Steps that {results.baseline} needs, divided by those that the arm needs, to reach the training loss of the "
+        "worse of the two. Below 1 the arm needs more. Multiplied by the ratio of their speeds, in runs.html, this is "
+        "the loss-matched speed-up. Geometric mean over pairs in which neither run diverged."
     )
     return Section("Steps to the same loss", [text, Table([*labels, "pairs", "ratio", "95 % band"], rows, len(labels))])

@@ -43,7 +43,7 @@ def over_time(results: Results) -> Section:
     if not names:
         section.blocks.append("None was logged.")
         return section
-    text = "The median over runs, diverged ones too, of what was logged last by then."
+    text = "The median over runs, with diverged ones, of the last value logged by then."
     section.blocks += [text, Table(heads, rows, len(labels)), *plots.signals(results, names)]
     return section
 
@@ -56,7 +56,7 @@ def warnings(results: Results) -> Section:
     diverged = sum(run.divergence is not None for run in tested)
     text = (
         f"Alarms are tuned on every other seed and judged on the rest, {', '.join(map(str, sorted(out))) or 'none'}: "
-        f"{diverged} runs that diverged, {len(tested) - diverged} that did not. AUROC tunes nothing, and is of all."
+        f"{diverged} runs that diverged, {len(tested) - diverged} that did not. AUROC tunes nothing and uses all seeds."
     )
     section = Section("Early warnings", [text])
     if min(diverged, len(tested) - diverged) < ENOUGH:
@@ -81,16 +81,17 @@ def warnings(results: Results) -> Section:
                 limit = threshold([signal for _, signal in signals if signal.seed not in out])
                 alarmed.append([name, *_alarm_cells([signal for _, signal in signals if signal.seed in out], limit)])
     section.blocks += [
-        "AUROC: how often the signal is higher in a run that will diverge than, at the same step, in one of the "
-        "same data set, or of the same cell (arm and learning rate too), that will not; 0.5 tells nothing, less: "
-        f"it is lower. Level: the signal itself; rise: in standard deviations above the run's own last {WINDOW} "
-        "values. With a 95 % band, and the number of runs of either kind that had a pair; no row where none had, as "
-        "the runs diverged before the signal had a history, or all of a cell did. The onset is the smoothed loss's, "
-        f"which lags: the loss itself is above its best so far by (median) {_risen(all_runs, leads)}.",
+        "AUROC: how often the signal is higher in a run that will diverge than, at the same step, in a run of the "
+        "same data set, or of the same cell (arm and learning rate too), that will not. 0.5: it tells nothing; below: "
+        f"it is lower. Level: the signal itself. Rise: in standard deviations above the run's own last {WINDOW} "
+        "values. Each has a 95 % band, and the number of runs of either kind that had a pair. A row is missing if no "
+        "run had one: the runs diverged before the signal had a history, or all runs of a cell diverged. The onset is "
+        f"that of the smoothed loss, which lags: the loss itself is above its best so far by (median) "
+        f"{_risen(all_runs, leads)}.",
         Table(["signal", "as", "within", "runs", *(f"{counted(lead, 'step')} before" for lead in leads)], ranked, 3),
-        "Alarms: the rise is above all that a healthy run of the other seeds ever reached. Warned: of those that "
-        "diverged, how many had an alarm before. The lead is the time from the first alarm, which may have been a "
-        "false one.",
+        "Alarms: the rise is above the highest value of any healthy run of the other seeds. Warned: how many of the "
+        "diverging runs had an alarm before. The lead is the time from the first alarm, which may have been a false "
+        "one.",
         Table(["signal", "limit", "warned", "false alarms", "Wilson 95 %", "median lead", "least .. most"], alarmed),
     ]
     return section
