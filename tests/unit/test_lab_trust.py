@@ -248,7 +248,7 @@ def test_a_bisect_s_own_file_is_read(tmp_path):
 def test_a_tracker_that_says_no_step_is_one_line(tmp_path, text):
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_bytes(text)
-    with pytest.raises(UserError, match=r"latest_checkpointed_iteration.txt: says .*, not a step; say which in"):
+    with pytest.raises(UserError, match=r"latest_checkpointed_iteration.txt: says .*, not a step; name one in"):
         loaded(["train.py", "--load", str(tmp_path)])
     assert loaded(["train.py", "--load", str(tmp_path), "--ckpt-step", "7"]) == "7"
     shutil.rmtree(tmp_path)

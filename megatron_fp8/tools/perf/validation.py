@@ -141,8 +141,8 @@ def line() -> str:
     s = summary()
     return textwrap.fill(
         f"Error on {s['runs']} runs it was not fitted to (H200 and H100, one to four GPUs): step {s['ms']:.1%} in the "
-        f"median, {s['ms at worst']:.1%} at worst, and {s["host's ms at worst"]:.0%} where the host is the bound or "
-        f"nearly, for hosts differ; peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}. Beyond one node, for pipelines, "
-        "recomputation and other GPUs nothing was measured: there it is arithmetic.",
+        f"median, {s['ms at worst']:.1%} at worst, and {s["host's ms at worst"]:.0%} if the host is the bound or "
+        f"nearly, because hosts differ; peak memory {s['GB']:.2%}, {s['GB at worst']:.1%}. Nothing was measured beyond "
+        "one node, for pipelines, for recomputation or on other GPUs; there the estimate is arithmetic.",
         width=100,
     )

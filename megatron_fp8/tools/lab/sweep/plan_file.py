@@ -214,7 +214,7 @@ def _named(key: str, value: Any) -> dict[str, tuple[str, ...]]:
 def _refuse(where: str, words: tuple[str, ...], flags: Mapping[str, str]) -> None:
     for flag, key in flags.items():
         if (value := flag_value(words, flag)) is not None:
-            raise UserError(f"{where}: {flag} {value}: is the same for all arms; say it under {key}:")
+            raise UserError(f"{where}: {flag} {value}: is the same for all arms; set it under {key}:")
 
 
 def _whole(key: str, value: Any) -> int:
@@ -228,10 +228,10 @@ def _seeds(value: Any) -> tuple[int, ...]:
         raise UserError(f"seeds: {value!r}: too many; a plan has at most {MOST_RUNS:,} runs")
     seeds = list(range(1, value + 1)) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(seeds, list) or not seeds:
-        raise UserError(f"seeds: {value!r}: must be how many, or a list of whole numbers")
+        raise UserError(f"seeds: {value!r}: must be a number of seeds, or a list of whole numbers")
     found = tuple(_whole("seeds", seed) for seed in seeds)
     if len(set(found)) < len(found):
-        raise UserError(f"seeds: {value!r}: one is there twice; give each once")
+        raise UserError(f"seeds: {value!r}: one is repeated; give each once")
     return found
 
 
@@ -248,7 +248,7 @@ def _rates(value: Any, base: float) -> tuple[float, ...]:
             raise UserError(f"learning_rates: {item!r}: is {rate:g}; use a multiple that is above 0 and finite")
         rates.append(float(f"{rate:g}"))
     if len(set(rates)) < len(rates):
-        raise UserError(f"learning_rates: {value!r}: one is there twice; give each once")
+        raise UserError(f"learning_rates: {value!r}: one is repeated; give each once")
     return tuple(rates)
 
 

@@ -224,7 +224,7 @@ class _Bisect:
         """The noise floor, and a remark about it."""
         flags = self._floor_flags()
         if flags is None:
-            return 0.0, "The noise floor is not known, no other micro-batch size fits: say --floor FLAGS."
+            return 0.0, "The noise floor is not known, because no other micro-batch size fits: give --floor FLAGS."
         floor = self._gap([*_TWIN, *flags], f"the twin with {shlex.join(flags)}")
         if self.args.floor is None and has_dropout(self.args.command):
             return floor, f"The floor has other dropout masks: add {shlex.join(NO_DROPOUT)}."
@@ -284,7 +284,7 @@ class _Bisect:
         print(f"{len(chosen)} of {total} linears in BF16 remove {removed:.0%} of the gap of {self.args.measure}:")
         print(shlex.join(self._flags(chosen)))
         if 2 * len(chosen) > total:
-            print("The gap is spread over the model: no small part makes up for it, a finer format or recipe may.")
+            print("The gap is spread over the model. No small part explains it; a finer format or recipe may close it.")
         for flags, share in by_gemm:
             print(f"So does {shlex.join(flags)}, for all linears: {share:.0%}.")
         if remark:

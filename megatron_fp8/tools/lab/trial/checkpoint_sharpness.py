@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
         curves(command, args.processes, Path(scratch) / "run", args.timeout)
         found = json.loads(file.read_text()) if file.exists() else {}
     if not found:
-        raise UserError("the command evaluated nothing; give it a checkpoint in --load, --eval-iters N and such data")
+        raise UserError("the command evaluated nothing; give it --load DIR, --eval-iters N and data to evaluate")
     print("\n\n".join(table(name, parts) for name, parts in found.items()), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1))

@@ -93,7 +93,7 @@ def loaded(command: Sequence[str]) -> str | None:
         said = "what cannot be read"
     if not is_tracker(said):
         tracker = Path(folder) / TRACKER
-        raise UserError(f"{tracker}: says {said[:40]!a}, not a step; say which in --ckpt-step, or mend the file")
+        raise UserError(f"{tracker}: says {said[:40]!a}, not a step; name one in --ckpt-step, or repair the file")
     return said
 
 
