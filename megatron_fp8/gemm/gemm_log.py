@@ -16,7 +16,7 @@ from .plans import NAMES
 
 
 class Announcing:
-    """A backend that says, once a shape, what the one that it stands for is asked for."""
+    """Wraps a backend that makes no plans (torch, reference): logs each shape once, like `plans.on_plan` for plans."""
 
     def __init__(self, inner: Backend, say: Callable[[str], None]):
         self.name, self.devices, self._inner, self._say = inner.name, inner.devices, inner, say
@@ -39,8 +39,8 @@ class Announcing:
 
 
 def announce(device: str, say: Callable[[str], None]) -> Callable[[], None]:
-    """Say it of the backend that serves a device type, and of the weight gradients of stock's linears; returns what
-    undoes it.  The code that plans says it, with what was planned, for every caller."""
+    """Log each shape of the backend that serves a device type, and each plan with its algorithm, for every caller
+    (stock's weight gradients too). Returns a function that undoes it."""
     inner = serving(device)
     if not isinstance(inner, Planned) or not cublaslt.bound():
         register(Announcing(inner, say))

@@ -2,7 +2,7 @@
 
     [fp8] iteration 3: exact lm loss 5.4892449378967285; exact grad norm 3.1622776601683795
 
-The rank that prints Megatron's line prints this one too, for the losses of that line. It makes the host wait once.
+The rank that prints Megatron's line prints this one too, for the losses of that line. The host waits for the device.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ Every term is positive and nothing cancels, so the error is that of a sum: a few
 lower precision count as exact).  W and A are summed over tensor-parallel shards of the vocabulary.  Values that are not
 finite, or beyond eps |z| = 88 in FP32 (|z| = 176,000), give infinity or NaN; `Statistics` counts these separately.
 
-Never read phi alone.  A constant c added to all logits changes neither loss nor gradient, but phi. To first order
+Never read phi alone.  A constant c added to all logits changes phi, but neither loss nor gradient. To first order
 
     phi = 100 eps (1 - p_t) (mean of |z_i| over the wrong tokens, by p + |z_t| + 2) / (1 + CE(z))
 

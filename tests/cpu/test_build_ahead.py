@@ -108,7 +108,7 @@ def test_first_second_and_last_stage(stages, by_stage_first, ranks):
     assert ahead.ranks_of_stages(a, 32) == ranks
 
 
-def test_what_is_done_now_and_then_is_done_in_the_second_step():
+def test_periodic_work_is_done_in_the_second_step():
     """Evaluation and statistics have kernels of their own, and so do the other steps."""
     a = Namespace(virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_size=1, data_parallel_size=4)
     a.global_batch_size, a.micro_batch_size, a.rampup_batch_size, a.step_batch_size_schedule = 64, 2, None, None

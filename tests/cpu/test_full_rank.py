@@ -138,7 +138,7 @@ def test_a_rank_that_the_job_does_not_have_and_one_without_full(tmp_path):
     assert "--rank 16: the job has ranks 0 to 15; give one of them\n" in (tmp_path / "log").read_text()
 
 
-def test_what_is_of_transformer_engines_attention_is_refused_or_said():
+def test_transformer_engines_attention_is_refused_or_reported():
     """A context-parallel rank used to run without it, at O0 and with --fp8-attention te, and nothing said so."""
     args = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, data_parallel_size=1)
     args.micro_batch_size = args.context_parallel_size = 1

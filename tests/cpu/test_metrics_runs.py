@@ -57,7 +57,7 @@ def test_the_file_is_the_log_with_every_digit(tmp_path, nproc, flags):
     assert ("load_balancing_loss" in found) == (MOE in flags) and len(found["params_norm"]) == 5
 
 
-def test_what_is_measured_beside_the_log(tmp_path):
+def test_our_own_numbers_are_in_the_file_too(tmp_path):
     """And only logged iterations have the log's numbers."""
     flags = "--fp8-level O2 --fp8-log-update-norm --fp8-sharpness-interval 2 --fp8-log-interval 3 --fp8-on-spike log"
     run, found = measured(tmp_path, 1, f"{flags} --train-iters 4 --log-interval 3 --fp8-bf16-layers *.1.*fc2")
@@ -80,7 +80,7 @@ def test_a_skipped_step_is_not_a_number(tmp_path):
     assert list(found["number_of_skipped_iterations"].values()) == [0, 0, 1, 0, 0]
 
 
-def test_the_lab_runs_what_has_no_level(tmp_path, monkeypatch):
+def test_the_lab_runs_an_arm_without_a_level(tmp_path, monkeypatch):
     """A stock arm: under torchrun, through the module that loads the plugin into any script."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

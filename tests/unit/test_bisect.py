@@ -91,7 +91,7 @@ def test_the_culprit_and_the_table(bisected):
     assert begun[0].startswith("*|") and len(begun) == len(set(begun)) + 1 <= 15  # the floor's patterns are the twin's
 
 
-def test_what_was_run_is_not_run_again(bisected):
+def test_a_finished_run_is_not_repeated(bisected):
     """Each bisect dies in its fourth run, and the next one continues."""
     training = "--lr 0.2 --die-after 3"
     for _ in range(10):
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_came_later_is_another_run(bisected, tmp_path):
         bisected(training=training)
 
 
-def test_what_writes_or_ends_is_left_out(bisected, tmp_path):
+def test_flags_that_write_or_exit_are_left_out(bisected, tmp_path):
     bisected(training="--lr 0 --tensorboard-dir logs --fp8-log-grad-snr --exit-interval 2 --exit-duration-in-mins 1")
     (command,) = re.findall(r'"command": \[.*?\]', (tmp_path / "found/bisect.json").read_text())
     assert "--lr" in command and not any(flag in command for flag in ("logs", "--exit", "snr"))
@@ -143,7 +143,7 @@ def test_fewer_steps_are_better_where_rounding_grows(bisected):
     assert CULPRIT in bisected("--steps 4", training="--lr 0.1 --chaos-from 15", folder="short")[0]
 
 
-def test_steps_are_steps_where_a_measure_is_logged_less_often(bisected):
+def test_clear_steps_are_steps_even_if_a_measure_is_logged_less_often(bisected):
     """Norms are logged at steps 15, 20, ... Rounding does little before 35, so up to 30, the runs' twentieth step."""
     sparse = "--lr 0.1 --chaos-from 35 --norm-every 5"
     out, _ = bisected("--measure grad_norm --steps 40", training=sparse)
@@ -189,7 +189,7 @@ def test_mistakes_are_one_line(flags, message, bisected):
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
-def test_what_is_no_bisects_is_not_gone_on_with(text, tmp_path, bisected):
+def test_a_folder_of_another_bisect_is_refused(text, tmp_path, bisected):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/bisect.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"bisect\.json was not written by `lab bisect`; take another folder$"):

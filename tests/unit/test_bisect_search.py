@@ -53,7 +53,7 @@ def test_whole_kinds_and_whole_layers():
     assert searched(32, layer)[0] == set(layer)
 
 
-def test_what_has_little_of_the_gap_is_left_out():
+def test_linears_with_little_of_the_gap_are_left_out():
     names = model(8)
     costs = {names[3]: 10.0, names[21]: 10.0, **dict.fromkeys(names[24:], 0.1)}
     assert searched(8, costs)[0] == {names[3], names[21]}
@@ -67,7 +67,7 @@ def test_a_gap_that_is_spread_ends_the_search(layers):
     assert runs <= 6 + 14
 
 
-def test_what_a_set_holds_that_is_not_enough_is_not_asked_for():
+def test_subsets_of_a_set_that_is_not_enough_are_not_run():
     asked = []
     culprit = "decoder.layers.2.mlp.linear_fc1"
 

@@ -124,7 +124,7 @@ def test_a_step_that_was_made_again_is_nan_if_it_was_the_second_time(tmp_path):
     assert math.isnan(read(str(tmp_path / "a.log")).series("loss")[2])
 
 
-def test_megatron_prints_so():
+def test_megatrons_source_prints_these_lines():
     if cpu.needed():
         cpu.install()
     try:
@@ -231,7 +231,7 @@ def test_lost_lines_are_missing_steps(tmp_path, capsys):
     assert code == 1 and "loss at steps 7, 8 in one of the two only" in text
 
 
-def test_times_on_a_cpu_are_said_to_mean_nothing(tmp_path, capsys):
+def test_a_line_warns_of_times_on_a_cpu(tmp_path, capsys):
     note = "trained on a CPU, which emulates FP8; its times do not tell how fast a GPU is"
     gpu, cpu_run = metrics(tmp_path / "gpu.jsonl"), metrics(tmp_path / "cpu.jsonl", device="cpu")
     for words in ("[fp8] no CUDA device: --distributed-backend nccl -> gloo", "  distributed_backend ....... gloo"):

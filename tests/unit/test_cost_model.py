@@ -84,7 +84,7 @@ def test_flops_are_those_of_megatrons_log():
             assert flops.step(w) == pytest.approx(logged, rel=0.01)
 
 
-def test_what_the_table_of_runs_says_is_in_its_sources():
+def test_measured_runs_match_their_sources():
     """Each row's time, MiB and commit, for the benchmark and call that it names."""
     named = [run for run in validation.runs() if run.row["source"] not in ("log not kept", "table5.csv")]
     assert len(named) > 15
@@ -111,7 +111,7 @@ def test_what_the_table_of_runs_says_is_in_its_sources():
         ]  # fmt: skip
 
 
-def test_and_those_of_table_5():
+def test_measured_runs_match_table_5():
     with (RESULTS / "table5.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Outcome"] == "ok"]
     rows = [row for row in rows if not row["Log"].startswith("train_step_hosts")]  # that file is checked above
@@ -178,7 +178,7 @@ def test_a_graph_waits_for_no_host():
     assert graph.peak - plain.peak == pytest.approx(0.07)
 
 
-def test_the_products_of_gemm_csv_take_what_the_rates_say():
+def test_gemms_take_the_time_of_gemm_csv():
     """Alone on the GPU: forward within 15 %, and faster backward inside a step, whose data cost less power."""
     with (RESULTS / "gemm.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["gemm"] == "forward" and row["name"].startswith("7B")]
@@ -305,7 +305,7 @@ def test_the_bubble_is_that_of_1f1b():
     [{}, {"tensor": 2}, {"data": 2, "context": 2}, {"tensor": 8, "graphed": True}, {"tensor": 2, "virtual": 2}],
 )
 @pytest.mark.parametrize("system", ["bf16", "O3"])
-def test_the_bubble_has_what_a_pass_has(system, layout):
+def test_the_bubble_is_the_other_stages_passes(system, layout):
     """It is the other stages' passes, with collectives and gaps: like the slowest's, but without head and loss."""
     w = laid_out(slice_7b(system, global_batch=64), pipeline=4, **layout)
     more = replace(w, global_batch=128)

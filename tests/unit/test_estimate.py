@@ -75,7 +75,7 @@ def test_a_column_of_memory_is_of_one_stage(capsys):
     assert re.search(rf"^held between steps, GB +{e.held:.1f}$", text, re.M)
 
 
-def test_what_no_micro_batch_changes_is_cut_once(capsys, monkeypatch):
+def test_buckets_are_cut_once_for_all_micro_batches(capsys, monkeypatch):
     """Ten micro-batches are tried for each system, twice, and to cut many layers takes seconds."""
     cuts = []
 
@@ -112,7 +112,7 @@ def test_json_and_csv_carry_the_same(capsys):
     assert o3["tokens_per_s_per_gpu"] == pytest.approx(64 * 2048 / 8 / o3["step_ms"] * 1e3, rel=1e-4)
 
 
-def test_a_whole_command_is_read_as_its_flags_are(capsys, monkeypatch):
+def test_a_whole_command_gives_the_estimate_of_its_flags(capsys, monkeypatch):
     """Its launcher gives the GPUs, unless --gpus does, and sets variables; the script need not exist here."""
     monkeypatch.delenv("CHOSEN", raising=False)
     command = "CHOSEN=model/gpt-7b srun -N 2 torchrun --nnodes 2 --nproc-per-node 4 -m megatron_fp8 nowhere.py "
@@ -165,7 +165,7 @@ def test_flags_change_the_estimate():
     assert stock.cells() is None and stock.job == w.job
 
 
-def test_what_travels_in_fp8_is_counted_so():
+def test_tensor_parallel_traffic_in_fp8_is_counted():
     """--fp8-tp-gather and --fp8-tp-reduce-scatter, one direction or both: E4M3; sums have an exponent for each 128."""
 
     def sent(flags):
@@ -226,7 +226,7 @@ def test_files_of_data_may_be_elsewhere():
     assert job_flags.parse([*MODEL.split(), *files.split()]).args.vocab_file == "/nowhere/vocab.json"
 
 
-def test_nothing_of_the_job_is_made(tmp_path, monkeypatch):
+def test_no_file_or_folder_of_the_job_is_created(tmp_path, monkeypatch):
     """Neither the folder that it saves to nor its metrics file."""
     monkeypatch.setenv("MEGATRON_FP8_METRICS", str(tmp_path / "metrics.jsonl"))
     job_flags.parse(f"{MODEL} --fp8-level O3 --save {tmp_path / 'saved'} --save-interval 10".split())

@@ -218,7 +218,7 @@ def test_gaps_are_those_of_the_pairs(report, tmp_path):
     assert (last["healthy runs"], last["pairs"], last["t p"]) == ("1", "1", "-")
 
 
-def test_what_is_seen_and_what_cannot_be(report):
+def test_the_summary_says_what_is_seen_and_what_cannot_be_seen(report):
     text = " ".join(Page(report["report.html"]).text)
     counts = "0.001, E8M3: 0 of 8 runs diverged, against 0 of 8 of BF16"
     assert f"{counts}: no difference seen; only a rate of 70 % or more" in text
@@ -243,7 +243,7 @@ def test_the_gap_that_could_have_been_seen_is_said(report):
     assert 1.1 < float(said[3]) / float(said[1]) < 1.5
 
 
-def test_a_report_says_what_it_is_of(report):
+def test_a_reports_title_names_its_arms_and_runs(report):
     title = "sweep: E8M3, broken against BF16; 2 learning rates, 8 seeds, 120 steps"
     assert report["report.md"].startswith(f"# {title}\n") and f"<title>{title}</title>" in report["report.html"]
     assert report["runs.md"].startswith("# sweep: when, where and how fast it ran\n")
@@ -359,7 +359,7 @@ def test_a_run_that_ended_before_its_first_step_began_where_the_others_did(tmp_p
     assert lost.divergence == ("not finite", 10_201) and unborn.divergence == ("not finite", 10_001)
 
 
-def test_too_few_diverged_for_a_warning_is_said(tmp_path):
+def test_the_report_says_if_too_few_runs_diverged(tmp_path):
     fill(tmp_path / "sweep.sqlite", plan(seeds=3), diverges=at_the_edge).close()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
     assert "Too few to judge any signal: at least 3 of either kind are needed" in text
@@ -484,7 +484,7 @@ def test_what_a_run_had_reached_before_it_ended_itself_is_not_its_final_loss(tmp
     assert found == {1: pytest.approx((start - results.final(other)) / 2)}
 
 
-def test_what_is_left_open_is_said(tmp_path):
+def test_the_gaps_that_remain_possible_are_shown(tmp_path):
     """Without a difference: the gaps that a t-test does not tell from the one seen."""
     fill(tmp_path / "sweep.sqlite", plan(3, (1e-3,), arms=("BF16", "O3"))).close()
     store = Store(tmp_path / "sweep.sqlite")

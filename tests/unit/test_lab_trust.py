@@ -232,7 +232,7 @@ def test_a_bisect_is_not_written_through_links(tmp_path, elsewhere):
         "\\xff",
     ],
 )
-def test_a_bisect_s_file_of_another_make_is_none(tmp_path, content):
+def test_a_file_that_bisect_did_not_write_is_refused(tmp_path, content):
     """A linear's name becomes a word of a command line."""
     (tmp_path / "bisect.json").write_text(content)
     assert bisect._read(tmp_path / "bisect.json") is None

@@ -376,7 +376,7 @@ def test_a_job_is_given_by_its_flags_or_its_whole_command(capsys):
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4"])
 @pytest.mark.parametrize("gpus", ["--gpus 16", ""])
-def test_a_layout_in_front_is_as_one_in_the_job(capsys, layout, gpus):
+def test_a_layout_before_the_dashes_equals_one_in_the_job(capsys, layout, gpus):
     """The same number of GPUs; data parallelism is what the layout in front leaves of them."""
     of_job = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
     front = printed(capsys, *gpus.split(), *layout.split(), "--", *JOB.split(), *of_job.split())
@@ -417,7 +417,7 @@ def test_a_jobs_level_and_cells_are_its_columns(capsys):
         ("--gpus 16 --fp8-grad-accum fp32 -- {JOB} --global-batch-size 64", "fp32"),
     ],
 )
-def test_gradients_are_stored_as_the_jobs_micro_batches_have_it(capsys, flags, storage):
+def test_gradients_storage_follows_the_jobs_micro_batches(capsys, flags, storage):
     """As training and `estimate` resolve --fp8-grad-accum auto."""
     words = [word for part in flags.split() for word in (JOB.split() if part == "{JOB}" else [part])]
     asked = ["--fp8-level", "O3", "--fp8-grad-accum", storage]
@@ -427,7 +427,7 @@ def test_gradients_are_stored_as_the_jobs_micro_batches_have_it(capsys, flags, s
     )
 
 
-def test_below_the_table_stands_why_gradients_are_stored_so(capsys):
+def test_a_line_below_the_table_explains_the_gradients_storage(capsys):
     parser = argparse.ArgumentParser()
     memory.add_arguments(parser)
 
@@ -456,7 +456,7 @@ OTHER_BYTES = (  # flags that change the bytes of weights, gradients or states
 )
 
 
-def test_what_only_takes_time_passes(capsys):
+def test_flags_that_change_only_time_pass(capsys):
     """Flags that change only activations pass too; only `estimate` refuses them."""
     given = "--window-size 128,0 --no-fp8-wgrad --fp8-recipe tensorwise --fp8-grad-reduce fp32"
     level = ("--fp8-level", "O3")

@@ -128,7 +128,7 @@ class TestCountEmulated:
         if name in ("E4M3", "E5M2", "E5M2:truncate"):
             assert counts[1] > 0 < counts[2]
 
-    def test_what_is_not_rounded(self):
+    def test_unrounded_operands_neither_saturate_nor_underflow(self):
         counts = torch.zeros(3, dtype=torch.int64)
         x = torch.tensor([0.0, 1e-38, 3e38]).bfloat16()
         count_emulated(x, x, None, counts)
@@ -250,7 +250,7 @@ class TestThroughTheLinear:
         found, _ = Linear(group).probe(batch(), needs_dx=False)
         assert found["dgrad"] == {"error": None, "gain": None} and found["wgrad"]["error"] > 0.02
 
-    def test_without_a_pass_there_is_nothing(self, group):
+    def test_a_probe_without_a_pass_is_empty(self, group):
         found, _ = Linear(group).probe()
         assert found["fprop"] == {"error": None, "gain": None} and found["weight"] == {"format": ""}
 

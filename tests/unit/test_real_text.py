@@ -42,7 +42,7 @@ def test_a_gap_means_something_beyond_the_seeds_spread(real_text):
     ]
 
 
-def test_without_the_reference_it_says_so(real_text):
+def test_a_line_says_if_the_reference_is_missing(real_text):
     for nothing in ({"O3": [2.0]}, {"O0": [float("nan")], "O3": [2.0]}):
         assert real_text.gaps(rows(nothing)) == ["held-out loss: no run of O0 that ended to compare with"]
     losses = {"O3": [[1.0, 1.0]]}

@@ -78,7 +78,7 @@ READ_OR_OF_ANOTHER = """--args-file --block-data-path --disable-flight-recorder-
 --te-precision-config-file --titles-data-path""".split()
 
 
-def test_what_is_left_out_and_shrunk_is_named_as_megatron_names_it(parser):
+def test_listed_flags_exist_in_megatrons_parser(parser):
     """Every listed flag exists, flags with two names are listed under both, and no kept flag writes to a file."""
     groups = shrink._SIZES, shrink.LENGTH, shrink.FOLDERS, shrink.DATA, shrink.LEFT_OUT
     listed = {name for group in groups for name in group}
@@ -138,7 +138,7 @@ main.run(parser.parse_args(["train.py"]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_who_ends_a_rehearsal_leaves_no_processes_and_no_folder(number, tmp_path):
+def test_an_interrupted_rehearsal_leaves_no_processes_and_no_folder(number, tmp_path):
     """They used to stay for good. After a SIGKILL the folder must stay."""
     (tmp_path / "train.py").write_text(SAVES)
     command = [sys.executable, "-c", INTERRUPTED]
@@ -354,7 +354,7 @@ def test_what_would_fail_at_full_size(shrunk):
     assert said.startswith("--save: not given")
 
 
-def test_whole_states_are_counted_where_each_rank_keeps_them(parser):
+def test_whole_states_are_counted_if_each_rank_keeps_them(parser):
     """7B on 8 ranks at O1: 113 GB, and 44 with the distributed optimizer."""
     model = (
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --micro-batch-size 2 --global-batch-size 64 "
@@ -427,7 +427,7 @@ def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, 
 
 
 @pytest.mark.parametrize("interrupted", [KeyboardInterrupt, BrokenPipeError])
-def test_who_examines_says_nothing_of_a_ctrl_c(monkeypatch, capfd, interrupted):
+def test_the_examining_process_is_silent_about_a_ctrl_c(monkeypatch, capfd, interrupted):
     """A Ctrl-C at the terminal reaches all processes, or only the waiting one, which then no longer reads."""
     monkeypatch.setattr(examined, "_examine", plants.function(__file__, f"raise {interrupted.__name__}"))
     with pytest.raises(RuntimeError, match="could not be examined"):
@@ -445,7 +445,7 @@ def test_a_jobs_folder_and_flags_of_another_script(parser, tmp_path):
 
 
 @pytest.mark.parametrize("gpus, flag", [(8, "--fp8-levle O3"), (3, "--tensor-model-parallel-size 2")])
-def test_a_mistake_in_the_command_is_a_page_and_one_line_as_of_any_verb(parser, monkeypatch, capsys, gpus, flag):
+def test_a_mistake_in_the_command_is_a_page_and_one_line(parser, monkeypatch, capsys, gpus, flag):
     """Exit code 2, as docs/rehearse.md says; 1 is for a failure on the way."""
     monkeypatch.setattr(main.ranks, "warm_up", lambda folder: None)
     own = argparse.ArgumentParser()
@@ -466,7 +466,7 @@ def test_a_blend_in_one_word_is_no_data_that_is_elsewhere(parser):
     assert job.error.startswith("--data-path '0.3 /data/a 0.7 /data/b': is one word") and not job.missing
 
 
-def test_what_the_models_configuration_refuses_is_said_before_the_job_waits(parser):
+def test_errors_of_the_models_configuration_are_found(parser):
     """Megatron makes the configuration after validating its flags."""
     for flags, line in (
         ("--recompute-granularity full", 'recompute_method must be "block" or "uniform"'),
@@ -516,11 +516,11 @@ def test_gpus_of_one_replica():
         assert examined.gpus_of(Launch([], list(flags_of(flags.split())), None), None) == expected
 
 
-def test_data_that_is_not_here_is_said_and_passed_over(shrunk):
+def test_missing_data_is_reported_and_replaced_by_mock_data(shrunk):
     assert shrunk["data elsewhere"]["missing"].startswith("--vocab-file /data/vocab.json: there is no such file")
 
 
-def test_a_script_that_logs_no_step_is_said_so(monkeypatch):
+def test_the_page_says_if_the_script_logs_no_step(monkeypatch):
     """It must not say that the second start differed, with no step above to show it."""
     monkeypatch.setattr(page, "_counted", lambda job: "nothing")
     start = page.read("train", 0, 1.0, [], [])

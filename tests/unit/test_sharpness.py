@@ -198,7 +198,7 @@ class TestSearch:
         short = 1 - search.sharpness / of_row(z, 5)["sharpness"]
         assert least < short < most
 
-    def test_nothing_comes_of_what_is_not_finite(self):
+    def test_a_logit_that_is_not_finite_gives_nan(self):
         for value in (math.nan, math.inf, -math.inf):
             search = lbfgsb(torch.tensor([1.0, value, 2.0]), 0)
             assert math.isnan(search.sharpness) and not search.converged

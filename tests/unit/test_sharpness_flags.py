@@ -87,7 +87,7 @@ def test_the_log_gets_a_line_and_the_writers_the_scalars(capsys, monkeypatch):
     assert written["wandb", "fp8-sharpness/centred_sharpness_max", 40] == 1.0
 
 
-def test_a_step_of_which_nothing_is_known(capsys, monkeypatch):
+def test_a_step_without_a_loss_logs_no_sharpness(capsys, monkeypatch):
     monkeypatch.setattr(writers, "get_tensorboard_writer", lambda: None)
     monkeypatch.setattr(writers, "get_wandb_writer", lambda: None)
     lost = {**ROW, "count": 0, "mean": float("nan")}

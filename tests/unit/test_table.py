@@ -109,7 +109,7 @@ def test_text_fits_a_terminal(number, capsys):
     assert widest(printed(capsys, number)) <= 100
 
 
-def test_what_is_in_the_repository_fits_too(capsys):
+def test_the_committed_results_fit_too(capsys):
     assert 100 < widest(printed(capsys, "5", "--results", str(MEASURED))) <= 140
 
 
@@ -131,7 +131,7 @@ def test_text_says_what_csv_says(capsys):
         assert words in (line.split() for line in lines)  # in this order
 
 
-def test_what_was_measured_is_a_csv_of_its_own(capsys):
+def test_measurements_are_a_csv_of_their_own(capsys):
     """It has the estimate beside each figure."""
     rows = list(csv.DictReader(printed(capsys, "5", "--results", str(MEASURED), "--format", "csv").splitlines()))
     with MEASURED.open(newline="") as file:
@@ -234,7 +234,7 @@ def test_a_row_names_the_transformer_engine_of_te_path(tmp_path):
     assert {row["Transformer Engine"] for row in rows} == {"2.20.2"} and rows[0]["megatron-core"]
 
 
-def test_what_does_not_fit_is_tried_smaller(tmp_path):
+def test_a_run_out_of_memory_is_followed_by_a_smaller_one(tmp_path):
     """The estimate is too low by a third, so the next smaller micro-batch is measured."""
     gpus = Gpus(150, scale=1.3)
     _, rows = measured(tmp_path, gpus, "--gpus", "1", "--systems", "O3")
@@ -329,6 +329,6 @@ def test_the_papers_models_are_the_memory_reports():
     assert {row.model for row in paper.published()} < set(MODELS)
 
 
-def test_who_has_an_unrepaired_transformer_engine():
+def test_the_system_with_unrepaired_transformer_engine():
     systems = table_run._train_step().SYSTEMS
     assert {name for name in table_run.ESTIMATED if systems[name].te == "unrepaired"} == table_run.UNREPAIRED

@@ -65,7 +65,7 @@ def test_without():
     assert without(command, []) == command
 
 
-def test_what_writes_can_be_left_out(parse, parser):
+def test_flags_that_write_can_be_left_out(parse, parser):
     """Each is a flag of Megatron or the plugin, and the rest is still a command."""
     switches = ("--async-save", "--fp8-log-grad-snr")
     values = {"--fp8-on-spike": "log", "--fp8-spike-window": "16"}

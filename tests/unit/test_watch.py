@@ -172,7 +172,7 @@ def lines(capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def test_log_only_says_so(run, capsys):
+def test_log_only_logs(run, capsys):
     r = run("log")
     assert all(r.calm(20)) and lines(capsys) == []
     assert r.step(loss=2.0) and r.step(norm=math.nan) and r.step(loss=math.inf, norm=9.0) and r.fp8 == [True, True]
@@ -362,7 +362,7 @@ def test_the_counts_go_to_the_writers(run, monkeypatch):
     assert written == {(name, 21): count for name, count in counts.items()} and logged == [(counts, 21)]
 
 
-def test_state_goes_on_where_it_was(run, capsys):
+def test_a_restored_watch_continues(run, capsys):
     def begin():
         r = run("bf16-fallback")
         r.calm(20)

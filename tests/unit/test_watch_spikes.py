@@ -156,7 +156,7 @@ def test_shares_below_the_floor_do_not_rise():
     assert rises(share, floor=1e-3) == [] and rises(share)
 
 
-def test_state_goes_on_where_it_was():
+def test_a_restored_series_continues():
     values = (2 + rng().normal(0, 0.05, 300)).cumsum() / 100
     values[250] += 5
     whole, first = Series(SIGMA, 32), Series(SIGMA, 32)
