@@ -70,7 +70,7 @@ class Flags:
 def parse(words: Sequence[str]) -> Flags:
     """Read a job's command, or its flags alone; a leading "--" is skipped.  Raises UserError as a run would, except
     that Transformer Engine may be missing here."""
-    from ... import plugin  # imported late, like others here: torch and Megatron take seconds, which --help must not
+    from ... import plugin  # late, like others here: --help must not wait for torch and Megatron
     from ...flags import config
 
     command = job_of(words)
