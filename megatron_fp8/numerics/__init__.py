@@ -1,4 +1,4 @@
-"""What a value is: formats, rounding, tensors with one scale or one a block, and where scales come from."""
+"""Low-precision numbers: formats, rounding, tensors with one scale or one a block, and how scales are chosen."""
 
 from .blocks import BLOCK, BlockScaled, block_scales
 from .formats import E4M3, E5M2, FORMATS, Format, by_dtype, decode, encode

@@ -1,14 +1,14 @@
 """mu, the factor that keeps a sum of N FP8 gradients within the format (FP8-LM, arXiv 2310.18313, section 2.1).
 
-N ranks send E4M3(mu * s_g * g_i), s_g bringing the largest gradient of all ranks to the format's maximum.
+N ranks send E4M3(mu * s_g * g_i). The scale s_g brings the largest gradient of all ranks to the format's maximum.
 
-    post    mu = 1       the sum of N overflows where gradients agree
-    pre     mu = 1/N     the sum always fits; what is small underflows, more of it the larger N
+    post    mu = 1       the sum of N overflows if the gradients agree
+    pre     mu = 1/N     the sum always fits; small values underflow, more of them the larger N is
     auto    share of elements at the maximum > threshold (1e-5):   mu <- mu * backoff (1/2)
             else                                                   mu <- mu * 2^(1/window)   (doubles in 1,000 steps)
 
-The paper leaves open whether mu is global or per tensor, where saturation is counted, and the start.  Here: per tensor;
-the larger of the shares before and after the sum; start 1/sqrt(N).
+The paper does not say whether mu is global or per tensor, where saturation is counted, or how mu starts. Here mu is per
+tensor, the share is the larger of those before and after the sum, and mu starts at 1/sqrt(N).
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ class ScalingRule:
     """How mu moves.
 
     Attributes:
-        mode: "auto", "pre" or "post"; the rest is auto's.
-        threshold: share of saturated elements beyond which mu shrinks.
-        window: steps in which mu doubles otherwise.
+        mode: "auto", "pre" or "post". Only "auto" uses the other attributes.
+        threshold: mu shrinks if the share of saturated elements exceeds this.
+        window: number of steps without saturation in which mu doubles.
         backoff: factor by which mu shrinks.
         initial: mu at the start; None: 1/sqrt(N).
-        interval: steps from one look at saturation to the next.
+        interval: number of steps between two measurements of saturation.
     """
 
     mode: str = AUTO
@@ -40,10 +40,10 @@ class ScalingRule:
     interval: int = 1
 
     def start(self, ranks: int) -> float:
-        """mu before the first step, of N = `ranks`."""
+        """mu before the first step, for N = `ranks`."""
         return {PRE: 1.0 / ranks, POST: 1.0, AUTO: self.initial or ranks**-0.5}[self.mode]
 
     def next(self, mu: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        """mu after a look at the share of saturated elements, both (tensors,) FP32, as a new tensor."""
+        """The next mu, given the share of saturated elements; both (tensors,) FP32. Returns a new tensor."""
         grow = 2.0 ** (self.interval / self.window)
         return torch.where(share > self.threshold, mu * self.backoff, (mu * grow).clamp(max=LARGEST_MU))

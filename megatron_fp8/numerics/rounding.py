@@ -1,23 +1,23 @@
 """Rounding a float32 to the values of a format, in float32 arithmetic that is exact at every step.
 
-With ulp(x) = 2^(max(floor(log2|x|), 1-b) - M), a power of two, the quotient |x| / ulp is exact in float32,
-the format's values are the whole multiples of the ulp, and so
+ulp(x) = 2^(max(floor(log2|x|), 1-b) - M) is a power of two. So the quotient |x| / ulp is exact in float32, and the
+format's values are the whole multiples of the ulp:
 
     nearest      round-half-even(|x| / ulp) * ulp                  error <= ulp/2
     truncate     floor(|x| / ulp) * ulp                            error <  ulp, toward zero
     stochastic   (floor(q) + [noise < q - floor(q)]) * ulp         error <  ulp, E[result] = x
                  with q = |x| / ulp
 
-floor(log2|x|) comes from x's exponent bits. Taking the smallest normal as the least binade makes subnormals
-need no case of their own; a result that reaches the next binade is right by itself, since that binade
-starts at a multiple of this ulp.
+floor(log2|x|) comes from x's exponent bits. Subnormals need no case of their own, because the binade is held at the
+smallest normal's or above. A result that reaches the next binade needs none either, because that binade starts at a
+multiple of this ulp.
 
-Stochastic rounding compares the noise with the fraction instead of adding it before the floor: the float32
-sum q + noise rounds, and would now and then move a value that the format has. Noise with a grain of 2^-24
-(what torch.rand gives) leaves a bias below 2^-24 ulp.
+Stochastic rounding compares the noise with the fraction. Adding the noise before the floor would be wrong: the float32
+sum q + noise rounds, and would now and then move a value that is already the format's. Noise that is a multiple of
+2^-24, such as torch.rand's, leaves a bias below 2^-24 ulp.
 
-Saturation: a finite x beyond the format's maximum becomes +-max, in every mode. NaN stays NaN; an infinity stays one
-where the format has it, else it becomes NaN, so that an overflow is never hidden.
+Saturation: a finite x beyond the format's maximum becomes +-max, in every mode. NaN stays NaN. An infinity stays one if
+the format has infinity, else it becomes NaN, so that an overflow is never hidden.
 """
 
 import torch
@@ -33,10 +33,9 @@ def round_to_format(
 ) -> torch.Tensor:
     """Round float32 `x` (any shape) to values of `fmt`, returned as float32 of the same shape.
 
-    mode: "nearest" (ties to even), "truncate" (toward zero) or "stochastic" (up or down with the
-    probability that makes the mean right; `noise` is then needed: float32, x's shape, uniform in [0, 1),
-    the caller's, so that a run can be repeated). The sign of zero is kept. ValueError for another dtype or
-    mode, or without noise.
+    mode: "nearest" (ties to even), "truncate" (toward zero) or "stochastic" (up or down, with probabilities whose mean
+    is x). "stochastic" needs `noise`, float32 of x's shape, uniform in [0, 1); the caller makes it, so that a run can
+    be repeated. The sign of zero is kept. ValueError for another dtype or mode, or if noise is missing.
     """
     if x.dtype != torch.float32:
         raise ValueError(f"round_to_format takes float32, not {x.dtype}: convert with .float() first")
@@ -44,18 +43,19 @@ def round_to_format(
     if fmt.has_infinity:
         rounded.masked_fill_(x.isinf(), torch.inf)
     else:
-        rounded.add_(x, alpha=0.0)  # NaN where x is infinite
+        rounded.add_(x, alpha=0.0)  # makes an infinity NaN
     return rounded.copysign_(x)
 
 
 def round_magnitude(x: torch.Tensor, fmt: Format, mode: str, noise: torch.Tensor | None = None) -> torch.Tensor:
-    """|x| rounded to fmt's whole multiples of the ulp, as if its exponent had no upper end: up to infinity.
+    """|x| rounded to whole multiples of the ulp, as if fmt's exponent had no upper bound; may return infinity.
 
-    A new tensor; every step that can be is in place, which is what counts on a CPU. x, mode, noise: as above.
+    The result is a new tensor. Steps are in place if possible, which matters for speed on a CPU. x, mode, noise: as in
+    round_to_format.
     """
     magnitude = x.abs()
     binade = (magnitude.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)  # 2^floor(log2|x|)
-    # Held finite, so that an infinity is infinitely many ulps and comes out as one.
+    # The ulp is held finite, so that an infinite x is infinitely many ulps and stays infinite.
     ulp = binade.clamp_(fmt.smallest_normal, 2.0**127).mul_(2.0**-fmt.mantissa_bits)
     steps = magnitude.div_(ulp)
     if mode == "nearest":

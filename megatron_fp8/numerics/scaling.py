@@ -1,32 +1,30 @@
-"""Scales of ScaledTensors: just in time from a tensor's own amax, or delayed, from the amax of earlier steps.
+"""How the scales of ScaledTensors are chosen: from the tensor's own amax, or delayed, from the amax of earlier steps.
 
     scale = fmt.max / amax / 2^margin            amax = max|x|, all float32
 
-One division, correctly rounded (max * 2^-margin is exact). The result is held within 2^-126 .. 2^126, so
-that neither it nor its reciprocal is infinite or denormal. An amax of zero says nothing, and a non-finite
-amax says only that the step is lost: both keep the scale there was, or 1. The infinity or NaN itself is
-still seen, since quantising keeps it whatever the (finite) scale.
+This is one division, correctly rounded (max * 2^-margin is exact). The result is held within 2^-126 .. 2^126, so that
+neither it nor its reciprocal is infinite or denormal. If amax is zero it says nothing about the scale, and if it is not
+finite the step is lost: in both cases the previous scale stays, or 1. Quantising with a finite scale keeps an infinity
+or a NaN visible.
 
-Delayed scaling saves the pass over x that reads its amax before the cast: it casts with a scale from before
-and takes the amax on the way. Over a step every slot (one tensor of one layer) collects its maximum over
-the micro-batches; `update` agrees it with the ranks that share the tensor, in one reduction for all slots,
-and makes the next scales of the newest amax or of the history's largest. A value that outgrows its scale
-saturates.
+Delayed scaling saves the pass over x that would compute amax before the cast: it casts with an earlier scale, and the
+cast computes amax on the way. During a step every slot (one tensor of one layer) collects its maximum over the
+micro-batches. `update` then takes the maximum over the ranks that share the tensor, in one reduction for all slots, and
+computes the next scales from the newest amax or the largest of the history. A value beyond its scale's range saturates.
 
-Stored weights have a scale chosen before the step that writes them, because the owners of a weight's parts encode in
-the same pass that updates (`WeightScaling`). It is a power of two, so that a change of scale moves no bit of a
-significand:
+A stored weight's scale is chosen before the step that writes the weight, because the optimizer updates and encodes its
+shards in one pass (`WeightScaling`). It is a power of two, so that a new scale changes no significand:
 
     scale = 2^floor(log2(fmt.max / 2^margin / (amax + growth)))
 
-amax is the weight's after the last step, agreed by all that hold a part of it; growth bounds what one step of Adam can
-add to any element. With r = beta1^2 / beta2 < 1, by the inequality of Cauchy and Schwarz,
+amax is the weight's after the last step, the maximum over all ranks that hold a shard of it. growth bounds the amount
+that one step of Adam can add to any element. With r = beta1^2 / beta2 < 1, the Cauchy-Schwarz inequality gives
 
     |m_t| / sqrt(v_t) <= (1 - beta1) / sqrt(1 - beta2) * sqrt((1 - r^t) / (1 - r))
 
-and growth = lr times that with Adam's bias corrections, times 1.1 (1 + 2^-4 / (1 - beta1)): an m in E4M3 is off by up
-to 2^-4 of itself in each of some 1 / (1 - beta1) steps. So a growing weight does not saturate. (It may where v is
-stored so coarsely that it becomes zero beside an m that does not.) amax * scale lies in (fmt.max / 4, fmt.max] for
+growth is lr times this bound with Adam's bias corrections, times 1.1 (1 + 2^-4 / (1 - beta1)), because an m in E4M3 may
+be wrong by 2^-4 of itself in each of about 1 / (1 - beta1) steps. So a growing weight does not saturate, unless v is
+stored so coarsely that it becomes zero while m does not. amax * scale lies in (fmt.max / 4, fmt.max] for
 growth <= amax.
 Source: Micikevicius et al., arXiv 2209.05433, and the recipe of NVIDIA's Transformer Engine documentation.
 """
@@ -52,26 +50,26 @@ def _scale(target: torch.Tensor, amax: torch.Tensor, previous: torch.Tensor | No
 def compute_scale(
     amax: torch.Tensor, fmt: Format, margin: int = 0, previous: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The scale that brings `amax` (float32, any shape) to fmt.max / 2^margin, as a new float32 tensor.
+    """The scale that maps `amax` (float32, any shape) to fmt.max / 2^margin, as a new float32 tensor.
 
-    Where amax is zero or not finite: `previous` (amax's shape), or 1. On the device, without synchronising.
-    margin: an integer within -100 .. 100, so that fmt.max / 2^margin is within float32.
+    If amax is zero or not finite, the scale is `previous` (amax's shape), or 1. Computed on the device, without
+    synchronising. margin: an integer within -100 .. 100, so that fmt.max / 2^margin is within float32.
     """
     return _scale(torch.full_like(amax, fmt.max * 2.0**-margin), amax, previous)
 
 
 def _aligned(values: torch.Tensor) -> torch.Tensor:
-    """A copy in which each element sits at a multiple of 16 bytes: cuBLASLt refuses other scale pointers."""
+    """A copy with each element at a multiple of 16 bytes; cuBLASLt refuses scale pointers that are not aligned so."""
     return torch.nn.functional.pad(values[:, None], (0, 3))[:, 0]
 
 
 class Slots:
-    """The scales of n tensors, a slot each, on one device.
+    """The scales of n tensors on one device, one slot each.
 
-    A slot's 0-d views are made once for the vectors that there are: a view at each use costs the host more.
+    A slot's 0-d views are made once for each set of vectors, to save host time at each use.
 
-    amax (n,), a step's running maximum, which kernels write in place; scale (n,), replaced and never written, so that a
-    captured scale stays true; scale_inv (n,), its inverse.
+    amax (n,): the step's running maximum; kernels write it in place. scale (n,): replaced and never written, so that a
+    scale taken earlier keeps its value. scale_inv (n,): the inverse.
     """
 
     def __init__(self, count: int, device: torch.device | str):
@@ -84,8 +82,8 @@ class Slots:
         self.scale, self.scale_inv = scale, _aligned(scale.reciprocal())
 
     def slot(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slot i, 0-d each: its scale now, which keeps its value when the next is set; the inverse of that, as a GEMM
-        takes it; the maximum of the step, for kernels to write."""
+        """Slot i, three 0-d tensors: its current scale, which keeps its value when the next one is set; the inverse,
+        aligned for a GEMM; the step's maximum, for kernels to write."""
         scale, inverse, amax = self._viewed
         if self.scale is not scale or self.scale_inv is not inverse or self.amax is not amax:
             self._viewed = vectors = self.scale, self.scale_inv, self.amax
@@ -106,16 +104,16 @@ class Slots:
 
 
 class DelayedScaling(Slots):
-    """The amax history and the scales of n tensors, whose Formats are given.
+    """The amax history and the scales of n tensors with the given Formats.
 
     amax_history (history_len, n), newest row first; history_len is 1 or more. algo: "most_recent" or "max". Until the
-    first update (`warm` is False) the scales are 1 and mean nothing: callers scale just in time.
+    first update (`warm` is False) the scales are 1 and must not be used: callers compute them from the tensor's amax.
     """
 
     def __init__(
         self, formats: list[Format], history_len: int, algo: str, margin: int, device: torch.device | str
     ):
-        assert algo in ("most_recent", "max") and history_len >= 1  # as the flags are checked
+        assert algo in ("most_recent", "max") and history_len >= 1  # the flags' checks see to it
         super().__init__(len(formats), device)
         self.algo = algo
         self.warm = False
@@ -124,14 +122,14 @@ class DelayedScaling(Slots):
         self._target = self._largest * 2.0**-margin
 
     def record(self, i: int, amax: torch.Tensor) -> None:
-        """Take `amax` (0-d float32) into slot i's maximum of the step; NaN and infinity stay until update."""
+        """Include `amax` (0-d float32) in slot i's maximum of this step; NaN and infinity stay until update."""
         mine = self.slot_amax(i)
         torch.maximum(mine, amax, out=mine)
 
     def clipped(self, factor: float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Which tensors of the step have a value beyond `factor` times what their scale can hold, or not finite.
+        """Which tensors of this step have a value beyond `factor` times the range of their scale, or not finite.
 
-        (n,) bool, agreed over `group` (None: with no other rank), before `update`.
+        Returns (n,) bool, combined over `group` (None: this rank alone). Call it before `update`.
         """
         fits = self.amax * self.scale <= self._largest * factor
         found = (~fits).to(torch.uint8)  # true for NaN
@@ -140,10 +138,10 @@ class DelayedScaling(Slots):
         return found.bool()
 
     def update(self, group: dist.ProcessGroup | None = None) -> None:
-        """End the step: agree amax over `group` (None: with no other rank), add it to the history, set new scales.
+        """End the step: reduce amax over `group` (None: this rank alone), add it to the history, set new scales.
 
-        One all_reduce for all slots; no host synchronisation. A slot whose amax is not finite enters the
-        history as zero: the lost step neither sets a scale nor lingers in the maximum of the history.
+        One all_reduce for all slots, without host synchronisation. An amax that is not finite enters the history as
+        zero, so that the lost step affects neither the next scale nor the maximum of the history.
         """
         if group is not None:
             all_reduce_largest(self.amax, group)
@@ -155,7 +153,7 @@ class DelayedScaling(Slots):
         self.warm = True
 
     def load(self, amax_history: torch.Tensor, scale: torch.Tensor, warm: bool) -> None:
-        """Begin a step with another history and other scales, which it takes over; whether they are `warm`."""
+        """Begin a step with this history and these scales, without copying them. warm: whether they may be used."""
         self.amax_history, self.warm = amax_history, warm
         self.amax.zero_()
         self._set(scale)
@@ -164,13 +162,13 @@ class DelayedScaling(Slots):
 def power_of_two_scale(
     amax: torch.Tensor, fmt: Format, margin: int = 0, previous: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As compute_scale, rounded down to a power of two."""
+    """compute_scale's result, rounded down to a power of two."""
     scale = compute_scale(amax, fmt, margin, previous)
     return torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
 
 
 def adam_growth(lr: float, beta1: float, beta2: float, step: int) -> float:
-    """What step number `step` (from 1) of Adam can add to the magnitude of a weight; the top of the file has the bound.
+    """The most that step number `step` (from 1) of Adam can add to a weight's magnitude (bound at the top of the file).
 
     Needs beta1^2 < beta2.
     """
@@ -182,9 +180,9 @@ def adam_growth(lr: float, beta1: float, beta2: float, step: int) -> float:
 
 
 class WeightScaling(Slots):
-    """Scales of stored weights, a slot each, powers of two, each chosen before the step that encodes with it.
+    """Power-of-two scales of stored weights, one slot each, chosen before the step that encodes with them.
 
-    amax: max|w| of the last step. The group shares the weights' parts.
+    amax: max|w| of the last step. group: the ranks that hold shards of the weights.
     """
 
     def __init__(self, weights: int, fmt: Format, margin: int, group, device: torch.device | str):
@@ -193,23 +191,23 @@ class WeightScaling(Slots):
         self._handle: Any = None
 
     def begin_step(self, growth: float) -> None:
-        """Choose the scales of a step that may add `growth` to any |w|; `amax` then collects the step's."""
+        """Choose the scales of a step that may add `growth` to any |w|, and zero `amax` for the step."""
         self.wait()
         self._set(power_of_two_scale(self.amax + growth, self.fmt, self.margin, self.scale))
         self.amax.zero_()
 
     def end_step(self) -> None:
-        """Agree the step's amax; no rank waits for it before the next."""
+        """Start to reduce the step's amax over the group; the next step waits for it."""
         self._handle = all_reduce_largest(self.amax, self.group, async_op=True)
 
     def wait(self) -> None:
-        """Have `amax` valid for what the current stream does next."""
+        """Make the current stream wait until `amax` is reduced."""
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
 
     def load(self, i: int, values: torch.Tensor) -> None:
-        """Set weight i's amax to that of `values`, agreed, and its scale to the tightest."""
+        """Set weight i's amax to that of `values`, reduced over the group, and its scale to the largest that fits."""
         amax = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         self.amax[i] = amax
