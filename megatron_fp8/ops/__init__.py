@@ -1,4 +1,4 @@
-"""The numeric operations that have a kernel: by_device.py chooses it or its reference. Adam is adam.py's."""
+"""The numeric operations that have a kernel; by_device.py runs the kernel or the reference. For Adam see adam.py."""
 
 from .by_device import (
     activate,

@@ -1,7 +1,7 @@
-"""What a step of Adam works on, and its states between their formats and float32: for checkpoints, and for the oracle.
+"""Adam's states: their types, and their conversion to and from float32, in plain PyTorch on any device.
 
-In plain PyTorch on any device. A step never comes here on a GPU: its kernel reads and writes each format in registers
-(triton/adam.py).
+Checkpoints and the reference step use the conversions. The GPU's step does not: its kernel converts each format in
+registers (triton/adam.py).
 """
 
 import math
@@ -22,9 +22,9 @@ type Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class AdamHyper:
-    """What a step needs to know beside its tensors, as torch.optim.Adam's arguments. step: 1 for the first.
+    """The scalar arguments of one step, named as in torch.optim.Adam.
 
-    decoupled: weight decay as AdamW's, else as Adam's, added to the gradient.
+    step: 1 for the first. decoupled: weight decay as in AdamW; else as in Adam, added to the gradient.
     """
 
     lr: float
@@ -37,17 +37,17 @@ class AdamHyper:
 
     @property
     def step_size(self) -> float:
-        """lr over the bias correction of exp_avg."""
+        """lr divided by the bias correction of exp_avg."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def root_correction(self) -> float:
-        """What sqrt(exp_avg_sq) is multiplied by to correct its bias."""
+        """The factor that corrects the bias of sqrt(exp_avg_sq)."""
         return 1 / math.sqrt(1 - self.beta2**self.step)
 
 
 def is_remainder(master: State) -> TypeGuard[torch.Tensor]:
-    """Whether the master is what it lacks of the weight, rather than a number of its own."""
+    """Whether the master is stored as its remainder to the weight (int16), not as a number of its own."""
     return isinstance(master, torch.Tensor) and master.dtype == torch.int16
 
 
@@ -67,7 +67,7 @@ def write_state(state: State, values: torch.Tensor) -> None:
 
 
 def read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
-    """The master's values (n,) float32; of a remainder, with the weight that it is the remainder to."""
+    """The master's values (n,) float32; a remainder is joined with its weight."""
     if not is_remainder(master):
         return read_state(master)
     if isinstance(weight, ScaledTensor):
@@ -78,7 +78,7 @@ def read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Ten
 def write_master(
     master: State, weight: torch.Tensor | ScaledTensor, w: torch.Tensor, weight_scale: torch.Tensor | None
 ) -> None:
-    """Both the master and the weight, in place, from w (n,) float32."""
+    """Write master and weight, in place, from w (n,) float32."""
     if is_remainder(master):
         scaled = isinstance(weight, ScaledTensor)
         new, remainder = split_e4m3(w, weight_scale) if scaled else split_bf16(w)

@@ -1,10 +1,10 @@
-"""The operations that have a kernel, one function each, by where their first argument is.
+"""Chooses each operation's implementation by the device of its first argument.
 
-    on a CUDA tensor   the Triton kernels of ops/triton/
-    elsewhere          plain PyTorch, which is also the kernels' oracle
+    CUDA        the Triton kernel in ops/triton/
+    elsewhere   plain PyTorch, the reference that tests compare the kernel with
 
-Signatures and docstrings are the oracle's. Triton is imported at the first use on a CUDA tensor, so that a machine
-without a GPU needs none.
+Each operation has the signature and the docstring of its reference. Triton is imported when an operation first gets a
+CUDA tensor, so a machine without a GPU does not need it.
 """
 
 import functools
@@ -23,18 +23,18 @@ from . import (
 )
 
 
-def _with_kernel[F: Callable[..., Any]](oracle: F) -> F:
-    """`oracle`, or on a CUDA tensor the kernel that has its name."""
+def _with_kernel[F: Callable[..., Any]](plain: F) -> F:
+    """`plain`; but on a CUDA tensor, the function of the same name in ops/triton/."""
 
     @functools.cache
     def kernel() -> F:
         from . import triton
 
-        return getattr(triton, oracle.__name__)
+        return getattr(triton, plain.__name__)
 
-    @functools.wraps(oracle)
+    @functools.wraps(plain)
     def op(x, *args, **kwargs):
-        return (kernel() if x.is_cuda else oracle)(x, *args, **kwargs)
+        return (kernel() if x.is_cuda else plain)(x, *args, **kwargs)
 
     return op  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Activations with their casts in plain PyTorch: the oracle for ops/triton/activation.py, and what runs on the CPU.
+"""Activations with their casts in plain PyTorch: the reference for triton/activation.py, and the CPU's implementation.
 
     kind            act(x), x = h + bias                    with halves x1, x2 of x's last dimension (GATED)
     gelu            x Phi(x), Phi the normal distribution   F.gelu
@@ -7,13 +7,13 @@
     swiglu          silu(x1) x2
     geglu           gelu_tanh(x1) x2                        stock's fused_bias_geglu
 
-Everything is float32 from the 16-bit inputs on; the one rounding is that of the result, to FP8 or to h's type. So FP8
-here differs from quantize(activation in BF16), which rounds twice. An infinity of x becomes what the formula makes of
-it, which may be a NaN, but never a number.
+All arithmetic on the 16-bit inputs is float32. Only the result is rounded, once, to FP8 or to h's type. So the FP8
+result differs from quantize(activation in BF16), which rounds twice. For an infinite x the result is the formula's in
+float32, which may be NaN (-inf * 0).
 
-What the backward pass needs of h may be kept in a byte an element: x in RowBlocks, E4M3 with a power of two for each
-128 of a row; of gated kinds each half is a row, (2M, F). Wherever h is an argument such blocks will do, without a bias,
-which is in them.
+The forward pass may keep x for the backward pass in one byte an element, as RowBlocks: E4M3 with a power of two for
+every 128 elements of a row. For gated kinds each half is a row of its own, (2M, F). An argument h may be such blocks;
+bias must then be None, because the blocks include it.
 """
 
 import math
@@ -41,7 +41,7 @@ def _gelu_tanh_slope(x: torch.Tensor) -> torch.Tensor:
 
 
 def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """d value / d x of a kind that is not gated; for gated kinds of their first half's function."""
+    """The derivative of _value; for gated kinds, of the function applied to the first half."""
     if kind == "gelu":
         return _normal(x) + x * (torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
     if kind in ("gelu_tanh", "geglu"):
@@ -54,7 +54,7 @@ def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _value(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "gelu":
-        return x * _normal(x)  # torch's gelu on the CPU makes a NaN of +inf
+        return x * _normal(x)  # torch's gelu on the CPU returns NaN for +inf
     if kind in ("gelu_tanh", "geglu"):
         return 0.5 * x * (1 + torch.tanh(_C * x * (1 + _CUBE * x * x)))
     if kind == "swiglu":
@@ -73,7 +73,7 @@ def shape_of(h: torch.Tensor | RowBlocks, kind: str) -> tuple[int, int]:
 
 
 def blocks_for(h: torch.Tensor, kind: str) -> RowBlocks:
-    """Unwritten blocks in which h (M, F or 2F) can be kept."""
+    """Uninitialised blocks that can keep h (M, F or 2F)."""
     rows, columns = shape_of(h, kind)
     return RowBlocks.empty(rows * (2 if kind in GATED else 1), columns, h.device)
 
@@ -121,15 +121,20 @@ def _quantize(
 def activate(
     h: torch.Tensor, kind: str, bias: torch.Tensor | None = None, kept: RowBlocks | None = None
 ) -> torch.Tensor:
-    """act(h + bias): h (M, F), of gated kinds (M, 2F), and bias of h's width -> (M, F) in h's type. kept, of
-    `blocks_for`, becomes h + bias."""
+    """act(h + bias) (M, F) in h's type.
+
+    h: (M, F), or (M, 2F) for gated kinds. bias: of h's width. kept: from `blocks_for`; h + bias is written to it.
+    """
     return _forward(h, kind, bias, kept).to(h.dtype)
 
 
 def activate_backward(
     dy: torch.Tensor, h: torch.Tensor | RowBlocks, kind: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """dh = dy act'(h + bias): dy (M, F), h (M, F), of gated kinds (M, 2F) -> (M, F or 2F) in dy's type."""
+    """dh = dy act'(h + bias), of h's shape, in dy's type.
+
+    dy: (M, F). h: (M, F), or (M, 2F) for gated kinds; or the blocks that keep it, without a bias.
+    """
     return _backward(dy, h, kind, bias).to(dy.dtype)
 
 
@@ -145,10 +150,11 @@ def activate_quantize(
     amax_out: torch.Tensor | None = None,
     kept: RowBlocks | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """act(h + bias) of activate, cast from float32 as ops.quantize casts: (payload (M, F), payload_t (F, M)).
+    """The float32 act(h + bias), cast as ops.quantize casts: (payload (M, F), payload_t (F, M)).
 
-    scale: 0-d float32. rows, columns: which of the two are wanted; the other is None. amax_out (0-d float32) becomes
-    max(amax_out, max|act|) of the float32 values, NaN and infinity included. kept as in activate.
+    scale: 0-d float32. rows, columns: whether to return payload and payload_t; None stands for one that is not wanted.
+    amax_out (0-d float32) becomes max(amax_out, max|act|) of the float32 values, NaN and infinity included. h, bias,
+    kept: as in activate; h may also be the blocks that keep it, without a bias.
     """
     return _quantize(_forward(h, kind, bias, kept), fmt, scale, rows, columns, amax_out)
 
@@ -167,10 +173,11 @@ def activate_backward_quantize(
     bias_grad: bool = False,
     again: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dh of activate_backward, cast from float32: (payload of its shape, payload_t, dbias); else as activate_quantize.
+    """activate_backward's dh in float32, cast: (payload of dh's shape, payload_t, dbias).
 
-    dbias (dh's width, dy's type), where bias_grad asks for it: the sum of dh's float32 values over rows. again: a scale
-    and FP8 columns (F, M), which become those that activate_quantize would make of h.
+    dbias (dh's width, dy's type) is the sum of dh's float32 rows if bias_grad is True, else None. again: (scale, FP8
+    payload_t (F, M)); act(h + bias) is cast with this scale and written there, as activate_quantize would cast it. The
+    other arguments are as in activate_quantize.
     """
     dh = _backward(dy, h, kind, bias)
     if again is not None:

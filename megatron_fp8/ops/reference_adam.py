@@ -1,8 +1,8 @@
-"""adam_step in plain PyTorch: the oracle for the kernel, and what runs on the CPU. ops/adam.py defines it.
+"""adam_step in plain PyTorch: the reference for the kernel, and the CPU's implementation. ops/adam.py defines the step.
 
-Every line of arithmetic is as many float32 operations as it shows, each rounded by itself: no addcmul and no
-add with alpha, which on some machines round once where the kernel rounds twice. The square root is taken in float64,
-and so rounded correctly: torch's in float32, where it comes from MKL, is at times an ulp off.
+Each float32 operation in the code is rounded by itself. addcmul, or add with alpha, would round once on some machines
+where the kernel rounds twice. The square root is computed in float64, to be correctly rounded: torch's float32 root may
+be an ulp wrong if it comes from MKL.
 """
 
 import torch
@@ -14,11 +14,11 @@ from .reference import amax, quantize_blocks, sum_blocks
 
 
 def _towards_zero(m: torch.Tensor) -> torch.Tensor:
-    """m (n,) with what E4M3 would hold as subnormals of its block cut to multiples of their unit, 2^-9 * 2^e."""
+    """m (n,), with elements that are subnormal in their E4M3 block truncated to multiples of 2^-9 * 2^e."""
     exponents = quantize_blocks(m).exponents
     unit = (block_scales(exponents) * 2.0**-9).repeat_interleave(BLOCK)
     steps = m / unit
-    return torch.where(steps.abs() < 8, steps.trunc() * unit + 0.0, m)  # + 0: a zero is positive
+    return torch.where(steps.abs() < 8, steps.trunc() * unit + 0.0, m)  # + 0.0 makes -0 positive
 
 
 def _read_gradient(gradient: Gradient, grad_scale: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def adam_step(
     weight_scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
 ) -> None:
-    """ops.adam.adam_step, without its checks; a ScaledTensor needs its weight_scale and keeps its scale_inv."""
+    """See ops.adam.adam_step. No checks here; a ScaledTensor needs a weight_scale."""
     g, w = _read_gradient(gradient, grad_scale), read_master(master, weight)
     m, v = read_state(exp_avg), read_state(exp_avg_sq)
     if isinstance(exp_avg_sq, BlockScaled):

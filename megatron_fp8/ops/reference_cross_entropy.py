@@ -1,29 +1,31 @@
-"""Cross-entropy over a vocabulary that several ranks may share: the oracle for ops/triton/cross_entropy.py, and what
-runs on the CPU.  Of a row x (V,) with target t,
+"""Cross-entropy over a vocabulary that may be split over ranks: the reference for triton/cross_entropy.py, and the
+CPU's implementation.
+
+For a row x (V,) with target t:
 
     loss = log(sum_i e^(x_i - m)) - (x_t - m),      dx_i = (e^(x_i - m) / sum - [i = t]) dloss,      m = max_i x_i
 
-in FP32 and, with one rank, in the order in which stock Megatron computes it: the same bits. What the backward pass
-needs of a row beside x is m and the sum. Their logarithm, m + log(sum), would be one number instead of two, but is
-rounded at m's magnitude: at |m| = 10^4 each probability would be wrong by 5e-4.
+All in FP32. With one rank the order of operations is stock Megatron's, so the bits are the same. Beside x, the backward
+pass needs m and the sum of each row. m + log(sum) would be one number instead of two, but it is rounded at m's
+magnitude: at |m| = 10^4 each probability would be wrong by 5e-4.
 
-A rank has a shard of the columns, of which it makes three numbers a row; those of all ranks make the loss. A target
-that no rank has (an ignored token's -1) has x_t - m = 0, as in stock.
+A rank has a shard of the columns and computes three numbers a row from it; the numbers of all ranks give the loss. A
+target outside the vocabulary (an ignored token's -1) gets x_t - m = 0, as in stock.
 """
 
 import torch
 
 
 def cross_entropy_statistics(logits: torch.Tensor, target: torch.Tensor, first: int) -> torch.Tensor:
-    """What a shard of the vocabulary knows of each row, (3, n) float32: max of x, sum of e^(x - max), and x_t.
+    """A shard's three numbers for each row, (3, n) float32: max of x, sum of e^(x - max), and x_t.
 
     Args:
         logits: (n, V/ranks), of any float type, contiguous.
-        target: (n,) int64, numbered over the whole vocabulary, contiguous.
-        first: the number of the shard's first column.
+        target: (n,) int64, an index into the whole vocabulary, contiguous.
+        first: index of the shard's first column in the vocabulary.
 
-    x_t is 0 where t is not of this shard, the sum 0 where all of x is minus infinity, and NaN where x has a NaN or
-    plus infinity.
+    x_t is 0 if t is not in this shard. The sum is 0 if all of x is minus infinity, and NaN if x has a NaN or plus
+    infinity.
     """
     x = logits.float()
     largest = x.amax(1)
@@ -36,9 +38,9 @@ def cross_entropy_statistics(logits: torch.Tensor, target: torch.Tensor, first: 
 def cross_entropy_loss(
     statistics: torch.Tensor, target: torch.Tensor, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ranks' statistics (ranks, 3, n) -> (loss (n,), and of the whole rows max and sum (2, n)), float32.
+    """The ranks' statistics (ranks, 3, n) -> (loss (n,), max and sum of the whole rows (2, n)), all float32.
 
-    vocabulary: columns of all ranks together.
+    vocabulary: number of columns of all ranks together.
     """
     largest, total, predicted = statistics.unbind(1)
     top = largest.amax(0)
@@ -61,7 +63,7 @@ def cross_entropy_gradient(
     Args:
         logits, target, first: as in `cross_entropy_statistics`.
         normalizer: (2, n), as `cross_entropy_loss` returns it.
-        dloss: (n,) float32, contiguous. Where it is 0, so is the row, whatever the logits are.
+        dloss: (n,) float32, contiguous. If it is 0, the row's gradient is 0 even for logits that are not finite.
         out: of the logits' shape and type, contiguous.
     """
     top, total = normalizer
@@ -73,7 +75,7 @@ def cross_entropy_gradient(
 
 
 def _own_column(logits: torch.Tensor, target: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, 1) the target's column in this shard, 0 where it is not of it, and (n,) where it is."""
+    """The target's column in this shard (n, 1), or 0 if it is in another, and whether it is in this shard (n,)."""
     column = target - first
     here = (column >= 0) & (column < logits.shape[1])
     return column.masked_fill(~here, 0)[:, None], here

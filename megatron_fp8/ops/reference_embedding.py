@@ -1,4 +1,5 @@
-"""A table's gradient in plain PyTorch: the oracle for ops/triton/embedding.py, and what runs on the CPU."""
+"""The gradient of an embedding table in plain PyTorch: the reference for triton/embedding.py, and the CPU's
+implementation."""
 
 import torch
 
@@ -6,8 +7,8 @@ import torch
 def add_rows(into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """into[rows[i]] += values[i] for all i: into (V, K) float32 or BF16, rows (n,) int64, values (n, K).
 
-    Values of one row are added to one another in float32, in their order, and their sum is added to `into`, rounded
-    once; so the result depends on nothing else. What is not in 0 .. V - 1 is left out.
+    The values of one row are summed in float32, in order of i, and the sum is added to `into` with one rounding, so the
+    result is deterministic. A row number outside 0 .. V - 1 is ignored.
     """
     present = (rows >= 0) & (rows < into.shape[0])
     rows, values = rows[present], values[present].float()

@@ -1,6 +1,7 @@
-"""LayerNorm and RMSNorm in plain PyTorch, their cast to FP8 and their gradients: the oracle of triton/norm.py.
+"""LayerNorm and RMSNorm, their cast to FP8 and their gradients in plain PyTorch: the reference for triton/norm.py, and
+the CPU's implementation.
 
-With x (M, K), sums over K and all arithmetic in float32, and gain = weight, or 1 + weight where it is zero-centred:
+x is (M, K), sums are over K, all arithmetic is float32, and gain = weight, or 1 + weight if it is zero-centred:
 
     LayerNorm  n = (x - mean(x)) * rstd    rstd = 1 / sqrt(mean((x - mean(x))^2) + eps)    y = n * gain + bias
     RMSNorm    n = x * rstd                rstd = 1 / sqrt(mean(x^2) + eps)                y = n * gain
@@ -8,16 +9,15 @@ With x (M, K), sums over K and all arithmetic in float32, and gain = weight, or 
     with g = dy * gain:    dx = rstd * (g - mean(g) - n * mean(g * n)) + residual      no mean(g) in RMSNorm
                            dweight = sum over rows of dy * n                           dbias = sum over rows of dy
 
-y is rounded once: to x's type, or straight to FP8, which therefore differs from a cast of the BF16 y where the
-first rounding made a tie. The residual (the gradient that reaches x past the norm) is added to the rounded dx, and the
-sum rounded again: the bits of autograd, which adds in a kernel of its own where this one cannot (an MLP that is
-recomputed).
+y is rounded once, to x's type or directly to FP8. The direct cast may differ from a cast of the BF16 y by that second
+rounding. The residual (the gradient that reaches x past the norm) is added to the rounded dx, and the sum is rounded
+again. Autograd gives the same bits if it adds the residual in a kernel of its own, as for an MLP that is recomputed.
 
-What the backward pass needs of x may be kept in a byte an element: n in E4M3, times `kept_scale(K)`. Whatever x is,
-|n| <= sqrt(K): so the scale is a constant, nothing saturates, and LayerNorm's mean is out of it. The error is E4M3's,
-at most 2^-4 of n, and 2^-10 / kept_scale(K) of what is small (2^-12 for K of 4096).
+The forward pass may keep n for the backward pass in one byte an element: n * `kept_scale(K)` in E4M3. |n| <= sqrt(K)
+for every x, so the scale is a constant and nothing saturates; and n is free of LayerNorm's mean. The error is E4M3's:
+at most 2^-4 of n, or absolute 2^-10 / kept_scale(K) for small n (2^-12 for K = 4096).
 
-A kernel agrees but for the order of sums and fused multiply-adds: float32's, before dx is rounded.
+The kernel differs only in the order of float32 sums and in fused multiply-adds, before dx is rounded.
 """
 
 import math
@@ -33,7 +33,7 @@ def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 
 
 def kept_scale(columns: int) -> float:
-    """What n is multiplied by where it is kept: the largest power of two with which sqrt(columns) is within E4M3."""
+    """The factor of n when it is kept: the largest power of two with which sqrt(columns) fits into E4M3."""
     return 2.0 ** math.floor(math.log2(E4M3.max / math.sqrt(columns)))
 
 
@@ -71,9 +71,14 @@ def norm(
     zero_centered: bool,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """x (M, K) BF16, FP16 or FP32, weight and bias (K,) of any float type -> y (M, K) in x's type, mean (M,) FP32
-    (None for RMSNorm, which takes no bias), rstd (M,) FP32. zero_centered: `weight` is the gain less 1. kept (M, K)
-    E4M3, contiguous, becomes the cast of n * kept_scale(K)."""
+    """Normalise x: (y (M, K) in x's type, mean (M,) FP32, rstd (M,) FP32). mean is None for RMSNorm.
+
+    Args:
+        x: (M, K) BF16, FP16 or FP32.
+        weight, bias: (K,) of any float type; bias is None for RMSNorm.
+        zero_centered: whether `weight` is the gain minus 1.
+        kept: (M, K) E4M3, contiguous; the cast of n * kept_scale(K) is written to it.
+    """
     y, mean, rstd = _norm(x, weight, bias, eps, rms, zero_centered, kept)
     return y.to(x.dtype), mean, rstd
 
@@ -93,10 +98,10 @@ def norm_quantize(
     amax_out: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """`norm` whose float32 y is cast as `quantize` casts it: (payload (M, K), payload_t (K, M), mean, rstd).
+    """`norm`, with the float32 y cast as `quantize` casts: (payload (M, K), payload_t (K, M), mean, rstd).
 
-    rows and columns, one or both: which of the payloads are wanted; the other is None. amax_out (0-d float32) becomes
-    max(amax_out, max|y|), NaN and infinity included.
+    rows, columns: whether to return payload and payload_t, at least one; None stands for one that is not wanted.
+    amax_out (0-d float32) becomes max(amax_out, max|y|), NaN and infinity included.
     """
     y, mean, rstd = _norm(x, weight, bias, eps, rms, zero_centered, kept)
     return *_cast(y, fmt, scale, rows, columns, amax_out), mean, rstd
@@ -119,7 +124,7 @@ def norm_requantize(
     rows: bool = True,
     columns: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The payloads of `norm_quantize` once more, of what it kept: (payload (M, K), payload_t (K, M))."""
+    """norm_quantize's payloads, computed again from the n that it kept: (payload (M, K), payload_t (K, M))."""
     return _cast(_affine(_normalized(kept, None, None), weight, bias, zero_centered), fmt, scale, rows, columns)
 
 
@@ -135,10 +140,14 @@ def norm_backward(
     residual: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """dy (M, K), x, mean and rstd of `norm`, residual (M, K) -> dx (M, K) in dy's type, dweight (K,) in weight's, and
-    dbias (K,) in weight's, or None for RMSNorm. In place of x what `norm` kept will do; mean is not read then.
+    """(dx (M, K) in dy's type, dweight (K,) in weight's type, dbias (K,) in weight's type). dbias is None for RMSNorm.
 
-    into: of one type, what float32's dweight and dbias are added to; then neither is returned.
+    Args:
+        dy: (M, K).
+        x: norm's input, or the n that `norm` kept, in E4M3; then mean is not read.
+        mean, rstd: as `norm` returned them.
+        residual: (M, K), added to dx.
+        into: (dweight, dbias) of one type; the float32 gradients are added to them, and None is returned for both.
     """
     gradient = dy.float()
     normalized = _normalized(x, mean, rstd)

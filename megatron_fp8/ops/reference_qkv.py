@@ -1,19 +1,22 @@
-"""Queries, keys and values out of one product, rotated, and their gradients into one: the oracle of triton/qkv.py.
+"""Splits the QKV GEMM's output into rotated queries, keys and values, and joins their gradients, in plain PyTorch: the
+reference for triton/qkv.py, and the CPU's implementation.
 
-Rows of `mixed` hold the groups one after the other, and a group its r heads of queries, one of keys, one of values:
+A row of `mixed`, the GEMM's output, holds the groups one after the other. A group has r query heads, a key head and a
+value head:
 
     q q .. q k v | q q .. q k v | ...        each head hn numbers
 
-Rotary embedding turns pairs (x1, x2) of the first d numbers of each head of q and k by an angle that its place in the
-sequence gives. A pair is d/2 apart, or `interleaved`: side by side. In float32, each product and sum rounded by itself:
+The rotary embedding rotates pairs (x1, x2) of the first d numbers of each head of q and k by an angle that depends on
+the position in the sequence. The two numbers of a pair are d/2 apart, or adjacent if `interleaved`. In float32, each
+product and sum is rounded by itself:
 
     y1 = x1 cos1 - x2 sin1        dx1 = dy1 cos1 + dy2 sin2
     y2 = x2 cos2 + x1 sin2        dx2 = dy2 cos2 - dy1 sin1
 
-which for float32 heads is, bit for bit, Megatron's unfused rotary embedding and what autograd makes of it. (That one
-rounds cos, sin and both products to BF16 under --bf16, where the result is rounded once here.)
+For float32 heads this is Megatron's unfused rotary embedding and its autograd gradient, bit for bit. Under --bf16
+Megatron rounds cos, sin and both products to BF16, while here only the result is rounded.
 
-A kernel agrees bit for bit, but for the sign and payload of NaN.
+The kernel agrees bit for bit, except for the sign and payload of NaN.
 """
 
 import torch
@@ -23,7 +26,7 @@ from .reference import quantize
 
 
 def _rotated_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """(-x2, x1) in the places of (x1, x2)."""
+    """x with each pair (x1, x2) replaced by (-x2, x1)."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -43,13 +46,15 @@ def split_qkv(
     *,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """mixed (s, b, groups * (heads_per_group + 2) * hn), contiguous, which is used up
-    -> q (s, b, groups * heads_per_group, hn), k and v (s, b, groups, hn).
+    """Split `mixed` into q (s, b, groups * heads_per_group, hn), k and v (s, b, groups, hn), with q and k rotated.
 
-    cos, sin: (s, d) float32, d even and at most hn; None: nothing is rotated.
+    Args:
+        mixed: (s, b, groups * (heads_per_group + 2) * hn), contiguous. Do not use it afterwards: it may be overwritten.
+        cos, sin: (s, d) float32, d even and at most hn. None: nothing is rotated.
+        interleaved: whether the two numbers of a pair are adjacent.
 
-    With one group, or one head of queries a group, q, k and v are views of `mixed`, rotated where they lie: no other
-    memory, and nothing to do without rotation. Else q cannot be a view, so all three are new, and `mixed` can be freed.
+    With one group, or one query head a group, q, k and v are views of `mixed`, rotated in place: this takes no memory,
+    and no time without rotation. Otherwise q cannot be a view. Then all three are new, and `mixed` can be freed.
     """
     s, b, width = mixed.shape
     r = heads_per_group
@@ -79,11 +84,12 @@ def join_qkv(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradient of `mixed` from those of split_qkv's results, of any strides: (s * b, width) in dq's type.
+    """The gradient of `mixed`, (s * b, width) in dq's type, from the gradients of split_qkv's results, of any strides.
 
-    With `fmt` and `scale` (0-d float32) instead (payload, payload_t), (s * b, width) and (width, s * b), as `quantize`
-    casts the float32 gradient, without the rounding to dq's type in between. rows and columns: which of the two are
-    wanted, one at least; the other is None. amax_out (0-d float32) becomes max(amax_out, max|gradient|).
+    With `fmt` and `scale` (0-d float32) returns (payload (s * b, width), payload_t (width, s * b)) instead: `quantize`
+    of the float32 gradient, which is not rounded to dq's type first. rows, columns: whether to return payload and
+    payload_t, at least one; None stands for one that is not wanted. amax_out (0-d float32) becomes max(amax_out,
+    max|gradient|).
     """
     s, b, heads, hn = dq.shape
     groups = dk.shape[2]

@@ -1,4 +1,4 @@
-"""The Triton kernels, one family a file. Imported only where they run: see megatron_fp8/ops/by_device.py."""
+"""The Triton kernels, one family a file. by_device.py imports them when an operation first gets a CUDA tensor."""
 
 from .activation import activate, activate_backward, activate_backward_quantize, activate_quantize
 from .blocks import add_blocks, quantize_blocks, square_sum_blocks, sum_blocks

@@ -1,22 +1,24 @@
-"""Activation and cast in one pass, forward and backward.
+"""Activation functions with the cast to FP8 in one pass, forward and backward, as Triton kernels.
 
-    activate_quantize             reads 2 bytes an element of h; writes 1 a row, 1 a column payload of act(h + bias)
-    activate_backward_quantize    reads 2 of dy and 2 of h; writes 1 and 1 an element of dh; adds dh up over rows
+Bytes per element:
 
-Where h is kept in RowBlocks for the backward pass, the first writes 1 more, but no columns, and the second reads 1 of h
-and writes those columns (`again`). A tile is one block wide.
+    activate_quantize             reads 2 of h; writes 1 for each payload, rows and columns, of act(h + bias)
+    activate_backward_quantize    reads 2 of dy and 2 of h; writes 1 for each payload of dh; sums dh over rows
 
-Bound by memory only if an element costs few instructions: an H200 issues about 30 a byte of its bandwidth, so 30 an
-element in the time of 4 bytes. Hence
+If h is kept in RowBlocks for the backward pass, the first writes 1 more for it, but no columns; the second reads 1 of h
+and writes those columns (`again`). A tile is then one block wide.
+
+The kernels are bound by memory only if an element costs few instructions: an H200 issues about 30 of them in the time
+that its memory takes for 4 bytes. Hence
 
 - Phi(-a), a >= 0, is 2 ** P(a), P of degree 5: one special function, no branch. Against float64 the error of Phi is
   below 3.5e-7 = 2^-21.4 in float32, that of gelu and of its slope below 1.6e-6, both absolute
   (tests/gpu/test_activation_cuda.py). The slope's Gaussian is a power of two as well. tanh is 2 sigmoid(2 u) - 1.
-- ex2.approx and rcp.approx as they are (error at most 2^-22; denormals are zeros).
-- The tile is read as four of every fourth row, so that four rows' codes make one 32-bit word in the registers, and
-  words instead of bytes go through shared memory for the transpose (see cast.py).
+- ex2.approx and rcp.approx are used without correction (error at most 2^-22; denormals are zeros).
+- A program reads its tile as four tiles of every fourth row. The codes of four rows then make one 32-bit word in a
+  register, and words instead of bytes go through shared memory for the transpose (see cast.py).
 
-Sums over rows: a program adds up its tiles, and sums.py the programs' sums: no atomics.
+Sums over rows: a program sums over its tiles, and sums.py sums over the programs. There are no atomics.
 """
 
 import math
@@ -44,11 +46,11 @@ from .launch import cdiv, launched
 from .sums import empty_sums, summed
 
 _BLOCK = tl.constexpr(BLOCK)
-# rows and columns of a program's tile, and its warps
+# (rows of a program's tile, columns, warps)
 FORWARD, BACKWARD = (64, 128, 8), (32, 128, 4)
 GATED_FORWARD, GATED_BACKWARD = (64, 128, 8), (32, 128, 8)
 
-# log2 Phi(-a), a >= 0: the highest power first. Weighted minimax on [0, 6] for the error of Phi itself; falls beyond.
+# log2 Phi(-a), a >= 0, highest power first: a minimax fit on [0, 6], weighted for Phi's error; it falls beyond 6.
 _P5, _P4, _P3, _P2, _P1, _P0 = (
     tl.constexpr(c)
     for c in (-5.18860317e-04, 7.38721194e-03, -5.25380423e-02, -4.59276660e-01, -1.15108315e00, -1.00000084e00)
@@ -73,7 +75,7 @@ def reciprocal(x):
 
 @triton.jit
 def _share(x, KIND: tl.constexpr):
-    """What x is multiplied by: Phi(x), or a sigmoid."""
+    """The factor of x in the activation's value: Phi(x), or a sigmoid."""
     if KIND == "gelu":
         a = tl.abs(x)
         tail = exp2(((((_P5 * a + _P4) * a + _P3) * a + _P2) * a + _P1) * a + _P0)
@@ -87,7 +89,7 @@ def _share(x, KIND: tl.constexpr):
 @triton.jit
 def _value(x, KIND: tl.constexpr):
     if KIND == "squared_relu":
-        x = tl.where(x < 0.0, 0.0, x)  # a NaN stays
+        x = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, this keeps NaN
         return x * x
     else:
         return x * _share(x, KIND)
@@ -112,9 +114,11 @@ def _value_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, half: tl.constexpr, GATED: tl.constexpr):
-    """float32 of h, or of its blocks, with its bias: rows (R,), cols (C,) of a half of width F (0 where there is no
-    gate). Below the last row it is the last row's, which adds nothing to a maximum; beyond the last column zeros.
-    exponents_ptr: of the tile's block of the first row."""
+    """h + bias as float32, of rows (R,) and columns (C,) of one half of width F (half 0 if there is no gate).
+
+    With exponents_ptr h is blocks; it points to the exponent of the tile's block in the first row. Rows from M on
+    repeat the last row, which does not change a maximum. Columns from F on are zeros.
+    """
     inside = cols < F
     own = tl.minimum(rows, M - 1).to(tl.int64)
     if GATED:
@@ -129,7 +133,7 @@ def _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, half: tl.constexpr, 
 
 @triton.jit
 def _keep(x, kept_ptr, exponents_ptr, rows, cols, M, F, half: tl.constexpr, GATED: tl.constexpr, zero):
-    """Store float32 x (R, 128) as blocks, where _load finds them."""
+    """Store float32 x (R, 128) as blocks, in the layout that _load reads."""
     own = rows.to(tl.int64)
     if GATED:
         own = 2 * own + half
@@ -150,7 +154,7 @@ def _act(
     h_ptr, bias_ptr, exponents_ptr, kept_ptr, kept_exponents_ptr, rows, cols, M, F, zero,
     KIND: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """act(h + bias), float32; h + bias goes to kept, if it is there."""
+    """act(h + bias), float32. With a kept_ptr, h + bias is stored there as blocks."""
     x = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED)
     if kept_ptr is not None:
         _keep(x, kept_ptr, kept_exponents_ptr, rows, cols, M, F, 0, GATED, zero)
@@ -167,9 +171,10 @@ def _act(
 def _act_back(
     dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
-    """dh, float32, of columns cols and of F + cols, which means nothing where kind is not gated; and act(h + bias).
-    Below the last row, where h is the last row again, dy is 0: nothing is added to a sum, or a NaN to one that has it
-    already."""
+    """(dh of columns `cols`, dh of columns F + `cols`, act(h + bias)), float32. The second is unused if not gated.
+
+    For rows from M on, h repeats the last row and dy is 0. So they add 0 to a sum, or NaN to a sum that is NaN already.
+    """
     there = (rows < M)[:, None] & (cols < F)[None, :]
     dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * F + cols[None, :], mask=there, other=0.0).to(tl.float32)
     value, slope = _value_and_slope(_load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED), KIND)
@@ -188,8 +193,10 @@ def _activate_kernel(
     KIND: tl.constexpr, GATED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """act(h + bias) of a tile: with a scale_ptr cast into out and out_t, where they are there; else into out. With
-    exponents_ptr h are blocks, and h + bias becomes kept's, if there is a kept_ptr: a tile is a block wide then."""
+    """act(h + bias) of a tile: with a scale_ptr, cast into out and out_t, if given; else stored in out.
+
+    With exponents_ptr, h is blocks. With kept_ptr, h + bias is stored there as blocks. A tile is one block wide then.
+    """
     _, quads, cols = tile_place(F, TILE_M, TILE_K)
     if exponents_ptr is not None:
         exponents_ptr += tl.program_id(0) % tl.cdiv(F, TILE_K)
@@ -227,8 +234,11 @@ def _activate_backward_kernel(
     AGAIN_E4M3: tl.constexpr, AGAIN_WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """dh of a tile, as _activate_kernel; row t of sums (., width) becomes the sum of the rows of program t's TILES
-    tiles; and the columns of act(h + bias) go to again, if it is there."""
+    """dh of TILES tiles, one below the other, stored as _activate_kernel stores act.
+
+    With sums_ptr, the sum over these tiles' rows goes to row `tile` of sums (., width). With again_ptr, payload_t of
+    act(h + bias) goes there.
+    """
     tile, _, cols = tile_place(F, TILE_M * TILES, TILE_K)
     width = 2 * F if GATED else F
     if exponents_ptr is not None:
@@ -281,13 +291,13 @@ def _activate_backward_kernel(
 
 
 def _operand(h: torch.Tensor | RowBlocks, bias: torch.Tensor | None, tile_k: int):
-    """h, its bias and its exponents, as the kernels take them."""
+    """(h, bias, exponents) as kernel arguments."""
     if isinstance(h, RowBlocks):
         if bias is not None or tile_k != BLOCK:
-            raise ValueError(f"blocks of {BLOCK} have the bias in them, and are read by tiles as wide, not {tile_k}")
+            raise ValueError(f"h in blocks takes no bias (it is included) and tiles {BLOCK} wide, not {tile_k}")
         return h.payload, None, h.exponents
     if bias is not None and bias.shape != h.shape[1:]:
-        raise ValueError(f"bias {tuple(bias.shape)} is not of h's width {h.shape[1]}")
+        raise ValueError(f"bias {tuple(bias.shape)} must have h's width {h.shape[1]}")
     return h.contiguous(), bias, None
 
 
@@ -309,7 +319,7 @@ def _forward(h, kind, bias, kept, out, out_t=None, scale=None, fmt=None, amax_ou
 
 
 def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out=None, bias_grad=False, again=None):
-    """The sum of dh's rows, where bias_grad asks for it."""
+    """Write dh, or its payloads; return the sum of dh's rows if bias_grad is True."""
     M, F = shape_of(h, kind)
     tile_m, tile_k, warps = GATED_BACKWARD if kind in GATED else BACKWARD
     again_scale, again_t = again or (None, None)
@@ -328,7 +338,7 @@ def _backward(dy, h, kind, bias, out, out_t=None, scale=None, fmt=None, amax_out
 def activate(
     h: torch.Tensor, kind: str, bias: torch.Tensor | None = None, kept: RowBlocks | None = None
 ) -> torch.Tensor:
-    """reference_activation.activate in one pass."""
+    """See reference_activation.activate. One pass."""
     out = h.new_empty(shape_of(h, kind))
     _forward(h, kind, bias, kept, out)
     return out
@@ -337,7 +347,7 @@ def activate(
 def activate_backward(
     dy: torch.Tensor, h: torch.Tensor | RowBlocks, kind: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """reference_activation.activate_backward in one pass."""
+    """See reference_activation.activate_backward. One pass."""
     out = dy.new_empty(_gradient_shape(h, kind))
     _backward(dy, h, kind, bias, out)
     return out
@@ -355,7 +365,7 @@ def activate_quantize(
     amax_out: torch.Tensor | None = None,
     kept: RowBlocks | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """reference_activation.activate_quantize in one pass. amax_out must not hold a negative number."""
+    """See reference_activation.activate_quantize. One pass; amax_out must not be negative."""
     M, F = shape_of(h, kind)
     payload = empty_payload(scale, (M, F), fmt) if rows else None
     payload_t = empty_payload(scale, (F, M), fmt) if columns else None
@@ -377,7 +387,7 @@ def activate_backward_quantize(
     bias_grad: bool = False,
     again: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """reference_activation.activate_backward_quantize in one pass, and one over the programs' sums of dbias."""
+    """See reference_activation.activate_backward_quantize. One pass, and a small one over the programs' dbias."""
     shape = _gradient_shape(h, kind)
     payload = empty_payload(dy, shape, fmt) if rows else None
     payload_t = empty_payload(dy, shape[::-1], fmt) if columns else None

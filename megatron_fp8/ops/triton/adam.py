@@ -1,40 +1,40 @@
-"""One step of Adam on the GPU, in one pass: every state is read once, decoded, stepped, rounded and written once.
+"""One step of Adam in one Triton kernel, which reads, decodes, updates, rounds and writes every state once.
 
-ops/adam.py defines the step and counts its bytes; numerics/master.py defines the formats. The kernel learns a state's
-format from its pointers: exponents are there or not, and the payload's type tells the rest. Each combination in use is
-compiled once, whatever the rates, which are plain float arguments, and where its tensors lie; and once more for sizes
-that do not fill the last program.
+ops/adam.py defines the step and counts its bytes; numerics/master.py defines the formats. The kernel takes a state's
+format from its pointers: whether there are exponents, and the payload's type. Each combination in use is compiled once,
+and once more for sizes that do not fill the last program. The rates, which are float arguments, and the tensors'
+addresses cause no compilation.
 
     (exponents)   float8 BlockScaled, float16 Block16
     (none)        float32, bfloat16; int16 for the remainder
     weight        float8 for E4M3; bfloat16
 
-A program owns whole blocks and reads them before it writes: in place needs no copy. Offsets are 64-bit.
+A program owns whole blocks and reads them before it writes, so the step in place needs no copy. Offsets are 64-bit.
 
-Time. At 15 bytes an element and 4.1 TB/s, memory gives an H200 an element every 3.7 ps; its 132 processors issue about
-110 instructions in that time. Compiled for it (ptxas 12.8), the step with BlockScaled m, Block16 v and the remainder is
-51 with a BF16 weight, 73 with an E4M3 one and its amax; 33 with FP32 states. What keeps them few:
+Time. At 15 bytes an element and 4.1 TB/s, an H200's memory delivers an element every 3.7 ps; its 132 processors issue
+about 110 instructions in that time. Compiled for it (ptxas 12.8), the step with BlockScaled m, Block16 v and the
+remainder takes 51 with a BF16 weight, 73 with an E4M3 weight and its amax; 33 with FP32 states. These keep them few:
 
-- The square root and 1 / x are the approximate instructions. Correctly rounded they are 16 and 26 more, and branch.
-- max|block| is a float maximum that keeps NaN: one instruction, |x| included.
-- Four codes leave the conversion to FP8 in one register, as they are stored. They pass the opaque zero of cast.py,
-  whose top tells of the compiler bug.
-- Halves of 32-bit words are taken as they are: the low half of an FP32 is its remainder to BF16, and the low half of
+- The square root and 1 / x are the approximate instructions. Correct rounding would take 16 and 26 more, and branches.
+- max|block| is a float maximum that keeps NaN: one instruction, including |x|.
+- Four codes leave the conversion to FP8 in one register, in the order in which they are stored. They pass through the
+  opaque zero that cast.py explains (a compiler bug).
+- Halves of 32-bit words need no shift: the low half of an FP32 is its remainder to BF16, and the low half of
   1.5 * 2^23 + x, where float32's ulp is 1, is x rounded to nearest even as an int16.
 
-And ptxas moves a load down to its first use: it would wait for memory twice, for the averages and then for master and
-weight. So all loads stand before a barrier, and what every later line needs, the gradient's scale, behind it.
+ptxas moves a load down to its first use, and would then wait for memory twice: for the averages, and for master and
+weight. So all loads are before a barrier, except the gradient's scale, which every later line depends on.
 
-Rounding. m, v, the decay, and what is stored of w are as in reference_adam.py bit for bit, but for the sign and payload
-of NaN; enable_fp_fusion=False keeps products and sums apart where they do not show as an fma. What is taken from w is
-approximate, in one fma, so that w is rounded once:
+Rounding. m, v, the decay, and the stored formats of w agree with reference_adam.py bit for bit, except for the sign and
+payload of NaN; enable_fp_fusion=False keeps the compiler from fusing products and sums that are not written as fma. The
+update of w is approximate, in one fma, so that w is rounded once:
 
     w = w - (1 + d) * step_size * m / (sqrt(v) * root_correction + eps)        |d| < 2^-21
 
-(2^-23 each from the root and 1 / x, 2^-24 each from an fma and a product). sqrt.approx.ftz takes denormals for zero, so
-it is given v * 2^24: right for every v below 2^104, and infinite from there up, where w only decays. (2^104 is the
-square of a gradient of 10^16; that of 10^20 is infinite anyway.) An eps below 2^-126 may count as zero. Where v is
-stored as its root, that is the correctly rounded one, of any v.
+(2^-23 each from the root and 1 / x, 2^-24 each from an fma and a product). sqrt.approx.ftz treats denormals as zero, so
+the kernel takes the root of v * 2^24: right for every v below 2^104, and infinite from there on, so that w only decays.
+(2^104 is the square of a gradient of 10^16; the square of 10^20 is infinite anyway.) An eps below 2^-126 may count as
+zero. If v is stored as its root, the root is correctly rounded for every v.
 Source: PTX ISA, sqrt.approx.ftz.f32, rcp.approx.ftz.f32, cvt.rn.satfinite.e4m3x2.f32.
 """
 
@@ -50,13 +50,13 @@ from .cast import as_type
 from .launch import cdiv, launched
 
 _BLOCK = tl.constexpr(BLOCK)
-ADAM_BLOCKS, ADAM_WARPS = 16, 4  # blocks of 128 and warps a program; half the blocks where a state is float32
-# What lies where a weight's turn comes, and is read byte by byte or once: not a reason to compile again.
+ADAM_BLOCKS, ADAM_WARPS = 16, 4  # blocks of 128 and warps a program; half the blocks if a state is float32
+# These pointers differ in alignment from weight to weight, and are read byte by byte or once: no reason to recompile.
 _ANYWHERE = [
     "grad_exponents_ptr", "m_exponents_ptr", "v_exponents_ptr", "master_exponents_ptr",
     "grad_scale_ptr", "old_scale_inv_ptr", "scale_ptr", "amax_ptr",
 ]  # fmt: skip
-# four float32 $1 .. $4 -> their codes, one word $0; $5 .. $8 are zero
+# four float32 $1 .. $4 -> their codes in one word $0; $5 .. $8 are zero
 _CODES_ASM = tl.constexpr(
     "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
     "mov.b32 $0, {low, high}; xor.b32 $0, $0, $5;}"
@@ -66,7 +66,7 @@ _ONE_AND_A_HALF = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def _codes(y, zero):
-    """The E4M3 codes, uint8, of float32 y, saturating infinities too."""
+    """float32 y -> its E4M3 codes, uint8; infinities saturate too."""
     return tl.inline_asm_elementwise(_CODES_ASM, "=r,r,r,r,r,r,r,r,r", [y, zero], dtype=tl.uint8, is_pure=True, pack=4)
 
 
@@ -77,7 +77,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _larger(a, b):
-    """Or NaN, if one is."""
+    """The larger of a and b; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -90,26 +90,26 @@ def _elements(ptr, first, ROWS: tl.constexpr):
 
 @triton.jit
 def _load(ptr, exponents_ptr, first, inside):
-    """A state's values as float32 (ROWS, 128); anything where not inside (ROWS,)."""
+    """A state's values as float32 (ROWS, 128); undefined in rows that are not `inside` (ROWS,)."""
     ROWS: tl.constexpr = inside.shape[0]
     values = tl.load(_elements(ptr, first, ROWS), mask=inside[:, None]).to(tl.float32)
     if exponents_ptr is not None:
         byte = tl.load(exponents_ptr + first + tl.arange(0, ROWS), mask=inside).to(tl.int32)
-        # 2^-127, byte 0, is a denormal: its bits are not byte << 23.
+        # Byte 0 stands for 2^-127, a denormal, whose bits are not byte << 23.
         values *= tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)[:, None]
     return values
 
 
 @triton.jit
 def _store(x, ptr, exponents_ptr, first, inside, zero, DECAYS: tl.constexpr = False):
-    """Round float32 x (ROWS, 128) to the state's format and store it; DECAYS: E4M3's subnormals towards zero."""
+    """Round float32 x (ROWS, 128) to the state's format and store it. DECAYS: round E4M3 subnormals towards zero."""
     ROWS: tl.constexpr = inside.shape[0]
     pointers = _elements(ptr, first, ROWS)
     if exponents_ptr is None:
         tl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside[:, None])
     else:
-        # As in blocks.py and numerics/master.py: what is not finite counts as infinity; the sum carries into the
-        # exponent where the significand is above the format's largest.
+        # As in blocks.py and numerics/master.py: NaN counts as infinity; the sum carries into the exponent if the
+        # significand is above the format's largest.
         HALF: tl.constexpr = ptr.dtype.element_ty == tl.float16
         CARRY: tl.constexpr = 0x1FFF if HALF else 0x1FFFFF
         EXPONENT: tl.constexpr = 15 if HALF else 8
@@ -121,7 +121,7 @@ def _store(x, ptr, exponents_ptr, first, inside, zero, DECAYS: tl.constexpr = Fa
         else:
             if DECAYS:
                 y = tl.where(tl.abs(y) < 2.0**-6, (y * 2.0**9).to(tl.int32).to(tl.float32) * 2.0**-9, y)
-            codes = _codes(tl.fma(x, 0.0, y), zero)  # x * 0 is NaN for an infinity, else a zero
+            codes = _codes(tl.fma(x, 0.0, y), zero)  # x * 0 is NaN for an infinite x, else zero
             tl.store(pointers.to(tl.pointer_type(tl.uint8), bitcast=True), codes, mask=inside[:, None])
         tl.store(exponents_ptr + first + tl.arange(0, ROWS), byte.to(tl.uint8), mask=inside)
 
@@ -134,18 +134,18 @@ def _decode(code):
 
 @triton.jit
 def _join_e4m3(code, remainder):
-    """numerics/master.py: an E4M3 weight and its remainder, int16, as one float32, still scaled."""
+    """join_e4m3 of numerics/master.py, without the scale: an E4M3 code and its int16 remainder -> float32."""
     rounded = _decode(code)
-    # The ulp is 2^-3 of the binade, and that of a subnormal the one of 2^-6 (bits 121 << 23); the unit, 2^-19 of it.
+    # The ulp is 2^-3 of the binade; a subnormal has the ulp of 2^-6 (bits 121 << 23). The unit is 2^-19 of the binade.
     binade = tl.maximum(rounded.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     return tl.fma(remainder.to(tl.float32), (binade - (19 << 23)).to(tl.float32, bitcast=True), rounded)
 
 
 @triton.jit
 def _e4m3_remainder(y, code):
-    """numerics/master.py: what is left of float32 y beside its E4M3 code, int16 in units of ulp * 2^-16."""
+    """split_e4m3's remainder (numerics/master.py): float32 y minus its E4M3 code, as int16 in units of ulp * 2^-16."""
     rounded = _decode(code)
-    # With its exponent's bits inverted the binade 2^e is 2^(1 - e): 2^-18 of what turns y - rounded into units.
+    # Inverting the exponent's bits turns the binade 2^e into 2^(1 - e), which is 2^-18 of the factor from y to units.
     inverse = tl.minimum(~rounded.to(tl.int32, bitcast=True) & 0x7F800000, (255 - 121) << 23)
     steps = (y - rounded) * inverse.to(tl.float32, bitcast=True)
     steps = tl.minimum(tl.maximum(steps, -32767 * 2.0**-18), 32767 * 2.0**-18)
@@ -162,7 +162,7 @@ def _adam_kernel(
     beta1, complement1, beta2, complement2, eps, step_size, root_correction, weight_decay, zero,
     RANKS: tl.constexpr, DECOUPLED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """weight_decay is the factor 1 - lr * weight_decay where DECOUPLED. EVEN: ROWS divides blocks."""
+    """If DECOUPLED, the argument weight_decay is the factor 1 - lr * weight_decay. EVEN: ROWS divides blocks."""
     SCALED_WEIGHT: tl.constexpr = weight_ptr.dtype.element_ty == tl.float8e4nv
     REMAINDER: tl.constexpr = master_ptr.dtype.element_ty == tl.int16
     V_IS_ROOT: tl.constexpr = v_ptr.dtype.element_ty == tl.float8e4nv
@@ -197,7 +197,7 @@ def _adam_kernel(
     if grad_exponents_ptr is None:
         g *= grad_scale
     else:
-        g = tl.fma(g, grad_scale, 0.0)  # a sum that starts from 0 has no -0
+        g = tl.fma(g, grad_scale, 0.0)  # never -0, like the reference's sum, which starts from 0
     if V_IS_ROOT:
         v *= v
     if REMAINDER and SCALED_WEIGHT:
@@ -241,7 +241,7 @@ def _adam_kernel(
 
 
 def _pointers(state: State) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Payload, and exponents if it has them."""
+    """(payload, exponents or None)."""
     return (state, None) if isinstance(state, torch.Tensor) else (state.payload, state.exponents)
 
 
@@ -256,7 +256,7 @@ def adam_step(
     weight_scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
 ) -> None:
-    """reference_adam.adam_step in one pass."""
+    """See ops.adam.adam_step. No checks here; a ScaledTensor needs a weight_scale."""
     if isinstance(gradient, torch.Tensor):
         gradients = (gradient.contiguous(), None, 0, 0)
         ranks = 1
@@ -275,7 +275,7 @@ def adam_step(
         hyper.step_size, hyper.root_correction, decay,
     )  # fmt: skip
     blocks = states[0].numel() // BLOCK
-    # 16 bytes a thread: eight elements, of float32 four.
+    # 16 bytes a thread are eight elements of a 16-bit type, or four of float32.
     rows = ADAM_BLOCKS // 2 if any(state.dtype == torch.float32 for state in states[::2]) else ADAM_BLOCKS
     _adam_kernel[(cdiv(blocks, rows),)](
         *gradients, grad_scale, *states, *weights, amax_out, blocks,

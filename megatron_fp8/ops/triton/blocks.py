@@ -1,37 +1,34 @@
-"""BlockScaled and PackedBlocks on the GPU, in one pass each: quantise, add to what is stored, sum what R ranks sent.
+"""Triton kernels for BlockScaled and PackedBlocks: quantise, add to stored blocks, sum the blocks of R ranks; one pass
+each.
 
-numerics/blocks.py defines the format. Per block of 128, 1.f * 2^E being max|x|,
+numerics/blocks.py defines the format. For a block of 128 with max|x| = 1.f * 2^E:
 
-    e       = E - 8 where 1.f <= 1.75, else E - 7; at least -127    (448 = 1.75 * 2^8)
+    e       = E - 8 if 1.f <= 1.75, else E - 7; at least -127    (448 = 1.75 * 2^8)
     payload = E4M3(x * 2^-e),   exponent byte = e + 127
 
-All of it is integer work on the exponent bits: adding 2^21 - 1 to the bits of max|x| carries into the
-exponent exactly where 1.f > 1.75. Powers of two are built as bits, so every product is exact; the only
-roundings are the cast to E4M3 (4 significant bits: relative error at most 2^-4) and, in the sum, the float32
-additions.
+e is computed with integers, from the exponent bits: adding 2^21 - 1 to the bits of max|x| carries into the exponent
+exactly if 1.f > 1.75. Powers of two are built as bits, so every product is exact. Only the cast to E4M3 (4 significant
+bits: relative error at most 2^-4) and, in the sum, the float32 additions round.
 
     quantize_blocks     reads 4 (or 2) bytes an element, writes 1 + 1/128; with noise it reads 4 more
     add_blocks          reads 1 + 1/128 and 2 (or 4) bytes an element, writes 1 + 1/128; its noise is computed
     sum_blocks          reads R * (1 + 1/128) bytes an element, writes 4 (or 2); with a start it reads 2 (or 4) more
     square_sum_blocks   reads R * (1 + 1/128) bytes an element, writes 4 a program
 
-Where block b of a PackedBlocks lies: with per_row = m/128 blocks a row and pitch = m + m/128 bytes a row,
+The offsets of block b of a PackedBlocks, with per_row = m/128 blocks a row and pitch = m + m/128 bytes a row:
 
     payload at (b // per_row) * pitch + (b % per_row) * 128,   exponent at (b // per_row) * pitch + b % per_row
 
-each from the first of its kind. m is a multiple of 2048, so pitch is one of 16: Triton sees that in the argument,
-and quantising and adding move the payload as 16-byte vectors (byte by byte without it). A BlockScaled is one row.
-Offsets are 64-bit.
+each from the first payload or exponent. m is a multiple of 2048, so pitch is a multiple of 16. Triton sees this in the
+argument, and moves the payload as 16-byte vectors instead of bytes. A BlockScaled is one row. Offsets are 64-bit.
 
-Stochastic rounding goes up where noise < the fraction of an ulp that truncation would drop
-(numerics/rounding.py). A program owns whole blocks and reads them before it writes: adding in place needs no
-copy. The sum of squares is one number a program, then torch's sum of those: no atomics, so the order and the
-result are the same every time.
+Stochastic rounding goes up if noise < the fraction of an ulp that truncation would drop (numerics/rounding.py). A
+program owns whole blocks and reads them before it writes, so adding in place needs no copy. The sum of squares is one
+number a program, and torch sums these numbers. There are no atomics, so order and result are the same every time.
 
-Fused into one instruction, a product that overflows (|payload * 2^e| >= 3.3e38) could be brought back by what is
-added to it; apart it is infinite, as in the reference. Hence enable_fp_fusion=False where products are added.
-Agreement with reference.py: bit for bit, but for the sign and payload of NaN; the sum of squares has another
-order.
+A product that overflows (|payload * 2^e| >= 3.3e38) is infinite in the reference. Fused with the addition, it could
+become finite again. Hence enable_fp_fusion=False in kernels that add products.
+Agreement with reference.py: bit for bit, except for the sign and payload of NaN; the sum of squares has another order.
 """
 
 import torch
@@ -52,9 +49,9 @@ SUM_BLOCKS, SUM_WARPS = 16, 4
 
 @triton.jit
 def _stochastic(x, noise):
-    """Round float32 x, |x| <= 448, to a value of E4M3 that neighbours it: up where noise < the fraction."""
+    """Round float32 x, |x| <= 448, to a neighbouring value of E4M3: up if noise < the fraction."""
     bits = magnitude_bits(x)
-    # The ulp is 2^(exponent - 3), from 2^-6 (bits 121 << 23) upwards; 2 * 127 - e are the bits of 1 / 2^e.
+    # ulp = 2^(e - 3) with e >= -6 (bits 121 << 23). (254 << 23) - its bits are those of 1 / ulp.
     ulp = tl.maximum(bits & 0x7F800000, 121 << 23) - (3 << 23)
     steps = bits.to(tl.float32, bitcast=True) * ((254 << 23) - ulp).to(tl.float32, bitcast=True)
     whole = tl.floor(steps)
@@ -65,7 +62,7 @@ def _stochastic(x, noise):
 
 @triton.jit
 def _noise(index, s0, s1):
-    """numerics/noise.py: the noise, float32 in [0, 1), of uint32 indices and two uint32 words."""
+    """The noise of numerics/noise.py, float32 in [0, 1), for uint32 indices and two uint32 words."""
     x = index + s0
     x = (x ^ (x >> 17)) * 0xED5AD4BB
     x = (x ^ (x >> 11) ^ s1) * 0xAC4C1B51
@@ -75,7 +72,7 @@ def _noise(index, s0, s1):
 
 @triton.jit
 def _places(block, per_row, pitch):
-    """Where blocks (ROWS,) of a packed order lie: offsets of the payload (ROWS, 128), of the exponents (ROWS,)."""
+    """Offsets of the payload (ROWS, 128) and of the exponents (ROWS,) of these blocks (ROWS,) of a PackedBlocks."""
     start = (block // per_row).to(tl.int64) * pitch
     column = (block % per_row).to(tl.int64)
     return (start + column * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :], start + column
@@ -83,8 +80,10 @@ def _places(block, per_row, pitch):
 
 @triton.jit
 def _load_blocks(payload_ptr, exponents_ptr, values, scales, inside):
-    """The float32 values, exactly, of blocks at offsets values (ROWS, 128) and scales (ROWS,); zeros where not
-    inside (ROWS,)."""
+    """Blocks as float32, exactly. values (ROWS, 128), scales (ROWS,): offsets of payload and exponents.
+
+    Rows that are not `inside` (ROWS,) are zeros.
+    """
     payload = tl.load(payload_ptr + values, mask=inside[:, None], other=0.0).to(tl.float32)
     byte = tl.load(exponents_ptr + scales, mask=inside, other=0).to(tl.int32)
     return payload * block_scale(byte)[:, None]
@@ -92,8 +91,8 @@ def _load_blocks(payload_ptr, exponents_ptr, values, scales, inside):
 
 @triton.jit
 def scaled_to_blocks(x):
-    """float32 x (ROWS, 128), a block a row -> x * 2^-e, and the exponents' bytes (ROWS,), int32."""
-    # What is not finite counts as infinity: the exponent then is 120.
+    """float32 x (ROWS, 128), one block a row -> (x * 2^-e, the exponents' bytes (ROWS,) as int32)."""
+    # NaN counts as infinity; the exponent is 120 for both.
     largest = tl.minimum(tl.max(magnitude_bits(x), axis=1), 0x7F800000)
     byte = tl.maximum(((largest + 0x001FFFFF) >> 23) - 8, 0)
     return x * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, None], byte
@@ -101,15 +100,14 @@ def scaled_to_blocks(x):
 
 @triton.jit
 def block_scale(byte):
-    """2^e of an exponent's byte, int32."""
-    # 2^-127, byte 0, is a denormal: its bits are not byte << 23.
+    """An exponent's byte, int32 -> 2^(byte - 127), float32."""
+    # Byte 0 stands for 2^-127, a denormal, whose bits are not byte << 23.
     return tl.maximum(byte << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, zero):
-    """Quantise float32 x (ROWS, 128), stochastically if there is noise (ROWS, 128), and store it as _load_blocks
-    reads it."""
+    """Quantise float32 x (ROWS, 128), stochastically if there is noise (ROWS, 128), and store it; see _load_blocks."""
     y, byte = scaled_to_blocks(x)
     if noise is not None:
         y = _stochastic(y, noise)
@@ -122,7 +120,7 @@ def _store_blocks(x, noise, payload_ptr, exponents_ptr, values, scales, inside, 
 def _quantize_kernel(
     x_ptr, noise_ptr, payload_ptr, exponents_ptr, blocks, first, per_row, pitch, zero, ROWS: tl.constexpr
 ):  # fmt: skip
-    """x's `blocks` blocks go to those from block `first` on of the packed order."""
+    """Quantise x's `blocks` blocks into the blocks from `first` on."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = rows < blocks
@@ -140,15 +138,18 @@ def _add_kernel(
     x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, first, per_row, pitch, s0: tl.uint32, s1: tl.uint32, seed_ptr,
     zero, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """blocks <- blocks + x, from block `first` on. codes_ptr is payload_ptr as bytes: read as FP8, written as
-    fp8_quad's bytes. The seed is s0 and s1, or in memory if there is a seed_ptr."""
+    """blocks <- blocks + x, from block `first` on.
+
+    codes_ptr is payload_ptr as bytes: the kernel reads FP8 and writes fp8_quad's bytes. The seed is s0 and s1, or the
+    two words at seed_ptr if given.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = rows < blocks
     values, scales = _places(first + rows, per_row, pitch)
     total = _load_blocks(payload_ptr, exponents_ptr, values, scales, inside)
     total += tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
-    # Compiled, the words are uint32 as annotated; the interpreter takes large ones for int64.
+    # Compiled code has uint32 words, as annotated; the interpreter turns large ones into int64.
     if seed_ptr is not None:
         noise = _noise(offsets.to(tl.uint32), tl.load(seed_ptr).to(tl.uint32), tl.load(seed_ptr + 1).to(tl.uint32))
     else:
@@ -162,9 +163,11 @@ def _sum_kernel(
     payload_ptr, exponents_ptr, start_ptr, out_ptr, scale_ptr, squares_ptr, blocks, payload_pitch, exponents_pitch,
     RANKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The ranks' sum, from start on, if there is a start_ptr: into out, if there is an out_ptr, times scale, if there
-    is one; squared, summed over the program, into squares[program], if there is a squares_ptr. A rank's payload and
-    exponents lie a pitch apart from the next's."""
+    """total = (start + sum over ranks of their blocks) * scale. start and scale are optional.
+
+    With out_ptr, stores total. With squares_ptr, stores the sum of the program's total^2 in squares[program]. The
+    pitches are the distances between one rank's payload, or exponents, and the next rank's.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = rows < blocks
@@ -190,7 +193,7 @@ def quantize_blocks(
     out: PackedBlocks | None = None,
     first: int = 0,
 ) -> BlockScaled | PackedBlocks:
-    """reference.quantize_blocks in one pass."""
+    """See reference.quantize_blocks. One pass."""
     if x.dim() != 1 or x.numel() % BLOCK:
         raise ValueError(f"quantize_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
     if rounding not in ("nearest", "stochastic"):
@@ -213,7 +216,7 @@ def quantize_blocks(
 
 
 def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: Seed, first: int = 0) -> None:
-    """reference.add_blocks in one pass."""
+    """See reference.add_blocks. One pass."""
     if x.dim() != 1:
         raise ValueError(f"add_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
     blocks.check_span(first, x.numel())
@@ -227,7 +230,7 @@ def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: Seed, first: int = 0
 
 
 def _rows(shards: torch.Tensor) -> torch.Tensor:
-    """`shards` (R, n) as it is, unless its rows are not contiguous."""
+    """`shards` (R, n), copied only if its rows are not contiguous."""
     return shards if shards.stride(1) == 1 else shards.contiguous()
 
 
@@ -247,13 +250,13 @@ def sum_blocks(
     scale: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """reference.sum_blocks in one pass. `out` and `start` must be contiguous."""
+    """See reference.sum_blocks. One pass; `out` and `start` must be contiguous."""
     _launch_sum(payload, exponents, start, out, scale)
     return out
 
 
 def square_sum_blocks(payload: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """reference.square_sum_blocks in one pass, without the (n,) sums in memory."""
+    """See reference.square_sum_blocks. One pass, without the (n,) sums in memory."""
     programs = cdiv(exponents.shape[1], SUM_BLOCKS)
     squares = payload.new_empty(programs, dtype=torch.float32)
     _launch_sum(payload, exponents, squares=squares)

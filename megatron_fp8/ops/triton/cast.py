@@ -1,34 +1,33 @@
-"""Cast to FP8, transpose, and max|x|: one read of the input, whatever is wanted of it.
+"""Triton kernels for the cast to FP8, the transpose and max|x|; any combination reads the input once.
 
     payload   = cast(x * scale)      (M, K) FP8, saturating
     payload_t = payload^T            (K, M) FP8, contiguous: the K-major operand that a backward GEMM reads
     amax      = max(amax, max|x|)    0-d float32
 
-All three come from one pass, so quantise + transpose of BF16 moves 2 + 1 + 1 bytes an element and is bound
-by memory.
+All three come from one pass: quantise + transpose of BF16 moves 2 + 1 + 1 bytes an element and is bound by memory.
 
-Cast. Hopper's conversion instruction rounds to nearest even and saturates, infinities too, so these are put
-back: NaN in E4M3, infinity in E5M2. NaN stays NaN.
+Cast. Hopper's conversion instruction rounds to nearest even and saturates. It saturates infinities too, so the kernel
+replaces them: by NaN in E4M3, by infinity in E5M2. NaN stays NaN.
 
-A compiler bug shapes the conversion. The ptxas of CUDA 12.8, which Triton 3.6 brings along, miscompiles kernels
-that take the bytes of a cvt.e4m3x2 or .e5m2x2 apart: in 8192 x 4096 BF16, 37 % of the transposed payload was
-wrong, or a neighbour's, and some variants crash ptxas (H200, 2026-11-21; right with the ptxas of CUDA 13.0). So
-the two codes leave the instruction through an exclusive or with a `zero` that only the launch knows: nothing
-can be folded into the instruction then. tests/gpu compares every variant with the reference.
+The conversion works around a compiler bug. The ptxas of CUDA 12.8, which comes with Triton 3.6, miscompiles kernels
+that separate the bytes of a cvt.e4m3x2 or .e5m2x2: in 8192 x 4096 BF16, 37 % of the transposed payload was wrong, or a
+neighbour's, and some variants crash ptxas (H200, 2026-11-21; right with the ptxas of CUDA 13.0). So the two codes leave
+the instruction through an exclusive or with `zero`, an argument whose value the compiler does not know, so that it can
+fold nothing into the instruction. tests/gpu compares every variant with the reference.
 
 Transpose. A program reads its tile as four tiles of every fourth row. The codes of four rows then make one 32-bit word
-in a thread's registers, and the tile is turned through shared memory word by word, not byte by byte: a quarter of the
-instructions, and no two threads share a word. The rows are written from the same words. Where M is no multiple of 4
-the columns are written byte by byte.
+in a thread's registers, and the tile is transposed through shared memory word by word instead of byte by byte: this
+takes a quarter of the instructions, and no two threads share a word. The rows are written from the same words. If M is
+no multiple of 4, the columns are written byte by byte.
 
-Amax. The bits of |x| as an int32 order as |x| does, with infinity above all numbers and NaN above infinity.
-An integer maximum, and one atomic a tile, therefore lose nothing and do not depend on the order.
+Amax. The bits of |x| as an int32 are ordered like |x|, with infinity above all numbers and NaN above infinity. So an
+integer maximum, with one atomic a tile, is exact and does not depend on the order.
 
-Views. FP8 and amax are given as they are, and are bytes, words and bits to the kernels alone (`as_type`): a view that
-torch makes costs the host a microsecond, at each of some twenty launches a layer.
+Views. The host passes FP8 tensors and amax as they are; the kernels reinterpret them as bytes, words and bits
+(`as_type`). A view made by torch would cost the host a microsecond, at each of some twenty launches a layer.
 
-The scale is read from device memory: nothing here waits for the GPU. Offsets are 64-bit.
-Agreement with reference.py: bit for bit, but for the sign and payload of NaN.
+The scale is read from device memory, so the host does not wait for the GPU. Offsets are 64-bit.
+Agreement with reference.py: bit for bit, except for the sign and payload of NaN.
 Source: PTX ISA, cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32.
 """
 
@@ -41,14 +40,14 @@ from .launch import cdiv, launched
 from .sums import empty_sums, summed
 
 BLOCK, FLAT_WARPS = 8192, 8
-TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # of a transpose's tile
+TILE_M, TILE_K, TILE_WARPS = 64, 128, 8  # the tile of a transpose
 # two float32 $2, $3 -> their two codes $0, $1 as int32; $4 is zero
 _ASM = (
     "{{.reg .b16 pair; .reg .b32 word; cvt.rn.satfinite.{}x2.f32 pair, $3, $2; cvt.u32.u16 word, pair; "
     "xor.b32 word, word, $4; and.b32 $0, word, 255; shr.u32 $1, word, 8;}}"
 )
 _E4M3_ASM, _E5M2_ASM = tl.constexpr(_ASM.format("e4m3")), tl.constexpr(_ASM.format("e5m2"))
-# float32 $1, $2 -> their two codes as one 16-bit number, $1's below; $3 is zero
+# float32 $1, $2 -> their two codes as one 16-bit number, $1's in the low byte; $3 is zero
 _PAIR = (
     "{{.reg .b16 pair; .reg .b32 word; cvt.rn.satfinite.{}x2.f32 pair, $2, $1; cvt.u32.u16 word, pair; "
     "xor.b32 $0, word, $3;}}"
@@ -59,22 +58,23 @@ _QUAD = tl.constexpr(
     "{.reg .b16 a, b; .reg .b32 word; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
     "mov.b32 word, {a, b}; xor.b32 $0, word, $5;}"
 )
-# Whether two rows' codes stay together as the instruction makes them: 3 instructions an element fewer in a tile.
+# Whether two rows' codes stay in the pair that the instruction makes; this saves 3 instructions an element.
 PAIRED = tl.constexpr(True)
 
 
 @triton.jit
 def convert(y, zero, E4M3: tl.constexpr):
-    """float32 y -> its E4M3 (else E5M2) code as int32: nearest even, saturating infinities too."""
+    """float32 y -> its E4M3 or E5M2 code as int32: rounded to nearest even; infinities saturate too."""
     asm: tl.constexpr = _E4M3_ASM if E4M3 else _E5M2_ASM
     return tl.inline_asm_elementwise(asm, "=r,=r,r,r,r,r", [y, zero], dtype=tl.int32, is_pure=True, pack=2)
 
 
 @triton.jit
 def fp8_word(x, y, zero, E4M3: tl.constexpr):
-    """The FP8 code, as int32, of float32 y, saturating; not finite where x (y, or y before its scaling) is not."""
+    """The saturating FP8 code of float32 y, as int32. x is y, or y before scaling: if x is not finite, neither is the
+    code."""
     if E4M3:
-        code = convert(tl.fma(x, 0.0, y), zero, E4M3)  # x * 0 is NaN for an infinity, else a zero
+        code = convert(tl.fma(x, 0.0, y), zero, E4M3)  # x * 0 is NaN for an infinite x, else zero
     else:
         code = convert(y, zero, E4M3)
         code = tl.where(tl.abs(x) == float("inf"), code + 1, code)  # the code after E5M2's largest is infinity
@@ -83,26 +83,26 @@ def fp8_word(x, y, zero, E4M3: tl.constexpr):
 
 @triton.jit
 def convert_quad(y, zero):
-    """float32 y -> its E4M3 code as uint8, as convert."""
+    """float32 y -> its E4M3 code as uint8, four codes to a word; otherwise like convert."""
     return tl.inline_asm_elementwise(_QUAD, "=r,r,r,r,r,r,r,r,r", [y, zero], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
 def convert_pair(low, high, zero, E4M3: tl.constexpr):
-    """convert of two float32 tensors: low's code | high's << 8."""
+    """convert for two float32 tensors: (low's code) | (high's code) << 8."""
     asm: tl.constexpr = _E4M3_PAIR if E4M3 else _E5M2_PAIR
     return tl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, zero], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def fp8_quad(x, y, zero):
-    """fp8_code in E4M3, four neighbours to a word: for what is stored as it is."""
+    """fp8_code in E4M3, four neighbours to a word; for codes that are stored in the order of x."""
     return convert_quad(tl.fma(x, 0.0, y), zero)
 
 
 @triton.jit
 def fp8_pair(x_0, x_1, scale, zero, E4M3: tl.constexpr):
-    """fp8_word of x_0 * scale | that of x_1 * scale << 8."""
+    """(fp8_word of x_0 * scale) | (fp8_word of x_1 * scale) << 8."""
     y_0, y_1 = x_0 * scale, x_1 * scale
     if PAIRED:
         if E4M3:
@@ -118,26 +118,29 @@ def fp8_pair(x_0, x_1, scale, zero, E4M3: tl.constexpr):
 
 @triton.jit
 def fp8_code(x, y, zero, E4M3: tl.constexpr):
-    """fp8_word as uint8."""
+    """fp8_word's result as uint8."""
     return fp8_word(x, y, zero, E4M3).to(tl.uint8)
 
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x|, float32: an int32 that orders as |x| does, NaN above infinity."""
+    """The bits of |x|, float32, as an int32: ordered like |x|, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def as_type(ptr, DTYPE: tl.constexpr):
-    """The same memory as numbers of another type."""
+    """The pointer, reinterpreted to another type."""
     return ptr.to(tl.pointer_type(DTYPE), bitcast=True)
 
 
 @triton.jit
 def raise_amax(amax_ptr, bits):
-    """amax, float32, becomes max(amax, the largest of `bits`), magnitude_bits of some numbers. It only grows: what is
-    no larger than it was a moment ago needs no atomic, and thousands of them at one address are slow."""
+    """amax (float32) <- max(amax, the largest of `bits`, which are magnitude_bits).
+
+    amax only grows, so a value that does not exceed an earlier amax needs no atomic. Thousands of atomics at one
+    address would be slow.
+    """
     amax_ptr = as_type(amax_ptr, tl.int32)
     largest = tl.max(bits)
     tl.atomic_max(amax_ptr, largest, mask=largest > tl.load(amax_ptr, cache_modifier=".cg"), sem="relaxed")
@@ -146,7 +149,7 @@ def raise_amax(amax_ptr, bits):
 @launched
 @triton.jit(do_not_specialize=["zero"])
 def _flat_kernel(x_ptr, n, scale_ptr, out_ptr, amax_ptr, zero, E4M3: tl.constexpr, BLOCK: tl.constexpr):
-    """Cast, if there is an out_ptr, and amax, if there is an amax_ptr, of n contiguous elements."""
+    """For n contiguous elements: the cast if there is an out_ptr, amax if there is an amax_ptr."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -158,10 +161,10 @@ def _flat_kernel(x_ptr, n, scale_ptr, out_ptr, amax_ptr, zero, E4M3: tl.constexp
 
 @triton.jit
 def store_codes(word, out_ptr, out_t_ptr, quads, cols, first, M, K, width, WORDS: tl.constexpr):
-    """Store word (Q, C) int32, the codes of rows 4 q + 0 .. 3 of M, q in quads (Q,), in columns cols (C,) of K.
+    """Store `word` (Q, C) int32. Byte i holds the codes of rows 4 q + i of M, q in quads (Q,), columns cols (C,) of K.
 
-    They go to out (M, width) and to out_t (width, M), each if it is there, from column `first` on; rows 4 q + i is
-    byte i. WORDS: out_t is written by words, at a multiple of 4 bytes, M a multiple of 4; else by bytes.
+    They go to out (M, width) and out_t (width, M), if given, with the columns counted from `first` on. WORDS: out_t is
+    written by words (M a multiple of 4, out_t at a multiple of 4 bytes); else by bytes.
     """
     place = cols + first
     if out_ptr is not None:
@@ -174,7 +177,7 @@ def store_codes(word, out_ptr, out_t_ptr, quads, cols, first, M, K, width, WORDS
     if out_t_ptr is not None:
         if WORDS:
             out_t_ptr = as_type(out_t_ptr, tl.int32)
-            mask = (cols < K)[:, None] & (quads < M // 4)[None, :]  # so written, Triton stores 16-byte vectors
+            mask = (cols < K)[:, None] & (quads < M // 4)[None, :]  # in this form Triton stores 16-byte vectors
             offsets = place.to(tl.int64)[:, None] * (M // 4) + quads[None, :]
             tl.store(out_t_ptr + offsets, tl.trans(word), mask=mask)
         else:
@@ -188,7 +191,7 @@ def store_codes(word, out_ptr, out_t_ptr, quads, cols, first, M, K, width, WORDS
 
 @triton.jit
 def tile_place(columns, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
-    """(tile of rows, quads, cols) of this program in a matrix of so many columns, as store_codes takes them."""
+    """(tile of rows, quads, cols) of this program in a matrix of `columns` columns; see store_codes."""
     tiles = tl.cdiv(columns, TILE_K)
     tile = tl.program_id(0) // tiles
     quads = tile * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
@@ -207,8 +210,11 @@ def _tile_kernel(
     x_ptr, M, K, scale_ptr, out_ptr, out_t_ptr, amax_ptr, sums_ptr, zero,
     E4M3: tl.constexpr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """out_t = x^T of a matrix of FP8; with a scale_ptr x is cast first, into out and out_t where they are there, amax
-    as above, and row t of sums (., K) becomes the sum of the rows of program t's TILES tiles."""
+    """Without a scale_ptr: out_t = x^T of an FP8 matrix. With one: x cast into out and out_t, if given.
+
+    With amax_ptr and sums_ptr also amax, and the sum over the rows of this program's TILES tiles, which goes to row
+    `tile` of sums (., K).
+    """
     if scale_ptr is None:
         x_ptr = as_type(x_ptr, tl.uint8)
     tile, _, cols = tile_place(K, TILE_M * TILES, TILE_K)
@@ -257,12 +263,12 @@ def _launch_tiles(x, out_t, scale=None, out=None, amax_out=None, sums=None, fmt=
 
 
 def empty_payload(x: torch.Tensor, shape: tuple[int, ...], fmt: Format) -> torch.Tensor:
-    """An empty payload where x is."""
+    """An uninitialised payload on x's device."""
     return torch.empty(shape, dtype=fmt.dtype, device=x.device)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """reference.amax in one pass. (An empty x gives 0.)"""
+    """See reference.amax. One pass; an empty x gives 0."""
     out = x.new_zeros((), dtype=torch.float32)
     _launch_flat(x.contiguous(), amax_out=out)
     return out
@@ -277,7 +283,7 @@ def quantize(
     rows: bool = True,
     amax_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
-    """reference.quantize in one pass. amax_out must not hold a negative number."""
+    """See reference.quantize. One pass; amax_out must not be negative."""
     x = x.contiguous()
     payload = empty_payload(x, x.shape, fmt) if rows else None
     if not transpose:
@@ -290,7 +296,7 @@ def quantize(
 
 
 def transpose(payload: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """reference.transpose; `out` must be contiguous."""
+    """See reference.transpose. `out` must be contiguous."""
     if out is None:
         out = torch.empty(payload.shape[::-1], dtype=payload.dtype, device=payload.device)
     _launch_tiles(payload.contiguous(), out)
@@ -306,7 +312,7 @@ def quantize_bias_grad(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """reference.quantize_bias_grad in one pass, and one over the programs' sums, in a fixed order."""
+    """See reference.quantize_bias_grad. One pass, and a small one over the programs' sums, in a fixed order."""
     dy = dy.contiguous()
     payload = empty_payload(dy, dy.shape, fmt) if rows else None
     payload_t = empty_payload(dy, dy.shape[::-1], fmt) if columns else None

@@ -1,15 +1,17 @@
-"""Cross-entropy in one read of the logits forward, one read and one write backward; FP32 in registers only.
+"""Triton kernels for cross-entropy: one read of the logits forward, one read and one write backward, no FP32 in memory.
 
-    forward    2 bytes an element of BF16      backward   2 + 2, and 2 where dloss is 0: nothing is read
+Bytes per element of BF16 logits:
 
-A program takes a row. Rows are many (8,192 for the 1,320 programs that an H200 has room for at once) and long:
-splitting them would only add a pass that combines. Within a row each lane keeps its own running maximum and sum of
-e^(x - maximum) (Milakov and Gimelshein's online softmax, arXiv 1805.02867), and takes GROUPS values at a time: the sum
-is rescaled once for these, so an element costs 1 + 1/GROUPS exponentials, and no warp waits for another until the row
-ends. A lane that has seen only minus infinity keeps the sum 0. The lanes combine in a fixed order: no atomics.
+    forward    2      backward   2 + 2, or 2 for a row with dloss 0, which is not read
 
-Vocabularies that are no multiple of 8 (of 4 in FP32) are read an element at a time: right, but slower. Megatron pads
-to 128. Offsets of rows are 64-bit.
+A program takes one row. Rows are many (8,192, while an H200 runs 1,320 programs at once) and long; splitting them would
+only add a pass that combines the parts. Each lane keeps its own running maximum and sum of e^(x - maximum) (Milakov and
+Gimelshein's online softmax, arXiv 1805.02867), and takes GROUPS values at a time. The sum is rescaled once for these,
+so an element costs 1 + 1/GROUPS exponentials, and no warp waits for another before the row ends. A lane that has seen
+only minus infinity keeps the sum 0. The lanes combine in a fixed order, without atomics.
+
+A vocabulary that is no multiple of 8 (of 4 in FP32) is read element by element, which is slower. Megatron pads to 128.
+Row offsets are 64-bit.
 Agreement with reference_cross_entropy.py: maximum, predicted logit and zeros bit for bit; sums, probabilities and
 losses within 1e-5 of the larger of themselves and 1 (approximate exponentials, another order).
 """
@@ -20,7 +22,7 @@ import triton.language as tl
 
 from .launch import cdiv, launched
 
-LANES, GROUPS, STATISTICS_WARPS = 1024, 4, 4  # a lane and its neighbours load 16 bytes a thread
+LANES, GROUPS, STATISTICS_WARPS = 1024, 4, 4  # a thread has eight neighbouring lanes and loads 16 bytes of BF16
 BLOCK, GRADIENT_WARPS = 2048, 4
 LOSS_BLOCK = 256
 
@@ -30,7 +32,7 @@ LOSS_BLOCK = 256
 def _cross_entropy_statistics_kernel(
     logits_ptr, target_ptr, out_ptr, rows, first, COLUMNS: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """One row; out (3, rows)."""
+    """One row of out (3, rows)."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr = logits_ptr + row * COLUMNS
     offsets = tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -83,7 +85,7 @@ def _cross_entropy_gradient_kernel(
     logits_ptr, target_ptr, normalizer_ptr, dloss_ptr, out_ptr, rows, first,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. Each thread reads what it writes, before it does: out may be the logits."""
+    """One row. A thread reads an element before it writes it, so out may be the logits."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr, dx_ptr = logits_ptr + row * COLUMNS, out_ptr + row * COLUMNS
     offsets = tl.arange(0, BLOCK)
@@ -106,7 +108,7 @@ def _cross_entropy_gradient_kernel(
 
 
 def cross_entropy_statistics(logits: torch.Tensor, target: torch.Tensor, first: int) -> torch.Tensor:
-    """reference_cross_entropy.cross_entropy_statistics in one read."""
+    """See reference_cross_entropy.cross_entropy_statistics. One read."""
     rows, columns = logits.shape
     out = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     _cross_entropy_statistics_kernel[(rows,)](
@@ -118,7 +120,7 @@ def cross_entropy_statistics(logits: torch.Tensor, target: torch.Tensor, first: 
 def cross_entropy_loss(
     statistics: torch.Tensor, target: torch.Tensor, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """reference_cross_entropy.cross_entropy_loss in one launch."""
+    """See reference_cross_entropy.cross_entropy_loss. One launch."""
     ranks, _, rows = statistics.shape
     loss, normalizer = statistics.new_empty(rows), statistics.new_empty(2, rows)
     _cross_entropy_loss_kernel[(cdiv(rows, LOSS_BLOCK),)](
@@ -135,7 +137,7 @@ def cross_entropy_gradient(
     dloss: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """reference_cross_entropy.cross_entropy_gradient in one read and one write."""
+    """See reference_cross_entropy.cross_entropy_gradient. One read and one write."""
     rows, columns = logits.shape
     _cross_entropy_gradient_kernel[(rows,)](
         logits, target, normalizer, dloss, out, rows, first, COLUMNS=columns, BLOCK=BLOCK, num_warps=GRADIENT_WARPS

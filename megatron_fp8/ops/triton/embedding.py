@@ -1,17 +1,17 @@
-"""A table's gradient: values added to the rows that they belong to, in a fixed order and without atomics.
+"""Triton kernels for the gradient of an embedding table: add values to their rows in a fixed order, without atomics.
 
-The n row numbers are sorted (stably, some microseconds), and so equal ones lie side by side, in runs. The sorted places
-are cut into chunks of CHUNK. One program a chunk and BLOCK columns goes through its places and sums each run:
+The n row numbers are sorted (stably, in some microseconds), so equal ones become neighbours: a run. The sorted places
+are cut into chunks of CHUNK. One program for each chunk and BLOCK columns steps through its places and sums each run:
 
-    a run that lies in the chunk        is added to its row at once: no other program touches that row
-    a run that goes on beyond it        leaves its part in `parts`: as the tail of the chunk where it begins, and as the
-                                        head of each chunk where it goes on
+    a run inside the chunk              is added to its row at once; no other program writes that row
+    a run across chunks                 leaves partial sums in `parts`: the tail of the chunk where it begins, and the
+                                        head of each chunk where it continues
 
-and a second kernel, one program for each chunk, adds up the run whose beginning is a tail of that chunk. So a row that
-half of all tokens share (a padding, or what is masked of a cut vocabulary) costs no more than CHUNK steps, and then one
-for each chunk.
+A second kernel, with one program for each chunk, sums the parts of the run that begins as that chunk's tail. So a row
+that half of all tokens share (padding, or the tokens masked in a vocabulary shard) takes no more than CHUNK steps, and
+then one for each chunk.
 
-Agreement with reference_embedding.py: but for the order of the sum over chunks.
+Agreement with reference_embedding.py: except for the order of the sum over chunks.
 """
 
 import torch
@@ -70,7 +70,7 @@ def _embedding_joins_kernel(
     into_ptr, rows_ptr, parts_ptr, n, V, K, chunks,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add to its row the run that begins in this chunk and goes on beyond it, if there is one."""
+    """If a run begins in this chunk and continues in the next, sum its parts and add them to its row."""
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < K
@@ -93,7 +93,7 @@ def _embedding_joins_kernel(
 
 
 def add_rows(into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """reference_embedding.add_rows; `into` must be contiguous."""
+    """See reference_embedding.add_rows. `into` must be contiguous."""
     n, k = values.shape
     if not n:
         return

@@ -1,22 +1,22 @@
-"""Emulation of a format on the GPU: numerics/emulation.py's e(x), read once and written once.
+"""Triton kernels that emulate a format: e(x) of numerics/emulation.py, with one read and one write of x.
 
-All rounding is integer work on float32's bits, whose exponent field f and mantissa give |x| = m * 2^(f - 150), m an
-integer of 24 bits (f = 1 for denormals, whose m is smaller). A format with y mantissa bits, whose smallest normal has
-the field s, keeps the multiples of 2^drop among the m:
+All rounding uses integers. The exponent field f and the mantissa of float32's bits give |x| = m * 2^(f - 150), m an
+integer of 24 bits (f = 1 for denormals, whose m is smaller). In a format with y mantissa bits, whose smallest normal
+has the field s, m must be a multiple of 2^drop:
 
-    drop = max(s - f, 0) + 23 - y,        m = whole * 2^drop + rest,        up or not, by rest / 2^drop
+    drop = max(s - f, 0) + 23 - y,        m = whole * 2^drop + rest,        rest / 2^drop decides whether to round up
 
-and whole * 2^drop + ((f - 1) << 23) are the bits of the result: a carry moves the field on, up to infinity's. Scaling
-by 2^k only moves the smallest normal: s = 128 - b + k. No product is formed, and so no denormal is lost.
+The bits of the result are whole * 2^drop + ((f - 1) << 23): a carry increments the field, up to infinity's. Scaling by
+2^k only moves the smallest normal: s = 128 - b + k. There is no multiplication, so no denormal is lost.
 
-    scaling none        one kernel, flat
-    scaling tensor      the same after one of cast.py that takes max|x|
+    scaling none        one flat kernel
+    scaling tensor      cast.py's amax first, then the flat kernel
     row, block:N        one kernel: a program owns whole rows or blocks, finds their maxima, and reads them again (from
                         cache) to round
 
-rest / 2^drop is formed in float32, exactly, with drop held at 50: what lies below 2^-25 of a step, the smallest noise,
-is never rounded up. Noise is made where it is needed. Offsets are 64-bit; nothing waits for the GPU.
-Agreement with emulation.emulate: bit for bit, but for the sign and payload of NaN.
+rest / 2^drop is computed in float32, exactly, with drop limited to 50: a rest below 2^-25 of a step, the smallest
+noise, is never rounded up. Noise is computed in registers. Offsets are 64-bit; the host does not wait for the GPU.
+Agreement with emulation.emulate: bit for bit, except for the sign and payload of NaN.
 """
 
 import torch
@@ -36,7 +36,7 @@ _TILE, _WARPS = 4096, 4
 
 @triton.jit
 def _smallest_normal(largest, CARRY: tl.constexpr, FIELD: tl.constexpr, BIAS: tl.constexpr):
-    """The exponent field of the scaled format's smallest normal, of the bits of max|x|, int32."""
+    """The exponent field of the scaled format's smallest normal, from the bits of max|x| (int32)."""
     k = ((tl.minimum(largest, 0x7F7FFFFF) + CARRY) >> 23) - FIELD
     return tl.maximum(k + (128 - BIAS), 1)
 
@@ -47,7 +47,7 @@ def _round(
     MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, LARGEST: tl.constexpr, OVERFLOW: tl.constexpr,
     NOT_FINITE: tl.constexpr,
 ):  # fmt: skip
-    """float32 x rounded; what exceeds the bits LARGEST gets the bits OVERFLOW, infinities and NaN at least
+    """Round float32 x. A result above the bits LARGEST gets the bits OVERFLOW; infinities and NaN get at least the bits
     NOT_FINITE."""
     bits = magnitude_bits(x)
     field = tl.maximum(bits >> 23, 1)
@@ -64,7 +64,7 @@ def _round(
         else:
             up = tl.maximum(_noise(offsets.to(tl.uint32), s0, s1), _SMALLEST_NOISE) < fraction
         whole += up.to(tl.int32)
-    # One step of more than 2^24 has its own field: only noise comes to it.
+    # If drop > 24, m is less than a step. Only noise rounds it up, to one step, whose exponent field is given here.
     rounded = tl.where(drop > 24, (smallest - MANTISSA) << 23, (whole << shift) + below)
     rounded = tl.where(whole == 0, 0, rounded)
     rounded = tl.where(rounded > LARGEST, OVERFLOW, rounded)
@@ -79,14 +79,14 @@ def _flat_kernel(
     CARRY: tl.constexpr, FIELD: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr,
     LARGEST: tl.constexpr, OVERFLOW: tl.constexpr, NOT_FINITE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """n contiguous elements, scaled by the bits of max|x| if there is a largest_ptr."""
+    """Round n contiguous elements; with largest_ptr, the bits of max|x| there give the scale."""
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     smallest = 128 - BIAS
     if largest_ptr is not None:
         smallest = _smallest_normal(tl.load(largest_ptr), CARRY, FIELD, BIAS)
-    # Compiled, the words are uint32 as annotated; the interpreter takes large ones for int64.
+    # Compiled code has uint32 words, as annotated; the interpreter turns large ones into int64.
     y = _round(
         x, smallest, offsets, s0.to(tl.uint32), s1.to(tl.uint32), MANTISSA, ROUNDING, LARGEST, OVERFLOW, NOT_FINITE
     )
@@ -101,7 +101,7 @@ def _block_kernel(
     LARGEST: tl.constexpr, OVERFLOW: tl.constexpr, NOT_FINITE: tl.constexpr,
     COUNT: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """COUNT blocks of N elements of rows of K, per_row of them a row, each read in PARTS of SPAN elements."""
+    """Round COUNT blocks of N elements. A row of K has per_row blocks; a block is read in PARTS of SPAN elements."""
     block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     first = block % per_row * N
     start = block // per_row * K + first
@@ -126,7 +126,7 @@ def _block_kernel(
 
 
 def emulate(x: torch.Tensor, spec: EmulatedFormat, seed: tuple[int, int] | None = None) -> torch.Tensor:
-    """emulation.emulate in one pass, and one more over x for scaling "tensor"."""
+    """See emulation.emulate. One pass, and one more over x for scaling "tensor"."""
     if spec.rounding == "stochastic" and seed is None:
         raise ValueError("stochastic rounding needs a seed: pass noise_seed(...)")
     x = x.contiguous()
@@ -142,7 +142,7 @@ def emulate(x: torch.Tensor, spec: EmulatedFormat, seed: tuple[int, int] | None 
         "BIAS": fmt.bias,
         "MANTISSA": fmt.mantissa_bits,
         "ROUNDING": spec.rounding,
-        "LARGEST": _INFINITY if spec.scaled else largest,  # scaled, nothing exceeds the maximum
+        "LARGEST": _INFINITY if spec.scaled else largest,  # with a scale, nothing exceeds the maximum
         "OVERFLOW": _INFINITY if fmt.has_infinity and spec.rounding != "truncate" else largest,
         "NOT_FINITE": _INFINITY if fmt.has_infinity else _NAN,
     }

@@ -1,21 +1,25 @@
-"""LayerNorm and RMSNorm with the cast to FP8, and their backward: reference_norm.py as kernels bound by memory.
+"""Triton kernels, bound by memory, for LayerNorm and RMSNorm with the cast to FP8, and for their backward pass.
 
-    norm            a program holds whole rows in registers: 2 + 2 bytes an element (BF16)
-    norm_quantize   the same kernel, 2 + 1; and with columns a transpose of what it wrote, 1 + 1, some of it from the L2
-    norm_backward   2 + 2 + 2, and 2 more with a residual; a program goes through a run of rows, each held in registers
+Bytes per element, for BF16:
 
-What is kept in FP8 for the backward pass costs the row kernel 1 more, and spares norm_backward 1 of x's 2. The columns
-that wgrad reads are made of it then (norm_requantize, 1 + 1), and not in the forward pass: rows alone, 2 + 1 + 1.
+    norm            2 + 2; a program holds whole rows in registers
+    norm_quantize   2 + 1 in the same kernel; columns are a transpose of its payload, 1 + 1, partly from the L2 cache
+    norm_backward   2 + 2 + 2, and 2 more with a residual; a program steps through its rows, one in registers at a time
 
-A first version with columns went over a program's rows twice in one kernel, for the L2's sake: 124 us where two
-kernels' floor is 51 (8192 x 4096, H200). It had too few programs to hide the first pass, whole rows being as wide.
-A second left only the statistics to the first kernel, and cast tiles of x in a second: 2 + 2 + 1 + 1, 63 us.
+Keeping n in FP8 for the backward pass costs the row kernel 1 more (2 + 1 + 1, without columns), and norm_backward reads
+1 instead of x's 2. The columns that wgrad reads are then cast from the kept n, in the backward pass (norm_requantize,
+1 + 1).
 
-The backward's sums over rows are two-stage: each program adds its own rows in registers, and a second kernel adds the
-programs, in order. So a result depends on the number of multiprocessors, and on nothing else. A row is cut into two
-powers of two (12288 = 8192 + 4096): one would leave a quarter of the registers empty.
+Two other versions with columns were slower (8192 x 4096, H200; two kernels take at least 51 us). One kernel that went
+over a program's rows twice, to read them from the L2 cache, took 124 us: rows are so wide that there were too few
+programs to hide the first pass. A first kernel for the statistics alone, and a second that cast tiles of x, took 63 us
+(2 + 2 + 1 + 1 bytes).
 
-Agreement with reference_norm.py: but for the order of sums and fused multiply-adds. Offsets are 64-bit.
+The backward's sums over rows have two stages: each program sums its rows in registers, and a second kernel sums over
+the programs, in order. So the result depends on the number of multiprocessors, and is otherwise deterministic. A row is
+cut into two powers of two (12288 = 8192 + 4096), because a single one would leave a quarter of the registers unused.
+
+Agreement with reference_norm.py: except for the order of sums and fused multiply-adds. Offsets are 64-bit.
 """
 
 import functools
@@ -50,21 +54,21 @@ _INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Backward(NamedTuple):
-    """norm_backward."""
+    """norm_backward's launch parameters."""
 
-    rows: int  # a step
+    rows: int  # in a step of the loop
     warps: int
-    stages: int  # of loads in flight
-    programs: int  # a multiprocessor, of registers and of the grid
+    stages: int  # of the software pipeline: loads in flight
+    programs: int  # per multiprocessor; sets the grid and the registers of a thread
 
 
-# The first whose K is not exceeded. benchmarks/fused_norm.py times others in their place.
+# By the largest K that an entry serves. benchmarks/fused_norm.py times alternatives.
 BACKWARD = {
     1024: Backward(1, 2, 3, 8),
     4096: Backward(1, 8, 3, 2),
     8192: Backward(1, 16, 3, 1),
     16384: Backward(1, 16, 2, 1),
-    1 << 31: Backward(1, 16, 1, 1),  # FP32 in two stages would outgrow the shared memory
+    1 << 31: Backward(1, 16, 1, 1),  # FP32 in two stages would exceed the shared memory
 }
 
 
@@ -77,7 +81,7 @@ def _gain(w_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _affine(normalized, w_ptr, b_ptr, cols, K: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """y of `normalized` (rows, columns); 0 beyond K. cols: of its shape, or of one row."""
+    """y = normalized * gain + bias, (rows, columns); 0 beyond K. cols: of the same shape, or one row."""
     y = normalized * _gain(w_ptr, cols, K, ZERO_CENTERED)
     if b_ptr is not None:
         y += tl.load(b_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
@@ -91,10 +95,12 @@ def _norm_rows_kernel(
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, KEPT_SCALE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, COLS >= K: their statistics; y in its type or, with a scale_ptr, its FP8 codes; and the codes of
-    n, if there is a kept_ptr. Without mean_ptr it is RMSNorm."""
+    """ROWS whole rows, COLS >= K: the statistics, and y in its own type, or in FP8 if there is a scale_ptr.
+
+    With kept_ptr also n in FP8. Without mean_ptr the norm is RMSNorm.
+    """
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows = tl.minimum(own, M - 1)  # beyond M the last row once more: the same maximum
+    rows = tl.minimum(own, M - 1)  # rows from M on repeat the last one, which does not change the maximum
     cols = tl.arange(0, COLS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     inside = cols < K
     offsets = rows.to(tl.int64)[:, None] * K + cols
@@ -109,7 +115,7 @@ def _norm_rows_kernel(
     n = x * rstd[:, None]
     if kept_ptr is not None:
         tl.store(as_type(kept_ptr, tl.uint8) + offsets, fp8_quad(n, n * KEPT_SCALE, zero), mask=mask)
-    # cols are of x's shape, though all rows have the same: else gain and bias lie in other threads, and are moved.
+    # cols has x's shape although its rows are equal: else other threads would load gain and bias, and move them.
     y = _affine(n, w_ptr, b_ptr, cols, K, ZERO_CENTERED)
     if amax_ptr is not None:
         raise_amax(amax_ptr, magnitude_bits(y))
@@ -125,7 +131,7 @@ def _norm_rows_kernel(
 def _again(
     kept_ptr, w_ptr, b_ptr, rows, cols, M, K: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEPT_SCALE: tl.constexpr
 ):
-    """y (rows, columns) of n as it was kept; 0 beyond M, K."""
+    """y (rows, columns) from the kept n; 0 beyond M and K."""
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     n = tl.load(kept_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     return tl.where(mask, _affine(n * (1.0 / KEPT_SCALE), w_ptr, b_ptr, cols[None, :], K, ZERO_CENTERED), 0.0)
@@ -138,7 +144,7 @@ def _norm_recast_kernel(
     K: tl.constexpr, ZERO_CENTERED: tl.constexpr, E4M3: tl.constexpr, KEPT_SCALE: tl.constexpr, WORDS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y, of n as it was kept, cast into out and out_t, where they are there, as cast.py's tiles."""
+    """Cast a tile of y, computed from the kept n, into out and out_t, if given, as cast.py's _tile_kernel does."""
     _, quads, cols = tile_place(K, TILE_M, TILE_K)
     word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
     for i in tl.static_range(2):
@@ -157,7 +163,7 @@ def _load_2d(ptr, rows, cols, inside, K: tl.constexpr):
 
 @triton.jit
 def _store_dx(dx_ptr, residual_ptr, dx, rows, cols, inside, K: tl.constexpr):
-    if residual_ptr is not None:  # two roundings, as reference_norm.py says
+    if residual_ptr is not None:  # two roundings, as in reference_norm.py
         dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + _load_2d(residual_ptr, rows, cols, inside, K)
     offsets = rows[:, None] * K + cols[None, :]
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & (cols < K)[None, :])
@@ -170,9 +176,11 @@ def _norm_backward_kernel(
     K: tl.constexpr, RMS: tl.constexpr, ZERO_CENTERED: tl.constexpr, KEPT: tl.constexpr, KEPT_SCALE: tl.constexpr,
     ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """per_program rows (a multiple of ROWS), ROWS at a time; a row's columns are [0, A) and, unless B is 0, [A, A + B),
-    both whole in registers. sums (2, programs, K) float32: this program's of dw and db, which RMSNorm has not. KEPT: x
-    is n as it was kept."""
+    """dx of per_program rows (a multiple of ROWS), ROWS at a time, and this program's part of dweight and dbias.
+
+    A row's columns are [0, A) and, unless B is 0, [A, A + B); both are in registers. sums (2, programs, K) float32 gets
+    the program's sums for dweight and dbias; RMSNorm has no dbias. KEPT: x is the kept n.
+    """
     program = tl.program_id(0).to(tl.int64)
     dw_ptr = sums_ptr + program * K
     db_ptr = dw_ptr + tl.num_programs(0).to(tl.int64) * K
@@ -236,7 +244,8 @@ def _chosen(table, K: int):
 
 
 def _registers(config: Backward) -> int:
-    """A thread's, so that a multiprocessor holds that many programs: ptxas alone takes 220 where 128 spill nothing."""
+    """Registers of a thread, so that config.programs fit a multiprocessor. ptxas would take 220, though 128 do not
+    spill."""
     return min(65536 // (32 * config.warps * config.programs) // 8 * 8, 255)
 
 
@@ -267,7 +276,7 @@ def norm(
     zero_centered: bool,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """reference_norm.norm in one pass."""
+    """See reference_norm.norm. One pass."""
     x = x.contiguous()
     y, (mean, rstd) = torch.empty_like(x), _statistics(x, rms)
     _launch_rows(x, weight, bias, eps, y, mean, rstd, zero_centered, kept)
@@ -289,7 +298,7 @@ def norm_quantize(
     amax_out: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """reference_norm.norm_quantize, in one kernel or, with columns, two. amax_out must not hold a negative number."""
+    """See reference_norm.norm_quantize. One kernel, or two with columns; amax_out must not be negative."""
     x = x.contiguous()
     mean, rstd = _statistics(x, rms)
     payload = empty_payload(x, x.shape, fmt)
@@ -309,7 +318,7 @@ def norm_requantize(
     rows: bool = True,
     columns: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """reference_norm.norm_requantize in one pass."""
+    """See reference_norm.norm_requantize. One pass."""
     payload = empty_payload(kept, kept.shape, fmt) if rows or not columns else None
     payload_t = empty_payload(kept, kept.shape[::-1], fmt) if columns else None
     M, K = kept.shape
@@ -339,7 +348,7 @@ def norm_backward(
     residual: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """reference_norm.norm_backward: one pass, and a small one over the programs' sums."""
+    """See reference_norm.norm_backward. One pass, and a small one over the programs' sums."""
     x, dy = x.contiguous(), dy.contiguous()
     M, K = x.shape
     config = _chosen(BACKWARD, K)

@@ -1,27 +1,30 @@
-"""Splitting the QKV product with its rotary embedding, and joining the gradients again: one pass each.
+"""Triton kernels that split the QKV GEMM's output, with its rotary embedding, and join the gradients; one pass each.
 
-    split     one group, or one head a group: 2 + 2 bytes an element of q and k, where they lie (0 without rotation)
+Bytes per element:
+
+    split     with one group, or one head a group: 2 + 2 of q and k, in place (0 without rotation)
               else 2 + 2 of q, k and v
     join      2 read; 2 written, or 1 for each payload
 
-A program takes ROWS tokens and HEADS heads, one after the other, with cos and sin of its tokens in registers: read for
-every head, they would move more bytes than the heads. Of a head it takes pairs, ROWS x d/2, and by itself what is not
-rotated. Interleaved pairs are loaded and stored as they lie, and taken apart in registers: each number by itself, in
-steps of two, a split took 2314 us where it takes 140, a join in FP8 3241 where it takes 284 (the sizes below). Blocks
-are powers of two with masks, so a head may have any size.
+A program takes ROWS tokens and HEADS heads, one after the other. It keeps cos and sin of its tokens in registers,
+because reading them for every head would move more bytes than the heads. A head's rotated numbers are pairs,
+ROWS x d/2; its other numbers are a tile of their own. Interleaved pairs are loaded and stored as vectors and separated
+in registers. Loading each number by itself, with a stride of two, is slower: a split took 2314 us instead of 140, a
+join in FP8 3241 us instead of 284 (the sizes below). Blocks are powers of two with masks, so a head may have any size.
 
-A join in FP8 with columns is a cast of tiles whose rows lie in heads: cast.py's, and as fast, where nothing is rotated.
-Where whole heads are, a program turns two such tiles, its head's halves or every other of its columns, into each other:
-246 us for 201 M elements in heads of 128 on an H200; with four or eight heads in turn 290, as below 333, with one table
-for both of a pair, which nothing promises, 225.
+There are three joins. Without rotation, a join in FP8 with columns is a cast of tiles, each inside a head; it is
+cast.py's, and as fast. If whole heads are rotated, a program rotates two such tiles against each other: the head's
+halves, or its even and odd columns. It takes 246 us for 201 M elements in heads of 128 on an H200; variants took 290
+(four or eight heads a program), 333 (the general kernel), and 225 (one table for both numbers of a pair, which is not
+guaranteed to be right). The general kernel does all other cases.
 
-In place no thread may read what another has written: a pair is read and written by one thread, since a tile has more
-pairs than the program threads; interleaved ones change threads, if at all, past a barrier.
+In place, no thread may read an element that another has written. One thread reads and writes a pair, because a tile has
+more pairs than the program has threads. Interleaved pairs may change threads, but only after a barrier.
 
 The cast to FP8 is cast.py's, of the float32 gradient. Products and sums are rounded by themselves, as in the reference
-(enable_fp_fusion=False). The greatest magnitude of a program goes to amax in one atomic on integers, so the order of
-programs has no say. Offsets are 64-bit where a row is in them.
-Agreement with reference_qkv.py: bit for bit, but for the sign and payload of NaN.
+(enable_fp_fusion=False). A program's largest magnitude goes to amax in one integer atomic, so the programs' order does
+not matter. Offsets that include a row are 64-bit.
+Agreement with reference_qkv.py: bit for bit, except for the sign and payload of NaN.
 """
 
 import torch
@@ -44,15 +47,18 @@ from .cast import (
 )
 from .launch import cdiv, launched, next_power_of_2
 
-PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs of numbers in a tile, heads at most and warps a program
-COLUMN_ROWS, COLUMN_WARPS = 32, 8  # where a transposed payload is written: its runs are of ROWS bytes
-TURN_M, TURN_WARPS = 32, 2  # rows of a tile and warps, for heads to 128
-NARROWEST = 16  # tile of a head that cast.py's way is worth
+PAIRS, HEADS, WARPS = 1024, 8, 4  # pairs in a tile, the most heads a program, warps a program
+COLUMN_ROWS, COLUMN_WARPS = 32, 8  # with a transposed payload, which is written in runs of ROWS bytes
+TURN_M, TURN_WARPS = 32, 2  # rows of a tile, and warps for heads up to 128
+NARROWEST = 16  # columns of the narrowest tile for which cast.py's way is faster
 
 
 @triton.jit
 def _load_pairs(places, wanted, D: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """First and second (ROWS, BLOCK) of each pair in the D numbers from `places` (ROWS,) on; 0 where not `wanted`."""
+    """(first, second) number, (ROWS, BLOCK) each, of the pairs in the D numbers from the pointers `places` (ROWS,) on.
+
+    Rows that are not `wanted` (ROWS,) are 0.
+    """
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK)
         x = tl.load(places[:, None] + i[None, :], mask=wanted[:, None] & (i < D)[None, :], other=0.0)
@@ -67,13 +73,13 @@ def _load_pairs(places, wanted, D: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVE
 
 @triton.jit
 def _together(first, second):
-    """(ROWS, 2 * BLOCK) of the interleaved pairs that _load_pairs took apart."""
+    """Interleave first and second (ROWS, BLOCK) again: (ROWS, 2 * BLOCK)."""
     return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
 
 
 @triton.jit
 def _store_pairs(places, first, second, wanted, D: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What _load_pairs reads."""
+    """The inverse of _load_pairs."""
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK)
         mask = wanted[:, None] & (i < D)[None, :]
@@ -92,8 +98,10 @@ def _qkv_split_kernel(
     R: tl.constexpr, HN: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the heads of x that are queries or keys where they lie, if there is no q_ptr; else copy all heads, those
-    rotated, to q (M, groups * R * HN), k and v (M, groups * HN)."""
+    """Without q_ptr: rotate the query and key heads of x in place.
+
+    With it: write all heads to q (M, groups * R * HN), k and v (M, groups * HN), with q and k rotated.
+    """
     TURNED: tl.constexpr = R + 1
     TAKEN: tl.constexpr = TURNED if q_ptr is None else R + 2
     chunks = groups * TAKEN // HEADS
@@ -129,7 +137,8 @@ def _qkv_split_kernel(
 def _write(
     y, rows, inside, cols, cols_inside, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3: tl.constexpr
 ):  # fmt: skip
-    """float32 y (ROWS, BLOCK) to rows and columns of out (M, width), cast to its type or to FP8, and of out_t."""
+    """Store float32 y (ROWS, BLOCK) in out (M, width) and out_t, if given, cast to out's type, or to FP8 with a
+    scale_ptr."""
     if scale_ptr is None:
         tile = y.to(out_ptr.dtype.element_ty)
     else:
@@ -150,7 +159,7 @@ def _write(
 def _head(
     t, q_ptr, q_s, q_b, q_h, k_ptr, k_s, k_b, k_h, v_ptr, v_s, v_b, v_h, R: tl.constexpr
 ):  # fmt: skip
-    """Where head t of the joined gradient lies, its strides s and b, and whether it is rotated."""
+    """(pointer, stride of s, stride of b, whether it is rotated) of head t of the joined gradient."""
     group, slot = t // (R + 2), t % (R + 2)
     is_q, is_k = slot < R, slot == R
     kv = tl.where(is_k, k_ptr + group.to(tl.int64) * k_h, v_ptr + group.to(tl.int64) * v_h)
@@ -167,7 +176,7 @@ def _qkv_join_kernel(
     R: tl.constexpr, HN: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """out (M, groups * (R + 2) * HN) and out_t of q, k and v, given with their strides; in FP8 with a scale_ptr."""
+    """Join q, k and v, given with strides, into out (M, groups * (R + 2) * HN) and out_t; in FP8 with a scale_ptr."""
     width = groups * ((R + 2) * HN)
     chunks = groups * (R + 2) // HEADS
     rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -223,7 +232,7 @@ def _qkv_join_kernel(
 
 @triton.jit
 def _load(columns, s_stride, b_stride, batch, rows, M):
-    """float32 (rows, columns) of a head's columns (1, N), whose tokens s * batch + b are the rows; 0 beyond M."""
+    """float32 (rows, columns) of a head. columns (1, N): pointers; rows: tokens s * batch + b. 0 for rows from M on."""
     places = (rows // batch).to(tl.int64) * s_stride + (rows % batch).to(tl.int64) * b_stride
     return tl.load(columns + places[:, None], mask=(rows < M)[:, None], other=0.0).to(tl.float32)
 
@@ -236,7 +245,7 @@ def _qkv_cast_kernel(
     R: tl.constexpr, HN: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """_qkv_join_kernel in FP8 where nothing is rotated, by cast.py's tiles: each is of one head."""
+    """_qkv_join_kernel in FP8 without rotation, with cast.py's tiles. A tile lies in one head."""
     width = groups * ((R + 2) * HN)
     _, quads, cols = tile_place(width, TILE_M, TILE_K)
     t = tl.program_id(0) % (width // TILE_K) * TILE_K // HN
@@ -260,7 +269,7 @@ def _qkv_cast_kernel(
 def _load_turned(
     head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows, turned, M, HN: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """float32 of both numbers of each pair of a head, as _load_pairs', rotated back if it is `turned`."""
+    """_load_pairs of a head's gradient as float32, rotated back if the head is `turned`."""
     HALF: tl.constexpr = HN // 2
     inside, s = rows < M, rows // batch
     places = head + s.to(tl.int64) * s_stride + (rows % batch).to(tl.int64) * b_stride
@@ -279,7 +288,8 @@ def _qkv_turn_kernel(
     R: tl.constexpr, HN: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr, WORDS: tl.constexpr,
     TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """_qkv_join_kernel in FP8 where whole heads are rotated: a tile as cast.py's of each half of a head, or of all."""
+    """_qkv_join_kernel in FP8 if whole heads are rotated: cast.py's tile for each half of a head, or for the whole head
+    if interleaved."""
     heads = groups * (R + 2)
     quads = tl.program_id(0) // heads * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     t = tl.program_id(0) % heads
@@ -313,9 +323,9 @@ def _qkv_turn_kernel(
 
 
 def _cut(heads: int, d: int, rest: int, transposed: bool = False) -> dict[str, int]:
-    """How `heads` heads of d rotated numbers and `rest` others become programs and tiles: constants, num_warps."""
+    """Kernel constants and num_warps for `heads` heads, each of d rotated numbers and `rest` others."""
     block, tail = next_power_of_2(max(d // 2, 1)), next_power_of_2(max(rest, 1))
-    pairs = max(block, tail // 2)  # in a row of the wider tile
+    pairs = max(block, tail // 2)  # a row of the wider tile holds so many
     rows = max(PAIRS // pairs, COLUMN_ROWS if transposed else 1)
     warps = WARPS if rows * pairs <= PAIRS else COLUMN_WARPS
     at_once = max(n for n in range(1, HEADS + 1) if heads % n == 0)
@@ -331,13 +341,13 @@ def split_qkv(
     *,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """reference_qkv.split_qkv in one pass, or in none."""
+    """See reference_qkv.split_qkv. One pass, or none if there is nothing to do."""
     s, b, width = mixed.shape
     r = heads_per_group
     hn, d = width // (groups * (r + 2)), 0 if cos is None else cos.shape[-1]
     in_place = 1 in (groups, r)
     if in_place:
-        # As mixed.view(s, b, groups, r + 2, hn).split([r, 1, 1], dim=3) cuts it, in three calls of ATen for ten.
+        # The views of mixed.view(s, b, groups, r + 2, hn).split([r, 1, 1], dim=3), in three ATen calls instead of ten.
         first, (*rows, unit) = mixed.storage_offset(), mixed.stride()
         head, group = hn * unit, (r + 2) * hn * unit
         q = mixed.as_strided((s, b, groups * r, hn), (*rows, group if r == 1 else head, unit), first)
@@ -353,13 +363,13 @@ def split_qkv(
             mixed, *outputs, cos, sin, b, s * b, groups,
             R=r, HN=hn, INTERLEAVED=interleaved, **cut, enable_fp_fusion=False,
         )  # fmt: skip
-    if d and in_place:  # autograd, which cannot see a kernel write, is to refuse a user of the old values
+    if d and in_place:  # autograd does not see the kernel's write; this makes it reject uses of the old values
         torch.autograd.graph.increment_version(mixed)
     return q, k, v
 
 
 def _strided(x: torch.Tensor) -> tuple:
-    """A tensor (s, b, heads, hn) and its strides, hn's being 1."""
+    """A tensor (s, b, heads, hn) and its first three strides; copied if hn's stride is not 1."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x, *x.stride()[:3]
 
@@ -378,7 +388,7 @@ def join_qkv(
     columns: bool = False,
     amax_out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None]:
-    """reference_qkv.join_qkv in one pass. amax_out must not hold a negative number."""
+    """See reference_qkv.join_qkv. One pass; amax_out must not be negative."""
     s, b, heads, hn = dq.shape
     groups = dk.shape[2]
     r = heads // groups

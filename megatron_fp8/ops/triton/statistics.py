@@ -1,20 +1,19 @@
-"""The counts of a cast in one pass: what was cast and its payload are read once, and nothing is written but six
-numbers.
+"""Triton kernel that counts the overflows and underflows of a cast: one read of its input and payload.
 
-    BF16   2 + 1 bytes an element      FP32   4 + 1      + 4/128 where each block of 128 has its own scale
+    BF16   2 + 1 bytes an element      FP32   4 + 1      + 4/128 if each block of 128 has its own scale
 
-Everything is integer work on bits. |x| as an int32 orders as |x| does, infinity above all numbers and NaN above
-infinity, so with limit = max * (1 + 2^-20) * scale_inv, rounded to float32 as in the reference,
+All comparisons are of bits, as integers. The bits of |x| as an int32 are ordered like |x|, with infinity above all
+numbers and NaN above infinity. So with limit = max * (1 + 2^-20) * scale_inv, rounded to float32 as in the reference,
 
     overflow   bits(limit) < bits(|x|) < bits(infinity)        underflow   bits(|x|) != 0 and code & 0x7f == 0
 
-A program takes BLOCKS blocks of 128 elements, adds up its counts, at most 2^13 each and so two in one int32, and adds
-them to the totals by atomics on int64: exact, in any order. Maxima are atomics on float32's bits as int32: right for
-numbers that are not negative, and for minus infinity, where they start, which is a negative int32. Minus the smallest
-scale is negative, or minus infinity, and orders the other way round: its largest has the least int32.
+A program takes BLOCKS blocks of 128 elements. Its two counts are at most 2^13 each, so one int32 holds both; atomics on
+int64 add them to the totals, exactly and in any order. The maxima are atomics on float32's bits as int32. This is right
+for numbers that are not negative, and for minus infinity, the start value, which is a negative int32. Minus the
+smallest scale is negative, and negative floats have the opposite order as int32: hence an atomic minimum.
 
-The host waits for nothing and copies nothing: the number of elements is added here too. Offsets are 64-bit.
-Agreement with reference_statistics.py: bit for bit, but for the sign and payload of NaN.
+The host neither waits nor copies: the kernel adds the number of elements too. Offsets are 64-bit.
+Agreement with reference_statistics.py: bit for bit, except for the sign and payload of NaN.
 """
 
 import torch
@@ -30,16 +29,16 @@ _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(0x7F800000)
 _SCALE_OF_ZEROS = tl.constexpr(0x00400000)  # the bits of 2^-127
 _SIGN = tl.constexpr(-(2**31))
-BLOCKS, WARPS = 64, 8  # of 128 elements, and warps, a program
+BLOCKS, WARPS = 64, 8  # blocks of 128 elements, and warps, a program
 
 
-# Rows of counts and scales lie anywhere: one compiled kernel for all of them.
+# Counts and scales are rows of larger tensors, so their alignment varies. One compiled kernel serves all.
 @launched
 @triton.jit(do_not_specialize=["scale_inv_ptr", "counts_ptr", "extremes_ptr"])
 def _count_cast_kernel(
     x_ptr, codes_ptr, n, scale_inv_ptr, largest, counts_ptr, extremes_ptr, SCALES: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Count n contiguous elements; with SCALES each block has its own scale. extremes_ptr: their bits, int32."""
+    """Count n contiguous elements. SCALES: each block has its own scale. extremes_ptr: the extremes' bits as int32."""
     rows = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     offsets = rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = offsets < n
@@ -72,7 +71,7 @@ def _count_cast_kernel(
 def count_cast(
     x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor, counts: torch.Tensor, extremes: torch.Tensor
 ) -> None:
-    """reference_statistics.count_cast in one pass. `extremes` must hold what it began with, or a cast's."""
+    """See reference_statistics.count_cast. One pass; `extremes` must hold minus infinity or the extremes of casts."""
     check_cast(x, payload, scale_inv)
     n = x.numel()
     _count_cast_kernel[(cdiv(n, BLOCKS * BLOCK),)](
