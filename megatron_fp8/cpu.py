@@ -1,25 +1,25 @@
-"""Megatron's own training loop on a machine without a GPU.
+"""Runs Megatron's own training loop on a machine without a GPU, by making "cuda" mean the CPU.
 
-Megatron-LM has no CPU mode: it asserts that CUDA is there, creates its tensors on "cuda", keeps the CUDA
-random state and compares `tensor.type()` with "torch.cuda.FloatTensor". Everything it then *computes* runs
-on a CPU all the same. So this module changes no line of Megatron; it changes what "cuda" means, in one
-process, for as long as it is installed:
+Megatron-LM has no CPU mode: it asserts that CUDA is available, creates its tensors on "cuda", saves the CUDA random
+state and compares `tensor.type()` with "torch.cuda.FloatTensor". Its computations would run on a CPU all the same. So
+this module does not change Megatron's code. While it is installed, it changes the meaning of "cuda" in the process:
 
-  1. `_CudaIsCpu`, a TorchFunctionMode, sees every call into torch and turns a CUDA device (as a string, a
-     torch.device or an integer) into the CPU, `tensor.cuda()` into the tensor itself, and
-     `tensor.type()` into the name that the tensor would have on a GPU.
-  2. Attributes of `torch.cuda` that need a driver are replaced: one device, which is always idle; streams and
-     events that do nothing; memory figures of zero; and one random generator, the CPU's, for both devices.  What
-     only the CPU's would draw is put back: a data loader's iterator takes a seed for its workers, and a run that
-     resumes makes its iterators anew, after its checkpoint was read.  It went on with other dropout masks.
-  3. Two functions of Megatron that only warm up or build what a GPU machine needs become empty.  A third, which
-     brings the sizes of an all-to-all of experts to the host, makes of them what it makes of a GPU's.
+  1. `_CudaIsCpu`, a TorchFunctionMode, sees every call into torch. It turns a CUDA device (a string, a torch.device or
+     an integer) into the CPU, `tensor.cuda()` into the tensor itself, and `tensor.type()` into the name that the tensor
+     would have on a GPU.
+  2. Attributes of `torch.cuda` that need a driver are replaced: there is one device, which is always idle; streams and
+     events do nothing; memory figures are zero; and both devices share one random generator, the CPU's. If a data
+     loader's iterator draws the seed for its workers from it, its state is restored: on a GPU this draw does not touch
+     dropout's generator. Otherwise a resumed run, which makes its iterators again after reading its checkpoint, would
+     have other dropout masks.
+  3. Two functions of Megatron that only warm up or build for a GPU become empty. A third, which copies the sizes for an
+     experts' all-to-all to the host, handles CPU tensors as it handles a GPU's.
 
-Communication goes through gloo (`adapt_args`), which has every collective that Megatron's GPT uses, but for one:
-tensors of unequal sizes, as experts' tokens are, it does not gather. They are broadcast one by one, as NCCL does it.
+Communication goes through gloo (`adapt_args`). gloo has every collective that Megatron's GPT uses, except for gathering
+tensors of unequal sizes, such as the experts' tokens. These are broadcast one by one, as NCCL does.
 
-Limits. A missing stream wait cannot be found here, memory is not accounted, `torch.cuda.is_available()` says
-yes to everyone in the process (ask `needed()` instead), and the mode covers the thread that installed it.
+Limits: a missing stream wait cannot be found here; memory is not measured; `torch.cuda.is_available()` is True for all
+code in the process (use `needed()` instead); and the mode covers only the thread that installed it.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # it inspects torch.cuda when it is first imported: that must be the real one
+import torch._dynamo  # it inspects torch.cuda at its first import, which must see the real one
 from torch.overrides import TorchFunctionMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -65,7 +65,7 @@ COMPILE_HELPERS = Hook(
 
 
 def needed() -> bool:
-    """Whether this machine has no CUDA device (the truth, whether or not this module is installed)."""
+    """Whether this machine has no CUDA device. The answer is right even if this module is installed."""
     return not _GPU_PRESENT
 
 
@@ -89,7 +89,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` and `skip_dataset_compile`, in reverse order. Harmless when nothing is installed."""
+    """Undo `install` and `skip_dataset_compile`, in reverse order. Does nothing if neither was called."""
     global _mode
     if _mode is not None:
         _mode.__exit__(None, None, None)
@@ -99,10 +99,10 @@ def uninstall() -> None:
 
 
 def skip_dataset_compile() -> None:
-    """Keep Megatron from running `make` for its data-set helpers where they are already built.
+    """Keep Megatron from running `make` for its dataset helpers if they are already built.
 
-    The wheel from PyPI carries the compiled helpers but no Makefile, so that stock training from the wheel
-    exits at once, on a GPU too. A Megatron-LM checkout has the Makefile and keeps its behaviour. Idempotent.
+    The wheel from PyPI has the compiled helpers but no Makefile, so stock training from the wheel exits at once, also
+    on a GPU. A Megatron-LM checkout has the Makefile and is not changed. Idempotent.
     """
     import megatron.core.datasets.utils as utils
 
@@ -113,7 +113,7 @@ def skip_dataset_compile() -> None:
 
 
 def adapt_args(args) -> list[str]:
-    """Edit Megatron's parsed arguments for a machine without a GPU; returns one line to log per change."""
+    """Edit Megatron's parsed arguments for a machine without a GPU; return one log line for each change."""
     if not needed() or args.distributed_backend == "gloo":
         return []
     changed = f"no CUDA device: --distributed-backend {args.distributed_backend} -> gloo, training on the CPU"
@@ -122,13 +122,13 @@ def adapt_args(args) -> list[str]:
 
 
 def _leave_groups() -> None:
-    """End gloo's threads before the process ends: otherwise they abort it now and then, after all is done."""
+    """End gloo's threads before the process ends. Otherwise they sometimes abort it at the very end."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def _is_cuda(device: Any) -> bool:
-    """True for what names a GPU: "cuda", "cuda:0", torch.device("cuda") or a bare index."""
+    """Whether `device` names a GPU: "cuda", "cuda:0", torch.device("cuda") or a bare index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -140,16 +140,16 @@ class _CudaIsCpu(TorchFunctionMode):
     """Redirects CUDA devices in the arguments of torch functions to the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        # Of some ten thousand calls a step, those of attributes too, nearly all end here.
+        # A step makes some ten thousand calls, including reads of attributes. Nearly all return here.
         if not kwargs and func not in _LOOKED_AT:
             return func(*args)
         kwargs = kwargs or {}
-        kwargs.pop("pin_memory", None)  # of memory for a GPU's copies
+        kwargs.pop("pin_memory", None)  # pinning memory needs a GPU
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.autograd.backward and isinstance(kwargs["grad_tensors"], tuple):
-            # Megatron's, of recomputed activations. torch has left this mode to ask it, and what autograd calls back
-            # would run without: so enter it again, and do what torch does next.
+            # Megatron calls this for recomputed activations. torch has left this mode to call this method, and
+            # autograd's callbacks would run outside it. So enter it again, and do what torch.autograd.backward does.
             run = torch.autograd.Variable._execution_engine.run_backward
             options = {"allow_unreachable": True, "accumulate_grad": True}
             with self:
@@ -163,11 +163,11 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_LOOKED_AT = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})  # without a word of a device's
+_LOOKED_AT = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})  # they matter even without keywords
 
 
 def _nothing(*args, **kwargs) -> None:
-    """Stands for every call whose only effect would be on a GPU."""
+    """Replaces every call whose only effect would be on a GPU."""
 
 
 def doing_nothing(stock: Callable) -> Callable[..., None]:
@@ -176,13 +176,15 @@ def doing_nothing(stock: Callable) -> Callable[..., None]:
 
 
 def _always(value: int | None, *names: str) -> dict[str, Callable[..., int | None]]:
-    """{name: a function that only returns the value}; each its own, as torch's compiler has one rule for a function,
-    and not the same for all names."""
+    """{name: a function that returns `value`}, each a function of its own.
+
+    torch's compiler has a rule for each function, and these names have different rules.
+    """
     return {name: lambda *args, **kwargs: value for name in names}
 
 
 class _Works:
-    """Several collectives as one handle."""
+    """One handle for several collectives."""
 
     def __init__(self, works: list[Any]):
         self._works = works
@@ -195,7 +197,7 @@ class _Works:
 
 
 def _gathering_any_sizes(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.distributed.all_gather whose tensors may differ in size from rank to rank: all know all sizes."""
+    """torch.distributed.all_gather for tensors whose sizes differ from rank to rank; every rank knows all sizes."""
 
     @functools.wraps(stock)
     def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -216,7 +218,7 @@ def _gathering_any_sizes(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """As Megatron's, which leaves a tensor alone that is on the CPU, where gloo takes no tensor for sizes."""
+    """Like Megatron's, but converts CPU tensors too. Megatron's leaves them, and gloo takes no tensor for sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -226,7 +228,7 @@ def moving_to_cpu(stock: Callable) -> Callable[..., Any]:
 
 
 class _Stream:
-    """A CUDA stream or event on which all work is already done."""
+    """Stands for a CUDA stream or event on which all work is done."""
 
     cuda_stream = 0
     device = _CPU
@@ -265,17 +267,17 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
     stock_init = _BaseDataLoaderIter.__init__
 
     def make_loader_iterator(self, loader):
-        # On a GPU this moves another generator than the one that dropout draws from, see the top of the file.
+        # On a GPU this does not advance dropout's generator; see the top of the file.
         state = generator.get_state()
         stock_init(self, loader)
         generator.set_state(state)
 
     cuda = {
-        # one device, always ready
+        # one device, always idle
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
-        **_always(0, "current_device"),  # an index, as on a GPU: some callers build f"cuda:{index}" from it
+        **_always(0, "current_device"),  # an index, because some callers build f"cuda:{index}" from it
         "device": lambda device: contextlib.nullcontext(),
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (properties.major, properties.minor),
@@ -305,9 +307,9 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
     }
     accelerator = {
-        **_always(0, "current_device_index"),  # asked by the thread of a DataLoader with workers that pins memory
+        **_always(0, "current_device_index"),  # called by a DataLoader's thread that pins memory
         "device_index": lambda device: contextlib.nullcontext(),
-        "current_stream": lambda device=None: stream,  # torch.optim asks it, from 2.15 on, if a graph is captured
+        "current_stream": lambda device=None: stream,  # from 2.15 on, torch.optim asks it if a graph is captured
         **_always(None, "set_device_index", "set_stream", "synchronize"),
     }
     substitutes: list[tuple[Any, dict[str, Any]]] = [
@@ -319,6 +321,6 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         (_BaseDataLoaderIter, {"__init__": make_loader_iterator}),
         (torch.distributed, {"all_gather": _gathering_any_sizes(torch.distributed.all_gather)}),
     ]
-    if hasattr(torch._C, "_cuda_setRNGState"):  # Megatron prefers it where it exists
+    if hasattr(torch._C, "_cuda_setRNGState"):  # Megatron uses it if it exists
         substitutes.append((torch._C, {"_cuda_setRNGState": set_rng_state}))
     return substitutes

@@ -1,9 +1,10 @@
-"""torchrun for processes of this machine alone: `python -m megatron_fp8.loopback --nproc-per-node N SCRIPT FLAGS...`.
+"""torchrun for one machine, whose store other machines cannot reach.
 
-torch's own store listens on every interface, whatever address it is given, and takes commands from all who connect.
-Here it gets a socket that listens on 127.0.0.1, on a port that the kernel chose. The rest is torchrun's: a rendezvous
-of this kind is registered with it, and named on its command line. The ranks' gloo and NCCL are told to use the loopback
-interface too.
+    python -m megatron_fp8.loopback --nproc-per-node N SCRIPT FLAGS...
+
+torch's store listens on every interface, whatever address it is given, and obeys every process that connects. Here it
+gets a socket that listens on 127.0.0.1, on a port chosen by the kernel. The rest is torchrun: `main` registers this
+rendezvous and names it on torchrun's command line. gloo and NCCL get the loopback interface too.
 """
 
 import os
@@ -28,7 +29,7 @@ _INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Loopback(RendezvousHandler):
-    """One machine, whose launcher keeps the store for its ranks."""
+    """A rendezvous of one machine: the launcher has the store, and its ranks connect to it."""
 
     def __init__(self, parameters: RendezvousParameters):
         self._run = parameters.run_id
@@ -71,7 +72,7 @@ class Loopback(RendezvousHandler):
 
 
 def main(words: list[str]) -> None:
-    """torchrun with these words."""
+    """Run torchrun with these command-line words."""
     rendezvous_handler_registry.register(_NAME, Loopback)
     os.environ.update(_INTERFACE)
     torchrun.main(["--rdzv-backend", _NAME, "--rdzv-endpoint", _HOST, *words])

@@ -1,14 +1,16 @@
-"""A run's numbers for programs: with MEGATRON_FP8_METRICS=FILE the last rank, which prints Megatron's log, writes JSON.
+"""Writes a run's numbers as JSON for other programs, if MEGATRON_FP8_METRICS=FILE is set.
+
+The last rank, which prints Megatron's log, appends these lines:
 
     {"step": 10, "loss": 5.0161709785461426, "grad_norm": 0.79812, ...}     an iteration that Megatron logs
-    {"step": 10, "update_norm": 0.024193801, ...}                           what is measured of it beside that
+    {"step": 10, "update_norm": 0.024193801, ...}                           other measurements of the iteration
     {"step": 10, "validation_loss": 1.829636}                               an evaluation
-    {"linears_in_bf16": ["decoder.layers.0.mlp.linear_fc1", ...]}           without a step: of the whole run
-    {"device": "NVIDIA H100 80GB HBM3"}                                     likewise, once a start; "cpu" without a GPU
+    {"linears_in_bf16": ["decoder.layers.0.mlp.linear_fc1", ...]}           without a step: about the whole run
+    {"device": "NVIDIA H100 80GB HBM3"}                                     the same, once a start; "cpu" without a GPU
 
-One object a line, several lines a step, floats with all their digits (NaN and Infinity as Python's json has them). A
-run that goes on appends. The file is there from the start: where it is missing, the command does not load this package.
-monitor/training_log.py and monitor/writers.py say what the numbers are.
+A line has one object; a step may have several lines. Floats have all their digits; NaN and Infinity are written like
+Python's json does. A run that resumes appends. The file is created at the start: if it is missing, the command does not
+load this package. monitor/training_log.py and monitor/writers.py say what the numbers are.
 """
 
 import json
@@ -21,7 +23,7 @@ from .errors import UserError
 
 VARIABLE = "MEGATRON_FP8_METRICS"
 STEP = "step"
-# Names that programs look for; the others are Megatron's and the monitors' own.
+# Names that our programs read. The other names are Megatron's and the monitors'.
 LOSS, VALIDATION_LOSS = "loss", "validation_loss"
 STEP_MS, SKIPPED = "elapsed_time_per_iteration_ms", "number_of_skipped_iterations"
 LINEARS = "linears_in_bf16"
@@ -29,9 +31,9 @@ DEVICE = "device"
 
 
 def begin() -> bool:
-    """Make the run's file, if it is to have one and has none; whether it is to.
+    """Create the run's file, if the variable is set and the file is missing; return whether the variable is set.
 
-    Raises UserError of one line for a file that cannot be made.
+    Raises UserError if the file cannot be created.
     """
     file = os.environ.get(VARIABLE)
     if not file:
@@ -45,9 +47,9 @@ def begin() -> bool:
 
 
 def record(values: Mapping[str, Any], step: int | None = None) -> None:
-    """Append a line, on the rank that writes, in a run that has a file: numbers of a step, or facts of the run.
+    """Append a line, if the run has a file and this rank writes it. step: None for facts about the whole run.
 
-    Names get underscores: "update-norm" is update_norm.
+    Spaces and hyphens in names become underscores: "update-norm" is update_norm.
     """
     file = os.environ.get(VARIABLE)
     if file and _is_writer():
@@ -63,13 +65,13 @@ def _is_writer() -> bool:
 
 
 class Reader:
-    """Reads the steps of a run's file as it grows."""
+    """Reads the steps in a run's file while it grows."""
 
     def __init__(self, path: Path):
         self.path, self._offset = path, 0
 
     def read(self) -> list[tuple[int, dict[str, float]]]:
-        """(Step, {name: value}) of every whole line since the last call."""
+        """(step, {name: value}) for each complete line since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -81,6 +83,6 @@ class Reader:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """What the lines without a step say, in the file of a run that has ended, or was."""
+    """The contents of the lines without a step, in a run's file."""
     lines = map(json.loads, path.read_bytes().rpartition(b"\n")[0].splitlines())
     return {name: value for line in lines if STEP not in line for name, value in line.items()}

@@ -1,14 +1,14 @@
-"""Packages that a run, a verb or one of Megatron's flags may need: one table of what to install, with its versions.
+"""The table of optional packages, with their versions, that a run, a subcommand or a flag of Megatron's may need.
 
-Bounds are megatron-core's own where its metadata has one, and pyproject.toml's for ours; tests/unit/test_packages.py
-compares.  Lines about a package that is missing end in what `needs` says.  flags/optional.py says which flag needs
-which, `megatron-fp8 doctor` which are here.
+Version bounds come from megatron-core's metadata, or from pyproject.toml for our own needs; tests/unit/test_packages.py
+compares them. Error lines about a missing package end with the text of `needs`. flags/optional.py says which flag needs
+which package; `megatron-fp8 doctor` lists the installed ones.
 """
 
 import sys
 from importlib.util import find_spec
 
-# {module that is imported: (what pip installs, what for)}
+# {module: (requirement for pip, purpose)}
 PACKAGES = {
     "cutlass_library": ("nvidia-cutlass==4.2.*", "the headers for megatron-fp8 build"),
     "matplotlib": ("matplotlib", "--figure and the lab's reports"),
@@ -31,7 +31,7 @@ PACKAGES = {
 
 
 def installed(module: str) -> bool:
-    """Whether a package is here; it is not imported."""
+    """Whether a package is installed. Does not import it."""
     try:
         return module in sys.modules or find_spec(module) is not None
     except (ImportError, ValueError):
@@ -39,16 +39,16 @@ def installed(module: str) -> bool:
 
 
 def how_to_install(module: str) -> str:
-    """A command for a shell."""
+    """The shell command that installs the package."""
     requirement = PACKAGES[module][0]
     quoted = f"'{requirement}'" if set(requirement) & set("=<>~*[") else requirement
     return f"pip install {quoted}"
 
 
 def needs(module: str, otherwise: str = "") -> str:
-    """For the line of what cannot be done without a package, "--figure a.svg: " before it: the package, the remedy.
+    """The end of an error line about a missing package, to follow "--figure a.svg: ": the package and the remedy.
 
-    otherwise: another remedy, as "remove the flag". The module may be one that the table does not have.
+    otherwise: another remedy, such as "remove the flag". The module need not be in the table.
     """
     remedy = how_to_install(module) if module in PACKAGES else "install it"
     return f"needs the package {module}, which is not installed; {remedy}{otherwise and f', or {otherwise}'}"

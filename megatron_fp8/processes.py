@@ -1,6 +1,8 @@
-"""Child processes that are stopped with all that descends from them; a training run as one, under torchrun, which
-listens on this machine alone (loopback.py); and Python's multiprocessing, whose children end when their parent is
-killed."""
+"""Starts and stops child processes: a training run under torchrun, which is stopped with all its descendants.
+
+Also makes the children of Python's multiprocessing end when their parent is killed. torchrun listens on this machine
+alone (loopback.py).
+"""
 
 import contextlib
 import functools
@@ -20,25 +22,27 @@ from pathlib import Path
 import psutil
 
 LAUNCHER = sys.executable, "-m", "megatron_fp8.loopback", "--nproc-per-node", "{processes}"
-_PATIENCE = 10  # seconds for a run to end by itself when asked to
-_WAIT = 0.5  # seconds to wait for output, and for a signal to be noticed
-_TAIL = 25
-_MOST = 1 << 20  # bytes read at once; more than a pipe holds, so that of a run that has ended nothing is left
+_PATIENCE = 10  # seconds that a terminated run has to end by itself
+_WAIT = 0.5  # seconds to wait for output; a signal is noticed after so long
+_TAIL = 25  # lines of output to show of a run that failed
+_MOST = 1 << 20  # bytes read at once; more than a pipe holds, so that one read gets all that an ended run left
 
 
 def identity(pid: int) -> str:
-    """A process' number and birth: what no later process has."""
+    """A process' id and start time; no later process has the same."""
     return f"{pid}:{_born(pid)}"
 
 
 def _born(pid: int) -> str:
-    """Clock ticks since the machine's start, field 22 of stat: a step of the clock leaves them as they are. Raises
-    OSError without such a process."""
+    """The start time in clock ticks since the machine's start, field 22 of stat. Setting the clock does not change it.
+
+    Raises OSError if there is no such process.
+    """
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
 
 
 def living(identity_: str | None) -> psutil.Process | None:
-    """The process of an `identity` of this machine, if it still lives."""
+    """The process with this `identity` on this machine, or None if it has ended."""
     pid, _, born = (identity_ or "").partition(":")
     with contextlib.suppress(psutil.NoSuchProcess, ValueError, OverflowError, OSError):
         process = psutil.Process(int(pid))
@@ -48,14 +52,14 @@ def living(identity_: str | None) -> psutil.Process | None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether it has not ended; one that no process has waited for, as in a container without an init, has."""
+    """Whether the process has not ended. A zombie has ended; in a container without an init, zombies stay."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def stop(process: psutil.Process) -> None:
-    """End a process and all that descend from it: politely, and after some seconds for good."""
+    """End a process and all its descendants: by SIGTERM to the process, and after some seconds by SIGKILL to all."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [process, *process.children(recursive=True)]
         process.terminate()  # torchrun then ends its workers
@@ -67,7 +71,7 @@ def stop(process: psutil.Process) -> None:
 
 
 def _left_of(family: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Wait for the end of all, some seconds; those that live even so."""
+    """Wait some seconds for all to end; return those that have not."""
     deadline = time.monotonic() + _PATIENCE
     while (left := [member for member in family if _lives(member)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -75,11 +79,11 @@ def _left_of(family: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def end_children_with_parent(start: Callable) -> Callable:
-    """In place of multiprocessing.process.BaseProcess.start: children, spawned or forked, end when this process has.
+    """Replaces multiprocessing.process.BaseProcess.start: children, spawned or forked, end if this process has ended.
 
-    Killed, a process ends nothing that it has started: a manager, or a worker that waits for its next task, lives on
-    for ever.  They look for it once a second, since the kernel's own signal (prctl) would come when the thread that
-    started them ends.  What keeps a resource tracker is its users: it ends with the last.
+    A process that is killed does not end its children: a manager, or a worker that waits for its next task, would live
+    for ever. So the children check once a second whether this process lives. The kernel's own signal (prctl) would
+    already come when the thread that started them ends. A resource tracker needs no check: it ends with its last user.
     """
 
     @functools.wraps(start)
@@ -97,17 +101,19 @@ def _run_watched(parent: str, target: Callable, /, *args, **kwargs) -> None:
 
 
 def _end_after(parent: str) -> None:
-    while living(parent):  # not its own parent, where a server forks for it
+    while living(parent):  # os.getppid() would be wrong: a fork server may be the parent
         time.sleep(1)
     if folder := multiprocessing.process.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
-        shutil.rmtree(folder, ignore_errors=True)  # a manager's socket lies there
+        shutil.rmtree(folder, ignore_errors=True)  # it holds a manager's socket
     os._exit(1)
 
 
 @contextlib.contextmanager
 def ended_like_ctrl_c() -> Iterator[None]:
-    """Make a signal that ends this process a KeyboardInterrupt, so that it closes its runs: in a session of their own
-    they do not get it.  What nohup has turned off stays so."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that this process closes its runs before it ends.
+
+    Runs in a session of their own do not get these signals. A signal that is ignored, as under nohup, stays ignored.
+    """
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:
@@ -118,18 +124,18 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 
 class TorchRun:
-    """A command under torchrun, whose output goes to a log.
+    """A command that runs under torchrun and prints into a log file.
 
     Args:
-        command: a script, or -m and a module, and flags.
-        processes: so many on this machine.
-        log: file for everything that they print; its folder is made if need be.
-        environment: variables to set beside those of this process.
-        folder: where it runs; None: here.
-        own_session: a Ctrl-C at the terminal is not for the run but for its parent, which must then close it.
+        command: a script, or -m and a module, and its flags.
+        processes: number of processes, all on this machine.
+        log: file for everything that they print; a missing folder is created.
+        environment: variables to add to this process' environment.
+        folder: working directory; None: the current one.
+        own_session: a Ctrl-C at the terminal goes to the parent alone, which must then close the run.
 
     Attributes:
-        silent: whether it can print no more.
+        silent: whether its output has ended.
         started: time.monotonic() at its start.
     """
 
@@ -158,14 +164,14 @@ class TorchRun:
         os.set_blocking(self._process.stdout.fileno(), False)
 
     def fileno(self) -> int:
-        """For select: there is something to read."""
+        """The output's file descriptor, for select."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def lines(self) -> list[str]:
-        """What has been printed since the last call: whole lines, but for the last of all.
+        """Lines printed since the last call. Only the very last line may be incomplete.
 
-        Of a run that prints without end a part, or its reader would never look up, not at a Ctrl-C either.
+        One call reads a limited amount, so that a run that prints without end does not block the caller.
         """
         text = b""
         with contextlib.suppress(BlockingIOError):
@@ -183,11 +189,14 @@ class TorchRun:
         return lines
 
     def poll(self) -> int | None:
-        """The exit code, negative: the signal; None while the run lasts. Ask before reading: all is there then."""
+        """The exit code (negative: minus the signal's number), or None while the run lasts.
+
+        Call it before `lines`: if the run has ended, `lines` then returns the rest of its output.
+        """
         return self._process.poll()
 
     def wait(self) -> None:
-        """Wait a moment for output, or for the end."""
+        """Wait up to half a second for output, or for the run's end."""
         if self.silent:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_WAIT)
@@ -195,15 +204,15 @@ class TorchRun:
             select.select([self], [], [], _WAIT)
 
     def late(self, timeout: float | None) -> bool:
-        """Whether it has taken more than so many seconds; never with None."""
+        """Whether it has run for more than `timeout` seconds; False for None."""
         return timeout is not None and time.monotonic() - self.started > timeout
 
     def end(self) -> str:
-        """The last lines that it printed itself."""
+        """The last lines that the command printed, without torchrun's own."""
         return last_words([*self._tail, *filter(None, [self._rest.decode(errors="replace")])])
 
     def close(self) -> None:
-        """Stop the run, if it still lasts, and close its log."""
+        """Stop the run if it has not ended, and close its log."""
         if self._process.poll() is None:
             stop(psutil.Process(self._process.pid))
             if self._process.poll() is None:
@@ -215,6 +224,6 @@ class TorchRun:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """The last lines before torchrun's own report of a failure, which says nothing of its cause."""
+    """The last lines before torchrun's own report of a failure; that report does not tell the cause."""
     own = (i for i, line in enumerate(lines) if "torch/distributed/elastic/multiprocessing/api.py" in line)
     return "\n".join(lines[: next(own, len(lines))][-_TAIL:])

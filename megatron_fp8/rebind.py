@@ -113,7 +113,7 @@ class Rebound(list[Callable[[], Any]]):
         self.append(undo)
 
     def put_back(self) -> None:
-        """Undo all, the last first."""
+        """Undo all changes, the last first."""
         while self:
             self.pop()()
 

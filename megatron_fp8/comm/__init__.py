@@ -1,1 +1,1 @@
-"""What goes over the wire: gradient collectives in FP8, on NCCL and gloo alike."""
+"""Collectives for gradients, weights and activations, in FP8 or not, on NCCL and on gloo."""

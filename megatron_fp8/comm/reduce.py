@@ -1,35 +1,34 @@
-"""Data-parallel gradient reduction: one byte an element on the wire, one FP32 sum.
+"""Data-parallel gradient reduction with one byte an element on the wire and one FP32 sum.
 
-A reduce-scatter over R ranks usually runs as a ring: each hop adds, and in FP8 each hop rounds again and may
-saturate (comm/shared.py does that, as the paper has it).  The same bytes can be sent once instead (an
-all-to-all) and added once, in FP32:
+A reduce-scatter over R ranks usually runs as a ring: each hop adds, and in FP8 each hop also rounds and may saturate
+(comm/shared.py does this, like the FP8-LM paper). Here the same bytes are sent once, by an all-to-all, and added once,
+in FP32:
 
     rank i:   payload_i, exponents_i = BlockScaled(g_i)          1 + 1/128 bytes an element
     wire:     chunk j of both goes to rank j                     (R-1)/R of them leave the rank
     rank j:   shard_j = sum over i of dequantise(chunk j of i)   FP32, in rank order
 
-Each gradient is rounded exactly once.  Block scales are powers of two chosen from 128 neighbours, so nothing
-saturates at any R and no scale has to be agreed beforehand.  Error: at most 2^-4 of an element that is normal in
-its block (half a unit in the last of E4M3's four significant bits), and the R roundings are independent.
-Without a distributed optimizer an all-gather follows; its payload is quantised too and every rank, the owner
-included, takes the dequantised values, so all replicas stay bitwise equal.
+Each gradient is rounded exactly once. A block's scale is a power of two chosen from its own 128 elements, so nothing
+saturates at any R, and the ranks need not agree on scales first. The error is at most 2^-4 of an element that is normal
+in its block (half a unit in the last of E4M3's four significant bits), and the R roundings are independent. Without a
+distributed optimizer an all-gather follows. Its payload is quantised too, and every rank, including the owner, takes
+the dequantised values, so all replicas stay bitwise equal.
 
-The sum is not made when the bytes arrive.  What arrived takes as much room as what was sent, one byte an element,
-and *is* the FP32 sum, unevaluated: `BlockShards` evaluates it where it is read, once for the norm and once for the
-optimizer, which reads the bytes as they are.  So a reduced gradient costs no FP32 buffer, and the reduction is pure
-communication.
+The sum is not computed when the bytes arrive. The received bytes, one an element, represent the FP32 sum, and
+`BlockShards` computes it when it is read: once for the norm, and once in the optimizer's kernel, which reads the bytes
+directly. So a reduced gradient needs no FP32 buffer, and the reduction is communication alone.
 
-Two levels, for clusters (`--fp8-grad-reduce-hierarchy`), with L ranks in each of A nodes, R = A L: the same inside
-the node, then across nodes on what was summed.  Each element is rounded twice, both sums are FP32, and a node
-boundary is crossed by 1/L of the bytes:
+Two levels, for clusters (`--fp8-grad-reduce-hierarchy`), with L ranks in each of A nodes, R = A L: the gradients are
+reduced inside the node, and their sums across nodes. Each element is rounded twice, both sums are FP32, and 1/L of the
+bytes cross a node boundary:
 
     in the node     (L-1)/L (1 + 1/128) bytes an element        then an FP32 sum of L
     across nodes    (A-1)/A (1 + 1/128)/L bytes an element      then an FP32 sum of A
 
-Idea of all-to-all plus local sum: Megatron's reduce_scatter_with_fp32_accumulation (in BF16) and ZeRO++
+Source of all-to-all plus local sum: Megatron's reduce_scatter_with_fp32_accumulation (in BF16) and ZeRO++
 (arXiv 2306.10209, INT8, two levels).
 
-What travels is a `PackedBlocks` of R shards of m elements: row j, payload and exponents together, is rank j's.
+The ranks send a `PackedBlocks` of R shards of m elements: row j, payload and exponents together, goes to rank j.
 """
 
 import itertools
@@ -54,11 +53,11 @@ class DenseShard:
     values: torch.Tensor
 
     def look(self) -> torch.Tensor:
-        """The gradient (n,) in FP32, to read only."""
+        """The gradient (n,) in FP32; do not write to it."""
         return self.values.float()
 
     def gradient(self, start: int, stop: int) -> Gradient:
-        """Elements start .. stop, multiples of 128, as adam_step takes them."""
+        """Elements start .. stop - 1 for adam_step; start and stop are multiples of 128."""
         return self.values[start:stop]
 
     def square_sum(self) -> torch.Tensor:
@@ -68,7 +67,7 @@ class DenseShard:
 
 @dataclass
 class BlockShards:
-    """A reduced gradient (m,) as the R contributions that it is the FP32 sum of: row i is rank i's."""
+    """A reduced gradient (m,), stored as the R ranks' contributions: it is their FP32 sum. Row i is rank i's."""
 
     packed: PackedBlocks
 
@@ -79,7 +78,7 @@ class BlockShards:
         return ops.sum_blocks(payload, self.packed.exponents, out)
 
     def gradient(self, start: int, stop: int) -> Gradient:
-        """Elements start .. stop, multiples of 128, as adam_step takes them: not yet summed."""
+        """Elements start .. stop - 1 for adam_step, which sums the ranks' contributions; multiples of 128."""
         return self.packed.payload[:, start:stop], self.packed.exponents[:, start // BLOCK : stop // BLOCK]
 
     def square_sum(self) -> torch.Tensor:
@@ -89,7 +88,7 @@ class BlockShards:
 
 @dataclass
 class GatheredShards:
-    """A reduced gradient (R * m,), all of it: row j is what rank j summed."""
+    """A whole reduced gradient (R * m,): row j is the shard that rank j summed."""
 
     packed: PackedBlocks
 
@@ -98,7 +97,7 @@ class GatheredShards:
         return self.packed.dequantize()
 
     def gradient(self, start: int, stop: int) -> Gradient:
-        """Elements start .. stop, multiples of 128, as adam_step takes them; a copy."""
+        """A copy of the elements start .. stop - 1 for adam_step; start and stop are multiples of 128."""
         blocks = self.packed.read(start, stop - start)
         return blocks.payload[None], blocks.exponents[None]
 
@@ -110,7 +109,7 @@ class GatheredShards:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The two levels of a data-parallel group: the ranks of this node, and this rank's like in every node."""
+    """The two levels of a data-parallel group: this node's ranks, and the ranks at this rank's place in each node."""
 
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
@@ -119,14 +118,14 @@ class Nodes:
 def reduce_blocks(
     packed: PackedBlocks, group, sharded: bool, nodes: Nodes | None = None, receive: PackedBlocks | None = None
 ) -> wire.Stages:
-    """Sum over the group, FP8 on the wire -> BlockShards, or GatheredShards.
+    """Sum over the group with FP8 on the wire. The result is BlockShards if sharded, else GatheredShards.
 
     Args:
-        packed: R shards of m elements.  A NaN in it makes its sum NaN.
+        packed: R shards of m elements. A NaN in it makes its sum NaN.
         group: the data-parallel process group, of R ranks.
-        sharded: whether each rank gets its own m elements of the sum, or all of it, rounded once more.
+        sharded: True: each rank gets its own m elements of the sum. False: all of it, rounded once more.
         nodes: reduce in two levels; needs `sharded`.
-        receive: where to receive, of packed's shape; not `packed` itself.
+        receive: buffer for the received shards, of packed's shape; not `packed` itself.
     """
     if nodes is not None:
         return (yield from _reduce_in_two_levels(packed, nodes))
@@ -143,7 +142,7 @@ def reduce_blocks(
 def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:
     local, count = nodes.inside.size(), nodes.across.size()
     m = packed.payload.shape[1]
-    # Rank a * local + l owns row a * local + l: bring together, in row l, what the ranks l of all nodes own.
+    # Rank a * local + l owns row a * local + l. Collect in row l of `sent` the rows of the ranks l of all nodes.
     sent = PackedBlocks.empty(local, count * m, packed.data.device)
     for own, all_ in ((sent.payload, packed.payload), (sent.exponents, packed.exponents)):
         by_rank = all_.view(torch.uint8).unflatten(0, (count, local)).transpose(0, 1)
@@ -158,14 +157,14 @@ def _reduce_in_two_levels(packed: PackedBlocks, nodes: Nodes) -> wire.Stages:
 
 
 def _pack(values: torch.Tensor, shards: int) -> PackedBlocks:
-    """Quantise (n,)."""
+    """Quantise values (n,) into `shards` shards."""
     packed = PackedBlocks.empty(shards, values.numel() // shards, values.device)
     ops.quantize_blocks(values, out=packed)
     return packed
 
 
 def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:
-    """The plain FP32 reduce-scatter or all-reduce of `values` (R * n,), in place (`--fp8-grad-reduce fp32`)."""
+    """FP32 reduce-scatter (sharded) or all-reduce of `values` (R * n,), in place, for `--fp8-grad-reduce fp32`."""
     yield from ()
     if sharded:
         shard = wire.own_shard(values, group)
@@ -178,14 +177,14 @@ def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:
 
 
 def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
-    """Cut every data-parallel group of the run into nodes; collective over the whole world.
+    """Cut every data-parallel group of the run into nodes. Collective over the whole world.
 
     Args:
-        group: this rank's data-parallel group, of R ranks, as Megatron's parallel state has it.
-        ranks_per_node: L, how many consecutive ranks of a group share a node; None: those with the same host name.
+        group: this rank's data-parallel group, of R ranks, from Megatron's parallel state.
+        ranks_per_node: L, the number of consecutive ranks of a group in a node; None: ranks with the same host name.
 
-    Returns None where two levels would be one: L of 1, or L = R.  UserError, on all ranks, unless all nodes of all
-    groups have the same number of ranks, one after the other.
+    Returns None if there would be one level: L = 1 or L = R. UserError, on all ranks, unless each node of each group
+    has the same number of consecutive ranks.
     """
     every = gathered((socket.gethostname(), dist.get_process_group_ranks(group)))
     groups = sorted({tuple(ranks) for _, ranks in every})

@@ -1,23 +1,23 @@
-"""The paper's gradient reduction (FP8-LM, arXiv 2310.18313, section 2.1): one shared scale, summed in FP8.
+"""The gradient reduction of the FP8-LM paper (arXiv 2310.18313, section 2.1): all ranks share one scale and sum in FP8.
 
-For each tensor, N ranks, g_i the gradient of rank i:
+For each tensor, with N ranks and g_i the gradient of rank i:
 
-    s'_i      = 448 / max|g_i|                     what would fill E4M3's range on rank i
+    s'_i      = 448 / max|g_i|                     would fill E4M3's range on rank i
     s_g       = min over i of s'_i                 shared: one all-reduce for all tensors of a bucket
     payload_i = E4M3(mu * s_g * g_i)               saturating
     sum       = payloads added hop by hop, each hop rounded to E4M3 and saturating
     gradient  = sum / (mu * s_g)                   the sum over ranks; its mean is sum / (N mu s_g)
 
-mu is what the paper is about: numerics/auto_scaling.py.  Saturation is counted on the payload before the sum and on
-the owner's shard of the sum after it.  Counts stay on the device, are agreed in one all-reduce a step, and nothing
-waits for the host.
+numerics/auto_scaling.py adapts mu to the saturation, which is counted on the payload before the sum and on the owner's
+shard of the sum after it. The counts stay on the device and are summed over the ranks in one all-reduce a step; the
+host does not wait.
 
-Who adds in FP8: NCCL itself on GPUs (from sm_90 on).  gloo cannot, so there the payloads go all-to-all and are added
-in the order of NCCL's ring: chunk j starts at rank j+1 and ends at rank j; each hop adds in FP16 and rounds to E4M3
-(found bit for bit equal to NCCL 2.28 on four H200s).
+On GPUs NCCL adds in FP8 (from sm_90 on). gloo cannot: there the payloads go by all-to-all, and are added in the order
+of NCCL's ring. Chunk j starts at rank j+1 and ends at rank j; each hop adds in FP16 and rounds to E4M3. The result was
+bit for bit equal to NCCL 2.28's on four H200s.
 
-NaN stays NaN through cast and sum; an infinity becomes NaN.  A tensor whose maximum is not finite has no scale of its
-own: 1 enters the minimum, and its NaN travels on.  A rank whose gradient is zero leaves the scale to the others.
+NaN stays NaN through cast and sum; an infinity becomes NaN. If a tensor's maximum is not finite on a rank, that rank
+enters 1 into the minimum, and the sum becomes NaN. A rank whose gradient is zero enters the largest scale.
 """
 
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ _AT_MAXIMUM = 0x7E  # the code of 448 without its sign; 0x7F is NaN
 
 @dataclass
 class ScaledShard:
-    """A reduced gradient (n,) in E4M3: a piece of tensor t is payload[start:stop] * inverse[t].
+    """A reduced gradient (n,) in E4M3. The piece of tensor t is payload[start:stop] * inverse[t].
 
-    pieces: (start, stop, t) of each tensor's part of the shard; inverse (T,) FP32.
+    pieces: (start, stop, t) for each tensor's piece of the shard. inverse: (T,) FP32.
     """
 
     payload: torch.Tensor
@@ -50,7 +50,7 @@ class ScaledShard:
         return self.gradient(0, self.payload.numel())
 
     def gradient(self, start: int, stop: int) -> torch.Tensor:
-        """Elements start .. stop in FP32, as adam_step takes them."""
+        """Elements start .. stop - 1 in FP32, for adam_step."""
         values = decode(self.payload[start:stop])
         for a, b, t in self.pieces:
             values[max(a - start, 0) : max(b - start, 0)] *= self.inverse[t]
@@ -62,27 +62,27 @@ class ScaledShard:
 
 
 class SharedScale:
-    """The reduction of all tensors of a model, with mu (tensors,) FP32 as its state.
+    """The reduction for all tensors of a model. Its state is mu (tensors,) FP32.
 
     Args:
         sizes: elements of each tensor.
         group: the data-parallel process group, of N ranks.
-        counting_group: the ranks that must agree on mu: data and tensor parallelism.
-        sharded: whether each rank gets its own shard of the sum, or all of it.
+        counting_group: the ranks that share mu: data and tensor parallelism.
+        sharded: True: each rank gets its own shard of the sum. False: all of it.
     """
 
     def __init__(self, rule: ScalingRule, sizes: list[int], group, counting_group, sharded: bool, device):
         self.rule, self.group, self.counting_group, self.sharded = rule, group, counting_group, sharded
         self.mu = torch.full((len(sizes),), rule.start(group.size()), device=device)
-        self._saturated = torch.zeros(2, len(sizes), device=device)  # elements at +-448 before, after the sum
+        self._saturated = torch.zeros(2, len(sizes), device=device)  # elements at +-448: before the sum, after it
         self._sizes = torch.tensor(sizes, dtype=torch.float32, device=device)
 
     def reduce(self, values: torch.Tensor, spans: list[tuple[int, int, int]]) -> wire.Stages:
-        """Sum over the group -> ScaledShard.
+        """Sum a bucket over the group -> ScaledShard.
 
         Args:
             values: (N * n,) FP32 or BF16, the bucket's gradients; not changed.
-            spans: (start, stop, t) of each tensor in it, t consecutive.  What lies outside of all spans is zero.
+            spans: (start, stop, t) of each tensor in it, with consecutive t. Elements outside all spans are sent as 0.
         """
         first_tensor = spans[0][2]
         amax = torch.stack([ops.amax(values[a:b]) for a, b, _ in spans])
@@ -96,7 +96,7 @@ class SharedScale:
         for i, (a, b, t) in enumerate(spans):
             payload[a:b] = ops.quantize(values[a:b], E4M3, factor[i])
             self._saturated[0, t] += at_maximum(payload[a:b])
-        del values  # of FP8 storage a copy in FP32
+        del values  # with FP8 storage it is a copy in FP32
         summed, first = yield from self._sum(payload)
         pieces = [(max(a - first, 0), min(b - first, summed.numel()), i) for i, (a, b, _) in enumerate(spans)]
         pieces = [(a, b, i) for a, b, i in pieces if a < b]
@@ -105,7 +105,7 @@ class SharedScale:
         return ScaledShard(summed, pieces, factor.reciprocal()), []
 
     def _sum(self, payload: torch.Tensor) -> wire.Stages:
-        """-> (the FP8 sum of this rank's shard, or of everything; where it starts)."""
+        """(the FP8 sum of this rank's shard, or of everything; the index of its first element)."""
         group, ranks = self.group, self.group.size()
         if ranks == 1:
             return payload, 0
@@ -125,15 +125,15 @@ class SharedScale:
         return gathered.view(-1).view(payload.dtype), 0
 
     def end_step(self, step: int) -> None:
-        """Move mu by the saturation of step 1, 2, ...; on the device, one all-reduce, every `interval` steps."""
+        """Adapt mu to the counted saturation every `interval` steps, by one all-reduce. step: 1, 2, ..."""
         if self.rule.mode != AUTO or step % self.rule.interval:
             self.forget_step()
             return
         if self.counting_group.size() > 1:
             dist.all_reduce(self._saturated, group=self.counting_group)
             wire.count("grad_scales", 2 * self._saturated.nbytes, self.counting_group)
-        # A tensor has `parts` tensor-parallel parts. Before the sum each of N ranks counted its own copy of a part;
-        # after it the owners counted every element once, or without a distributed optimizer all N ranks did.
+        # `whole` counts all tensor-parallel shards of a tensor. Before the sum each of the N ranks counted its own copy
+        # of a shard. After it, the owners counted every element once; without a distributed optimizer all N ranks did.
         ranks = self.group.size()
         whole = self._sizes * (self.counting_group.size() // ranks)
         before = self._saturated[0] / (whole * ranks)
@@ -142,10 +142,10 @@ class SharedScale:
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Drop what was counted, of a step that was skipped or not looked at."""
+        """Zero the counts, after a step that was skipped or does not adapt mu."""
         self._saturated.zero_()
 
 
 def at_maximum(payload: torch.Tensor) -> torch.Tensor:
-    """How many elements of an E4M3 payload are +-448, 0-d int64."""
+    """The number of elements of an E4M3 payload that are +-448, 0-d int64."""
     return ((payload.view(torch.uint8) & 0x7F) == _AT_MAXIMUM).sum()

@@ -1,15 +1,15 @@
-"""Tensor-parallel traffic of a linear, FP8 or BF16: rows gathered, partial sums added.
+"""Tensor-parallel collectives of a linear, in FP8 or BF16: gather rows, and add partial sums.
 
-Activations are (s, ...) with the sequence first; under sequence parallelism each of T ranks has (s/T, ...) of them, its
-part.  Each function here is a generator of stages (wire.py): a `Flight` of it has started, and brings the result when
-it lands, so that GEMMs run in between.
+Activations are (s, ...), sequence first. With sequence parallelism each of T ranks has its part (s/T, ...) of them.
+Each function here is a generator of stages (wire.py). A `Flight` starts it and returns its result later, so that GEMMs
+run in between.
 
-A sum in FP8 is an all-to-all and one addition: a rank casts the other ranks' parts of what it has to `BlockScaled`, and
-adds what it gets to its own part, which is not rounded, in FP32.  So T - 1 of T contributions are rounded, once, and
-the result once, to BF16; without sequence parallelism the FP32 sums are cast and gathered in the same format.  On the
-wire an element costs 1 + 1/128 bytes where BF16 costs 2.  What is not finite stays so, as NaN.
+A sum in FP8 is an all-to-all and one addition. A rank casts the other ranks' parts of its tensor to `BlockScaled` and
+sends them. It adds the received parts to its own part, which is not rounded, in FP32. So T - 1 of T contributions are
+rounded once, and the result is rounded once, to BF16. Without sequence parallelism the FP32 sums are cast and gathered
+in the same format. On the wire an element takes 1 + 1/128 bytes, instead of 2 in BF16. NaN and infinity become NaN.
 
-A sum may start before the own part is there (`add_early`): it is read when the others' have arrived.
+A sum may start before the rank's own part is computed (`add_early`): the own part is read when the others have arrived.
 """
 
 from collections.abc import Generator
@@ -26,10 +26,10 @@ GATHERS, SUMS = "tp_gather", "tp_sum"
 
 
 def gather(x: torch.Tensor, group, kind: str = GATHERS) -> wire.Stages:
-    """(s/T, ...) on each rank -> (s, ...), of any type."""
+    """All-gather (s/T, ...) of any type -> (s, ...)."""
     yield from ()
     out = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    # As bytes: gloo has no FP8 types.
+    # Sent as bytes, because gloo has no FP8 types.
     sent = x.contiguous().view(torch.uint8)
     handle = dist.all_gather_into_tensor(out.view(torch.uint8), sent, group=group, async_op=True)
     wire.count(kind, out.nbytes, group)
@@ -37,9 +37,9 @@ def gather(x: torch.Tensor, group, kind: str = GATHERS) -> wire.Stages:
 
 
 def add(x: torch.Tensor, group, scatter: bool, fp8: bool) -> wire.Stages:
-    """(s, ...), a part of the sum on each rank -> this rank's (s/T, ...) of the sum, or with `scatter` False all of it.
+    """Sum x (s, ...) over the ranks -> this rank's part (s/T, ...) of the sum, or with scatter=False all of it.
 
-    In BF16 the whole sum is made in place.
+    The whole sum in BF16 is computed in place.
     """
     ranks, rank = group.size(), group.rank()
     if not scatter:
@@ -56,28 +56,28 @@ def add(x: torch.Tensor, group, scatter: bool, fp8: bool) -> wire.Stages:
 
 
 def add_early(others: torch.Tensor, room: torch.Tensor, group, fp8: bool) -> wire.Stages:
-    """The other ranks' parts (T-1, s/T, ...), in their order -> this rank's part (s/T, ...) of the sum.
+    """Send the other ranks' parts (T-1, s/T, ...), in rank order -> this rank's part (s/T, ...) of the sum.
 
-    room: (1, s/T, ...), or of a BF16 sum (T, s/T, ...); the own part comes last in it, and may be written until the
-    landing.
+    room: (1, s/T, ...) for FP8, (T, s/T, ...) for BF16. Its last row is this rank's own part, which may be written
+    until `Flight.land`.
     """
     if fp8:
         rank = group.rank()
         return (yield from _add_own((others[:rank], others[rank:]), room[-1], group))
     _, handle = wire.exchange(others, group, SUMS, room[:-1])
     yield [handle]
-    return torch.add(*room) if len(room) == 2 else room.sum(0), []  # in FP32, rounded once
+    return torch.add(*room) if len(room) == 2 else room.sum(0), []  # summed in FP32, rounded once
 
 
 def _add_own(others: tuple[torch.Tensor, torch.Tensor], own: torch.Tensor, group) -> wire.Stages:
-    """This rank's part of a sum in FP8; others: the parts of the ranks before it, and after it."""
+    """This rank's part of a sum in FP8. others: (parts of the ranks before this one, parts of those after it)."""
     before, after = (parts.reshape(len(parts), own.numel()) for parts in others)
     total = yield from _add_blocks(before, after, own.view(-1), group, own.dtype)
     return total[: own.numel()].view(own.shape), []
 
 
 def _add_everywhere(x: torch.Tensor, group) -> wire.Stages:
-    """The whole of a sum in FP8."""
+    """The whole sum, in FP8."""
     ranks, rank = group.size(), group.rank()
     m = _whole_blocks(-(-x.numel() // ranks))
     parts = _padded(x.reshape(-1), ranks * m).view(ranks, m)
@@ -89,7 +89,7 @@ def _add_everywhere(x: torch.Tensor, group) -> wire.Stages:
     wire.count(SUMS, packed.data.nbytes, group)
     yield [handle]
     whole = torch.empty_like(parts)
-    for i, out in enumerate(whole):  # exactly: E4M3 times a power of two is a BF16
+    for i, out in enumerate(whole):  # exact, because E4M3 times a power of two fits into BF16
         ops.sum_blocks(packed.payload[i : i + 1], packed.exponents[i : i + 1], out)
     return whole.view(-1)[: x.numel()].view(x.shape), []
 
@@ -97,7 +97,7 @@ def _add_everywhere(x: torch.Tensor, group) -> wire.Stages:
 def _add_blocks(
     before: torch.Tensor, after: torch.Tensor, own: torch.Tensor, group, dtype: torch.dtype
 ) -> Generator[wire.Handles, None, torch.Tensor]:
-    """The sum of this rank's part `own` (n,), padded to whole blocks (m,); before, after: the others', rows (n,)."""
+    """The sum for this rank's part `own` (n,), padded to whole blocks (m,). before, after: rows (n,) for the others."""
     m = _whole_blocks(own.numel())
     sent = PackedBlocks.empty(group.size() - 1, m, own.device)
     for first, parts in ((0, before), (len(before), after)):
@@ -105,7 +105,7 @@ def _add_blocks(
             ops.quantize_blocks(_padded(parts, m).view(-1), out=sent, first=first * m)
     data, handle = wire.exchange(sent.data, group, SUMS)
     yield [handle]
-    received, start = PackedBlocks(data), _padded(own, m)  # not before: the own part may have been written since
+    received, start = PackedBlocks(data), _padded(own, m)  # read only now: `own` may be written until here
     return ops.sum_blocks(received.payload, received.exponents, own.new_empty(m, dtype=dtype), start=start)
 
 
@@ -114,5 +114,5 @@ def _whole_blocks(count: int) -> int:
 
 
 def _padded(x: torch.Tensor, m: int) -> torch.Tensor:
-    """x (..., n) as (..., m), zeros behind."""
+    """x (..., n), padded with zeros at the end to (..., m)."""
     return x if x.shape[-1] == m else F.pad(x, (0, m - x.shape[-1]))

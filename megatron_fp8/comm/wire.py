@@ -1,14 +1,15 @@
-"""The collectives that gradients, weights and activations travel by: each started, not waited for, and counted.
+"""Asynchronous collectives for gradients, weights and activations, with a count of the bytes that they send.
 
-FP8 travels as bytes: gloo has no FP8 types, and an all-to-all or a gather does not look inside.  `sent_bytes` counts
-what left this rank in this step, by kind; a collective over R ranks keeps 1/R of its bytes at home.
+FP8 is sent as bytes, because gloo has no FP8 types; an all-to-all or a gather does not need the type. `sent_bytes`
+counts the bytes that left this rank in this step, by kind. In a collective over R ranks, 1/R of the bytes stay on the
+rank.
 
-No collective here waits.  It is started and its handle kept, and work goes on.  What needs several, one after the
-other, is a generator of stages (`Stages`): it yields the handles of what it has started, and is resumed when they are
-done; its last collective's handles come with its result.  So many buckets can be under way at once, without a stream
-or a thread of our own.  A handle, NCCL's as gloo's, keeps what it sends and receives until it is waited for.  (Under
-CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism asks for, all streams share one queue of the hardware: a wait
-between two stages on a stream of our own, or a second collective behind a first, would hold up the backward pass.)
+No collective here waits: it returns a handle. An operation of several collectives in sequence is a generator of stages
+(`Stages`). It yields the handles of the collectives that it has started, and is resumed when they are done; it returns
+its result with the handles of its last collectives. So many buckets can be in flight at once, without a stream or a
+thread of our own. A handle, of NCCL or gloo, keeps its buffers alive until it is waited for. (With
+CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism needs, all streams share one hardware queue. A wait between two
+stages on a stream of our own, or a second collective behind a first, would then block the backward pass.)
 """
 
 from collections import Counter
@@ -19,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 GRADS, WEIGHTS = "grad_reduce", "weight_gather"
-KEYS, KEYS_GRADS = "cp_gather", "cp_sum"  # of context parallelism: K and V, their gradients
+KEYS, KEYS_GRADS = "cp_gather", "cp_sum"  # context parallelism: K and V; their gradients
 sent_bytes: Counter[str] = Counter()
 
 
 def count(kind: str, numbytes: int, group) -> None:
-    """Count a collective of `numbytes` in all, of which this rank keeps 1/R."""
+    """Count a collective of `numbytes`, of which 1/R stay on this rank."""
     sent_bytes[kind] += numbytes * (group.size() - 1) // group.size()
 
 
@@ -34,7 +35,7 @@ def own_shard(buffer: torch.Tensor, group) -> torch.Tensor:
 
 
 def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind: str = GRADS):
-    """Row j of `data` (R, ...), uint8, goes to rank j -> (what the ranks send, row i from rank i; handle)."""
+    """Send row j of `data` (R, ...), uint8, to rank j -> (received, with row i from rank i; handle)."""
     out = torch.empty_like(data) if out is None else out
     handle = dist.all_to_all_single(out, data, group=group, async_op=True)
     count(kind, data.nbytes, group)
@@ -42,7 +43,7 @@ def all_to_all(data: torch.Tensor, group, out: torch.Tensor | None = None, kind:
 
 
 def exchange(data: torch.Tensor, group, kind: str, out: torch.Tensor | None = None):
-    """Row j of `data` (R - 1, ...) goes to the j-th of the other ranks -> (row i from the i-th of them; handle)."""
+    """Send row j of `data` (R - 1, ...) to the j-th other rank -> (received, with row i from the i-th; handle)."""
     rows = [1] * group.size()
     rows[group.rank()] = 0
     return pass_rows(data, rows, rows, group, kind, out)
@@ -51,7 +52,10 @@ def exchange(data: torch.Tensor, group, kind: str, out: torch.Tensor | None = No
 def pass_rows(
     data: torch.Tensor, sent: list[int], expected: list[int], group, kind: str, out: torch.Tensor | None = None
 ):
-    """The next `sent[j]` rows of `data` go to rank j, none to this one -> (`expected[i]` from rank i; handle)."""
+    """Send sent[j] rows of `data`, in order, to rank j -> (received, with expected[i] rows from rank i; handle).
+
+    sent and expected are 0 for this rank.
+    """
     out = data.new_empty(sum(expected), *data.shape[1:]) if out is None else out
     send, receive = data.view(torch.uint8), out.view(torch.uint8)
     handle = dist.all_to_all_single(receive, send, expected, sent, group=group, async_op=True)
@@ -60,7 +64,7 @@ def pass_rows(
 
 
 def all_gather(row: torch.Tensor, group):
-    """(n,) uint8 of every rank -> ((R, n), handle)."""
+    """Gather `row` (n,) uint8 from every rank -> ((R, n), handle)."""
     gathered = row.new_empty(group.size(), row.numel())
     handle = dist.all_gather_into_tensor(gathered.view(-1), row, group=group, async_op=True)
     count(GRADS, gathered.nbytes, group)
@@ -68,24 +72,24 @@ def all_gather(row: torch.Tensor, group):
 
 
 def all_gather_weights(buffer: torch.Tensor, group):
-    """Give every rank all shards of `buffer` (R * n,), in place -> handle."""
+    """All-gather the ranks' shards of `buffer` (R * n,), in place -> handle."""
     count(WEIGHTS, buffer.nbytes, group)
     data = buffer.view(torch.uint8)
     return dist.all_gather_into_tensor(data, own_shard(data, group), group=group, async_op=True)
 
 
 Handles = list[Any]
-Stages = Generator[Handles, None, tuple[Any, Any]]  # -> (result, the handles that it waits for)
+Stages = Generator[Handles, None, tuple[Any, Any]]  # returns (result, handles to wait for before its use)
 
 
 def landed(result: Any) -> Stages:
-    """Nothing to wait for."""
+    """Stages that return `result` at once."""
     yield from ()
     return result, []
 
 
 class Flight:
-    """Stages under way; the first is started at once."""
+    """Runs Stages; the constructor starts the first."""
 
     def __init__(self, stages: Stages):
         self._stages = stages
@@ -94,7 +98,7 @@ class Flight:
         self.advance()
 
     def advance(self) -> None:
-        """Start the next stage, when the one before is done; nothing where all are started."""
+        """Wait for the current stage and start the next; do nothing if all have started."""
         if self._result is None:
             self._wait()
             try:
@@ -103,7 +107,7 @@ class Flight:
                 self._result, self._handles = end.value
 
     def land(self) -> Any:
-        """The result, valid for what the current stream does next."""
+        """Run the remaining stages and return the result, ready for use on the current stream."""
         while self._result is None:
             self.advance()
         self._wait()

@@ -1,4 +1,4 @@
-"""The matrix product y = a b and what goes with it: which backend runs a shape, by which plan, how it is found."""
+"""The FP8 GEMM: its interface, the backends that compute it, and the search for the fastest one of a shape."""
 
 from .interface import Epilogue, Operand, Product, gemm
 

@@ -1,9 +1,9 @@
-"""cuBLASLt by ctypes: what torch._scaled_mm cannot do. No compiler, no build.
+"""GEMMs by cuBLASLt, called with ctypes, which needs no compiler.
 
-    D (m, n) = a_scale b_scale A B^T (+ bias) (+ C)        A (m, k), B (n, k); C is D, or apart from it
+    D (m, n) = a_scale b_scale A B^T (+ bias) (+ C)        A (m, k), B (n, k); C is D, or another tensor
 
-torch's call knows no beta, so that a weight gradient is a product and then a pass that adds it; and it takes the first
-algorithm of the library's heuristic, where race.py measures. What Hopper's cuBLASLt has:
+torch._scaled_mm has no beta, so a weight gradient would need a second pass to be added. It also always takes the first
+algorithm of the library's heuristic, while race.py can measure them all. cuBLASLt has these products on Hopper:
 
     A, B             scales    D                       layouts
     E4M3, E4M3       yes       BF16, FP16, FP32        both along k ("TN"), m, n, k and rows in multiples of 16 bytes
@@ -11,16 +11,16 @@ algorithm of the library's heuristic, where race.py measures. What Hopper's cuBL
     BF16, BF16       no        BF16, FP32              any; FP16 likewise
     bias (n,)                  of D's type; BF16 where D is FP32 and the operands are FP8
 
-A problem's descriptors and its algorithm are made once (plans.py), and then a call is one ctypes call.
-cuBLAS counts in columns: a matrix by rows is its transpose there, so D^T = B A^T is what is asked for.
+A problem's descriptors and algorithm are made once (plans.py). After that, a GEMM is one ctypes call. cuBLAS matrices
+are column-major, so a row-major matrix is its own transpose there: the library is asked for D^T = B A^T.
 
-The heuristic's favourite is what is fastest in a burst. A GPU in training is bound by its power, and there tiles of
-176 x 128 and 168 x 128 were up to 12 % faster than 192 x 192, the favourite of many forward products
-(docs/performance.md): they come first here.
+The heuristic's first algorithm is the fastest in a burst. But a GPU in training is limited by its power, and under load
+tiles of 176 x 128 and 168 x 128 were up to 12 % faster than 192 x 192, the first choice for many forward GEMMs
+(docs/performance.md). So these tiles come first here.
 
-Sums are FP32 and partial sums of a split k are added in FP32: algorithms that would add them in D's type are ruled out.
+Sums are FP32. Algorithms that would add the partial sums of a split k in D's type are excluded.
 
-Source: the library's header, which comes with torch's own wheels (nvidia-cublas); cublaslt_library.py has its numbers.
+Source: the library's header, which comes with torch's wheels (nvidia-cublas); cublaslt_library.py has its constants.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ __all__ = ["CUBLASLT", "Algorithm", "CublasLt", "CublasLtError", "bound", "versi
 
 
 class Descriptors:
-    """Of one Problem. cuBLAS's first operand is our B, its second our A, each by columns."""
+    """cuBLASLt's descriptors of one Problem. cuBLAS's first operand is our B, its second our A, both column-major."""
 
     def __init__(self, problem: Problem, device: int, pointers: tuple[int, ...]):
         self._lib, self.problem, self.device = library(), problem, device
@@ -106,7 +106,7 @@ class Descriptors:
             destroy(made)
 
     def candidates(self, count: int) -> list[Heuristic]:
-        """Up to `count` algorithms, the library's favourite first; CublasLtError where it has none."""
+        """Up to `count` algorithms, the heuristic's first choice first; CublasLtError if there is none."""
         lib, preference = self._lib, c_void_p()
         check(lib.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
         try:
@@ -129,7 +129,7 @@ class Descriptors:
         return usable
 
     def verified(self, algo: Algo) -> Heuristic | None:
-        """`algo` as the library judges it here; None where it will not run."""
+        """`algo` with its workspace size, or None if the library cannot run it here."""
         result = Heuristic()
         status = self._lib.cublasLtMatmulAlgoCheck(
             handle(self.device), self.operation, *self.layouts, byref(algo), byref(result)
@@ -141,7 +141,7 @@ class Descriptors:
 
 
 class Algorithm:
-    """A plan (plans.py): a Problem's descriptors and one algorithm of it on a device."""
+    """A plan (plans.py): the descriptors of a Problem and one algorithm, on one device."""
 
     maker = "cublaslt"
 
@@ -177,22 +177,25 @@ class Algorithm:
             check(status, self.problem)
 
     def described(self) -> str:
-        """As "algorithm 66, tile 24, stages 36, cluster 4"."""
+        """Text such as "algorithm 66, tile 24, stages 36, cluster 4"."""
         values = {name: _setting(self._algorithm, name) for name in CONFIG}
         shown = (name for name, value in values.items() if value is not None and (name != "split-k" or value > 1))
         return ", ".join(f"{name} {values[name]}" for name in shown)
 
 
 def _setting(algorithm: Algo, name: str) -> int | None:
-    """One of CONFIG; None of an algorithm that has none."""
+    """The algorithm's value for a key of CONFIG, or None if it has none."""
     value = c_int32()
     get = library().cublasLtMatmulAlgoConfigGetAttribute
     return value.value if get(byref(algorithm), CONFIG[name], byref(value), 4, None) == SUCCESS else None
 
 
 def by_load(problem: Problem, found: list[Heuristic]) -> list[Heuristic]:
-    """The heuristic's algorithms; of FP8 products with fast accumulation 192 x 192 gives way, if it is the favourite,
-    to the first of two that were mostly faster under load."""
+    """The heuristic's algorithms, reordered for speed under load.
+
+    If the first algorithm of an FP8 GEMM with fast accumulation has tiles of 192 x 192, the first one with 176 x 128,
+    or else 168 x 128, moves before it: these were mostly faster under load.
+    """
     tiles = [_setting(one.algo, "tile") for one in found] if problem.a in FP8 and problem.fast_accum else []
     if tiles and tiles[0] == TILES["192x192"]:
         for better in (TILES["176x128"], TILES["168x128"]):
@@ -203,7 +206,7 @@ def by_load(problem: Problem, found: list[Heuristic]) -> list[Heuristic]:
 
 
 class CublasLt:
-    """The maker (plans.py) of such plans."""
+    """Makes plans (see plans.Maker) from cuBLASLt's algorithms."""
 
     name = "cublaslt"
 
@@ -212,11 +215,11 @@ class CublasLt:
         return str(version())
 
     def takes(self, problem: Problem) -> bool:
-        return True  # or its heuristic says that it does not
+        return True  # if not, `candidates` raises
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
-        """Each has descriptors of its own, which hold the pointers before the heuristic is asked: it looks at them."""
-        # Of one or of sixteen, the favourite is the same.
+        """See plans.Maker. Each plan has its own descriptors. They hold the pointers, which the heuristic looks at."""
+        # The heuristic is always asked for all of them: its first choice is the same as if asked for one.
         found = by_load(problem, Descriptors(problem, device, pointers).candidates(CANDIDATES))
         return [Algorithm(Descriptors(problem, device, pointers), pointers, one) for one in found[:count]]
 
@@ -227,15 +230,18 @@ class CublasLt:
 
 
 CUBLASLT = CublasLt()
-CANDIDATES = 16  # of its algorithms that a search tries
+CANDIDATES = 16  # algorithms that a search tries
 _scalars = c_float(0.0), c_float(1.0)
 _ZERO, _ONE = map(ctypes.addressof, _scalars)
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by (device, stream)
 
 
 def _workspace(device: int, stream: int, size: int) -> torch.Tensor:
-    """Memory for one call: a stream's own, for what runs on it runs in turn; in a CUDA graph the graph's own, which the
-    allocator gives to what follows in the graph."""
+    """Workspace for one call.
+
+    A stream has one for all its calls, which run one after the other. In a CUDA graph it comes from the graph's pool,
+    whose allocator reuses it for later calls in the graph.
+    """
     if torch.cuda.is_current_stream_capturing():
         return torch.empty(size, dtype=torch.uint8, device=device)
     room = _workspaces.get((device, stream))

@@ -1,7 +1,7 @@
-"""The library itself: cuBLASLt's numbers, structures and functions as its header has them, loaded by ctypes.
+"""cuBLASLt's constants, structures and functions, copied from its header for ctypes.
 
-It is the one that torch loaded, from its own wheels (nvidia-cublas). tests/unit/test_cublaslt.py compares every number
-here with the header.
+The library is the one that torch loaded, from its wheels (nvidia-cublas). tests/unit/test_cublaslt.py compares every
+number here with the header.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ DESC = {  # cublasLtMatmulDescAttributes_t: (number, type)
     "FAST_ACCUM": (25, ctypes.c_int8),
     "BIAS_DATA_TYPE": (26, c_int32),
 }
-POINTERS = ("A_SCALE_POINTER", "B_SCALE_POINTER", "BIAS_POINTER")  # of each call
+POINTERS = ("A_SCALE_POINTER", "B_SCALE_POINTER", "BIAS_POINTER")  # they may change from call to call
 PREF = {  # cublasLtMatmulPreferenceAttributes_t
     "MAX_WORKSPACE_BYTES": (1, c_uint64),
     "REDUCTION_SCHEME_MASK": (3, c_uint32),
@@ -46,11 +46,11 @@ PREF = {  # cublasLtMatmulPreferenceAttributes_t
 CONFIG = {"algorithm": 0, "tile": 1, "split-k": 2, "stages": 6, "cluster": 8}  # ...AlgoConfigAttributes_t, 4 bytes each
 TILES = {"168x128": 197, "176x128": 201, "192x192": 209}  # cublasLtMatmulTile_t; the library's M is our N
 REDUCTION_COMPUTE_TYPE = 2
-WORKSPACE = 32 << 20  # bytes, what NVIDIA advises for Hopper
+WORKSPACE = 32 << 20  # bytes, as NVIDIA recommends for Hopper
 
 
 class Algo(ctypes.Structure):
-    """cublasLtMatmulAlgo_t: opaque bytes, which mean the same in every process with that version of the library."""
+    """cublasLtMatmulAlgo_t: opaque bytes, with the same meaning in every process that has this version of cuBLASLt."""
 
     _fields_ = (("data", c_uint64 * 8),)
 
@@ -68,12 +68,12 @@ class Heuristic(ctypes.Structure):
 
 
 class CublasLtError(RuntimeError):
-    """A status that is not success."""
+    """A cuBLASLt call returned a status other than success."""
 
 
 @functools.cache
 def library() -> Any:
-    """The library that torch loaded; None where there is none (`why_not`)."""
+    """The library that torch loaded, or None if it cannot be loaded (see `why_not`)."""
     try:
         return _declare(_load())
     except (OSError, AttributeError) as error:
@@ -89,7 +89,7 @@ def bound() -> bool:
 
 
 def why_not() -> str:
-    """Why the library is not bound."""
+    """Why the library could not be loaded."""
     return "; ".join(_problems)
 
 
@@ -98,7 +98,7 @@ def _load() -> ctypes.CDLL:
         raise OSError("this torch has no CUDA")
     name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
     try:
-        return ctypes.CDLL(name)  # the one that this process has already, by its name
+        return ctypes.CDLL(name)  # finds the one that torch has loaded into this process
     except OSError:
         for folder in sys.path:
             for path in glob.glob(os.path.join(folder, "nvidia", "*", "lib", name)):
@@ -133,19 +133,19 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def version() -> int:
-    """As 130100."""
+    """The library's version, such as 130100."""
     return library().cublasLtGetVersion()
 
 
 def check(status: int, of: object) -> None:
-    """Raise CublasLtError of a status that is not success, with its name and what it was about."""
+    """Raise CublasLtError unless `status` is success; the text has the status's name and `of`."""
     if status != SUCCESS:
         raise CublasLtError(f"cuBLASLt: {library().cublasLtGetStatusName(status).decode()}: {of}")
 
 
 @functools.cache
 def handle(device: int) -> int:
-    """The library's handle of a device, made at first use."""
+    """The library's handle for a device, made at first use."""
     made = c_void_p()
     with torch.cuda.device(device):
         check(library().cublasLtCreate(byref(made)), f"a handle of device {device}")

@@ -1,29 +1,29 @@
-"""FP8 GEMMs by CUTLASS: plans (plans.py) of the library that csrc/ makes (cutlass_build.py).
+"""FP8 GEMMs by our own CUTLASS kernels: plans (plans.py) from the library that is built from csrc/ (cutlass_build.py).
 
     D = scale_a scale_b A B^T + bias + C        E4M3 x E4M3, E5M2 x E4M3, E4M3 x E5M2, into BF16 or FP32
 
-Scales are read on the device. `use("cutlass")` (gemm.py) has them serve, and builds the library where it must; with a
-search (search.py) they serve where they are faster than cuBLASLt. What they do not take is cuBLASLt's: N or K that
-is no multiple of 16, a bias that is not BF16.
+Scales are read on the device. `use("cutlass")` (interface.py) chooses these kernels, and builds the library if needed.
+With a search (search.py) they run the shapes for which they are faster than cuBLASLt. They do not take an N or K that
+is no multiple of 16, or a bias that is not BF16; cuBLASLt runs those.
 
-The library holds kernels of a few tile shapes. Which serves a shape, in which order of tiles, is what a search found,
-else what `_estimate` finds cheapest: a wave of tiles takes as long as a tile is large, so a tile is good that leaves
-few multiprocessors idle in the last wave, and large ones read less memory a product. Tiles that lie side by side for
-the L2's sake come in whole bundles, and those of a bundle that are outside the matrix take as long as the others.
+The library holds kernels of a few tile shapes. If no search has chosen a kernel and an order of tiles, `estimate` finds
+the cheapest. A wave of tiles takes as long as a tile is large, so a good tile leaves few multiprocessors idle in the
+last wave; large tiles read less memory per multiplication. Tiles are bundled side by side for the L2 cache, and the
+tiles of a bundle outside the matrix take as long as the others.
 
-Sums: with `fast_accum` all of K is left to the tensor core's 14 bits; without, partial sums over `promote` of K are
-added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS have 128; 256 is 2 to 8 % faster, and adds 0.3 % to the error of
-a result in BF16; in FP32 it is 1.7e-4 of the result for 1.0e-4. 512, and pairs of partial sums, were slower
-(docs/performance.md).
+Sums: with `fast_accum` the tensor core sums all of K, with 14 bits. Without it, partial sums over `promote` of K are
+added in FP32 (csrc/promoted.cuh). DeepGEMM and CUTLASS promote every 128. Every 256 is 2 to 8 % faster, and adds 0.3 %
+to the error of a BF16 result; the error of an FP32 result is 1.7e-4 of it instead of 1.0e-4. Promoting every 512, or
+pairs of partial sums, was slower (docs/performance.md).
 
-A block of threads takes its tiles from a counter (csrc/counted.cuh): a collective that holds some multiprocessors for a
-while delays only what would run there. (Of tiles "in turns", pingpong, a block has its share.)
+A thread block takes its tiles from a counter (csrc/counted.cuh). So a collective that occupies some multiprocessors
+delays only the tiles that would run there. (With pingpong, a block has a fixed share of the tiles.)
 
-`is_faster` is true of what is faster than cuBLASLt's on a GPU under load, as is known without a search: long sums,
-promoted every 256, that are not added to anything, of which its tiles leave no multiprocessor idle: dgrads of wide
-layers, and weight gradients of many tokens where nothing is there yet.
+`is_faster` tells without a search which problems run faster than by cuBLASLt on a GPU under load: long sums, promoted
+every 256, without C, whose tiles keep the multiprocessors busy. These are dgrads of wide layers, and weight gradients
+of many tokens if there is nothing to add them to yet.
 
-Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting beside running MMAs.
+Source: NVIDIA's CUTLASS 4.2 for all but the promotion's loop; DeepSeek's DeepGEMM for promoting while MMAs run.
 """
 
 import ctypes
@@ -38,15 +38,15 @@ from .plans import ALIGNMENT, Problem
 _CODES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch.float32: 3}  # of csrc/abi.h
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
-# Work of a multiprocessor a unit of time, by tile shape; the largest is 1. Guessed from what a tile reads a product.
+# A multiprocessor's relative speed by tile shape. Estimated from the memory a tile reads per multiplication.
 SPEED = {(128, 256): 1.0, (256, 128): 1.0, (128, 192): 0.96, (128, 128): 0.87}
-LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # is_faster's least: k, promotion, share of the multiprocessors' time in use
+LONG, PROMOTE, WHOLE = 6144, 256, 0.95  # is_faster's minima of k, promote, and the share of time multiprocessors work
 ORDERS = ((8, 0), (8, 1), (8, 2), (4, 0), (2, 0), (1, 1), (1, 2))  # (swizzle, order) that a search tries
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of the library's: operand and result types, `promote` (0: fast), the tile and cluster as (M, N)."""
+    """One kernel of the library: operand and result types, `promote` (0: fast), tile and cluster as (M, N)."""
 
     index: int
     a: torch.dtype
@@ -64,7 +64,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel, and the order of its tiles: `swizzle` of them side by side at most, along 0: either, 1: M, 2: N."""
+    """A kernel and the order of its tiles: at most `swizzle` side by side; `order` 0: either way, 1: along M, 2: N."""
 
     kernel: Kernel
     swizzle: int = 8
@@ -75,7 +75,7 @@ class Choice:
 
 
 class Launch:
-    """A plan (plans.py): a Problem and a choice."""
+    """A plan (plans.py): a Problem and a Choice."""
 
     maker = "cutlass"
 
@@ -106,9 +106,10 @@ class Launch:
 
 
 class Cutlass:
-    """The maker (plans.py) of such plans.
+    """Makes plans (see plans.Maker) from the library's kernels.
 
-    Attributes: `promote`, the longest; `kernels` and `multiprocessors`, the GPU's, and `version`, once it is prepared.
+    Attributes: `promote`, the largest that it uses. After `prepare`: `kernels`, the GPU's `multiprocessors`, and the
+    library's `version`.
     """
 
     name = "cutlass"
@@ -120,7 +121,7 @@ class Cutlass:
         self.version = ""
 
     def prepare(self, build: bool = True) -> None:
-        """Load the library, built first if it must and may be. Raises cutlass_build.Unavailable: why not, in a line."""
+        """Load the library; build it first if it is missing and `build` allows. Raises cutlass_build.Unavailable."""
         if self._library is None:
             if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) != (9, 0):
                 found = ".".join(map(str, capability))
@@ -136,12 +137,12 @@ class Cutlass:
         return bool(self._kernels(problem))
 
     def is_faster(self, problem: Problem) -> bool:
-        """Whether it takes a problem and is faster than cuBLASLt, as far as is known without a search."""
+        """Whether CUTLASS takes the problem and should be faster than cuBLASLt; see the top of the file."""
         p = problem
         if p.k < LONG or p.d != torch.bfloat16 or p.add:
             return False
         long = [choice for choice in self.choices(p) if choice.kernel.promote >= PROMOTE]
-        times = [self.estimate(choice, p) for choice in long if choice.swizzle > 1]  # else too much is read twice
+        times = [self.estimate(choice, p) for choice in long if choice.swizzle > 1]  # 1 reads too much memory twice
         return bool(times) and p.m * p.n / self.multiprocessors >= WHOLE * min(times)
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
@@ -154,26 +155,29 @@ class Cutlass:
         return None if choice is None else self.launch(choice, problem, device, pointers)
 
     def launch(self, choice: Choice, problem: Problem, device: int, pointers: tuple[int, ...]) -> Launch:
-        """The plan of a choice; the problem is one that its kernel takes."""
-        assert self._library is not None  # there is a kernel, so it is loaded
+        """The plan for a choice whose kernel takes the problem."""
+        assert self._library is not None  # loaded, because there is a kernel
         return Launch(self._library, problem, device, pointers, choice)
 
     def choices(self, problem: Problem) -> list[Choice]:
-        """All that it has of a problem."""
+        """All choices for a problem."""
         return [Choice(kernel, *order) for order in ORDERS for kernel in self._kernels(problem)]
 
     def estimate(self, choice: Choice, problem: Problem) -> float:
-        """Time of a problem, in products of a multiprocessor: whole waves of whole clusters and bundles of tiles."""
+        """Estimated time of a problem, in elements of D that a multiprocessor computes at full speed.
+
+        It counts whole waves of whole clusters and bundles of tiles.
+        """
         kernel, sizes = choice.kernel, (problem.m, problem.n)
         clusters = [math.ceil(s / (tile * c)) for s, tile, c in zip(sizes, kernel.tile, kernel.cluster, strict=True)]
         shorter = min(count * c for count, c in zip(clusters, kernel.cluster, strict=True))
-        # As CUTLASS has it: so many side by side at most as are asked for, and as the shorter side has tiles for.
+        # CUTLASS's rule: at most `swizzle` tiles side by side, and fewer if the shorter side has few tiles.
         bundle = next(b for b, least in ((8, 6), (4, 3), (2, 2), (1, 0)) if choice.swizzle >= b and shorter >= least)
         tiles = math.prod(kernel.cluster) * math.prod(math.ceil(count / bundle) * bundle for count in clusters)
         return math.ceil(tiles / self.multiprocessors) * math.prod(kernel.tile) / SPEED.get(kernel.tile, 0.9)
 
     def _kernels(self, problem: Problem) -> list[Kernel]:
-        """Of a problem; where it may be fast and none is, the promoted ones."""
+        """The kernels that take a problem: with fast_accum the fast ones, or the promoted ones if there are none."""
         p = problem
         whole = p.packed and p.a_rows and p.b_rows and p.align == ALIGNMENT and min(p.m, p.n, p.k) > 0
         if not whole or p.n % 16 or p.k % 16 or p.bias not in (None, torch.bfloat16):

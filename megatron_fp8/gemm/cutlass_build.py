@@ -1,12 +1,12 @@
-"""The CUTLASS GEMMs of csrc/ as a shared library: built once where nvcc is found, then read from a cache.
+"""Builds the CUTLASS GEMMs of csrc/ as a shared library, once, and finds the library in a cache afterwards.
 
-The library is plain C (csrc/abi.h), with the CUDA runtime inside, so that no version of torch or Python matters to it.
-It needs nvcc 12.3 or newer and CUTLASS' headers, which the package nvidia-cutlass brings, but no GPU. It is kept in
-$MEGATRON_FP8_CACHE, by default ~/.cache/megatron_fp8, under a hash of sources and flags and the versions of nvcc and
-CUTLASS; processes that start together build it once. A process that finds one of these sources takes it, and needs
-neither nvcc nor headers: a node that only trains. $MEGATRON_FP8_CUTLASS names one that lies elsewhere.
+The library has a plain C interface (csrc/abi.h) and contains the CUDA runtime, so it does not depend on the version of
+torch or Python. To build it takes nvcc 12.3 or newer and CUTLASS' headers, from the package nvidia-cutlass, but no GPU.
+It is kept in $MEGATRON_FP8_CACHE, by default ~/.cache/megatron_fp8. Its name has a hash of sources and flags, and the
+versions of nvcc and CUTLASS. Processes that start together build it once. If the cache has a library of these sources,
+as on a node that only trains, neither nvcc nor headers are needed. $MEGATRON_FP8_CUTLASS names a library elsewhere.
 
-    megatron-fp8 build [--jobs N]      builds it if it is not there, and prints where it lies
+    megatron-fp8 build [--jobs N]      builds the library if it is missing, and prints its path
 """
 
 import concurrent.futures
@@ -32,23 +32,23 @@ from ..packages import how_to_install
 from .cache import cache_folder
 
 SOURCES = Path(__file__).parent / "csrc"
-TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma is in no other
+TARGET = "-gencode=arch=compute_90a,code=sm_90a"  # the only target with wgmma
 FLAGS = f"-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr {TARGET} -Xcompiler -fPIC,-fvisibility=hidden".split()
 LINK = f"-shared -cudart static {TARGET}".split()
 STEM = "libmegatron_fp8_cutlass-"
 OLDEST_NVCC = (12, 3)
-GIB_A_JOB = 3  # what one nvcc takes at its peak, rounded up
+GIB_A_JOB = 3  # peak memory of one nvcc, rounded up
 
 
 class Unavailable(RuntimeError):
-    """Why there is no library here, in one line."""
+    """There is no library; the text says why, in one line."""
 
 
 def library(jobs: int | None = None, say: Callable[[str], None] | None = None, build: bool = True) -> Path:
-    """Where the library lies; it is built first if it must be, by `jobs` compilers at once (all cores by default).
+    """The library's path. A missing library is built first, by `jobs` compilers at once (default: all cores).
 
-    say: called with a line before it is built and one when it has been. Raises Unavailable, also of what must be built
-    and may not.
+    say: called with one line before the build and one after. Raises Unavailable if the library cannot be built, or is
+    missing and `build` is False.
     """
     if given := os.environ.get("MEGATRON_FP8_CUTLASS"):
         if not os.path.isfile(given):
@@ -89,7 +89,7 @@ def key() -> str:
 
 
 def version(path: Path) -> str:
-    """What the library at `path` was made of, as its name has it, or a hash of itself where it lies under another."""
+    """The version in the file name of the library at `path`; or a hash of the file if it has another name."""
     named = re.fullmatch(rf"{STEM}([0-9a-f]{{16}}-nvcc[\d.]+-cutlass[\d.]+)\.so", path.name)
     return named[1] if named else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
@@ -130,7 +130,7 @@ def _jobs() -> int:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Of the processes that share the folder, one at a time."""
+    """Hold the lock file, so that only one process that shares the folder builds at a time."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -147,14 +147,14 @@ def _build(built: Path, nvcc: str, include: Path, jobs: int) -> None:
         try:
             for _ in pool.map(compile_one, sources, objects):
                 pass
-        except KeyboardInterrupt:  # the pool would wait for its compilers, minutes
+        except KeyboardInterrupt:  # otherwise the pool would wait minutes for its compilers
             pool.shutdown(wait=False, cancel_futures=True)
             for compiler in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     compiler.terminate()
             raise
         _run([nvcc, *LINK, *objects, "-o", f"{scratch}/library.so"], "linking")
-        os.replace(f"{scratch}/library.so", built)  # whole or not there
+        os.replace(f"{scratch}/library.so", built)  # atomic
 
 
 def _compile(nvcc: str, include: Path, source: Path, to: str) -> None:
@@ -173,7 +173,7 @@ def _say(line: str) -> None:
     print(f"megatron_fp8: {line}", file=sys.stderr, flush=True)
 
 
-# ---- What it holds --------------------------------------------------------------------------------
+# ---- The library's interface ----------------------------------------------------------------------
 
 ABI = 1  # MFP8_ABI of csrc/abi.h
 OK, UNKNOWN, UNFIT, FAILED = range(4)
@@ -197,7 +197,7 @@ class Info(ctypes.Structure):
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`. Raises Unavailable where it is another's, or of another version."""
+    """Load the library at `path`. Raises Unavailable if it is not one of ours, or has another version of abi.h."""
     try:
         loaded = ctypes.CDLL(str(path))
         abi = loaded.mfp8_abi()

@@ -1,4 +1,4 @@
-"""Whether CUTLASS may serve a run: its library is there, on every rank, in one version, and multiplies rightly."""
+"""Checks at start that a run may use CUTLASS: every rank has the library in one version, and its GEMM is right."""
 
 import math
 
@@ -13,15 +13,14 @@ from .race import AGREE
 
 
 def why_not() -> str:
-    """Why CUTLASS may not serve; "" where it may: all ranks have loaded its library, in one version, and it is
-    right. Collective."""
+    """Why the run may not use CUTLASS, or "" if all ranks have loaded the same version and it is right. Collective."""
     reason = "" if cublaslt.bound() else f"cuBLASLt, for what CUTLASS does not take, is not bound: {cublaslt.why_not()}"
     try:
         CUTLASS.prepare(build=False)
         if torch.cuda.is_available() and not reason:
             reason = fault()
             torch.cuda.empty_cache()
-    except (OSError, RuntimeError) as error:  # Unavailable, or a disc's: no reason to leave the others waiting
+    except (OSError, RuntimeError) as error:  # such as Unavailable; the other ranks wait in `gathered`
         reason = " ".join(str(error).split())
     ranks = gathered([CUTLASS.version, reason])
     for rank, (version, reason) in enumerate(ranks):
@@ -32,9 +31,11 @@ def why_not() -> str:
 
 
 def fault(m: int = 2048, n: int = 4096, k: int = 6144) -> str:
-    """What is wrong with CUTLASS's product, beside cuBLASLt's; "" where nothing is. Of random data, and more tiles than
-    a GPU has multiprocessors: a library is made by the compiler of some machine, and not every one has been right."""
-    noise = torch.Generator(timing.DEVICE).manual_seed(0)  # the run's own is left as it is
+    """What is wrong with CUTLASS's product, compared with cuBLASLt's on random data; "" if nothing is.
+
+    Some compilers have built wrong libraries. The product has more tiles than a GPU has multiprocessors.
+    """
+    noise = torch.Generator(timing.DEVICE).manual_seed(0)  # leaves the run's own generator unchanged
     a, b = (torch.randn(rows, k, device=timing.DEVICE, generator=noise) for rows in (m, n))
     a, b, one = encode(a, E5M2), encode(b, E4M3), torch.ones((), device=timing.DEVICE)
     device, results = torch.cuda.current_device(), []

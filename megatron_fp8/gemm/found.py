@@ -1,9 +1,9 @@
-"""What searches found, kept in a file a GPU: who runs a GEMM fastest, and how.
+"""The file of search results: for each GEMM, the fastest plan of each maker. There is one file for each model of GPU.
 
-JSON, {problem as text: [{"maker": "cutlass", "version": ..., "name": ..., "ms": ..., ...}, ...]}, the best of each
-maker, in ~/.cache/megatron_fp8/gemm, or under $MEGATRON_FP8_CACHE. A name says what runs, not where it stands in a
-list; it is believed of the same version of the maker's library only. The file is written beside and renamed, so that a
-reader finds all of the old or all of the new; what another run has found in between is kept.
+JSON, {problem as text: [{"maker": "cutlass", "version": ..., "name": ..., "ms": ..., ...}, ...]}, in
+~/.cache/megatron_fp8/gemm, or under $MEGATRON_FP8_CACHE. A name identifies a plan, not its place in a list, and is
+valid only for the same version of the maker's library. The file is replaced atomically, so a reader sees the old or the
+new one, and results that another run has saved in between are kept.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ from .cache import cache_folder
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found of one maker; milliseconds.
+    """The fastest plan of one maker, with its time in milliseconds.
 
-    first_ms: of the first choice, what runs without a search.  bf16_ms: of the product of BF16 operands; 0: not asked.
+    first_ms: the time of the first choice, which runs without a search. bf16_ms: the time of the GEMM in BF16, or 0 if
+    it was not measured.
     """
 
     maker: str
@@ -33,12 +34,12 @@ class Choice:
 
 
 def path(gpu: str) -> Path:
-    """The file of a GPU. Raises OSError where it has no place."""
+    """The file for a model of GPU. Raises OSError if there is no cache folder."""
     return cache_folder() / "gemm" / f"{re.sub(r'[^0-9A-Za-z]+', '-', gpu)}.json"
 
 
 def load(file: Path) -> dict[str, list[Choice]]:
-    """What a file holds; nothing where there is none, or where it is none of ours."""
+    """The file's contents; empty if there is no file, or if it is not valid."""
     try:
         held = json.loads(file.read_text())
         return {str(problem): [_checked(Choice(**one)) for one in choices] for problem, choices in held.items()}
@@ -55,7 +56,7 @@ def _checked(choice: Choice) -> Choice:
 
 
 def save(file: Path, new: dict[str, list[Choice]]) -> None:
-    """Add to the file, in one step; what it holds of the same makers, in the same versions, is replaced."""
+    """Add results to the file, atomically. They replace those of the same problem, maker and version."""
     file.parent.mkdir(parents=True, exist_ok=True)
     held = load(file)
     for problem, choices in new.items():

@@ -1,10 +1,10 @@
-"""Stock linears' weight gradients straight into main_grad: a stand-in for apex's fused_weight_gradient_mlp_cuda.
+"""Adds weight gradients of stock linears to main_grad in the GEMM: replaces apex's fused_weight_gradient_mlp_cuda.
 
     main_grad (N, K) += dy (M, N)^T x (M, K)
 
-Stock Megatron asks apex's extension for that (--gradient-accumulation-fusion); without it, the LM head's product is
-rounded to BF16, written, and added to an FP32 main_grad in a pass of its own. cuBLASLt does it in the GEMM, in FP32.
-The plugin puts `MODULE` in the extension's place where it is not installed.
+Stock Megatron needs apex's extension for this (--gradient-accumulation-fusion). Without it, the LM head's product is
+rounded to BF16, written, and added to an FP32 main_grad in a pass of its own. cuBLASLt adds it in the GEMM, in FP32.
+The plugin installs `MODULE` in the extension's place if apex is not installed.
 """
 
 import types

@@ -1,9 +1,10 @@
-"""--fp8-log-gemm: a line for every shape that a GEMM meets, the first time.
+"""--fp8-log-gemm: logs one line for each GEMM shape, when it first occurs.
 
     GEMM 8192 x 12288 x 4096 E4M3 x E4M3 -> BF16, fast: cublaslt, algorithm 66, tile 24, stages 36
     GEMM 8192 x 4096 x 16384 E5M2 x E4M3 -> BF16: cutlass, 128x256 2x1 promoted/128 8/1
 
-M x N x K. The forward's product is the one with fast accumulation; what is added goes into the gradients' storage.
+The numbers are M x N x K. "fast" is fast accumulation, used in the forward pass. "added" means that the GEMM adds a
+stored gradient or a residual.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,10 @@ class Announcing:
 
 
 def announce(device: str, say: Callable[[str], None]) -> Callable[[], None]:
-    """Log each shape of the backend that serves a device type, and each plan with its algorithm, for every caller
-    (stock's weight gradients too). Returns a function that undoes it."""
+    """Log the shapes of the backend that serves a device type, and of stock linears' weight gradients.
+
+    For GEMMs by plans (plans.py) each new plan is logged, for every caller. Returns a function that stops the log.
+    """
     inner = serving(device)
     if not isinstance(inner, Planned) or not cublaslt.bound():
         register(Announcing(inner, say))

@@ -1,6 +1,6 @@
-"""The GEMM: C (M, N) = A B^T, A (M, K) and B (N, K), both FP8 with a scale or both plain; and what follows it.
+"""The GEMM that layers call: C (M, N) = A B^T with an epilogue, for A (M, K) and B (N, K), both FP8 or both plain.
 
-Hopper's FP8 tensor cores read both operands along the sum, so a linear's three GEMMs are
+Hopper's FP8 tensor cores need the summed dimension contiguous in both operands, so a linear's three GEMMs are
 
     forward   Y  (tokens, out)   = X  (tokens, in)    W   (out, in)^T      gemm(x, w)          E4M3 x E4M3
     dgrad     dX (tokens, in)    = dY (tokens, out)   W^T (in, out)^T      gemm(dy, w.T)       E5M2 x E4M3
@@ -8,23 +8,23 @@ Hopper's FP8 tensor cores read both operands along the sum, so a linear's three 
 
 with ScaledTensors that hold the layout that is read (numerics/scaled.py), or with plain tensors.
 
-What is done to the product before it is written is data, an `Epilogue`, in this order:
+An `Epilogue` describes the steps that follow the product, in this order:
 
     C = A B^T -> + bias -> + residual -> added into / written to `into` | returned
 
-A `Backend` is a way to compute the FP8 product on some devices. It names the parts of an epilogue that it does in the
-GEMM itself (`fuses`); it gets those up to the first one that it lacks, and the rest is done here, by operations that
-follow (`_follow`). So a backend may be as small as a product, and a caller never asks who computes.
+A `Backend` computes the FP8 product on some devices. It names the parts of an epilogue that it computes in the GEMM
+itself (`fuses`). It gets the epilogue up to the first part that it lacks; separate operations do the rest (`_follow`).
+So a backend may be a product alone, and a caller does not depend on the backend.
 
-    cublaslt    CUDA     cuBLASLt by our own binding (cublaslt.py): bias, residual, beta = 1; where that fails, torch's
-    cutlass     CUDA     our own kernels (cutlass.py): the same; chosen by name, or a shape by a search (search.py)
-    auto        CUDA     our own where they are known to be faster, else cuBLASLt
-    torch       CUDA     torch._scaled_mm; no epilogue but the type of the result and where it goes
-    reference   CPU      decode, multiply in float32 (reference.py)
+    cublaslt    CUDA     cuBLASLt by our own binding (cublaslt.py): bias, residual, beta = 1; torch if it is not bound
+    cutlass     CUDA     our own kernels (cutlass.py): the same; chosen by name, or for a shape by a search (search.py)
+    auto        CUDA     our own kernels for shapes that they should run faster, else cuBLASLt
+    torch       CUDA     torch._scaled_mm; it fuses nothing
+    reference   CPU      decode, multiply in float32 (ops/reference.py)
 
-`register` adds a backend and lets it serve its devices; `use` chooses one by name. The tensor core itself sums with
-about 14 bits; `fast_accum` leaves the whole sum over K to it (forward: the error is well below E4M3's own rounding),
-without it partial sums are added in float32 at a cost of some 7 % (backward: sums are long and gradients small).
+`register` adds a backend and lets it serve its devices; `use` chooses one by name. The tensor core sums with about 14
+bits. With `fast_accum` it sums all of K (for the forward pass: the error is well below E4M3's rounding). Without it,
+partial sums are added in float32, which costs about 7 % (for the backward pass: sums are long and gradients small).
 
 Source: PyTorch's torch._scaled_mm; DeepSeek-V3, arXiv 2412.19437, section 3.3, for the accumulator's width.
 """
@@ -45,19 +45,19 @@ from .cutlass import CUTLASS
 
 type Operand = ScaledTensor | torch.Tensor
 
-PARTS = ("bias", "residual", "accumulate")  # in the order in which they are done
+PARTS = ("bias", "residual", "accumulate")  # in the order of their computation
 
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """What follows the product; see the top of the file.
+    """The steps that follow the product; see the top of the file.
 
     Attributes:
-        dtype: of the result where it is returned; what follows a backend's own part reads it so.
+        dtype: of a returned result, and of the backend's result if separate operations follow.
         bias: (N,).
         residual: (M, N).
-        into: where the result goes, contiguous, in its own dtype; it is what is returned.
-        accumulate: the result is added to what `into` holds.
+        into: a contiguous tensor for the result, of its own dtype; it is also returned.
+        accumulate: add the result to `into` instead of overwriting.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -71,14 +71,14 @@ class Epilogue:
             raise ValueError("an epilogue that accumulates needs `into`, the tensor that the result is added to")
 
     def parts(self) -> list[str]:
-        """Which of PARTS it has."""
+        """The members of PARTS that this epilogue has."""
         return [part for part in PARTS if (has := getattr(self, part)) is not None and has is not False]
 
     def only(self, parts: list[str]) -> "Epilogue":
-        """With these of its parts; for a result that others go on with, unless they are all."""
+        """The epilogue with these parts alone. Unless they are all, it has no `into`: other operations follow."""
         if parts == self.parts():
             return self
-        # Accumulation comes last: if it is among the parts, they are all.
+        # accumulate is last, so it is not among these parts.
         dtype = self.dtype if self.into is None else self.into.dtype
         return Epilogue(dtype, **{part: getattr(self, part) for part in parts})
 
@@ -87,12 +87,12 @@ PLAIN = Epilogue()
 
 
 class Backend(Protocol):
-    """A way to compute a b^T of ScaledTensors a (M, K), b (N, K).
+    """A way to compute a b^T for ScaledTensors a (M, K), b (N, K).
 
     Attributes:
-        name: what `use` calls it.
+        name: its name for `use`.
         devices: device types that it serves.
-        fuses: those of PARTS that it does.
+        fuses: the members of PARTS that it computes in the GEMM.
     """
 
     @property
@@ -105,11 +105,11 @@ class Backend(Protocol):
     def fuses(self) -> frozenset[str]: ...
 
     def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
-        """The product with an epilogue of what it fuses, of the epilogue's dtype or in `into`."""
+        """The product, with an epilogue that it fuses completely, in the epilogue's dtype or in `into`."""
 
 
 class ScaledMM:
-    """torch._scaled_mm. M, N and K are multiples of 16."""
+    """torch._scaled_mm. M, N and K must be multiples of 16."""
 
     name, devices, fuses = "torch", ("cuda",), frozenset[str]()
 
@@ -122,9 +122,9 @@ class ScaledMM:
 
 
 class Planned:
-    """By plans (plans.py), or another backend where cuBLASLt is not bound. M, N and K: multiples of 16.
+    """GEMMs by plans (plans.py), or by another backend if cuBLASLt is not bound. M, N and K must be multiples of 16.
 
-    ours: whether a problem's plan is CUTLASS's, and not cuBLASLt's; None: it never is.
+    ours: whether CUTLASS, instead of cuBLASLt, makes a problem's plan; None: never.
     """
 
     devices = ("cuda",)
@@ -133,13 +133,14 @@ class Planned:
         self.name, self._otherwise, self._ours = name, otherwise, ours
 
     def prepare(self) -> None:
-        """Raises cutlass_build.Unavailable where CUTLASS may make plans and has no library."""
+        """Make this backend's plans the ones in use. Raises cutlass_build.Unavailable if it needs CUTLASS' library and
+        there is none."""
         if self._ours is not None:
             CUTLASS.prepare()
         plans.serve(self.maker_of)
 
     def maker_of(self, problem: plans.Problem) -> plans.Maker:
-        """Who makes a problem's plan."""
+        """The maker of a problem's plan."""
         return CUTLASS if self._ours is not None and self._ours(problem) else cublaslt.CUBLASLT
 
     @functools.cached_property
@@ -155,7 +156,7 @@ class Planned:
         x, w, out, bias, residual = a.payload, b.payload, epilogue.into, epilogue.bias, epilogue.residual
         if out is None:
             out = torch.empty(x.shape[0], w.shape[0], dtype=epilogue.dtype, device=x.device)
-        # A GEMM reads a bias of D's type, BF16 where D is FP32, and one C, as D is: the rest is added after it.
+        # A GEMM reads a bias of D's type (BF16 if D is FP32) and one C with D's layout. The rest is added after it.
         early = bias if bias is not None and bias.dtype is _BIAS.get(out.dtype) else None
         form = out.dtype, out.shape, out.stride()
         fits = residual is not None and (residual.dtype, residual.shape, residual.stride()) == form
@@ -171,7 +172,7 @@ _BIAS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16, torch.flo
 
 
 class Reference:
-    """reference.gemm; `fast_accum` changes nothing."""
+    """ops.reference.gemm, for the CPU; it ignores `fast_accum`."""
 
     name, devices, fuses = "reference", ("cpu",), frozenset[str]()
 
@@ -185,16 +186,16 @@ _serving: dict[str, Backend] = {}  # by device type
 
 
 def register(backend: Backend, serve: bool = True) -> None:
-    """Make a backend known; from now on it serves its devices, unless it waits to be chosen."""
+    """Add a backend. serve: let it serve its devices from now on."""
     _backends[backend.name] = backend
     if serve:
         use(backend.name)
 
 
 def prepared(name: str) -> Backend:
-    """The backend of that name; KeyError where there is none.
+    """The backend of that name; KeyError if there is none.
 
-    A backend with a `prepare` is prepared, which raises where it cannot serve.
+    Calls its `prepare`, if it has one, which raises if the backend cannot serve.
     """
     backend = _backends[name]
     getattr(backend, "prepare", lambda: None)()
@@ -202,7 +203,7 @@ def prepared(name: str) -> Backend:
 
 
 def use(name: str) -> None:
-    """Have the backend of that name, prepared, serve its devices; raises what `prepared` does."""
+    """Let the backend of that name serve its devices. Raises like `prepared`."""
     backend = prepared(name)
     _serving.update(dict.fromkeys(backend.devices, backend))
 
@@ -221,10 +222,10 @@ register(Reference())
 
 
 def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool = False) -> torch.Tensor:
-    """a b^T of a (M, K) and b (N, K), then the epilogue: (M, N).
+    """a b^T for a (M, K) and b (N, K), then the epilogue: (M, N).
 
-    Both are ScaledTensors, which hold their rows; E4M3 and E5M2 mix freely, but for E5M2 x E5M2, which Hopper lacks:
-    ValueError; on CUDA, M, N and K are multiples of 16. Or both are plain: then torch multiplies them in their type.
+    Both are ScaledTensors with a payload, or both are plain tensors, which torch multiplies in their type. Hopper has
+    no E5M2 x E5M2 product (ValueError). For FP8 on CUDA, M, N and K must be multiples of 16.
     """
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return _follow(torch.matmul(a, b.T), epilogue, epilogue.parts())
@@ -234,7 +235,7 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool
 
 
 def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
-    """`gemm` by one backend: what it fuses, up to the first part that it lacks, and what is left after it."""
+    """`gemm` by one backend: it computes the parts up to the first that it lacks; `_follow` does the rest."""
     parts = epilogue.parts()
     if backend.fuses.issuperset(parts):
         return backend.product(a, b, epilogue, fast_accum)
@@ -244,7 +245,7 @@ def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilog
 
 
 def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tensor:
-    """What is left of an epilogue, `parts`, of a product that is so far y (M, N)."""
+    """Apply the remaining `parts` of an epilogue to y (M, N)."""
     if "bias" in parts:
         y = y + epilogue.bias
     if "residual" in parts:
@@ -256,11 +257,11 @@ def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tens
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """a b^T, not computed yet: a weight's gradient, dW (N, K) = dy^T x, until its storage says how."""
+    """a b^T, not computed yet. A weight gradient dW (N, K) = dy^T x is one until its storage chooses the epilogue."""
 
     a: Operand
     b: Operand
 
     def compute(self, **epilogue) -> torch.Tensor:
-        """With an Epilogue of these fields."""
+        """Compute it with an Epilogue of these fields."""
         return gemm(self.a, self.b, Epilogue(**epilogue))

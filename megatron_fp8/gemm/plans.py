@@ -1,13 +1,13 @@
-"""One call of a GEMM on CUDA memory, and who runs it: a plan, made once a shape, then found by one look-up.
+"""GEMM calls on CUDA memory: each shape gets a plan when it first occurs, and later calls find it with one look-up.
 
     D (m, n) = a_scale b_scale A B^T (+ bias) (+ C)     A (m, k), B (n, k); C is D, to accumulate, or a residual
 
-A call's shape is a `Problem`. A `Maker` makes plans of it: cuBLASLt of its algorithms (cublaslt.py), CUTLASS of its
-kernels (cutlass.py). What a search chose comes first (search.py), then the maker that the backend which serves has
-for the problem (`serve`). A call waits for nothing, and can be captured in a CUDA graph.
+A call's shape is a `Problem`. A `Maker` makes plans for it: cuBLASLt from its algorithms (cublaslt.py), CUTLASS from
+its kernels (cutlass.py). A plan that a search chose comes first (search.py); otherwise the serving backend's maker for
+the problem makes one (`serve`). A call does not wait for the device, and can be captured in a CUDA graph.
 
-Memory that a GEMM does not read or write as it lies, FP8 operands or their result at an address that is no multiple of
-16 bytes, goes by way of memory that it does: the same bits, for a copy. A result in FP8 is refused: no maker has it.
+If an FP8 operand or its result is at an address that is no multiple of 16 bytes, the GEMM runs on aligned copies, with
+the same bits. A result in FP8 is refused, because no maker can write it.
 """
 
 import threading
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-ALIGNMENT = 16  # bytes: what FP8 needs, and the tensor memory accelerator
+ALIGNMENT = 16  # bytes; FP8 GEMMs and the tensor memory accelerator need it
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-NAMES = {  # what people and files read
+NAMES = {  # in log lines and files
     torch.float32: "FP32",
     torch.float16: "FP16",
     torch.bfloat16: "BF16",
@@ -28,11 +28,15 @@ NAMES = {  # what people and files read
 
 
 class Problem(NamedTuple):
-    """A call's shape, all that a plan depends on.
+    """The shape of a call: everything that a plan depends on.
 
-    a_rows, b_rows: whether the operand is contiguous along k; *_ld: elements from one row, or column, to the next.
-    align: bytes, up to 16, of which all addresses are multiples.
-    bias: its type.  add: C is read.
+    Attributes:
+        a, b, d: types.
+        a_rows, b_rows: whether the operand is contiguous along k.
+        a_ld, b_ld, d_ld: elements from one row (column if not *_rows) to the next.
+        align: largest power of two, up to 16 bytes, that divides all addresses.
+        bias: its type, or None.
+        add: whether C is read.
     """
 
     m: int
@@ -52,7 +56,7 @@ class Problem(NamedTuple):
     add: bool
 
     def __str__(self) -> str:
-        """As "8192 x 12288 x 4096 E4M3 x E4M3 -> BF16, fast, bias": one for each problem of usual strides."""
+        """Text such as "8192 x 12288 x 4096 E4M3 x E4M3 -> BF16, fast, bias BF16". Each problem has its own."""
         extras = {
             "fast": self.fast_accum,
             f"bias {NAMES.get(self.bias)}": self.bias is not None,  # type: ignore[arg-type]
@@ -67,7 +71,7 @@ class Problem(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether no matrix has gaps between its rows, or columns."""
+        """Whether no matrix has gaps between its rows or columns."""
         usual = (self.k if self.a_rows else self.m, self.k if self.b_rows else self.n, self.n)
         return usual == (self.a_ld, self.b_ld, self.d_ld)
 
@@ -81,8 +85,8 @@ class Plan(Protocol):
 
     Attributes:
         maker: its maker's name.
-        name: what it is, so that `Maker.named` finds it again, in another process or after a rebuild.
-        pointers: the addresses that it holds, see `pointers_of`.
+        name: identifies the plan, so that `Maker.named` finds it in another process or after a rebuild.
+        pointers: the addresses that it holds; see `pointers_of`.
     """
 
     maker: str
@@ -93,17 +97,17 @@ class Plan(Protocol):
     def name(self) -> str: ...
 
     def point(self, pointers: tuple[int, ...]) -> None:
-        """Have it hold these addresses."""
+        """Replace the addresses that it holds."""
 
     def run(self, a: int, b: int, c: int, d: int, stream: int) -> None:
-        """Launch it on these addresses; under `_lock`, as what it holds was pointed to before."""
+        """Launch it on these addresses. Hold `_lock`, so that no other thread changes the plan's own addresses."""
 
     def described(self) -> str:
-        """For a line of the log."""
+        """Text for a log line."""
 
 
 class Maker(Protocol):
-    """Who makes plans. Attributes: `name`; `version`, without which a plan's name means nothing."""
+    """Makes plans. Attributes: `name`; `version`, for which the names of its plans are valid."""
 
     name: str
 
@@ -111,37 +115,37 @@ class Maker(Protocol):
     def version(self) -> str: ...
 
     def takes(self, problem: Problem) -> bool:
-        """Whether it may have plans of a problem."""
+        """Whether it may have plans for a problem."""
 
     def candidates(self, problem: Problem, device: int, pointers: tuple[int, ...], count: int | None = None) -> list:
-        """Its plans, its own favourite first, all or `count`; RuntimeError where it has none."""
+        """Its plans for a problem, the best first, all or at most `count`; RuntimeError if it has none."""
 
     def named(self, problem: Problem, device: int, pointers: tuple[int, ...], name: str) -> Plan | None:
-        """The plan of that name; None where it will not run here."""
+        """The plan of that name, or None if it cannot run here."""
 
 
 _lock = threading.Lock()  # autograd's thread and the caller's share plans
-_plans: dict[tuple, Plan | None] = {}  # by what `product` is given, addresses aside; None: by way of copies
-maker_of: Callable[[Problem], Maker]  # who makes a problem's plan
-searched: Callable[[Problem, int, tuple[int, ...]], Plan | None] | None = None  # what a search chose (search.py)
-on_plan: Callable[[Plan], None] | None = None  # is told of every plan that is made (gemm_log.py)
+_plans: dict[tuple, Plan | None] = {}  # by `product`'s arguments without addresses; None: it needs aligned copies
+maker_of: Callable[[Problem], Maker]  # the maker of a problem's plan
+searched: Callable[[Problem, int, tuple[int, ...]], Plan | None] | None = None  # the plan that a search chose, if any
+on_plan: Callable[[Plan], None] | None = None  # called with every new plan (gemm_log.py)
 
 
 def serve(by: Callable[[Problem], Maker]) -> None:
-    """From now on have the maker that `by` gives make a problem's plan."""
+    """From now on, let by(problem) make a problem's plan."""
     global maker_of
     maker_of = by
     renew()
 
 
 def renew() -> None:
-    """Plan every problem anew when it is met again."""
+    """Forget all plans, so that each problem is planned again at its next call."""
     with _lock:
         _plans.clear()
 
 
 def plans() -> list[Plan]:
-    """Of all problems that were met, in the order in which they were."""
+    """All plans made so far, in order."""
     return [plan for plan in _plans.values() if plan is not None]
 
 
@@ -157,17 +161,18 @@ def product(
     add: bool = False,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """out (m, n) = a_scale b_scale A B^T + bias + residual, or added to what `out` holds with `add`.
+    """out (m, n) = a_scale b_scale A B^T + bias + residual; with `add`, added to `out`.
 
     Args:
-        a, b: (m, k), (n, k); each contiguous along one of its dimensions, FP8 along k.
+        a, b: (m, k), (n, k); each contiguous along one dimension, FP8 along k.
         out: contiguous along n, not FP8.
-        a_scale, b_scale: 0-d float32 on the device, of FP8 operands.
+        a_scale, b_scale: 0-d float32 on the device; for FP8 operands only.
         bias: (n,), contiguous.
-        residual: as `out` in type, shape and strides; not with `add`.
+        residual: of out's type, shape and strides; not with `add`.
 
     Raises:
-        ValueError: strides that no GEMM reads; an FP8 `out`.  RuntimeError: what no maker does, with the shape.
+        ValueError: strides that no GEMM reads; an FP8 `out`.
+        RuntimeError: no maker has a plan. The text names the shape.
     """
     device = out.get_device()
     if device != _current_device():
@@ -195,7 +200,7 @@ def product(
     room = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     if add:
         room.copy_(out)
-    # A residual stays apart: where C is D, cuBLASLt may run a kernel that rounds otherwise.
+    # The residual stays a separate tensor: if C is D, cuBLASLt may run a kernel that rounds differently.
     apart = None if residual is None else _aligned(residual.contiguous())
     how: Any = {"a_scale": a_scale, "b_scale": b_scale, "bias": _aligned(bias), "residual": apart, "add": add}
     return out.copy_(product(_aligned(a), _aligned(b), room, fast_accum=fast_accum, **how))
@@ -207,7 +212,7 @@ _UNKNOWN: Any = object()
 def pointers_of(
     a_scale: torch.Tensor | None, b_scale: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> tuple[int, ...]:
-    """The addresses that a plan holds from one call to the next; 0: none. cuBLAS's first operand is our second."""
+    """The addresses that a plan holds between calls; 0: none. b's is first, because b is cuBLAS's first operand."""
     return (
         0 if b_scale is None else b_scale.data_ptr(),
         0 if a_scale is None else a_scale.data_ptr(),
@@ -216,7 +221,7 @@ def pointers_of(
 
 
 def problem_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *how: Any) -> Problem:
-    """Of the operands and the fields of a Problem from `align` on; ValueError where there is none."""
+    """The Problem of these operands. how: its fields from `align` on. ValueError if no GEMM computes it."""
     (m, k), n = a.shape, b.shape[0]
     (a_rows, a_ld), (b_rows, b_ld), (d_rows, d_ld) = map(_layout, (a, b, out))
     if not d_rows or b.shape[1] != k or out.shape != (m, n):
@@ -227,7 +232,7 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *how: Any) -
 
 
 def _plan(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan | None:
-    """The plan of a problem; None where its memory must be copied."""
+    """A new plan for a problem, or None if it needs aligned copies."""
     if problem.a in FP8:
         if not all(pointers[:2]):
             raise ValueError("a product of FP8 operands needs the scales of both")
@@ -242,7 +247,7 @@ def _plan(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan | No
 
 
 def usual(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan:
-    """What runs a problem where no search has chosen."""
+    """The plan for a problem if no search has chosen one."""
     return maker_of(problem).candidates(problem, device, pointers, 1)[0]
 
 
@@ -251,7 +256,7 @@ def _aligned(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _layout(x: torch.Tensor) -> tuple[bool, int]:
-    """Whether x is contiguous along its last dimension, and the elements from one row, or column, to the next."""
+    """(whether x is contiguous along its last dimension, elements from one row, or column, to the next)."""
     across, along = x.stride()
     rows, columns = x.shape
     if (along == 1 or columns == 1) and (across >= columns or rows == 1):

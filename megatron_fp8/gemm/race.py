@@ -1,8 +1,8 @@
-"""One GEMM, all who could run it: timed against each other on random data, on one GPU.
+"""Times all plans for one GEMM against each other, on random data, on one GPU.
 
-All candidates have a few runs, one by one; the fastest of each maker, and the first choice, which is what runs without
-a search, then run alone for a while (timing.py says why). The first choice stays where nothing is 1 % better. What
-gives another result than the first choice is left out.
+All candidates run a few times in turns. Then the fastest of each maker, and the first choice (which runs without a
+search), each run alone for a while (timing.py says why). The first choice stays unless another is at least 1 % faster.
+A candidate whose result differs from the first choice's is left out.
 """
 
 import functools
@@ -13,16 +13,16 @@ from . import plans, timing
 from .found import Choice
 from .plans import FP8, Maker, Plan, Problem
 
-SCREENED = 4  # runs of every candidate, one by one: even
-KEPT = 3  # of each maker, the fastest of these, which then run under load
-AGREE = 0.01  # two results of one product: sums and their rounding differ by a tenth of it
-WORTH = 0.99  # of the first choice's time: what is closer is noise, and the first stays
+SCREENED = 4  # runs of every candidate in turns; even
+KEPT = 3  # the fastest candidates of each maker, which then run under load
+AGREE = 0.01  # largest relative difference of two results; different sums and rounding cause a tenth of it
+WORTH = 0.99  # a time above this share of the first choice's is no gain: the difference is noise
 
 
 def race(problem: Problem, makers: list[Maker], device: int) -> list[Choice]:
-    """The best of each maker, the fastest first; milliseconds. Waits for the device, some two seconds for a problem.
+    """The best plan of each maker, the fastest first. Waits for the device, about two seconds for a problem.
 
-    Raises RuntimeError where nothing runs.
+    Raises RuntimeError if no candidate runs.
     """
     with torch.cuda.device(device):
         operands = _Operands(problem)
@@ -90,7 +90,7 @@ class _Operands:
         return self._out.float()
 
     def in_bf16(self) -> None:
-        """The product in BF16 into BF16, as stock does it, by rows and without an epilogue."""
+        """Stock's GEMM: BF16 operands and result, all row-major, without an epilogue."""
         if self._bf16 is None:
             p = self._problem
             sizes = (p.m, p.k), (p.n, p.k), (p.m, p.n)

@@ -1,12 +1,12 @@
-"""Who runs a shape, and how: measured once on the machine, kept in a file, the same on all ranks.
+"""--fp8-gemm-search: finds the fastest plan for each GEMM by measuring on this machine; all ranks use the same plans.
 
-    read()     at the start: rank 0's file of this GPU (found.py), sent to all
-    tune()     after a step, by all ranks together: rank 0 times what any of them met (race.py), writes the file
-               and tells all
-    summary()  a line on what was found
+    read()     at the start: rank 0 reads the file for this GPU (found.py) and sends it to all
+    tune()     after a step, on all ranks: rank 0 times the problems of all ranks (race.py), writes the file, and sends
+               the results to all
+    summary()  one line about the results
 
-Two runs with the same file compute the same bits; what is chosen after the first step rounds otherwise than what ran
-before it.
+Two runs with the same file compute the same bits. A plan that is chosen after the first step may round differently from
+the one before it.
 """
 
 import math
@@ -24,15 +24,15 @@ from .found import Choice, load, path, save
 from .plans import FP8, Maker, Plan, Problem
 
 _ALONE: tuple[Maker, ...] = (CUBLASLT,)
-_among = _ALONE  # who is chosen from
-_found: dict[str, list[Choice]] = {}  # the file's, by the problem's text
-_met: list[Problem] = []  # by this rank, up to `tune`
+_among = _ALONE  # the makers to choose from
+_found: dict[str, list[Choice]] = {}  # the search results, by the problem's text
+_met: list[Problem] = []  # the problems that this rank had run when `tune` was called
 
 
 def read(among: tuple[Maker, ...] = (CUBLASLT,)) -> int:
-    """Have all ranks choose among these makers and use what rank 0's file holds; how many problems that is. Collective.
+    """Use the results in rank 0's file on all ranks, for these makers; return the number of problems. Collective.
 
-    A maker that is not on all ranks, in the same version, is left out.
+    A maker is left out unless all ranks have the same version of it.
     """
     global _among
     everywhere = gathered([(maker.name, maker.version) for maker in among])
@@ -48,9 +48,9 @@ def read(among: tuple[Maker, ...] = (CUBLASLT,)) -> int:
 
 
 def read_for(backend: str) -> tuple[int, list[str]]:
-    """`read` for a run whose GEMM backend has this name, "auto" among them; and lines on who is left out. Collective.
+    """`read` for the run's GEMM backend; returns read's number and log lines about makers left out. Collective.
 
-    CUTLASS is chosen from where it is built: a search builds nothing, in the middle of a run.
+    CUTLASS takes part only if its library is built already: a search does not build in the middle of a run.
     """
     reason = "" if backend == "cublaslt" else cutlass_check.why_not()
     have = {"auto": (CUBLASLT, CUTLASS), "cublaslt": (CUBLASLT,), "cutlass": (CUTLASS,)}[backend]
@@ -59,7 +59,7 @@ def read_for(backend: str) -> tuple[int, list[str]]:
 
 
 def forget() -> None:
-    """Go back to what runs without a search."""
+    """Stop using the results of searches."""
     global _among
     _among, plans.searched = _ALONE, None
     _found.clear()
@@ -68,18 +68,18 @@ def forget() -> None:
 
 
 def chosen(problem: Problem) -> Choice | None:
-    """The fastest that was found of a problem."""
+    """The fastest result for a problem, or None."""
     return next(iter(_allowed(problem)), None)
 
 
 def _allowed(problem: Problem) -> list[Choice]:
-    """What was found of it, of those who are chosen from; the fastest first."""
+    """The results for a problem by makers that may run it; the fastest first."""
     makers = {maker.name for maker in makers_of(problem)}
     return [choice for choice in _found.get(str(problem), ()) if choice.maker in makers]
 
 
 def _planned(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan | None:
-    """The plan of the fastest choice that runs here."""
+    """The plan of the fastest choice that runs here, or None."""
     named = {maker.name: maker for maker in makers_of(problem)}
     for choice in _allowed(problem):
         plan = named[choice.maker].named(problem, device, pointers, choice.name)
@@ -89,14 +89,14 @@ def _planned(problem: Problem, device: int, pointers: tuple[int, ...]) -> Plan |
 
 
 def makers_of(problem: Problem) -> list[Maker]:
-    """Who is chosen from for a problem: those that take it, else cuBLASLt."""
+    """The makers to choose from that take the problem, or cuBLASLt if none does."""
     return [maker for maker in _among if maker.takes(problem)] or [CUBLASLT]
 
 
 def tune() -> list[str]:
-    """Search what no file had, of all problems that any rank has met, and have all ranks use the result. Collective.
+    """Search all problems of all ranks that have no result yet, and use the results on all ranks. Collective.
 
-    Returns a line for each problem, on rank 0.
+    Returns log lines on rank 0, one for each problem.
     """
     _met[:] = [plan.problem for plan in plans.plans()]
     everywhere = gathered(_met)
@@ -120,21 +120,21 @@ def tune() -> list[str]:
                 save(_file(), new)
         except OSError as error:
             lines.append(f"the GEMM search is not kept for the next run: {error}; set MEGATRON_FP8_CACHE")
-        torch.cuda.empty_cache()  # what training allocates next is of other sizes
+        torch.cuda.empty_cache()  # training allocates other sizes
     _found.update(from_rank_0(new))
     plans.renew()
     return lines
 
 
 def said(problem: Problem, choice: Choice) -> str:
-    """As "cutlass 1402 TFLOP/s, the first choice 1350, BF16 790"."""
+    """Text such as "cutlass 1402 TFLOP/s, the first choice 1350, BF16 790"."""
     ours, first = (problem.flops / ms / 1e9 for ms in (choice.ms, choice.first_ms))
     bf16 = f", BF16 {problem.flops / choice.bf16_ms / 1e9:.0f}" if choice.bf16_ms else ""
     return f"{choice.maker} {ours:.0f} TFLOP/s, the first choice {first:.0f}{bf16}"
 
 
 def summary() -> str:
-    """On the GEMMs of FP8 operands that this rank met, geometric means; by name each no faster than BF16's."""
+    """One line about this rank's FP8 GEMMs: geometric means, and the problems that are no faster than in BF16."""
     pairs = {str(problem): (problem, chosen(problem)) for problem in _met if problem.a in FP8}
     found = [(problem, choice) for problem, choice in pairs.values() if choice is not None]
     if not found:
@@ -162,7 +162,7 @@ def summary() -> str:
 def _kept() -> dict[str, list[Choice]]:
     try:
         return load(_file())
-    except OSError:  # it has no place: `tune` says so, when there is something to keep
+    except OSError:  # there is no cache folder; `tune` reports it when it has results to save
         return {}
 
 

@@ -1,8 +1,9 @@
-"""Milliseconds of calls on the GPU beside each other: of a few runs with an empty L2 cache, or of running for a while.
+"""Times calls on the GPU against each other: in single runs with an empty L2 cache, or under load.
 
-They take turns, to and fro: of an even number of turns, a GPU that slows down steadily is fair to all. One that
-computes without a pause is bound by its power, as in training: it clocks down, by more the more power a kernel takes.
-So what is fastest in a few runs need not be so under load (docs/performance.md).
+The calls take turns, forward and then backward. With an even number of turns, a GPU that slows down steadily slows all
+calls equally. Under load the GPU computes without a pause and is limited by its power, as in training: it lowers its
+clock, and more so for a kernel that takes more power. So the fastest in single runs need not be the fastest under load
+(docs/performance.md).
 """
 
 import math
@@ -11,13 +12,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-LOAD_MS, TURNS = 150.0, 2  # of each call, at a stretch; even
+LOAD_MS, TURNS = 150.0, 2  # a turn's length for each call; the number of turns, even
 FLUSH = 256 << 20  # bytes: several times the L2 cache
-DEVICE = "cuda"  # the current one
+DEVICE = "cuda"  # the current device
 
 
 def in_turns[Name](calls: Mapping[Name, Callable[[], object]], repetitions: int) -> dict[Name, float]:
-    """The medians of so many runs, even, each with an empty L2 cache. Waits for the device."""
+    """Each call's median over `repetitions` runs (even), each with an empty L2 cache. Waits for the device."""
     flush = torch.empty(FLUSH, dtype=torch.uint8, device=DEVICE)
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for turn in range(repetitions):
@@ -32,9 +33,9 @@ def in_turns[Name](calls: Mapping[Name, Callable[[], object]], repetitions: int)
 
 
 def under_load[Name](calls: Mapping[Name, Callable[[], object]], bursts: Mapping[Name, float]) -> dict[Name, float]:
-    """The means of running alone for LOAD_MS; bursts: a run's milliseconds, about. Waits for the device.
+    """Each call's mean time when it runs alone for LOAD_MS. bursts: about the milliseconds of one run of each call.
 
-    The first runs once more before, for the first on a GPU that has rested is faster.
+    The first call has an extra turn before the others, because a GPU that was idle is faster. Waits for the device.
     """
 
     def alone(name: Name) -> float:

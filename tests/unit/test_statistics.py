@@ -114,6 +114,6 @@ def test_casts_add_up():
 )
 def test_shapes_that_do_not_fit_are_refused(payload, scale_inv):
     x, untouched = torch.ones(2, BLOCK), torch.zeros(3)
-    with pytest.raises(ValueError, match="payload of that shape"):
+    with pytest.raises(ValueError, match="payload of the same shape"):
         count_cast(x, torch.ones(payload).to(E4M3.dtype), torch.ones(scale_inv), untouched, untouched)
     assert not untouched.any()

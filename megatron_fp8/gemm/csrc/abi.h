@@ -1,9 +1,9 @@
-// What is called from outside: plain C, so that no version of Python or torch matters.
+// The library's interface, in plain C, so that it does not depend on a version of Python or torch.
 #pragma once
 
 #include <stdint.h>
 
-#define MFP8_ABI 1  // one more with every change below
+#define MFP8_ABI 1  // increment with every change below
 
 enum { MFP8_E4M3, MFP8_E5M2, MFP8_BF16, MFP8_FP32 };
 enum { MFP8_HEURISTIC, MFP8_ALONG_M, MFP8_ALONG_N };
@@ -12,18 +12,18 @@ enum { MFP8_OK, MFP8_UNKNOWN, MFP8_UNFIT, MFP8_FAILED };
 typedef struct {
   const void *a, *b;              // (M, K), (N, K) in FP8, contiguous
   const void *scale_a, *scale_b;  // float32 on the device
-  const void* c;                  // (M, N) in D's type, added; d itself to accumulate; or null
+  const void* c;                  // (M, N) in D's type, added to the product; d to accumulate; or null
   void* d;                        // (M, N)
   const void* bias;               // (N,) bfloat16, or null
   void* stream;
   int32_t m, n, k;
-  int32_t device;           // the current one of the caller
-  int32_t swizzle, raster;  // of tiles, for the L2: at most so many side by side, 1, 2, 4 or 8; an order of the above
+  int32_t device;           // the caller's current device
+  int32_t swizzle, raster;  // tiles' order, for the L2: at most 1, 2, 4 or 8 side by side; one of the enum above
 } mfp8_args;
 
 typedef struct {
   int32_t a, b, d;            // types
-  int32_t promote;            // partial sums over so many of K are added in FP32; 0: all is left to the tensor core
+  int32_t promote;            // length of the partial sums that are added in FP32; 0: the tensor core sums all of K
   int32_t tile_m, tile_n;
   int32_t cluster_m, cluster_n;
   int32_t pingpong;

@@ -1,14 +1,15 @@
-// Tiles from a counter: a cluster of blocks takes the next ones as it gets on, until there are none.
+// A tile scheduler: each cluster of blocks takes its next tiles from a counter, until there are none. Compared with
+// two others:
 //
-//   shares          as many clusters as there is room for, each with its share of the tiles: where a collective holds
-//                   some multiprocessors, clusters begin late, and everybody waits for their shares
-//   a tile a block  nobody waits, but a tile's first loads begin when the tile before it has been written
-//   counted         the next tile's loads run while a tile is written, and a late cluster finds what is left, or nothing
+//   shares          as many clusters as fit the GPU, each with a fixed share of the tiles. If a collective occupies
+//                   some multiprocessors, their clusters begin late, and the GEMM waits for their shares
+//   a tile a block  no waiting, but a tile's first loads begin only when the tile before it has been written
+//   counted         the next tile's loads run while a tile is written; a late cluster takes the tiles that are left
 //
-// CUTLASS' cooperative kernel takes a scheduler of this form, for Blackwell, whose hardware hands tiles out: a warp of
-// each block fetches the next number, and the others read it in shared memory (sm90_gemm_tma_warpspecialized_
-// cooperative.hpp, where IsSchedDynamicPersistent). Here the cluster's first block counts in global memory, and writes
-// the number into the shared memory of all its blocks.
+// CUTLASS' cooperative kernel accepts a scheduler of this form. It is meant for Blackwell, whose hardware hands out
+// the tiles: a warp of each block fetches the next number, and the others read it in shared memory (see
+// IsSchedDynamicPersistent in sm90_gemm_tma_warpspecialized_cooperative.hpp). Here the cluster's first block counts in
+// global memory, and writes the number into the shared memory of all its blocks.
 #pragma once
 
 #include "cutlass/arch/barrier.h"
@@ -16,7 +17,7 @@
 
 namespace mfp8 {
 
-struct Counted {};  // names it to CUTLASS
+struct Counted {};  // the tag by which CUTLASS selects this scheduler
 
 template <class ClusterShape>
 class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
@@ -27,18 +28,18 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
   static constexpr bool IsDynamicPersistent = true;
 
   struct Arguments : Base::Arguments {
-    uint32_t* counter = nullptr;  // in global memory, zero, and zero again when the kernel has ended
+    uint32_t* counter = nullptr;  // in global memory; zero before the kernel, and again after it
   };
   struct Params : Base::Params {
     uint32_t* counter = nullptr;
   };
 
-  // What the fetching warps write (the kernel's name for it). The second is fetched while the first may still be read.
+  // The fetched tile numbers; the name is CUTLASS'. `next` is fetched while `first` may still be read.
   struct CLCResponse {
     uint32_t first, next;
   };
 
-  // A number, from the first block of a cluster to all warps of all its blocks; then the next.
+  // Sends one number after another from the first block of a cluster to all warps of all its blocks.
   class Pipeline {
    public:
     static constexpr uint32_t Stages = 1;
@@ -49,8 +50,8 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
       uint32_t producer_blockid, producer_arv_count, consumer_arv_count, transaction_bytes;
     };
     struct SharedStorage {
-      cutlass::arch::ClusterTransactionBarrier full;  // of each block: its number is there
-      cutlass::arch::ClusterBarrier empty;            // of the first: every warp of the cluster has read
+      cutlass::arch::ClusterTransactionBarrier full;  // in each block: the number has arrived
+      cutlass::arch::ClusterBarrier empty;            // in the first block: every warp of the cluster has read it
     };
 
     CUTLASS_DEVICE Pipeline(SharedStorage& storage, Params const& params) : storage_(storage) {
@@ -63,7 +64,7 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
 
     CUTLASS_DEVICE void wait_empty(PipelineState state) { storage_.empty.wait(state.phase()); }
 
-    // By one thread of each block: one number will come.
+    // Called by one thread of each block: one number will arrive.
     CUTLASS_DEVICE void expect() { storage_.full.arrive_and_expect_tx(sizeof(uint32_t)); }
 
     CUTLASS_DEVICE void send(uint32_t value, uint32_t* to, uint32_t block) {
@@ -79,7 +80,7 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
       return value;
     }
 
-    // The first block ends when nobody signals to it any more.
+    // The first block must not end before the other blocks' last signal to it.
     CUTLASS_DEVICE void producer_tail(PipelineState state) {
       if (cute::block_rank_in_cluster() == 0) wait_empty(state);
     }
@@ -88,7 +89,7 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
     SharedStorage& storage_;
   };
 
-  // What keeps the fetching warp from going ahead: nothing, as the pipeline holds one number.
+  // CUTLASS' limit on how far the fetching warp may run ahead. It does nothing here: the pipeline holds one number.
   struct ThrottlePipeline {
     static constexpr uint32_t Stages = 1;
     using PipelineState = cutlass::PipelineState<Stages>;
@@ -134,7 +135,7 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
 
   CUTLASS_DEVICE void set_data_ptr(CLCResponse* data) { data_ = data; }
 
-  // By all threads of a cluster, each once: also the first tile is counted, for a cluster may begin when all is done.
+  // Called once by all threads of a cluster. The first tile is counted too: a late cluster may get none.
   template <class Cluster>
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(Cluster) {
     if (threadIdx.x == 0 && cute::block_rank_in_cluster() == 0) {
@@ -148,7 +149,7 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
     return tile_of(*reinterpret_cast<uint32_t const volatile*>(&data_->first));
   }
 
-  // By the fetching warp of each block.
+  // Called by the fetching warp of each block.
   CUTLASS_DEVICE typename Pipeline::PipelineState advance_to_next_work(Pipeline& pipeline,
                                                                       typename Pipeline::PipelineState state) {
     bool first = cute::block_rank_in_cluster() == 0;
@@ -165,14 +166,15 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
     return state;
   }
 
-  // By every warp that has to do with tiles.
+  // Called by every warp that works on tiles.
   CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo, Pipeline& pipeline, typename Pipeline::PipelineState state) {
     return cute::make_tuple(tile_of(pipeline.read(state, &data_->next)), true);
   }
   using Base::fetch_next_work;
 
  private:
-  // Each cluster takes numbers until one is beyond the tiles, so it is known which is the last of all: it sets back.
+  // Each cluster takes exactly one number beyond the tiles. So the last number of all is known; its taker resets the
+  // counter.
   CUTLASS_DEVICE uint32_t take() {
     uint32_t taken = atomicAdd(counter_, 1u);
     uint32_t tiles = scheduler_params.blocks_per_problem_ / Blocks, clusters = gridDim.x * gridDim.y / Blocks;
@@ -180,7 +182,7 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
     return taken;
   }
 
-  // This block's of a cluster of tiles. In the base class' order those of a cluster follow each other, as its blocks do.
+  // This block's tile in a cluster of tiles. A cluster's tiles are consecutive in the base class' order, as its blocks.
   CUTLASS_DEVICE WorkTileInfo tile_of(uint32_t cluster) const {
     bool along_n = scheduler_params.raster_order_ == RasterOrder::AlongN;
     uint32_t block = along_n ? blockIdx.x + blockIdx.y * gridDim.x : blockIdx.x * gridDim.y + blockIdx.y;

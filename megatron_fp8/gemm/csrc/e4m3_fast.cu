@@ -1,4 +1,4 @@
-// Forward: E4M3 x E4M3, the whole sum left to the tensor core.
+// Forward: E4M3 x E4M3; the tensor core sums all of K.
 #include "gemm.cuh"
 
 namespace mfp8 {

@@ -1,4 +1,4 @@
-// E5M2 x E4M3, the whole sum left to the tensor core.
+// E5M2 x E4M3; the tensor core sums all of K.
 #include "gemm.cuh"
 
 namespace mfp8 {

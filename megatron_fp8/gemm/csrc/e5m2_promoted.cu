@@ -1,4 +1,4 @@
-// Backward: E5M2 x E4M3 with promoted accumulation, every 256 of K, and every 128 to compare with, into BF16.
+// Backward into BF16: E5M2 x E4M3, promoted every 256 of K, and every 128 for comparison.
 #include "gemm.cuh"
 
 namespace mfp8 {

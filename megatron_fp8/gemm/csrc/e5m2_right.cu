@@ -1,4 +1,4 @@
-// E4M3 x E5M2, for whoever multiplies a gradient from the right: one tile of each kind.
+// E4M3 x E5M2, for products with a gradient on the right: one tile shape of each kind.
 #include "gemm.cuh"
 
 namespace mfp8 {

@@ -1,7 +1,8 @@
 // D (M, N) = scale_a scale_b A (M, K) B (N, K)^T + bias (N,) + C (M, N): CUTLASS FP8 GEMMs for Hopper.
 //
-// A .cu file lists the kernels of a family; library.cu joins the lists and is what is called. One epilogue serves plain
-// results, a bias, a residual (C is another tensor) and accumulation (C is D): what is absent is skipped at run time.
+// A .cu file lists the kernels of a family; library.cu has the functions that are called, and searches these lists. One
+// epilogue serves plain results, a bias, a residual (C is another tensor) and accumulation (C is D). It skips absent
+// parts at run time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,7 +30,7 @@ using E5M2 = cutlass::float_e5m2_t;
 using BF16 = cutlass::bfloat16_t;
 using FP32 = float;
 using RowMajor = cutlass::layout::RowMajor;
-using ColumnMajor = cutlass::layout::ColumnMajor;  // of B^T (K, N): B is (N, K), rows along K
+using ColumnMajor = cutlass::layout::ColumnMajor;  // the layout of B^T (K, N), because B is (N, K) and row-major
 using Sm90 = cutlass::arch::Sm90;
 using TensorOp = cutlass::arch::OpClassTensorOp;
 
@@ -44,7 +45,7 @@ constexpr int type_code<BF16> = MFP8_BF16;
 template <>
 constexpr int type_code<FP32> = MFP8_FP32;
 
-// ---- What follows the product ---------------------------------------------------------------------------------------
+// ---- The epilogue ---------------------------------------------------------------------------------------------------
 
 template <class Tile, class Cluster, class Out, class Schedule>
 struct EpilogueOf {
@@ -57,7 +58,7 @@ struct EpilogueOf {
   using Scaled = fusion::Sm90EVT<MultiplyAdd<float>, Scales, fusion::Sm90AccFetch, Bias>;
   using Beta = fusion::Sm90ScalarBroadcast<float, Once>;  // 1, or 0: then C is not read
   using Tree = fusion::Sm90EVT<MultiplyAdd<Out>, Beta, fusion::Sm90SrcFetch<Out>, Scaled>;
-  // Four buffers of a tile of 8 KiB: as much shared memory for FP32 as for BF16, and as many stages of A and B.
+  // Four buffers of 8 KiB: FP32 takes as much shared memory as BF16, and leaves as many stages for A and B.
   static constexpr bool Cooperative = std::is_same_v<Schedule, cutlass::epilogue::TmaWarpSpecializedCooperative>;
   using Subtile = Shape<Int<Cooperative ? 128 : 64>, Int<sizeof(Out) == 4 ? 16 : 32>>;
   static constexpr int Aligned = 16 / sizeof(Out);
@@ -75,7 +76,7 @@ template <class A, class B, class Tile, class Cluster, class Epilogue, class Sch
 using FastMma = typename collective::CollectiveBuilder<Sm90, TensorOp, A, RowMajor, 16, B, ColumnMajor, 16, float, Tile,
                                                        Cluster, StagesBeside<Epilogue>, Schedule>::CollectiveOp;
 
-// As the builder makes it, but for the width of an MMA (SliceN) and the loop.
+// What CollectiveBuilder would make, except for the width of an MMA (SliceN) and the loop.
 template <class A, class B, class Tile, class Cluster, class Epilogue, int Promote, int SliceN>
 struct PromotedMmaOf {
   using M = decltype(get<0>(Tile{}));
@@ -105,7 +106,7 @@ template <class Mainloop, class Epilogue>
 struct Launch {
   static constexpr bool InTurns = std::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                                                     typename Mainloop::DispatchPolicy::Schedule>;
-  // Warp groups in turns need to know which tiles are whose; CUTLASS gives a block its share of them.
+  // Pingpong: the warp groups must know each other's tiles in advance, so CUTLASS gives a block a fixed share.
   using Scheduler = std::conditional_t<InTurns, cutlass::gemm::PersistentScheduler, Counted>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -116,13 +117,13 @@ struct Launch {
     using Out = typename Epilogue::ElementD;
     auto a = static_cast<const A*>(p.a);
     auto b = static_cast<const B*>(p.b);
-    auto c = static_cast<const Out*>(p.c == nullptr ? p.d : p.c);  // a tensor map wants an address, read or not
+    auto c = static_cast<const Out*>(p.c == nullptr ? p.d : p.c);  // a tensor map needs an address, read or not
     auto scale_a = static_cast<const float*>(p.scale_a), scale_b = static_cast<const float*>(p.scale_b);
     auto bias = static_cast<const BF16*>(p.bias);
     float beta = p.c == nullptr ? 0.f : 1.f;
     typename Kernel::StrideA rows_ab{p.k, _1{}, 0};
     typename Kernel::StrideD rows_d{p.n, _1{}, 0};
-    // As the trees nest, each node's own arguments last: Beta, C, (Scales, the sum, Bias).
+    // The arguments nest like the trees, with a node's own arguments last: Beta, C, (Scales, the sum, Bias).
     typename Gemm::Arguments arguments{
         cutlass::gemm::GemmUniversalMode::kGemm,
         {p.m, p.n, p.k, 1},
@@ -146,7 +147,7 @@ struct Launch {
   }
 };
 
-// The kernels of a tile: Tiled<...>::fast() and so on are entries of a family's list.
+// The kernels with one tile shape: Tiled<...>::fast() and the others return entries for a family's list.
 template <class A, class B, class Out, int M, int N, int ClusterM, int ClusterN>
 struct Tiled {
   using Tile = Shape<Int<M>, Int<N>, _128>;

@@ -1,4 +1,4 @@
-// The library's functions: how many kernels there are, what each is, and a GEMM by one of them.
+// The library's functions: the number of kernels, a description of each, and a GEMM by one of them.
 #include <atomic>
 
 #include "table.h"
@@ -20,13 +20,13 @@ static const Entry* find(int kernel) {
   return nullptr;
 }
 
-// Launches have a counter each (counted.cuh), in turns: more of them than run or wait on a GPU at a time. One in a CUDA
-// graph keeps its counter for all replays, so those have counters of their own.
+// Each launch takes the next counter (counted.cuh). There are more counters than launches that run or wait on a GPU at
+// a time. A launch in a CUDA graph keeps its counter for all replays, so these launches have counters of their own.
 constexpr uint32_t Counters = 1 << 14;
 static __device__ uint32_t counters[2][Counters];
 static std::atomic<uint32_t> launches[2];
 
-// What a launch needs to know of a device, asked once; no multiprocessors where it cannot be asked.
+// A device's properties, queried once; multiprocessors is 0 if the query fails.
 struct Device {
   int multiprocessors;
   uint32_t* counters;
@@ -65,11 +65,11 @@ MFP8_EXPORT int mfp8_describe(int kernel, mfp8_info* info) {
   return MFP8_OK;
 }
 
-// Puts the GEMM on the stream; waits for nothing.
+// Launches the GEMM on the stream, without waiting.
 MFP8_EXPORT int mfp8_gemm(int kernel, const mfp8_args* args) {
   const mfp8::Entry* entry = mfp8::find(kernel);
   if (entry == nullptr) return MFP8_UNKNOWN;
-  int device = -1;  // where this library's own CUDA runtime stands in this thread, which need not be where torch's does
+  int device = -1;  // current in this library's own CUDA runtime; torch's runtime may have another
   if (cudaGetDevice(&device) != cudaSuccess) return MFP8_FAILED;
   if (device != args->device && cudaSetDevice(args->device) != cudaSuccess) return MFP8_FAILED;
   mfp8::Device here = mfp8::current(args->device);

@@ -1,12 +1,12 @@
 // The main loop with promoted accumulation: partial sums over `Promote` of K are added in FP32 registers.
 //
-// Hopper's FP8 tensor core keeps about 14 bits of a running sum. So a sum is cut: the tensor core sums `Promote`
-// elements of K from zero into a partial fragment, and the ordinary FP32 units add that to the real one. Both live in
-// registers, of which a thread has 232, and 128 x 256 of accumulators with a second copy of all of them (CUTLASS' own
-// loop) would need 256. So a tile is cut into slices, one MMA fragment each, and a partial sum is of one slice: it is
-// multiplied, waited for and added, while the other warp group's MMAs fill the tensor core.
+// Hopper's FP8 tensor core keeps about 14 bits of a running sum. So the sum over K is cut: the tensor core sums
+// `Promote` elements of K, starting from zero, into a partial fragment, and the FP32 units add it to the total. Both
+// are in registers, and a thread has 232. CUTLASS' own loop keeps a second copy of all 128 x 256 accumulators, which
+// would need 256. So a tile is cut into slices, one MMA fragment each, and a partial sum covers one slice: it is
+// multiplied, waited for and added, while the other warp group's MMAs keep the tensor core busy.
 //
-// Loading, its pipeline and the tensor maps are CUTLASS' FP8 main loop, of which this is a child: only `mma` is ours.
+// The class inherits the loads, their pipeline and the tensor maps from CUTLASS' FP8 main loop; it replaces only `mma`.
 #pragma once
 
 #include "cutlass/gemm/collective/collective_mma.hpp"
@@ -26,9 +26,9 @@ struct PromotedMma : Base {
   static constexpr int TileK = size<2>(typename Base::TileShape{});
   static constexpr int Group = Promote / TileK;  // K tiles in a partial sum
   static_assert(Promote % TileK == 0 && Group >= 1, "promotion happens at the end of a K tile");
-  static_assert(Group < Base::DispatchPolicy::Stages, "what is multiplied, and a stage to load, must fit");
+  static_assert(Group < Base::DispatchPolicy::Stages, "the stages must hold one partial sum's K tiles and one to load");
 
-  // The slices of a group are multiplied from the same stages, which are given back when the last has been.
+  // All slices of a group read the same stages, which are released after the last slice.
   template <class Accumulators>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState read, Accumulators& sums, int k_tiles, int thread,
                           TensorStorage& tensors, Params const&) {
@@ -43,7 +43,7 @@ struct PromotedMma : Base {
     static_assert(decltype(size<2>(rA) == size<2>(rB))::value);
     auto sum = make_fragment_like(sums(_, _0{}, _0{}));
 
-    // A partial sum over `tiles` K tiles of every slice; the last gives the stages back before it is added.
+    // A partial sum over `tiles` K tiles for every slice. The last slice releases the stages before its addition.
     auto partial_sums = [&](auto tiles) {
       for_each(make_int_sequence<Slices>{}, [&](auto slice) {
         constexpr int m = decltype(slice)::value % SlicesM, n = decltype(slice)::value / SlicesM;
@@ -82,10 +82,10 @@ struct PromotedMma : Base {
       for (; k_tiles >= Group; k_tiles -= Group) partial_sums(Int<Group>{});
     }
     CUTLASS_PRAGMA_NO_UNROLL
-    for (; k_tiles > 0; --k_tiles) partial_sums(_1{});  // what is left is promoted at every K tile
+    for (; k_tiles > 0; --k_tiles) partial_sums(_1{});  // the remaining K tiles are promoted one by one
   }
 
-  // Every stage has been given back.
+  // `mma` has released every stage already.
   CUTLASS_DEVICE void mma_tail(MainloopPipeline, PipelineState, int) {}
 };
 

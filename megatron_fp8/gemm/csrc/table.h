@@ -1,4 +1,4 @@
-// A family's kernels, as its .cu file lists them and library.cu finds them.
+// The table entry of a kernel. Each .cu file lists a family of kernels; library.cu searches the lists.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@ namespace mfp8 {
 
 struct Entry {
   mfp8_info info;
-  int (*run)(const mfp8_args&, int sms, uint32_t* counter);  // multiprocessors; a zero in global memory (counted.cuh)
+  int (*run)(const mfp8_args&, int sms, uint32_t* counter);  // counter: a zero in global memory (counted.cuh)
 };
 
 struct Family {
