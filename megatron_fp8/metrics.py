@@ -42,7 +42,7 @@ def begin() -> bool:
         if _is_writer():
             Path(file).open("a").close()
     except OSError as error:
-        raise UserError(f"{VARIABLE} {file}: {error.strerror}; name a file in a folder that is there") from None
+        raise UserError(f"{VARIABLE} {file}: {error.strerror}; name a file in an existing folder") from None
     return True
 
 

@@ -61,7 +61,7 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None, b
     if there := sorted(cache.glob(f"{STEM}{key()}-*.so"), key=os.path.getmtime):
         return there[-1]
     if not build:
-        raise Unavailable(f"the CUTLASS GEMMs are not built (none in {cache}); build them once by: megatron-fp8 build")
+        raise Unavailable(f"the CUTLASS GEMMs are not built (none in {cache}); run once: megatron-fp8 build")
     nvcc, nvcc_version = _nvcc()
     include, cutlass_version = _headers()
     built = cache / f"{STEM}{key()}-nvcc{nvcc_version}-cutlass{cutlass_version}.so"
@@ -70,7 +70,7 @@ def library(jobs: int | None = None, say: Callable[[str], None] | None = None, b
         with _alone(built.with_suffix(".lock")):
             if not built.is_file():
                 began, jobs, count = time.monotonic(), jobs or _jobs(), len(list(SOURCES.glob("*.cu")))
-                (say or _say)(f"compiling the CUTLASS GEMMs, {count} files with {jobs} compilers at once: minutes")
+                (say or _say)(f"compiling the CUTLASS GEMMs ({count} files, {jobs} compilers at once); takes minutes")
                 _build(built, nvcc, include, jobs)
                 made = f"{time.monotonic() - began:.0f} s, nvcc {nvcc_version}, CUTLASS {cutlass_version}"
                 (say or _say)(f"built the CUTLASS GEMMs ({made}): {built}")

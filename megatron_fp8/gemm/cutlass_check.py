@@ -14,7 +14,7 @@ from .race import AGREE
 
 def why_not() -> str:
     """Why the run may not use CUTLASS, or "" if all ranks have loaded the same version and it is right. Collective."""
-    reason = "" if cublaslt.bound() else f"cuBLASLt, for what CUTLASS does not take, is not bound: {cublaslt.why_not()}"
+    reason = "" if cublaslt.bound() else f"CUTLASS also needs cuBLASLt, which is not bound: {cublaslt.why_not()}"
     try:
         CUTLASS.prepare(build=False)
         if torch.cuda.is_available() and not reason:
@@ -25,7 +25,7 @@ def why_not() -> str:
     ranks = gathered([CUTLASS.version, reason])
     for rank, (version, reason) in enumerate(ranks):
         if reason or version != ranks[0][0]:
-            reason = reason or f"its CUTLASS library is {version}, rank 0's {ranks[0][0]}"
+            reason = reason or f"its CUTLASS library is {version}, but rank 0's is {ranks[0][0]}"
             return reason if ranks.count(ranks[0]) == len(ranks) else f"rank {rank}: {reason}"
     return ""
 
@@ -49,4 +49,4 @@ def fault(m: int = 2048, n: int = 4096, k: int = 6144) -> str:
         results.append(out.float())
     theirs, ours = results
     off = float((ours - theirs).norm() / theirs.norm())
-    return "" if off < AGREE else f"its library is wrong, {off:.1g} off cuBLASLt's product; remove and rebuild it"
+    return "" if off < AGREE else f"its product differs from cuBLASLt's by {off:.1g}; remove and rebuild its library"

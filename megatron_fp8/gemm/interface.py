@@ -147,7 +147,7 @@ class Planned:
     def fuses(self) -> frozenset[str]:
         if cublaslt.bound():
             return frozenset({"bias", "residual", "accumulate"})
-        warnings.warn(f"cuBLASLt is not bound ({cublaslt.why_not()}): torch._scaled_mm serves", stacklevel=2)
+        warnings.warn(f"cuBLASLt is not bound ({cublaslt.why_not()}); using torch._scaled_mm", stacklevel=2)
         return self._otherwise.fuses
 
     def product(self, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:

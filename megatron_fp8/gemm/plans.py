@@ -227,7 +227,7 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *how: Any) -
     if not d_rows or b.shape[1] != k or out.shape != (m, n):
         raise ValueError(f"product of {tuple(a.shape)} and {tuple(b.shape)} into {tuple(out.shape)}, {out.stride()}")
     if out.dtype in FP8:
-        raise ValueError(f"a product into {NAMES[out.dtype]}: no GEMM here writes FP8; quantize its result")
+        raise ValueError(f"a GEMM into {NAMES[out.dtype]}: no GEMM here writes FP8; write BF16 and quantize it")
     return Problem(m, n, k, a.dtype, b.dtype, out.dtype, a_rows, b_rows, a_ld, b_ld, d_ld, *how)
 
 

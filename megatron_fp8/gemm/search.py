@@ -119,7 +119,7 @@ def tune() -> list[str]:
             if new:
                 save(_file(), new)
         except OSError as error:
-            lines.append(f"the GEMM search is not kept for the next run: {error}; set MEGATRON_FP8_CACHE")
+            lines.append(f"the GEMM search is not saved for the next run: {error}; set MEGATRON_FP8_CACHE")
         torch.cuda.empty_cache()  # training allocates other sizes
     _found.update(from_rank_0(new))
     plans.renew()
@@ -152,7 +152,7 @@ def summary() -> str:
     if gains:
         line += f", {mean(list(gains.values())):.2f} x BF16"
     lost = [
-        f"{problem} ({gain:.2f} x, {(problem.m + problem.n) * problem.k / 1e6:.1f} MB of operands less)"
+        f"{problem} ({gain:.2f} x, operands {(problem.m + problem.n) * problem.k / 1e6:.1f} MB smaller)"
         for problem, gain in gains.items()
         if gain <= 1
     ]

@@ -87,7 +87,7 @@ def format_named(name: str) -> Format:
     """The format ExMy, x in 2 .. 8, y in 0 .. 23, in upper or lower case; ValueError for any other name."""
     bits = re.fullmatch(r"e([2-8])m(1?\d|2[0-3])", name.lower())
     if bits is None:
-        raise ValueError(f"{name!r} is no format: use ExMy, x exponent bits 2 to 8, y mantissa bits 0 to 23")
+        raise ValueError(f"{name!r} is not a format: use ExMy, with 2 to 8 exponent bits x, 0 to 23 mantissa bits y")
     x, y = map(int, bits.groups())
     name, bias = f"e{x}m{y}", 2 ** (x - 1) - 1
     ieee = Format(name, x, y, bias, max=2.0**bias * (2 - 2.0**-y), has_infinity=True)
@@ -110,9 +110,9 @@ class EmulatedFormat:
 
     def __post_init__(self):
         if self.rounding not in ROUNDINGS:
-            raise ValueError(f"{self.rounding!r} is no rounding: use {', '.join(ROUNDINGS)}")
+            raise ValueError(f"{self.rounding!r} is not a rounding: use {', '.join(ROUNDINGS)}")
         if not re.fullmatch(_SCALING, self.scaling):
-            raise ValueError(f"{self.scaling!r} is no scaling: use none, tensor, row, or block:N of N elements")
+            raise ValueError(f"{self.scaling!r} is not a scaling: use none, tensor, row, or block:N for N elements")
 
     @classmethod
     def parse(cls, text: str) -> "EmulatedFormat":
@@ -123,7 +123,7 @@ class EmulatedFormat:
         found = re.fullmatch(rf"([^:]+)(?::({'|'.join(ROUNDINGS)}))?(?::({_SCALING}))?", text)
         if found is None:
             raise ValueError(
-                f"{text!r} is not FORMAT[:ROUNDING][:SCALING]: use such as E8M3, E8M3:truncate or E5M2:nearest:tensor; "
+                f"{text!r} is not FORMAT[:ROUNDING][:SCALING], such as E8M3, E8M3:truncate or E5M2:nearest:tensor; "
                 f"ROUNDING {', '.join(ROUNDINGS)}; SCALING none, tensor, row, block:N"
             )
         name, rounding, scaling = found.groups()

@@ -1,4 +1,4 @@
-"""Megatron's own argument parser, for tests of flags, on machines with and without a GPU; a group of one process."""
+"""Fixtures: Megatron's own argument parser, for tests of flags with and without a GPU, and a group of one process."""
 
 import argparse
 
@@ -16,7 +16,7 @@ from megatron_fp8.flags.usage import one_line_usage_errors
 
 @pytest.fixture(scope="module")
 def group():
-    """A process group of this process alone: what it gathers is its own."""
+    """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -24,7 +24,7 @@ def group():
 
 @pytest.fixture(scope="module")
 def parser():
-    """Megatron's parser with our group, whose errors are ValueErrors."""
+    """Megatron's parser with our flags. It raises ValueError instead of exiting."""
     if cpu.needed():
         cpu.install()
     from megatron.training.arguments import add_megatron_arguments

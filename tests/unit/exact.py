@@ -1,4 +1,4 @@
-"""The tests' oracle: formats enumerated from their definition, and rounding, all in exact fractions."""
+"""Formats and rounding in exact fractions, from their definitions, for tests to compare with."""
 
 import bisect
 import itertools
@@ -23,7 +23,7 @@ INF, NAN = math.inf, math.nan
 
 @cache
 def magnitudes(fmt: Format) -> list[Fraction]:
-    """All finite values >= 0 of `fmt` in rising order: a value's index is its code."""
+    """All finite values >= 0 of `fmt`, ascending. A value's index is its code."""
     steps = 2**fmt.mantissa_bits
     subnormals = [Fraction(m, steps) * Fraction(2) ** (1 - fmt.bias) for m in range(steps)]
     normals = [
@@ -35,16 +35,16 @@ def magnitudes(fmt: Format) -> list[Fraction]:
 
 
 def neighbours(x: float | Fraction, fmt: Format) -> tuple[int, Fraction]:
-    """For finite x: the index of the magnitude at or below |x|, and |x|'s place up to the next (0 .. 1)."""
+    """For finite x: (index of the largest magnitude <= |x|, |x|'s position between it and the next one, 0 .. 1)."""
     grid, magnitude = magnitudes(fmt), abs(Fraction(x))
     low = bisect.bisect_right(grid, magnitude) - 1
     if low == len(grid) - 1:
-        return low, Fraction(0)  # the maximum, or beyond: saturated
+        return low, Fraction(0)  # at the maximum, or beyond it: saturated
     return low, (magnitude - grid[low]) / (grid[low + 1] - grid[low])
 
 
 def rounded(x: float | Fraction, fmt: Format, mode: str = "nearest", noise: float = 0.0) -> float:
-    """round_to_format of one finite x, by the definitions."""
+    """round_to_format for one finite x, by the definition."""
     low, fraction = neighbours(x, fmt)
     if mode == "nearest":
         up = fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and low % 2 == 1)  # an odd code is odd
@@ -56,7 +56,7 @@ def rounded(x: float | Fraction, fmt: Format, mode: str = "nearest", noise: floa
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits, but that one NaN is as good as another."""
+    """Whether shape, dtype and bits are equal; all NaNs count as equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = a.double(), b.double()
@@ -65,13 +65,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def random_floats(n: int, generator: torch.Generator) -> torch.Tensor:
-    """n float32 of uniformly random bits: every exponent, denormals, infinities and NaN."""
+    """n float32 with uniformly random bits: every exponent, denormals, infinities and NaN."""
     bits = torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64)
     return bits.to(torch.int32).view(torch.float32)
 
 
 def edges(fmt: Format) -> torch.Tensor:
-    """Every value of `fmt`, every midpoint, what lies one float32 to either side of them, and both signs."""
+    """Every value of `fmt`, every midpoint, and their float32 neighbours, with both signs."""
     grid = [float(value) for value in magnitudes(fmt)]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(grid)]
     points = torch.tensor(grid + middles, dtype=torch.float64)

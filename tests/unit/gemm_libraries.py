@@ -1,7 +1,7 @@
-"""Stand-ins for what runs GEMMs on a GPU, cuBLASLt and the CUTLASS library: what they are told is computed on the CPU.
+"""Stand-ins for cuBLASLt and the CUTLASS library, which compute the GEMMs on the CPU.
 
-Descriptors are made by the real cuBLASLt, which needs no driver for that; `CublasLibrary.cublasLtMatmul` reads them.
-Time is `Clock`'s: a run takes as long as a table says, longer with every run, as on a GPU that gets hot.
+The real cuBLASLt makes the descriptors, which needs no driver; `CublasLibrary.cublasLtMatmul` reads them. `Clock` gives
+the time: a run takes as long as a table says, and longer with every run, as on a GPU that gets hot.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ DTYPES = {number: dtype for dtype, number in CUDA_TYPES.items()}
 
 
 class Clock:
-    """What torch.cuda.Event reads: milliseconds; `costs` by what runs, 1 where it has none; each run takes longer."""
+    """Milliseconds for torch.cuda.Event. `costs` has the time of each plan (default 1); each run takes longer."""
 
     now, heat, costs = 0.0, 0.0, {}
 
@@ -48,11 +48,11 @@ class Event:
 
 
 class CublasLibrary:
-    """The real library, but for what needs a GPU."""
+    """The real library, except for the functions that need a GPU."""
 
     def __init__(self, real):
         self._real, self.calls, self.in_place = real, [], []
-        self.favourites = [b"\1" * 64, b"\2" * 64]  # of the heuristic
+        self.favourites = [b"\1" * 64, b"\2" * 64]  # the heuristic's algorithms
         self.works_with = None
 
     def __getattr__(self, name):
@@ -86,7 +86,7 @@ class CublasLibrary:
         return held.value
 
     def matrix(self, at, layout):
-        """The memory as the layout has it, (rows, columns), by columns."""
+        """The matrix (rows, columns) in memory, column-major, as its layout describes."""
         kinds = {0: ctypes.c_uint32, 2: ctypes.c_uint64, 3: ctypes.c_uint64, 4: ctypes.c_int64}
         number, rows, columns, ld = (self.attribute(layout, *one) for one in kinds.items())
         dtype = DTYPES[number]
@@ -101,7 +101,7 @@ class CublasLibrary:
         self.in_place.append(c == d)
         Event.clock.ran(ctypes.string_at(algo, 64))
         if DTYPES[self.attribute(a_of, 0, ctypes.c_uint32)] in plans.FP8:
-            assert not (a | b | c | d | (value["BIAS_POINTER"] or 0)) % 16  # what Hopper's kernels need
+            assert not (a | b | c | d | (value["BIAS_POINTER"] or 0)) % 16  # Hopper's kernels need this
         first, second, out = self.matrix(a, a_of).double(), self.matrix(b, b_of).double(), self.matrix(d, d_of)
         first, second = (x.t() if value[f"TRANS{name}"] else x for x, name in ((first, "A"), (second, "B")))
         y = alpha * first @ second
@@ -118,7 +118,7 @@ class CublasLibrary:
 
 
 class CutlassLibrary:
-    """Kernels of (a, b, out, promote, tile), as csrc/abi.h numbers the types."""
+    """Kernels given as (a, b, out, promote, tile), with csrc/abi.h's numbers for the types."""
 
     KERNELS = (
         (0, 0, 2, 0, (128, 256)),
@@ -160,7 +160,7 @@ class CutlassLibrary:
 
 @pytest.fixture
 def lib(monkeypatch):
-    """cuBLASLt."""
+    """The stand-in for cuBLASLt."""
     lib = CublasLibrary(cublaslt.library())
     for module in (cublaslt, cublaslt_library):
         monkeypatch.setattr(module, "library", lambda: lib)
@@ -177,7 +177,7 @@ def lib(monkeypatch):
 
 @pytest.fixture
 def cutlass(lib, monkeypatch):
-    """The CUTLASS library, there already."""
+    """The stand-in for the CUTLASS library, already built."""
     library = CutlassLibrary()
     monkeypatch.setattr(CUTLASS, "_library", library)
     monkeypatch.setattr(CUTLASS, "version", "0123456789abcdef")
@@ -187,7 +187,7 @@ def cutlass(lib, monkeypatch):
 
 @pytest.fixture
 def timed(lib, monkeypatch, tmp_path):
-    """torch.cuda's events by the clock, and a folder for what a search finds."""
+    """torch.cuda's events read the clock, and a folder is there for the results of a search."""
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
     monkeypatch.setattr(timing, "FLUSH", 1024)
     monkeypatch.setattr(timing, "DEVICE", "cpu")

@@ -1,4 +1,4 @@
-"""A function in real gloo groups: one process a rank, forked as the tests' runs are (tools/launch.py)."""
+"""Runs a function in a real gloo group, one process a rank, forked like the tests' training runs (tools/launch.py)."""
 
 import importlib
 import os
@@ -17,14 +17,14 @@ WHERE = os.pathsep.join(str(ROOT / folder) for folder in ("", "tools", "tests", 
 
 
 def run_ranks(work: Callable[[int, int], Any], ranks: int, folder: Path) -> list[Any]:
-    """What work(rank, ranks), a function of a test's module, returns on each rank; `folder`: empty, for the results."""
+    """The results of work(rank, ranks), a test module's function, on each rank. folder: empty, for the results."""
     command = [__file__, work.__module__, work.__qualname__, str(folder)]
     forked(ranks, command, folder / "log", timeout=600, env={"PYTHONPATH": WHERE})
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def _be_a_rank(module: str, name: str, folder: str) -> None:
-    cpu.uninstall()  # the process that this one is forked from takes "cuda" for the CPU
+    cpu.uninstall()  # the parent process has installed it
     work = getattr(importlib.import_module(module), name)
     dist.init_process_group("gloo")
     try:

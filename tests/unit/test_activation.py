@@ -1,4 +1,4 @@
-"""The oracle of the fused activations against autograd in float64."""
+"""The reference of the fused activations against autograd in float64."""
 
 import pytest
 import torch
@@ -47,13 +47,13 @@ def test_the_oracle_is_autograd_of_the_formula(kind, with_bias):
 @kinds
 @biases
 def test_the_cast_is_one_rounding_of_float32(kind, with_bias):
-    """amax is float32's; the payload is ops.quantize of float32 values; dbias is their sum over rows."""
+    """The payload is ops.quantize of the float32 values, amax is theirs, and dbias is their sum over rows."""
     dy, h, bias = data(kind, with_bias)
     y, dh = exact(dy, h, kind, bias)
     one, scale = torch.tensor(0.0), torch.tensor(3.0)
     payload, payload_t = ops.activate_quantize(h, kind, E4M3, scale, bias=bias, columns=True, amax_out=one)
     torch.testing.assert_close(one.double(), y.abs().max(), rtol=1e-6, atol=0)
-    # Half an ulp; of subnormal numbers a whole one, since float32's own error may tip a tie of them.
+    # Half an ulp; for subnormals a whole one, because float32's own error may decide a tie.
     torch.testing.assert_close(payload.double() / 3, y, rtol=2**-4 + 1e-5, atol=2**-9 / 3 + 1e-6)
     assert torch.equal(payload.t().float(), payload_t.float()) and payload_t.is_contiguous()
     two = torch.tensor(0.0)

@@ -1,4 +1,4 @@
-"""adam_step against torch's Adam and AdamW, float64 arithmetic, and problems whose end is known."""
+"""adam_step against torch's Adam and AdamW, float64 arithmetic, and problems with known results."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def stored(x: torch.Tensor, kind):
 
 
 def pair(w: torch.Tensor, master, weight, scale: float):
-    """Master and weight of those kinds."""
+    """A master and a weight of those kinds."""
     if weight is BF16:
         payload, remainder = split_bf16(w) if master is INT16 else (w.bfloat16(), None)
     else:
@@ -73,7 +73,7 @@ def test_fp32_states_agree_with_torch(decoupled, lr, weight_decay):
     state = theirs.state[parameter]
     torch.testing.assert_close(m, state["exp_avg"], rtol=1e-5, atol=1e-6 * m.abs().max().item())
     torch.testing.assert_close(v, state["exp_avg_sq"], rtol=1e-5, atol=0)
-    # Each step rounds w, by at most 2^-24 of it, and its update, which is of about lr, a few times.
+    # Each step rounds w, by at most 2^-24 of it, and rounds its update (about lr) a few times.
     assert ((w - parameter).abs() <= steps * (w.abs() * 2.0**-23 + 8 * lr * 2.0**-21)).all()
     assert torch.equal(weight, w.bfloat16())
 
@@ -82,7 +82,7 @@ def test_fp32_states_agree_with_torch(decoupled, lr, weight_decay):
 
 
 def double_step(g, m, v, w, hyper: AdamHyper):
-    """One step as the papers write it (Kingma and Ba; Loshchilov and Hutter), in float64."""
+    """One step in float64, written like in the papers (Kingma and Ba; Loshchilov and Hutter)."""
     if not hyper.decoupled:
         g = g + hyper.weight_decay * w
     m = hyper.beta1 * m + (1 - hyper.beta1) * g
@@ -97,9 +97,9 @@ def block_largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def error_bound(x: torch.Tensor, kind, average: bool = False) -> torch.Tensor:
-    """What storing x (float64) as `kind` may lose: relative, and of the block's maximum.
+    """The error bound of storing x (float64) as `kind`: relative to x, plus relative to the block's maximum.
 
-    An exp_avg loses up to a whole unit of its block's subnormals, 2^-9 * 2^e < 2^-16 * max, not half of one.
+    An exp_avg may lose a whole unit of its block's subnormals, 2^-9 * 2^e < 2^-16 * max, instead of half of one.
     """
     relative, absolute = {
         FP32: (2.0**-24, 0), BF16: (2.0**-8, 0), BlockScaled: (2.0**-4, 2.0**-17), Block16: (2.0**-11, 2.0**-39),
@@ -133,7 +133,7 @@ def test_every_format_against_float64(master, weight, decoupled):
         assert ((values(v) - root).abs() <= error_bound(root, v_kind) * (1 + 1e-6) + float32 * (0.1 + root)).all()
         slack = float32 * (1 + exact[2].abs())
         if weight is not BF16:
-            assert t.scale_inv.item() == 1 / 32  # the caller's to change
+            assert t.scale_inv.item() == 1 / 32  # the caller changes it
             t = ScaledTensor(t.payload, scale.reciprocal())
         got = master_values(p, t)
         if master is not INT16:
@@ -188,7 +188,7 @@ def test_the_scale_of_the_weight_stays_or_changes():
         hyper = dataclasses.replace(HYPER, weight_decay=0.0)
         new_scale = None if scale is None else torch.tensor(scale)
         adam_step(torch.zeros(n), torch.zeros(n), torch.zeros(n), remainder, weight, hyper, ONE, new_scale)
-        assert weight.scale_inv.item() == 1 / 32  # what was captured stays
+        assert weight.scale_inv.item() == 1 / 32  # the step does not write it
         after = join_e4m3(weight.payload, remainder, torch.tensor(1 / (scale or 32)))
         assert torch.equal(after[w.abs() > 0.01], before[w.abs() > 0.01])
 
@@ -217,7 +217,7 @@ DAMAGES = [("m", value) for value in NOT_FINITE] + [("v", value) for value in NO
     ],
 )
 def test_amax_tells_of_a_damaged_state(m, v, master, damages, weight):
-    """Of one element among many, with a finite gradient; an infinite second moment would only stop its weight."""
+    """One element among many is damaged, and the gradient is finite. (An infinite v would only stop its weight.)"""
     n, at = 4 * BLOCK, 2 * BLOCK + 7
     gradient = torch.randn(n)
     for damaged, value in [("nothing", 0.0), *damages]:
@@ -251,8 +251,10 @@ def test_a_nan_gradient_makes_nan_of_everything_and_stays(master, weight, kinds)
 
 
 def least_squares(master, weight, steps: int, lr: float) -> tuple[float, float]:
-    """Weights of about 1 start 100 steps of lr from where ||A(w - target)||^2 is least: what is left of the loss
-    after `steps`, and the part of the weights that never moved. The gradient is exact, at the master."""
+    """Minimise ||A(w - target)||^2, with w about 1 and 100 lr from the minimum, and the exact gradient at the master.
+
+    Returns (the loss after `steps` relative to the first, the share of weights that never moved).
+    """
     generator = torch.Generator().manual_seed(torch.initial_seed())
     n = 2 * BLOCK
     a = torch.eye(n) + 0.02 * torch.randn(n, n, generator=generator)
@@ -284,7 +286,7 @@ def test_narrow_masters_stall_where_the_remainder_does_not(weight):
 
 
 def decayed(kind, beta2: float, steps: int = 50) -> torch.Tensor:
-    """v after steps of zero gradients, over what it was."""
+    """v after `steps` zero gradients, relative to v before."""
     v = torch.rand(4 * BLOCK) + 0.01
     v = stored(v.sqrt() if kind is BlockScaled else v, kind)
     before = values(v)

@@ -1,4 +1,4 @@
-"""ScalingRule against its closed forms: where mu starts, and how it moves."""
+"""ScalingRule against closed forms: mu's start, and how it moves."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_the_start(ranks):
     assert ScalingRule(POST).start(ranks) == 1
     assert ScalingRule(AUTO).start(ranks) == pytest.approx(1 / math.sqrt(ranks), rel=1e-15)
     assert ScalingRule(AUTO, initial=0.3).start(ranks) == 0.3
-    assert ScalingRule(PRE, initial=0.3).start(ranks) == 1 / ranks  # the start is auto's
+    assert ScalingRule(PRE, initial=0.3).start(ranks) == 1 / ranks  # only auto uses `initial`
 
 
 @pytest.mark.parametrize("window", [1, 7, 1000])
@@ -70,7 +70,7 @@ def test_every_tensor_moves_by_itself():
 
 
 def test_mu_settles_where_the_threshold_holds_it():
-    """Saturation begins at mu = 1: mu comes to swing between 1/2 and 1, from either side."""
+    """If values saturate from mu = 1 on, mu ends up between 1/2 and 1, from either side."""
     rule = ScalingRule(window=100)
     for start in (1e-3, 50.0):
         mu, seen = start, []

@@ -1,5 +1,7 @@
-"""BlockScaled, PackedBlocks, quantize_blocks and add_blocks against exact fractions and plain bytes; each promise at
-the top of numerics/blocks.py."""
+"""BlockScaled, PackedBlocks, quantize_blocks and add_blocks against exact fractions and plain bytes.
+
+There is a test for each property that the top of numerics/blocks.py states.
+"""
 
 from fractions import Fraction
 
@@ -22,7 +24,7 @@ def generator(seed: int = 1) -> torch.Generator:
 
 
 def wide_blocks(count: int, seed: int) -> torch.Tensor:
-    """Blocks around magnitudes from 2^-149 to 3.2e38, each spread over up to 2^24, zeros among the values."""
+    """Blocks with magnitudes from 2^-149 to 3.2e38, each spread over up to 2^24, and with some zeros."""
     g = generator(seed)
     top = torch.randint(-149, 127, (count, 1), generator=g)
     below = torch.randint(0, 24, (count, BLOCK), generator=g) * (torch.rand(count, 1, generator=g) > 0.3)
@@ -32,7 +34,7 @@ def wide_blocks(count: int, seed: int) -> torch.Tensor:
 
 
 def exponent(block: list[float]) -> int:
-    """The smallest e in -127 .. 120 with max|block| <= 448 * 2^e, by trying."""
+    """The smallest e in -127 .. 120 with max|block| <= 448 * 2^e, found by trying all."""
     largest = max(abs(Fraction(value)) for value in block)
     return next(e for e in range(-127, 121) if largest <= 448 * Fraction(2) ** e)
 
@@ -68,7 +70,7 @@ def test_dequantize_is_exact():
     values = BlockScaled(codes.view(E4M3.dtype), exponents).dequantize()
     assert values.shape == (256 * BLOCK,) and values.dtype == torch.float32
     grid = magnitudes(E4M3)
-    for i in range(0, 247 * BLOCK, 37):  # to byte 246 the largest product is within float32
+    for i in range(0, 247 * BLOCK, 37):  # up to byte 246 the largest product fits into float32
         code = codes[i].item()
         if code % 128 == 127:
             assert values[i].isnan()
@@ -202,7 +204,7 @@ def test_zeros():
 def test_denormals_and_the_ends_of_float32():
     x = torch.zeros(4 * BLOCK)
     x[0] = 2.0**-149  # below half the smallest step
-    x[BLOCK], x[BLOCK + 1], x[BLOCK + 2] = 2.0**-136, 2.0**-137 * 1.5, -(2.0**-137)  # a step, over half, half
+    x[BLOCK], x[BLOCK + 1], x[BLOCK + 2] = 2.0**-136, 2.0**-137 * 1.5, -(2.0**-137)  # a step, 3/4 of it, half of it
     x[2 * BLOCK], x[2 * BLOCK + 1] = 2.0**-126, 3e-39
     x[3 * BLOCK], x[3 * BLOCK + 1] = 3e38, -1e38
     got = quantize_blocks(x)
@@ -255,7 +257,7 @@ def test_wrong_arguments_are_refused():
 # PackedBlocks
 
 SHARDS, M = 4, 2 * SHARD_UNIT
-SPANS = [  # blocks: first, count; 32 a row
+SPANS = [  # (first, count) in blocks; a row has 32
     (0, SHARDS * M // BLOCK), (0, 1), (5, 3), (31, 1), (31, 2), (32, 32), (30, 40), (1, 126), (63, 65), (128, 0),
     (17, 0),
 ]  # fmt: skip
@@ -269,19 +271,19 @@ def random_blocks(n: int) -> BlockScaled:
 
 
 def packed_bytes(blocks: BlockScaled, shards: int) -> torch.Tensor:
-    """What the lesson draws: each shard's payload followed by its exponents."""
+    """The layout that numerics/blocks.py draws: each shard's payload followed by its exponents."""
     payload, exponents = blocks.payload.view(torch.uint8).chunk(shards), blocks.exponents.chunk(shards)
     return torch.stack([torch.cat(row) for row in zip(payload, exponents, strict=True)])
 
 
 def random_packed() -> tuple[BlockScaled, PackedBlocks]:
-    """The same random bytes, flat and packed."""
+    """The same random blocks, flat and packed."""
     blocks = random_blocks(SHARDS * M)
     return blocks, PackedBlocks(packed_bytes(blocks, SHARDS))
 
 
 def replaced(blocks: BlockScaled, first: int, by: BlockScaled) -> BlockScaled:
-    """blocks with `by` from element `first` on."""
+    """`blocks`, with `by` in place of the elements from `first` on."""
     payload, exponents, stop = blocks.payload.view(torch.uint8), blocks.exponents, first + by.payload.numel()
     payload = torch.cat([payload[:first], by.payload.view(torch.uint8), payload[stop:]]).view(E4M3.dtype)
     return BlockScaled(payload, torch.cat([exponents[: first // BLOCK], by.exponents, exponents[stop // BLOCK :]]))
@@ -325,7 +327,7 @@ def test_packed_read_write_and_clear(first, count):
     got = packed.read(first, count)
     assert same_blocks(got, blocks.part(first, count))
     assert got.payload.is_contiguous() and got.exponents.is_contiguous()
-    got.payload.view(torch.uint8).fill_(7)  # a copy
+    got.payload.view(torch.uint8).fill_(7)  # `read` returned a copy
     assert torch.equal(packed.data, before)
 
     new = random_blocks(count)
@@ -378,7 +380,7 @@ def test_add_into_packed_takes_its_noise_from_the_first_of_x(first, count):
 
 
 def added(x: torch.Tensor, blocks: BlockScaled, words: tuple[int, int]) -> BlockScaled:
-    """`blocks` with x added, where they begin a PackedBlocks."""
+    """`blocks` with x added; they are at the start of a PackedBlocks."""
     n = blocks.payload.numel()
     packed = PackedBlocks.zeros(1, -(-n // SHARD_UNIT) * SHARD_UNIT, "cpu")
     packed.write(0, blocks)
@@ -387,7 +389,7 @@ def added(x: torch.Tensor, blocks: BlockScaled, words: tuple[int, int]) -> Block
 
 
 def float32_sum(blocks: BlockScaled, x: torch.Tensor) -> torch.Tensor:
-    """Stored values + x, rounded to float32: of two float32, the float64 sum rounds to the right float32."""
+    """Stored values + x, rounded to float32. The float64 sum of two float32 rounds to the right float32."""
     powers = 2.0 ** (blocks.exponents.double() - 127)
     stored = (blocks.payload.double().view(-1, BLOCK) * powers[:, None]).flatten()
     return (stored + x.double()).float()
@@ -418,7 +420,7 @@ def test_add_repeats_itself_and_differs_from_seed_to_seed():
 
 
 def test_the_mean_over_many_seeds_is_the_exact_sum_where_rounding_to_nearest_stalls():
-    """40 times the same x is added. Each of 400 copies of it has noise of its own."""
+    """The same x is added 40 times. Each of its 400 copies has its own noise."""
     additions, copies, seed = 40, 400, torch.seed()
     print(f"seed {seed}")
     x = torch.randn(BLOCK, generator=generator(seed)).bfloat16()
@@ -439,7 +441,7 @@ def test_the_mean_over_many_seeds_is_the_exact_sum_where_rounding_to_nearest_sta
     assert abs(bias(results.mean(0))) < 0.01
     assert bias(nearest.dequantize().double()) < -0.2
     last = nearest.dequantize()
-    for _ in range(3):  # most elements stay for ever
+    for _ in range(3):  # rounded to nearest, most elements never change
         nearest = quantize_blocks(nearest.dequantize() + x)
     assert (nearest.dequantize() == last).double().mean() > 0.5
 
@@ -451,7 +453,7 @@ def test_add_of_zeros_and_of_what_cancels():
     assert same(blocks.dequantize(), torch.zeros(3 * BLOCK))
     blocks = added(torch.zeros(3 * BLOCK), blocks, noise_seed(2))
     assert blocks.exponents.tolist() == [0, 0, 0] and not blocks.payload.view(torch.uint8).any()
-    got = added(torch.zeros(3 * BLOCK), start, noise_seed(3))  # what is stored needs no rounding
+    got = added(torch.zeros(3 * BLOCK), start, noise_seed(3))  # stored values need no rounding
     assert same(got.dequantize(), start.dequantize())
 
 
@@ -479,7 +481,7 @@ def test_add_shows_the_non_finite_of_either_side_and_the_overflow(bad, dtype):
     ends = torch.tensor([0, 3]).repeat_interleave(BLOCK) * BLOCK + torch.arange(BLOCK).repeat(2)
     clean = added(torch.where(expected, 0.0, x), quantize_blocks(start), noise_seed(1))
     assert same(blocks.dequantize()[ends], clean.dequantize()[ends])
-    blocks = added(torch.zeros(4 * BLOCK), blocks, noise_seed(2))  # and it stays
+    blocks = added(torch.zeros(4 * BLOCK), blocks, noise_seed(2))  # NaN stays
     assert torch.equal(blocks.dequantize().isnan(), expected)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's "cuda" on a machine without a GPU: what it means while installed, and that nothing stays."""
+"""cpu.py: "cuda" means the CPU while it is installed, and everything is restored afterwards."""
 
 from argparse import Namespace
 
@@ -30,7 +30,7 @@ def test_every_name_of_a_gpu_means_the_cpu(installed, device):
 def test_type_names_are_those_of_a_gpu(installed):
     assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
-    assert torch.ones(1).type(torch.float16).dtype == torch.float16  # a conversion stays one
+    assert torch.ones(1).type(torch.float16).dtype == torch.float16  # with an argument it still converts
 
 
 def test_random_state_is_the_cpus(installed):
@@ -44,7 +44,7 @@ def test_random_state_is_the_cpus(installed):
 
 
 def test_a_data_loaders_seed_moves_no_gpus_generator(installed):
-    """Else a resumed run, whose loaders are made after its checkpoint was read, drops out other activations."""
+    """A resumed run makes its loaders after reading its checkpoint; otherwise its dropout masks would differ."""
     state = torch.cuda.get_rng_state()
     for workers in (0, 1):
         assert len(list(torch.utils.data.DataLoader([1, 2, 3], num_workers=workers))) == 3
@@ -52,7 +52,7 @@ def test_a_data_loaders_seed_moves_no_gpus_generator(installed):
 
 
 def test_what_autograd_calls_back_finds_no_gpu_either(installed):
-    """Megatron's recomputation: a backward pass inside of one, which runs a function's backward anew."""
+    """Megatron's recomputation runs a backward pass inside another, and with it a function's backward."""
     seen = []
 
     class Look(torch.autograd.Function):
@@ -81,7 +81,7 @@ def test_what_autograd_calls_back_finds_no_gpu_either(installed):
 
     x = torch.ones(3, requires_grad=True)
     y = Recomputed.apply(x)
-    run = torch.autograd.Variable._execution_engine.run_backward  # what Megatron's schedules call
+    run = torch.autograd.Variable._execution_engine.run_backward  # Megatron's schedules call it
     run((y,), (torch.ones(3),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     assert seen == ["cpu"] and x.grad.tolist() == [2, 2, 2]
 
@@ -94,7 +94,7 @@ def test_streams_and_optimizers_work(installed):
     torch.cuda.synchronize()
     assert event.query()
     assert event.elapsed_time(event) == 0
-    torch.cuda.Stream().record_event().synchronize()  # as Megatron's all-to-all of experts
+    torch.cuda.Stream().record_event().synchronize()  # as in Megatron's experts' all-to-all
     assert torch.cuda.Stream().record_event(event) is event
 
     weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
@@ -105,7 +105,7 @@ def test_streams_and_optimizers_work(installed):
 
 
 def test_torchs_names_for_any_accelerator_need_no_driver(installed):
-    """torch.optim asks the first before every step, from torch 2.15 on."""
+    """From torch 2.15 on, torch.optim calls the first before every step."""
     assert torch.accelerator.current_stream().is_capturing() is False
     torch.accelerator.set_stream(torch.accelerator.current_stream(0))
     torch.accelerator.synchronize()
@@ -114,7 +114,7 @@ def test_torchs_names_for_any_accelerator_need_no_driver(installed):
 
 
 def test_torchs_compiler_finds_one_rule_for_every_name(installed):
-    """It raises "Duplicate torch object" for a function under two names with different rules."""
+    """The compiler raises "Duplicate torch object" if one function has two names with different rules."""
     from torch._dynamo import trace_rules
 
     rules: dict[int, set] = {}
@@ -130,9 +130,9 @@ def test_uninstall_restores_everything():
     places = [(owner, name) for owner, substitutes in cpu._substitutes() for name in substitutes]
     before = [getattr(owner, name) for owner, name in places]
     cpu.install()
-    cpu.install()  # the second does nothing
+    cpu.install()  # a second call does nothing
     assert torch.cuda.is_available()
-    assert cpu.needed() is not before[places.index((torch.cuda, "is_available"))]()  # the truth, even now
+    assert cpu.needed() is not before[places.index((torch.cuda, "is_available"))]()  # right even while installed
     cpu.uninstall()
     cpu.uninstall()
     assert [getattr(owner, name) for owner, name in places] == before
@@ -180,7 +180,7 @@ SIZES = [3, 0, 5, 2]
 
 
 def gather_and_scatter(rank: int, ranks: int) -> list[list[float]]:
-    """What each of Megatron's collectives of unequal sizes brings, with "cuda" the CPU."""
+    """The results of Megatron's collectives with unequal sizes, if "cuda" means the CPU."""
     cpu.install()
     mine = torch.full((SIZES[rank], 2), rank + 1.0, dtype=torch.bfloat16)
     whole = torch.zeros(sum(SIZES), 2, dtype=torch.bfloat16)
@@ -202,7 +202,7 @@ def gather_and_scatter(rank: int, ranks: int) -> list[list[float]]:
 
 
 def test_collectives_of_unequal_sizes(tmp_path):
-    """A rank without experts' tokens has nothing to send, and still takes part."""
+    """A rank without tokens for its experts sends nothing, but takes part."""
     expected = [rank + 1.0 for rank, size in enumerate(SIZES) for _ in range(2 * size)]
     for rank, (whole, later, summed, received) in enumerate(run_ranks(gather_and_scatter, 4, tmp_path)):
         first = 2 * sum(SIZES[:rank])

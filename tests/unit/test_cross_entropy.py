@@ -1,4 +1,4 @@
-"""The loss against torch's in FP64 and stock's bits, and whose memory the gradient takes."""
+"""The cross-entropy against torch's in FP64 and against stock's bits; and when the gradient overwrites the logits."""
 
 import math
 
@@ -25,7 +25,7 @@ def fresh_random_data():
 @pytest.fixture(scope="module")
 def group():
     if cpu.needed():
-        cpu.install()  # before Megatron is imported: torch.compile is left out of stock's
+        cpu.install()  # before Megatron is imported, so that its functions are not compiled
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -33,7 +33,7 @@ def group():
 
 
 def example(dtype, columns=257, scale=3.0):
-    """(logits, target, dloss) of (6, 4) positions, a third of them masked."""
+    """(logits, target, dloss) for (6, 4) positions, a third of them masked."""
     logits = (torch.randn(6, 4, columns) * scale).to(dtype)
     dloss = torch.rand(6, 4) * (torch.rand(6, 4) < 0.7)
     return logits, torch.randint(columns, (6, 4)), dloss
@@ -63,7 +63,7 @@ def test_is_torchs_in_fp64(dtype, columns, scale, group):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_has_the_bits_of_both_of_stocks(dtype, group):
-    """Stock's fused one gives BF16 gradients, also to FP32 logits, which a level has not."""
+    """Stock's fused loss gives BF16 gradients even for FP32 logits, which do not occur at any level."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
@@ -72,14 +72,14 @@ def test_has_the_bits_of_both_of_stocks(dtype, group):
 
     def of(loss_of):
         x = logits.clone().requires_grad_()
-        loss = loss_of(x * 1, target)  # stock's overwrites FP32 logits in the forward pass
+        loss = loss_of(x * 1, target)  # stock overwrites FP32 logits in the forward pass
         loss.backward(dloss)
         return loss, x.grad
 
     ours = of(lambda *given: cross_entropy(*given, group))
     unfused = of(lambda *given: vocab_parallel_cross_entropy(*given, tp_group=group))
     assert torch.equal(ours[0], unfused[0]) and torch.equal(ours[1], unfused[1])
-    with torch.compiler.set_stance("force_eager"):  # else compiled or not by what was imported first
+    with torch.compiler.set_stance("force_eager"):  # otherwise the order of imports decides whether it is compiled
         fused = of(lambda *given: fused_vocab_parallel_cross_entropy(*given, group))
     assert torch.equal(ours[0], fused[0]) and torch.equal(ours[1].bfloat16(), fused[1].bfloat16())
 
@@ -88,8 +88,8 @@ def test_has_the_bits_of_both_of_stocks(dtype, group):
 def test_extremes(dtype, group):
     logits, target = torch.zeros(1, 9, 20).to(dtype), torch.full((1, 9), 3)
     big = min(torch.finfo(dtype).max, 3e38)
-    logits[0, 0, 3] = 200.0  # certain, and right
-    logits[0, 1, 4] = 200.0  # certain, and wrong
+    logits[0, 0, 3] = 200.0  # certain and right
+    logits[0, 1, 4] = 200.0  # certain and wrong
     logits[0, 2] = big
     logits[0, 3] = -big
     logits[0, 4, 5:] = -INF
@@ -111,7 +111,7 @@ def test_extremes(dtype, group):
 
 @pytest.mark.parametrize("name", ["cross_entropy_statistics", "cross_entropy_loss", "cross_entropy_gradient"])
 def test_targets_reach_the_kernels_one_after_the_other(name, group, monkeypatch):
-    """A kernel reads them by their first address, whatever their stride."""
+    """A kernel reads the targets from their first address on and ignores strides, so they must be contiguous."""
     logits, target, dloss = example(torch.float32)
     spread = torch.stack([target, target + 1], -1).flatten(1)[:, ::2]
     assert not spread.reshape(-1).is_contiguous()
@@ -136,7 +136,7 @@ def test_a_masked_row_is_zero_whatever_it_holds(group):
 
 
 def test_shards_make_the_whole():
-    logits, target = torch.randn(50, 90) * 5, torch.randint(-1, 92, (50,))  # targets beyond, too
+    logits, target = torch.randn(50, 90) * 5, torch.randint(-1, 92, (50,))  # some outside the vocabulary
     logits[3, :30], logits[4, 30:], logits[5] = -INF, -INF, -INF
     whole, normalizer = ops.cross_entropy_loss(ops.cross_entropy_statistics(logits, target, 0)[None], target, 90)
     shards = [part.contiguous() for part in logits.split(30, 1)]
@@ -163,8 +163,8 @@ def test_over_tensor_parallel_ranks(ranks, tmp_path):
 
 
 class Head:
-    """Logits of a product, as a model's: `run` makes a loss of them and returns whether the gradient took their place,
-    after it has seen that it is right."""
+    """Logits from a GEMM, as in a model. `run` computes a loss, checks its gradient, and returns whether the gradient
+    overwrote the logits."""
 
     def __init__(self, group, dtype=torch.bfloat16):
         self.group = group
@@ -220,7 +220,7 @@ def test_logits_that_somebody_holds_stay(make, keep, group):
 
 
 def test_logits_of_which_there_is_a_copy_need_not_stay(group):
-    """What is not contiguous is copied in the forward pass, and stays itself."""
+    """Logits that are not contiguous are copied in the forward pass, and are not overwritten."""
     head = Head(group)
     x = torch.randn(4, 6, 16).requires_grad_()
     logits = (x @ head.w.float().t()).transpose(0, 1)
@@ -258,7 +258,7 @@ def test_a_retained_graph_gives_its_gradient_twice(group):
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_second_loss_on_the_same_logits(ours_first, group):
-    """Whichever is made last runs first in the backward pass."""
+    """The loss that is made last runs first in the backward pass."""
     head = Head(group, torch.float32)
     x, logits = head.logits()
     losses = [lambda z: cross_entropy(z, head.target, group), lambda z: 1e-2 * z.square().sum(2)]
@@ -275,7 +275,7 @@ def test_what_the_count_would_miss_raises(group, monkeypatch):
     monkeypatch.setattr(layer, "_only_ours", lambda logits: True)
     head = Head(group)
     _, logits = head.logits()
-    other = logits.square().sum(2)  # made first: its backward comes last
+    other = logits.square().sum(2)  # made first, so its backward comes last
     loss = other + cross_entropy(logits, head.target, group)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward(head.dloss)

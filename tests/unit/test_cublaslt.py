@@ -103,7 +103,7 @@ def test_fp8_with_scales_bias_and_sum(lib, one, other, bias, add):
     expected = exact(a, b) + (0 if vector is None else vector.double()) + (before.double() if add else 0)
     assert close(out, expected)
     (value, _, _, (room, size, stream)), *_ = lib.calls
-    only = (cublaslt_library.OP_T, cublaslt_library.OP_N)  # what Hopper has for FP8
+    only = (cublaslt_library.OP_T, cublaslt_library.OP_N)  # Hopper's only layout for FP8
     assert (value["TRANSA"], value["TRANSB"]) == only
     assert value["FAST_ACCUM"] == (not add) and (room, size, stream) == (None, 0, 7)
 
@@ -111,7 +111,7 @@ def test_fp8_with_scales_bias_and_sum(lib, one, other, bias, add):
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_an_fp8_result_is_refused(lib, fmt):
     a, b, out = scaled(M, K), scaled(N, K), torch.empty(M, N, dtype=fmt.dtype)
-    with pytest.raises(ValueError, match=f"a product into {plans.NAMES[fmt.dtype]}"):
+    with pytest.raises(ValueError, match=f"a GEMM into {plans.NAMES[fmt.dtype]}"):
         plans.product(a.payload, b.payload, out, a_scale=a.scale_inv, b_scale=b.scale_inv)
     assert not lib.calls
 
@@ -172,7 +172,7 @@ def test_a_failure_names_the_status_and_the_shape(lib):
         ((209, 24, 197, 201), True, (201, 209, 24, 197)),
         ((209, 197, None), True, (197, 209, None)),
         ((209, 24), True, (209, 24)),
-        ((24, 201, 209), True, (24, 201, 209)),  # another favourite stays
+        ((24, 201, 209), True, (24, 201, 209)),  # another first choice stays
         ((209, 201), False, (209, 201)),
     ],
 )
@@ -198,9 +198,9 @@ def test_the_backend_does_what_it_fuses(served, bias, residual, dtype):
     epilogue = {"bias": None if bias is None else torch.randn(N).to(bias)}
     epilogue["residual"] = torch.randn(M, N) if residual else None
     expected = exact(a, b) + sum(part.double() for part in epilogue.values() if part is not None)
-    within = 1e-6 if dtype is FP32 else 2**-6  # what is not fused rounds again, up to four times
+    within = 1e-6 if dtype is FP32 else 2**-6  # parts that are not fused round again, up to four times
     assert close(gemm(a, b, Epilogue(dtype=dtype, **epilogue)), expected, within)
-    assert served.calls[-1][1] == (residual and dtype is FP32)  # of the result's type: C
+    assert served.calls[-1][1] == (residual and dtype is FP32)  # a residual of the result's type is C
     before = torch.randn(M, N).to(dtype)
     into = before.clone()
     assert gemm(a, b, Epilogue(into=into, accumulate=True, **epilogue)) is into
@@ -209,7 +209,7 @@ def test_the_backend_does_what_it_fuses(served, bias, residual, dtype):
 
 
 def moved(x, by):
-    """The same numbers, at an address that is `by` elements past a multiple of 16 bytes."""
+    """A copy of x at an address `by` elements past a multiple of 16 bytes."""
     memory = torch.empty(x.numel() + 16 + by, dtype=x.dtype)
     return memory[by : by + x.numel()].view(x.shape).copy_(x)
 
@@ -227,13 +227,13 @@ def test_what_is_not_aligned_goes_by_way_of_copies(lib, unaligned, add):
         tensors = given | {unaligned: moved(given[unaligned], by)}
         out = tensors["out"]
         scales = {"a_scale": a.scale_inv, "b_scale": b.scale_inv}
-        for _ in range(2):  # the second finds the plan
+        for _ in range(2):  # the second call finds the plan
             out.copy_(before)
             rest = {name: tensors[name] for name in ("bias", "residual") if name in tensors}
             assert plans.product(tensors["a"], tensors["b"], out, add=add, **scales, **rest) is out
         results.append(out)
     assert torch.equal(*results) and len(plans.plans()) == 1
-    assert lib.in_place == [add] * 4  # a residual lies apart from the result, also among copies
+    assert lib.in_place == [add] * 4  # a residual is apart from the result, also with copies
     expected = exact(a, b) + given["bias"].double() + (before if add else given["residual"]).double()
     assert close(results[0], expected, 2**-8)
 
@@ -273,7 +273,7 @@ def test_cutlass_serves_what_it_takes_and_cublaslt_the_rest(served_cutlass, lib)
 @pytest.mark.parametrize("storage", ["bf16", "fp32"])
 def test_a_dense_store_writes_the_first_gradient_and_adds_the_others_in_the_gemm(served, storage):
     store = DenseStore(1, 2048 + N * K, storage, "cpu")
-    store.dense().fill_(5.0)  # of an earlier step
+    store.dense().fill_(5.0)  # an earlier step's gradient
     sink = GradSink(store, 2048, torch.Size((N, K)), (0, 0, 0))
     sink.begin_step(1)
     expected = 0
@@ -346,4 +346,4 @@ def test_each_shape_is_said_once(served):
         gemm(a, b, Epilogue(into=torch.zeros(M, N), accumulate=True))
     undo()
     gemm(a, a)
-    assert said[1:] == ["GEMM 32 x 48 x 80 E4M3 x E4M3 -> FP32: reference"]  # which adds nothing itself
+    assert said[1:] == ["GEMM 32 x 48 x 80 E4M3 x E4M3 -> FP32: reference"]  # it fuses nothing

@@ -1,4 +1,4 @@
-"""The CUTLASS library's build: what names it, what is said where it cannot be built, and that it is built once."""
+"""The CUTLASS library: its file name, its single build, error lines, and the choice of a kernel without a search."""
 
 import ctypes
 import ctypes.util
@@ -24,7 +24,7 @@ from megatron_fp8.gemm.interface import prepared, serving, use
 from megatron_fp8.gemm.plans import Problem
 
 NVCC = """#!/bin/sh
-# Stands in for nvcc: writes down what it was asked, and "compiles" by writing that too.
+# Stands in for nvcc: logs its arguments, and "compiles" by writing them to the output.
 if [ "$1" = --version ]; then echo "Cuda compilation tools, release 13.0, V13.0.48"; exit; fi
 echo "$@" >> "$CALLS"
 for last; do :; done
@@ -35,7 +35,7 @@ echo "$@" > "$last"
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with an nvcc that only counts, CUTLASS' headers and an empty cache: (folder, its calls)."""
+    """A machine with a stand-in for nvcc, CUTLASS' headers and an empty cache: (folder, the file of nvcc's calls)."""
     nvcc = tmp_path / "cuda/bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(NVCC)
@@ -61,14 +61,14 @@ def test_it_is_built_once_and_said(machine):
     assert built.parent == folder / "cache" and built.is_file()
     first = calls()
     sources = sorted(path.name for path in build.SOURCES.glob("*.cu"))
-    before, after = said  # it takes minutes
-    assert f"{len(sources)} files with 2 compilers" in before
+    before, after = said
+    assert f"{len(sources)} files, 2 compilers" in before
     assert str(built) in after and "nvcc 13.0.48, CUTLASS 4.2.0" in after
     compiled = sorted(Path(re.search(r"-c (\S+)", call)[1]).name for call in first if " -c " in call)
     assert compiled == sources and len(sources) > 3 and len(first) == len(sources) + 1
     assert all(build.TARGET in call for call in first)
     assert build.library(say=said.append) == built and calls() == first and len(said) == 2
-    assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".so"]  # no scratch stays
+    assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".so"]  # no temporary files
 
 
 def test_who_ends_a_build_leaves_no_compiler_and_no_scratch(machine):
@@ -106,8 +106,8 @@ def test_a_node_that_only_trains_needs_no_compiler(machine, monkeypatch):
     (folder / "cuda/bin/nvcc").unlink()
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     assert build.library() == build.library(build=False) == built and calls() == first
-    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-lineinfo"])  # other sources are not these
-    with pytest.raises(build.Unavailable, match=r"not built \(none in .*\); build them once by: megatron-fp8 build"):
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-lineinfo"])  # the library in the cache has other flags
+    with pytest.raises(build.Unavailable, match=r"not built \(none in .*\); run once: megatron-fp8 build"):
         build.library(build=False)
     monkeypatch.delenv("MEGATRON_FP8_CACHE")
     monkeypatch.setattr(build.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))
@@ -154,16 +154,16 @@ def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, mo
         build.load(stranger)
     with pytest.raises(build.Unavailable, match="not a library of these GEMMs"):
         build.load(Path(ctypes.util.find_library("c") or "libc.so.6"))
-    with pytest.raises(build.Unavailable, match="not a library of these GEMMs"):  # chosen by name, it says why not
+    with pytest.raises(build.Unavailable, match="not a library of these GEMMs"):  # a backend that was chosen by name
         monkeypatch.setattr(CUTLASS, "_library", None)
         use("cutlass")
     assert serving("cuda").name != "cutlass"
 
 
 def test_it_waits_to_be_chosen(monkeypatch):
-    """By name it plans what it takes; with auto what it is faster for."""
+    """The backend "cutlass" plans all problems that CUTLASS takes; "auto" only those that it runs faster."""
     assert serving("cuda").name == "cublaslt"
-    monkeypatch.setattr(plans, "maker_of", plans.maker_of)  # which is put back
+    monkeypatch.setattr(plans, "maker_of", plans.maker_of)  # monkeypatch restores it
     monkeypatch.setattr(CUTLASS, "prepare", lambda: None)
     monkeypatch.setattr(CUTLASS, "kernels", (kernel(128, 256, (2, 1), 256),))
     monkeypatch.setattr(CUTLASS, "multiprocessors", 132)
@@ -255,7 +255,7 @@ def test_an_estimate_counts_whole_clusters_and_whole_waves():
     ("n", "swizzle", "across"), [(768, 8, 16), (768, 2, 8), (768, 1, 6), (1024, 8, 16), (1024, 4, 8), (128, 8, 4)]
 )
 def test_an_estimate_counts_whole_bundles(n, swizzle, across):
-    """768 columns of 32,768 rows by eights took 2.3 times as long as cuBLASLt, whose tiles are all inside."""
+    """With bundles of 8, 32,768 x 768 took 2.3 times as long as cuBLASLt, whose tiles are all inside the matrix."""
     rows_of_tiles = 128
     choice = Choice(kernel(256, 128, (1, 2)), swizzle)
     waves = -(-rows_of_tiles * across // 132)
@@ -279,19 +279,19 @@ def test_the_usual_order_gives_way_where_it_would_waste_tiles():
         (4608, 12288, False),  # 13.09
         (12288, 1536, False),  # 4.36
         (2304, 768, False),  # 0.41
-        (32768, 768, False),  # 5.8, but no two tiles lie side by side unless one is outside
+        (32768, 768, False),  # 5.8, but of two tiles side by side one would be outside
     ],
 )
 def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
     all_of_them = Cutlass()
-    shapes = (128, 256), (128, 128)  # as e5m2_promoted.cu has them
+    shapes = (128, 256), (128, 128)  # those of e5m2_promoted.cu
     all_of_them.kernels = tuple(kernel(*shape, (2, 1), 256) for shape in shapes)
     problem = problem_of(m, n, 8192)
     assert all_of_them.is_faster(problem) == taken and all_of_them.takes(problem)
 
 
 def test_without_a_search_it_takes_nothing_else():
-    """It knows of no other that they are faster."""
+    """CUTLASS is not known to be faster for others."""
     ours = Cutlass()
     long, fast, fp32 = kernel(128, 256, (2, 1), 256), kernel(128, 256, (2, 1), 0), kernel(128, 256, (2, 1), 256)
     ours.kernels = (long, fast, dataclasses.replace(fp32, out=FP32))
@@ -299,7 +299,7 @@ def test_without_a_search_it_takes_nothing_else():
     assert ours.is_faster(problem)
     for other in ({"fast_accum": True}, {"d": FP32}, {"add": True}, {"k": 4096, "a_ld": 4096, "b_ld": 4096}):
         assert not ours.is_faster(problem._replace(**other)), other
-    ours.multiprocessors = 120  # where 1,024 tiles are 8.53 waves
+    ours.multiprocessors = 120  # 1,024 tiles are then 8.53 waves
     assert not ours.is_faster(problem)
     ours.kernels = (kernel(128, 256, (2, 1), 128),)
     assert not ours.is_faster(problem)
@@ -323,11 +323,11 @@ def test_what_it_takes_and_by_which_kernels():
     ):  # fmt: skip
         assert not maker.takes(problem._replace(**other)), other
     assert maker.takes(problem._replace(bias=BF16, add=True, m=37))
-    assert maker.takes(problem._replace(fast_accum=True))  # a permission, not a demand
+    assert maker.takes(problem._replace(fast_accum=True))  # fast_accum allows fast kernels; it does not require them
 
 
 def test_no_two_kernels_of_one_type_have_one_name():
-    """A search's file names them so."""
+    """A search's file identifies a kernel by its name."""
     entries = "".join(path.read_text() for path in build.SOURCES.glob("*.cu"))
     kernels = re.findall(r"Tiled<([^>]*)>::(\w+)(?:<(\d+)[^>]*>)?\(\)", entries)
     assert len(kernels) == len(set(kernels)) >= 18
@@ -336,7 +336,7 @@ def test_no_two_kernels_of_one_type_have_one_name():
 def test_a_search_builds_nothing(machine):
     folder, calls = machine
     for why in (lambda: build.library(build=False), lambda: Cutlass().prepare(build=False)):
-        with pytest.raises(build.Unavailable, match=r"not built .*; build them once by: megatron-fp8 build"):
+        with pytest.raises(build.Unavailable, match=r"not built .*; run once: megatron-fp8 build"):
             why()
     assert not calls() and not (folder / "cache").exists()
     built = build.library(jobs=2)
@@ -358,8 +358,8 @@ extern const Entry entry = {}();
 @pytest.mark.parametrize(
     "kernel",
     [
-        "Tiled<E5M2, E4M3, BF16, 128, 256, 2, 1>::promoted<256, 128>",  # serves without a search
-        "Tiled<E4M3, E4M3, BF16, 128, 192, 2, 1>::fast_pingpong",  # most sums a thread
+        "Tiled<E5M2, E4M3, BF16, 128, 256, 2, 1>::promoted<256, 128>",  # used without a search
+        "Tiled<E4M3, E4M3, BF16, 128, 192, 2, 1>::fast_pingpong",  # has the most accumulators a thread
     ],
 )
 def test_a_kernel_compiles(tmp_path, kernel):
@@ -374,4 +374,4 @@ def test_a_kernel_compiles(tmp_path, kernel):
     printed = subprocess.run([*command, "-o", str(tmp_path / "one.o")], capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
     assert set(re.findall(r"(\d+) bytes spill", printed.stderr)) == {"0"}
-    assert not re.search("C7510|C7514|C7517", printed.stderr)  # MMAs are serialised; a wait is put in
+    assert not re.search("C7510|C7514|C7517", printed.stderr)  # warnings: MMAs are serialised; a wait was inserted

@@ -1,4 +1,4 @@
-"""The gradient of a table: the oracle against FP64, and what autograd is given."""
+"""The embedding's gradient: the reference against FP64, and the gradient that autograd gets in its place."""
 
 import copy
 
@@ -32,7 +32,7 @@ def _product(input, weight, **how):
 
 
 class Model:
-    """What add_to_main_grad looks at of a GPTModel."""
+    """The parts of a GPTModel that add_to_main_grad reads."""
 
     def __init__(self, tied, fusion=True, head_fusion=True):
         weight = torch.nn.Parameter(torch.randn(7, 4).bfloat16())
@@ -56,7 +56,7 @@ def backward(model) -> None:
 
 
 def test_tokens_and_positions_as_megatron_turns_them():
-    """(b, s, h) turned into (s, b, h): the same values and gradients as torch's, and no copy in between."""
+    """(b, s, h) transposed to (s, b, h): torch's values and gradients, without a copy in between."""
     model = Model(False)
     tokens, places = torch.randint(0, 7, (2, 3)), torch.arange(3).expand(2, 3)
     tables = [table.detach().float().requires_grad_() for table in (model.weight, model.positions.weight)]
@@ -83,7 +83,7 @@ def test_main_grad_gets_it_and_autograd_a_stand_in(tied):
 
 
 class Allocations(TorchDispatchMode):
-    """Logs what allocates a BF16 tensor of a table's shape without a value of its own."""
+    """Records operations that allocate a BF16 tensor of a table's shape."""
 
     def __init__(self, shape, log):
         super().__init__()
@@ -101,7 +101,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_of_a_heads_gradient_waits_in_autograd(tied, fp8, monkeypatch):
-    """What autograd gets for W takes no memory."""
+    """Autograd's gradient for W takes no memory."""
     model = Model(tied)
     n, k, log = 32, 16, []
     weight = model.weight

@@ -1,4 +1,4 @@
-"""emulate against torch's casts, exact fractions and the closed forms of its lesson."""
+"""emulate against torch's casts, exact fractions, and the formulas at the top of numerics/emulation.py."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from megatron_fp8.numerics.noise import noise_seed, uniform_noise
 from megatron_fp8.ops.reference import quantize
 
 MILLIONS = 1 << 22
-FINITE = {"E4M3": 448.0, "E3M2": 28.0, "E2M3": 7.5, "E2M1": 6.0}  # those without infinity, and their maxima
+FINITE = {"E4M3": 448.0, "E3M2": 28.0, "E2M3": 7.5, "E2M1": 6.0}  # maxima of the formats without infinity
 SCALINGS = ["tensor", "row", "block:1", "block:5", "block:32"]
 every_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 every_scaling = pytest.mark.parametrize("scaling", SCALINGS)
@@ -42,11 +42,11 @@ def any_name(random: torch.Generator) -> str:
     return f"E{x}M{y}"
 
 
-# The oracle: e(x) in exact fractions, from the format's name.
+# The reference: e(x) in exact fractions, from the format's name.
 
 
 def parameters(name: str) -> tuple[int, int, Fraction, bool]:
-    """(mantissa bits, exponent of the smallest normal, maximum, whether infinity is there)."""
+    """(mantissa bits, exponent of the smallest normal, maximum, whether the format has infinity)."""
     x, y = map(int, name[1:].split("M"))
     bias = 2 ** (x - 1) - 1
     ieee = Fraction(2) ** bias * (2 - Fraction(1, 2**y))
@@ -69,7 +69,7 @@ def exact(value: float, name: str, rounding: str, noise: float, k: int = 0) -> f
     ulp = Fraction(2) ** (max(octave(magnitude), lowest) - mantissa)
     whole, rest = divmod(magnitude / ulp, 1)
     if rounding == "nearest":
-        whole = round(magnitude / ulp)  # of a Fraction: half to even
+        whole = round(magnitude / ulp)  # a Fraction rounds half to even
     elif rounding == "stochastic":
         whole += max(Fraction(noise), Fraction(1, 2**25)) < rest
     result = whole * ulp
@@ -80,14 +80,14 @@ def exact(value: float, name: str, rounding: str, noise: float, k: int = 0) -> f
 
 
 def scale(group: list[float], name: str) -> int:
-    """The smallest k with max|group| <= max * 2^k, by trying."""
+    """The smallest k with max|group| <= max * 2^k, found by trying all."""
     _, lowest, largest, _ = parameters(name)
     finite = [abs(v) if math.isfinite(v) else torch.finfo(torch.float32).max for v in group]
     return next(k for k in range(-lowest - 126, 200) if Fraction(max(finite)) <= largest * Fraction(2) ** k)
 
 
 def oracle(x: torch.Tensor, how: EmulatedFormat, seed: tuple[int, int] = (0, 0)) -> torch.Tensor:
-    """emulate of a float32 matrix."""
+    """emulate for a float32 matrix."""
     name, (rows, columns) = how.format.name.upper(), x.shape
     noise = uniform_noise(x.numel(), seed).tolist()
     block = {"none": 1, "tensor": x.numel(), "row": columns}.get(how.scaling) or int(how.scaling[6:])
@@ -102,7 +102,7 @@ def oracle(x: torch.Tensor, how: EmulatedFormat, seed: tuple[int, int] = (0, 0))
 
 
 def near(centre: float, random: torch.Generator, n: int) -> torch.Tensor:
-    """Random values around `centre`, within a few octaves, of both signs."""
+    """Random values within a few octaves of `centre`, with both signs."""
     octaves = torch.rand(n, generator=random).double() * 8 - 6
     values = centre * 2.0**octaves * torch.randint(-1, 2, (n,), generator=random)
     return values.clamp(-3.4e38, 3.4e38).float()
@@ -143,7 +143,7 @@ def test_every_value_is_left_alone(random):
 
 
 def patterns(random: torch.Generator, largest: float) -> torch.Tensor:
-    """Millions of float32 of every bit pattern, and as many around a format's range."""
+    """Millions of float32 with random bits, and as many around a format's range."""
     x = random_floats(MILLIONS, random)
     scaled = torch.randn(MILLIONS // 2, generator=random) * largest / 2
     return torch.cat([x, scaled, scaled * 2.0 ** -torch.randint(0, 30, scaled.shape, generator=random)])
@@ -154,7 +154,7 @@ def test_every_code_of_an_fp8_format(name, fmt):
     values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype).float()
     for rounding in ROUNDINGS:
         assert same(emulate(values, spec(name, rounding), (1, 2)), values)
-    exact_middles = (values[:, None] + values[None, :]) / 2  # all midpoints of neighbours among them
+    exact_middles = (values[:, None] + values[None, :]) / 2  # they include all midpoints of neighbours
     got, cast = emulate(exact_middles, spec(name)), exact_middles.to(fmt.dtype).float()
     assert same(got, cast)
 
@@ -172,11 +172,11 @@ def test_e4m3_is_torchs_cast_but_saturates(random):
     saturated = x.isfinite() & (x.abs() > 464)
     assert same(got[~saturated], cast[~saturated])
     assert same(got[saturated], 448 * x[saturated].sign())
-    assert same(got, quantize(x, E4M3, torch.tensor(1.0)).float())  # as everywhere else here
+    assert same(got, quantize(x, E4M3, torch.tensor(1.0)).float())  # like ops.quantize
 
 
 def test_e8m7_is_bfloat16():
-    """Every bfloat16, of every exponent, and the float32 values around it that decide the rounding."""
+    """Every bfloat16, and the float32 values around it where the rounding changes."""
     top = torch.arange(1 << 16)[:, None] << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     x = (top + low).to(torch.int32).view(torch.float32)
@@ -205,7 +205,7 @@ def test_any_format(rounding, random):
 
 
 def test_ties(random):
-    """Midpoints of neighbours, in every octave of a few formats."""
+    """Midpoints of neighbours in every octave of a few formats."""
     for name in ("E4M3", "E3M4", "E2M1", "E2M3", "E6M2", "E4M1", "E3M0"):
         grid = magnitudes(format_named(name))
         x = torch.tensor([float(a + b) / 2 for a, b in itertools.pairwise(grid)])[None]
@@ -216,7 +216,7 @@ def test_ties(random):
 
 @every_rounding
 def test_what_the_maximum_cannot_hold(rounding):
-    """IEEE's formats overflow to infinity, but not toward zero; OCP's saturate. An infinity is never finite."""
+    """IEEE's formats overflow to infinity, unless truncating; OCP's saturate. An infinity never becomes finite."""
     x = torch.tensor([1e9, -1e9, INF, -INF, NAN])
     for name in ("E5M2", "E3M4", "E4M7"):
         beyond = format_named(name).max if rounding == "truncate" else INF
@@ -276,7 +276,7 @@ def test_bfloat16_holds_the_result_of_a_bfloat16(rounding, random):
             how, seed = spec(name, rounding, scaling), any_seed(random)
             got, expected = emulate(values, how, seed), emulate(values.float(), how, seed)
             if rounding == "truncate" and scaling == "none" and how.format.mantissa_bits > 7:
-                expected[expected.abs() == how.format.max] *= 1 + 2.0**-9  # what has no infinity has this maximum
+                expected[expected.abs() == how.format.max] *= 1 + 2.0**-9  # the maximum, rounded to bfloat16
                 expected = expected.bfloat16().float()
             assert got.dtype == torch.bfloat16 and same(got.float(), expected), str(how)
 
@@ -285,7 +285,7 @@ def test_bfloat16_holds_the_result_of_a_bfloat16(rounding, random):
 
 
 def log_uniform_gain(mantissa: int, rounding: str) -> float:
-    """Of one operand: the sums at the top of emulation.py."""
+    """The gain of one operand: the sums at the top of emulation.py."""
     n = 2**mantissa
     if rounding == "truncate":
         terms = [1 / k for k in range(n + 1, 2 * n + 1)]
@@ -295,11 +295,11 @@ def log_uniform_gain(mantissa: int, rounding: str) -> float:
 
 
 def bfloat16_gain(mantissa: int, rounding: str) -> float:
-    """Of one operand that is BF16: over its 128 values of an octave, each standing for what rounds to it."""
+    """The gain of one BF16 operand: a mean over an octave's 128 values, weighted by what rounds to each of them."""
     kept = 2 ** (7 - mantissa)
     above = below = 0.0
     for t in range(128, 257):
-        weight = max(t - 0.5, 128) ** -2 - min(t + 0.5, 256) ** -2  # of 1/m^3 over its cell, twice
+        weight = max(t - 0.5, 128) ** -2 - min(t + 0.5, 256) ** -2  # twice the integral of 1/m^3 over the cell
         whole = round(Fraction(t, kept)) if rounding == "nearest" else t // kept
         above += whole * kept * t * weight
         below += t * t * weight
@@ -307,7 +307,7 @@ def bfloat16_gain(mantissa: int, rounding: str) -> float:
 
 
 def gain(dtype: torch.dtype, name: str, rounding: str, random: torch.Generator) -> float:
-    """Of a GEMM of random operands, measured."""
+    """The measured gain of a GEMM with random operands."""
     a, b = (torch.randn(400, 800, generator=random).to(dtype) for _ in range(2))
     how = spec(name, rounding)
     rounded = [emulate(t, how, any_seed(random)).double() for t in (a, b)]
@@ -356,7 +356,7 @@ def test_stochastic_is_unbiased_whatever_the_scale(random):
         how = spec("E4M3", "stochastic", scaling)
         errors = torch.stack([emulate(x, how, any_seed(random)) - x for _ in range(50)]).double()
         mean, deviation = errors.mean(), errors.std() / math.sqrt(errors.numel())
-        if scaling == "block:1":  # a number alone is within a step of E4M3's maximum, as any other
+        if scaling == "block:1":  # every number has its own scale, and is within a factor of two of the maximum
             assert errors.abs().max() <= (x.abs() * 2.0**-3).max()
         assert abs(mean) < 5 * deviation
 

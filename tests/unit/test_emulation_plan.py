@@ -1,4 +1,4 @@
-"""The --fp8-emulate flags: what they mean, and what they refuse."""
+"""The --fp8-emulate flags: their meaning, and their error lines."""
 
 from argparse import Namespace
 
@@ -12,7 +12,7 @@ QKV = "decoder.layers.self_attention.linear_qkv"
 
 
 def plan_of(emulate: str | None, layers: str | None = None, **others) -> EmulationPlan | None:
-    """Of --fp8-emulate, --fp8-emulate-layers and the others."""
+    """The plan for --fp8-emulate, --fp8-emulate-layers and the other flags."""
     others = {f"fp8_emulate_{name}": value for name, value in others.items()}
     return emulation_from_args(Namespace(fp8_emulate=emulate, fp8_emulate_layers=layers, **others))
 
@@ -77,7 +77,7 @@ def test_steps():
     assert [step for step in range(1, 20) if plan.for_operand(FC1, 1, "weight", step)] == [5, 6, 7]
     assert all(plan_of("E8M3").for_operand(FC1, 1, operand, 1) for operand in OPERANDS)
     before, after = plan_of("E8M3", until_step=5), plan_of("E8M3", from_step=5)
-    for step in range(1, 10):  # the two share every step out
+    for step in range(1, 10):  # exactly one of the two covers each step
         given = [plan.for_operand(FC1, 1, "weight", step) is not None for plan in (before, after)]
         assert sum(given) == 1
 
@@ -88,9 +88,9 @@ def test_steps():
         ({"emulate": "weights=E8M3"}, r"^--fp8-emulate weights=E8M3: no operand 'weights'; use weight, activation"),
         ({"emulate": "=E8M3"}, "no operand ''"),
         ({"emulate": "a=weight=E8M3"}, "no operand 'a=weight'"),
-        ({"emulate": "E9M3"}, r"^--fp8-emulate E9M3: 'E9M3' is no format: use ExMy"),
-        ({"emulate": ""}, r"FORMAT\[:ROUNDING\]\[:SCALING\]: use"),
-        ({"emulate": "E8M3,"}, "use such as E8M3"),
+        ({"emulate": "E9M3"}, r"^--fp8-emulate E9M3: 'E9M3' is not a format: use ExMy"),
+        ({"emulate": ""}, r"FORMAT\[:ROUNDING\]\[:SCALING\], such as"),
+        ({"emulate": "E8M3,"}, "such as E8M3"),
         ({"emulate": "E8M3:down"}, "ROUNDING nearest, truncate, stochastic"),
         ({"emulate": "E4M3:block"}, "block:N"),
         ({"emulate": "weight=E8M3,weight=E8M4"}, "weight is given twice; give it once"),

@@ -49,9 +49,9 @@ def test_decode_is_torchs_own_conversion(fmt, shape):
     assert same(decode(payload), payload.float())
 
 
-# What follows each maximum: half an ulp above it, the next float32, and what no format here holds.
+# Above each maximum: half an ulp beyond it, the next float32, and values that no format here holds.
 BEYOND = {E4M3: [449, 464, 464.00003, 480, 65504, 3.4e38], E5M2: [57345, 61440, 61440.004, 65536, 3.4e38]}
-# maximum, infinity, NaN: the codes of torch's casts differ from release to release, these do not
+# The codes of (maximum, infinity, NaN). Those of torch's casts differ from release to release; these must not.
 CODES = {E4M3: (0x7E, 0x7F, {0x7F, 0xFF}), E5M2: (0x7B, 0x7C, {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})}
 
 
@@ -67,7 +67,7 @@ def test_encode_writes_these_bytes_on_every_version_of_torch(fmt, dtype, scale):
         assert found.dtype == fmt.dtype and found.is_contiguous()
         return found.view(torch.uint8).tolist()
 
-    assert codes([INF, -INF] * 40) == [infinity, infinity | 128] * 40  # more than a vector's width, and its rest
+    assert codes([INF, -INF] * 40) == [infinity, infinity | 128] * 40  # longer than a vector register, with a tail
     assert set(codes([NAN, -NAN] * 40)) <= nan
     if scale in (None, 1.0):
         beyond = [value for value in BEYOND[fmt] if value <= torch.finfo(dtype).max]
@@ -89,7 +89,7 @@ def test_a_product_beyond_float32_saturates_for_a_finite_value(fmt):
 
 
 def test_nothing_else_casts_to_float8():
-    """Megatron's and torch's modules are theirs; the kernels' own conversions are compared in tests/gpu."""
+    """Only our own code is searched. tests/gpu compares the kernels' own conversions."""
     casts = re.compile(r"\.(to|type|_to_copy)\([^()]*(float8|(E4M3|E5M2|fmt|fp8)\.dtype)")
     package = Path(megatron_fp8.__file__).parent
     found = {

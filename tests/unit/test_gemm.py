@@ -66,7 +66,7 @@ def test_a_backend_gets_what_it_fuses_up_to_the_first_part_that_it_lacks():
     for fuses, parts, asked in (
         ({"bias"}, ("bias", "residual"), ["bias"]),
         ({"bias", "residual"}, ("bias", "residual"), ["bias", "residual"]),
-        ({"residual"}, ("bias", "residual"), []),  # the bias comes first
+        ({"residual"}, ("bias", "residual"), []),  # the bias comes before it
         ({"residual"}, ("residual",), ["residual"]),
     ):
         backend = Fusing(serving("cpu"), frozenset(fuses))

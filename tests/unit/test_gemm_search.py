@@ -1,4 +1,4 @@
-"""The search for who runs a GEMM: what is timed, chosen, kept and told to all ranks; without a GPU."""
+"""gemm/search.py without a GPU: timing the candidates, choosing, saving the results, and sending them to all ranks."""
 
 import json
 
@@ -30,7 +30,7 @@ if not cublaslt.bound():
     pytest.skip(f"no cuBLASLt: {cublaslt.why_not()}", allow_module_level=True)
 
 BOTH, NAME = (CUBLASLT, CUTLASS), "32 x 48 x 80 E4M3 x E4M3 -> BF16, fast"
-FIRST, SECOND = b"\1" * 64, b"\2" * 64  # cuBLASLt's favourites
+FIRST, SECOND = b"\1" * 64, b"\2" * 64  # the heuristic's algorithms
 
 
 def found(name, ms=1.0, maker="cublaslt", version=None):
@@ -64,7 +64,7 @@ def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, 
     gemm_found.save(file, {"a": [old]})
     gemm_found.save(file, {"b": [other, old]})
     gemm_found.save(file, {"b": [new], "a": [newer]})
-    held = {"a": [newer, old], "b": [new, other]}  # one of a maker and version
+    held = {"a": [newer, old], "b": [new, other]}  # one for each maker and version
     assert gemm_found.load(file) == held and list(file.parent.iterdir()) == [file]
     good = json.loads(file.read_text())["a"][0]
     for broken in ("", "[]", "{", '{"a": 3}', '{"a": [3]}', '{"a": [{"algo": "01", "ms": 1}]}'):
@@ -83,11 +83,11 @@ def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, 
     ("costs", "among", "fastest"),
     [
         ({FIRST: 1.0, SECOND: 0.5}, BOTH, ("cublaslt", SECOND.hex())),
-        ({FIRST: 1.0, SECOND: 0.995}, (CUBLASLT,), ("cublaslt", FIRST.hex())),  # not worth it
+        ({FIRST: 1.0, SECOND: 0.995}, (CUBLASLT,), ("cublaslt", FIRST.hex())),  # less than 1 % faster
         ({FIRST: 1.0, SECOND: 2.0, ((128, 256), 8, 2): 0.5}, BOTH, ("cutlass", "128x256 2x1 fast 8/2")),
         ({FIRST: 1.0, SECOND: 2.0, ((128, 256), 8, 2): 0.995}, BOTH, ("cublaslt", FIRST.hex())),
         ({FIRST: 0.1, ((128, 256), 4, 0): 0.9}, (CUTLASS,), ("cutlass", "128x256 2x1 fast 4/0")),
-        # the GPU gets hot: whoever is timed last would lose, and this one comes last
+        # the GPU gets hot: the candidate timed last would lose, and this one is last
         ({((128, 256), 1, 2): 0.97}, BOTH, ("cutlass", "128x256 2x1 fast 1/2")),
     ],
 )
@@ -106,7 +106,7 @@ def test_the_fastest_of_both_is_found_and_runs_from_then_on(served, cutlass, tim
     assert {best.maker, *(one.maker for one in rest)} == {maker.name for maker in among}
     search.forget()
     assert gemm(a, b, fast_accum=True) is not None and plans.plans()[0].name == FIRST.hex()
-    assert search.read(among) == 1 and search.tune() == []  # the file has it
+    assert search.read(among) == 1 and search.tune() == []  # the file has the result
     gemm(a, b, fast_accum=True)
     assert (plans.plans()[0].maker, plans.plans()[0].name) == fastest
 
@@ -118,7 +118,7 @@ def test_a_search_that_cannot_be_kept_serves_all_the_same(served, cutlass, timed
     assert search.read(BOTH) == 0
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
     _, line = search.tune()
-    assert line == "the GEMM search is not kept for the next run: no home; set MEGATRON_FP8_CACHE"
+    assert line == "the GEMM search is not saved for the next run: no home; set MEGATRON_FP8_CACHE"
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
     assert plans.plans()[0].name == SECOND.hex()
 
@@ -148,7 +148,7 @@ def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutl
     a, b = scaled(M, K), scaled(N, K)
     for version, expected in (("1" * 16, (0, 1)), ("2" * 16, (1, 1)), ("1" * 16, (1, 0))):
         monkeypatch.setattr(CUTLASS, "version", version)
-        known = search.read(BOTH)  # cuBLASLt's is known in any case
+        known = search.read(BOTH)  # cuBLASLt's result is valid in any case
         gemm(a, b, fast_accum=True)
         assert (known, len(search.tune())) == expected
     versions = [one.version for one in gemm_found.load(gemm_found.path("GPU"))[NAME] if one.maker == "cutlass"]
@@ -161,13 +161,13 @@ def test_the_summary_names_what_is_no_faster_than_bf16(served, cutlass, timed):
     search.read(BOTH)
     a, b = scaled(M, K), scaled(N, K)
     gemm(a, b, fast_accum=True)
-    gemm(a, b, Epilogue(dtype=torch.float16))  # which CUTLASS has not
+    gemm(a, b, Epilogue(dtype=torch.float16))  # CUTLASS has no kernel for it
     plans.product(torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.zeros(M, N))
     assert len(search.tune()) == 3
     line = search.summary()
     assert line.startswith("FP8 GEMMs: 2 shapes (1 by cublaslt, 1 by cutlass), geometric means: ")
     assert " x the first choice, 1.00 x BF16; no faster than BF16: 32 x 48 x 80 E4M3 x E4M3 -> FP16 (0.5" in line
-    assert line.endswith("0.0 MB of operands less)") and line.count("E4M3 x") == 1
+    assert line.endswith("operands 0.0 MB smaller)") and line.count("E4M3 x") == 1
 
 
 def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
@@ -180,16 +180,16 @@ def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
     assert asked == [["cublaslt", "cutlass"], ["cublaslt"], ["cutlass"]]
 
     def prepare(build):
-        raise Unavailable("they are not built; build them once by: megatron-fp8 build")
+        raise Unavailable("they are not built; run once: megatron-fp8 build")
 
     monkeypatch.setattr(CUTLASS, "prepare", prepare)
     monkeypatch.setattr(search, "_among", (CUBLASLT,))
     _, (line,) = search.read_for("auto")
-    assert asked[-1] == ["cublaslt"] and line.startswith("--fp8-gemm-search: cuBLASLt alone: they are not built; build")
+    assert asked[-1] == ["cublaslt"] and line.startswith("--fp8-gemm-search: cuBLASLt alone: they are not built; run")
 
 
 def test_the_first_choice_is_what_runs_without_a_search(served, cutlass, timed):
-    """With backend auto that may be a kernel of ours: the search is to be faster than that."""
+    """With backend auto the first choice may be a CUTLASS kernel; the search compares with it."""
     ours = ((128, 256), 8, 0)
     timed.costs = {FIRST: 2.0, SECOND: 2.0, ours: 1.0}
     a, b = scaled(M, K), scaled(N, K)
@@ -214,13 +214,13 @@ def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, tim
         args._obj.m //= 2
         return right(index, args)
 
-    cutlass.mfp8_gemm = half_of_it  # the rest is not written
-    assert cutlass_check.fault(M, N, K).startswith("its library is wrong, nan off cuBLASLt's product")
+    cutlass.mfp8_gemm = half_of_it  # does not write the rest
+    assert cutlass_check.fault(M, N, K).startswith("its product differs from cuBLASLt's by nan")
     with monkeypatch.context() as without:
         without.setattr(CUTLASS, "kernels", ())
         assert cutlass_check.fault(M, N, K).startswith(f"its library has no kernel for {M} x {N} x {K} E5M2 x E4M3")
     cutlass.mfp8_gemm, cutlass.status = right, 3
-    with pytest.raises(RuntimeError, match="the launch failed"):  # which why_not tells all ranks
+    with pytest.raises(RuntimeError, match="the launch failed"):  # why_not reports it to all ranks
         cutlass_check.fault(M, N, K)
 
 
@@ -261,7 +261,7 @@ def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkey
     assert lib.calls[-1][2] == SECOND
     assert search.read() == 1
     search.tune()
-    assert asked == [name, f"{name}, added"]  # the one is in the file, the other was not met again
+    assert asked == [name, f"{name}, added"]  # one is in the file, the other did not occur again
     search.forget()
     plans.product(a, b, out)
     assert lib.calls[-1][2] == FIRST
@@ -301,13 +301,13 @@ CUTLASS.version = f"rank {rank}'s"
 gemm_search.read((CUBLASLT, CUTLASS))
 assert gemm_search._among == (CUBLASLT,)
 CUTLASS.prepare, cutlass_check.cublaslt.bound, cutlass_check.fault = lambda build: None, lambda: True, lambda: ""
-assert cutlass_check.why_not() == "rank 1: its CUTLASS library is rank 1's, rank 0's rank 0's"
+assert cutlass_check.why_not() == "rank 1: its CUTLASS library is rank 1's, but rank 0's is rank 0's"
 CUTLASS.version = "a library"
 assert cutlass_check.why_not() == ""
 def prepare(build):
     if rank == 1:
         raise PermissionError(13, "Permission denied")
-CUTLASS.prepare = prepare  # and nobody waits for it
+CUTLASS.prepare = prepare  # the other rank does not wait for ever
 assert cutlass_check.why_not() == "rank 1: [Errno 13] Permission denied"
 dist.destroy_process_group()
 """

@@ -1,4 +1,4 @@
-"""Triton's own compiler, which needs no GPU, and the count of what it made."""
+"""The count of kernels that Triton compiles. Triton's compiler needs no GPU."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def copy(to, n):
 
 
 def test_what_is_compiled_and_what_was_there(tmp_path):
-    """A kernel that is compiled and then found is one; of another process all are found."""
+    """A kernel that is compiled and used again counts once. In a second process all kernels are found in the cache."""
     (tmp_path / "compiled.py").write_text(SOURCE)
     cache = str(tmp_path / "cache")
     found = []

@@ -1,4 +1,4 @@
-"""Block16 and the remainders against exact fractions; each promise at the top of numerics/master.py."""
+"""Block16 and the remainders against exact fractions: each property that the top of numerics/master.py states."""
 
 from fractions import Fraction
 
@@ -24,7 +24,7 @@ def fresh_random_data():
 
 
 def spread_blocks(count: int, lowest: int = -149, highest: int = 127) -> torch.Tensor:
-    """Blocks with maxima from 2^lowest to 2^highest, each spread over up to 2^45, zeros among the values."""
+    """Blocks with maxima from 2^lowest to 2^highest, each spread over up to 2^45, and with some zeros."""
     top, below = torch.randint(lowest, highest, (count, 1)), torch.randint(0, 45, (count, BLOCK))
     x = torch.rand(count, BLOCK).double().add(1).mul(2.0 ** (top - below).double())
     return (x * torch.randint(-1, 2, x.shape)).float().flatten()
@@ -34,7 +34,7 @@ def spread_blocks(count: int, lowest: int = -149, highest: int = 127) -> torch.T
 
 
 def exponent16(block: list[float]) -> int:
-    """The smallest e in -127 .. 113 with max|block| <= 65504 * 2^e, by trying."""
+    """The smallest e in -127 .. 113 with max|block| <= 65504 * 2^e, found by trying all."""
     largest = max(abs(Fraction(value)) for value in block)
     return next(e for e in range(-127, 114) if largest <= 65504 * TWO**e)
 
@@ -121,7 +121,7 @@ def test_v_as_a_root_keeps_2_to_the_27_of_range():
     assert inside.double().mean() > 0.2 and error[inside].max() <= 2.0**-3 + 2.0**-8
     assert ((got > 0) | (v < largest * 2.0**-35)).all() and ((got == 0) & (v > 0)).any()
     plain = quantize_blocks(v).dequantize()
-    assert ((plain == 0) & inside).double().mean() > 0.05  # why the root is stored
+    assert ((plain == 0) & inside).double().mean() > 0.05  # the reason for storing the root
 
 
 # Remainders
@@ -156,7 +156,7 @@ def test_bf16_weight_and_remainder_are_exact_for_any_bits():
         for value, got in zip(master[part].tolist(), weight[part].tolist(), strict=True):
             assert Fraction(got) == bf16_away(value)
     nearest = master.bfloat16()
-    assert ((weight == nearest) | (remainder == -0x8000) | nan).all()  # torch's but for ties
+    assert ((weight == nearest) | (remainder == -0x8000) | nan).all()  # torch's rounding, except for ties
 
 
 def test_every_kind_of_nan_is_nan():
@@ -169,7 +169,7 @@ def test_every_kind_of_nan_is_nan():
 
 
 def e4m3_masters(count: int) -> torch.Tensor:
-    """y = master * scale within the range: every binade, every value and midpoint of E4M3 and near them, zeros."""
+    """y = master * scale within the range: every binade, values near every value and midpoint of E4M3, and zeros."""
     y = (1 + torch.rand(count)) * 2.0 ** torch.randint(-30, 9, (count,)) * (torch.randint(0, 2, (count,)) * 2 - 1)
     near = edges(E4M3)
     near = torch.cat([near, near * (1 + 2.0**-19 * torch.randn_like(near)), torch.tensor([464.0, -464.0, 0.0, -0.0])])
@@ -178,7 +178,7 @@ def e4m3_masters(count: int) -> torch.Tensor:
 
 
 def assert_e4m3(y: list[float], scale: float, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Both parts and the master by their definitions, in fractions; the error within its bounds."""
+    """Check weight, remainder and master against their definitions in fractions, and the error against its bounds."""
     got = join_e4m3(weight, remainder, torch.tensor(1 / scale)).tolist()
     for value, w8, part, back in zip(map(Fraction, y), weight.float().tolist(), remainder.tolist(), got, strict=True):
         assert w8 == rounded(value, E4M3)
@@ -186,7 +186,7 @@ def assert_e4m3(y: list[float], scale: float, weight: torch.Tensor, remainder: t
         while magnitude >= 16 * ulp:
             ulp *= 2
         steps = (value - Fraction(w8)) / (ulp / 2**16)
-        assert part == max(-32767, min(32767, round(steps)))  # of fractions: to nearest even
+        assert part == max(-32767, min(32767, round(steps)))  # a Fraction rounds to nearest even
         decoded = Fraction(w8) + part * ulp / 2**16
         assert Fraction(back) == decoded / Fraction(scale)
         error = abs(decoded - value)
@@ -247,7 +247,7 @@ def test_e4m3_beyond_its_range():
     assert weight.float().isnan().item() and remainder.item() == 0
 
 
-# What rounding to nearest loses, as the lesson's table says
+# What rounding to nearest loses: the table at the top of numerics/master.py
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,6 @@ def test_the_largest_change_that_is_lost(name, lost):
         "e4m3": lambda x: join_e4m3(*split_e4m3(x.float(), torch.tensor(1.0)), torch.tensor(1.0)),
         "fp32": lambda x: x.float(),
     }
-    x = torch.ones(BLOCK, dtype=torch.float64)  # a power of two is even: a tie goes back to it
+    x = torch.ones(BLOCK, dtype=torch.float64)  # a power of two is even, so a tie rounds back to it
     assert torch.equal(stores[name](x * (1 + lost)).double(), x)
     assert (stores[name](x * (1 + lost * 1.25)) > 1).all()

@@ -58,7 +58,7 @@ def test_the_last_rank_writes(file, monkeypatch):
 def test_a_file_that_cannot_be_made_is_one_line(file, monkeypatch):
     for name, reason in (("no/run.jsonl", "No such file or directory"), (".", "Is a directory")):
         monkeypatch.setenv(VARIABLE, name)
-        assert error_of(begin) == f"{VARIABLE} {name}: {reason}; name a file in a folder that is there"
+        assert error_of(begin) == f"{VARIABLE} {name}: {reason}; name a file in an existing folder"
 
 
 @pytest.fixture

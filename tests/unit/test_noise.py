@@ -1,6 +1,6 @@
-"""uniform_noise against its definition in plain integers, and whether what comes out is noise.
+"""uniform_noise against its definition in plain integers, and statistical tests of the noise.
 
-Where no other is given, the bounds are at six standard errors or more: each fails by chance less than once in 10^7.
+Unless a test says otherwise, its bound is at six standard errors or more: it fails by chance less than once in 10^7.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def hashed(index: int, seed: tuple[int, int]) -> float:
 
 
 def chi_square(counts: torch.Tensor) -> float:
-    """How many standard deviations the chi-square statistic of equally likely cells lies from its mean."""
+    """The chi-square statistic of equally likely cells, as standard deviations from its mean."""
     expected = counts.sum().item() / counts.numel()
     degrees = counts.numel() - 1
     statistic = ((counts.double() - expected) ** 2 / expected).sum().item()
@@ -70,7 +70,7 @@ def test_uniform(run_seed):
         assert noise.min() >= 0 and noise.max() < 1
         z = standardised(noise)
         assert abs(z.mean()) < 6 / math.sqrt(N)
-        assert abs(z.square().mean() - 1) < 6 * math.sqrt(0.8 / N)  # of z^2 the variance is 9/5 - 1
+        assert abs(z.square().mean() - 1) < 6 * math.sqrt(0.8 / N)  # the variance of z^2 is 9/5 - 1
         codes = (noise * 2**24).int()
         assert torch.equal(codes.float() * 2.0**-24, noise)
         for shift in (0, 8, 16):  # low, middle and high bits
@@ -82,7 +82,7 @@ def pairs_chi_square(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_elements_at_a_distance_are_independent(run_seed):
-    """At 3072 two multiplications, instead of three, fail for one seed in seven."""
+    """With two multiplications instead of three, distance 3072 would fail for one seed in seven."""
     for i in range(16):
         noise = uniform_noise(N, noise_seed(run_seed, i))
         z = standardised(noise)
@@ -92,7 +92,7 @@ def test_elements_at_a_distance_are_independent(run_seed):
 
 
 def strongest_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest over all cyclic shifts of one against the other, in standard errors."""
+    """The largest correlation over all cyclic shifts of b against a, in standard errors."""
     products = torch.fft.irfft(torch.fft.rfft(standardised(a)) * torch.fft.rfft(standardised(b)).conj(), n=len(a))
     return products.abs().max().item() / math.sqrt(len(a))
 
@@ -110,7 +110,7 @@ def test_neighbouring_seeds_are_independent(run_seed):
 
 
 def test_the_second_word_alone_makes_other_noise(run_seed):
-    """No shifted copy, and no copy with a constant added modulo 1, as adding the word would make."""
+    """The noise is no shifted copy, and no copy with a constant added modulo 1 (which adding the word would give)."""
     n = 1 << 16
     first = noise_seed(run_seed)[0]
     noise = [uniform_noise(n, (first, noise_seed(run_seed, i)[1])) for i in range(20)]
@@ -148,7 +148,7 @@ def test_noise_seed_mixes_consecutive_parts(run_seed):
         seeds = [noise_seed(*(i if p == position else run_seed for p in range(3))) for i in range(count)]
         words = torch.tensor(seeds)
         for column in words.t():
-            assert column.unique().numel() >= count - 3  # 2^23 pairs, each equal once in 2^32
+            assert column.unique().numel() >= count - 3  # 2^23 pairs, each equal with probability 2^-32
         bits = (words[:, :, None] >> torch.arange(32) & 1).view(count, 64)
         bound = 6.5 * 0.5 / math.sqrt(count)
         assert (bits.double().mean(0) - 0.5).abs().max() < bound

@@ -1,4 +1,4 @@
-"""The norms' oracle against torch's own norms and autograd in float64."""
+"""The norms' reference against torch's norms and autograd in float64."""
 
 import math
 
@@ -23,7 +23,7 @@ def fresh_random_data():
 
 
 def inputs(rms: bool, zero_centered: bool, dtype=torch.float32, shape=(37, 150)):
-    """x, weight, bias; x of a mean that is not zero."""
+    """(x, weight, bias), with an x whose mean is not zero."""
     weight = 0.3 * torch.randn(shape[1]) + (not zero_centered)
     bias = None if rms else torch.randn(shape[1]).to(dtype)
     return (3 * torch.randn(shape) + torch.randn(shape[0], 1)).to(dtype), weight.to(dtype), bias
@@ -35,7 +35,7 @@ def torch_norm(x, weight, bias, rms: bool, zero_centered: bool):
 
 
 def close(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
-    """`exact` (float64) but for float32's sums, and one rounding to `dtype`."""
+    """Whether `got` is `exact` (float64), up to the errors of float32 sums and of one rounding to `dtype`."""
     limit = torch.finfo(dtype).eps / 2 * exact.abs() + 2e-6 * exact.abs().max()
     return got.dtype == dtype and bool(((got.double() - exact).abs() <= limit).all())
 
@@ -66,7 +66,7 @@ def test_norm_backward_is_autograds(rms, zero_centered, dtype, past):
     torch_norm(*wide, *[None] * rms, rms, zero_centered).backward(dy.double())
     exact = [t.grad for t in wide]
     assert close(got[1], exact[1], dtype)
-    if past:  # added to what it is without, as autograd does
+    if past:  # the residual is added to the rounded dx, as in autograd
         alone = norm_backward(dy, x, weight, mean, rstd, rms=rms, zero_centered=zero_centered)[0]
         assert torch.equal(got[0], alone + residual)
     else:
@@ -82,7 +82,7 @@ def test_norm_backward_is_autograds(rms, zero_centered, dtype, past):
 @kinds
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_norm_quantize_casts_the_float32_y(rms, fmt):
-    """From BF16 x, the payload is the cast of float32's y, not of BF16's, and both differ somewhere."""
+    """The payload from a BF16 x is the cast of the float32 y, not of the BF16 y; the two differ somewhere."""
     x, weight, bias = inputs(rms, False, torch.bfloat16, (256, 512))
     scale, largest = torch.tensor(fmt.max / 8), torch.tensor(0.0)
     options = {"rms": rms, "zero_centered": False}
@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_seen(rms):
 
 @kinds
 def test_constant_rows(rms):
-    """LayerNorm of a constant is the bias; RMSNorm of it has the value's sign; of zeros zero."""
+    """For a constant row, LayerNorm gives the bias, and RMSNorm a value of the constant's sign, or zero for zeros."""
     x = torch.tensor([0.0, 7.0, -1e4])[:, None].expand(3, 96).contiguous()
     weight, bias = torch.full((96,), 2.0), None if rms else torch.full((96,), 0.5)
     y, _, rstd = norm(x, weight, bias, EPS, rms=rms, zero_centered=False)

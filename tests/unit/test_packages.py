@@ -1,4 +1,4 @@
-"""Optional packages: versions are pyproject.toml's and Megatron's own; a flag without its package is one line."""
+"""Optional packages: versions agree with pyproject.toml and Megatron; a flag without its package is one error line."""
 
 import ast
 import importlib.metadata
@@ -20,7 +20,7 @@ from megatron_fp8.tools.perf.output import check_figure
 
 
 def named(requirement: str) -> tuple[str, str]:
-    """(Name in one spelling, bounds in one order) of "nvidia-cutlass==4.2.*"."""
+    """(name, bounds) of a requirement such as "nvidia-cutlass==4.2.*", in a canonical form."""
     name, bounds = re.fullmatch(r"([\w.-]+)(?:\[.*\])?\s*([^;]*).*", requirement).groups()
     return re.sub(r"[-_.]+", "-", name).lower(), ",".join(sorted(bounds.strip(" ()").split(",")))
 
@@ -102,7 +102,7 @@ def test_every_need_is_a_flag_of_the_parser_and_a_package_of_the_table(parser):
 
 
 def test_every_package_that_megatron_itself_imports_is_known_or_no_flags():
-    """A newer Megatron with a tokenizer of another package would show itself here."""
+    """This fails if a newer Megatron imports a package that the table does not have, such as a tokenizer's."""
     folder = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/tokenizers/text/libraries")
     tried = {
         name.partition(".")[0]

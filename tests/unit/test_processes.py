@@ -1,4 +1,4 @@
-"""Processes as children: what they print, and that all of them end."""
+"""Child processes: their output is read, and all of them end."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def test_torchrun_starts_every_process_and_its_failure_is_told(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"
         "said = f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
-        "os.write(1, said.encode())\n"  # in one piece, whatever the other rank writes
+        "os.write(1, said.encode())\n"  # in one write, so that the other rank's output does not get in between
         "if os.environ['RANK'] == '0':\n"
         "    open(sys.argv[2], 'w').close()\n"
         "    time.sleep(600)\n"
@@ -43,7 +43,7 @@ def test_torchrun_starts_every_process_and_its_failure_is_told(tmp_path):
 
 
 def test_a_run_listens_on_the_loopback_interface_alone(tmp_path):
-    """torch's store listened on all interfaces, whatever address it was given; gloo on what the host's name is of."""
+    """torch's store would listen on all interfaces, and gloo on that of the host's name."""
     (tmp_path / "train.py").write_text(
         "import os, time, torch\n"
         "import torch.distributed as dist\n"
@@ -53,7 +53,7 @@ def test_a_run_listens_on_the_loopback_interface_alone(tmp_path):
         "while not os.path.exists('seen'):\n"
         "    time.sleep(0.05)\n"
     )
-    abroad = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # a cluster's, in the user's environment
+    abroad = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # a user's settings for a cluster
     run = TorchRun(("train.py",), 2, tmp_path / "log.txt", abroad, folder=tmp_path)
     try:
         wait_for(lambda: run.poll() is not None or len(list(tmp_path.glob("up*"))) == 2)
@@ -68,12 +68,12 @@ def test_a_run_listens_on_the_loopback_interface_alone(tmp_path):
         assert run.poll() == 0
     finally:
         run.close()
-    assert len(found[launcher.pid]) == 1 and sum(map(len, found.values())) >= 3  # the store; a pair's of each rank
+    assert len(found[launcher.pid]) == 1 and sum(map(len, found.values())) >= 3  # the store's socket; each rank has gloo's
     assert {address for addresses in found.values() for address in addresses} == {"0100007F"}  # 127.0.0.1, in hex
 
 
 def listening(process: psutil.Process) -> list[str]:
-    """The addresses that a process listens at, as /proc/net/tcp and tcp6 have them."""
+    """The addresses at which a process listens, in the notation of /proc/net/tcp and tcp6."""
     sockets = {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")}
     addresses = []
     for table in ("tcp", "tcp6"):
@@ -102,7 +102,7 @@ def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):
 
     wait_for(started)
     child = psutil.Process(int(log.read_text().split("child ")[1].split()[0]))
-    family = [child, *child.parents()[:2]]  # the script, torchrun
+    family = [child, *child.parents()[:2]]  # with the script and torchrun
     monkeypatch.setattr(processes, "_PATIENCE", 1)
     run.close()
     for process in family:
@@ -110,7 +110,7 @@ def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):
 
 
 def test_a_process_that_has_ended_is_not_waited_for_though_its_parent_never_asks(monkeypatch):
-    """Twice ten seconds a run that a killed sweep left, where the first process of a container waits for nobody."""
+    """If a container's first process reaps no zombies, each run of a killed sweep would cost twice ten seconds."""
     parent = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     killed = []
     monkeypatch.setattr(processes, "_PATIENCE", 5)
@@ -125,7 +125,7 @@ def test_a_process_that_has_ended_is_not_waited_for_though_its_parent_never_asks
 
 
 def test_lines_are_whole_but_for_the_last_of_all(tmp_path, monkeypatch):
-    """Whatever comes in which read."""
+    """However the output is cut into reads."""
     monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
     (tmp_path / "train.py").write_text(
         "import os, time\n"
@@ -208,10 +208,10 @@ if __name__ == "__main__":
     kept = []
     for mode in "spawn", "fork", "forkserver":
         context = multiprocessing.get_context(mode)
-        manager = context.Manager()  # as Megatron's for a save's results
+        manager = context.Manager()  # like Megatron's for the results of a save
         queue = manager.Queue()
         kept.append((manager, queue))
-        context.Process(target=wait_for_work, args=(queue,)).start()  # as its writer that waits for the next save
+        context.Process(target=wait_for_work, args=(queue,)).start()  # like its writer between two saves
         folder = os.path.dirname(manager._address)
         print(manager._process.pid, queue.get(), folder, flush=True)
     time.sleep(600)
@@ -219,7 +219,7 @@ if __name__ == "__main__":
 
 
 def test_what_a_killed_process_has_started_by_multiprocessing_ends(tmp_path):
-    """Managers and workers, started in each way, a server that forks, the tracker; a manager's folder goes too."""
+    """Managers and workers of each start method, the fork server and the tracker end; managers' folders are removed."""
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, "parent.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -6,14 +6,14 @@ import torch
 from megatron_fp8 import ops
 from megatron_fp8.numerics.formats import E4M3, E5M2
 
-# s, b, groups, heads of queries a group, size of a head, numbers of it that are rotated
+# s, b, groups, query heads a group, size of a head, rotated numbers of a head
 SHAPES = [(6, 2, 3, 1, 16, 16), (5, 3, 2, 4, 16, 8), (4, 1, 1, 2, 80, 80), (3, 2, 2, 1, 24, 6), (4, 2, 2, 3, 8, 0)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
 def stocks(mixed, groups, r, frequencies, interleaved):
-    """As SelfAttention.get_query_key_value_tensors and Attention.forward have it."""
+    """The computation of SelfAttention.get_query_key_value_tensors and Attention.forward."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     s, b, width = mixed.shape

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a warm process: what they see, how they end, and that nothing of them is left."""
+"""tools/launch.py: ranks forked from a warm process start like fresh scripts, end together, and leave no process."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from launch import RunFailed, forked
 
 SHOW = """
 import json, os, subprocess, sys, time
-def say(text):  # in one write: other ranks write too
+def say(text):  # in one write, because other ranks write too
     os.write(1, f"{text}\\n".encode())
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OURS".split()
 say(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "name": __name__, "path": sys.path[0],
@@ -33,7 +33,7 @@ def ranks_of(lines):
 
 
 def wait_for_the_end_of(lines):
-    """Of the ranks that said their numbers, and of their children."""
+    """Wait until the ranks that printed their process ids, and their children, have ended."""
     children = [int(line.split()[1]) for line in lines if line.startswith("child ")]
     for pid in [rank["pid"] for rank in ranks_of(lines)] + children:
         wait_for(lambda pid=pid: gone(pid))
@@ -46,7 +46,7 @@ def test_a_rank_is_a_fresh_script_of_a_warm_process(run, tmp_path):
     for rank in found:
         assert rank["argv"] == ["--a", "1"] and rank["name"] == "__main__" and rank["path"] == str(tmp_path)
         assert rank["torch"] and rank["OURS"] == "here" and rank["WORLD_SIZE"] == rank["LOCAL_WORLD_SIZE"] == "3"
-    assert all(rank["OURS"] is None for rank in ranks_of(run("")))  # nothing of an earlier run is left
+    assert all(rank["OURS"] is None for rank in ranks_of(run("")))  # an earlier run's variable is gone
 
 
 def test_a_warm_process_is_warmed_up_once_more(run):
@@ -72,7 +72,7 @@ def test_a_rank_that_hangs_is_ended(run, tmp_path):
 
 
 def test_what_a_rank_leaves_ends_with_it(run):
-    """Or it would keep the run's output open, and whoever reads that would wait for it."""
+    """A child that is left would keep the run's output open, and its reader would wait."""
     lines = run("subprocess.Popen(['sleep', '600'])\n" + HANG.replace("time.sleep(600)\n", ""), count=1)
     assert sum(line.startswith("child ") for line in lines) == 1
     wait_for_the_end_of(lines)

@@ -1,6 +1,6 @@
-"""The gradient reductions in real gloo groups of 2, 4 and 8 processes, against rounding and sums made here in FP64.
+"""The gradient reductions in real gloo groups of 2, 4 and 8 processes, against rounding and sums in FP64.
 
-One group of processes a size makes every reduction once (`work`) and saves what each rank got; the tests look at it.
+For each size, one group of processes does every reduction once (`work`) and saves each rank's results for the tests.
 """
 
 import functools
@@ -27,7 +27,7 @@ SIZES = (2, 4, 8)
 LEVELS = {2: (), 4: (2,), 8: (2, 4)}  # ranks in a node
 KINDS = ("gaussian", "student")
 N = 2 * 2048  # elements of a shard
-NODE_OF_TWO = "2 in a node, of every other rank"  # where the data-parallel groups are the even and the odd ranks
+NODE_OF_TWO = "2 in a node, of every other rank"  # the data-parallel groups are the even and the odd ranks
 POISONS = (float("nan"), float("inf"), -float("inf"))
 
 SHARED_N, PADDING, STEPS = 640, 96, 8
@@ -45,7 +45,7 @@ SAME, ZERO, GAUSSIAN = 0, 2, 3  # tensors of the shared reduction
 
 
 def gradient(kind: str, ranks: int, rank: int) -> torch.Tensor:
-    """(ranks * N,) FP32, Gaussian or Student's t of 3 degrees of freedom, with a size of its own for every rank."""
+    """(ranks * N,) FP32, Gaussian or Student's t with 3 degrees of freedom, of a different magnitude on every rank."""
     draw = torch.Generator().manual_seed(1000 * ranks + 10 * rank + KINDS.index(kind))
     x = torch.randn(ranks * N, generator=draw, dtype=torch.float64)
     if kind == "student":
@@ -61,19 +61,19 @@ def poisoned(ranks: int, rank: int, culprit: int, value: float) -> torch.Tensor:
 
 
 def poisonings(ranks: int) -> list[tuple[int, float]]:
-    """(culprit, value): of two ranks any with any; of more each rank, the values in turns."""
+    """(culprit, value): with two ranks all combinations; with more, each rank with one of the values."""
     if ranks == 2:
         return list(itertools.product(range(ranks), POISONS))
     return [(culprit, POISONS[culprit % len(POISONS)]) for culprit in range(ranks)]
 
 
 def place(ranks: int, culprit: int) -> int:
-    """Where the culprit's gradient is poisoned: in the next but one rank's shard."""
+    """The index at which the culprit's gradient is poisoned, in the shard of the next rank but one."""
     return (culprit + 2) % ranks * N + 300 + culprit
 
 
 def spans(ranks: int) -> list[tuple[int, int, int]]:
-    """Five tensors of odd sizes, that no shard's end respects, and a padding; they are number 2 to 6 of seven."""
+    """Five tensors of odd sizes, across the shards' ends, and padding; they are tensors 2 to 6 of seven."""
     sizes = [517, 1, 129, 400]
     sizes.append(ranks * SHARED_N - PADDING - sum(sizes))
     ends = torch.tensor(sizes).cumsum(0).tolist()
@@ -81,7 +81,7 @@ def spans(ranks: int) -> list[tuple[int, int, int]]:
 
 
 def tensors_of_a_step(ranks: int, rank: int, step: int) -> torch.Tensor:
-    """The first tensor is the same on all ranks, the third zero on all."""
+    """A rank's gradients. The first tensor is the same on all ranks; the third is zero on all."""
     x = torch.zeros(ranks * SHARED_N)
     for t, (a, b, _) in enumerate(spans(ranks)):
         draw = torch.Generator().manual_seed(7 * step + 100 * t + (0 if t == SAME else 1000 * (rank + 1)))
@@ -97,7 +97,7 @@ def added_up(payload: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder:
-    """Carries a rank's reductions out; `found[name]` is what came of each, `sent[name]` the bytes it sent."""
+    """Does a rank's reductions; found[name] is the result of each, sent[name] the bytes that it sent."""
 
     def __init__(self):
         self.found, self.sent = {}, {}
@@ -109,7 +109,7 @@ class Recorder:
         values = reduced.look().clone()
         part = 128 * max(1, values.numel() // 128 // 4)  # four or five of them
         parts = [reduced.gradient(at, min(at + part, values.numel())) for at in range(0, values.numel(), part)]
-        # as Adam takes them: dense, or payload and exponents
+        # for Adam: dense, or payload and exponents
         parts = [p if isinstance(p, torch.Tensor) else added_up(*p) for p in parts]
         self.found[name] = SimpleNamespace(
             values=values, square_sum=reduced.square_sum(), in_parts=torch.cat(parts).float()
@@ -205,22 +205,22 @@ def refuse_nodes(rank, ranks, record):
 
 
 def agree_over_tensor_parallelism(rank, record):
-    """Ranks 0 and 2, and 1 and 3, share data parallelism; the first tensor-parallel part alone saturates."""
+    """Ranks 0 and 2, and 1 and 3, are data-parallel groups; only the first tensor-parallel shard saturates."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     shared = SharedScale(
         ScalingRule("auto", threshold=0.2), [64, 64], groups[rank % 2], dist.group.WORLD, True, "cpu"
     )
     x = torch.zeros(256)
     x[0] = x[64] = 0.5
-    if rank % 2 == 0:  # two ranks' 448 / sqrt 2 make more than 448
-        x[:24] = x[64:92] = 1.0  # 19 % and 22 % of the 128 elements of two parts
+    if rank % 2 == 0:  # 448 / sqrt 2 from two ranks add up to more than 448
+        x[:24] = x[64:92] = 1.0  # 19 % and 22 % of the 128 elements of two shards
     wire.Flight(shared.reduce(x, [(0, 64, 0), (64, 128, 1)])).land()
     shared.end_step(1)
     record.found["tensor parallel mu"] = shared.mu
 
 
 def reduce_a_padded_bucket(rank, ranks, record):
-    """Three steps of a bucket in which all ranks but the first own padding; in the second a gradient is NaN."""
+    """Three steps of a bucket in which all ranks except the first own padding; in the second step a gradient is NaN."""
     from megatron_fp8.engine.bucket import Bucket
     from megatron_fp8.engine.owned_weight import OwnedWeight
     from megatron_fp8.engine.reductions import Block
@@ -242,18 +242,18 @@ def reduce_a_padded_bucket(rank, ranks, record):
 
 @pytest.fixture(scope="module", params=SIZES)
 def run(request, tmp_path_factory):
-    """.ranks, .found[rank][name] and .sent[rank][name] of every reduction."""
+    """.ranks, and for every reduction .found[rank][name] and .sent[rank][name]."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
     saved = run_ranks(work, ranks, folder)
     found, sent = zip(*saved, strict=True)
     return SimpleNamespace(ranks=ranks, found=found, sent=sent)
 
 
-# --- oracles
+# --- references
 
 
 def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """FP64 -> the nearest value of E4M3, ties to the even code, saturating."""
+    """FP64 -> the nearest value of E4M3, ties to the even code, saturating at the maximum."""
     low = (torch.searchsorted(GRID, x.abs(), right=True) - 1).clamp(max=len(GRID) - 2)
     below, above = x.abs() - GRID[low], GRID[low + 1] - x.abs()
     up = (above < below) | ((above == below) & (low % 2 == 1))
@@ -261,14 +261,14 @@ def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """FP32 -> what BlockScaled makes of it, FP64: the least power of two that fits the block into 448."""
+    """FP32 -> BlockScaled's values, FP64: each block has the least power of two that fits it into 448."""
     blocks = x.double().view(-1, 128)
     power = 2.0 ** torch.ceil(torch.log2(blocks.abs().amax(1, keepdim=True) / 448))
     return (nearest_e4m3(blocks / power) * power).view(-1)
 
 
 def added(parts) -> torch.Tensor:
-    """The FP32 sum in order."""
+    """The FP32 sum, in order."""
     total = torch.zeros(len(parts[0]))
     for part in parts:
         total += part.float()
@@ -297,7 +297,7 @@ def test_blocks_are_rounded_once_and_added_in_order(run, kind):
     exact = torch.stack(every).double().sum(0)
     expected = added([in_blocks(x) for x in every])
     for name in (f"{kind} block", f"{kind} block, in place"):
-        assert torch.equal(whole(run, name), expected)  # so each rank has its own shard
+        assert torch.equal(whole(run, name), expected)  # each rank has its own shard
     assert 0.02 < relative_error(expected, exact) <= 0.03
     for rank in range(run.ranks):
         assert relative_error(run.found[rank][f"{kind} block"].values, exact[rank * N :][:N]) <= 0.03
@@ -347,7 +347,7 @@ def test_fp32_is_the_plain_sum(run, kind):
 
 
 def test_what_a_shard_says_of_itself(run):
-    """In parts, and the sum of squares, of every reduction of finite gradients."""
+    """A shard's parts and its sum of squares, for every reduction of finite gradients."""
     for found in run.found:
         names = [name for name in found if name.startswith((*KINDS, *RULES))]
         assert len(names) >= len(KINDS) * 5 + len(RULES) * 2 * STEPS
@@ -422,7 +422,7 @@ def test_a_non_finite_gradient_of_any_rank_shows_at_the_owner_and_nowhere_else(r
         for got in copies:
             assert not got[element].isfinite()
             others = torch.ones(len(got), dtype=torch.bool)
-            others[[element] if wire_name == "fp32" else block] = False  # its block is coarse, and the step lost
+            others[[element] if wire_name == "fp32" else block] = False  # its block is coarse; the step is lost anyway
             assert torch.equal(got[others], clean[others])
         owners = run.found if "all" in wire_name else [run.found[element // N]]
         assert not any(found[name].square_sum.isfinite() for found in owners)
@@ -433,7 +433,7 @@ def test_a_non_finite_gradient_of_any_rank_shows_at_the_owner_and_nowhere_else(r
 
 @functools.cache
 def ring(ranks, mu, step):
-    """By hand: (saturated shares (5,) before and after the sum, the gradients) of a step, mu: 7 numbers."""
+    """A step computed here: (shares saturated before and after the sum, (5,) each; the gradients). mu: (7,)."""
     mu, order = torch.tensor(mu[2:]), torch.arange(ranks)
     inputs = torch.stack([tensors_of_a_step(ranks, rank, step) for rank in range(ranks)])
     payload, inverse = torch.zeros_like(inputs, dtype=torch.float64), torch.zeros(ranks * SHARED_N)
@@ -460,7 +460,7 @@ def test_the_ring_is_the_sum_hop_by_hop(run, name):
     for step in range(1, STEPS + 1):
         mu = run.found[0][f"{name} True {step}"].mu
         expected = ring(run.ranks, tuple(mu.tolist()), step)[2]
-        assert same(whole(run, f"{name} True {step}").abs(), expected.abs())  # a zero's sign is free
+        assert same(whole(run, f"{name} True {step}").abs(), expected.abs())  # a zero may have any sign
         for found in run.found:
             if torch.equal(found[f"{name} False {step}"].mu, mu):
                 assert torch.equal(found[f"{name} False {step}"].values, expected)
@@ -493,7 +493,7 @@ def test_identical_gradients_saturate_without_a_factor_and_not_with_one_over_n(r
     gradient = tensors_of_a_step(run.ranks, 0, 1)[a:b]
     largest, true = gradient.abs().max(), run.ranks * gradient
     post, pre = (whole(run, f"{name} True 1")[a:b] for name in ("post", "pre"))
-    assert post.abs().max().item() == pytest.approx(largest.item(), rel=1e-6)  # 448 / s_g, where N times it is due
+    assert post.abs().max().item() == pytest.approx(largest.item(), rel=1e-6)  # 448 / s_g; the right sum is N times that
     clipped = true.abs() > 1.1 * largest
     assert clipped.any() and post[clipped].abs().tolist() == pytest.approx([largest.item()] * int(clipped.sum()))
     assert pre[true.abs().argmax()].item() == pytest.approx(true[true.abs().argmax()].item(), rel=0.08)
@@ -508,7 +508,7 @@ def test_a_non_finite_gradient_stays_visible_under_a_shared_scale(run):
         got = whole(run, f"poisoned {value}")
         assert got[a + 77].isnan() and got.isnan().sum() == 1
         others = torch.ones(len(got), dtype=torch.bool)
-        others[a:b] = False  # the tensor has lost its scale, and the step is lost
+        others[a:b] = False  # the tensor has no right scale; the step is lost anyway
         assert torch.equal(got[others], clean[others])
 
 
@@ -516,7 +516,7 @@ def test_a_rank_without_a_gradient_takes_nothing_from_the_others(run):
     others = torch.stack([tensors_of_a_step(run.ranks, rank, 1) for rank in range(1, run.ranks)]).double().sum(0)
     got = run.found[0]["no gradient on rank 0"].values
     for a, b, t in spans(run.ranks):
-        if t - 2 != ZERO and b - a > 100:  # of a single element the roundings do not average out
+        if t - 2 != ZERO and b - a > 100:  # with few elements the roundings do not average out
             assert relative_error(got[a:b], others[a:b]) < 0.15
 
 
@@ -530,7 +530,7 @@ def test_mu_is_one_for_all_tensor_parallel_parts(run):
 
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "fp8"])
 def test_padding_adds_nothing_to_the_norm(run, storage):
-    """What was received lies where the next step's padding is, after a step that was lost NaN too."""
+    """The receive buffer becomes the next step's padding; after a lost step it holds NaN."""
     if run.ranks != 4:
         pytest.skip("made for four ranks")
     sums = [sum(found[f"padded {storage} {step}"].item() for found in run.found) for step in range(3)]

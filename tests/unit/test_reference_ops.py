@@ -1,4 +1,4 @@
-"""ops/reference.py against exact arithmetic: everything later is compared with these functions."""
+"""ops/reference.py against exact arithmetic. Other tests compare the kernels with these functions."""
 
 import math
 from fractions import Fraction
@@ -36,7 +36,7 @@ def generator(seed: int = 1) -> torch.Generator:
 
 
 def payload(shape, fmt, seed: int = 1) -> torch.Tensor:
-    """Random finite codes of every magnitude."""
+    """Random finite codes, of all magnitudes."""
     finite = torch.tensor([float(value) for value in magnitudes(fmt)])
     finite = torch.cat([finite, -finite])
     return finite[torch.randint(0, len(finite), shape, generator=generator(seed))].to(fmt.dtype)
@@ -91,7 +91,7 @@ def test_quantize_rounds_every_edge_to_nearest_even(fmt):
 )
 def test_quantize_any_float_at_any_scale(fmt, x, scale):
     got = quantize(torch.tensor([x]), fmt, torch.tensor(scale))
-    product = torch.tensor(x) * torch.tensor(scale)  # rounded to float32, infinite where that overflows
+    product = torch.tensor(x) * torch.tensor(scale)  # rounded to float32, infinite if it overflows
     expected = rounded(product.item(), fmt) if product.isfinite() else fmt.max
     assert same(got.float(), torch.tensor([expected]).copysign(torch.tensor(x)))
 
@@ -256,7 +256,7 @@ def test_sum_blocks_adds_in_rank_order_in_float32(ranks):
         expected = expected + quantize_blocks(x[r]).dequantize().numpy()
     assert torch.equal(out, torch.from_numpy(expected))
     scale = torch.rand((), generator=generator())
-    assert sum_blocks(codes, exponents, out, scale) is out  # the finished sum, multiplied once
+    assert sum_blocks(codes, exponents, out, scale) is out  # the finished sum is multiplied once
     assert torch.equal(out, torch.from_numpy(expected * np.float32(scale.item())))
 
 
@@ -306,7 +306,7 @@ def test_square_sum_blocks_is_the_square_of_the_norm(ranks, blocks):
     exact = sum(Fraction(value) ** 2 for value in total)
     got = square_sum_blocks(codes, exponents)
     assert got.shape == () and got.dtype == torch.float32
-    # A square's rounding, and those of some tens of partial sums.
+    # The roundings of a square and of some tens of partial sums.
     assert abs(Fraction(got.item()) - exact) <= exact * 40 * Fraction(2) ** -24
 
 
@@ -336,7 +336,7 @@ def test_ring_sum_of_every_pair():
     expected = [hop(a, b) for a, b in zip(*pairs.float().tolist(), strict=True)]
     assert same(got.float(), torch.tensor(expected))
     sums = {a + b for a, b in zip(*pairs.float().tolist(), strict=True) if not math.isnan(a + b)}
-    assert all(hop(total, 0.0) == rounded(total, E4M3) for total in sums)  # FP16's own rounding changes nothing
+    assert all(hop(total, 0.0) == rounded(total, E4M3) for total in sums)  # FP16's rounding does not change the result
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 33])
@@ -367,7 +367,7 @@ def test_ring_sum_is_not_the_rounded_sum():
 
 
 def test_nothing_is_read_by_the_host():
-    with FakeTensorMode():  # raises where a value would have to be known
+    with FakeTensorMode():  # raises if code reads a value
         x = torch.randn(BLOCK, BLOCK)
         q, q_t = quantize(x, E4M3, amax(x), transpose=True, amax_out=torch.zeros(()))
         gemm(q, q_t, amax(x), amax(x), out=torch.empty(BLOCK, BLOCK))

@@ -1,4 +1,4 @@
-"""round_to_format against exact fractions, for formats torch has and formats it has not."""
+"""round_to_format against exact fractions, for formats that torch has and others."""
 
 import pytest
 import torch
@@ -63,14 +63,14 @@ def test_any_float(x, noise, fmt, mode):
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)
 def test_nearest_is_torchs_cast_wherever_that_does_not_overflow(fmt):
     x = random_floats(1 << 18, generator())
-    scaled = torch.randn(1 << 18, generator=generator()) * fmt.max / 8  # random bits seldom fall in range
+    scaled = torch.randn(1 << 18, generator=generator()) * fmt.max / 8  # random bits are seldom in range
     x = torch.cat([x, scaled, scaled * 2.0**-8, scaled * fmt.smallest_subnormal / fmt.max * 16])
     cast = x.to(fmt.dtype)
     in_range = ~x.isfinite() | (x.abs() <= fmt.max)
     assert in_range.sum() > x.numel() / 4
     got = round_to_format(x, fmt)
     assert same(got.to(fmt.dtype)[in_range], cast[in_range])
-    assert same(got.to(fmt.dtype).float(), got)  # the format holds what came out
+    assert same(got.to(fmt.dtype).float(), got)  # the results are values of the format
     beyond = x.isfinite() & (x.abs() > fmt.max)
     assert same(got[beyond], fmt.max * x[beyond].sign())
 
@@ -126,7 +126,7 @@ def test_stochastic_is_unbiased_and_yields_only_the_two_neighbours(fmt, x):
     assert bool((got.signbit() == (x < 0)).all())
     p, step = float(fraction), max(allowed) - min(allowed)
     five_sigma = 5 * step * (p * (1 - p) / n) ** 0.5
-    assert 0 < five_sigma < step * min(p, 1 - p)  # always down or always up would be told from this
+    assert 0 < five_sigma < step * min(p, 1 - p)  # rounding always down or always up would fail
     assert abs(got.double().mean().item() - x) <= five_sigma
 
 

@@ -1,4 +1,4 @@
-"""ScaledTensor: what it stands for, and how far that is from what was quantised."""
+"""ScaledTensor: its values, and their error bound."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""compute_scale and DelayedScaling: what the scales are, and what must never reach them."""
+"""compute_scale and DelayedScaling: the scales' values, and that zeros, infinities and NaN do not spoil them."""
 
 from fractions import Fraction
 
@@ -130,7 +130,7 @@ def test_zero_amax_keeps_the_scale(algo):
 def test_a_non_finite_step_is_kept_within_the_step_and_poisons_nothing_after(algo, bad):
     state = delayed(algo=algo)
     step(state, 7.0, 7.0)
-    for amax in (1.0, bad, 2.0):  # not lost to what follows it
+    for amax in (1.0, bad, 2.0):  # a later amax does not hide it
         state.record(0, torch.tensor(amax))
     assert not state.amax[0].isfinite()
     state.record(1, torch.tensor(14.0))
@@ -173,7 +173,7 @@ def test_one_reduction_of_every_slot_over_the_group(monkeypatch):
     def all_reduce(tensor, op, group, async_op):
         assert not async_op
         calls.append((tensor.clone(), op, group))
-        tensor.copy_(torch.maximum(tensor, torch.tensor([1.0, 14.0, 1.0])))  # the other rank's
+        tensor.copy_(torch.maximum(tensor, torch.tensor([1.0, 14.0, 1.0])))  # the other rank's amax
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     state = delayed(slots=3)
@@ -183,12 +183,12 @@ def test_one_reduction_of_every_slot_over_the_group(monkeypatch):
     (sent, op, group), *more = calls
     assert not more
     assert (op, group) == (dist.ReduceOp.MAX, "the group")
-    assert sent.tolist() == [7.0, 7.0, INF]  # a NaN that a reduction could drop on one rank only is not sent
+    assert sent.tolist() == [7.0, 7.0, INF]  # NaN is sent as infinity: a reduction could drop it on one rank only
     assert state.scale.tolist() == [64.0, 32.0, 1.0]
 
 
 def test_nothing_is_read_by_the_host():
-    with FakeTensorMode():  # raises where a value would have to be known
+    with FakeTensorMode():  # raises if code reads a value
         state = delayed(algo="max")
         for _ in range(2):
             state.record(0, reference.amax(torch.ones(3, 3)))
@@ -205,9 +205,9 @@ def test_state_round_trip_continues_bit_for_bit(algo):
     for row in amaxes[:5]:
         step(straight, *row), step(saved, *row)
     history, scale, warm = saved.amax_history, saved.scale, saved.warm
-    step(saved, 100.0, 100.0)  # which writes to none of them
+    step(saved, 100.0, 100.0)  # does not write to the saved tensors
     resumed = delayed(algo=algo)
-    resumed.record(0, torch.tensor(1000.0))  # of a step that is not gone on with
+    resumed.record(0, torch.tensor(1000.0))  # belongs to a step that `load` abandons
     resumed.load(history, scale, warm)
     assert resumed.warm is True
     assert [float(resumed.slot_scale_inv(i)) for i in range(2)] == straight.scale.reciprocal().tolist()

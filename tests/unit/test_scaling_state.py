@@ -1,4 +1,4 @@
-"""Delayed scaling's history and scales through a checkpoint, by Megatron's own writer and reader."""
+"""Delayed scaling's history and scales in a checkpoint that Megatron writes and reads."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ __all__ = ["one_rank"]
 
 
 def linears(history_len: int):
-    """(the scaling of two linears, what stands for their weights)."""
+    """(the scaling of two linears, stand-ins for their weights)."""
     scaling = DelayedScaling([E4M3, E5M2] * 2, history_len, "max", 0, "cpu")
     casts = [SimpleNamespace(scaling=scaling, slots=slots) for slots in ((0, 1), (2, 3))]
     of = SimpleNamespace(replica=(0, 0, 0))

@@ -1,4 +1,4 @@
-"""ops.count_cast against counting one number at a time, from the formats' definition."""
+"""ops.count_cast against a count of one number at a time, from the formats' definition."""
 
 import math
 
@@ -23,7 +23,7 @@ def fresh_random_data():
 def direct_counts(x, fmt, scale):
     """Overflows and underflows of a cast to nearest, one Python float at a time, from the format's definition."""
     overflows = underflows = 0
-    products = (x.float() * scale).abs().flatten().tolist()  # in float32, as a cast is defined: a tie may hang on it
+    products = (x.float() * scale).abs().flatten().tolist()  # in float32, like the cast: it may decide a tie
     for value, size in zip(x.flatten().tolist(), products, strict=True):
         overflows += math.isfinite(value) and abs(value) * scale > fmt.max * (1 + 2**-20)
         underflows += value != 0 and size <= fmt.smallest_subnormal / 2  # a tie goes to zero, which is even
@@ -49,7 +49,7 @@ def test_of_one_scale(fmt, dtype, shape):
     if x.numel() > len(edges + bad):
         x.view(-1)[: len(edges)] = torch.tensor(edges).to(dtype)
     for values in (x, x.mT if x.dim() > 1 else x[::3]):
-        for scale in (1.0, 2.0**-3, 2.0**5):  # exact, so that the definition needs no rounding
+        for scale in (1.0, 2.0**-3, 2.0**5):  # powers of two, so that the product is exact
             payload = reference.quantize(values, fmt, torch.tensor(scale))
             counts, extremes = counted(values, payload, torch.tensor(1 / scale))
             assert counts == [values.numel(), *direct_counts(values, fmt, scale)]
@@ -84,11 +84,11 @@ def test_of_blocks():
     scales = block_scales(blocks.exponents)
     small = x.double() <= E4M3.smallest_subnormal / 2 * scales[:, None].double()
     underflows = int((small & (x != 0)).sum())
-    assert underflows > 2 * BLOCK  # blocks 6 and 7 lost nearly all
+    assert underflows > 2 * BLOCK  # blocks 6 and 7 lost nearly all elements
     counts, extremes = counted(x.flatten(), blocks.payload, scales)
     assert counts == [x.numel(), 0, underflows]
     assert math.isnan(extremes[0]) and extremes[1:] == [2.0**120, -min(s for s in scales.tolist() if s > 2.0**-127)]
-    # With scales half as large, what lies beyond 448 * scale / 2 would have been clipped.
+    # With scales half as large, values beyond 448 * scale / 2 would have been clipped.
     beyond = (x.double() > 448 * scales[:, None].double() / 2 * (1 + 2**-20)) & x.isfinite()
     assert counted(x.flatten(), blocks.payload, scales / 2)[0][1] == beyond.sum() > 0
 

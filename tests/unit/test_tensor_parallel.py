@@ -1,6 +1,6 @@
-"""Tensor-parallel traffic in real gloo groups of 2 and 4 processes: sums, linears, what hides behind what.
+"""Tensor parallelism in real gloo groups of 2 and 4 processes: sums, linears, and overlap of collectives and GEMMs.
 
-One group of processes a size does everything once (`work`) and saves what each rank got; the tests look at it.
+For each size, one group of processes does everything once (`work`) and saves each rank's results for the tests.
 """
 
 import itertools
@@ -22,12 +22,12 @@ from megatron_fp8.layers.parcel import Parcel, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 
-SHAPES = {"blocks": (8, 4, 512), "odd": (4, 3, 50)}  # (s, b, h) of a sum, of which a rank of 4 has 4096 or 150 elements
+SHAPES = {"blocks": (8, 4, 512), "odd": (4, 3, 50)}  # (s, b, h) of a sum; one of 4 ranks has 4096 or 150 elements
 POISONS = ("nan", "inf")
 
 
 def part(shape, rank: int) -> torch.Tensor:
-    """What a rank has of a sum."""
+    """A rank's contribution to a sum."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
 
@@ -68,7 +68,7 @@ def sums(rank: int) -> dict:
     return found
 
 
-# Of -1, 0 and 1, with 16 terms a rank: each sum of a rank is exact in E4M3, so that every way gives the same bits.
+# Values of -1, 0 and 1, with 16 terms a rank: each rank's sums are exact in E4M3, so every layout gives the same bits.
 TERMS, OUT, B = 16, 32, 2
 
 
@@ -99,7 +99,7 @@ _alone = None
 
 
 def prepared(rank, ranks, kind, sequence, gather, how):
-    """The rank's x and dy, and a function that makes y of x."""
+    """The rank's x and dy, and a function that computes y from x."""
     global _alone
     _alone = _alone or a_rank_alone()
     x, w, dy = whole_problem(ranks, kind)
@@ -148,7 +148,7 @@ class Handle:
 
 
 def order(rank, ranks):
-    """What starts and what is waited for, of a column-parallel and a row-parallel linear, forward and backward."""
+    """The order of starts and waits for a column-parallel and a row-parallel linear, forward and backward."""
     found = {}
     names = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "sum", "all_to_all_single": "sum"}
     originals = {name: getattr(dist, name) for name in names}
@@ -196,13 +196,13 @@ def run(request, tmp_path_factory):
 
 
 def in_fp8(x: torch.Tensor) -> torch.Tensor:
-    """x as it arrives from another rank, of whole blocks or padded."""
+    """x after it was sent by another rank in FP8, in whole blocks or padded."""
     flat = torch.nn.functional.pad(x.float().flatten(), (0, -x.numel() % 128))
     return in_blocks(flat)[: x.numel()].float().nan_to_num(0.0)  # a block of zeros has no exponent
 
 
 def own_sum(shape, ranks: int, rank: int) -> torch.Tensor:
-    """A rank's part in FP32: its own, and the others' in their order."""
+    """A rank's part of the sum in FP32: its own contribution, then the others' in rank order."""
     rows = [part(shape, r).view(ranks, -1)[rank] for r in range(ranks)]
     total = rows[rank].float()
     for r in range(ranks):
@@ -251,7 +251,7 @@ def test_an_early_sum_reads_its_own_part_late(run):
 
 
 def test_bytes_of_a_sum(run):
-    """2 bytes an element in BF16, 1 + 1/128 in FP8, of the parts that leave; twice that where all get all of it."""
+    """2 bytes an element in BF16, 1 + 1/128 in FP8, for the parts sent; twice that if all ranks get the whole sum."""
     s, b, h = SHAPES["blocks"]
     leaving = s * b * h * (run.ranks - 1) // run.ranks
     for found in run.found:
@@ -299,7 +299,7 @@ def test_every_way_gives_the_bits_of_one_process(run):
 
 
 def test_what_a_linear_sends(run):
-    """Gathers: x forward and backward, or dy; sums: y, or dx. Half of BF16's bytes, and a 128th, with all in FP8."""
+    """Gathers of x (forward and backward) or dy, sums of y or dx. All in FP8 takes half of BF16's bytes, and a 128th."""
     tokens = 8 * run.ranks * B
     share = (run.ranks - 1) / run.ranks
     for found in run.found:
@@ -322,7 +322,7 @@ def test_what_a_linear_sends(run):
 @pytest.mark.parametrize("how", ["bf16", "fp8"])
 def test_what_travels_has_work_beside_it(run, how):
     for rank, found in enumerate(run.found):
-        # The own rows, and the ranks' before and after.
+        # The rank's own rows, and those of the ranks before and after it.
         others = ["GEMM"] * (1 if rank in (0, run.ranks - 1) else 2)
         column, row = found["order"]["column", how], found["order"]["row", how]
         assert column == [

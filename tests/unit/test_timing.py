@@ -1,4 +1,4 @@
-"""gemm/timing.py: who runs when, and how long, by a stand-in for the events."""
+"""gemm/timing.py: the order and the length of the calls' turns, with a stand-in for CUDA events."""
 
 import pytest
 
@@ -15,7 +15,7 @@ class Time:
 
 @pytest.fixture
 def ran(monkeypatch) -> list[tuple[str, int]]:
-    """(who, how often) of every launch, by a GPU that has rested before the first and slows down with each."""
+    """(name, number of runs) of every launch, on a GPU that was idle before the first and slows down with each."""
     order, now = [], [0.0]
 
     def launch(call, count):
@@ -37,10 +37,10 @@ CALLS = {"a": lambda: "A", "b": lambda: "B"}
 def test_a_gpu_that_slows_down_is_fair_to_all(ran):
     found = timing.in_turns(CALLS, 4)
     assert "".join(who for who, _ in ran) == "ABBAABBA" and {count for _, count in ran} == {1}
-    assert found == {"a": 4.5, "b": 4.5}  # of 0.5, 4, 5, 8; and 2, 3, 6, 7
+    assert found == {"a": 4.5, "b": 4.5}  # medians of 0.5, 4, 5, 8 and of 2, 3, 6, 7
 
 
 def test_under_load_nobody_meets_a_gpu_that_has_rested(ran):
     found = timing.under_load(CALLS, {"a": 1.0, "b": 50.0, "c": 1.0})
     assert ran == [("A", 150), ("A", 150), ("B", 3), ("B", 3), ("A", 150)]
-    assert found == {"a": 3.5, "b": 3.5}  # of 2 and 5; of 3 and 4
+    assert found == {"a": 3.5, "b": 3.5}  # means of 2, 5 and of 3, 4

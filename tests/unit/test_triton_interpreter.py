@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: each file of tests/gpu that asks whether it is INTERPRETED (interpreter.py)."""
+"""Runs kernel tests of tests/gpu on a CPU, in Triton's interpreter: the files that use INTERPRETED (interpreter.py)."""
 
 import json
 import os

@@ -1,11 +1,12 @@
-"""Bytes on the wire for the models of FP8-LM's Table 1: our collectives, counted, against its Table 5.
+"""Bytes on the wire for the models of FP8-LM's Table 1: the count of our collectives against the paper's Table 5.
 
-The collectives run in torch's fake process group, which sends nothing, over tensors on the meta device, which have
-no memory: so one process counts what a rank of 32 sends for 7 billion weights.  Per GPU and step the paper has
+The collectives run in torch's fake process group, which sends nothing, on tensors of the meta device, which have no
+memory. So one process can count the bytes that one of 32 ranks sends for 7 billion weights. In the paper, a GPU sends
+in a step
 
     (W / (TP PP) * b + 2 V h / TP * 6) * (DP - 1) / DP  bytes,   W = 12 h^2 L,  b = 6 for BF16,  b = 2 for FP8
 
-b being the gradient (4, or 1) and the weight (2, or 1); embedding and head stay at 6.
+b is the bytes of the gradient (4, or 1) plus those of the weight (2, or 1). Embedding and head stay at 6.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ GIB, VOCABULARY = 2**30, 50_304
 
 @dataclass(frozen=True)
 class Model:
-    """tp_bf16, tp_fp8: GiB of activations of a micro-batch of `mbs`, Table 7."""
+    """tp_bf16, tp_fp8: GiB of activations for a micro-batch of `mbs`, from Table 7."""
 
     hidden: int
     layers: int
@@ -40,22 +41,22 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Of a rank's linears."""
+        """The number of weights in a rank's linears."""
         return 12 * self.hidden**2 * self.layers // (self.tp * self.pp)
 
     @property
     def embeddings(self) -> float:
-        """Bytes a rank sends for the embedding or the head, or both: the paper's term."""
+        """Bytes that a rank sends for the embedding and the head: the paper's term."""
         return 2 * VOCABULARY * self.hidden / self.tp * 6 * (self.dp - 1) / self.dp
 
     @property
     def sent(self) -> float:
-        """Bytes that leave a rank for each byte of its weights."""
+        """Bytes that a rank sends for each byte of its weights."""
         return self.weights * (self.dp - 1) / self.dp
 
     @property
     def group(self) -> FakeProcessGroup:
-        """Of data parallelism."""
+        """The data-parallel group."""
         return FakeProcessGroup._create_internal(1, self.dp)
 
 
@@ -84,12 +85,12 @@ def reduced_in_blocks(model) -> int:
 
 
 def reduced_with_a_shared_scale(model) -> int:
-    """In one piece for each linear of a rank: qkv, proj, fc1 and fc2 of every layer."""
+    """Bytes sent if each linear of a rank is a tensor: qkv, proj, fc1 and fc2 of every layer."""
     share, layers = model.hidden**2 // model.tp, model.layers // model.pp
     sizes = [part * share for part in (3, 1, 4, 4)] * layers
     assert sum(sizes) == model.weights
     shared = SharedScale(ScalingRule(), sizes, model.group, model.group, True, "meta")
-    for first in range(0, len(sizes), 4):  # a layer a bucket
+    for first in range(0, len(sizes), 4):  # one layer in a bucket
         ends = torch.tensor(sizes[first : first + 4]).cumsum(0).tolist()
         spans = [(end - sizes[first + i], end, first + i) for i, end in enumerate(ends)]
         wire.Flight(shared.reduce(on_meta(ends[-1], torch.bfloat16), spans)).land()
@@ -114,7 +115,7 @@ def test_a_shared_scale_costs_a_byte_and_its_scales_next_to_nothing(model):
 
 
 def test_the_papers_volume_of_fp8(model):
-    """With FP8 gradients, and weights gathered in one byte (not yet: the next test)."""
+    """FP8 gradients, and weights gathered in one byte. At O1 they take two: see test_o1_gathers_weights_in_bf16."""
     total = reduced_with_a_shared_scale(model) + gathered(model, torch.uint8) + model.embeddings
     formula = (model.weights * 2 + 2 * VOCABULARY * model.hidden / model.tp * 6) * (model.dp - 1) / model.dp
     assert total == pytest.approx(formula, rel=1e-12)
@@ -122,14 +123,14 @@ def test_the_papers_volume_of_fp8(model):
 
 
 def test_the_papers_volume_of_bf16(model):
-    """FP32 gradients and BF16 weights, as `--fp8-grad-reduce fp32` sends them."""
+    """FP32 gradients and BF16 weights, with `--fp8-grad-reduce fp32`."""
     wire.Flight(reduce_fp32(on_meta(model.weights, torch.float32), model.group, True)).land()
     total = wire.sent_bytes.pop("grad_reduce") + gathered(model, torch.bfloat16) + model.embeddings
     assert total / GIB == pytest.approx(model.bf16, abs=0.1)
 
 
 def test_o1_gathers_weights_in_bf16(model):
-    """3 + 1/128 bytes a weight instead of 6: the gradients' three are saved, the weights' one is not yet."""
+    """3 + 1/128 bytes a weight instead of 6: FP8 gradients save three, and BF16 weights save nothing."""
     gradients, weights = reduced_in_blocks(model), gathered(model, torch.bfloat16)
     assert (gradients + weights) / model.sent == pytest.approx(3 + 1 / 128, rel=1e-12)
     o1 = (gradients + weights + model.embeddings) / GIB
@@ -143,7 +144,7 @@ SEQUENCE = 2048
 
 
 def activations(model, gathers_fp8: bool, forward_fp8: bool, backward_fp8: bool) -> tuple[float, float]:
-    """GiB that a rank's column-parallel linears send for a micro-batch, and its row-parallel ones."""
+    """GiB that a rank sends for a micro-batch: (for its column-parallel linears, for its row-parallel ones)."""
     group = FakeProcessGroup._create_internal(0, model.tp)
     rows, layers = SEQUENCE * model.mbs, model.layers // model.pp
     own = torch.empty(
@@ -163,7 +164,7 @@ def activations(model, gathers_fp8: bool, forward_fp8: bool, backward_fp8: bool)
 
 @pytest.mark.parametrize("name", ["13B", "175B"])
 def test_activations_are_the_formulas(name):
-    """The paper counts the column-parallel linears' three collectives; the row-parallel ones' two are on top."""
+    """The paper counts only the column-parallel linears' three collectives; the row-parallel ones have two more."""
     wire.sent_bytes.clear()
     model = MODELS[name]
     once = 2 * model.layers // model.pp * (model.tp - 1) * SEQUENCE * model.mbs * model.hidden / model.tp / GIB
@@ -173,4 +174,4 @@ def test_activations_are_the_formulas(name):
     assert activations(model, True, False, True) == ((3 + 1 / 128) * once, 3 * once)
     column, row = activations(model, True, True, True)
     assert (column, row) == ((3 + 1 / 128) * once, (2 + 1 / 128) * once)
-    assert column + row == (bf16 * 5 / 3) * (1 / 2 + 1 / 640)  # half, and a 128th of the two sums in ten
+    assert column + row == (bf16 * 5 / 3) * (1 / 2 + 1 / 640)  # 5 of 10 bytes, and 1/128 more for each of the two sums
