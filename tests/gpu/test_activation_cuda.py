@@ -1,4 +1,4 @@
-"""The fused activations and quantize_bias_grad on CUDA: against float64, and casts against the oracle's cast.
+"""The fused activations and quantize_bias_grad on CUDA: against float64, and casts against the reference's cast.
 
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
@@ -38,13 +38,13 @@ def name(x) -> str:
 SHAPES = [(1, 1), (66, 130), (132, 144)]
 if not INTERPRETED:
     SHAPES += [(3, 5), (16, 16), (64, 128), (127, 129), (70, 8), (2, 300), (333, 1000)]
-# Each kind once at a shape that all vectors divide; every shape, and no bias, with one kind, or with a gated one.
+# Each kind at one shape that all vector widths divide; every shape, and no bias, with one plain and one gated kind.
 CASES = [pytest.param(kind, True, (48, 144), marks=pytest.mark.smoke) for kind in KINDS]
 CASES += [("gelu", True, shape) for shape in SHAPES]
 CASES += [("swiglu", False, shape) for shape in [(66, 130), *SHAPES[-1:]]]
 cases = pytest.mark.parametrize(("kind", "with_bias", "shape"), CASES, ids=str)
-OPTIONS = ("gelu", "swiglu")  # the kinds of which each choice of outputs is asked: it is not the kind's affair
-# The kernels' float32 values err by at most RELATIVE * |value| + ABSOLUTE * what the function is multiplied by.
+OPTIONS = ("gelu", "swiglu")  # kinds for tests of each choice of outputs, which does not depend on the kind
+# The kernels' float32 values err by at most RELATIVE * |value| + ABSOLUTE * (the function's factor).
 RELATIVE, ABSOLUTE = 2**-17, 2**-19
 
 
@@ -66,7 +66,7 @@ def put(x):
 
 
 def exact(dy, h, kind, bias):
-    """In float64: act, dh, and what each may err by."""
+    """(act, its error bound, dh, its error bound) in float64."""
     x = h.double() if bias is None else h.double() + bias.double()
     one, two = x.chunk(2, -1) if kind in GATED else (x, torch.ones_like(x))
     one.requires_grad_()
@@ -81,16 +81,16 @@ def exact(dy, h, kind, bias):
 
 
 def close(got, expected, error, rounding=0.0) -> bool:
-    """`rounding`: the relative error of got's type.
+    """Whether |got - expected| <= error, plus `rounding`, the relative error of got's type.
 
-    Of sums over rows too, whose order is of the kernel's layout, which depends on the outputs that are asked for:
-    only the same call gives the same bits (test_the_same_bits_each_time).
+    Also for sums over rows. Their order depends on the kernel's layout, and so on the choice of outputs: only the same
+    call gives the same bits (test_the_same_bits_each_time).
     """
     return bool(((got.cpu().double() - expected).abs() <= error + rounding * (expected.abs() + error)).all())
 
 
 def cast_of_nearly(payload, x, error, fmt, scale) -> bool:
-    """Whether payload is the cast of values that are within `error` of x, float64."""
+    """Whether payload is the cast of values within `error` of x (float64)."""
     low, high = (reference.quantize(v.float(), fmt, torch.tensor(scale)).double() for v in (x - error, x + error))
     got = payload.cpu().double()
     return payload.shape == x.shape and bool(((low <= got) & (got <= high)).all())
@@ -154,9 +154,9 @@ def test_the_other_format(kind):
 
 @kinds
 def test_every_bfloat16(kind):
-    """All finite patterns, as float32, so that the result is not rounded."""
+    """All finite bfloat16, as float32, so that the result is not rounded."""
     h = torch.arange(1 << 16).to(torch.int32).to(torch.uint16).view(torch.bfloat16).float()
-    # Beyond, x^2 overflows; in stock's formulas too.
+    # Beyond this, x^2 overflows, also in stock's formulas.
     h = h[h.abs() < 1e18]
     h = torch.cat([h, h.new_zeros(-len(h) % 128)]).view(-1, 128)
     if kind in GATED:
@@ -165,7 +165,7 @@ def test_every_bfloat16(kind):
     y, dh, error, error_back = exact(dy, h, kind, None)
     value, slope = activation.activate(put(h), kind), activation.activate_backward(put(dy), put(h), kind)
     assert close(value, y, error + 1e-37) and close(slope, dh, error_back + 1e-37)
-    if kind == "gelu":  # the module's own promise
+    if kind == "gelu":  # the bound stated in ops/triton/activation.py
         inside = h.abs() < 8
         assert (value.cpu().double() - y)[inside].abs().max() < 1.6e-6
         assert (slope.cpu().double() - dh)[inside].abs().max() < 1.6e-6
@@ -175,7 +175,7 @@ def test_every_bfloat16(kind):
     ("kind", "fmt"), [(kind, E4M3) for kind in KINDS] + [("gelu", E5M2), ("swiglu", E5M2)], ids=name
 )
 def test_the_non_finite_stays_visible(kind, fmt):
-    """Where the oracle says that a value is no number, the kernel does, in its payload, its columns and amax."""
+    """If the reference gives NaN or infinity, the kernel does too, in its payload, its columns and amax."""
     wide = 2 if kind in GATED else 1
     h, dy = torch.randn(7, 4 * wide).bfloat16(), torch.randn(7, 4).bfloat16()
     for place, bad in enumerate((INF, -INF, NAN)):
@@ -213,7 +213,7 @@ def same_blocks(a: RowBlocks, b: RowBlocks) -> bool:
 
 
 def kept_of(h, kind, bias) -> tuple[RowBlocks, RowBlocks]:
-    """What the cast keeps of h + bias, as the uncast form does too, and what the reference keeps."""
+    """(the blocks of h + bias that the cast keeps, those of the reference). The form without a cast keeps the same."""
     expected = blocks_for(h, kind)
     reference_activation.activate(h, kind, bias, expected)
     kept, again = blocks_for(put(h), kind), blocks_for(put(h), kind)
@@ -233,7 +233,7 @@ def kept_of(h, kind, bias) -> tuple[RowBlocks, RowBlocks]:
     ids=str,
 )
 def test_what_is_kept_in_blocks(kind, with_bias, shape):
-    """The blocks have the reference's bytes; what is made of them again is that of the values in them."""
+    """The kept blocks have the reference's bytes. Results computed from them are those of their values."""
     dy, h, bias = data(kind, with_bias, *shape)
     kept, expected = kept_of(h, kind, bias)
     assert same_blocks(kept, expected)
@@ -283,7 +283,7 @@ def test_quantize_bias_grad(shape, dtype, fmt):
 
 
 def test_strides_and_offsets():
-    """A transposed h, and one at an address that 16-byte vectors do not divide."""
+    """A transposed h, and one at an address that is no multiple of 16 bytes."""
     dy, h, _ = data("swiglu", False, 68, 50)
     _, dh, _, error = exact(dy, h, "swiglu", None)
     scale = put(torch.tensor(3.0))
@@ -300,7 +300,7 @@ def test_strides_and_offsets():
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_however_many_tiles_a_program_takes(kind, monkeypatch):
-    """The same numbers, and the same sums but for their order."""
+    """The same numbers, and the same sums except for their order."""
     dy, h, bias = data(kind, True, 555, 200)
     _, dh, _, error = exact(dy, h, kind, bias)
     made = []
@@ -336,7 +336,7 @@ def test_the_same_bits_each_time(kind):
 @pytest.mark.skipif(INTERPRETED, reason="too large to interpret")
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_beyond_32_bit_offsets(kind):
-    """More than 2^31 elements: the last rows are those of the same rows alone."""
+    """With more than 2^31 elements, the last rows are right: the same as of these rows alone."""
     rows, wide = 66_000, 32_768
     h = torch.empty(rows, wide, dtype=torch.bfloat16, device=DEVICE)
     h[: rows - 64], h[rows - 64 :] = 0.5, torch.randn(64, wide, dtype=torch.bfloat16, device=DEVICE)

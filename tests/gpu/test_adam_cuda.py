@@ -1,5 +1,7 @@
-"""ops.adam.adam_step on CUDA against reference_adam.py on the CPU, for every combination of formats: averages bit for
-bit, the update within its bound of float64, and what is stored of the stepped master bit for bit again.
+"""ops.adam.adam_step on CUDA against reference_adam.py on the CPU, for every combination of formats.
+
+The averages agree bit for bit. The update is within its bound of float64. The stored forms of the new master agree bit
+for bit again.
 
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
@@ -47,14 +49,14 @@ def fresh_random_data():
 
 
 def stored(x: torch.Tensor, kind):
-    """x as a state of that kind."""
+    """x, stored as a state of that kind."""
     if kind is BlockScaled:
         return reference.quantize_blocks(x)
     return quantize_block16(x) if kind is Block16 else x.to(kind)
 
 
 def states(n: int, m, v, master, weight, scale: float = 2.0**7) -> list:
-    """Random exp_avg, exp_avg_sq, master and weight of those kinds, on the CPU, blocks of many magnitudes."""
+    """Random exp_avg, exp_avg_sq, master and weight of those kinds, on the CPU, with blocks of many magnitudes."""
     magnitude = 10 ** (1.5 * torch.randn(n // BLOCK, 1)).repeat_interleave(BLOCK)
     averages = magnitude * torch.randn(n), (magnitude * torch.randn(n)) ** 2
     root = averages[1].sqrt() if v is BlockScaled else averages[1]
@@ -73,12 +75,12 @@ def to_device(state):
     if isinstance(state, torch.Tensor):
         return state.clone().to(DEVICE)
     if isinstance(state, tuple):
-        return tuple(part.to(DEVICE) for part in state)  # not copied: its strides stay
+        return tuple(part.to(DEVICE) for part in state)  # keeps the strides
     return type(state)(**{name: to_device(part) for name, part in vars(state).items() if part is not None})
 
 
 def to_view(state, n: int):
-    """Its first n elements, in place."""
+    """A view of the state's first n elements."""
     if isinstance(state, torch.Tensor):
         return state[:n]
     return ScaledTensor(state.payload[:n], state.scale_inv) if isinstance(state, ScaledTensor) else state.part(0, n)
@@ -89,7 +91,7 @@ def parts(state) -> list[torch.Tensor]:
 
 
 def step(gradient, state, hyper, grad_scale, weight_scale, largest) -> torch.Tensor:
-    """adam_step on the device; its amax_out, `largest` before."""
+    """Run adam_step on the device; returns its amax_out, which was `largest` before."""
     amax_out = torch.tensor(largest, device=DEVICE)
     scales = [torch.tensor(scale, device=DEVICE) for scale in (grad_scale, weight_scale)]
     adam_step(to_device(gradient), *state, hyper, *scales, amax_out)
@@ -97,7 +99,7 @@ def step(gradient, state, hyper, grad_scale, weight_scale, largest) -> torch.Ten
 
 
 def check_update(w, gradient, state, hyper, grad_scale) -> None:
-    """w (n,), the kernel's new FP32 masters, against float64 from the reference's new averages."""
+    """Check w (n,), the kernel's new FP32 masters, against a float64 update with the reference's new averages."""
     before = read_master(*state[2:])
     m, v = (read_state(part).clone() for part in state[:2])
     v = v * v if isinstance(state[1], BlockScaled) else v
@@ -115,13 +117,13 @@ def check_update(w, gradient, state, hyper, grad_scale) -> None:
 
 
 def check(gradient, state, hyper=HYPER, grad_scale=0.37, weight_scale=2.0**6) -> list:
-    """A step of both from the same state; returns the new state, on the CPU."""
+    """Check a step of the kernel and of the reference from the same state; returns the new state, on the CPU."""
     expected, got = [copy.deepcopy(part) for part in state], [to_device(part) for part in state]
     arguments = (hyper, grad_scale, weight_scale, 0.5)
     largest = step(gradient, got, *arguments)
     if isinstance(w := got[2], torch.Tensor) and w.dtype == FP32:
         w = w.cpu()
-    else:  # the masters before they are stored: what a kernel with FP32 masters makes of the same state
+    else:  # masters before they are stored: those of a kernel with FP32 masters, from the same state
         w = to_device(read_master(*state[2:]))
         step(gradient, [*map(to_device, state[:2]), w, w.bfloat16()], *arguments)
         w = w.cpu()
@@ -141,7 +143,7 @@ def check(gradient, state, hyper=HYPER, grad_scale=0.37, weight_scale=2.0**6) ->
     ("m", "v", "master"), [(FP32, FP32, FP32), (BlockScaled, Block16, INT16), (BF16, BlockScaled, Block16)]
 )
 def test_a_damaged_state_shows_in_amax(m, v, master, weight):
-    """One element of many; a remainder is always finite."""
+    """One element among many is damaged. (A remainder is always finite.)"""
     n = 3 * BLOCK
     for damaged, value in itertools.product(range(3), (NAN, INF)):
         state = states(n, m, v, master, weight)
@@ -159,7 +161,7 @@ def test_a_damaged_state_shows_in_amax(m, v, master, weight):
 @formats
 def test_every_combination_of_formats(m, v, master, weight):
     n = 3 * BLOCK
-    decoupled = bool(FORMATS.index((m, v, master, weight)) // 2 % 2)  # every master with every weight has both
+    decoupled = bool(FORMATS.index((m, v, master, weight)) // 2 % 2)  # each pair of master and weight occurs with both
     hyper = AdamHyper(3e-3, 0.9, 0.95, 1e-8, 0.1, 5, decoupled)
     before = states(n, m, v, master, weight)
     after = check(torch.randn(n), before, hyper)
@@ -173,7 +175,7 @@ def test_sizes(weight, blocks, dtype):
     n = blocks * BLOCK
     state = states(n, BlockScaled, Block16, INT16, weight)
     for t in (1, 1000):
-        hyper = AdamHyper(1e-4, 0.9, 0.999, 0, 0, t)  # eps = 0: where there are no elements, 0 / 0
+        hyper = AdamHyper(1e-4, 0.9, 0.999, 0, 0, t)  # eps = 0: in masked lanes, 0 / 0
         state = check(torch.randn(n).to(dtype), state, hyper, weight_scale=2.0**7)
 
 
@@ -196,7 +198,7 @@ def test_what_lies_behind_the_end_is_left_alone(kinds):
 def test_packed_gradients(weight, ranks, span):
     packed = PackedBlocks.empty(ranks, 2 * SHARD_UNIT, "cpu")
     reference.quantize_blocks(torch.randn(packed.numel), out=packed)
-    packed.payload.view(torch.uint8)[:, ::5] = 0x80  # -0: a sum that starts from 0 has none
+    packed.payload.view(torch.uint8)[:, ::5] = 0x80  # -0; a sum that starts from 0 gives +0
     packed = PackedBlocks(packed.data.to(DEVICE))
     of_blocks = slice(span.start // BLOCK, span.stop and span.stop // BLOCK)
     gradient = packed.payload[:, span], packed.exponents[:, of_blocks]
@@ -221,7 +223,7 @@ def test_packed_gradients(weight, ranks, span):
 def test_edge_values(kinds):
     n = 16 * BLOCK
     special = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-130), 1e-30, 1e17, -3e38, INF, -INF, NAN])
-    all_ones = torch.tensor([2**31 - 1, -1]).to(torch.int32).view(FP32)  # of NaN's bits, whose rounding up carries
+    all_ones = torch.tensor([2**31 - 1, -1]).to(torch.int32).view(FP32)  # NaNs whose bits would carry if rounded up
     special = torch.cat([special, all_ones])
     zeros = [stored(torch.zeros(n), kind) for kind in kinds[:3]]
     w = torch.zeros(n)
@@ -246,14 +248,14 @@ def test_updates_from_averages_of_every_size(kind, eps):
     magnitude = 2.0 ** torch.linspace(-149, 127.9, n).double()
     m = (magnitude.sqrt() * torch.randn(n)).float()
     v = stored((magnitude * (0.5 + torch.rand(n) / 2)).float(), kind)
-    w = torch.randn(n) * torch.randint(2, (n,))  # where it is zero, the update is seen whole
+    w = torch.randn(n) * torch.randint(2, (n,))  # if w is zero, no rounding hides the update
     hyper = AdamHyper(1e-3, 0.9, 0.95, eps, 0.1, 2)
     check(torch.zeros(n), [m, v, w, w.bfloat16()], hyper)
 
 
 @pytest.mark.parametrize(("m", "v"), [(BlockScaled, Block16), (BlockScaled, BlockScaled)])
 def test_blocks_whose_largest_is_at_the_limit_of_a_format(m, v):
-    """Without memory m is the gradient and v its square."""
+    """With beta1 = beta2 = 0, m is the gradient and v its square."""
     limits = torch.cat([torch.linspace(440, 456, 16), torch.linspace(65470, 65540, 48).sqrt()])
     gradient = 2 * torch.rand(len(limits), BLOCK) - 1
     gradient[:, 17] = 1.0
@@ -276,7 +278,7 @@ def test_weights_of_any_bits_beside_a_remainder():
 
 
 def test_masters_at_every_boundary_of_e4m3():
-    """Without decay, gradient and averages nothing moves: the masters are encoded as they are."""
+    """Without decay, gradient and averages nothing moves: the step only encodes the masters."""
     still = dataclasses.replace(HYPER, weight_decay=0.0)
     values = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype).float()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2])
@@ -288,5 +290,5 @@ def test_masters_at_every_boundary_of_e4m3():
         for master in (points, remainder):
             state = [zeros, zeros, master, ScaledTensor(payload, torch.tensor(1.0))]
             after = check(zeros, state, still, weight_scale=scale)
-            if master is points:  # a remainder has but 19 bits of them
+            if master is points:  # a remainder keeps only 19 bits of them
                 assert same(after[3].payload, split_e4m3(points, torch.tensor(scale))[0])

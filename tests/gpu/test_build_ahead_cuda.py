@@ -1,4 +1,4 @@
-"""`megatron-fp8 build -- COMMAND` on a GPU: the job that follows has nothing to compile, nor has a second build."""
+"""`megatron-fp8 build -- COMMAND` on a GPU: afterwards neither the job nor a second build compiles anything."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def build(flags: list[str], environment: dict[str, str]) -> tuple[int, int]:
 
 
 def kernels(cache: Path) -> set[str]:
-    """The folders of compiled kernels, which have their hashes for names."""
+    """The folders of compiled kernels; their names are the kernels' hashes."""
     return {file.parent.name for file in cache.rglob("*.cubin")}
 
 

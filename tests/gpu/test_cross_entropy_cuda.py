@@ -1,4 +1,4 @@
-"""The cross-entropy kernels on CUDA against reference_cross_entropy.py on the CPU, and the loss of a layer with them.
+"""The cross-entropy kernels on CUDA against reference_cross_entropy.py on the CPU, and the loss that uses them.
 
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
@@ -21,7 +21,7 @@ INF, NAN = torch.inf, torch.nan
 # A statistics program takes 4 * 1024 columns at a time, a gradient program 2048.
 COLUMNS = [(columns, torch.bfloat16) for columns in (1, 7, 1024, 2048, 2049, 4095, 4096, 4097, 6288, 9001)]
 COLUMNS += [(columns, dtype) for columns in (7, 4097, 6288) for dtype in (torch.float16, torch.float32)]
-# Relative: at a tie a last bit decides between neighbours.
+# Relative error of a type: a last bit may decide a tie between neighbours.
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 0.0}
 
 
@@ -33,7 +33,8 @@ def fresh_random_data():
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0, smallest: float = 0.0) -> bool:
-    """What ops/triton/cross_entropy.py promises, and a rounding; the same NaNs and infinities."""
+    """Whether `got` is within the error that ops/triton/cross_entropy.py states, plus a rounding; NaNs and infinities
+    must be the same."""
     assert got.dtype == expected.dtype and got.shape == expected.shape
     a, b = got.cpu().double(), expected.cpu().double()
     return torch.allclose(a, b, rtol=1e-5 + rounding, atol=1e-6 + smallest, equal_nan=True)
@@ -42,7 +43,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0, smal
 def check(
     logits: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor, first: int = 0, layout: str = "plain"
 ) -> torch.Tensor:
-    """Compares all three, the gradient into new memory and in place; returns the loss, were there no other shard."""
+    """Compare all three operations, the gradient in new memory and in place; return the loss of this shard alone."""
     columns = logits.shape[1]
     statistics = reference.cross_entropy_statistics(logits, target, first)
     loss, normalizer = reference.cross_entropy_loss(statistics[None], target, first + columns)
@@ -51,7 +52,7 @@ def check(
 
     x, t = put(logits, layout), put(target)
     got = kernels.cross_entropy_statistics(x, t, first)
-    finite = statistics[1].isfinite()  # elsewhere the maximum is any number: a GPU's drops a NaN, and the sum keeps it
+    finite = statistics[1].isfinite()  # for NaN rows the maximum is arbitrary: a GPU's drops NaN, but the sum keeps it
     assert same(got[0].cpu()[finite], statistics[0][finite]) and close(got[1], statistics[1])
     assert same(got[2], statistics[2])
     got_loss, got_normalizer = kernels.cross_entropy_loss(put(statistics)[None], t, first + columns)
@@ -62,7 +63,7 @@ def check(
     given = got_normalizer, put(dloss)
     out = torch.full_like(x, 77.0)
     kernels.cross_entropy_gradient(x, t, first, *given, out)
-    # Relative to the larger of the value and dloss, which a difference of 1 and a probability is made of.
+    # Relative to the larger of the value and dloss: (probability - 1) * dloss has dloss's rounding error.
     smallest = 2.0**-24 if logits.dtype == torch.float16 else 1e-30
     assert close(out, expected, ROUNDING[logits.dtype], smallest + 1e-6 * dloss.nan_to_num().abs().max().item())
     assert same(x, logits)
@@ -95,7 +96,7 @@ def test_an_offset_that_rules_out_wide_loads(dtype):
 @pytest.mark.parametrize("first", [0, pytest.param(3000, marks=pytest.mark.smoke), 1 << 18])
 def test_a_shard(first):
     logits, target, dloss = example(12, 3000, torch.bfloat16)
-    target += first + 3000 * (torch.arange(12) % 3 - 1)  # below, inside, above
+    target += first + 3000 * (torch.arange(12) % 3 - 1)  # below, inside and above the shard
     target[0], target[1], target[2] = -1, -100, first + 2999
     check(logits, target, dloss, first)
 
@@ -105,11 +106,11 @@ def test_a_shard(first):
 def test_extremes(dtype, columns):
     logits, target, dloss = torch.zeros(14, columns).to(dtype), torch.full((14,), 3), torch.rand(14) + 0.1
     big = torch.finfo(dtype).max
-    logits[0, 3], logits[1, 4] = 200.0, 200.0  # certain, and right; certain, and wrong
+    logits[0, 3], logits[1, 4] = 200.0, 200.0  # certain and right; certain and wrong
     logits[2], logits[3] = big, -big
     logits[4, 5:], logits[5, 3], logits[6, 5], logits[7], logits[8, 9] = -INF, -INF, INF, -INF, NAN
     logits[9], logits[10, columns - 1], target[10] = NAN, 50.0, columns - 1
-    logits[11, :-1] = -INF  # the last column alone
+    logits[11, :-1] = -INF  # only the last column is finite
     target[11] = columns - 1
     logits[12, 3] = NAN
     dloss[12] = 0
@@ -186,7 +187,7 @@ def group():
 
 @on_gpu_only
 def test_a_layers_loss_writes_its_logits_over_and_waits_for_nothing(group):
-    """No wait for the host, and beside the logits' own memory less than a hundredth of it."""
+    """The host does not wait, and the loss takes less than a hundredth of the logits' memory."""
     from megatron_fp8.layers.cross_entropy import cross_entropy
 
     x, w = (torch.randn(*shape, 64, device=DEVICE).bfloat16() for shape in ((512, 4), (50_304,)))

@@ -1,4 +1,4 @@
-"""The binding of cuBLASLt on a GPU against float64, torch's own GEMM beside it; the search; CUDA graphs; streams."""
+"""The binding of cuBLASLt on a GPU: against float64 and torch's GEMM; the search; CUDA graphs; streams."""
 
 import math
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
-ROWS = 64  # of a large product that are compared
+ROWS = 64  # rows of a large product to compare
 SHAPES = {  # tokens, out, in
     "7B qkv": (8192, 12288, 4096),
     "7B proj": (8192, 4096, 4096),
@@ -70,7 +70,7 @@ def by_torch(a, b, dtype, fast=False):
 
 
 def rounded_each_time(y, rest, dtype):
-    """y and then each part added to it, in `dtype`: cuBLASLt has kernels that round the product before they add C."""
+    """y plus each part, rounded to `dtype` each time: some of cuBLASLt's kernels round the product before adding C."""
     y = y.to(dtype)
     for part in rest:
         y = (y.double() + part).to(dtype)
@@ -94,7 +94,7 @@ def test_fp8(pair, dtype, fast, bias, add):
         rest = [part.double() for part in (vector, before if add else None) if part is not None]
         expected = exact(a, b) + sum(rest)
         assert product(a, b, out, bias=vector, add=add, fast_accum=fast) is out
-        theirs = by_torch(a, b, FP32, fast).double()  # of the same accumulation
+        theirs = by_torch(a, b, FP32, fast).double()  # with the same accumulation
         once, often = (theirs + sum(rest)).to(dtype), rounded_each_time(theirs, rest, dtype)
         assert error(out, expected) <= 1.2 * max(error(once, expected), error(often, expected)) + 1e-6 < 1e-2
 
@@ -153,7 +153,7 @@ def test_a_residual_lies_apart_from_the_result(pair, dtype):
 
 
 def moved(x):
-    """The same numbers, one element past a multiple of 16 bytes."""
+    """A copy of x at an address one element past a multiple of 16 bytes."""
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x)
 
 
@@ -179,7 +179,7 @@ def test_what_is_not_finite_is_seen():
         assert out[3].isnan().all() and out[:3].isfinite().all() and out[4:].isfinite().all()
     out = torch.full((64, 64), math.nan, device=DEVICE)
     product(b, b, out)
-    assert out.isfinite().all()  # beta = 0 does not read
+    assert out.isfinite().all()  # with beta = 0, C is not read
 
 
 # BF16: stock's linears

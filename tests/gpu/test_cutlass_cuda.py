@@ -1,8 +1,9 @@
-"""Every kernel of the CUTLASS library against float64, and the backend "cutlass" in the seam.
+"""Every kernel of the CUTLASS library against float64, and the backend "cutlass" behind gemm/interface.py.
 
-Data is fresh and random. An element's error is bounded by the rounding of the result and by the tensor core's sums,
-which keep some 13 bits of the largest of the 32 products that an MMA adds: ACCUMULATOR times the sum of the products'
-magnitudes, well above what is seen and far below what a tile, a slice or a group of K that is left out would make.
+The data is random. The error of an element comes from the rounding of the result and from the tensor core's sums, which
+keep about 13 bits of the largest of the 32 products that an MMA adds. The bound for the sums is ACCUMULATOR times the
+sum of the products' magnitudes: well above the measured errors, and far below the error of a missing tile, slice or
+group of K.
 """
 
 import math
@@ -25,8 +26,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 INF, NAN = math.inf, math.nan
 ACCUMULATOR = 2.0**-9
 UNIT = {BF16: 2.0**-8, FP32: 2.0**-23}
-# (M, N, K): the least, odd multiples of 16, M of any kind, one tile, tails of every tile, few and many K tiles; and
-# of the last, more of the largest tiles than a GPU has multiprocessors, so that blocks go from one to the next.
+# (M, N, K): the smallest, odd multiples of 16, M of any kind, one tile, tails of every tile, few and many K tiles. The
+# last has more of the largest tiles than a GPU has multiprocessors, so that a block takes several tiles.
 SHAPES = [
     (16, 16, 16),
     (1, 16, 16),
@@ -58,7 +59,7 @@ def fresh_random_data():
 
 
 def scaled(m, k, dtype, scale=None):
-    """Random, rows only, with a scale that is no power of two."""
+    """A random ScaledTensor without columns, with a scale that is no power of two."""
     values = torch.randn(m, k, device="cuda") * 4
     scale_inv = torch.rand((), device="cuda") + 0.01 if scale is None else torch.tensor(scale, device="cuda")
     return ScaledTensor(values.to(dtype), scale_inv)
@@ -70,7 +71,7 @@ def put(tensor, where, value):
 
 
 def exact(a, b):
-    """The product in float64, and the sum of its terms' magnitudes."""
+    """(the product in float64, the sums of its terms' magnitudes)."""
     x, w = a.payload.double() * a.scale_inv.double(), b.payload.double() * b.scale_inv.double()
     return x @ w.t(), x.abs() @ w.abs().t()
 
@@ -82,7 +83,7 @@ def check(got, expected, magnitude):
 
 
 def guarded(m, n, dtype):
-    """(M, N) of NaN amid a buffer of ones, and a function that checks what is around it."""
+    """(an (M, N) of NaN inside a buffer of ones, a function that checks the ones around it)."""
     around = torch.ones(m * n + 256, dtype=dtype, device="cuda")
     inside = around[128 : 128 + m * n].view(m, n).fill_(NAN)
     return inside, lambda: bool((around[:128] == 1).all() and (around[128 + m * n :] == 1).all())
@@ -114,7 +115,7 @@ def test_every_kernel_at_every_tail(shape):
             choice = Choice(kernel, swizzle, order)
             print(choice, kernel.a, kernel.b, kernel.out)
             out, untouched = guarded(m, n, kernel.out)
-            check(run(choice, a, b, out), product, magnitude)  # NaN where it is not written, or where C is read
+            check(run(choice, a, b, out), product, magnitude)  # NaN if D is not written, or if C is read
             assert untouched()
         out, untouched = guarded(m, n, kernel.out)
         with_bias = product + bias.double()
@@ -128,8 +129,8 @@ def test_every_kernel_at_every_tail(shape):
 
 
 def test_promotion_is_what_its_name_says():
-    """Ones summed over a long K: exact at any accumulator. One large first product and small ones after it: the tensor
-    core's 14 bits lose the small ones, promotion keeps those of later groups."""
+    """Ones summed over a long K are exact with any accumulator. If one large product comes before small ones, the
+    tensor core's 14 bits lose the small ones; promotion keeps those of later groups."""
     k, m, n = 4096, 128, 256
     for kernel in CUTLASS.kernels:
         one = torch.ones((), device="cuda")
@@ -141,7 +142,7 @@ def test_promotion_is_what_its_name_says():
             put(a.payload, (slice(None), 0), 256.0)
             put(b.payload, (slice(None), 0), 256.0)
             lost = 65536 + k - 1 - run(Choice(kernel), a, b, out)
-            assert (lost >= 0).all() and (lost <= kernel.promote).all()  # at most the first group's
+            assert (lost >= 0).all() and (lost <= kernel.promote).all()  # at most those of the first group
 
 
 def test_what_is_not_finite_stays_where_it_is():
@@ -173,7 +174,7 @@ def test_what_is_not_finite_stays_where_it_is():
 
 
 def test_repetitions_agree_bit_for_bit():
-    """Twenty times, beside other work on another stream."""
+    """Twenty runs, with other work on another stream at the same time."""
     m, n, k = 1040, 1552, 2064
     noise = torch.randn(2048, 2048, device="cuda")
     beside = torch.cuda.Stream()
@@ -184,13 +185,13 @@ def test_repetitions_agree_bit_for_bit():
         for repetition in range(20):
             with torch.cuda.stream(beside):
                 noise.mul_(0.5).add_(1.0)
-            choice = Choice(kernel, 1 << repetition % 4, repetition % 3)  # the order of tiles is no order of sums
+            choice = Choice(kernel, 1 << repetition % 4, repetition % 3)  # the order of tiles does not change the sums
             again = run(choice, a, b, torch.full_like(added, NAN), added, bias)
             assert torch.equal(again.view(torch.uint8), first.view(torch.uint8)), (kernel, repetition)
 
 
 def test_it_runs_on_the_stream_it_is_called_on_and_reads_scales_on_the_device():
-    """In a CUDA graph, which also shows that nothing waits; a replay sees a new scale and new operands."""
+    """In a CUDA graph, whose capture fails if anything waits. A replay reads a new scale and new operands."""
     m, n, k = 256, 512, 384
     a, b = scaled(m, k, E4M3.dtype), scaled(n, k, E4M3.dtype)
     types = (E4M3.dtype, E4M3.dtype, BF16)
@@ -207,7 +208,7 @@ def test_it_runs_on_the_stream_it_is_called_on_and_reads_scales_on_the_device():
 
 
 def test_launches_at_once_do_not_take_each_others_tiles():
-    """On four streams, more of them than there are counters (csrc/library.cu)."""
+    """On four streams, with more launches than counters (csrc/library.cu)."""
     a, b = scaled(2064, 512, E5M2.dtype), scaled(1552, 512, E4M3.dtype)
     kernel = next(one for one in CUTLASS.kernels if one.a == E5M2.dtype and one.promote and not one.pingpong)
     alone = run(Choice(kernel), a, b, torch.empty(2064, 1552, dtype=kernel.out, device="cuda"))
@@ -263,7 +264,7 @@ def test_a_linears_three_products(serving_cutlass, monkeypatch):
 
 
 def test_without_a_search_ours_run_long_dgrads_alone(monkeypatch):
-    """A linear of 12,288 features from 4,096, 2,048 tokens, by the backend of a run that names none."""
+    """A linear from 4,096 to 12,288 features, 2,048 tokens, with the default backend."""
     launched = []
     launch = CUTLASS.launch
     monkeypatch.setattr(CUTLASS, "launch", lambda *args: (launched.append(args[1].k), launch(*args))[1])
@@ -278,9 +279,9 @@ def test_without_a_search_ours_run_long_dgrads_alone(monkeypatch):
         gemm(dy.T, x.T, Epilogue(into=torch.zeros(12288, 4096, dtype=BF16, device="cuda"), accumulate=True))
     finally:
         use(before)
-    assert launched == [12288]  # planned once
+    assert launched == [12288]  # one plan
     check(dx, *exact(dy, w.T))
-    assert not torch.equal(dx, by_cublaslt)  # other partial sums
+    assert not torch.equal(dx, by_cublaslt)  # their partial sums differ
 
 
 def test_what_follows_the_kernels_part(serving_cutlass):
@@ -335,7 +336,7 @@ def test_a_search_chooses_between_both_and_its_file_serves_the_next_run(tmp_path
         again = step()
         assert [plan.name for plan in plans.plans()] == found[1] and search.tune() == []
         assert all(torch.equal(*pair) for pair in zip(again, found[0], strict=True))
-        search.read((CUTLASS,))  # now without cuBLASLt's
+        search.read((CUTLASS,))  # without cuBLASLt's results
         for got, one in zip(step(), found[0], strict=True):
             assert (got.double() - one.double()).norm() < 5e-3 * one.double().norm()
         assert {plan.maker for plan in plans.plans()} == {"cutlass"}

@@ -1,4 +1,4 @@
-"""The kernels of a table's gradient: against the oracle, and the same bits each time.
+"""The kernels of an embedding table's gradient: against the reference, and the same bits each time.
 
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
@@ -16,7 +16,7 @@ if INTERPRETED:
 else:
     add_rows = ops.add_rows
 
-# 32 tokens a chunk. Chunks and what is beside them; runs that are one, that are chunks, and over their borders.
+# A chunk has 32 tokens. Sizes around multiples of it; runs of one token, of whole chunks, and across chunks.
 TOKENS = {
     "any": lambda n, vocabulary: torch.randint(0, vocabulary, (n,)),
     "few": lambda n, vocabulary: torch.randint(0, 3, (n,)),

@@ -45,7 +45,7 @@ def check(x: torch.Tensor, spec: EmulatedFormat, layout: str = "plain") -> None:
 
 
 def spread(shape: tuple[int, ...]) -> torch.Tensor:
-    """Values of many magnitudes, rows apart, some zeros."""
+    """Values of many magnitudes, different from row to row, with some zeros."""
     x = torch.randn(shape) * 10 ** (2 * torch.randn((*shape[:-1], 1) if shape else ()))
     return x * (torch.rand(shape) > 0.1)
 
@@ -58,7 +58,7 @@ def test_all_bit_patterns(name, rounding, scaling):
     x = random_bits(6000, torch.float32)
     check(x.view(-1, 60), spec)
     x[~x.isfinite()] = 0.0
-    check(x.sort().values.view(-1, 60), spec)  # a row's values are then near each other
+    check(x.sort().values.view(-1, 60), spec)  # the values of a row are near each other
 
 
 @dtypes
@@ -82,7 +82,7 @@ def test_edges(name, rounding, scaling):
     fmt = spec.format
     x = torch.stack([steps * fmt.smallest_subnormal, steps * fmt.smallest_normal, fmt.max * (1 + steps / 16)])
     x = torch.cat([x, x.nextafter(torch.tensor(INF)), x.nextafter(torch.tensor(-INF))])
-    check(x.nan_to_num(), spec)  # around float32's maximum infinities are among them
+    check(x.nan_to_num(), spec)  # the neighbours of float32's maximum include infinities
     check(torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-126), 1.0, -3.4028235e38, INF, -INF, NAN, -NAN]), spec)
 
 
@@ -93,14 +93,14 @@ def test_every_bfloat16():
 
 
 def test_what_only_noise_brings_up():
-    """From a half of a step of more than 2^24 of the element's own to 2^-40 of one."""
+    """Elements from 1/2 to 2^-40 of a step that is more than 2^24 times the element's own ulp."""
     x = 2.0 ** -torch.randint(1, 40, (1 << 16,)).float()
     for scaling in ("none", "tensor"):
         check(x, EmulatedFormat(format_named("E2M0"), "stochastic", scaling))
 
 
 def test_the_smallest_noise():
-    """Where the hash is zero: up from a fraction of more than 2^-25."""
+    """If the hash is zero, fractions above 2^-25 round up."""
     spans = (uniform_noise(1 << 22, (0, 0), first=i << 22) for i in range(1 << 10))
     index = next(i << 22 | int(span.argmin()) for i, span in enumerate(spans) if span.min() == 0)
     spec, seed = EmulatedFormat(format_named("E2M1"), "stochastic"), (index, 0)  # the first element's noise is 0

@@ -1,9 +1,8 @@
-"""--fp8-activations in a training run on a GPU: nearly the same losses, and the memory that docs/memory.md's table of a
-layer says.
+"""--fp8-activations in a training run on a GPU: nearly the same losses, and the memory of docs/memory.md's table.
 
-On the CPU the first loss is the same to the last digit (tests/cpu/test_activation_runs.py). Not here, where it was seen
-to differ by 1e-4 of itself: the norm's kernel that makes rows alone may sum a row's squares in another order than the
-one that makes columns too, and one code of a million that falls to the other side moves all the roundings after it.
+On the CPU the first loss is the same to the last digit (tests/cpu/test_activation_runs.py). Here it was seen to differ
+by 1e-4 of itself: the norm's kernel without columns may sum a row's squares in another order than the one with columns.
+One FP8 code in a million then differs, and changes all later roundings.
 """
 
 import re
@@ -24,7 +23,7 @@ SIZES = {
     "--attention-backend": "auto",
 }
 FLAGS = [SIZES.get(before, flag) for before, flag in zip(["", *TINY_GPT], TINY_GPT, strict=False)]
-SAVED = {  # of a layer, in bytes a token over the width: two norms 2 + 2, q(output) 1, h and q(act)
+SAVED = {  # bytes saved in a layer, per token and unit of width: two norms 2 + 2, q(output) 1, h and q(act)
     "": 5 + 8 + 4,  # SwiGLU: h is twice as wide
     "gelu": 5 + 4 + 4,
 }
@@ -43,6 +42,6 @@ def test_memory_and_losses(kind):
     plain, given = (run.losses for run in runs)
     assert given[0] == pytest.approx(plain[0], abs=2e-3)
     assert given[:5] == pytest.approx(plain[:5], abs=2e-2) and given != plain
-    assert max(given[-1], plain[-1]) < 1  # from 5.7, by leaps: two runs that have parted are 0.1 apart there
+    assert max(given[-1], plain[-1]) < 1  # from 5.7; it falls so fast there that two diverged runs are 0.1 apart
     saved = SAVED[kind] * LAYERS * WIDTH * TOKENS
     assert peak(runs[0]) - peak(runs[1]) == pytest.approx(saved, rel=0.15)

@@ -1,8 +1,8 @@
 """ops.norm, ops.norm_quantize and ops.norm_backward on CUDA against reference_norm.py on the CPU.
 
-The bound: a result lies between what the reference rounds to (BF16, FP16, FP8) from its float32 value less and plus a
-few units of float32's last place, taken at the row's largest magnitude. tests/unit/test_triton_interpreter.py runs
-this file without a GPU too, through Triton's interpreter.
+A result must lie between the roundings (to BF16, FP16 or FP8) of v - e and v + e. v is the reference's float32 value,
+and e a few units in the last place of float32 at the row's largest magnitude. tests/unit/test_triton_interpreter.py
+runs this file without a GPU too, through Triton's interpreter.
 """
 
 import math
@@ -23,9 +23,9 @@ else:
     norm_requantize = ops.norm_requantize
 
 INF, NAN, EPS = math.inf, math.nan, 1e-5
-UNITS = 4e-6  # of float32, whose unit is 1.2e-7: sums, and two fused or separate roundings
+UNITS = 4e-6  # e relative to the row's largest magnitude; float32's unit is 1.2e-7
 kinds = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
-# Each K is compiled anew.
+# Each K is compiled separately.
 SHAPES = [(1, 1), (3, 5), (33, 300), (65, 768), (5, 1501), (2, 2501 if INTERPRETED else 9001)]
 shapes = pytest.mark.parametrize(  # RMSNorm does a part of what LayerNorm does: two shapes
     ("rms", "shape"), [*((False, shape) for shape in SHAPES), (True, (33, 300)), (True, SHAPES[-1])], ids=str
@@ -50,7 +50,7 @@ def fresh_random_data():
 
 
 def inputs(shape, dtype, rms: bool, zero_centered: bool):
-    """x, weight, bias on the CPU; x of a mean that is not zero."""
+    """(x, weight, bias) on the CPU, with an x whose mean is not zero."""
     x = (3 * torch.randn(shape) + torch.randn(shape[0], 1)).to(dtype)
     weight = (0.3 * torch.randn(shape[1]) + (not zero_centered)).to(dtype)
     return x, weight, None if rms else torch.randn(shape[1]).to(dtype)
@@ -65,7 +65,7 @@ def largest(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def between(got: torch.Tensor, value: torch.Tensor, noise: torch.Tensor, rounded=None) -> bool:
-    """`got` is what `value` (float32) rounds to, or what a number within `noise` of it does; NaN where it is NaN."""
+    """Whether `got` is the rounding of a number within `noise` of `value` (float32), or NaN if `value` is NaN."""
     dtype = got.dtype
     rounded = rounded or (lambda x: x.to(dtype))
     got, noise = got.cpu().float(), noise.nan_to_num(0.0, 0.0)
@@ -81,8 +81,10 @@ def noise_of_y(x, weight, bias, mean, rstd, zero_centered) -> torch.Tensor:
 
 
 def agree_statistics(got, expected, x) -> bool:
-    """Means to float32 units of the largest |x|, rstd to units of its own and of what x's own level costs it. What is
-    not finite may be NaN or infinite."""
+    """Whether means agree to float32 units of the largest |x|, and rstd to its own units plus the loss from x's mean.
+
+    If a value is not finite, `got` may be NaN or infinite.
+    """
     got, expected = ([None if s is None else s.where(s.isfinite(), NAN) for s in pair] for pair in (got, expected))
     mean, rstd, level = expected[0], expected[1], largest(x.float())[:, 0]
     tolerance = UNITS * rstd * (1 + (0 if mean is None else UNITS * (level * rstd) ** 2))
@@ -91,7 +93,7 @@ def agree_statistics(got, expected, x) -> bool:
 
 
 def check_forward(x, weight, bias, fmt=E4M3, *, rms=False, zero_centered=False, scale=20.0, layout="plain") -> None:
-    """`norm`, and `norm_quantize` with each choice of outputs."""
+    """Check `norm`, and `norm_quantize` with each choice of outputs."""
     options = {"rms": rms, "zero_centered": zero_centered}
     y, mean, rstd = reference_norm.norm(x.float(), weight, bias, EPS, **options)
     noise = noise_of_y(x, weight, bias, mean, rstd, zero_centered)
@@ -116,7 +118,7 @@ def check_forward(x, weight, bias, fmt=E4M3, *, rms=False, zero_centered=False, 
         assert payload is None or payload_t is None or same(payload_t.t(), payload)
         assert agree_statistics(statistics, (mean, rstd), x)
         if amax_out is not None:
-            assert between(amax_out, y.abs().max().clamp(min=before), noise.max())  # a clamp keeps NaN
+            assert between(amax_out, y.abs().max().clamp(min=before), noise.max())  # clamp keeps NaN
 
 
 def check_backward(shape, dtype, rms, zero_centered, past, layout="plain") -> None:
@@ -166,7 +168,7 @@ def test_forward_of_all_types(rms, zero_centered, dtype):
 
 @pytest.mark.parametrize(("rms", "fmt"), [(False, E4M3), (True, E5M2)], ids=["layernorm-e4m3", "rmsnorm-e5m2"])
 def test_edge_values(rms, fmt):
-    """Rows of zeros, of a constant, of the smallest numbers; a NaN; an infinity or one huge value, early or late."""
+    """Rows of zeros, of a constant, of the smallest numbers; with a NaN, an infinity or a huge value, early or late."""
     x, weight, bias = inputs((12, 300), torch.float32, rms, False)
     x[0], x[1], x[2] = 0.0, 7.0, 1e-42
     x[3, 5], x[4, 2], x[5, -2], x[6, 1], x[7, -1], x[8, -3] = NAN, INF, -INF, 1e30, -1e30, 3e4
@@ -179,7 +181,7 @@ def test_edge_values(rms, fmt):
 
 @kinds
 def test_infinite_bias_and_weight(rms):
-    """Infinities of y itself: NaN in E4M3, infinity in E5M2, and an infinite amax."""
+    """An infinite y is NaN in E4M3 and infinity in E5M2; amax is infinite."""
     x, weight, bias = inputs((5, 300), torch.float32, rms, False)
     weight[3] = INF
     for fmt in (E4M3, E5M2):
@@ -200,7 +202,7 @@ def test_layouts(layout):
 
 
 def test_a_mean_far_from_zero():
-    """x = 1000 + noise: the variance is summed around the row, not around zero."""
+    """x = 1000 + noise: the variance is summed around the row's mean, not around zero."""
     x, weight, bias = inputs((9, 2000), torch.float32, False, False)
     check_forward(x + 1000, weight, bias)
     *_, rstd = norm_quantize(
@@ -212,7 +214,7 @@ def test_a_mean_far_from_zero():
 
 
 def test_columns_beyond_k_are_not_seen():
-    """With a gain of 0 y is the bias; a column that is not there, of gain 1 and x = 0, would be far larger."""
+    """With a gain of 0, y is the bias. A masked column with gain 1 and x = 0 would give a far larger y."""
     x, weight, bias = inputs((9, 300), torch.float32, False, True)
     check_forward(x + 1000, torch.full_like(weight, -1.0), bias, zero_centered=True)
 
@@ -228,7 +230,7 @@ def test_backward_of_all_types(rms, zero_centered, dtype):
 
 
 def check_kept(x, weight, bias, rms: bool, zero_centered: bool) -> None:
-    """What is kept of the normalised rows, and what is made of it again."""
+    """Check the kept n, and the results computed from it."""
     options = {"rms": rms, "zero_centered": zero_centered}
     ones = torch.ones(x.shape[1])
     normalized, mean, rstd = reference_norm.norm(
@@ -276,7 +278,7 @@ def test_what_is_kept_in_fp8(rms, shape):
 
 
 def test_what_is_kept_of_edge_values():
-    """A mean far from zero, one huge value and rows of a constant lose nothing but E4M3's; a NaN stays in its row."""
+    """A mean far from zero, a huge value and constant rows cause only E4M3's error; a NaN stays in its row."""
     x, weight, bias = inputs((7, 300), torch.float32, False, False)
     x[0] += 1000
     x[1, 5], x[2], x[3] = 1e18, 0.0, 7.0

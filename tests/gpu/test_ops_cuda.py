@@ -1,4 +1,4 @@
-"""Every function of megatron_fp8.ops on CUDA against reference.py on the CPU.
+"""Every operation of ops/reference.py on CUDA against the CPU.
 
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
@@ -43,7 +43,8 @@ SHAPES = [(1, 1), (16, 16), (3, 5), (128, 64), (127, 65), (1, 300), (260, 2), (2
 smoke = pytest.mark.smoke
 LAYOUTS = [(shape, "plain") for shape in SHAPES]
 LAYOUTS += [(shape, layout) for shape in [(128, 64), (37, 150)] for layout in ("offset", "transposed")]
-# A type is only how an element is read: of the others one shape that wide loads divide, and one that they do not.
+# Types differ only in how elements are read: all shapes with one type, and two shapes with each of the others, one that
+# is a multiple of wide loads and one that is not.
 layouts = pytest.mark.parametrize(
     ("dtype", "shape", "layout"),
     [pytest.param(torch.bfloat16, (130, 70), "plain", marks=smoke)]
@@ -51,7 +52,7 @@ layouts = pytest.mark.parametrize(
     + [(dtype, *case) for dtype in (torch.float16, torch.float32) for case in (LAYOUTS[3], LAYOUTS[-2])],
     ids=str,
 )
-# Of blocks of 128: any number of them, and of shards, in BF16; and every type.
+# For blocks of 128: any number of blocks and shards in BF16, and every type.
 BLOCKS = [(torch.bfloat16, blocks, "plain", shards) for blocks, shards in ((1, 1), (3, 3), (16, 4), (67, 1))]
 BLOCKS += [(torch.bfloat16, 67, "offset", 3), (torch.float16, 67, "plain", 3), (torch.float32, 67, "offset", 4)]
 
@@ -64,7 +65,7 @@ def fresh_random_data(request):
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits, but that one NaN is as good as another."""
+    """Whether shape, dtype and bits are equal; all NaNs count as equal."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     a, b = got.cpu().double(), expected.cpu().double()
@@ -72,7 +73,7 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def put(x: torch.Tensor, layout: str = "plain") -> torch.Tensor:
-    """x on the device: plain, at an offset that rules out wide loads, or with its last strides swapped."""
+    """x on the device: plain, at an offset that prevents wide loads, or with its last two strides swapped."""
     if layout == "offset":
         return torch.cat([x.new_empty(1), x.flatten()]).to(DEVICE)[1:].view(x.shape)
     if layout == "transposed":
@@ -81,7 +82,7 @@ def put(x: torch.Tensor, layout: str = "plain") -> torch.Tensor:
 
 
 def random_bits(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """All patterns of a 16-bit dtype, or any of float32's: denormals, infinities and NaN included."""
+    """All bit patterns of a 16-bit dtype, or random ones of float32, with denormals, infinities and NaN."""
     if dtype == torch.float32:
         return torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(dtype)
     patterns = torch.cat([torch.randperm(1 << 16), torch.randint(0, 1 << 16, (max(n - (1 << 16), 0),))])
@@ -89,7 +90,7 @@ def random_bits(n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def random_codes(*shape: int, fmt=E4M3) -> torch.Tensor:
-    """Random finite payload."""
+    """A random finite payload."""
     largest = torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8)
     codes = torch.randint(0, int(largest) + 1, shape) + 128 * torch.randint(0, 2, shape)
     return codes.to(torch.uint8).view(fmt.dtype)
@@ -215,7 +216,7 @@ def test_transpose(fmt, shape, layout):
 
 def check_quantize_blocks(x: torch.Tensor, layout: str = "plain") -> None:
     noise = torch.rand(x.shape)
-    noise[::2] = (16 * noise[::2]).floor() / 16  # often just the fraction that bf16 leaves
+    noise[::2] = (16 * noise[::2]).floor() / 16  # often equal to the fraction of a bf16 x
     for options in ({}, {"rounding": "stochastic", "noise": noise}):
         expected = reference.quantize_blocks(x, **options)
         options = {key: put(value) if key == "noise" else value for key, value in options.items()}
@@ -247,7 +248,7 @@ def test_quantize_blocks_at_every_exponent_and_its_boundary():
 
 
 def random_packed(shards: int, n: int) -> tuple[PackedBlocks, int]:
-    """Random bytes, on the CPU, with room for n elements and some more; and where among them the n may begin."""
+    """(PackedBlocks with random bytes on the CPU, larger than n elements; a first element for n elements in it)."""
     m = -(-(n + 5 * BLOCK) // (shards * SHARD_UNIT)) * SHARD_UNIT
     packed = PackedBlocks.empty(shards, m, "cpu")
     packed.data.random_(256)
@@ -299,12 +300,12 @@ def test_quantize_blocks_refuses(x, options):
 
 
 def random_blocks(n: int) -> BlockScaled:
-    """Any finite payload, any exponent of quantize_blocks."""
+    """Random finite payloads, with random exponents that quantize_blocks can give."""
     return BlockScaled(random_codes(n), torch.randint(0, 248, (n // BLOCK,)).to(torch.uint8))
 
 
 def check_add_blocks(x: torch.Tensor, stored: BlockScaled, layout: str = "plain", seed=None, shards: int = 3) -> None:
-    """x is added to `stored`, somewhere in a PackedBlocks whose other bytes must stay."""
+    """Check adding x to `stored`, somewhere in a PackedBlocks whose other bytes must not change."""
     seed = noise_seed(torch.initial_seed()) if seed is None else seed
     expected, first = random_packed(shards, x.numel())
     print(f"first {first} of {expected.payload.shape}")
@@ -395,9 +396,9 @@ def test_add_blocks_beyond_2_to_the_32_elements():
 def test_sum_blocks(ranks, blocks):
     payload = random_codes(ranks, blocks * BLOCK)
     exponents = torch.randint(0, 248, (ranks, blocks)).to(torch.uint8)
-    exponents[:, 0] = 130  # where the order of the sum shows
-    exponents[:, -1] = 247  # where products overflow
-    exponents[:, 1:2] = 0  # whose power of two is a denormal
+    exponents[:, 0] = 130  # equal on all ranks, so that the sum's order matters
+    exponents[:, -1] = 247  # products overflow
+    exponents[:, 1:2] = 0  # the power of two is a denormal
     expected = reference.sum_blocks(payload, exponents, torch.empty(blocks * BLOCK))
     memory = torch.full((blocks * BLOCK + 7,), NAN, device=DEVICE)
     out = memory[3:-4]
@@ -450,7 +451,7 @@ def test_square_sum_blocks(ranks, blocks):
     payload, exponents = put(payload), put(exponents)
     got = ops.square_sum_blocks(payload, exponents)
     assert got.shape == () and got.dtype == torch.float32 and got.device == payload.device
-    assert abs(got.item() - exact) <= exact * 60 * 2.0**-24  # the square and some tens of partial sums round
+    assert abs(got.item() - exact) <= exact * 60 * 2.0**-24  # roundings of the square and of some tens of partial sums
     for _ in range(3):
         assert ops.square_sum_blocks(payload, exponents).item() == got.item()
 

@@ -22,7 +22,7 @@ SPLIT = str(ROOT / "tests/scripts/split_products.py")
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """train(gpus, flags, script, again): sixteen steps from one checkpoint; of the same command once."""
+    """train(gpus, flags, script, again): sixteen steps from one checkpoint; the same command runs only once."""
     folder = tmp_path_factory.mktemp("initial")
     once = f"{SAME_VOCABULARY} --train-iters 1 --lr-warmup-iters 0 --save {folder} --save-interval 1"
     run_megatron(1, [*FLAGS, *once.split()], gpu=True)
@@ -57,21 +57,21 @@ def test_two_gpus_train_as_one(train, level, layout, split):
     losses = [abs(a - b) for a, b in zip(two.losses, one.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(two.grad_norms, one.grad_norms, strict=True)]
     print(f"{level} {layout}: loss {losses[0]:.6f} .. {max(losses):.6f}, norm {norms[0]:.4f} .. {max(norms):.4f}")
-    # At O1 the scale of a weight's E4M3 copy is the rank's own: cut in two, all of it is rounded otherwise.
+    # At O1 each rank has its own scale for a weight's E4M3 copy, so the halves are rounded differently from the whole.
     assert losses[0] <= (1e-2 if level == "O1" else 2e-3) and norms[0] <= 0.02
     assert max(losses) <= 5e-2
 
 
 @pytest.mark.parametrize("sums", ["bf16", "fp8"])
 def test_what_travels_beside_gemms_arrives_before_it_is_read(train, sums):
-    """The same command gives the same digits: a buffer that is read too early or freed too soon would not."""
+    """The same command gives the same digits. A buffer that is read or freed too early would change them."""
     flags = f"--fp8-level O3 {SP} --fp8-tp-reduce-scatter {sums}"
     one, other = train(2, flags, SPLIT), train(2, flags, SPLIT, again=True)
     assert one.losses == other.losses and one.grad_norms == other.grad_norms
 
 
 def test_a_head_is_not_deferred():
-    """Our fused sum stands in for apex's on a GPU alone, and with it Megatron would keep inputs for a head."""
+    """Only on a GPU our fused sum replaces apex's. With it Megatron could keep the head's inputs to defer its wgrad."""
     fused = [flag for flag in FLAGS if flag != "--no-gradient-accumulation-fusion"]
     runs = [
         run_megatron(2, [*fused, *f"--fp8-level O3 {PP} --train-iters 6 {more}".split()], gpu=True, timeout=240)

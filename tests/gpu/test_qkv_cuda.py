@@ -20,23 +20,23 @@ else:
     join_qkv, split_qkv = ops.join_qkv, ops.split_qkv
 
 INF, NAN = math.inf, math.nan
-# s, b, groups, heads of queries a group, size of a head, numbers of it that are rotated
+# s, b, groups, query heads a group, size of a head, rotated numbers of a head
 SHAPES = [
     (5, 3, 2, 1, 64, 64),  # an odd number of rows
     (33, 1, 1, 1, 128, 128),
     (7, 2, 2, 4, 128, 128),
     (9, 2, 1, 3, 80, 80),
     (4, 3, 2, 2, 96, 48),
-    (3, 3, 5, 1, 80, 20),  # more heads than a program takes, a part of each rotated
+    (3, 3, 5, 1, 80, 20),  # more heads than a program takes, each rotated in part
     (6, 1, 1, 8, 192, 192),
     (2, 2, 1, 1, 16, 2),
     (1, 1, 1, 1, 8, 8),
     (1, 1, 2, 2, 24, 6),
-    (34, 2, 2, 1, 64, 0),  # nothing rotated: by cast.py's tiles, in words
-    (7, 3, 3, 4, 48, 0),  # in bytes
-    (3, 1, 2, 2, 40, 0),  # too narrow for them
-    (35, 1, 2, 1, 64, 64),  # whole heads rotated: by tiles too, in bytes
-    (34, 2, 1, 2, 32, 32),  # in words
+    (34, 2, 2, 1, 64, 0),  # no rotation: cast.py's tiles, written by words
+    (7, 3, 3, 4, 48, 0),  # the same, by bytes
+    (3, 1, 2, 2, 40, 0),  # heads too narrow for such tiles
+    (35, 1, 2, 1, 64, 64),  # whole heads rotated: tiles too, by bytes
+    (34, 2, 1, 2, 32, 32),  # the same, by words
     (5, 1, 1, 1, 256, 256),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -51,7 +51,7 @@ def fresh_random_data():
 
 
 def tables(s: int, d: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """cos and sin of any angles, the two of a pair different ones."""
+    """cos and sin of random angles, different for the two numbers of a pair."""
     if not d:
         return None, None
     angles = 100 * torch.randn(s, d)
@@ -85,7 +85,7 @@ def gradients(shape, dtype, layout="plain"):
 
 
 def on_device(t: torch.Tensor) -> torch.Tensor:
-    """With the strides that it has here."""
+    """t on the device, with the same strides."""
     whole = torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
     return whole.to(DEVICE).as_strided(t.shape, t.stride(), t.storage_offset())
 
@@ -165,7 +165,7 @@ def test_join_of_any_type(dtype, fmt):
 @pairings
 @pytest.mark.parametrize(("r", "d"), [(1, 24), (3, 32)])
 def test_any_bits(r, d, interleaved):
-    """Denormals, infinities and NaN included, through angles of which some are zero."""
+    """With denormals, infinities and NaN, and some angles of zero."""
     groups, hn, s, b = 2, 32, 8, 2
     cos, sin = tables(s, d)
     cos[0], sin[0] = 1.0, 0.0
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_one_number_everywhere():
 @pytest.mark.smoke
 @pairings
 def test_a_rotation_is_undone_by_its_inverse(interleaved):
-    """What kernels alone are asked: of one angle a pair, joining what was split is the identity."""
+    """If the two numbers of a pair have one angle, joining what was split is the identity. This needs no reference."""
     s, b, groups, hn = 6, 2, 2, 64
     angles = 10 * torch.randn(s, hn // 2)
     angles = angles.repeat_interleave(2, 1) if interleaved else torch.cat([angles, angles], 1)
@@ -216,7 +216,7 @@ def test_a_rotation_is_undone_by_its_inverse(interleaved):
 )
 @pairings
 def test_at_full_size_and_again(shape, interleaved):
-    """As the oracle on the same GPU has it, and the same bits a hundred times over."""
+    """Like the reference on the same GPU, and a hundred times the same bits."""
     s, b, groups, r, hn, d = shape
     mixed = torch.randn(s, b, groups * (r + 2) * hn, dtype=torch.bfloat16, device=DEVICE)
     angles, how = put_all(*tables(s, d)), {"interleaved": interleaved}

@@ -1,4 +1,4 @@
-"""Gradient reductions through NCCL, in one level and in two: every bit as the blocks say."""
+"""Gradient reductions through NCCL, in one level and in two, bit for bit against sums of blocks."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""ops.count_cast on CUDA against reference_statistics.py on the CPU; and that nothing in it, or in the monitor until
-the step is made, has the host wait.
+"""ops.count_cast on CUDA against reference_statistics.py on the CPU; neither it nor the monitor makes the host wait
+during a step.
 
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
@@ -34,13 +34,13 @@ def fresh_random_data():
 
 
 def totals(device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and extremes of three tensors, of which some casts were counted."""
+    """Counts and extremes of three tensors, with some casts counted already."""
     counts = torch.tensor([[7, 0, 0], [2**40, 2**33, 2**35], [0, 0, 5]], device=device)
     return counts, torch.full((3, 3), -INF, device=device)
 
 
 def check(x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor, layout: str = "plain") -> list[int]:
-    """Both count the cast, and half of it again, into the middle row; returns its counts."""
+    """Check that both count the cast, and half of it again, into the middle row; returns that row's counts."""
     expected, got = totals("cpu"), totals(DEVICE)
     on_device = put(x, layout), put(payload.view(torch.uint8), layout).view(payload.dtype), put(scale_inv)
     again = x.flatten()[::2], payload.view(torch.uint8).flatten()[::2].view(payload.dtype), torch.tensor(0.37)
@@ -79,10 +79,10 @@ def test_layouts(layout, shape):
 @formats
 @dtypes
 def test_any_bits(fmt, dtype):
-    """x and payload of any patterns: counts follow their definition, whatever made the payload."""
+    """Random bits in x and payload: the counts follow their definition even if no cast made the payload."""
     n = 1 << 16
     x, payload = random_bits(n, dtype), torch.randint(0, 256, (n,)).to(torch.uint8).view(fmt.dtype)
-    for scale_inv in (2.0**-126, 0.1, 2.0**100, 2.0**126):  # of the last the limit is infinite
+    for scale_inv in (2.0**-126, 0.1, 2.0**100, 2.0**126):  # the last gives an infinite limit
         check(x, payload, torch.tensor(scale_inv))
     check(torch.where(x.isfinite(), x, 0.0), payload, torch.tensor(0.1))
     check(x, payload, block_scales(torch.randint(0, 255, (n // BLOCK,)).to(torch.uint8)))
@@ -106,10 +106,10 @@ def test_limits(fmt, blocks):
 def test_blocks(dtype, blocks):
     spread = 10 ** (5 * torch.randn(blocks, 1) if dtype != torch.float16 else torch.zeros(1, 1))
     x = (torch.randn(blocks, BLOCK) * spread * torch.randn(blocks, BLOCK).mul(4).exp()).to(dtype).flatten()
-    for zeros in (0, blocks // 2, blocks):  # whose scale does not count as the smallest
+    for zeros in (0, blocks // 2, blocks):  # number of blocks of zeros, whose scale does not count
         x[: zeros * BLOCK] = 0
         quantized = reference.quantize_blocks(x)
-        for factor in (1.0, 0.5):  # with half its scale a block clips
+        for factor in (1.0, 0.5):  # half the scale_inv makes blocks clip
             check(x, quantized.payload, block_scales(quantized.exponents) * factor)
 
 
@@ -146,7 +146,7 @@ def test_more_than_2_to_the_31_elements():
 
 @on_gpu_only
 def test_the_host_does_not_wait(monkeypatch):
-    """Casts of every kind through Monitor, from `begin_step` to where `end_step` would read."""
+    """Casts of every kind through Monitor, from `begin_step` until `end_step` would read."""
     from megatron_fp8.engine.events import Events
     from megatron_fp8.engine.grad_store import GradSink, grad_store
     from megatron_fp8.engine.owned_weight import GRAD, INPUT, OwnedWeight
@@ -186,5 +186,5 @@ def test_the_host_does_not_wait(monkeypatch):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # The weight, x and dy once, the gradient where three micro-batches store it, and as it is sent.
+    # The weight, x and dy once; the gradient when three micro-batches store it, and when it is sent.
     assert monitor.counts._casts[0, :, 0].tolist() == [40 * 32, 40 * 64, 2048, 4 * 2048]

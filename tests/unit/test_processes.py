@@ -68,7 +68,7 @@ def test_a_run_listens_on_the_loopback_interface_alone(tmp_path):
         assert run.poll() == 0
     finally:
         run.close()
-    assert len(found[launcher.pid]) == 1 and sum(map(len, found.values())) >= 3  # the store's socket; each rank has gloo's
+    assert len(found[launcher.pid]) == 1 and sum(map(len, found.values())) >= 3  # the store; gloo in each rank
     assert {address for addresses in found.values() for address in addresses} == {"0100007F"}  # 127.0.0.1, in hex
 
 

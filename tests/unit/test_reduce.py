@@ -493,7 +493,7 @@ def test_identical_gradients_saturate_without_a_factor_and_not_with_one_over_n(r
     gradient = tensors_of_a_step(run.ranks, 0, 1)[a:b]
     largest, true = gradient.abs().max(), run.ranks * gradient
     post, pre = (whole(run, f"{name} True 1")[a:b] for name in ("post", "pre"))
-    assert post.abs().max().item() == pytest.approx(largest.item(), rel=1e-6)  # 448 / s_g; the right sum is N times that
+    assert post.abs().max().item() == pytest.approx(largest.item(), rel=1e-6)  # 448 / s_g; the sum is N times that
     clipped = true.abs() > 1.1 * largest
     assert clipped.any() and post[clipped].abs().tolist() == pytest.approx([largest.item()] * int(clipped.sum()))
     assert pre[true.abs().argmax()].item() == pytest.approx(true[true.abs().argmax()].item(), rel=0.08)

@@ -299,7 +299,7 @@ def test_every_way_gives_the_bits_of_one_process(run):
 
 
 def test_what_a_linear_sends(run):
-    """Gathers of x (forward and backward) or dy, sums of y or dx. All in FP8 takes half of BF16's bytes, and a 128th."""
+    """Gathers of x (forward and backward) or dy, sums of y or dx. All in FP8 takes 1/2 + 1/128 of BF16's bytes."""
     tokens = 8 * run.ranks * B
     share = (run.ranks - 1) / run.ranks
     for found in run.found:
