@@ -66,7 +66,7 @@ def put(x):
 
 
 def exact(dy, h, kind, bias):
-    """(act, its error bound, dh, its error bound) in float64."""
+    """(act, dh, act's error bound, dh's error bound) in float64."""
     x = h.double() if bias is None else h.double() + bias.double()
     one, two = x.chunk(2, -1) if kind in GATED else (x, torch.ones_like(x))
     one.requires_grad_()
@@ -232,7 +232,7 @@ def kept_of(h, kind, bias) -> tuple[RowBlocks, RowBlocks]:
     ],
     ids=str,
 )
-def test_what_is_kept_in_blocks(kind, with_bias, shape):
+def test_the_kept_blocks(kind, with_bias, shape):
     """The kept blocks have the reference's bytes. Results computed from them are those of their values."""
     dy, h, bias = data(kind, with_bias, *shape)
     kept, expected = kept_of(h, kind, bias)
@@ -253,7 +253,7 @@ def test_what_is_kept_in_blocks(kind, with_bias, shape):
         assert close(got, dh, error_back, 2**-8) and got.dtype == dy.dtype
 
 
-def test_what_is_kept_of_edge_values():
+def test_the_kept_blocks_of_edge_values():
     _, h, _ = data("swiglu", False, 9, 200, torch.float32)
     h[0], h[1, :128], h[2], h[3, 7], h[4, 150], h[5, 9], h[6] = 0.0, 1e-42, 7.0, NAN, -INF, 3e38, 1e-30
     kept, expected = kept_of(h, "swiglu", None)
@@ -299,7 +299,7 @@ def test_strides_and_offsets():
 
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
-def test_however_many_tiles_a_program_takes(kind, monkeypatch):
+def test_any_number_of_tiles_a_program(kind, monkeypatch):
     """The same numbers, and the same sums except for their order."""
     dy, h, bias = data(kind, True, 555, 200)
     _, dh, _, error = exact(dy, h, kind, bias)

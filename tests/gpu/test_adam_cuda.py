@@ -180,7 +180,7 @@ def test_sizes(weight, blocks, dtype):
 
 
 @pytest.mark.parametrize("kinds", [FORMATS[0], (BlockScaled, Block16, INT16, BF16), FORMATS[-1]])
-def test_what_lies_behind_the_end_is_left_alone(kinds):
+def test_memory_behind_the_end_is_not_written(kinds):
     n, behind = 9 * BLOCK, BLOCK
     whole = [to_device(part) for part in states(n + behind, *kinds)]
     before = copy.deepcopy(whole)

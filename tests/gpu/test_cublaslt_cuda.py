@@ -170,7 +170,7 @@ def test_unaligned_memory_gives_the_same_bits(unaligned):
     assert error(results[0], exact(a, b) + given["bias"].double() + given["residual"].double()) < 5e-3
 
 
-def test_what_is_not_finite_is_seen():
+def test_the_non_finite_stays_visible():
     a, b = scaled(64, 64), scaled(64, 64)
     a.payload.view(torch.uint8)[3, 5] = 0x7F
     for add in (False, True):

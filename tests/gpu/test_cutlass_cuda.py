@@ -128,7 +128,7 @@ def test_every_kernel_at_every_tail(shape):
         assert untouched()
 
 
-def test_promotion_is_what_its_name_says():
+def test_promotion_keeps_small_products():
     """Ones summed over a long K are exact with any accumulator. If one large product comes before small ones, the
     tensor core's 14 bits lose the small ones; promotion keeps those of later groups."""
     k, m, n = 4096, 128, 256
@@ -145,7 +145,7 @@ def test_promotion_is_what_its_name_says():
             assert (lost >= 0).all() and (lost <= kernel.promote).all()  # at most those of the first group
 
 
-def test_what_is_not_finite_stays_where_it_is():
+def test_the_non_finite_stays_in_its_row_or_column():
     m, n, k = 144, 272, 400
     for kernel in CUTLASS.kernels:
         a, b = scaled(m, k, kernel.a), scaled(n, k, kernel.b)
@@ -284,7 +284,7 @@ def test_without_a_search_ours_run_long_dgrads_alone(monkeypatch):
     assert not torch.equal(dx, by_cublaslt)  # their partial sums differ
 
 
-def test_what_follows_the_kernels_part(serving_cutlass):
+def test_parts_that_follow_the_kernel(serving_cutlass):
     x, w = both_layouts(176, 240, E4M3), both_layouts(272, 240, E4M3)
     product, magnitude = exact(x, w)
     bias, residual = torch.randn(272, device="cuda").to(BF16), torch.randn(176, 272, device="cuda").to(BF16)
@@ -292,7 +292,7 @@ def test_what_follows_the_kernels_part(serving_cutlass):
     check(gemm(x, w, Epilogue(bias=bias, residual=residual)), expected, magnitude + 8)
 
 
-def test_what_it_does_not_take_is_done_before_or_after_it(serving_cutlass):
+def test_parts_that_it_does_not_take_are_done_outside_it(serving_cutlass):
     x, w = both_layouts(176, 240, E4M3), both_layouts(272, 240, E4M3)
     product, magnitude = exact(x, w)
     bias, residual = torch.randn(272, device="cuda"), torch.randn(176, 272, device="cuda")

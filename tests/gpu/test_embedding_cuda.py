@@ -39,7 +39,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("kind", "n", "vocabulary", "k", "dtype"), CASES, ids=str)
-def test_against_the_oracle(kind, n, vocabulary, k, dtype):
+def test_against_the_reference(kind, n, vocabulary, k, dtype):
     into, values = torch.randn(vocabulary, k, device=DEVICE).to(dtype), torch.randn(n, k, device=DEVICE).bfloat16()
     rows = TOKENS[kind](n, vocabulary).to(DEVICE)
     expected = into.double()

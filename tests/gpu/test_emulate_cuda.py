@@ -92,7 +92,7 @@ def test_every_bfloat16():
         check(x, EmulatedFormat(format_named(name), rounding))
 
 
-def test_what_only_noise_brings_up():
+def test_values_that_only_noise_rounds_up():
     """Elements from 1/2 to 2^-40 of a step that is more than 2^24 times the element's own ulp."""
     x = 2.0 ** -torch.randint(1, 40, (1 << 16,)).float()
     for scaling in ("none", "tensor"):

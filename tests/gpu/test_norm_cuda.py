@@ -273,11 +273,11 @@ KEPT = [(False, (33, 300)), (True, (65, 130)), (False, (2, 9001))]
     [pytest.param(*KEPT[0], marks=pytest.mark.smoke), *KEPT[1:], *([] if INTERPRETED else [(True, (2048, 4096))])],
     ids=str,
 )
-def test_what_is_kept_in_fp8(rms, shape):
+def test_the_kept_rows(rms, shape):
     check_kept(*inputs(shape, torch.bfloat16, rms, rms), rms, zero_centered=rms)
 
 
-def test_what_is_kept_of_edge_values():
+def test_the_kept_rows_of_edge_values():
     """A mean far from zero, a huge value and constant rows cause only E4M3's error; a NaN stays in its row."""
     x, weight, bias = inputs((7, 300), torch.float32, False, False)
     x[0] += 1000

@@ -1,7 +1,7 @@
-"""What every kernel that casts to FP8 makes of NaN, of infinities and of what lies beyond a format's maximum.
+"""The FP8 codes that every casting kernel writes for NaN, infinities and values beyond a format's maximum.
 
-The codes are stated here, and are nobody's cast: `encode` (numerics/formats.py) writes the same on the CPU, whatever
-torch does. PTX's cvt.satfinite alone would make the largest number of an infinity, and hide it.
+The expected codes are constants here, not the result of a cast. `encode` (numerics/formats.py) writes the same on the
+CPU. PTX's cvt.satfinite alone would turn an infinity into the largest number, and hide it.
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
@@ -23,14 +23,14 @@ from megatron_fp8.ops.triton.adam import adam_step
 pytestmark = [pytest.mark.smoke] if INTERPRETED else [pytest.mark.gpu, pytest.mark.smoke]
 INF, NAN, HUGE = math.inf, math.nan, 3e38
 BAD = [NAN, INF, -INF, HUGE, -HUGE]
-# maximum, infinity, NaN
+# The codes of (maximum, infinity, NaN).
 CODES = {E4M3: (0x7E, 0x7F, {0x7F, 0xFF}), E5M2: (0x7B, 0x7C, {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})}
 ONE = torch.tensor(1.0)
-by_four = pytest.mark.parametrize("rows", [12, 11], ids=["words", "bytes"])  # how columns are written
+by_four = pytest.mark.parametrize("rows", [12, 11], ids=["words", "bytes"])  # how the kernel writes columns
 
 
 def planted(rows: int, columns: int = 144, dtype=torch.bfloat16) -> torch.Tensor:
-    """Small numbers, and BAD[i] in row i + 1, in every third column of it and its neighbours: in pairs and alone."""
+    """Small numbers, with BAD[i] in every 3 * (i + 1)-th column of row i + 1."""
     x = torch.linspace(-2, 2, rows * columns).view(rows, columns)
     for i, value in enumerate(BAD):
         x[i + 1, i :: 3 * (i + 1)] = value
@@ -38,7 +38,7 @@ def planted(rows: int, columns: int = 144, dtype=torch.bfloat16) -> torch.Tensor
 
 
 def codes(payload: torch.Tensor) -> torch.Tensor:
-    """Its bytes on the CPU, as int; every NaN is -1."""
+    """The payload's bytes on the CPU, as int, with -1 for every NaN."""
     fmt = E4M3 if payload.dtype == E4M3.dtype else E5M2
     found = payload.cpu().contiguous().view(torch.uint8).int()
     return found.masked_fill_(torch.isin(found, torch.tensor(sorted(CODES[fmt][2]))), -1)
@@ -51,7 +51,7 @@ def stated(fmt) -> list[int]:
 
 
 def check(payload, x, fmt) -> None:
-    """Where x is bad the codes are the stated ones, elsewhere numbers below the largest."""
+    """Check that the codes of bad values are the stated ones, and all others are numbers below the largest."""
     found, x = codes(payload).flatten(), x.flatten()
     bad = torch.zeros(x.shape, dtype=torch.bool)
     for value, code in zip(BAD, stated(fmt), strict=True):
@@ -62,7 +62,7 @@ def check(payload, x, fmt) -> None:
 
 
 def agree(got, expected) -> None:
-    """Payloads with NaN, infinities and maxima in the same places, and some NaN; numbers may round otherwise."""
+    """Check that NaN (at least one), infinities and maxima are in the same places. Other numbers may differ."""
     fmt = E4M3 if expected.dtype == E4M3.dtype else E5M2
     mine, theirs = codes(got), codes(expected)
     special = sorted({-1, *stated(fmt)})
@@ -88,7 +88,7 @@ def test_cast(fmt, rows, dtype):
 @formats
 @by_four
 def test_join_qkv(fmt, rows):
-    """Nothing rotated, a part of each head, and the whole of each."""
+    """Without rotation, with a part of each head rotated, and with whole heads rotated."""
     for d in (0, 16, 48):
         grads = [planted(rows, 48 * heads).view(rows, 1, heads, 48) for heads in (2, 1, 1)]
         angles = (None, None) if d == 0 else (torch.ones(rows, d), torch.zeros(rows, d))
@@ -124,10 +124,10 @@ def test_activations(fmt, rows, kind):
 @by_four
 @pytest.mark.parametrize("rms", [True, False], ids=["rmsnorm", "layernorm"])
 def test_norms(fmt, rows, rms):
-    """A row with one value that is not finite is lost as a whole, and is seen to be; the others are not."""
+    """One value that is not finite makes its whole row visibly wrong, and no other row."""
     x, how = planted(rows), {"rms": rms, "zero_centered": False}
     weight = torch.ones(x.shape[1], dtype=x.dtype)
-    weight[5] = 1e30  # beyond the format in the rows that are right
+    weight[5] = 1e30  # beyond the format in the good rows
     kept = [torch.empty(x.shape, dtype=E4M3.dtype, device=device) for device in (DEVICE, "cpu")]
     arguments = put(x), put(weight), None, 1e-5, fmt, put(ONE)
     expected = reference_norm.norm_quantize(x, weight, None, 1e-5, fmt, ONE, columns=True, kept=kept[1], **how)
@@ -144,7 +144,7 @@ def test_norms(fmt, rows, rms):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_blocks(dtype):
-    """Nothing saturates: the scale is the block's own."""
+    """Nothing saturates, because each block has its own scale."""
     x = planted(16, BLOCK, dtype).flatten()
     lost = ~x.isfinite()
     noise = torch.rand(x.shape)
@@ -165,7 +165,7 @@ def test_blocks(dtype):
 
 
 def test_adam():
-    """The averages and the weight where the gradient, and where the weight, is not finite or beyond the format."""
+    """Averages and weight, if the gradient or the weight is not finite or beyond the format."""
     n, hyper = 16 * BLOCK, AdamHyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
     gradient = planted(16, BLOCK, torch.float32).flatten()
     w = torch.linspace(-1, 1, n)

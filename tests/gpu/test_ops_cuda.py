@@ -276,7 +276,7 @@ BEYOND = [(64, BLOCK), (-BLOCK, BLOCK), (2 * SHARD_UNIT, BLOCK), (BLOCK, 2 * SHA
 
 
 @pytest.mark.parametrize(("first", "count"), BEYOND)
-def test_what_is_not_inside_a_packed_is_refused(first, count):
+def test_spans_outside_a_packed_are_refused(first, count):
     packed, x = PackedBlocks.zeros(2, SHARD_UNIT, DEVICE), put(torch.ones(count))
     with pytest.raises(ValueError, match="128"):
         ops.quantize_blocks(x, out=packed, first=first)
@@ -424,7 +424,7 @@ def test_sum_blocks_from_a_start_on(ranks, dtype):
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("layout", ["packed", "transposed"])
-def test_sums_of_shards_where_they_lie(ranks, layout):
+def test_sums_of_shards_in_place(ranks, layout):
     packed = PackedBlocks(torch.empty(ranks, 3 * SHARD_UNIT * (BLOCK + 1) // BLOCK, dtype=torch.uint8))
     packed.payload.copy_(random_codes(ranks, 3 * SHARD_UNIT))
     packed.exponents.random_(110, 140)

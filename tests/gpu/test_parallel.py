@@ -63,7 +63,7 @@ def test_two_gpus_train_as_one(train, level, layout, split):
 
 
 @pytest.mark.parametrize("sums", ["bf16", "fp8"])
-def test_what_travels_beside_gemms_arrives_before_it_is_read(train, sums):
+def test_overlapped_collectives_arrive_before_they_are_read(train, sums):
     """The same command gives the same digits. A buffer that is read or freed too early would change them."""
     flags = f"--fp8-level O3 {SP} --fp8-tp-reduce-scatter {sums}"
     one, other = train(2, flags, SPLIT), train(2, flags, SPLIT, again=True)

@@ -114,7 +114,7 @@ def test_blocks(dtype, blocks):
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, math.nan])
-def test_what_is_not_finite_stays_in_the_maximum(bad):
+def test_the_non_finite_stays_in_the_maximum(bad):
     x, scale = torch.randn(40_000), torch.tensor(1.0)
     x[torch.randint(40_000, ())] = bad
     counts, extremes = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.full((3,), -INF, device=DEVICE)

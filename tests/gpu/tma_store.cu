@@ -1,11 +1,11 @@
-// What compute-sanitizer's initcheck makes of memory that a bulk tensor copy wrote, as our CUTLASS kernels write y.
+// Tests whether compute-sanitizer's initcheck sees the writes of a bulk tensor copy, which our CUTLASS kernels use.
 //
 //     nvcc -gencode=arch=compute_90a,code=sm_90a -o tma_store tests/gpu/tma_store.cu
 //     compute-sanitizer --tool initcheck ./tma_store plain      then: ./tma_store tensor, and ./tma_store bulk
 //
-// One kernel fills a matrix, by plain stores, by a tensor map or by a bulk copy without one; another reads every
-// element of it. The sums are printed beside the right one. Nothing is read that was not written, so whatever initcheck
-// reports here is of the tool.
+// One kernel fills a matrix, by plain stores, by a tensor map or by a bulk copy without one. Another reads every
+// element. The program prints the sum and the right one. Nothing is read before it is written, so every report of
+// initcheck is false.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -13,7 +13,7 @@
 #include <cstdio>
 #include <cstring>
 
-constexpr int ROWS = 64, COLUMNS = 64;  // one tile, a block
+constexpr int ROWS = 64, COLUMNS = 64;  // one tile, one block
 
 #define CHECK(call)                                                                        \
     if (cudaError_t error = (call); error != cudaSuccess) {                                \
@@ -60,7 +60,7 @@ int main(int argc, char** argv) {
     CHECK(cudaMemset(total, 0, sizeof(float)));
 
     CUtensorMap map{};
-    void* encode = nullptr;  // by the runtime, so that nothing is linked with the driver
+    void* encode = nullptr;  // found by the runtime, so that the program is not linked with the driver
     cudaDriverEntryPointQueryResult there;
     CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &there));
     cuuint64_t sizes[] = {COLUMNS, ROWS}, strides[] = {COLUMNS * sizeof(float)};

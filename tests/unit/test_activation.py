@@ -36,7 +36,7 @@ def data(kind, with_bias, rows=37, width=24):
 
 @kinds
 @biases
-def test_the_oracle_is_autograd_of_the_formula(kind, with_bias):
+def test_the_reference_is_autograd_of_the_formula(kind, with_bias):
     dy, h, bias = data(kind, with_bias)
     y, dh = exact(dy, h, kind, bias)
     for got, expected in [(ops.activate(h, kind, bias), y), (ops.activate_backward(dy, h, kind, bias), dh)]:
@@ -67,7 +67,7 @@ def test_the_cast_is_one_rounding_of_float32(kind, with_bias):
     torch.testing.assert_close(dbias.double(), dh.sum(0), rtol=2**-8, atol=1e-5)
 
 
-def test_what_is_not_wanted_is_none():
+def test_payloads_that_are_not_wanted_are_none():
     dy, h, _ = data("swiglu", False)
     scale = torch.tensor(1.0)
     assert ops.activate_quantize(h, "swiglu", E4M3, scale)[1] is None

@@ -216,7 +216,7 @@ DAMAGES = [("m", value) for value in NOT_FINITE] + [("v", value) for value in NO
         (BF16, BlockScaled, Block16, [*DAMAGES, *(("master", value) for value in NOT_FINITE)]),
     ],
 )
-def test_amax_tells_of_a_damaged_state(m, v, master, damages, weight):
+def test_amax_shows_a_damaged_state(m, v, master, damages, weight):
     """One element among many is damaged, and the gradient is finite. (An infinite v would only stop its weight.)"""
     n, at = 4 * BLOCK, 2 * BLOCK + 7
     gradient = torch.randn(n)
@@ -274,7 +274,7 @@ def least_squares(master, weight, steps: int, lr: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("weight", [BF16, ScaledTensor], ids=["bf16", "e4m3"])
-def test_narrow_masters_stall_where_the_remainder_does_not(weight):
+def test_narrow_masters_stall_but_a_remainder_does_not(weight):
     results = {kind: least_squares(kind, weight, 300, 1e-5) for kind in (FP32, INT16, Block16, BF16, BlockScaled)}
     print(results)
     for kind in (FP32, INT16):

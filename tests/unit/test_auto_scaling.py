@@ -37,7 +37,7 @@ def test_mu_doubles_in_a_window_without_saturation(window):
 
 
 @pytest.mark.parametrize("interval", [1, 10, 250, 1000])
-def test_the_speed_does_not_depend_on_how_often_saturation_is_looked_at(interval):
+def test_the_speed_does_not_depend_on_the_interval(interval):
     rule, mu = ScalingRule(interval=interval), torch.ones(1)
     for _ in range(1000 // interval):
         mu = rule.next(mu, torch.zeros(1))
@@ -69,7 +69,7 @@ def test_every_tensor_moves_by_itself():
     assert torch.equal(mu, kept) and new.dtype == torch.float32
 
 
-def test_mu_settles_where_the_threshold_holds_it():
+def test_mu_settles_at_the_threshold():
     """If values saturate from mu = 1 on, mu ends up between 1/2 and 1, from either side."""
     rule = ScalingRule(window=100)
     for start in (1e-3, 50.0):

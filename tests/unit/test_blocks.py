@@ -339,7 +339,7 @@ def test_packed_read_write_and_clear(first, count):
 
 
 @pytest.mark.parametrize(("first", "count"), BEYOND)
-def test_packed_refuses_what_is_not_whole_blocks_inside(first, count):
+def test_packed_refuses_spans_that_are_not_whole_blocks_inside(first, count):
     _, packed = random_packed()
     before = packed.data.clone()
     for act in (
@@ -419,7 +419,7 @@ def test_add_repeats_itself_and_differs_from_seed_to_seed():
     assert 0.1 < differing.double().mean() < 0.6
 
 
-def test_the_mean_over_many_seeds_is_the_exact_sum_where_rounding_to_nearest_stalls():
+def test_the_mean_over_many_seeds_is_the_exact_sum_though_rounding_to_nearest_stalls():
     """The same x is added 40 times. Each of its 400 copies has its own noise."""
     additions, copies, seed = 40, 400, torch.seed()
     print(f"seed {seed}")
@@ -446,7 +446,7 @@ def test_the_mean_over_many_seeds_is_the_exact_sum_where_rounding_to_nearest_sta
     assert (nearest.dequantize() == last).double().mean() > 0.5
 
 
-def test_add_of_zeros_and_of_what_cancels():
+def test_add_of_zeros_and_of_negatives():
     start = quantize_blocks(torch.randn(3 * BLOCK, generator=generator()))
     blocks = added(-start.dequantize(), start, noise_seed(1))
     assert blocks.exponents.tolist() == [0, 0, 0]

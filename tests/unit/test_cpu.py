@@ -51,7 +51,7 @@ def test_a_data_loaders_seed_moves_no_gpus_generator(installed):
         assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-def test_what_autograd_calls_back_finds_no_gpu_either(installed):
+def test_autograds_callbacks_see_the_cpu_too(installed):
     """Megatron's recomputation runs a backward pass inside another, and with it a function's backward."""
     seen = []
 
@@ -150,7 +150,7 @@ def test_warm_up_draws_no_random_numbers(installed):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_data_set_helpers_are_built_only_where_they_can_be(monkeypatch, tmp_path):
+def test_dataset_helpers_are_built_only_if_there_is_a_makefile(monkeypatch, tmp_path):
     import megatron.core.datasets.utils as utils
 
     original = utils.compile_helpers

@@ -62,7 +62,7 @@ def test_is_torchs_in_fp64(dtype, columns, scale, group):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_has_the_bits_of_both_of_stocks(dtype, group):
+def test_bits_are_those_of_both_stock_losses(dtype, group):
     """Stock's fused loss gives BF16 gradients even for FP32 logits, which do not occur at any level."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -110,7 +110,7 @@ def test_extremes(dtype, group):
 
 
 @pytest.mark.parametrize("name", ["cross_entropy_statistics", "cross_entropy_loss", "cross_entropy_gradient"])
-def test_targets_reach_the_kernels_one_after_the_other(name, group, monkeypatch):
+def test_targets_are_contiguous_for_the_kernels(name, group, monkeypatch):
     """A kernel reads the targets from their first address on and ignores strides, so they must be contiguous."""
     logits, target, dloss = example(torch.float32)
     spread = torch.stack([target, target + 1], -1).flatten(1)[:, ::2]
@@ -196,7 +196,7 @@ class Head:
 
 
 @dtypes
-def test_logits_that_nobody_holds_become_their_gradient(dtype, group):
+def test_logits_without_other_users_become_their_gradient(dtype, group):
     assert Head(group, dtype).run() is True
 
 
@@ -215,11 +215,11 @@ def squared(z):
         pytest.param(lambda z: z.view(6, 4, 257)[:], lambda z: None, id="itself a view"),
     ],
 )
-def test_logits_that_somebody_holds_stay(make, keep, group):
+def test_logits_with_other_users_are_kept(make, keep, group):
     assert Head(group).run(make, keep) is False
 
 
-def test_logits_of_which_there_is_a_copy_need_not_stay(group):
+def test_logits_that_were_copied_are_not_overwritten(group):
     """Logits that are not contiguous are copied in the forward pass, and are not overwritten."""
     head = Head(group)
     x = torch.randn(4, 6, 16).requires_grad_()
@@ -271,7 +271,7 @@ def test_a_second_loss_on_the_same_logits(ours_first, group):
     assert torch.allclose(x.grad, exact.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_what_the_count_would_miss_raises(group, monkeypatch):
+def test_a_user_that_the_count_misses_raises(group, monkeypatch):
     monkeypatch.setattr(layer, "_only_ours", lambda logits: True)
     head = Head(group)
     _, logits = head.logits()

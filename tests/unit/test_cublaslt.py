@@ -155,7 +155,7 @@ def test_an_addresss_alignment_is_part_of_the_shape(lib):
     ],
     ids=["both strides", "no stride", "out by columns", "another out", "another k", "no scales"],
 )
-def test_what_no_gemm_reads_is_refused(lib, a, out):
+def test_layouts_that_no_gemm_reads_are_refused(lib, a, out):
     with pytest.raises(ValueError, match=r"GEMM|product"):
         plans.product(a, torch.empty(N, K, dtype=a.dtype), out)
 
@@ -176,7 +176,7 @@ def test_a_failure_names_the_status_and_the_shape(lib):
         ((209, 201), False, (209, 201)),
     ],
 )
-def test_what_is_fastest_under_load_comes_first(lib, monkeypatch, tiles, fast, expected):
+def test_the_fastest_under_load_comes_first(lib, monkeypatch, tiles, fast, expected):
     lib.favourites = [bytes([1 + i]) * 64 for i in range(len(tiles))]
     monkeypatch.setattr(cublaslt, "_setting", lambda algo, name: tiles[bytes(algo)[0] - 1])
     a, b, out = torch.zeros(M, K).to(E4M3.dtype), torch.zeros(N, K).to(E4M3.dtype), torch.empty(M, N, dtype=BF16)
@@ -193,7 +193,7 @@ def test_what_is_fastest_under_load_comes_first(lib, monkeypatch, tiles, fast, e
 @pytest.mark.parametrize("bias", [None, BF16, FP32])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_backend_does_what_it_fuses(served, bias, residual, dtype):
+def test_the_backend_computes_the_parts_that_it_fuses(served, bias, residual, dtype):
     a, b = scaled(M, K), scaled(N, K)
     epilogue = {"bias": None if bias is None else torch.randn(N).to(bias)}
     epilogue["residual"] = torch.randn(M, N) if residual else None
@@ -216,7 +216,7 @@ def moved(x, by):
 
 @pytest.mark.parametrize("unaligned", ["a", "b", "out", "bias", "residual"])
 @pytest.mark.parametrize("add", [False, True])
-def test_what_is_not_aligned_goes_by_way_of_copies(lib, unaligned, add):
+def test_unaligned_memory_is_copied(lib, unaligned, add):
     a, b, before = scaled(M, K), scaled(N, K), torch.randn(M, N).to(BF16)
     given = {"a": a.payload, "b": b.payload, "out": before.clone(), "bias": torch.randn(N).to(BF16)}
     given |= {} if add else {"residual": torch.randn(M, N).to(BF16)}
@@ -239,14 +239,14 @@ def test_what_is_not_aligned_goes_by_way_of_copies(lib, unaligned, add):
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_the_backend_takes_what_is_not_aligned(served, into):
+def test_the_backend_takes_unaligned_memory(served, into):
     a, b, bias = scaled(M, K), scaled(N, K), moved(torch.randn(N).to(BF16), 1)
     out = moved(torch.zeros(M, N, dtype=BF16), 1) if into else None
     got = gemm(a, b, Epilogue(bias=bias, into=out))
     assert close(got, exact(a, b) + bias.double(), 2**-8) and (got is out or not into)
 
 
-def test_cutlass_serves_what_it_takes_and_cublaslt_the_rest(served_cutlass, lib):
+def test_cutlass_runs_the_problems_that_it_takes_and_cublaslt_the_rest(served_cutlass, lib):
     a, b, dy = scaled(M, K), scaled(N, K), scaled(M, N, E5M2)
     bias, residual, grad = torch.randn(N).to(BF16), torch.randn(M, N).to(BF16), torch.randn(N, K)
     before = grad.clone()
@@ -287,7 +287,7 @@ def test_a_dense_store_writes_the_first_gradient_and_adds_the_others_in_the_gemm
     assert not any(value["FAST_ACCUM"] for value, *_ in served.calls)
 
 
-def test_without_the_library_torch_serves_and_a_warning_says_why(monkeypatch):
+def test_without_the_library_torch_runs_and_a_warning_says_why(monkeypatch):
     monkeypatch.setattr(cublaslt, "bound", lambda: False)
     asked = []
     otherwise = ScaledMM()
@@ -319,7 +319,7 @@ def test_the_stand_in_for_apex_adds_a_weight_gradient(lib, main, bound, monkeypa
     assert len(lib.calls) == (2 if bound else 0)
 
 
-def test_texts_of_problems_tell_them_apart():
+def test_each_problem_has_its_own_text():
     shape = dict.fromkeys(Problem._fields, 16) | {"a": BF16, "b": BF16, "d": FP32, "bias": None}
     shape |= dict.fromkeys(("a_rows", "b_rows"), True) | dict.fromkeys(("fast_accum", "add"), False)
     other = {"m": 32, "n": 32, "k": 32, "a": FP16, "b": FP16, "d": BF16, "a_ld": 32, "b_ld": 32, "d_ld": 32, "align": 8}
@@ -331,7 +331,7 @@ def test_texts_of_problems_tell_them_apart():
     assert len(texts) == len(other) * (len(other) + 1) // 2
 
 
-def test_each_shape_is_said_once(served):
+def test_each_shape_is_logged_once(served):
     said = []
     undo = gemm_log.announce("cpu", said.append)
     a, b = scaled(M, K), scaled(N, K)

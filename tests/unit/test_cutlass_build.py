@@ -54,7 +54,7 @@ def machine(tmp_path, monkeypatch):
     return tmp_path, lambda: calls.read_text().splitlines()
 
 
-def test_it_is_built_once_and_said(machine):
+def test_it_is_built_once_and_logged(machine):
     folder, calls = machine
     said = []
     built = build.library(jobs=2, say=said.append)
@@ -71,7 +71,7 @@ def test_it_is_built_once_and_said(machine):
     assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".so"]  # no temporary files
 
 
-def test_who_ends_a_build_leaves_no_compiler_and_no_scratch(machine):
+def test_an_interrupted_build_leaves_no_compiler_and_no_files(machine):
     folder, calls = machine
     (folder / "cuda/bin/nvcc").write_text(NVCC.replace('echo "$@" >> "$CALLS"', 'echo $$ >> "$CALLS"; sleep 600'))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}/site"}
@@ -84,7 +84,7 @@ def test_who_ends_a_build_leaves_no_compiler_and_no_scratch(machine):
     assert [path.suffix for path in (folder / "cache").iterdir()] == [".lock"]
 
 
-def test_its_name_changes_with_whatever_makes_it(tmp_path, monkeypatch):
+def test_its_name_changes_with_sources_flags_and_versions(tmp_path, monkeypatch):
     shutil.copytree(build.SOURCES, tmp_path / "csrc")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
     keys = [build.key()]
@@ -145,7 +145,7 @@ def test_a_machine_that_cannot_build_says_why_in_one_line(machine, monkeypatch):
     reason("MEGATRON_FP8_CUTLASS=.*elsewhere.so: no such file")
 
 
-def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, monkeypatch):
+def test_a_named_library_is_used_and_a_foreign_one_refused(tmp_path, monkeypatch):
     stranger = tmp_path / "stranger.so"
     stranger.write_text("no library")
     monkeypatch.setenv("MEGATRON_FP8_CUTLASS", str(stranger))
@@ -160,7 +160,7 @@ def test_a_library_that_is_named_is_taken_and_a_stranger_is_refused(tmp_path, mo
     assert serving("cuda").name != "cutlass"
 
 
-def test_it_waits_to_be_chosen(monkeypatch):
+def test_it_serves_only_if_chosen(monkeypatch):
     """The backend "cutlass" plans all problems that CUTLASS takes; "auto" only those that it runs faster."""
     assert serving("cuda").name == "cublaslt"
     monkeypatch.setattr(plans, "maker_of", plans.maker_of)  # monkeypatch restores it
@@ -174,7 +174,7 @@ def test_it_waits_to_be_chosen(monkeypatch):
         assert [plans.maker_of(problem) for problem in problems] == makers, name
 
 
-def test_the_verb_prints_where_it_lies_or_why_not(machine, monkeypatch, capsys):
+def test_the_verb_prints_the_path_or_the_error(machine, monkeypatch, capsys):
     folder, _ = machine
     assert main(["build", "--jobs", "2"]) == 0
     printed = capsys.readouterr()
@@ -262,7 +262,7 @@ def test_an_estimate_counts_whole_bundles(n, swizzle, across):
     assert _estimate(choice, problem_of(256 * rows_of_tiles, n, 4096)) == waves * 256 * 128
 
 
-def test_the_usual_order_gives_way_where_it_would_waste_tiles():
+def test_another_order_is_chosen_if_the_usual_one_wastes_tiles():
     maker = Cutlass()
     maker.kernels, maker._library = (kernel(256, 128, (1, 2)),), ctypes.CDLL(None)
     maker._library.mfp8_gemm = lambda index, args: 0
@@ -282,7 +282,7 @@ def test_the_usual_order_gives_way_where_it_would_waste_tiles():
         (32768, 768, False),  # 5.8, but of two tiles side by side one would be outside
     ],
 )
-def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, taken):
+def test_is_faster_for_promoted_products_with_full_waves(m, n, taken):
     all_of_them = Cutlass()
     shapes = (128, 256), (128, 128)  # those of e5m2_promoted.cu
     all_of_them.kernels = tuple(kernel(*shape, (2, 1), 256) for shape in shapes)
@@ -290,7 +290,7 @@ def test_without_a_search_it_takes_promoted_products_whose_waves_are_full(m, n, 
     assert all_of_them.is_faster(problem) == taken and all_of_them.takes(problem)
 
 
-def test_without_a_search_it_takes_nothing_else():
+def test_is_faster_for_nothing_else():
     """CUTLASS is not known to be faster for others."""
     ours = Cutlass()
     long, fast, fp32 = kernel(128, 256, (2, 1), 256), kernel(128, 256, (2, 1), 0), kernel(128, 256, (2, 1), 256)
@@ -305,7 +305,7 @@ def test_without_a_search_it_takes_nothing_else():
     assert not ours.is_faster(problem)
 
 
-def test_what_it_takes_and_by_which_kernels():
+def test_the_kernels_for_a_problem():
     maker = Cutlass()
     problem = problem_of(64, 48, 32)
     assert not maker.takes(problem)  # no library

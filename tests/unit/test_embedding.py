@@ -17,7 +17,7 @@ from megatron_fp8.ops.reference_embedding import add_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_oracle(dtype):
+def test_the_reference(dtype):
     into, rows, values = torch.randn(11, 6).to(dtype), torch.randint(-2, 13, (80,)), torch.randn(80, 6).bfloat16()
     expected = into.double()
     for row, value in zip(rows.tolist(), values.double(), strict=True):
@@ -55,7 +55,7 @@ def backward(model) -> None:
     Functional().embedding(tokens, model.weight).float().sum().backward()
 
 
-def test_tokens_and_positions_as_megatron_turns_them():
+def test_tokens_and_positions_as_megatron_transposes_them():
     """(b, s, h) transposed to (s, b, h): torch's values and gradients, without a copy in between."""
     model = Model(False)
     tokens, places = torch.randint(0, 7, (2, 3)), torch.arange(3).expand(2, 3)
@@ -72,7 +72,7 @@ def test_tokens_and_positions_as_megatron_turns_them():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_main_grad_gets_it_and_autograd_a_stand_in(tied):
+def test_main_grad_gets_the_gradient_and_autograd_a_placeholder(tied):
     model = Model(tied)
     backward(model)
     backward(model)
@@ -100,7 +100,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_nothing_of_a_heads_gradient_waits_in_autograd(tied, fp8, monkeypatch):
+def test_autograd_keeps_no_gradient_of_a_head(tied, fp8, monkeypatch):
     """Autograd's gradient for W takes no memory."""
     model = Model(tied)
     n, k, log = 32, 16, []
@@ -136,7 +136,7 @@ def test_nothing_of_a_heads_gradient_waits_in_autograd(tied, fp8, monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{"tied": False, "fusion": False}, {"tied": True, "head_fusion": False}])
-def test_where_it_stays_autograds(how):
+def test_when_autograd_keeps_the_gradient(how):
     model = Model(**how)
     backward(model)
     assert model.weight.grad[1, 0] == 2 and not model.weight.main_grad.any()
@@ -150,5 +150,5 @@ def test_a_deep_copy_reads_its_own_positions():
     assert (copied(torch.tensor([1])) == 3).all()
 
 
-def test_all_else_is_torchs():
+def test_everything_else_is_torchs():
     assert Functional().gelu is torch.nn.functional.gelu

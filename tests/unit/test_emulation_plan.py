@@ -65,7 +65,7 @@ def test_several_patterns():
     assert not plan_of("E8M3", "decoder.layers.mlp.*").covers(FC1, 1)
 
 
-def test_the_lm_head_is_in_only_when_asked():
+def test_the_lm_head_is_included_only_on_request():
     assert texts(plan_of("E8M3"), LM_HEAD, 0) == [None] * 3
     assert texts(plan_of("E8M3", lm_head=True), LM_HEAD, 0) == ["E8M3:nearest:none"] * 3
     only = plan_of("E8M3", layers="none", lm_head=True)

@@ -53,7 +53,7 @@ def test_a_backend_counts_a_linears_products(counting):
     assert (into - exact).norm() < 1e-6 * exact.norm()
 
 
-def test_a_backend_gets_what_it_fuses_up_to_the_first_part_that_it_lacks():
+def test_a_backend_gets_the_parts_up_to_the_first_that_it_lacks():
     class Fusing(Counting):
         def product(self, a, b, epilogue, fast_accum):
             self.asked.append(epilogue.parts())

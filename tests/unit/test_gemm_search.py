@@ -38,7 +38,7 @@ def found(name, ms=1.0, maker="cublaslt", version=None):
     return Choice(maker, version, name, ms, 2.0, 3.0)
 
 
-def test_what_was_searched_is_used_if_it_runs_here(lib, timed):
+def test_a_result_is_used_if_it_runs_here(lib, timed):
     a, b, out = torch.zeros(M, K).to(BF16), torch.zeros(N, K).to(BF16), torch.empty(M, N)
     search.read()
     for works, expected in ((b"\3" * 64, b"\3" * 64), (b"\4" * 64, FIRST)):
@@ -49,7 +49,7 @@ def test_what_was_searched_is_used_if_it_runs_here(lib, timed):
         assert lib.calls[-1][2] == expected
 
 
-def test_the_file_is_added_to_in_one_step_and_a_broken_one_is_as_none(tmp_path, monkeypatch):
+def test_the_file_is_replaced_atomically_and_a_broken_one_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
     file = gemm_found.path("NVIDIA H200 (x)")
     assert file == tmp_path / "gemm/NVIDIA-H200-x-.json"
@@ -111,7 +111,7 @@ def test_the_fastest_of_both_is_found_and_runs_from_then_on(served, cutlass, tim
     assert (plans.plans()[0].maker, plans.plans()[0].name) == fastest
 
 
-def test_a_search_that_cannot_be_kept_serves_all_the_same(served, cutlass, timed, monkeypatch):
+def test_a_search_that_cannot_be_saved_is_used_all_the_same(served, cutlass, timed, monkeypatch):
     timed.costs = {FIRST: 1.0, SECOND: 0.5}
     monkeypatch.delenv("MEGATRON_FP8_CACHE")
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
@@ -123,7 +123,7 @@ def test_a_search_that_cannot_be_kept_serves_all_the_same(served, cutlass, timed
     assert plans.plans()[0].name == SECOND.hex()
 
 
-def test_what_gives_another_result_or_fails_is_left_out(served, cutlass, timed, monkeypatch):
+def test_plans_that_fail_or_give_another_result_are_left_out(served, cutlass, timed, monkeypatch):
     timed.costs = {FIRST: 1.0, SECOND: 0.9, ((128, 256), 8, 1): 0.1, ((128, 128), 8, 1): 0.2}
     gemm(scaled(M, K), scaled(N, K), fast_accum=True)
     real = gemm_race._Operands.result_of
@@ -143,7 +143,7 @@ def test_what_gives_another_result_or_fails_is_left_out(served, cutlass, timed, 
     assert choices[0].name == SECOND.hex() and not choices[1].name.endswith("8/1")
 
 
-def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutlass, timed, monkeypatch):
+def test_a_new_library_is_searched_again_and_the_old_results_stay(served, cutlass, timed, monkeypatch):
     timed.costs = {FIRST: 1.0, ((128, 256), 8, 0): 0.5}
     a, b = scaled(M, K), scaled(N, K)
     for version, expected in (("1" * 16, (0, 1)), ("2" * 16, (1, 1)), ("1" * 16, (1, 0))):
@@ -155,7 +155,7 @@ def test_a_new_library_is_searched_anew_and_the_old_ones_find_stays(served, cutl
     assert sorted(versions) == ["1" * 16, "2" * 16]
 
 
-def test_the_summary_names_what_is_no_faster_than_bf16(served, cutlass, timed):
+def test_the_summary_names_gemms_no_faster_than_bf16(served, cutlass, timed):
     assert search.summary() == "FP8 GEMMs: none was searched"
     timed.costs = {FIRST: 1.0, SECOND: 1.0, "BF16": 0.5, ((128, 256), 8, 0): 0.25, ((128, 128), 8, 0): 0.25}
     search.read(BOTH)
@@ -170,7 +170,7 @@ def test_the_summary_names_what_is_no_faster_than_bf16(served, cutlass, timed):
     assert line.endswith("operands 0.0 MB smaller)") and line.count("E4M3 x") == 1
 
 
-def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
+def test_the_makers_to_choose_from(lib, timed, cutlass, monkeypatch):
     asked = []
     monkeypatch.setattr(search, "read", lambda among: asked.append([one.name for one in among]) or 5)
     monkeypatch.setattr(CUTLASS, "prepare", lambda build: None if not build else pytest.fail("built"))
@@ -188,7 +188,7 @@ def test_who_is_chosen_from(lib, timed, cutlass, monkeypatch):
     assert asked[-1] == ["cublaslt"] and line.startswith("--fp8-gemm-search: cuBLASLt alone: they are not built; run")
 
 
-def test_the_first_choice_is_what_runs_without_a_search(served, cutlass, timed):
+def test_the_first_choice_runs_without_a_search(served, cutlass, timed):
     """With backend auto the first choice may be a CUTLASS kernel; the search compares with it."""
     ours = ((128, 256), 8, 0)
     timed.costs = {FIRST: 2.0, SECOND: 2.0, ours: 1.0}
@@ -203,7 +203,7 @@ def test_the_first_choice_is_what_runs_without_a_search(served, cutlass, timed):
     assert [choice.maker for choice in choices] == ["cutlass", "cublaslt"]
 
 
-def test_a_library_that_computes_something_else_does_not_serve(lib, cutlass, timed, monkeypatch):
+def test_a_wrong_library_does_not_serve(lib, cutlass, timed, monkeypatch):
     cutlass.KERNELS = ((1, 0, 2, 256, (128, 256)),)
     monkeypatch.setattr(CUTLASS, "kernels", (_describe(cutlass, 0),))
     state = torch.get_rng_state()
@@ -240,7 +240,7 @@ def test_why_cutlass_does_not_serve(lib, monkeypatch, fails, said):
     assert fails or cutlass_check.why_not().endswith("is not bound: no library")
 
 
-def test_rank_0_searches_what_no_file_has_and_the_rest_use_it(lib, timed, monkeypatch):
+def test_rank_0_searches_problems_without_a_result(lib, timed, monkeypatch):
     asked = []
 
     def race(problem, makers, device):

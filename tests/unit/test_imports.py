@@ -51,8 +51,8 @@ def between_rooms(package) -> set[tuple[str, str]]:
     return {(one, other) for one, other in pairs if one != other}
 
 
-def oracles(package) -> set[str]:
-    """Files outside ops/ and gemm/ that import an oracle."""
+def users_of_references(package) -> set[str]:
+    """Files outside ops/ and gemm/ that import a reference implementation."""
     found = {file for file, name in imports(package) if name.startswith("ops.reference")}
     return {file for file in found if not file.startswith(("ops/", "gemm/"))}
 
@@ -122,8 +122,8 @@ def test_no_training_process_imports_a_tool():
     assert [(one, other) for one, other in pairs if other.startswith("tools") and not one.startswith("tools")] == []
 
 
-def test_production_code_imports_no_oracle():
-    assert oracles(PACKAGE) == set()
+def test_no_other_room_imports_a_reference():
+    assert users_of_references(PACKAGE) == set()
 
 
 def test_no_two_files_of_a_room_import_each_other():
@@ -167,8 +167,8 @@ def test_planted_imports_are_found(tmp_path):
     assert set(upwards(rooms)) == set(planted.values())
 
 
-def test_a_planted_oracle_is_found(tmp_path):
+def test_a_planted_import_of_a_reference_is_found(tmp_path):
     for folder in ("ops/triton", "engine"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "module.py").write_text(f"from {tmp_path.name}.ops.reference_adam import adam_step\n")
-    assert oracles(tmp_path) == {"engine/module.py"}
+    assert users_of_references(tmp_path) == {"engine/module.py"}

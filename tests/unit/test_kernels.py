@@ -41,7 +41,7 @@ def copy(to, n):
 """
 
 
-def test_what_is_compiled_and_what_was_there(tmp_path):
+def test_kernels_compiled_and_kernels_found(tmp_path):
     """A kernel that is compiled and used again counts once. In a second process all kernels are found in the cache."""
     (tmp_path / "compiled.py").write_text(SOURCE)
     cache = str(tmp_path / "cache")

@@ -87,7 +87,7 @@ def test_block16_never_overflows_and_its_error_is_bounded():
     assert same(quantize_block16(got.dequantize()).dequantize(), got.dequantize())
 
 
-def test_block16_of_zeros_denormals_and_what_is_not_finite():
+def test_block16_of_zeros_denormals_and_the_non_finite():
     x = torch.zeros(5 * BLOCK)
     x[1], x[BLOCK], x[2 * BLOCK], x[3 * BLOCK] = -0.0, 2.0**-149, INF, NAN
     x[4 * BLOCK], x[4 * BLOCK + 1] = -INF, 3e38

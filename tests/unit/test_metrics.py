@@ -28,7 +28,7 @@ def test_without_the_variable_nothing_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_lines_are_read_as_they_come(file):
+def test_lines_are_read_as_they_are_written(file):
     reader = Reader(file)
     assert reader.read() == [] and begin() and reader.read() == []
     record({"loss": 1 / 3, "update-norm": 5e-324, "mtp_1 loss": math.inf}, 7)
@@ -116,7 +116,7 @@ def test_an_iteration(megatron):
     })]  # fmt: skip
 
 
-def test_each_start_says_what_it_trains_on(megatron, file):
+def test_each_start_records_its_device(megatron, file):
     megatron.step(1, 5.0, first=True)
     megatron.step(2, 4.0)
     assert facts(file) == {"device": "cpu"} and file.read_text().count("device") == 1
@@ -132,7 +132,7 @@ def test_the_second_loss_is_its_own(megatron):
     assert megatron.totals["lm loss"] == 0 and megatron.totals["advanced iterations"] == 0  # as without the wrapper
 
 
-def test_an_interval_has_the_mean_of_what_was_not_skipped(megatron):
+def test_an_interval_has_the_mean_of_the_steps_not_skipped(megatron):
     megatron.args.log_interval = 3
     for iteration, loss, skipped in ((1, 9.0, 0), (2, 8.0, 1), (3, 6.0, 0), (4, 5.0, 0), (5, 4.0, 0), (6, math.inf, 1)):
         megatron.step(iteration, loss, skipped, first=iteration == 1)

@@ -104,7 +104,7 @@ def test_norm_quantize_casts_the_float32_y(rms, fmt):
 
 
 @kinds
-def test_what_is_not_finite_is_seen(rms):
+def test_the_non_finite_stays_visible(rms):
     x, weight, bias = inputs(rms, False)
     x[3, 5], x[4, 6] = math.nan, math.inf
     largest = torch.tensor(0.0)

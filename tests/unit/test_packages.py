@@ -38,7 +38,7 @@ def test_versions_are_pyprojects_and_megatrons():
     assert compared >= 10 and how_to_install("cutlass_library") == "pip install 'nvidia-cutlass==4.2.*'"
 
 
-def test_what_is_here_is_seen():
+def test_installed_packages_are_found():
     assert installed("json") and not installed("no_such_package") and not installed("no_such.package")
 
 

@@ -14,7 +14,7 @@ from megatron_fp8 import processes
 from megatron_fp8.processes import TorchRun, identity, last_words, living, stop
 
 
-def test_torchrun_starts_every_process_and_its_failure_is_told(tmp_path):
+def test_torchrun_starts_every_process_and_reports_its_failure(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"
         "said = f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\"\n"
@@ -109,7 +109,7 @@ def test_a_run_is_stopped_with_all_its_processes(tmp_path, monkeypatch):
         wait_for(lambda process=process: gone(process.pid))
 
 
-def test_a_process_that_has_ended_is_not_waited_for_though_its_parent_never_asks(monkeypatch):
+def test_a_zombie_is_not_waited_for(monkeypatch):
     """If a container's first process reaps no zombies, each run of a killed sweep would cost twice ten seconds."""
     parent = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     killed = []
@@ -124,7 +124,7 @@ def test_a_process_that_has_ended_is_not_waited_for_though_its_parent_never_asks
             unaware.kill()
 
 
-def test_lines_are_whole_but_for_the_last_of_all(tmp_path, monkeypatch):
+def test_all_lines_except_the_last_are_complete(tmp_path, monkeypatch):
     """However the output is cut into reads."""
     monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
     (tmp_path / "train.py").write_text(
@@ -150,7 +150,7 @@ def test_lines_are_whole_but_for_the_last_of_all(tmp_path, monkeypatch):
     assert read == ["three"] and run.end() == "one\ntwo\n\nthree"
 
 
-def test_who_reads_a_run_that_prints_without_end_comes_back(tmp_path, monkeypatch):
+def test_reading_a_run_that_prints_without_end_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "LAUNCHER", (sys.executable,))
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     run, reads = TorchRun(("train.py",), 1, tmp_path / "log.txt", {}, tmp_path), 0
@@ -167,13 +167,13 @@ def test_who_reads_a_run_that_prints_without_end_comes_back(tmp_path, monkeypatc
     run.close()
 
 
-def test_last_words_are_the_runs_own():
+def test_last_words_are_the_commands_own():
     lines = [*map(str, range(40)), "E0101 torch/distributed/elastic/multiprocessing/api.py:874] failed", "Error: ..."]
     assert last_words(lines).split("\n") == [*map(str, range(15, 40))]
     assert last_words(["a", "b"]) == "a\nb" and last_words([]) == ""
 
 
-def test_what_nohup_has_turned_off_stays_so():
+def test_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with processes.ended_like_ctrl_c():
@@ -184,7 +184,7 @@ def test_what_nohup_has_turned_off_stays_so():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_living_process_is_told_from_a_later_one():
+def test_a_process_is_not_confused_with_a_later_one():
     with subprocess.Popen(["sleep", "60"]) as process:
         known = identity(process.pid)
         assert living(known).pid == process.pid
@@ -218,7 +218,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_killed_process_has_started_by_multiprocessing_ends(tmp_path):
+def test_children_of_a_killed_process_end(tmp_path):
     """Managers and workers of each start method, the fork server and the tracker end; managers' folders are removed."""
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, "parent.py"]

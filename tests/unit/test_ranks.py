@@ -71,7 +71,7 @@ def test_a_rank_that_hangs_is_ended(run, tmp_path):
     wait_for_the_end_of((tmp_path / "log").read_text().splitlines())
 
 
-def test_what_a_rank_leaves_ends_with_it(run):
+def test_a_ranks_children_end_with_it(run):
     """A child that is left would keep the run's output open, and its reader would wait."""
     lines = run("subprocess.Popen(['sleep', '600'])\n" + HANG.replace("time.sleep(600)\n", ""), count=1)
     assert sum(line.startswith("child ") for line in lines) == 1

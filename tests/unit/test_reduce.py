@@ -346,7 +346,7 @@ def test_fp32_is_the_plain_sum(run, kind):
         assert ((values.double() - every.sum(0)).abs() <= bound).all()
 
 
-def test_what_a_shard_says_of_itself(run):
+def test_a_shards_parts_and_square_sum(run):
     """A shard's parts and its sum of squares, for every reduction of finite gradients."""
     for found in run.found:
         names = [name for name in found if name.startswith((*KINDS, *RULES))]

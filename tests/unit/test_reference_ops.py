@@ -261,7 +261,7 @@ def test_sum_blocks_adds_in_rank_order_in_float32(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_sums_of_packed_shards_where_they_lie(ranks):
+def test_sums_of_packed_shards_in_place(ranks):
     x = torch.randn(ranks, SHARD_UNIT, generator=generator())
     packed = quantize_blocks(x.flatten(), out=PackedBlocks.zeros(ranks, SHARD_UNIT, "cpu"))
     where_they_lie, alone = (packed.payload, packed.exponents), stacked(list(x))

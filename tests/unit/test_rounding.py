@@ -31,17 +31,17 @@ def generator(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def oracle(x: torch.Tensor, fmt, mode: str, noise: torch.Tensor) -> torch.Tensor:
+def reference(x: torch.Tensor, fmt, mode: str, noise: torch.Tensor) -> torch.Tensor:
     pairs = zip(x.tolist(), noise.tolist(), strict=True)
     return torch.tensor([rounded(value, fmt, mode, u) for value, u in pairs])
 
 
 @narrow
 @every_mode
-def test_every_value_midpoint_and_what_lies_beside_them(fmt, mode):
+def test_every_value_midpoint_and_their_neighbours(fmt, mode):
     x = edges(fmt)
     noise = torch.rand(x.shape, generator=generator())
-    assert same(round_to_format(x, fmt, mode, noise), oracle(x, fmt, mode, noise))
+    assert same(round_to_format(x, fmt, mode, noise), reference(x, fmt, mode, noise))
 
 
 @narrow
@@ -50,7 +50,7 @@ def test_random_bits(fmt, mode):
     x = random_floats(2000, generator())
     x = x[x.isfinite()]
     noise = torch.rand(x.shape, generator=generator(2))
-    assert same(round_to_format(x, fmt, mode, noise), oracle(x, fmt, mode, noise))
+    assert same(round_to_format(x, fmt, mode, noise), reference(x, fmt, mode, noise))
 
 
 @settings(max_examples=300, deadline=None)
@@ -61,7 +61,7 @@ def test_any_float(x, noise, fmt, mode):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=lambda fmt: fmt.name)
-def test_nearest_is_torchs_cast_wherever_that_does_not_overflow(fmt):
+def test_nearest_is_torchs_cast_unless_it_overflows(fmt):
     x = random_floats(1 << 18, generator())
     scaled = torch.randn(1 << 18, generator=generator()) * fmt.max / 8  # random bits are seldom in range
     x = torch.cat([x, scaled, scaled * 2.0**-8, scaled * fmt.smallest_subnormal / fmt.max * 16])
@@ -77,7 +77,7 @@ def test_nearest_is_torchs_cast_wherever_that_does_not_overflow(fmt):
 
 @narrow
 @every_mode
-def test_what_the_format_has_is_left_alone_whatever_the_noise(fmt, mode):
+def test_values_of_the_format_are_left_alone_for_any_noise(fmt, mode):
     values = torch.tensor([float(value) for value in magnitudes(fmt)])
     values = torch.cat([values, -values])
     for noise in (0.0, 0.5, 1 - 2.0**-24):

@@ -61,7 +61,7 @@ def test_of_one_scale(fmt, dtype, shape):
         assert str(extremes[0]) == str(abs(value))  # a NaN equals nothing
 
 
-def test_what_fills_the_format_does_not_overflow_and_the_next_number_does():
+def test_the_maximum_does_not_overflow_and_the_next_number_does():
     for amax in torch.rand(2000).mul(20).exp().bfloat16():
         scale = compute_scale(amax.float(), E4M3)
         x = torch.stack([amax, (amax.view(torch.int16) + 1).view(torch.bfloat16), -amax])

@@ -212,7 +212,7 @@ def own_sum(shape, ranks: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_part_of_a_sum_in_fp8_is_rounded_where_it_travels_and_at_the_end(run, name):
+def test_a_part_of_a_sum_in_fp8_is_rounded_when_sent_and_at_the_end(run, name):
     s, b, h = SHAPES[name]
     for rank, found in enumerate(run.found):
         got, _ = found[name, True, True]
@@ -264,7 +264,7 @@ def test_bytes_of_a_sum(run):
 
 
 @pytest.mark.parametrize("value", POISONS)
-def test_what_is_not_finite_stays_so(run, value):
+def test_the_non_finite_becomes_nan(run, value):
     for rank, found in enumerate(run.found):
         assert not found[value, False][0].flatten()[7].isfinite()
         assert found[value, False][0].flatten()[128:].isfinite().all()
@@ -298,7 +298,7 @@ def test_every_way_gives_the_bits_of_one_process(run):
                 assert got[3].tolist() == [1, 1], case  # amax of both operands
 
 
-def test_what_a_linear_sends(run):
+def test_the_bytes_that_a_linear_sends(run):
     """Gathers of x (forward and backward) or dy, sums of y or dx. All in FP8 takes 1/2 + 1/128 of BF16's bytes."""
     tokens = 8 * run.ranks * B
     share = (run.ranks - 1) / run.ranks
@@ -320,7 +320,7 @@ def test_what_a_linear_sends(run):
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp8"])
-def test_what_travels_has_work_beside_it(run, how):
+def test_collectives_overlap_with_gemms(run, how):
     for rank, found in enumerate(run.found):
         # The rank's own rows, and those of the ranks before and after it.
         others = ["GEMM"] * (1 if rank in (0, run.ranks - 1) else 2)

@@ -34,13 +34,13 @@ def ran(monkeypatch) -> list[tuple[str, int]]:
 CALLS = {"a": lambda: "A", "b": lambda: "B"}
 
 
-def test_a_gpu_that_slows_down_is_fair_to_all(ran):
+def test_a_gpu_that_slows_down_slows_all_equally(ran):
     found = timing.in_turns(CALLS, 4)
     assert "".join(who for who, _ in ran) == "ABBAABBA" and {count for _, count in ran} == {1}
     assert found == {"a": 4.5, "b": 4.5}  # medians of 0.5, 4, 5, 8 and of 2, 3, 6, 7
 
 
-def test_under_load_nobody_meets_a_gpu_that_has_rested(ran):
+def test_under_load_no_call_gets_an_idle_gpu(ran):
     found = timing.under_load(CALLS, {"a": 1.0, "b": 50.0, "c": 1.0})
     assert ran == [("A", 150), ("A", 150), ("B", 3), ("B", 3), ("A", 150)]
     assert found == {"a": 3.5, "b": 3.5}  # means of 2, 5 and of 3, 4
