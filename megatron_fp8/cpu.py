@@ -8,10 +8,10 @@ this module does not change Megatron's code. While it is installed, it changes t
      an integer) into the CPU, `tensor.cuda()` into the tensor itself, and `tensor.type()` into the name that the tensor
      would have on a GPU.
   2. Attributes of `torch.cuda` that need a driver are replaced: there is one device, which is always idle; streams and
-     events do nothing; memory figures are zero; and both devices share one random generator, the CPU's. If a data
-     loader's iterator draws the seed for its workers from it, its state is restored: on a GPU this draw does not touch
-     dropout's generator. Otherwise a resumed run, which makes its iterators again after reading its checkpoint, would
-     have other dropout masks.
+     events do nothing; memory figures are zero; and both devices share one random generator, the CPU's. A data loader's
+     iterator draws a seed for its workers from the CPU's generator, which on a GPU is not dropout's. So the generator's
+     state is restored after this draw. Otherwise a resumed run, which makes its iterators again after reading its
+     checkpoint, would have other dropout masks.
   3. Two functions of Megatron that only warm up or build for a GPU become empty. A third, which copies the sizes for an
      experts' all-to-all to the host, handles CPU tensors as it handles a GPU's.
 

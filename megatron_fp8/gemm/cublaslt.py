@@ -9,7 +9,7 @@ algorithm of the library's heuristic, while race.py can measure them all. cuBLAS
     E4M3, E4M3       yes       BF16, FP16, FP32        both along k ("TN"), m, n, k and rows in multiples of 16 bytes
     E4M3, E5M2       yes       the same                the same; E5M2 by E5M2 does not exist
     BF16, BF16       no        BF16, FP32              any; FP16 likewise
-    bias (n,)                  of D's type; BF16 where D is FP32 and the operands are FP8
+    bias (n,)                  of D's type; BF16 if D is FP32 and the operands are FP8
 
 A problem's descriptors and algorithm are made once (plans.py). After that, a GEMM is one ctypes call. cuBLAS matrices
 are column-major, so a row-major matrix is its own transpose there: the library is asked for D^T = B A^T.

@@ -117,7 +117,7 @@ def _unit(weight: torch.Tensor) -> torch.Tensor:
 def split_e4m3(master: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split `master` (float32) into the weight (float8_e4m3fn) and the remainder (int16), all of one shape.
 
-    scale: of the weight, 0-d float32, a power of two.
+    scale: the weight's, 0-d float32, a power of two.
     """
     scaled = master * scale
     weight = encode(scaled, E4M3)

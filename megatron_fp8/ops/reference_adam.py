@@ -1,8 +1,8 @@
 """adam_step in plain PyTorch: the reference for the kernel, and the CPU's implementation. ops/adam.py defines the step.
 
-Each float32 operation in the code is rounded by itself. addcmul, or add with alpha, would round once on some machines
-where the kernel rounds twice. The square root is computed in float64, to be correctly rounded: torch's float32 root may
-be an ulp wrong if it comes from MKL.
+Each float32 operation in the code is rounded by itself. addcmul, or add with alpha, would round only once on some
+machines, but the kernel rounds twice. The square root is computed in float64, to be correctly rounded: torch's float32
+root may be an ulp wrong if it comes from MKL.
 """
 
 import torch

@@ -9,9 +9,10 @@ x is (M, K), sums are over K, all arithmetic is float32, and gain = weight, or 1
     with g = dy * gain:    dx = rstd * (g - mean(g) - n * mean(g * n)) + residual      no mean(g) in RMSNorm
                            dweight = sum over rows of dy * n                           dbias = sum over rows of dy
 
-y is rounded once, to x's type or directly to FP8. The direct cast may differ from a cast of the BF16 y by that second
-rounding. The residual (the gradient that reaches x past the norm) is added to the rounded dx, and the sum is rounded
-again. Autograd gives the same bits if it adds the residual in a kernel of its own, as for an MLP that is recomputed.
+y is rounded once, to x's type or directly to FP8. So the FP8 result may differ from a cast of the BF16 y, which rounds
+twice. The residual (the gradient that reaches x past the norm) is added to the rounded dx, and the sum is rounded
+again. These are autograd's bits if it adds the residual in a kernel of its own, as it does for an MLP that is
+recomputed.
 
 The forward pass may keep n for the backward pass in one byte an element: n * `kept_scale(K)` in E4M3. |n| <= sqrt(K)
 for every x, so the scale is a constant and nothing saturates; and n is free of LayerNorm's mean. The error is E4M3's:

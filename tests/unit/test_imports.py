@@ -1,7 +1,7 @@
-"""Which room imports which is what docs/architecture.md's table "Folders" says, and nothing imports upwards.
+"""Imports between rooms are those of the table "Folders" in docs/architecture.md, and none goes upwards.
 
-A room is a folder or a module at the top of megatron_fp8. An edit of the table is all that a new import between rooms
-takes, as long as it goes down.
+A room is a folder or a module at the top of megatron_fp8. A new import between rooms needs an entry in the table, and
+must go downwards.
 """
 
 import ast
@@ -18,7 +18,7 @@ CIRCLES = [{"engine/borrowed.py", "engine/optimizer.py"}]
 
 @functools.cache
 def imports(package) -> set[tuple[str, str]]:
-    """(file, module) of each import of the package's own, at any depth; paths and names are the package's inside."""
+    """(file, module) for each import inside the package, at any depth; both are relative to the package."""
     found = set()
     for path in package.rglob("*.py"):
         file = path.relative_to(package)
@@ -148,7 +148,7 @@ def test_a_planted_circle_is_found(tmp_path):
 
 
 def test_planted_imports_are_found(tmp_path):
-    """Those that point upwards: by the code wherever they stand, and by the table once it lists them."""
+    """Upward imports are found in the code, at any depth, and in the table if it lists them."""
     planted = {
         ("monitor/spikes.py", "def f():\n    from ..tools.lab.sweep import store"): ("monitor", "tools/lab"),
         ("numerics/formats.py", "import megatron_fp8.gemm.interface as gemm"): ("numerics", "gemm"),

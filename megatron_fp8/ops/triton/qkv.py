@@ -15,8 +15,8 @@ join in FP8 3241 us instead of 284 (the sizes below). Blocks are powers of two w
 There are three joins. Without rotation, a join in FP8 with columns is a cast of tiles, each inside a head; it is
 cast.py's, and as fast. If whole heads are rotated, a program rotates two such tiles against each other: the head's
 halves, or its even and odd columns. It takes 246 us for 201 M elements in heads of 128 on an H200; variants took 290
-(four or eight heads a program), 333 (the general kernel), and 225 (one table for both numbers of a pair, which is not
-guaranteed to be right). The general kernel does all other cases.
+(four or eight heads a program), 333 (the general kernel), and 225 (one table for both numbers of a pair; but a caller
+may give two). The general kernel does all other cases.
 
 In place, no thread may read an element that another has written. One thread reads and writes a pair, because a tile has
 more pairs than the program has threads. Interleaved pairs may change threads, but only after a barrier.
