@@ -16,7 +16,7 @@ PACKAGES = {
     "safetensors": ("safetensors", "megatron-fp8 convert"),
     "pydantic": ("pydantic>=2", "megatron-fp8 convert"),
     "scipy": ("scipy", "the lab's reports, --fp8-sharpness-iterations"),
-    "transformers": ("transformers", "--tokenizer-type, all but SentencePiece's, TikTokenizer and NullTokenizer"),
+    "transformers": ("transformers", "--tokenizer-type, except SentencePiece's, TikTokenizer and NullTokenizer"),
     "sentencepiece": ("sentencepiece", "--tokenizer-type SentencePieceTokenizer, Llama2Tokenizer"),
     "tiktoken": ("tiktoken", "--tokenizer-type TikTokenizer"),
     "pynvml": ("nvidia-ml-py", "--log-straggler, --log-energy"),
@@ -26,7 +26,7 @@ PACKAGES = {
     "multistorageclient": ("multi-storage-client~=0.50", "msc:// paths"),
     "boto3": ("boto3", "s3:// paths of data"),
     "einops": ("einops~=0.8", "--use-megatron-fsdp"),
-    "emerging_optimizers": ("emerging_optimizers", "--optimizer muon and its kind"),
+    "emerging_optimizers": ("emerging_optimizers", "--optimizer muon and similar ones"),
 }
 
 

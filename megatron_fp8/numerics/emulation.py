@@ -87,7 +87,7 @@ def format_named(name: str) -> Format:
     """The format ExMy, x in 2 .. 8, y in 0 .. 23, in upper or lower case; ValueError for any other name."""
     bits = re.fullmatch(r"e([2-8])m(1?\d|2[0-3])", name.lower())
     if bits is None:
-        raise ValueError(f"{name!r} is not a format: use ExMy, with 2 to 8 exponent bits x, 0 to 23 mantissa bits y")
+        raise ValueError(f"{name!r} is not a format: use ExMy, with 2 to 8 exponent bits x and 0 to 23 mantissa bits y")
     x, y = map(int, bits.groups())
     name, bias = f"e{x}m{y}", 2 ** (x - 1) - 1
     ieee = Format(name, x, y, bias, max=2.0**bias * (2 - 2.0**-y), has_infinity=True)

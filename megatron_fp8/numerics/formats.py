@@ -57,7 +57,7 @@ _BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS.values()}
 def by_dtype(dtype: torch.dtype) -> Format:
     """The format whose payloads have torch type `dtype`; ValueError for any other type."""
     if dtype not in _BY_DTYPE:
-        raise ValueError(f"{dtype} is no FP8 format: use torch.float8_e4m3fn or torch.float8_e5m2")
+        raise ValueError(f"{dtype} is not an FP8 format: use torch.float8_e4m3fn or torch.float8_e5m2")
     return _BY_DTYPE[dtype]
 
 

@@ -103,12 +103,12 @@ def _check(n: int, gradient: Gradient, **states: State | ScaledTensor) -> None:
     for name, state in states.items():
         kind, kinds = (state.dtype if isinstance(state, torch.Tensor) else type(state)), _KINDS[name]
         if kind not in kinds:
-            raise ValueError(f"adam_step takes as {name} one of {', '.join(map(str, kinds))}, not {kind}")
+            raise ValueError(f"adam_step takes a {name} of type {' or '.join(map(str, kinds))}, not {kind}")
         payload = _payload(state)
         if payload.shape != (n,) or not payload.is_contiguous():
-            raise ValueError(f"adam_step takes {name} ({n},) and contiguous, not {tuple(payload.shape)}")
+            raise ValueError(f"adam_step takes {name} ({n},), contiguous, not {tuple(payload.shape)}")
         if isinstance(state, (Block16, BlockScaled)) and state.exponents.shape != (n // BLOCK,):
-            raise ValueError(f"adam_step takes {name} with ({n // BLOCK},) exponents: {tuple(state.exponents.shape)}")
+            raise ValueError(f"adam_step takes {name} exponents ({n // BLOCK},), not {tuple(state.exponents.shape)}")
     if isinstance(states["weight"], ScaledTensor) and _payload(states["weight"]).dtype != E4M3.dtype:
         raise ValueError(f"adam_step takes a weight of {E4M3.dtype}, not {_payload(states['weight']).dtype}")
     if isinstance(gradient, torch.Tensor):

@@ -120,7 +120,7 @@ def test_the_shapes_of_real_models(name):
         assert error(into[rows], before[rows].double() + expected) <= 1.5 * theirs
 
 
-def test_it_is_the_backend_and_what_is_not_16_is_refused_with_its_shape():
+def test_it_is_the_backend_and_shapes_that_are_no_multiple_of_16_are_refused():
     assert isinstance(serving("cuda"), Planned) and serving("cuda").fuses == {"bias", "residual", "accumulate"}
     assert serving("cuda").name == "cublaslt" and plans.maker_of == serving("cuda").maker_of
     a, b = scaled(32, 48), scaled(32, 48)
@@ -281,7 +281,7 @@ def test_two_streams_at_once_have_memory_of_their_own():
             assert error(got, one.double()) < 2e-3
 
 
-def test_a_search_finds_what_computes_the_same_and_its_file_serves_the_next_run(tmp_path, monkeypatch):
+def test_a_search_finds_equal_plans_and_its_file_serves_the_next_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
     x, dy = scaled(4096, 1024), scaled(4096, 2048, E5M2)
     into = torch.zeros(2048, 1024, device=DEVICE)

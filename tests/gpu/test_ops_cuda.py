@@ -340,7 +340,7 @@ def test_add_blocks_any_seed(seed):
 
 
 @smoke
-def test_add_blocks_of_zeros_of_what_cancels_and_overflows():
+def test_add_blocks_of_zeros_of_negatives_and_of_overflows():
     values = reference.quantize_blocks(torch.randn(6 * BLOCK))
     x = -values.dequantize()
     x[BLOCK:] = 0.0

@@ -47,7 +47,7 @@ def rounded(x: float | Fraction, fmt: Format, mode: str = "nearest", noise: floa
     """round_to_format for one finite x, by the definition."""
     low, fraction = neighbours(x, fmt)
     if mode == "nearest":
-        up = fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and low % 2 == 1)  # an odd code is odd
+        up = fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and low % 2 == 1)  # a tie at an odd code
     elif mode == "stochastic":
         up = Fraction(noise) < fraction
     else:

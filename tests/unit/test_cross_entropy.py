@@ -127,7 +127,7 @@ def test_targets_are_contiguous_for_the_kernels(name, group, monkeypatch):
     assert labels.is_contiguous() and torch.equal(labels, target.flatten())
 
 
-def test_a_masked_row_is_zero_whatever_it_holds(group):
+def test_a_masked_row_is_zero_for_any_logits(group):
     logits, target = torch.full((1, 4, 10), NAN), torch.zeros(1, 4, dtype=torch.int64)
     logits[0, 3] = 0
     logits.requires_grad_()

@@ -350,7 +350,7 @@ def test_stochastic_is_unbiased(random):
         assert abs(got.double().mean().item() - many[0].item()) < five_sigma
 
 
-def test_stochastic_is_unbiased_whatever_the_scale(random):
+def test_stochastic_is_unbiased_with_every_scaling(random):
     x = torch.randn(64, 64, generator=random) * 1e-3
     for scaling in SCALINGS:
         how = spec("E4M3", "stochastic", scaling)

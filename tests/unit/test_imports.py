@@ -103,7 +103,7 @@ def upwards(rooms: dict[str, list[str]]) -> list[tuple[str, str]]:
     return [(a, b) for a, listed in rooms.items() for b in listed if b not in order[: order.index(a)]]
 
 
-def test_the_table_is_what_the_code_imports():
+def test_the_table_has_the_codes_imports():
     rooms = table(PAGE.read_text())
     listed = {(one, other) for one, others in rooms.items() for other in others}
     there = {room(str(path.relative_to(PACKAGE)), PACKAGE) for path in PACKAGE.rglob("*.py")} - {"__init__.py", "tools"}

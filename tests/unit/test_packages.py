@@ -75,7 +75,7 @@ def test_a_flag_whose_package_is_missing_is_one_line(flags, module, line, parse,
         ("checkpoint.hf.folder", "safetensors", "megatron-fp8 convert {}; pip install safetensors"),
     ],
 )
-def test_a_verb_whose_package_is_missing_says_so_as_it_is_imported(module, hidden, line, monkeypatch):
+def test_a_verb_whose_package_is_missing_is_one_line(module, hidden, line, monkeypatch):
     monkeypatch.setitem(sys.modules, hidden, None)
     path = ROOT / "megatron_fp8" / f"{module.replace('.', '/')}.py"
     spec = importlib.util.spec_from_file_location(f"megatron_fp8.{module}_again", path)

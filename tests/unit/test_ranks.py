@@ -50,7 +50,7 @@ def test_a_rank_is_a_fresh_script_of_a_warm_process(run, tmp_path):
 
 
 def test_a_warm_process_is_warmed_up_once_more(run):
-    """As it says of itself; the words of Megatron's help were read by what had taken their reader's place."""
+    """`warm_up` is idempotent. A second call once failed in Megatron's argument help, whose reader was replaced."""
     (line,) = run("from megatron_fp8.tools.rehearsal import ranks\nranks.warm_up()\nsay('still warm')\n", count=1)[-1:]
     assert line == "still warm"
 
