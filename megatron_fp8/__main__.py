@@ -9,10 +9,10 @@ import os
 import runpy
 import sys
 
-from . import __version__
 from .errors import UserError
 from .flags import args_file
 from .flags.usage import hide_missing_package_warnings, one_line_errors
+from .version import described
 
 USAGE = "usage: python -m megatron_fp8 SCRIPT [the script's flags] [--fp8-level LEVEL]"
 
@@ -28,7 +28,7 @@ def run_script(argv: list[str]) -> None:
         print(USAGE)
         return
     if argv[0] == "--version":
-        print(f"megatron_fp8 {__version__}")
+        print(f"megatron_fp8 {described()}")
         return
     if not os.path.isfile(argv[0]):
         raise UserError(f"{argv[0]}: no such script; {USAGE}")

@@ -9,9 +9,9 @@ import errno
 import os
 import sys
 
-from . import __version__
 from .errors import UserError
 from .flags.usage import Verb, add_verb, hide_missing_package_warnings, one_line_errors, run_verb
+from .version import described
 
 VERBS = {
     "args": Verb("megatron_fp8.tools.launch.args", "the command line that --args-file makes of files of flags"),
@@ -37,9 +37,12 @@ def main(argv: list[str] | None = None) -> int:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     with one_line_errors():
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` has the rest.")
-        parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+        parser.add_argument("--version", action="store_true", help="print the version and its commit")
         add_verb(parser, VERBS)
         words = sys.argv[1:] if argv is None else argv
+        if words[:1] == ["--version"]:
+            print(f"megatron-fp8 {described()}")
+            return 0
         chosen = parser.parse_args(words or ["--help"])
         hide_missing_package_warnings()
         try:

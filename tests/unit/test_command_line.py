@@ -15,7 +15,7 @@ from commands import error_of
 from launch import ROOT
 
 import megatron_fp8
-from megatron_fp8 import cli
+from megatron_fp8 import cli, version
 from megatron_fp8.__main__ import run_script
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags import usage as entry
@@ -142,9 +142,7 @@ def test_the_version_is_pyprojects(capsys, monkeypatch):
 
     here = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert megatron_fp8.__version__ == here
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"megatron-fp8 {here}\n"
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"megatron-fp8 {version.described()}\n"
     monkeypatch.setattr(importlib.metadata, "version", nowhere)  # a checkout that is not installed
     assert megatron_fp8.__version__ == "unknown"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
@@ -258,7 +256,19 @@ def test_a_program_alone_prints_its_help(words, capsys):
 
 def test_python_m_megatron_fp8_has_a_version(capsys):
     run_script(["--version"])
-    assert capsys.readouterr().out == f"megatron_fp8 {megatron_fp8.__version__}\n"
+    assert capsys.readouterr().out == f"megatron_fp8 {version.described()}\n"
+
+
+def test_the_commit_is_gits_or_what_was_built(monkeypatch, tmp_path):
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    found = version.commit()
+    if head:  # else these tests are of an archive
+        assert head.startswith(found.removesuffix("-dirty")) and len(found) > 6
+        assert version.described() == f"{megatron_fp8.__version__}, commit {found}"
+    monkeypatch.setattr(version, "FOLDER", tmp_path)
+    assert version.commit() == "" and version.described() == megatron_fp8.__version__
+    (tmp_path / version.COMMIT).write_text("0123abc\n")
+    assert version.described() == f"{megatron_fp8.__version__}, commit 0123abc"
 
 
 def test_a_line_stays_one_line_whatever_is_in_it(capsys):

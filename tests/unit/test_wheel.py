@@ -23,6 +23,7 @@ def test_an_installed_package_launches_a_shipped_job(tmp_path):
     shutil.copy(ROOT / "benchmarks/results/table5.csv", source / "benchmarks/results")
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
     subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=500)
+    assert (built / "megatron_fp8/py.typed").is_file()
     where = {**os.environ, "PYTHONPATH": str(built)}
     code = "import megatron_fp8.flags.args_file as a, sys; print(a.find('model/gpt-7b'))"
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=where, capture_output=True, text=True)
