@@ -1,0 +1,84 @@
+"""CONTRIBUTING.md by the book: what its code blocks say is done to a copy of the package, which then trains."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+from megatron_runs import TINY_GPT
+
+PAGE = ROOT / "CONTRIBUTING.md"
+SECTIONS = "Add a GEMM backend", "Add an observer"
+FEW = "--train-iters 3 --lr-decay-iters 10 --fp8-level O3 --fp8-gemm-backend decoded".split()
+
+
+def blocks(section: str) -> list[tuple[str, str]]:
+    """[(language, text)] of a section's code blocks."""
+    text = PAGE.read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
+
+
+def apply(diff: str, folder: Path) -> None:
+    """A block in a diff's form: " context", "-old" and "+new" lines under "--- FILE".
+
+    Each old line, or the one of context, is in the file once; its indentation is the file's.
+    """
+    header, *lines = diff.splitlines()
+    path = folder / header.removeprefix("--- ")
+    (at,) = (line[1:].strip() for line in lines if line[0] in " -")
+    new = [line[1:].strip() for line in lines if line[0] == "+"]
+    there = path.read_text().splitlines()
+    (place,) = (i for i, line in enumerate(there) if line.strip() == at)
+    indent = there[place][: len(there[place]) - len(there[place].lstrip())]
+    kept = [there[place]] if lines[0][0] == " " else []
+    there[place : place + 1] = [*kept, *(indent + line for line in new)]
+    path.write_text("\n".join(there) + "\n")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The repository as somebody has it who did what the page says."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "megatron_fp8", folder / "megatron_fp8", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pretrain_gpt_fp8.py", folder)
+    for section in SECTIONS:
+        for language, text in blocks(section):
+            if language == "diff":
+                apply(text, folder)
+            else:
+                path = folder / re.match(r"# (\S+)\n", text)[1]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+    return folder
+
+
+def run(folder: Path, *command: str) -> str:
+    """What a Python command prints, in the copy and of the copy, without a GPU."""
+    env = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_backends_test_passes(copy):
+    """And it is a test: the reference is not the same to the bit."""
+    said = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_decoded.py")
+    assert "1 passed" in said
+
+
+def test_it_trains_with_the_backend_and_the_observer(copy):
+    """One process at O3: the backend multiplies all that is FP8, and the observer names a linear each step."""
+    count = "import atexit, megatron_fp8.gemm.decoded as d; made = []; stock = d.Decoded.product\n"
+    count += "d.Decoded.product = lambda *given: made.append(0) or stock(*given)\n"
+    count += "atexit.register(lambda: print('products', len(made)))\n"
+    count += "import runpy; runpy.run_path('pretrain_gpt_fp8.py', run_name='__main__')"
+    said = run(copy, "-c", count, *TINY_GPT, *FEW)
+    assert len(re.findall(r"^\[fp8\] iteration [123]: largest input [\d.e+-]+ decoder\.layers\.", said, re.M)) == 3
+    products = 8 * 3 * 4 * 3  # linears, products, micro-batches, steps
+    assert int(re.search(r"products (\d+)", said)[1]) == products
+    assert len(re.findall(r" lm loss: ", said)) == 3
