@@ -1,4 +1,4 @@
-"""What README.md and docs/levels.md say of accuracy is what the committed results say: recomputed here from the rows.
+"""What README.md, docs/results.md and docs/levels.md say is what the committed results say: recomputed from the rows.
 
 A sentence stands here as the page has it, with its figures left open.  A changed figure, row or page fails.
 """
@@ -153,7 +153,9 @@ def test_the_ramp_is_the_stores(tmp_path):
     of = {arm: f"{fallen} of {runs}" for arm, (fallen, runs) in falls.items()}
     levels, lab = page("docs/levels.md"), page("docs/lab_results.md")
     words = f"falls in {of['FP32']} runs in FP32, in {of['BF16']} in BF16, in {of['O1']} at O1 and in {of['O3']} at O3"
-    assert words in levels
+    assert words in levels and falls["FP32"][0] == 0
+    words = f"falls in {of['O3']} runs at O3, in {of['BF16']} in BF16 and in none in FP32"
+    assert words in page("README.md")
     p = {arm: fisher(*falls[arm], *falls["FP32"]) for arm in ("O1", "O3", "E8M3 truncate")}
     both = tuple(one + other for one, other in zip(falls["O1"], falls["O3"], strict=True))
     assert f"O3 against FP32: Fisher's p {p['O3']:.3f}, O1 {p['O1']:.3f}" in levels
@@ -191,12 +193,12 @@ def detectable(n: int, alpha: float) -> float:
     return next(e for e in effects if stats.nct.sf(limit, n - 1, e * math.sqrt(n)) >= 0.8)
 
 
-def test_readmes_throughputs_are_what_table_5_has():
+def test_throughputs_are_what_table_5_has():
     """Tokens a second, micro-batch and peak of each cell, and the quotient of the row; Llama's row is a step's."""
     with (ROOT / "benchmarks/results/table5.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Outcome"] == "ok"]
     measured = {(int(row["Tokens/sec/GPU"]), int(row["MBS"])): float(row["Peak GB"]) for row in rows}
-    table = re.search(r"^\| tokens a second and GPU.*?\n\n", (ROOT / "README.md").read_text(), re.M | re.S)
+    table = re.search(r"^\| tokens a second and GPU.*?\n\n", (ROOT / "docs/results.md").read_text(), re.M | re.S)
     assert table
     shown = 0
     for line in table[0].replace("*", "").splitlines()[2:]:

@@ -1,17 +1,21 @@
-"""README and the pages of docs/ name links, files, verbs and flags that exist; README's steps are measured ones."""
+"""Pages name links, files, verbs and flags that exist; README, its picture and docs/results.md show measured rows."""
 
 import argparse
 import ast
 import csv
+import itertools
 import re
 from pathlib import Path
 
+import make_results_figure
 import pytest
 from launch import ROOT
 
 from megatron_fp8.cli import VERBS
 
-PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^ *```.*?^ *```", re.M | re.S)
 FILE = re.compile(r"(?<![\w/.$~-])((?:[\w-]+/)*[\w-]+\.(?:py|md|csv|yaml|sh|svg|xz|cuh|sbatch))\b")
 # What a page calls a file without: the folder that it is about.
@@ -19,10 +23,11 @@ FOLDERS = ". megatron_fp8 megatron_fp8/ops megatron_fp8/gemm megatron_fp8/tools 
 FOLDERS += "benchmarks benchmarks/results tools tests/unit".split()
 # What a reader is told to write, what a run writes, and Megatron's script.
 ELSEWHERE = {"mine.yaml", "a.yaml", "b.yaml", "report.md", "runs.md", "loss.svg", "pretrain_gpt.py"}
-# torchrun's, Slurm's, nvidia-smi's; and one of `megatron-fp8 memory`, which makes it of an argument's name.
+ELSEWHERE |= {"megatron_fp8/gemm/decoded.py", "megatron_fp8/monitor/largest.py", "tests/unit/test_decoded.py"}
+# torchrun's, Slurm's, nvidia-smi's, pip's; and one of `megatron-fp8 memory`, which makes it of an argument's name.
 OTHERS = set(
     "--rdzv-id --rdzv-backend --rdzv-endpoint --partition --signal --export --query-gpu --data-parallel-size".split()
-)
+) | {"--no-deps"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -79,16 +84,17 @@ def test_flags_exist(parser: argparse.ArgumentParser):
     assert {page.name: found for page in pages if (found := unknown_flags(page.read_text(), known))} == {}
 
 
-def test_readmes_steps_are_measured():
+@pytest.mark.parametrize("page, least", [("README.md", 10), ("docs/results.md", 30)])
+def test_steps_are_measured(page, least):
     """A step with its memory is a row of a CSV, and the last column what O3 gains on Transformer Engine."""
     files = (ROOT / "benchmarks/results").glob("train_step*.csv")
     rows = [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
-    # The CSVs' "GB" are 1,000 MiB, as Megatron's log counts; README's are 10^9 bytes.
+    # The CSVs' "GB" are 1,000 MiB, as Megatron's log counts; the pages' are 10^9 bytes.
     measured = [(float(row["ms"]), *(float(row[name]) * 1.048576 for name in ("gb", "gb_peak"))) for row in rows]
     step = re.compile(r"([\d.]+) \((?:[a-z ]+; )?([\d.]+) / ([\d.]+)\)")
-    table = re.search(r"^\| ms a step.*?\n\n", (ROOT / "README.md").read_text(), re.M | re.S)[0].replace("*", "")
+    table = re.search(r"^\| ms a step.*?\n\n", (ROOT / page).read_text(), re.M | re.S)[0].replace("*", "")
     shown = [tuple(map(float, found)) for found in step.findall(table)]
-    assert len(shown) > 12
+    assert len(shown) > least
     for one in shown:
         assert any(max(abs(a - b) for a, b in zip(one, row, strict=True)) < 0.051 for row in measured), one
     gains = 0
@@ -99,6 +105,36 @@ def test_readmes_steps_are_measured():
             ratio = float(step.match(te)[1]) / float(step.match(ours)[1])
             assert abs(ratio - float(gain)) < 0.6 * 10 ** -len(gain.partition(".")[2]), line
     assert gains >= 5
+
+
+def test_the_picture_shows_table_5():
+    """docs/figures/results.svg has the figures of the CSV's rows today, and README's text for it too."""
+    with make_results_figure.RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    svg = make_results_figure.PICTURE.read_text()
+    said = re.search(r"!\[(.*?)\]\(docs/figures/results.svg\)", README)[1]
+    out = 0
+    for machine, system in itertools.product(make_results_figure.MACHINES, make_results_figure.SYSTEMS):
+        row = make_results_figure.best(rows, system, machine)
+        if row is None:
+            out += 1
+            continue
+        tokens, held = f"{float(row['Tokens/sec/GPU']):,.0f}", f"{float(row['Held GB']):.0f}"
+        assert f">  {tokens}  (micro-batch {row['MBS']})<" in svg and f">  {held}<" in svg
+        assert re.search(rf"{tokens} and {held}\b", said), (machine, system)
+    assert out == svg.count("out of memory") / 2 == 2  # a panel each
+
+
+def test_readme_is_a_door():
+    """It is short, and names no commit."""
+    assert len(README.splitlines()) < 120
+    assert re.findall(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b", README) == []
+
+
+def test_a_gb_is_the_same_in_all_pages():
+    """10^9 bytes, as README says; docs/results.md alone tells of Megatron's, which are 1,000 MiB."""
+    assert "A GB is 10^9 bytes" in README
+    assert [page.name for page in PAGES if re.search(r"(1,000|thousand)\s+MiB", page.read_text())] == ["results.md"]
 
 
 def test_what_does_not_exist_is_found(tmp_path):
