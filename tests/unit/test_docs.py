@@ -123,6 +123,14 @@ def test_the_picture_shows_table_5():
         assert f">  {tokens}  (micro-batch {row['MBS']})<" in svg and f">  {held}<" in svg
         assert re.search(rf"{tokens} and {held}\b", said), (machine, system)
     assert out == svg.count("out of memory") / 2 == 2  # a panel each
+    one, two = (
+        [float(make_results_figure.best(rows, name, machine)["Tokens/sec/GPU"]) for name in make_results_figure.SYSTEMS]
+        for machine in ("one H200", "two H200s")
+    )
+    readme = re.sub(r"\s+", " ", README)
+    words = f"{one[2] / one[1]:.2f} times as fast as Transformer Engine's FP8 and {one[2] / one[0]:.2f} times as fast as"
+    assert f"On one H200 O3 is {words} stock BF16" in readme
+    assert f"on two H200s it is {two[2] / two[1]:.2f} and {two[2] / two[0]:.2f} times as fast" in readme
 
 
 def test_readme_is_a_door():
