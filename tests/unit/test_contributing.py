@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,10 @@ def apply(diff: str, folder: Path) -> None:
     header, *lines = diff.splitlines()
     path = folder / header.removeprefix("--- ")
     (at,) = (line[1:].strip() for line in lines if line[0] in " -")
-    new = [line[1:].strip() for line in lines if line[0] == "+"]
+    new = textwrap.dedent("\n".join(line[1:] for line in lines if line[0] == "+")).splitlines()
     there = path.read_text().splitlines()
     (place,) = (i for i, line in enumerate(there) if line.strip() == at)
-    indent = there[place][: len(there[place]) - len(there[place].lstrip())]
+    indent = there[place][: len(there[place]) - len(there[place].lstrip())] + " " * 4 * at.endswith("(")
     kept = [there[place]] if lines[0][0] == " " else []
     there[place : place + 1] = [*kept, *(indent + line for line in new)]
     path.write_text("\n".join(there) + "\n")
