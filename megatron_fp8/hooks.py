@@ -103,7 +103,7 @@ RUN = (
     # The weight gradients of stock's linears. These are put before stock's flags are adapted, which looks for apex.
     Hook(
         *("sys.modules", APEX, "gemm.fused_wgrad.stand_in", "holds nothing", A_LEVEL_ON_CUDA),
-        "Stands in for apex's module, so that --gradient-accumulation-fusion passes stock's checks.",
+        "Stands in for apex's module, so that stock needs no --no-gradient-accumulation-fusion.",
     ),
     Hook(
         *(PARALLEL_LAYERS, APEX, "gemm.fused_wgrad.stand_in", "holds nothing", A_LEVEL_ON_CUDA),

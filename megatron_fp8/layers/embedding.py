@@ -31,7 +31,7 @@ from .main_grad import added, adds, let_add
 _TIED, _TURNED = "fp8_is_head_too", "fp8_turned"  # of a table that the same stage's head uses; whose result is turned
 
 
-_BUILT = When("when a model is built, with --gradient-accumulation-fusion")
+_BUILT = When("when a model is built, without --no-gradient-accumulation-fusion")
 _HEAD = Hook(
     *("megatron.core.tensor_parallel.ColumnParallelLinear", "_forward_impl", "layers.embedding", "self input weight"),
     _BUILT,
