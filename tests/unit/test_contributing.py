@@ -13,7 +13,7 @@ from launch import ROOT
 from megatron_runs import TINY_GPT
 
 PAGE = ROOT / "CONTRIBUTING.md"
-SECTIONS = "Add a GEMM backend", "Add an observer"
+SECTIONS = "Add a GEMM backend", "Add an observer", "Add a hook"
 FEW = "--train-iters 3 --lr-decay-iters 10 --fp8-level O3 --fp8-gemm-backend decoded".split()
 
 
@@ -72,8 +72,9 @@ def test_the_backends_test_passes(copy):
     assert "1 passed" in said
 
 
-def test_it_trains_with_the_backend_and_the_observer(copy):
-    """One process at O3: the backend multiplies all that is FP8, and the observer names a linear each step."""
+def test_it_trains_with_the_backend_the_observer_and_the_hook(copy):
+    """One process at O3: the backend multiplies all that is FP8, the observer names a linear each step, and the hook is
+    there in the first."""
     count = "import atexit, megatron_fp8.gemm.decoded as d; made = []; stock = d.Decoded.product\n"
     count += "d.Decoded.product = lambda *given: made.append(0) or stock(*given)\n"
     count += "atexit.register(lambda: print('products', len(made)))\n"
@@ -83,3 +84,4 @@ def test_it_trains_with_the_backend_and_the_observer(copy):
     products = 8 * 3 * 4 * 3  # linears, products, micro-batches, steps
     assert int(re.search(r"products (\d+)", said)[1]) == products
     assert len(re.findall(r" lm loss: ", said)) == 3
+    assert re.findall(r"^\[fp8\] iteration (\d+): the first step took \d+\.\d s", said, re.M) == ["1"]

@@ -23,7 +23,8 @@ FOLDERS = ". megatron_fp8 megatron_fp8/ops megatron_fp8/gemm megatron_fp8/tools 
 FOLDERS += "benchmarks benchmarks/results tools tests/unit".split()
 # What a reader is told to write, what a run writes, and Megatron's script.
 ELSEWHERE = {"mine.yaml", "a.yaml", "b.yaml", "report.md", "runs.md", "loss.svg", "pretrain_gpt.py"}
-ELSEWHERE |= {"megatron_fp8/gemm/decoded.py", "megatron_fp8/monitor/largest.py", "tests/unit/test_decoded.py"}
+ELSEWHERE |= {f"megatron_fp8/{name}.py" for name in ("gemm/decoded", "monitor/largest", "monitor/first_step")}
+ELSEWHERE.add("tests/unit/test_decoded.py")
 # torchrun's, Slurm's, nvidia-smi's, pip's; and one of `megatron-fp8 memory`, which makes it of an argument's name.
 OTHERS = set(
     "--rdzv-id --rdzv-backend --rdzv-endpoint --partition --signal --export --query-gpu --data-parallel-size".split()
