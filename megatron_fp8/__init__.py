@@ -1,4 +1,14 @@
-"""Stock Megatron-LM trains in FP8 with one more flag, --fp8-level. To import it changes nothing."""
+"""Stock Megatron-LM trains in FP8 with one more flag, --fp8-level; other trainers by enable(). To import it changes
+nothing."""
+
+from typing import Any
+
+
+def enable(level: str = "O3", **flags: Any) -> None:
+    """Train what this process builds from now on at a level, without Megatron's parser: plugin.enable, trainer.py."""
+    from .plugin import enable
+
+    enable(level, **flags)
 
 
 def __getattr__(name: str) -> str:

@@ -3,14 +3,15 @@
     PROCESS     while the plugin is installed         RUN      while a run's flags ask for them
     UNTIL_READ  until a run's flags are read          BUILT    from the run's optimizer on
     LOADING     while a checkpoint's arguments are read, and in RUN
+    TRAINER     beside RUN, after megatron_fp8.enable()
     on_objects  on single objects, for as long as they live; each row stands beside the code that puts it there
 
 A row says what is hooked, what of ours stands there, how Megatron's own must begin, when, and why (rebind.py). Rows of
-one name wrap each other: the last is the outermost. plugin.py and run.py put them, and put them back. Without a level,
-and at O0, only those of PROCESS are there, and what an environment variable or a flag asks for: the run is bit for bit
-stock Megatron's.
+one name wrap each other: the last is the outermost. command_line.py and run.py put them, and put them back. Without a
+level, and at O0, only those of PROCESS are there, and what a flag or an environment variable asks for: the run is bit
+for bit stock Megatron's.
 
-A new hook is one row: with an official way of Megatron's it needs none.
+A new hook is one row. It needs none if Megatron has an official way.
 """
 
 import os
@@ -65,6 +66,7 @@ LEVEL_OR_SHARPNESS = When(
 TO_METRICS = When(f"with {METRICS}", lambda run: bool(os.environ.get(METRICS)))
 LAYERS_DIFFER = When("with a level, once a script has made layers different", lambda run: run.layers_differ)
 STEP_GRAPH = When(f"with a level and --cuda-graph-impl {graphs.WHOLE}", lambda run: run.step_graph is not None)
+ENABLED = When("after megatron_fp8.enable()", lambda run: not run.parsed)
 
 PROCESS = (
     Hook(
@@ -75,7 +77,7 @@ PROCESS = (
 )
 UNTIL_READ = (
     Hook(
-        *(GPT_MODEL, "__init__", "plugin.not_read", "self", LEVEL_UNREAD),
+        *(GPT_MODEL, "__init__", "command_line.not_read", "self", LEVEL_UNREAD),
         "Ends a script that never calls parse_args, in one line: nothing of it would be in FP8.",
     ),
 )
@@ -291,6 +293,16 @@ BUILT = (
 )
 
 
+TRAINER = (
+    Hook(
+        *("megatron.core.optimizer", "get_megatron_optimizer", "run.optimizer_built"),
+        *("config model_chunks config_overrides", ENABLED),
+        "Appends our part to the optimizer chain of a trainer, which may have imported the function already.",
+        everywhere=True,
+    ),
+)
+
+
 def on_objects() -> tuple[Hook, ...]:
     """The rows on single objects, each of which stands beside the code that puts it there; imports that code."""
     from .engine import build, chain, reducer
@@ -303,4 +315,4 @@ def on_objects() -> tuple[Hook, ...]:
 
 def of_modules() -> Iterator[Hook]:
     """The rows on modules and classes, each once."""
-    yield from (*PROCESS, cpu.COMPILE_HELPERS, *cpu.HOOKS, *UNTIL_READ, *RUN, *BUILT)
+    yield from (*PROCESS, cpu.COMPILE_HELPERS, *cpu.HOOKS, *UNTIL_READ, *RUN, *BUILT, *TRAINER)

@@ -1,175 +1,77 @@
-"""The door: what of ours stands in Megatron-LM, from install() to uninstall().
+"""What of ours stands in Megatron-LM, from install() or enable() to uninstall().
 
-    install()      once a process, before the script runs; idempotent; nothing is changed by an import
+    install()      once a process, before the script runs: Megatron's parser gets our flags; idempotent
+    enable()       for a trainer that does not parse Megatron's flags: a level from now on
     uninstall()    puts every original back, and forgets what a run has left
 
-hooks.py is the table of all that is hooked, with the reasons; run.py composes a run. Here Megatron's parser is led to
-them: each time it has read a command line, a run ends and the next begins.
+Nothing is changed by an import. hooks.py is the table of all that is hooked, with the reasons; run.py composes a run;
+command_line.py leads Megatron's parser to it, trainer.py a trainer.
 """
 
-import functools
-import sys
-from collections.abc import Callable
 from typing import Any
 
-from . import cpu, hooks
+from . import cpu
+from .command_line import CommandLine
 from .errors import UserError
 from .flags import args_file
-from .flags.checks import check_data_files, check_megatron_version, check_script
-from .flags.config import add_fp8_arguments, asks_for_level, check_yaml, config_from_args
-from .flags.level import LEVEL
-from .flags.optional import check_packages
-from .flags.probe import probe_from_args
-from .flags.sharpness import sharpness_from_args
-from .flags.stock_faults import check_faults
-from .flags.usage import escape_bad_help, one_line_usage_errors
-from .rebind import Rebound
-from .run import Run, claim_folders, forget_said, say
+from .flags.checks import check_megatron_version
+from .run import Run, forget_said
+from .trainer import trainers_run
 
-
-class Process:
-    """A process with the plugin, which reads the flags of one run after another.
-
-    Args:
-        begins: a run begins with its flags; else they are read and checked, and left as they are asked for.
-
-    Attributes:
-        run: the present one, or None.
-    """
-
-    def __init__(self, begins: bool):
-        self.begins = begins
-        self.expects_level = begins and any(word.partition("=")[0] == LEVEL.name for word in sys.argv)
-        self.run: Run | None = None
-        self._hooked, self._until_read = Rebound(), Rebound()
-        for rebound, rows in (self._hooked, hooks.PROCESS), (self._until_read, hooks.UNTIL_READ):
-            for hook in rows:
-                if hook.when.test(self):
-                    hook.put(rebound, self)
-
-    def end(self) -> None:
-        """Put everything back."""
-        self.end_run()
-        self._hooked.put_back()
-
-    def end_run(self) -> None:
-        """Put back what waits for flags, or what a run has asked for."""
-        self._until_read.put_back()
-        if self.run is not None:
-            self.run.end()
-            self.run = None
-
-    def parse_args(self, stock: Callable) -> Callable:
-        """Megatron's parse_args: reads the flags of a run, and begins it."""
-
-        def parse_args(extra_args_provider=None, ignore_unknown_args=False):
-            def provider(parser):
-                if extra_args_provider is not None:
-                    parser = extra_args_provider(parser)
-                parser = add_fp8_arguments(parser)
-                escape_bad_help(parser)
-                one_line_usage_errors(parser)
-                args_file.check(parser, ignore_unknown_args)
-                return parser
-
-            args_file.apply()  # if the script was not started by us
-            check_yaml(sys.argv[1:])
-            args = stock(provider, ignore_unknown_args)
-            say(args_file.lines())
-            self.end_run()
-            self._read(args)
-            return args
-
-        return parse_args
-
-    def _read(self, args) -> None:
-        if self.begins and asks_for_level(args):
-            _read_checkpoint_args(args)
-        config = config_from_args(args)
-        if self.begins:
-            check_packages(args)
-            check_data_files(args)
-        say(cpu.adapt_args(args))
-        if config is not None:
-            check_script(config.level)
-            check_faults(args)
-        probe = probe_from_args(args, config is not None and (config.gemm == "fp8" or config.emulate is not None))
-        sharpness = sharpness_from_args(args)
-        if self.begins:
-            self.run = Run(args, config, probe, sharpness)
-            self.run.flags_read()
-
-
-_process: Process | None = None
+_installed: CommandLine | Run | None = None
 
 
 def install(begins: bool = True) -> None:
     """Add `--fp8-level` to whatever Megatron script this process is about to run.
 
-    begins: of Process.
+    begins: of CommandLine.
 
     Raises UserError outside the supported range of megatron-core versions, RuntimeError if a function that we hook
     does not have the signature that we know.
     """
-    global _process
-    if _process is not None:
+    global _installed
+    if _installed is not None:
         assert begins, "flags are to be read without a run in the process of one"
         return
-    if cpu.needed():
-        cpu.install()
-    import megatron.core.package_info
-
-    check_megatron_version(megatron.core.package_info.__version__)
+    _prepare()
     cpu.skip_dataset_compile()
-    _process = Process(begins)
+    _installed = CommandLine(begins)
+
+
+def enable(level: str = "O3", **flags: Any) -> None:
+    """Train what is built from now on at a level, in a process without Megatron's parser (trainer.py).
+
+    Args:
+        level: "O1", "O2" or "O3".
+        flags: others of ours, named without "--fp8-": enable("O3", exp_avg_sq="fp8", recipe="tensorwise").
+
+    Raises UserError for what a level does not do, or the flags do not allow, and if the plugin is there already; and
+    what `install` raises.
+    """
+    global _installed
+    if _installed is not None:
+        raise UserError("megatron_fp8.enable: the plugin is there already: call uninstall() first, or leave this out")
+    _prepare()
+    _installed = trainers_run(level, flags)
 
 
 def uninstall() -> None:
-    """Undo install(), in reverse order.  Models already built keep what they have."""
-    global _process
-    if _process is not None:
-        _process.end()
-        _process = None
+    """Undo install() or enable(), in reverse order.  Models already built keep what they have."""
+    global _installed
+    if _installed is not None:
+        _installed.end()
+        _installed = None
         args_file.forget()
         forget_said()
-        from .engine import weight_groups  # which imports Megatron: not before it is the script's
+        from .engine import weight_groups  # which imports Megatron: not before the script has its own in front
 
         weight_groups.forget()
     cpu.uninstall()
 
 
-def not_read(stock: Callable) -> Callable[..., Any]:
-    """GPTModel.__init__ until the flags are read."""
+def _prepare() -> None:
+    if cpu.needed():
+        cpu.install()
+    import megatron.core.package_info
 
-    def init(self, *args, **kwargs):
-        raise UserError(
-            f"{LEVEL.name}: the script builds a GPTModel and has not called megatron.training.arguments.parse_args, as "
-            "Megatron Bridge does: nothing would be in FP8; use a script that calls it, or remove "
-            f"{LEVEL.name}"
-        )
-
-    return functools.wraps(stock)(init)
-
-
-def _read_checkpoint_args(args) -> None:
-    """--use-checkpoint-args, before we read the flags: Megatron sets some by a checkpoint when its parser is done.
-
-    Then it is not asked for any more, since Megatron would undo what a level adapts.  If it cannot be, Megatron says
-    so itself.
-    """
-    if not args.use_checkpoint_args or not (args.load or args.pretrained_checkpoint):
-        return
-    if args.non_persistent_ckpt_type == "local":
-        return
-    import megatron.training.checkpointing as checkpointing
-
-    claim_folders(args)  # a checkpoint may have to be put back before it can be read
-    reading = Run(args, None)
-    for hook in hooks.LOADING:
-        hook.put(reading.hooked, reading)
-    try:
-        for folder in "pretrained_checkpoint", "load":
-            checkpointing.load_args_from_checkpoint(args, load_arg=folder)
-    finally:
-        reading.end()
-    args.use_checkpoint_args = False
+    check_megatron_version(megatron.core.package_info.__version__)

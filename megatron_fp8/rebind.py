@@ -10,6 +10,7 @@ as the model's head: then it lives as long as the object, and `on` returns the u
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class Hook:
         when: when it is there; of a hook on objects, the event that puts it there.
         why: one sentence.
         of_object: whether it changes objects.
+        everywhere: whether it changes each module that has imported the original by now, too.
     """
 
     owner: str
@@ -50,13 +52,16 @@ class Hook:
     when: When
     why: str
     of_object: bool = False
+    everywhere: bool = False
 
     def put(self, rebound: "Rebound", run: Any = None) -> None:
         """Put ours in place, and its undo in `rebound`; RuntimeError if the original is not the one that we know."""
         owner = find(self.owner)
         original = _get(owner, self.name)
         self.check(original)
-        rebound.replace(owner, self.name, self._make(run)(original))
+        ours = self._make(run)(original)
+        for holder in _holders(self.name, original) if self.everywhere else [owner]:
+            rebound.replace(holder, self.name, ours)
 
     def on(self, target: Any, value: Any) -> Callable[[], None]:
         """target.name = value, of one object -> its undo; RuntimeError as `put`."""
@@ -130,6 +135,11 @@ def find(path: str) -> Any:
             continue
         return functools.reduce(getattr, parts[count:], found)
     raise ModuleNotFoundError(path)
+
+
+def _holders(name: str, original: Any) -> list[Any]:
+    """The modules that have imported it, its own among them."""
+    return [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get(name) is original]
 
 
 def _get(owner: Any, name: str) -> Any:

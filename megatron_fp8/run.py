@@ -9,7 +9,7 @@
     end               all is put back, and what modules keep of the run is forgotten
 
 A Run asks for two things: Megatron's arguments and an Fp8Config, None of a run without a level. It does not parse:
-plugin.py does.
+command_line.py does, and trainer.py for those that have no command line.
 """
 
 import functools
@@ -41,6 +41,8 @@ class Run:
         args: Megatron's arguments, parsed and not validated yet.
         fp8: None without a level.
         probe, sharpness: what is measured; None: nothing.
+        parsed: whether Megatron has parsed and validates `args`, and its training loop follows; else they are defaults,
+            and a trainer of its own follows (trainer.py).
 
     Attributes:
         hooked: undoes the hooks.
@@ -58,8 +60,9 @@ class Run:
         fp8: Fp8Config | None,
         probe: ProbePlan | None = None,
         sharpness: SharpnessPlan | None = None,
+        parsed: bool = True,
     ):
-        self.args, self.fp8, self.probe, self.sharpness = args, fp8, probe, sharpness
+        self.args, self.fp8, self.probe, self.sharpness, self.parsed = args, fp8, probe, sharpness, parsed
         self.on_cpu = cpu.needed()
         self.hooked = Rebound()
         self.same = SameEverywhere()
@@ -73,7 +76,7 @@ class Run:
         """Megatron's arguments, once it has validated them; the run's own if its training loop is not there."""
         from megatron.training import global_vars
 
-        return global_vars._GLOBAL_ARGS or self.args
+        return (self.parsed and global_vars._GLOBAL_ARGS) or self.args
 
     def put(self, rows: Iterable[Hook]) -> None:
         """Put the rows that this run asks for."""
@@ -110,16 +113,25 @@ class Run:
         if fp8 is not None:
             say(adapt_stock_args(args, fp8))
             say(set_max_connections(args))
-            if not self.on_cpu:
-                check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
-            self.gemms = RunGemms(fp8, "cpu" if self.on_cpu else "cuda", say, self.hooked)
-            self.gemms.choose()
+            self._gemms_chosen(fp8)
             claim_folders(args)
         if self.probe is not None:
             from .monitor.probe import make
 
             make(self.probe.folder)
         begin()
+
+    def enabled(self, rows: Iterable[Hook]) -> None:
+        """flags_read, for a trainer: its model and optimizer are still to be built."""
+        assert self.fp8 is not None
+        self.put(rows)
+        self._gemms_chosen(self.fp8)
+
+    def _gemms_chosen(self, fp8: Fp8Config) -> None:
+        if not self.on_cpu:
+            check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
+        self.gemms = RunGemms(fp8, "cpu" if self.on_cpu else "cuda", say, self.hooked)
+        self.gemms.choose()
 
     def model_built(self, stock: Callable) -> Callable:
         """GPTModel.__init__."""
@@ -168,21 +180,24 @@ class Run:
         chain = make()
         check_stage(args.save, chunks)
         searches = gemms.settle()
-        say(speed(args, owned_weights(chunks)))
+        if self.parsed:
+            say(speed(args, owned_weights(chunks)))
         archive = Archive(fp8.grad_format)
         chain = build_optimizer(fp8, chain, config, chunks, overrides, archive, args.ddp_bucket_size)
         engine, self.same.here = chain.engine, True
         count_updates(chunks, lambda: engine.update)
         # What is said of it, and who observes it.
         say(check_chosen(fp8, chunks))
-        say(memory(args, engine.sets))
+        if self.parsed:
+            say(memory(args, engine.sets))
         chain.max_skipped = fp8.max_skipped
         chain.before_first_line = functools.partial(say, [level_line(fp8, chunks, gemms.name())])
         chain.after_first_step = lambda: say([*summary(measure(chunks, chain)), *searches()])
         watch_spikes(fp8, engine, attach(fp8, engine))
-        check_saving()
-        self._graph_chosen(engine)
-        self.put(hooks.BUILT)
+        if self.parsed:
+            check_saving()
+            self._graph_chosen(engine)
+            self.put(hooks.BUILT)
         return chain
 
     def _graph_chosen(self, engine) -> None:

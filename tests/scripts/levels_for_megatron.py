@@ -130,7 +130,7 @@ def _hook_level() -> None:
     stock_optimizer = optimizer.get_megatron_optimizer
     args.save = tempfile.mkdtemp(prefix="level")
     args.world_size, args.rank = 1, 0
-    of_session, plugin._process.run = plugin._process.run, None  # parsers end the run before theirs
+    of_session, plugin._installed.run = plugin._installed.run, None  # parsers end the run before theirs
     flags_read(of_session)
     args.save = None
     assert of_session.hooked

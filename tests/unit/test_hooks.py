@@ -61,7 +61,7 @@ def test_every_row_says_who_and_why(rows):
 
 def test_what_the_run_makes_is_there(rows):
     """"run.step": an attribute of Run; "run.checks.look": of what its first one is annotated to be, by now."""
-    from megatron_fp8.plugin import Process
+    from megatron_fp8.command_line import CommandLine
     from megatron_fp8.run import Run
 
     run = Run(SimpleNamespace(check_for_nan_in_loss_and_grad=True), None)
@@ -69,7 +69,7 @@ def test_what_the_run_makes_is_there(rows):
         if row.maker.startswith("run."):
             first, *rest = row.maker.split(".")[1:]
             if first in ("step_graph", "parse_args"):
-                assert hasattr(run, first) or hasattr(Process, first)
+                assert hasattr(run, first) or hasattr(CommandLine, first)
                 continue
             found = getattr(run, first)
             assert callable(getattr(found, rest[0]) if rest else found), row

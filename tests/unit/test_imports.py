@@ -48,7 +48,7 @@ def room(name: str, package) -> str:
 
 def between_rooms(package) -> set[tuple[str, str]]:
     pairs = {(room(file, package), room(module, package)) for file, module in imports(package)}
-    return {(one, other) for one, other in pairs if one != other}
+    return {(one, other) for one, other in pairs if one not in (other, "__init__.py")}  # the package's face is no room
 
 
 def users_of_references(package) -> set[str]:

@@ -1,4 +1,4 @@
-"""install() and uninstall(): once, reversible, and loud about a Megatron it does not know."""
+"""install(), enable() and uninstall(): once, reversible, and loud about a Megatron it does not know."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ import megatron_fp8.cpu as cpu
 cpu.install()
 import megatron.core.package_info, megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
 originals = arguments.parse_args, utils.compile_helpers
-from megatron_fp8 import plugin, run as of_run
+from megatron_fp8 import command_line, plugin, run as of_run
 {body}
 """
 
@@ -213,8 +213,8 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "def settled(reason, *flags):\n"
         "    cutlass_check.why_not = lambda: reason\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
-        "    config = plugin.config_from_args(arguments.parse_args()); lines.clear()\n"
-        "    gemms = RunGemms(config, 'cuda', lines.extend, plugin._process.run.hooked); gemms.settle()\n"
+        "    config = command_line.config_from_args(arguments.parse_args()); lines.clear()\n"
+        "    gemms = RunGemms(config, 'cuda', lines.extend, plugin._installed.run.hooked); gemms.settle()\n"
         "    said = list(lines); gemms.settle()  # as an evaluation after the other does\n"
         "    assert reason or lines == said; lines[:] = said; return serving('cuda').name\n"
         "assert settled('') == 'auto' and plans.maker_of == serving('cuda').maker_of\n"
@@ -232,6 +232,63 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "    raise AssertionError\n"
         "assert settled('') == 'auto'; plugin.uninstall(); assert serving('cuda').name == 'cublaslt'\n"
     )
+
+
+def test_enabled_every_module_that_has_the_optimizer_gets_ours_and_is_put_back(run):
+    run(
+        "import types\n"
+        "import megatron_fp8, megatron.core.optimizer as optimizer, megatron.training.training as training\n"
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "trainer = types.ModuleType('trainer'); sys.modules['trainer'] = trainer\n"
+        "trainer.get_megatron_optimizer = optimizer.get_megatron_optimizer\n"
+        "trainer.other = optimizer.get_megatron_optimizer\n"
+        "holders = optimizer, trainer, training\n"
+        "stock = optimizer.get_megatron_optimizer, GPTModel.__init__, training.train_step\n"
+        "for level in 'O1', 'O3':\n"
+        "    megatron_fp8.enable(level)\n"
+        "    assert all(holder.get_megatron_optimizer is not stock[0] for holder in holders)\n"
+        "    assert optimizer.get_megatron_optimizer is trainer.get_megatron_optimizer\n"
+        "    assert trainer.other is stock[0] and GPTModel.__init__ is not stock[1]\n"
+        "    assert arguments.parse_args is originals[0] and training.train_step is stock[2]\n"
+        "    plugin.uninstall()\n"
+        "    assert all(holder.get_megatron_optimizer is stock[0] for holder in holders)\n"
+        "    assert GPTModel.__init__ is stock[1]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("'O0'", "level O0 is stock Megatron; leave the call out"),
+        ("'O4'", "--fp8-level"),
+        ("'O3', exp_avg='fp7'", "--fp8-exp-avg"),
+        ("'O3', exp_avgs='fp8'", "exp_avgs='fp8': no flag that works without Megatron's training loop"),
+        ("'O3', log_interval=5", "log_interval=5: no flag that works without Megatron's training loop"),
+        ("'O3', grad_reduce_hierarchy='node'", "grad_reduce_hierarchy='node': no flag"),
+        ("'O3', recipe='mxfp8'", "--fp8-recipe mxfp8"),
+    ],
+)
+def test_what_cannot_be_enabled_is_one_line_and_nothing_is_hooked(run, call, said):
+    run(
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "from megatron_fp8.errors import UserError\n"
+        "init = GPTModel.__init__\n"
+        "try:\n"
+        f"    plugin.enable({call})\n"
+        "except (UserError, SystemExit) as error:\n"
+        f"    assert {said!r} in str(error) and '\\n' not in str(error).strip(), error\n"
+        "else:\n"
+        "    raise AssertionError\n"
+        "assert GPTModel.__init__ is init\n"
+        "plugin.enable('O1'); assert GPTModel.__init__ is not init\n"
+        "plugin.uninstall(); assert GPTModel.__init__ is init\n"
+    )
+
+
+@pytest.mark.parametrize("first", ["plugin.install()", "plugin.enable('O1')"])
+def test_the_plugin_is_there_once(said_by, first):
+    said = said_by(f"{first}\nplugin.enable('O3')")
+    assert "UserError: megatron_fp8.enable: the plugin is there already" in said
 
 
 def test_another_signature_is_refused(said_by):

@@ -1,0 +1,44 @@
+"""megatron_fp8.enable(): a trainer of megatron.core alone, without Megatron's parser (examples/core_loop.py)."""
+
+import re
+
+import pytest
+from launch import ROOT, forked
+
+LOOP = str(ROOT / "examples/core_loop.py")
+EXACT = "O1 gemm=bf16 grad_accum=fp32 grad_reduce=fp32"
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """trained(ranks, words): the losses of ten steps, the gradient norms, and our lines."""
+
+    def trained(ranks: int, words: str) -> tuple[list[float], list[float], list[str]]:
+        env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        lines = forked(ranks, [LOOP, *words.split()], tmp_path / "log", timeout=200, env=env)
+        steps = [re.fullmatch(r"step \d+: loss (\S+), gradient norm (\S+), made", line) for line in lines]
+        losses, norms = zip(*[(float(step[1]), float(step[2])) for step in steps if step], strict=True)
+        assert len(losses) == 10
+        return list(losses), list(norms), [line for line in lines if line.startswith("[fp8] ")]
+
+    return trained
+
+
+def test_with_bf16_gemms_and_fp32_gradients_it_trains_as_stock(trained):
+    """Within the difference of two attention kernels and norms; then rounding grows, as in any two such runs."""
+    stock, stock_norms, said = trained(1, "")
+    assert not said
+    ours, norms, said = trained(1, EXACT)
+    assert said and ours != stock
+    assert ours[:2] == pytest.approx(stock[:2], abs=2e-3) and norms[0] == pytest.approx(stock_norms[0], rel=1e-2)
+    assert ours[-1] == pytest.approx(stock[-1], rel=0.2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_o3_trains(trained, ranks):
+    stock, *_ = trained(ranks, "")
+    ours, _, said = trained(ranks, "O3 bf16_layers=*.0.mlp.linear_fc1")
+    assert any("O3: the GEMMs of 7 of 8 linears are in FP8" in line for line in said), said
+    assert any("weight gradients BF16, summed" in line for line in said), said
+    assert stock[0] > 4 and ours[0] == pytest.approx(stock[0], abs=0.05)
+    assert ours[-1] < 0.6 * ours[0] and ours[-1] == pytest.approx(stock[-1], rel=0.4)
