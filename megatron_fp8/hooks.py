@@ -7,7 +7,7 @@
     on_objects  on single objects, for as long as they live; each row stands beside the code that puts it there
 
 A row says what is hooked, what of ours stands there, how Megatron's own must begin, when, and why (rebind.py). Rows of
-one name wrap each other: the last is the outermost. command_line.py and run.py put them, and put them back. Without a
+one name wrap each other: the last is the outermost. parsed_runs.py and run.py put them, and put them back. Without a
 level, and at O0, only those of PROCESS are there, and what a flag or an environment variable asks for: the run is bit
 for bit stock Megatron's.
 
@@ -77,7 +77,7 @@ PROCESS = (
 )
 UNTIL_READ = (
     Hook(
-        *(GPT_MODEL, "__init__", "command_line.not_read", "self", LEVEL_UNREAD),
+        *(GPT_MODEL, "__init__", "parsed_runs.not_read", "self", LEVEL_UNREAD),
         "Ends a script that never calls parse_args, in one line: nothing of it would be in FP8.",
     ),
 )

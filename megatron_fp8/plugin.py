@@ -5,26 +5,26 @@
     uninstall()    puts every original back, and forgets what a run has left
 
 Nothing is changed by an import. hooks.py is the table of all that is hooked, with the reasons; run.py composes a run;
-command_line.py leads Megatron's parser to it, trainer.py a trainer.
+parsed_runs.py leads Megatron's parser to it, trainer.py a trainer.
 """
 
 from typing import Any
 
 from . import cpu
-from .command_line import CommandLine
 from .errors import UserError
 from .flags import args_file
 from .flags.checks import check_megatron_version
+from .parsed_runs import ParsedRuns
 from .run import Run, forget_said
 from .trainer import trainers_run
 
-_installed: CommandLine | Run | None = None
+_installed: ParsedRuns | Run | None = None
 
 
 def install(begins: bool = True) -> None:
     """Add `--fp8-level` to whatever Megatron script this process is about to run.
 
-    begins: of CommandLine.
+    begins: of ParsedRuns.
 
     Raises UserError outside the supported range of megatron-core versions, RuntimeError if a function that we hook
     does not have the signature that we know.
@@ -35,7 +35,7 @@ def install(begins: bool = True) -> None:
         return
     _prepare()
     cpu.skip_dataset_compile()
-    _installed = CommandLine(begins)
+    _installed = ParsedRuns(begins)
 
 
 def enable(level: str = "O3", **flags: Any) -> None:

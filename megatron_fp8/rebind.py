@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,16 @@ class Hook:
 
 class Rebound(list[Callable[[], Any]]):
     """What undoes each change, in the order of the changes. An undo of something else than a name may be added."""
+
+    def put(self, rows: Iterable[Hook], run: Any) -> None:
+        """Put the rows that `run` asks for; if one cannot be, undo everything and raise what it raises."""
+        asked = [row for row in rows if row.when.test(run)]  # before one is there, which others look for
+        try:
+            for row in asked:
+                row.put(self, run)
+        except BaseException:
+            self.put_back()
+            raise
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value; owner[name] of a dictionary."""

@@ -9,7 +9,7 @@
     end               all is put back, and what modules keep of the run is forgotten
 
 A Run asks for two things: Megatron's arguments and an Fp8Config, None of a run without a level. It does not parse:
-command_line.py does, and trainer.py for those that have no command line.
+parsed_runs.py does, and trainer.py for those that have no command line.
 """
 
 import functools
@@ -78,11 +78,6 @@ class Run:
 
         return (self.parsed and global_vars._GLOBAL_ARGS) or self.args
 
-    def put(self, rows: Iterable[Hook]) -> None:
-        """Put the rows that this run asks for."""
-        for hook in [hook for hook in rows if hook.when.test(self)]:  # before one is there, which others look for
-            hook.put(self.hooked, self)
-
     @functools.cached_property
     def checks(self):
         from .monitor.loss_checks import LateChecks
@@ -109,7 +104,8 @@ class Run:
         Raises UserError for what this machine, or a folder, does not allow.
         """
         args, fp8 = self.args, self.fp8
-        self.put(hooks.RUN)  # first: adapt_stock_args looks for apex's module, and turns off what `checks` asks for
+        # First: adapt_stock_args looks for apex's module, and turns off what `checks` asks for.
+        self.hooked.put(hooks.RUN, self)
         if fp8 is not None:
             say(adapt_stock_args(args, fp8))
             say(set_max_connections(args))
@@ -124,7 +120,7 @@ class Run:
     def enabled(self, rows: Iterable[Hook]) -> None:
         """flags_read, for a trainer: its model and optimizer are still to be built."""
         assert self.fp8 is not None
-        self.put(rows)
+        self.hooked.put(rows, self)
         self._gemms_chosen(self.fp8)
 
     def _gemms_chosen(self, fp8: Fp8Config) -> None:
@@ -197,7 +193,7 @@ class Run:
         if self.parsed:
             check_saving()
             self._graph_chosen(engine)
-            self.put(hooks.BUILT)
+            self.hooked.put(hooks.BUILT, self)
         return chain
 
     def _graph_chosen(self, engine) -> None:

@@ -52,7 +52,11 @@ def trainers_run(level: str, flags: Mapping[str, Any]) -> Run:
         raise UserError(f"megatron_fp8.enable: level {level} is stock Megatron; leave the call out")
     args = _parsed([f"{LEVEL.name}={level}", *_words({**_MICRO_BATCHES, **flags})])
     run = Run(args, config_from_args(args), parsed=False)
-    run.enabled(row for row in (*hooks.RUN, *hooks.TRAINER) if _is_there(row))
+    try:
+        run.enabled(row for row in (*hooks.RUN, *hooks.TRAINER) if _is_there(row))
+    except BaseException:
+        run.end()
+        raise
     return run
 
 

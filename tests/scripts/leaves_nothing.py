@@ -95,7 +95,7 @@ plugin.Run.flags_read = counted
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
 plugin.Run.flags_read = flags_read
 if "FORGET_NOTHING" in os.environ:
-    plugin.CommandLine.end = plugin.forget_said = lambda *_: None
+    plugin.ParsedRuns.end = plugin.forget_said = lambda *_: None
 plugin.uninstall()
 
 after = package()

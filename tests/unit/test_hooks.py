@@ -61,7 +61,7 @@ def test_every_row_says_who_and_why(rows):
 
 def test_what_the_run_makes_is_there(rows):
     """"run.step": an attribute of Run; "run.checks.look": of what its first one is annotated to be, by now."""
-    from megatron_fp8.command_line import CommandLine
+    from megatron_fp8.parsed_runs import ParsedRuns
     from megatron_fp8.run import Run
 
     run = Run(SimpleNamespace(check_for_nan_in_loss_and_grad=True), None)
@@ -69,7 +69,7 @@ def test_what_the_run_makes_is_there(rows):
         if row.maker.startswith("run."):
             first, *rest = row.maker.split(".")[1:]
             if first in ("step_graph", "parse_args"):
-                assert hasattr(run, first) or hasattr(CommandLine, first)
+                assert hasattr(run, first) or hasattr(ParsedRuns, first)
                 continue
             found = getattr(run, first)
             assert callable(getattr(found, rest[0]) if rest else found), row
@@ -145,6 +145,18 @@ def test_what_is_not_known_is_refused_and_left_alone(name, signature, said):
     with pytest.raises(RuntimeError, match=said):
         row("Base", name, signature).put(rebound)
     assert not rebound and dict(vars(Base)) == before
+
+
+def test_rows_are_put_together_or_not_at_all():
+    rebound, before = Rebound(), dict(vars(Base))
+    never = Hook(f"{__name__}.Base", "value", "no.such.maker", "", When("never", lambda run: False), "A test.")
+    with pytest.raises(RuntimeError, match=r"Base\.value: int"):
+        rebound.put([row("Base", "method", "self"), never, row("Base", "value", "holds bool")], None)
+    assert not rebound and dict(vars(Base)) == before
+    rebound.put([row("Base", "method", "self"), never], None)
+    assert Base.method is not before["method"]
+    rebound.put_back()
+    assert dict(vars(Base)) == before
 
 
 def test_names_that_are_not_there_and_keys_go_again():

@@ -15,7 +15,7 @@ import megatron_fp8.cpu as cpu
 cpu.install()
 import megatron.core.package_info, megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
 originals = arguments.parse_args, utils.compile_helpers
-from megatron_fp8 import command_line, plugin, run as of_run
+from megatron_fp8 import parsed_runs, plugin, run as of_run
 {body}
 """
 
@@ -213,7 +213,7 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "def settled(reason, *flags):\n"
         "    cutlass_check.why_not = lambda: reason\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
-        "    config = command_line.config_from_args(arguments.parse_args()); lines.clear()\n"
+        "    config = parsed_runs.config_from_args(arguments.parse_args()); lines.clear()\n"
         "    gemms = RunGemms(config, 'cuda', lines.extend, plugin._installed.run.hooked); gemms.settle()\n"
         "    said = list(lines); gemms.settle()  # as an evaluation after the other does\n"
         "    assert reason or lines == said; lines[:] = said; return serving('cuda').name\n"

@@ -413,15 +413,15 @@ def test_sizes_in_a_checkpoint_are_not_known(tmp_path):
 
 
 def test_a_bug_of_ours_in_a_jobs_flags_shows_its_traceback(parser, monkeypatch, capfd):
-    from megatron_fp8 import command_line
+    from megatron_fp8 import parsed_runs
 
     launch = take_apart(f"{SCRIPT} {GPT} {JOBS['175b'][1]}".split())
     for planted, said in (
-        (plants.bug(command_line, ValueError), "ValueError: not enough values to unpack (expected 2, got 1)"),
-        (plants.bug(command_line, AssertionError), "AssertionError:"),
+        (plants.bug(parsed_runs, ValueError), "ValueError: not enough values to unpack (expected 2, got 1)"),
+        (plants.bug(parsed_runs, AssertionError), "AssertionError:"),
         (plants.MISTAKE, "--flag 3: is wrong; use 4"),
     ):
-        monkeypatch.setattr(command_line, "check_faults", planted)
+        monkeypatch.setattr(parsed_runs, "check_faults", planted)
         assert examine(launch, 128).error == said
         assert ("Traceback" in capfd.readouterr().err) == (planted is not plants.MISTAKE)
 

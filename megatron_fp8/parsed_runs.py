@@ -20,7 +20,7 @@ from .rebind import Rebound
 from .run import Run, claim_folders, say
 
 
-class CommandLine:
+class ParsedRuns:
     """Of a process with the plugin: Megatron's parser reads the flags of one run after another.
 
     Args:
@@ -35,10 +35,8 @@ class CommandLine:
         self.expects_level = begins and any(word.partition("=")[0] == LEVEL.name for word in sys.argv)
         self.run: Run | None = None
         self._hooked, self._until_read = Rebound(), Rebound()
-        for rebound, rows in (self._hooked, hooks.PROCESS), (self._until_read, hooks.UNTIL_READ):
-            for hook in rows:
-                if hook.when.test(self):
-                    hook.put(rebound, self)
+        self._hooked.put(hooks.PROCESS, self)
+        self._until_read.put(hooks.UNTIL_READ, self)
 
     def end(self) -> None:
         """Put everything back."""
@@ -120,9 +118,9 @@ def _read_checkpoint_args(args) -> None:
 
     claim_folders(args)  # a checkpoint may have to be put back before it can be read
     reading = Run(args, None)
-    for hook in hooks.LOADING:
-        hook.put(reading.hooked, reading)
     try:
+        for hook in hooks.LOADING:
+            hook.put(reading.hooked, reading)
         for folder in "pretrained_checkpoint", "load":
             checkpointing.load_args_from_checkpoint(args, load_arg=folder)
     finally:
