@@ -1,1 +1,1 @@
-"""What a user types: levels, flags of ours and of stock's, what a run is refused, and its one line."""
+"""The command line: levels, our flags, what becomes of stock Megatron's, and the one-line errors."""

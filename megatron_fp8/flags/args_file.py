@@ -1,21 +1,21 @@
-"""`--args-file FILE ...`: flags and variables from YAML files, read before Megatron reads its command line.
+"""`--args-file FILE ...`: flags and environment variables from YAML files, read before Megatron parses its arguments.
 
     ENV_VARS:
-      CUDA_DEVICE_MAX_CONNECTIONS: 1           where the environment has none
+      CUDA_DEVICE_MAX_CONNECTIONS: 1           set if the environment has no such variable
     MODEL_ARGS:
-      --num-layers: 32                         a flag and its value, letter for letter
+      --num-layers: 32                         a flag and its value, unchanged
       --swiglu: true                           a switch; with false or null (~) the flag is left out
       --rampup-batch-size: [32 32 1000000]     several words: also [32, 32, 1000000], or a list over lines
-      --moe-layer-freq: ([0]*1+[1]*11)         one word, as is all that is neither a list nor in [ ]
-      --save: ${OUT}/checkpoints               with the environment's variables; "[${DATA}]" then is several words
+      --moe-layer-freq: ([0]*1+[1]*11)         one word: only a list or [ ] makes several
+      --save: ${OUT}/checkpoints               environment variables are filled in; "[${DATA}]" becomes several words
 
-A later file wins over an earlier one, and the command line over all: a flag that is typed is taken out of the files.
-What the command line cannot unsay, a switch, a later file leaves out (`--swiglu: false`).  FILE is a path, or the name
-of a shipped one, `model/gpt-7b`.
+A later file overrides an earlier one. The command line overrides all files: a flag that is typed there is dropped from
+them. The command line cannot turn off a switch; a later file can (`--swiglu: false`).  FILE is a path, or the name of a
+shipped file such as `model/gpt-7b`.
 
-The form is that of Megatron-LM's functional tests (tests/functional_tests of its repository), and a value becomes words
-as their runner makes them; what else those files hold is for that runner, and is passed over with a line in the log.
-Imports nothing heavy: the variables must be set before torch is imported.
+The format is that of Megatron-LM's functional tests (tests/functional_tests of its repository). A value becomes words
+as in their runner. Other keys of those files are for that runner: they are skipped, with a log line.
+This module imports nothing heavy: the variables must be set before torch is imported.
 """
 
 import functools
@@ -37,24 +37,24 @@ from .yaml_file import load_yaml, safe_loader
 ARGS_FILE = Flag(
     "--args-file",
     "Flags and environment variables from YAML files with ENV_VARS and MODEL_ARGS, as in Megatron's functional tests; "
-    "the command line wins, and a later file over an earlier one (docs/launch.md).",
+    "a later file overrides an earlier one, the command line overrides all (docs/launch.md).",
     Values("FILE ..."),
     needs_level=False,
 )
 FLAGS = (ARGS_FILE,)
 VARIABLES, MODEL_ARGS = "ENV_VARS", "MODEL_ARGS"
-# Keys of Megatron's test runner, of which a run of one's own makes no use.
+# Keys for Megatron's test runner. They mean nothing to a training run.
 _RUNNERS = re.compile(
     r"TEST_TYPE|MODE|METRICS|LAUNCHER|BEFORE_SCRIPT|AFTER_SCRIPT|MODEL_ENV_VARS|BASE_MODEL_ARGS|MODEL_ARGS_\d+"
     r"|(TRAINING_)?SCRIPT_PATH|THROUGHPUT_TEST_PARAMS"
 )
 A_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_AT_START = ("LD_", "PYTHON", "GLIBC_", "MALLOC_")  # read as a process starts
-_BY_TORCH = ("OMP_", "MKL_", "KMP_", "PYTORCH_", "TORCH_")  # some as torch is imported
+_AT_START = ("LD_", "PYTHON", "GLIBC_", "MALLOC_")  # read when a process starts
+_BY_TORCH = ("OMP_", "MKL_", "KMP_", "PYTORCH_", "TORCH_")  # some are read when torch is imported
 
 
 class Given(NamedTuple):
-    """A flag's or variable's value, a text or its words, and the file that gives it."""
+    """The value of a flag or variable (a text, or a list of words) and the file that sets it."""
 
     value: str | list[str]
     file: str
@@ -62,12 +62,12 @@ class Given(NamedTuple):
 
 @dataclass
 class Files:
-    """What some files say together.
+    """Several files, merged.
 
     Attributes:
-        flags: in the order in which they go onto a command line; without those that are left out.
-        variables: the same.
-        passed_over: (file, key) of what is for Megatron's test runner.
+        flags: {flag: value}, in command-line order, without the flags that are switched off.
+        variables: {name: value}, likewise.
+        passed_over: (file, key) of each key that is for Megatron's test runner.
     """
 
     flags: dict[str, Given] = field(default_factory=dict)
@@ -77,13 +77,13 @@ class Files:
 
 @dataclass
 class Expanded:
-    """A command line whose files were read.
+    """A command line after its files were read.
 
     Attributes:
-        words: the command line, without --args-file: the files' flags first.
-        variables: {name: value} to set, where the environment has none.
+        words: the command line without --args-file; the files' flags come first.
+        variables: {name: value} to set; the environment does not have them.
         files: their paths.
-        origins: {flag: file} of the files' flags that are among the words.
+        origins: {flag: file} of the words that come from files.
         lines: for the log.
     """
 
@@ -95,7 +95,7 @@ class Expanded:
 
 
 def expand(words: Sequence[str], environment: Mapping[str, str]) -> Expanded:
-    """Read the files that a script's words name. Raises UserError of one line: file, flag or key, value, remedy."""
+    """Read the files that a command line names. Raises UserError of one line: file, flag or key, value, remedy."""
     names, rest = _take_out(list(words))
     if not names:
         return Expanded(rest)
@@ -115,15 +115,15 @@ def expand(words: Sequence[str], environment: Mapping[str, str]) -> Expanded:
         many = isinstance(value, list)
         filled = [_fill(word, known, place) for word in value] if many else _fill(str(value), known, place)
         front += _words(flag, value_words(filled, place) or [])
-    lines = [f"{file}: {key}: passed over, it is for Megatron's test runner" for file, key in files.passed_over]
+    lines = [f"{file}: {key}: ignored, it is for Megatron's test runner" for file, key in files.passed_over]
     lines.insert(0, f"{ARGS_FILE.name} {' '.join(paths)}: {len(origins)} flags, {len(variables)} variables")
     if named := sorted(name for name in files.variables if name in environment):
-        lines.append(f"the environment has its own {', '.join(named)}, which wins over the files")
+        lines.append(f"{', '.join(named)}: the environment's value is used, not the files'")
     return Expanded([*front, *rest], variables, paths, origins, lines)
 
 
 def read(paths: Iterable[str]) -> Files:
-    """What the files say together, variables in values not yet filled in. Raises UserError of one line."""
+    """Merge the files; variables in values are not filled in yet. Raises UserError of one line."""
     together = Files()
     for path in paths:
         content = _content(path)
@@ -151,35 +151,35 @@ def read(paths: Iterable[str]) -> Files:
                     if isinstance(value, list):
                         raise UserError(f"{path}: {label}: a list; a variable takes one value")
                     left_out = value is None
-                into.pop(label, None)  # at its new place, since several flags may set one value
+                into.pop(label, None)  # move it to the end: several flags may set one argument, the last wins
                 if not left_out:
                     into[label] = Given(value, path)
     return together
 
 
 def find(name: str) -> Path:
-    """The file of a path, or of a shipped one's name. Raises UserError of one line."""
+    """The file at a path, or the shipped file of that name. Raises UserError of one line."""
     folder = shipped("configs")
     tried = [Path(name), folder / name, folder / f"{name}.yaml"]
     for path in tried:
-        if path.exists() and not path.is_dir():  # a pipe of the shell's too
+        if path.exists() and not path.is_dir():  # is_file() would refuse a shell's pipe
             return path
     if tried[0].is_dir():
         raise UserError(f"{ARGS_FILE.name} {name}: a folder; name the files in it")
     known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
     close = did_you_mean(name.removesuffix(".yaml"), known)
-    raise UserError(f"{ARGS_FILE.name} {name}: no such file, nor is one of that name shipped{close}; give its path")
+    raise UserError(f"{ARGS_FILE.name} {name}: no such file, and none of that name is shipped{close}; give its path")
 
 
 # --- in a run
 
 
 _NONE = Expanded([])
-_read = _NONE  # by this process
+_read = _NONE  # what this process has read
 
 
 def apply() -> None:
-    """Put the files of this process's command line in its place, and set their variables where there are none."""
+    """Replace --args-file in sys.argv by the files' flags, and set the variables that the environment lacks."""
     global _read
     found = expand(sys.argv[1:], os.environ)
     if not found.files:
@@ -188,7 +188,7 @@ def apply() -> None:
     os.environ.update(found.variables)
     late = _AT_START + (_BY_TORCH if "torch" in sys.modules else ())
     if names := [name for name in found.variables if name.startswith(late)]:
-        found.lines.append(f"{', '.join(names)}: read before this process could set it; set it in the shell instead")
+        found.lines.append(f"{', '.join(names)}: set too late for this process; set it in the shell instead")
     _read = found
 
 
@@ -199,13 +199,15 @@ def forget() -> None:
 
 
 def lines() -> list[str]:
-    """What the log should say of the files that this process has read."""
+    """The log lines about the files that this process has read."""
     return _read.lines
 
 
 def check(parser: ArgumentParser, unknown: bool) -> None:
-    """Make the parser name the file of a mistake. Raises UserError for a flag of a file that it does not know, unless
-    `unknown` ones are another parser's."""
+    """Make the parser's errors name the file that a flag comes from.
+
+    unknown: flags that this parser does not know are another parser's. If not, such a flag in a file is a UserError.
+    """
     options = parser._option_string_actions
     for flag, file in _read.origins.items():
         if flag not in options and not unknown:
@@ -224,7 +226,7 @@ def check(parser: ArgumentParser, unknown: bool) -> None:
 
 
 def _take_out(words: list[str]) -> tuple[list[str], list[str]]:
-    """The files that a command line names, in order, and its other words."""
+    """(the files that a command line names, in order; its other words)."""
     names: list[str] = []
     rest: list[str] = []
     taking = False
@@ -234,7 +236,7 @@ def _take_out(words: list[str]) -> tuple[list[str], list[str]]:
             names += [value] if value else []
             taking = not value
             if taking and (number + 1 == len(words) or words[number + 1].startswith("-")):
-                raise UserError(f"{ARGS_FILE.name}: names no file; give one or more")
+                raise UserError(f"{ARGS_FILE.name}: no file given; give one or more")
         elif taking and not word.startswith("-"):
             names.append(word)
         else:
@@ -244,7 +246,7 @@ def _take_out(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _words(flag: str, values: list[str]) -> list[str]:
-    """As a command line has them; a value that looks like a flag needs the equals sign."""
+    """A flag and its values as words of a command line. A value that looks like a flag needs the equals sign."""
     if len(values) == 1 and re.match(r"-[^\d.]", values[0]):
         return [f"{flag}={values[0]}"]
     return [flag, *values]
@@ -266,13 +268,13 @@ def _fill(text: str, environment: Mapping[str, str], place: str) -> str:
 
 
 def check_characters(place: str, text: str) -> None:
-    """UserError for what no word of a command line can hold, or a terminal acts on when it is pasted."""
+    """Raise UserError for a character that a command line cannot hold, or that controls the terminal when pasted."""
     if odd := re.search("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", text):
-        raise UserError(f"{place}: holds U+{ord(odd[0]):04X}, which is no character of a command line; remove it")
+        raise UserError(f"{place}: contains U+{ord(odd[0]):04X}, which a command line cannot hold; remove it")
 
 
 def value_words(value: Any, place: str) -> list[str] | None:
-    """The words of a flag's value: none for a switch; None where the flag is left out."""
+    """The words of a flag's value: an empty list for a switch, None if the flag is switched off."""
     if isinstance(value, list):
         for word in value:
             if not isinstance(word, str):
@@ -297,7 +299,7 @@ def _mapping(path: str, key: str, content: Any) -> Iterable[tuple[str, Any]]:
     if content is None:
         return ()
     if not isinstance(content, dict):
-        raise UserError(f"{path}: {key}: holds no names with values; below it write a line for each {_kind(key)}")
+        raise UserError(f"{path}: {key}: is not a mapping; below it write a line for each {_kind(key)}")
     return [(str(label), value) for label, value in content.items()]
 
 
@@ -308,7 +310,7 @@ def _kind(key: str) -> str:
 def _content(path: str) -> dict[str, Any]:
     content = load_yaml(path, loader=_loader())
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no names with values; write {MODEL_ARGS}:, and below it --A-FLAG: VALUE")
+        raise UserError(f"{path}: is not a mapping; write {MODEL_ARGS}:, and below it --A-FLAG: VALUE")
     return {str(key): value for key, value in content.items()}
 
 
@@ -317,12 +319,12 @@ def _loader() -> type:
     import yaml
 
     class Loader(safe_loader()):  # type: ignore[misc]
-        """Scalars stay as they are written: YAML would read 1:30 as 90, 010 as 8, 1_000 as 1000 and off as false."""
+        """Keeps scalars as text. YAML would read 1:30 as 90, 010 as 8, 1_000 as 1000 and off as false."""
 
         yaml_implicit_resolvers: ClassVar[dict[str, list]] = {}
 
         def words(self, node):
-            """In [ ] blanks part words too."""
+            """A list's words. Inside [ ] blanks separate words too."""
             found = []
             for item in node.value:
                 value = self.construct_object(item, deep=True)

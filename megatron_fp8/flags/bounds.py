@@ -1,7 +1,8 @@
-"""How small and how large a number of the command line may be, stock's flags and the verbs' own alike.
+"""The smallest and the largest number that a flag may have, for stock Megatron's flags and for our verbs' own.
 
-Every parser asks here (flags/usage.py).  Least is 1 for what is divided by before Megatron has looked at it.  Most is
-what no job has, and what memory, time and 64 bits still hold: a model of 10**19 layers is a slip of the finger.
+Every parser checks its numbers here (flags/usage.py).  The least is 1 if Megatron divides by the number before it
+checks it.  The most is larger than any real job needs, but memory, time and 64 bits can still handle it: a model of
+10**19 layers is a typing error.
 """
 
 import math
@@ -40,24 +41,24 @@ BOUNDS = {
     **_rows(
         """--log-interval --tensorboard-log-interval --save-params-interval --save-dgrads-interval
         --save-activations-interval --check-weight-hash-across-dp-replicas-interval""",
-        1, _64_BITS,  # a number that is never reached switches off
+        1, _64_BITS,  # a huge interval means never
     ),
     "--distributed-timeout-minutes": (None, 10**7),
-    "--seed": (None, 2**32 - 10**6),  # numpy's, to which Megatron adds the pipeline stage's
+    "--seed": (None, 2**32 - 10**6),  # numpy takes 32 bits, and Megatron adds to it for each pipeline stage
 }  # fmt: skip
-# The verbs' own; a training script may have flags of these names that mean something else.
+# Flags of our verbs. A training script may have flags of the same names with another meaning.
 OF_VERBS = {
     **_rows("--gpus --nodes --ranks --jobs --processes", 1, _RANKS),
     **_rows("--rank --gpus-per-node", 0, _RANKS),
     **_rows("--timeout --steps --tasks-per-node --max-restarts --top", 1, _MANY),
 }
-_FINITE = 1e100  # what is left of it is still finite
+_FINITE = 1e100  # float64 has room above it: what is computed from such a number is still finite
 
 
 def beyond(names: Sequence[str], value: Any, of_verb: bool = False) -> str:
-    """What to do about a flag's value that is too small or too large, or not a number; "" for what is taken.
+    """The remedy if a flag's value is too small, too large or NaN; "" if the value is accepted.
 
-    names: the flag's, as its parser has them.  value: what the parser made of the word; a list's numbers each count.
+    names: the flag's option strings.  value: the parsed value; of a list, each number is checked.
     of_verb: the parser is a verb's, not a training run's.
     """
     if isinstance(value, list | tuple):

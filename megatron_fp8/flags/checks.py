@@ -1,7 +1,6 @@
-"""What a run needs before it may start, beside flags that fit: a GPU with FP8, one queue to it where Megatron asks for
-it, a Megatron that we know, a model of its GPT, its data files.
+"""Checks before a run starts, other than of flags: GPU, CUDA_DEVICE_MAX_CONNECTIONS, Megatron's version, model, files.
 
-Every mistake of a user is a UserError of one line: the flag, its value, and what to do.
+A user's mistake raises a UserError of one line: flag, value, remedy.
 """
 
 import ctypes
@@ -32,13 +31,14 @@ def check_device(capability: tuple[int, int]) -> None:
 
 
 def set_max_connections(args: Namespace) -> list[str]:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 where Megatron's validation demands it; lines for the log.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 if Megatron's validation demands it. Returns lines for the log.
 
-    Also where it is something else: Megatron lets that pass with --overlap-moe-expert-parallel-comm only, which a level
-    switches off.  CUDA reads it when it starts, so that this comes before the first look at a device: which one it is,
-    the driver's management library says.  From Blackwell on Megatron does not ask for it.
+    Another value is overwritten: Megatron accepts one only with --overlap-moe-expert-parallel-comm, which a level
+    switches off.  CUDA reads the variable when it starts, so this must run before the first CUDA call; NVML, the
+    driver's management library, tells the device without starting CUDA.  On Blackwell and later Megatron does not
+    demand it.
 
-    Raises UserError when CUDA has started already.
+    Raises UserError if CUDA has started already.
     """
     sizes = {"--tensor-model-parallel-size": args.tensor_model_parallel_size}
     sizes["--context-parallel-size"] = args.context_parallel_size
@@ -49,14 +49,14 @@ def set_max_connections(args: Namespace) -> list[str]:
     if (_compute_capability() or (0, 0)) >= (10, 0):
         return []
     if torch.cuda.is_initialized() and not cpu.needed():
-        raise UserError(f"{flags[0]}: Megatron needs {MAX_CONNECTIONS}=1, and CUDA runs already; export it first")
+        raise UserError(f"{flags[0]}: Megatron needs {MAX_CONNECTIONS}=1, but CUDA is running already; export it first")
     os.environ[MAX_CONNECTIONS] = "1"
     instead = f" instead of {given}" if given else ""
-    return [f"{' '.join(flags)}: {MAX_CONNECTIONS}=1{instead}, which Megatron asks for before Blackwell"]
+    return [f"{' '.join(flags)}: set {MAX_CONNECTIONS}=1{instead}, which Megatron demands before Blackwell"]
 
 
 def _compute_capability() -> tuple[int, int] | None:
-    """Of the machine's first GPU, without starting CUDA; None where it cannot be told."""
+    """The compute capability of the machine's first GPU, without starting CUDA; None if NVML cannot tell it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -80,9 +80,10 @@ def check_megatron_version(version: str) -> None:
 
 
 def check_script(level: str) -> None:
-    """Raise UserError where the script that runs has another model of Megatron's than its GPT: T5, BERT, LLaVA, Mamba.
+    """Raise UserError if the running script imports a model of Megatron's other than GPT: T5, BERT, LLaVA, Mamba.
 
-    Such a script names its model; a GPT's names none, or GPTModel too: `check_model` sees what it builds.
+    Such a script imports its model class. A script that trains a GPT imports none, or GPTModel among others; then
+    `check_model` checks what it builds.
     """
     models = [
         name
@@ -94,7 +95,7 @@ def check_script(level: str) -> None:
 
 
 def check_model(level: str, model_chunks) -> None:
-    """Raise UserError unless every model chunk is a GPT of Megatron's."""
+    """Raise UserError unless every model chunk is Megatron's GPTModel."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.utils import unwrap_model
 
@@ -105,22 +106,22 @@ def check_model(level: str, model_chunks) -> None:
 
 
 def check_stage(save: str | None, model_chunks) -> None:
-    """Raise UserError, on all ranks, for a stage in a run that saves at whose first save Megatron fails: one without a
-    parameter, or the last one of tied embeddings where it predicts more tokens.
+    """Raise UserError, on all ranks, if a pipeline stage is one that Megatron cannot save.
 
-    save: the value of --save.
+    Megatron's first save fails for a stage without parameters, and for the last stage of a model with tied embeddings
+    and multi-token prediction. Without --save nothing is refused. save: the value of --save.
     """
     from megatron.core.utils import unwrap_model
 
     mistake = ""
     if any(map(_has_tied_copies, unwrap_model(model_chunks))):
         mistake = (
-            "of several stages Megatron cannot save tied embeddings with --mtp-num-layers; add "
+            "with several pipeline stages Megatron cannot save tied embeddings with --mtp-num-layers; add "
             "--untie-embeddings-and-output-weights"
         )
     if not any(True for chunk in model_chunks for _ in chunk.parameters()):
         mistake = (
-            f"rank {os.environ.get('RANK', '0')} is of a stage without any parameter, which Megatron cannot save; give "
+            f"the stage of rank {os.environ.get('RANK', '0')} has no parameters, and Megatron cannot save it; give "
             "each stage a layer in --pipeline-model-parallel-layout"
         )
     for found in gathered(mistake) if save else ():
@@ -129,7 +130,7 @@ def check_stage(save: str | None, model_chunks) -> None:
 
 
 def _has_tied_copies(model) -> bool:
-    """Of the embeddings, which are another stage's: one that multi-token prediction reads and the LM head's."""
+    """Whether this stage has two copies of another stage's embeddings: multi-token prediction's and the LM head's."""
     if not getattr(model, "mtp_process", False):
         return False
     return model.share_embeddings_and_output_weights and model.post_process and not model.pre_process
@@ -137,35 +138,35 @@ def _has_tied_copies(model) -> bool:
 
 def _only_gpt(level: str, model: str) -> UserError:
     return UserError(
-        f"--fp8-level {level}: the script trains a {model}, and a level knows Megatron's GPT only; use --fp8-level O0"
+        f"--fp8-level {level}: the script trains a {model}, a level supports only Megatron's GPT; use --fp8-level O0"
     )
 
 
 def check_data_files(args: Namespace) -> None:
-    """Raise NoSuchFile for the first data or tokenizer file on the command line that is not there.
+    """Raise NoSuchFile for the first data or tokenizer file on the command line that does not exist.
 
-    Megatron would say it minutes later, from the depths. Only rank 0 looks, since not every rank need see the
-    data, and only at files: s3:// and msc:// paths are taken on trust.
+    Megatron would fail minutes later, in a traceback. Only rank 0 looks: the other ranks may not see the data.
+    s3:// and msc:// paths are not checked.
     """
     if getattr(args, "rank", 0) != 0 or getattr(args, "yaml_cfg", None) is not None:
         return
     for flag, path in _named_files(args):
         if path is not None and not _is_there(path):
-            raise NoSuchFile(f"{flag} {path}: there is no such file; give the path of one")
+            raise NoSuchFile(f"{flag} {path}: no such file; give its path")
     for flag, prefix in () if args.mock_data else _data_prefixes(args):
         for path in (prefix,) if args.sft else (f"{prefix}.bin", f"{prefix}.idx"):
             if not _is_there(path):
-                if len(words := prefix.split()) > 1 and _is_number(words[0]):  # a blend, as a YAML file had it
-                    remedy = f"leave out its quotes, or in a file of flags write [{prefix}]"
-                    raise UserError(f"{flag} {prefix!r}: is one word; {remedy}")
+                if len(words := prefix.split()) > 1 and _is_number(words[0]):  # a blend that is quoted as one word
+                    remedy = f"leave out its quotes, or write [{prefix}] in a file of --args-file"
+                    raise UserError(f"{flag} {prefix!r}: a blend in one word; {remedy}")
                 raise NoSuchFile(
-                    f"{flag} {prefix}: there is no {path}; give the path without .bin or .idx "
+                    f"{flag} {prefix}: no file {path}; give the path without .bin or .idx "
                     "(tools/prepare_data.py makes both files from text)"
                 )
 
 
 def _named_files(args: Namespace) -> Iterator[tuple[str, str | None]]:
-    """(flag, path or None) of what must be a file by itself."""
+    """(flag, path or None) of each flag whose value is the path of one file."""
     yield "--vocab-file", args.vocab_file
     yield "--merge-file", args.merge_file
     model = args.tokenizer_model or ""
@@ -178,7 +179,7 @@ def _named_files(args: Namespace) -> Iterator[tuple[str, str | None]]:
 
 
 def _data_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """(flag, prefix) of every data set, without the weights of a blend."""
+    """(flag, prefix) of every dataset, without a blend's weights."""
     blends = [
         ("--data-path", args.data_path),
         ("--train-data-path", args.train_data_path),

@@ -1,10 +1,10 @@
-"""A launch command, taken apart: how many GPUs, which script, which flags.
+"""Takes a launch command apart: number of GPUs, script, flags.
 
     VAR=x srun -N 16 torchrun --nproc-per-node 8   -m megatron_fp8 pretrain_gpt.py   --num-layers 96 --bf16 ...
     launcher: 16 x 8 GPUs                          script                            flags
 
-The launcher is torchrun, in any spelling, srun, both, or none.  What it says of the number of GPUs is read; where it
-leaves that to the environment of a job, it is not known here.
+The launcher is torchrun, in any spelling, srun, both, or none.  The number of GPUs is unknown (None) if the launcher
+takes it from the job's environment.
 """
 
 import argparse
@@ -27,10 +27,10 @@ class Launch:
     """What a command starts.
 
     Attributes:
-        script: what Python is given: a script, or -m, a module and a script.
-        flags: each flag of the script with its values, in order; those of --args-file among them.
-        gpus: on how many; None where the command does not say.
-        variables: of the environment, that the command sets in front, or its files.
+        script: Python's arguments: a script, or -m, a module and a script.
+        flags: each flag of the script with its values, in order, including those from --args-file.
+        gpus: how many; None if the command does not say.
+        variables: environment variables that the command or its files set.
     """
 
     script: list[str]
@@ -41,11 +41,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Job:
-    """What the flags of a job say, and its launcher: no script is looked for.
+    """A job's flags, and its launcher's numbers. The script need not exist.
 
     Attributes:
         words: the flags, as they were given.
-        gpus, variables: as Launch has them.
+        gpus, variables: as in Launch.
     """
 
     words: list[str]
@@ -54,23 +54,23 @@ class Job:
 
 
 def job_of(words: Sequence[str]) -> Job:
-    """A whole launch command, or its flags alone; "--" in front is passed over.  Raises UserError for neither."""
+    """Read a whole launch command, or only its flags. A leading "--" is dropped.  Raises UserError if it is neither."""
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words or words[0].startswith("-"):
         return Job(words, None, {})
     first, place = _script_at(words)
     if place is None:
-        raise UserError(f"{words[0]}: is not a flag, and no script follows; put a job's flags or its command behind --")
+        raise UserError(f"{words[0]}: not a flag, and no script follows; put the job's flags or its command behind --")
     return Job(words[place + 1 :], _gpus(words[:first]), _variables(words[:first]))
 
 
 def take_apart(words: Sequence[str]) -> Launch:
-    """The parts of a launch command.  Raises UserError where it names no script, or one that is not here."""
+    """The parts of a launch command.  Raises UserError if it names no script, or one that does not exist here."""
     first, place = _script_at(words)
     if place is None:
-        raise UserError("the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS")
+        raise UserError("the command names no script; give the whole command: -- torchrun ... SCRIPT.py FLAGS")
     if not os.path.isfile(words[place]):
-        raise UserError(f"{words[place]}: no such script here; go to the folder that the job starts in")
+        raise UserError(f"{words[place]}: no such script here; go to the folder where the job starts")
     variables = _variables(words[:first])
     found = expand(words[place + 1 :], {**os.environ, **variables})
     script, flags = list(words[first : place + 1]), list(flags_of(found.words))
@@ -78,7 +78,7 @@ def take_apart(words: Sequence[str]) -> Launch:
 
 
 def _script_at(words: Sequence[str]) -> tuple[int, int | None]:
-    """Where what Python is given begins, and the script; None where there is none."""
+    """(index of the first word that is Python's, index of the script); (0, None) without a script."""
     place = next((i for i, word in enumerate(words) if _is_script(word)), None)
     if place is None:
         return 0, None
@@ -86,7 +86,7 @@ def _script_at(words: Sequence[str]) -> tuple[int, int | None]:
 
 
 def words_of(flags: Flags) -> list[str]:
-    """Flags and their values as a command line has them."""
+    """Flags and their values as words of a command line."""
     return [word for flag, values in flags for word in (flag, *values)]
 
 
@@ -120,7 +120,7 @@ def _variables(launcher: Sequence[str]) -> dict[str, str]:
 
 
 def _gpus(launcher: Sequence[str]) -> int | None:
-    """How many processes the launcher starts in all, one a GPU."""
+    """How many processes the launcher starts in all, one per GPU."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, *options in (
         ("nodes", "--nnodes", "--nodes", "-N"),
@@ -136,5 +136,5 @@ def _gpus(launcher: Sequence[str]) -> int | None:
     numbers = [given.nodes, given.each if torchrun else of_slurm]
     if not torchrun and given.tasks != "1":
         numbers = [given.tasks]
-    counts = [whole_number(number) or 0 for number in numbers]  # 0: "gpu", or a variable that is empty here
+    counts = [whole_number(number) or 0 for number in numbers]  # 0: "gpu", or a variable that is not set here
     return math.prod(counts) or None

@@ -1,12 +1,12 @@
 """From flags to one frozen Fp8Config.
 
-    parser   add_fp8_arguments    ALL the flags of ours, each subject's from its own file
-    args     config_from_args     an Fp8Config, or None where the run is stock Megatron's
+    parser   add_fp8_arguments    adds ALL our flags; each subject's flags stand in its own file
+    args     config_from_args     returns an Fp8Config, or None if the run is stock Megatron's
              adapt_stock_args     edits stock's arguments, before Megatron validates them
 
-What becomes of each stock flag is a table, stock.py; the levels are another, level.py; which numbers and shapes do,
-in numeric_checks.py; what else a run needs before it may start, in checks.py. Every mistake of a user is a UserError of
-one line: the flag, its value, and what to do.
+stock.py is the table of stock flags, level.py the table of levels. numeric_checks.py checks numbers and shapes,
+checks.py everything else that a run needs before it starts. A user's mistake raises a UserError of one line: flag,
+value, remedy.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -28,23 +28,23 @@ from .watch import WatchPlan, watch_from_args
 
 BF16_LAYERS = Flag(
     BF16_FLAG,
-    "Linears that stay in BF16, GEMMs and weights, and are not emulated: as 'decoder.layers.[0-3].*,*.linear_fc2', "
-    "shell patterns for a linear's whole path, layers numbered from 0.",
+    "Linears whose GEMMs and weights stay in BF16, without emulation: shell patterns for a linear's whole path, layers "
+    "numbered from 0, such as 'decoder.layers.[0-3].*,*.linear_fc2'.",
     Values("PATTERNS"),
 )
 COMPACT = Flag(
     "--fp8-ckpt-compact",
-    "Save the optimizer state in its own formats, 5 bytes a parameter at O2 and O3 instead of 12: for a run that "
-    "resumes at the same level, parallel sizes and buckets. Without it, any level and layout can load.",
+    "Save the optimizer state in its own formats: 5 bytes a parameter at O2 and O3 instead of 12. Such a checkpoint "
+    "loads only at the same level, parallel sizes and buckets; without the flag, at any level and layout.",
 )
 ATTENTION = Flag(
     "--fp8-attention",
-    "Whose BF16 attention: torch's (the default), or Transformer Engine's, which must be installed.",
+    "Which BF16 attention runs: torch's (the default), or Transformer Engine's, which must be installed.",
     one_of("torch", "te"),
 )
 LM_HEAD = Flag(
     "--fp8-lm-head",
-    "The LM head's GEMMs in FP8 too; its weight and gradient stay stock's. Part of no level.",
+    "Run the LM head's GEMMs in FP8 too; its weight and gradient stay stock's. No level includes it.",
 )
 ALL = (
     *level.FLAGS,
@@ -64,37 +64,37 @@ ALL = (
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Everything that a run with a level was asked for.
+    """All settings of a run with a level.
 
     Attributes:
         level: "O1", "O2" or "O3".
         gemm ... partition: the cells of flags/level.py, each one of its available values; grad_accum is never "auto".
         forward_format, grad_format: of activations and weights; of activation gradients.
-        recipe: "delayed" or "tensorwise"; margin, amax_history_len, amax_compute_algo: as stock has them.
+        recipe: "delayed" or "tensorwise"; margin, amax_history_len, amax_compute_algo: as in stock.
         wgrad: whether the weight-gradient GEMM is FP8 (else BF16).
         bf16_layers_start, bf16_layers_end: how many first and last layers of the model stay in BF16.
-        bf16_layers: patterns of the linears that do.
-        lm_head: whether the LM head's GEMMs are FP8's too.
-        activations: whether what norms and activation functions keep for the backward pass is FP8.
+        bf16_layers: patterns of the linears that stay in BF16.
+        lm_head: whether the LM head's GEMMs are FP8 too.
+        activations: whether norms and activation functions keep their inputs for the backward pass in FP8.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
-        grad_scaling: of grad_reduce "shared".
-        emulate: which operands of the GEMMs are rounded to which formats, and when; None: none are.
-        ckpt_compact: save optimizer state as it is, for this layout only.
+        grad_scaling: how the factor mu of grad_reduce "shared" moves.
+        emulate: which GEMM operands are rounded to which formats, and when; None: no emulation.
+        ckpt_compact: save optimizer state in its own formats, for this layout only.
         log_interval: steps from one log of FP8 statistics to the next; 0: never.
-        log_grad_snr: whether those compare the reduced gradients with FP32's.
-        watch: what is done about spikes; None: nothing is watched.
+        log_grad_snr: whether those compare the reduced gradients with an FP32 copy.
+        watch: what is done about spikes; None: no watching.
         max_skipped: steps in a row that may be skipped; 0: no limit.
         seed: of the run.
         attention: "torch" or "te".
         unfused_attention: Megatron's unfused kernel instead of torch's attention (--attention-backend local, unfused).
-        reads_mask: torch's attention applies the mask that the data bring (--reset-attention-mask).
-        gemm_backend: the name of a backend of the FP8 GEMMs.
-        gemm_search: whether who runs a GEMM, and how, is timed, once a machine.
+        reads_mask: torch's attention applies the data loader's mask (--reset-attention-mask).
+        gemm_backend: the name of an FP8 GEMM backend.
+        gemm_search: whether GEMM kernels are timed and the fastest is kept, once per machine.
         log_gemm: whether each GEMM's shape is logged.
-        fuses_rotary: queries and keys are rotated where QKV is split, in FP32; else as stock does (--no-rope-fusion).
-        draws_grouped, draws_fused: experts' weights, and latent attention's down projections, start as those of
-            --moe-grouped-gemm and --mla-down-proj-fusion, which are switched off.
+        fuses_rotary: the QKV split also applies rotary embedding, in FP32; else stock does it (--no-rope-fusion).
+        draws_grouped, draws_fused: initialise the experts' weights as --moe-grouped-gemm does, and latent attention's
+            down projections as --mla-down-proj-fusion does; a level switches both flags off.
     """
 
     level: str
@@ -150,18 +150,18 @@ def add_fp8_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def check_yaml(words: Sequence[str]) -> None:
-    """Refuse --yaml-cfg beside a flag of ours: Megatron puts the file in the place of all flags, while it parses them.
+    """Refuse --yaml-cfg together with one of our flags: while Megatron parses, its file replaces all flags.
 
     words: the command line.  Raises UserError of one line.
     """
     given = {word.partition("=")[0] for word in words}
     for flag in ALL:
         if "--yaml-cfg" in given and flag.name in given:
-            raise UserError(f"--yaml-cfg: its file replaces every flag, {flag.name} included; give flags instead")
+            raise UserError(f"--yaml-cfg: its file replaces all flags, {flag.name} included; give flags instead")
 
 
 def asks_for_level(args: Namespace) -> bool:
-    """Whether a run has a level, or emulates: else it is stock Megatron's, and nothing of it is touched."""
+    """Whether a run has a level or emulates. Otherwise the run is stock Megatron's, and the plugin changes nothing."""
     level = LEVEL.given(args)
     return not is_stock(level) or (level is None and emulate.EMULATE.given(args) is not None)
 
@@ -170,10 +170,10 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
     """Read a run's flags.
 
     Args:
-        args: as Megatron's parser returns them, not yet validated; not changed.
+        args: as Megatron's parser returns them, before validation; not changed.
 
     Returns:
-        None without a level and at O0: nothing of the run is then to be touched.
+        None without a level and at O0: the plugin then changes nothing.
 
     Raises:
         UserError: the first flag that the run cannot honour, in one line: flag, value, remedy.
@@ -239,16 +239,16 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
 def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
     """Edit stock's arguments for a level, before Megatron validates them.
 
-    A command written for Transformer Engine and apex then passes validation also where neither is installed.
-    Calling it again changes nothing more.
+    A command written for Transformer Engine and apex then passes validation even if neither is installed.
+    A second call changes nothing.
 
     Args:
-        args: what `config` was read from; changed in place.
+        args: the arguments that `config` was read from; changed in place.
 
     Returns:
-        Lines for the log: what was changed, and what the level does not reach.
+        Lines for the log: what was changed, and what the level does not cover.
     """
-    args.fp8 = None  # kept in `config`: stock's own FP8, Transformer Engine's, must not start
+    args.fp8 = None  # `config` has it; stock's own FP8, which is Transformer Engine's, must not start
     found = list(rows(args, ADAPTED, NOTED))
     flags_of: dict[str, list[str]] = {}
     for row in found:
@@ -264,7 +264,7 @@ def adapt_stock_args(args: Namespace, config: Fp8Config) -> list[str]:
 
 
 def _check_stock_run(args: Namespace) -> None:
-    """Refuse flags that a run without a level would ignore in silence."""
+    """Refuse flags that a run without a level would silently ignore."""
     level = LEVEL.given(args)
     without = LEVEL.shown(args) if level else f"no {LEVEL.name}"
     needing = (flag for flag in ALL if flag.needs_level and flag is not LEVEL)
@@ -272,14 +272,16 @@ def _check_stock_run(args: Namespace) -> None:
     fmt = getattr(args, "fp8", None)
     if fmt and args.transformer_impl == "local":
         raise UserError(
-            f"--fp8-format {fmt} with --transformer-impl local and {without}: Megatron would train in BF16, "
-            "silently; add --fp8-level O1, or use --transformer-impl transformer_engine"
+            f"--fp8-format {fmt} with --transformer-impl local and {without}: Megatron would silently train in BF16; "
+            "add --fp8-level O1, or use --transformer-impl transformer_engine"
         )
 
 
 def _cells(args: Namespace, emulated: EmulationPlan | None) -> dict[str, str]:
-    """{cell: value} of a run with a level, or that emulates: its GEMMs are BF16 ones, and without a level nothing else
-    is rounded."""
+    """{cell: value} of a run that has a level or emulates.
+
+    An emulating run's GEMMs are BF16. Without a level nothing else of it is rounded.
+    """
     level, overrides = LEVEL.given(args), filled(args, CELL_FLAGS)
     if emulated is not None:
         if overrides.get("gemm") == "fp8":
@@ -290,8 +292,7 @@ def _cells(args: Namespace, emulated: EmulationPlan | None) -> dict[str, str]:
     sums = overrides.get("tp_reduce_scatter") or "bf16"
     if cells["gemm"] == "bf16" and sums != "bf16":
         raise UserError(
-            f"--fp8-tp-reduce-scatter {sums}: the GEMMs of this run are BF16's (--fp8-gemm bf16, --fp8-emulate); "
-            "remove one"
+            f"--fp8-tp-reduce-scatter {sums}: this run's GEMMs are BF16 (--fp8-gemm bf16, --fp8-emulate); remove one"
         )
     return cells
 
@@ -300,9 +301,9 @@ def _lm_head(args: Namespace, gemm: str) -> bool:
     if not LM_HEAD.given(args):
         return False
     if gemm != "fp8":
-        raise UserError("--fp8-lm-head: the GEMMs of this run are BF16's (--fp8-gemm bf16, --fp8-emulate); remove one")
+        raise UserError("--fp8-lm-head: this run's GEMMs are BF16 (--fp8-gemm bf16, --fp8-emulate); remove one")
     if args.defer_embedding_wgrad_compute:
-        raise UserError("--fp8-lm-head: --defer-embedding-wgrad-compute is stock's own head; remove one")
+        raise UserError("--fp8-lm-head: --defer-embedding-wgrad-compute needs stock's LM head; remove one")
     return True
 
 
@@ -313,7 +314,7 @@ def _ends_in_bf16(args: Namespace) -> tuple[int, int]:
     start, end = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
     if min(start, end) < 0 or (args.num_layers is not None and start + end > args.num_layers):
         raise UserError(
-            f"--num-layers-at-start-in-bf16 {start} with --num-layers-at-end-in-bf16 {end}: a model of "
-            f"--num-layers {args.num_layers} has not so many; use smaller counts"
+            f"--num-layers-at-start-in-bf16 {start} with --num-layers-at-end-in-bf16 {end}: more layers than "
+            f"--num-layers {args.num_layers}; use smaller counts"
         )
     return start, end

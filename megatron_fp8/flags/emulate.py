@@ -1,22 +1,22 @@
-"""Which operands of which GEMMs a run emulates in which format, and when: the --fp8-emulate flags.
+"""The --fp8-emulate flags: which GEMM operands a run rounds to which format, in which linears and steps.
 
     --fp8-emulate SPEC              E8M3                                    all three operands
-                                    weight=E8M3,activation=E8M3:truncate    those named; the others as they are
-                                    E4M3,gradient=E5M2:nearest:tensor       all three, but for those named
-    --fp8-emulate-layers PATTERNS   'decoder.layers.[0-3].*,*.linear_fc2'   of the linears (default: all of them)
+                                    weight=E8M3,activation=E8M3:truncate    the named ones; the third is not rounded
+                                    E4M3,gradient=E5M2:nearest:tensor       all three, a named one in its own format
+    --fp8-emulate-layers PATTERNS   'decoder.layers.[0-3].*,*.linear_fc2'   which linears (default: all of them)
     --fp8-emulate-lm-head           the LM head too
     --fp8-emulate-from-step N       from step N on (default 1, the first)
     --fp8-emulate-until-step N      before step N (default: to the end)
 
-A format is FORMAT[:ROUNDING][:SCALING] as numerics/emulation.py defines it. A pattern is a shell's (* ? [...]) for the
-linear's whole path in the model; layers are numbered from 0 over all pipeline stages, as in the statistics' names.
-The steps from --fp8-emulate-from-step A until B are B - A. An operand is rounded once, and each GEMM reads it so:
+A format is FORMAT[:ROUNDING][:SCALING]; numerics/emulation.py defines it. A pattern is a shell pattern (* ? [...]) for
+the linear's whole path in the model; layers are numbered from 0 over all pipeline stages, as in the statistics' names.
+From step A until step B are B - A steps. An operand is rounded once; each GEMM reads the rounded one:
 
     forward   y = e(x) e(W)^T          dgrad   dx = e(dy) e(W)          wgrad   dW = e(dy)^T e(x)
 
-x being the activation, W the weight, dy the gradient. Validation is emulated as training is. Under tensor parallelism
-a rank rounds the parts that its own GEMM reads: one scale "for the tensor" is one for each part, a row's one for its
-part of the row. Without scales and noise a number is rounded alike in every layout.
+x is the activation, W the weight, dy the gradient, e the rounding. Validation is emulated like training. Under tensor
+parallelism a rank rounds the parts that its own GEMM reads: a scale per tensor is then one per part, and a scale per
+row one per part of a row. Without scales and noise a number is rounded alike in every layout.
 """
 
 from argparse import Namespace
@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 from .flag import Flag, Values, filled, refuse, whole
 
-if TYPE_CHECKING:  # the lab's verbs read patterns here, and their --help does not wait for torch
+if TYPE_CHECKING:  # the lab's verbs import this file, and their --help must not wait for torch
     from ..numerics.emulation import EmulatedFormat
 
 OPERANDS = ("weight", "activation", "gradient")
 LM_HEAD = "output_layer"
-BF16_FLAG = "--fp8-bf16-layers"  # config.py has it
+BF16_FLAG = "--fp8-bf16-layers"  # config.py defines the flag
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class EmulationPlan:
 
     Attributes:
         weight, activation, gradient: how each operand is rounded; None: not at all.
-        layers: patterns, of which a linear's path must match one.
+        layers: patterns; a linear is emulated if its path matches one.
         lm_head: whether the LM head is emulated.
-        from_step, until_step: the first step, from 1, and the first after the last; None: no last.
+        from_step, until_step: emulate in steps from_step, ..., until_step - 1, counted from 1; None: to the end.
     """
 
     weight: "EmulatedFormat | None"
@@ -55,7 +55,7 @@ class EmulationPlan:
     until_step: int | None = None
 
     def __str__(self) -> str:
-        """As in "weight E8M3:truncate:none, gradient E5M2:nearest:tensor; linears *; LM head; steps 1 to 99"."""
+        """For example "weight E8M3:truncate:none, gradient E5M2:nearest:tensor; linears *; LM head; steps 1 to 99"."""
         operands = [f"{operand} {how}" for operand in OPERANDS if (how := getattr(self, operand)) is not None]
         parts = [", ".join(operands), f"linears {','.join(self.layers)}", *(["LM head"] if self.lm_head else [])]
         if self.from_step > 1 or self.until_step is not None:
@@ -73,29 +73,29 @@ class EmulationPlan:
         return getattr(self, operand) if started and self.covers(path, layer_number) else None
 
     def covers(self, path: str, layer_number: int) -> bool:
-        """Whether a linear is emulated at any time: one at least should be, or --fp8-emulate-layers is a mistake."""
+        """Whether a linear is emulated in some step. If no linear is, --fp8-emulate-layers is a mistake."""
         return self.lm_head if path == LM_HEAD else matches(self.layers, linear_name(path, layer_number))
 
 
 EMULATE = Flag(
     "--fp8-emulate",
-    "Round the operands of the linears' BF16 GEMMs: E8M3, or weight=E4M3,activation=E4M3:nearest:tensor, "
-    "each FORMAT[:ROUNDING][:SCALING]. Without --fp8-level everything else is as in stock BF16.",
+    "Round the operands of the linears' BF16 GEMMs to FORMAT[:ROUNDING][:SCALING], all three (E8M3) or the named ones "
+    "(weight=E4M3,activation=E4M3:nearest:tensor). Without --fp8-level the rest of the run is stock BF16.",
     Values("SPEC"),
 )
 LAYERS = Flag(
     "--fp8-emulate-layers",
-    "Which linears, as 'decoder.layers.[0-3].*,*.linear_fc2'. Default all.",
+    "Emulate only these linears, such as 'decoder.layers.[0-3].*,*.linear_fc2'. Default: all.",
     Values("PATTERNS"),
 )
-WITH_HEAD = Flag("--fp8-emulate-lm-head", "The LM head too.", field="lm_head")
-FROM_STEP = Flag("--fp8-emulate-from-step", "From update N on (default 1, the first).", whole(1), "from_step")
-UNTIL_STEP = Flag("--fp8-emulate-until-step", "Before update N (default: to the end).", whole(1), "until_step")
+WITH_HEAD = Flag("--fp8-emulate-lm-head", "Emulate the LM head too.", field="lm_head")
+FROM_STEP = Flag("--fp8-emulate-from-step", "Emulate from step N on (default 1, the first).", whole(1), "from_step")
+UNTIL_STEP = Flag("--fp8-emulate-until-step", "Emulate before step N (default: to the end).", whole(1), "until_step")
 FLAGS = (EMULATE, LAYERS, WITH_HEAD, FROM_STEP, UNTIL_STEP)
 
 
 def linear_name(path: str, layer_number: int) -> str:
-    """A linear's whole path in the model, of OwnedWeight's `path` and `layer_number`; LM_HEAD is its own."""
+    """A linear's whole path in the model, from OwnedWeight's `path` and `layer_number`; LM_HEAD stays LM_HEAD."""
     return path.replace(".layers.", f".layers.{layer_number - 1}.", 1)
 
 
@@ -105,7 +105,7 @@ def matches(patterns: tuple[str, ...], name: str) -> bool:
 
 
 def read_patterns(flag: str, value: str) -> tuple[str, ...]:
-    """The patterns of a flag's value. Raises UserError of one line for an empty one."""
+    """The patterns in a flag's value. Raises UserError of one line for an empty one."""
     patterns = tuple(value.split(","))
     if not all(patterns):
         raise UserError(f"{flag} {value!r}: an empty pattern; give one, or remove the comma")
@@ -129,7 +129,7 @@ def emulation_from_args(args: Namespace) -> EmulationPlan | None:
 
 
 def read_operands(text: str) -> "dict[str, EmulatedFormat | None]":
-    """How each of OPERANDS is rounded, of --fp8-emulate's value. Raises UserError of one line."""
+    """{operand: format or None} from --fp8-emulate's value. Raises UserError of one line."""
     from ..numerics.emulation import EmulatedFormat
 
     found: dict[str, EmulatedFormat] = {}
@@ -143,7 +143,7 @@ def read_operands(text: str) -> "dict[str, EmulatedFormat | None]":
             raise UserError(f"--fp8-emulate {text}: {error}") from None
         if how.scaling != "none" and not how.scaled:
             raise UserError(
-                f"--fp8-emulate {text}: {name} has float32's exponents, nothing to scale; remove :{how.scaling}"
+                f"--fp8-emulate {text}: {name} has float32's exponents and needs no scale; remove :{how.scaling}"
             )
         if operand in found:
             raise UserError(f"--fp8-emulate {text}: {operand or 'a format for all'} is given twice; give it once")

@@ -1,8 +1,8 @@
-"""One flag of ours: the parser, --help, docs/flags.md, its refusals and its reader all take it from here.
+"""Flag: the definition of one of our flags, used by the parser, --help, docs/flags.md, refusals and readers.
 
-The parser reads and checks each value: what comes out of it is typed and taken.
+The parser converts and checks each value, so a reader gets a typed and valid one.
 
-To add one: a Flag among the FLAGS of its subject's file, and its reader there. config.py joins the subjects.
+To add a flag, add a Flag to FLAGS in its subject's file, and its reader there. config.py joins the subjects.
 """
 
 import math
@@ -17,12 +17,12 @@ from ..errors import UserError
 
 @dataclass(frozen=True)
 class Values:
-    """Which values a flag takes.
+    """The values that a flag accepts.
 
     Attributes:
-        shown: what stands for one in --help: "N", "{auto,pre,post}"; "" for a switch.
+        shown: the placeholder in --help: "N", "{auto,pre,post}"; "" for a switch.
         kind: str, int or float.
-        test, remedy: whether a value is taken, and what to say if it is not.
+        test, remedy: whether a value is accepted, and the error text if it is not.
     """
 
     shown: str
@@ -31,11 +31,11 @@ class Values:
     remedy: str = ""
 
     def read(self, text: str) -> Any:
-        """The value of a word of the command line: the `type` of a parser's argument, a verb's too."""
+        """Convert a word of the command line. Serves as `type` of a parser's argument."""
         try:
             value = self.kind(text)
             taken = self.test(value)
-        except ValueError:  # also of more digits than Python reads
+        except ValueError:  # Python also raises it for more digits than int() reads
             taken = False
         if not taken:
             raise ArgumentTypeError(self.remedy)
@@ -43,19 +43,19 @@ class Values:
 
 
 SWITCH = Values("")
-LARGEST = 10**15  # of any number: what is computed of it still fits 64 bits
+LARGEST = 10**15  # the largest whole number: results computed from it still fit 64 bits
 
 
 def whole_number(text: str) -> int | None:
-    """The number that a word or a file says, in 1 to 18 digits, as a shell counts too; None for any other text.
+    """The number in a text of 1 to 18 digits, which a shell's arithmetic can hold too; None for any other text.
 
-    Python's int() takes other digits than 0 to 9, and raises for more than 4,300 of them.
+    Python's int() accepts other digits than 0 to 9, and raises for more than 4,300 of them.
     """
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def named(shown: str) -> Values:
-    """A file or a folder; an empty name would be none, or the folder that the run started in."""
+    """A file or a folder. An empty name is refused: it would mean no file, or the current folder."""
     return Values(shown, test=bool, remedy="an empty name; give one")
 
 
@@ -66,7 +66,7 @@ def one_of(*values: str) -> Values:
 
 
 def whole(least: int, meaning: str = "", most: int = LARGEST) -> Values:
-    """Whole numbers from `least`, which has a `meaning` of its own, to `most`."""
+    """Whole numbers from `least` to `most`. meaning: what `least` means, if it is special (0: never)."""
     limit = "or more" if most == LARGEST else f"to {most}"
     remedy = f"use {least}{f' ({meaning})' if meaning else ''} {limit}"
     return Values("N", int, lambda value: least <= value <= most, remedy)
@@ -79,20 +79,20 @@ def positive(most: float = math.inf) -> Values:
 
 
 def listed(shown: str, test: Callable[[int], bool], remedy: str) -> Values:
-    """Whole numbers divided by commas; the value stays text."""
+    """Whole numbers separated by commas; the value stays text."""
     return Values(shown, test=lambda text: all(test(int(one)) for one in text.split(",")), remedy=remedy)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of ours.
+    """One of our flags.
 
     Attributes:
         name: as on the command line: "--fp8-log-interval".
         meaning: for --help and docs/flags.md.
-        values: which it takes.
-        field: of its subject's plan, or of Fp8Config, that its value fills; "" where its reader makes more of it.
-        needs_level: whether a run without a level would ignore it. Such a run refuses it.
+        values: the accepted values.
+        field: the field of its subject's plan, or of Fp8Config, that gets its value; "" if its reader computes it.
+        needs_level: whether the flag has no effect without a level. A run without a level then refuses it.
     """
 
     name: str
@@ -102,33 +102,33 @@ class Flag:
     needs_level: bool = True
 
     def add_to(self, parser: _ActionsContainer) -> None:
-        """Add it to a parser; its default is None, so that what was given can be told."""
+        """Add it to a parser. The default is None, so that a given flag can be told from one that was not."""
         if self.values is SWITCH:
             parser.add_argument(self.name, action="store_true", default=None, help=self.meaning)
         else:
             parser.add_argument(self.name, metavar=self.values.shown, type=self.values.read, help=self.meaning)
 
     def given(self, args: Namespace) -> Any:
-        """Its value as it was given; None where it was not (--yaml-cfg leaves none of ours)."""
+        """Its value; None if it was not given (with --yaml-cfg the arguments have none of our flags)."""
         return value_of(args, self.name)
 
     def shown(self, args: Namespace) -> str:
-        """As it was given: "--fp8-log-interval 7", or "--fp8-ckpt-compact"."""
+        """The flag with its value: "--fp8-log-interval 7", or "--fp8-ckpt-compact"."""
         return self.name if self.values is SWITCH else f"{self.name} {self.given(args)}"
 
 
 def value_of(args: Namespace, name: str) -> Any:
-    """The value of a flag, stock's too, that is called so in the arguments, or None."""
+    """The value of any flag, ours or stock's, that is stored under its own name; None if there is none."""
     return getattr(args, name[2:].replace("-", "_"), None)
 
 
 def filled(args: Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """{field: value} of those flags that were given."""
+    """{field: value} of the flags that were given."""
     return {flag.field: value for flag in flags if (value := flag.given(args)) is not None}
 
 
 def refuse(args: Namespace, flags: Iterable[Flag], why: str) -> None:
-    """Raise UserError of one line for the first of the flags that was given: the flag, `why`, "or remove it"."""
+    """Raise UserError for the first of the flags that was given. Its line: the flag, `why`, "or remove it"."""
     for flag in flags:
         if flag.given(args) is not None:
             raise UserError(f"{flag.shown(args)}{why}, or remove it")

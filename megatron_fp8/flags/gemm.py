@@ -1,12 +1,12 @@
-"""Who computes the FP8 GEMMs: --fp8-gemm-backend, --fp8-gemm-search and --fp8-log-gemm.
+"""The flags of the FP8 GEMM backend: --fp8-gemm-backend, --fp8-gemm-search and --fp8-log-gemm.
 
-    cublaslt   cuBLASLt by our own binding: adds weight gradients in the GEMM
-    cutlass    our own kernels, for Hopper, built at first use; cuBLASLt for what they do not take
+    cublaslt   cuBLASLt through our own binding: the GEMM itself accumulates weight gradients
+    cutlass    our own kernels, for Hopper, built at first use; cuBLASLt for GEMMs that they do not support
     torch      torch._scaled_mm
-    auto       cuBLASLt, and CUTLASS where it is built and known to be faster, or a search has found it so; torch where
+    auto       cuBLASLt; CUTLASS if it is built and known to be faster, or a search has found it faster; torch if
                cuBLASLt is not found
 
-They differ in speed, and in the last bits. Without a CUDA device none of them serves.
+The backends differ in speed and in the last bits. All need a CUDA device.
 """
 
 from argparse import Namespace
@@ -17,22 +17,22 @@ from .flag import Flag, one_of
 BACKENDS = ("auto", "cublaslt", "cutlass", "torch")
 BACKEND = Flag(
     "--fp8-gemm-backend",
-    "Who computes the FP8 GEMMs: cuBLASLt by our own binding, which adds weight gradients in the GEMM; our CUTLASS "
-    "kernels, built at first use, in minutes (or before: megatron-fp8 build); or torch._scaled_mm. Default auto: "
-    "cuBLASLt, and where they are built our CUTLASS kernels for large products of the backward pass, and for what "
-    "--fp8-gemm-search has found them faster for.",
+    "The backend of the FP8 GEMMs: cublaslt, which accumulates weight gradients in the GEMM; cutlass, our own kernels, "
+    "which take minutes to build at first use (or before: megatron-fp8 build); or torch (torch._scaled_mm). Default "
+    "auto: cuBLASLt, and CUTLASS, if it is built, for large GEMMs of the backward pass and for GEMMs that "
+    "--fp8-gemm-search has found faster with it.",
     one_of(*BACKENDS),
 )
 SEARCH = Flag(
     "--fp8-gemm-search",
-    "Run each GEMM by the fastest of cuBLASLt's algorithms and, where they are built (megatron-fp8 build), our CUTLASS "
-    "kernels: rank 0 times them after the first step, and keeps what it finds in ~/.cache/megatron_fp8 (or "
+    "Run each GEMM with the fastest of cuBLASLt's algorithms and, if they are built (megatron-fp8 build), our CUTLASS "
+    "kernels. Rank 0 times them after the first step and keeps the result in ~/.cache/megatron_fp8 (or "
     "$MEGATRON_FP8_CACHE) for later runs.",
 )
 LOG = Flag(
     "--fp8-log-gemm",
-    "Log each GEMM's shape, types, backend and algorithm, when it is first met; with --fp8-gemm-search also what the "
-    "FP8 ones gain over BF16's.",
+    "Log each GEMM's shape, types, backend and algorithm when it first runs; with --fp8-gemm-search also how much "
+    "faster the FP8 GEMMs are than BF16 ones.",
 )
 FLAGS = (BACKEND, SEARCH, LOG)
 

@@ -1,8 +1,9 @@
-"""When a level's steps are CUDA graphs: with `--cuda-graph-impl`, or `--fp8-step-graph on`, if the host does the same
-in each step. A replay runs no Python (engine/step_graph.py).
+"""Decides whether a level's steps run as CUDA graphs: asked for by `--cuda-graph-impl` or `--fp8-step-graph on`.
 
-Megatron graphs whole steps (full_iteration), or what it can of each layer (local, transformer_engine). A level graphs
-whole steps: whichever of the three is asked for.
+A replay runs no Python (engine/step_graph.py), so the host must do the same in each step.
+
+Megatron graphs whole steps (full_iteration) or parts of each layer (local, transformer_engine). A level graphs whole
+steps for any of the three.
 """
 
 from argparse import Namespace
@@ -13,43 +14,44 @@ from .flag import Flag, one_of, value_of
 WHOLE = "full_iteration"
 STEP_GRAPH = Flag(
     "--fp8-step-graph",
-    "Run each step as one CUDA graph, as --cuda-graph-impl full_iteration does: on, off, or auto, if the GPU waits for "
-    "its host in the first steps. Default: on with --cuda-graph-impl, else off.",
+    "Run each step as one CUDA graph, as --cuda-graph-impl full_iteration does: on, off, or auto (on if the GPU waits "
+    "for its host in the first steps). Default: on with --cuda-graph-impl, else off.",
     one_of("auto", "on", "off"),
 )
-# Share of looks (monitor/host_wait.py): a GPU that waits is done at nearly all of them, one that is the bound at few.
+# Share of looks at which the GPU was idle (monitor/host_wait.py). If the host is the bound, the share is near 1; if the
+# GPU is, near 0.
 WAITS = 0.5
-# In a step with these the host does something that a replay would leave out.
+# With these flags the host does something in a step that a replay would leave out.
 INSIDE = {
-    "--fp8-emulate": "the noise of its rounding, and its formats, are of the step",
+    "--fp8-emulate": "the noise of its rounding, and its formats, depend on the step",
     "--num-experts": "the host counts the tokens of each expert",
     "--sft --dataloader-inter-document-masking": "the host reads the lengths of documents",
     "--save-activations-interval --save-dgrads-interval": "the host writes files",
     "--logits-load-dir --logits-save-dir": "the host reads or keeps logits",
     "--log-straggler": "the host times the parts of a step",
     "--timing-log-level": "at 2 the host waits for the GPU to time the parts of a step",
-    "--log-max-attention-logit": "the host forgets the largest of a step when it has logged it",
+    "--log-max-attention-logit": "the host resets the largest logit after it has logged it",
     "--attention-dropout --hidden-dropout": "Megatron graphs no --recompute-modules that draw random numbers",
-    "--skip-train": "no step is made, and evaluations run without",
+    "--skip-train": "there is no training step, and evaluations run without a graph",
     "--fp8-sharpness-interval --fp8-sharpness-eval": "the host looks at the logits",
 }
-_ONLY_IF = {  # of those of them that may be given with a graph
-    "--timing-log-level": lambda args: args.timing_log_level == 2,  # of the data; at 1, of what is around a step
+_ONLY_IF = {  # these flags prevent a graph only under a condition
+    "--timing-log-level": lambda args: args.timing_log_level == 2,  # 2 times parts inside a step, 1 does not
     "--attention-dropout": lambda args: "core_attn" in _recomputed(args),
     "--hidden-dropout": lambda args: "mlp" in _recomputed(args),
 }
 
 
 def _recomputed(args: Namespace) -> list[str]:
-    """The modules that --recompute-activations, or --recompute-granularity selective, runs again."""
+    """The modules that --recompute-activations or --recompute-granularity selective recomputes."""
     selective = value_of(args, "--recompute-activations") or args.recompute_granularity == "selective"
     return (args.recompute_modules or ["core_attn"]) if selective else []
 
 
 def asked(args: Namespace) -> bool:
-    """Whether graphs are asked for, of whole steps or of layers.
+    """Whether a flag asks for graphs, of whole steps or of layers.
 
-    args: before Megatron's validation or after it, which translates the older spellings and deletes their attributes.
+    args: from before or after Megatron's validation, which translates the older flags and deletes their attributes.
     """
     switch = STEP_GRAPH.given(args)
     return stock_asked(args) if switch is None else switch != "off"
@@ -62,7 +64,7 @@ def stock_asked(args: Namespace) -> bool:
 
 
 def spelling(args: Namespace) -> str:
-    """The flag that asks for graphs, as it is given; before Megatron's validation."""
+    """The flag that asks for graphs, as it was typed. args: from before Megatron's validation."""
     if args.cuda_graph_impl != "none":
         return f"--cuda-graph-impl {args.cuda_graph_impl}"
     if STEP_GRAPH.given(args):
@@ -71,7 +73,7 @@ def spelling(args: Namespace) -> str:
 
 
 def hindrance(args: Namespace) -> str:
-    """A flag, as it is given, with which the steps cannot be graphs; or "without a GPU"; or ""."""
+    """Why the steps cannot be graphs: a flag that was given, or "without a GPU"; "" if they can."""
     return inside(args) if can_record() else "without a GPU"
 
 
@@ -87,14 +89,14 @@ def can_record() -> bool:
 
 
 def graphed(args: Namespace) -> bool:
-    """Whether steps will be graphs."""
+    """Whether steps run as graphs."""
     return asked(args) and not hindrance(args)
 
 
 def reads_ahead(args: Namespace) -> bool:
-    """Whether a step's data may be read during the step before.
+    """Whether a step's data may be read during the previous step.
 
-    Not if the loop passes over some of it, or saves how far it was read, or goes back to it to run a step again.
+    Not if the loop skips some data, saves how far it has read, or reads a step's data again to rerun the step.
     """
     checks = args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss or args.check_for_large_grads
     again = args.rerun_mode != "disabled" and checks
@@ -102,10 +104,10 @@ def reads_ahead(args: Namespace) -> bool:
 
 
 def advice(share: float, args: Namespace) -> list[str]:
-    """The line for a run without a graph whose GPU had done all it was given at so many of the looks, if it waits."""
+    """The log line for a run without a graph whose GPU waits. share: of looks at which the GPU was idle, 0 to 1."""
     if share <= WAITS:
         return []
     return [
-        f"the GPU waits for its host: it was done with all it had been given at {share:.0%} of the looks; "
-        f"{STEP_GRAPH.name} on, or a --micro-batch-size above {args.micro_batch_size}, ends that"
+        f"the GPU waits for its host: it was idle at {share:.0%} of the checks; "
+        f"{STEP_GRAPH.name} on, or a --micro-batch-size above {args.micro_batch_size}, helps"
     ]

@@ -1,21 +1,20 @@
-"""The levels: one table that says what each part of a training run does at each level.
+"""The table of levels: the format or method of each part of training at each level.
 
 A cell of the table is one choice, such as the format of Adam's first moment. A level fills every cell; a
 flag named after the cell overrides one of them. O0 is not in the table: it installs nothing.
 
-    cell                 what is chosen                                     bytes a parameter
+    cell                 the choice                                         bytes a parameter
     gemm                 the three GEMMs of qkv, proj, fc1 and fc2
     grad_accum           weight gradient while micro-batches add to it      4 fp32, 2 bf16, 1 + 1/128 fp8
     grad_reduce          weight gradient between data-parallel ranks        4 fp32, 1 + 1/128 block, 1 shared
     exp_avg, exp_avg_sq  Adam's moments                                     4 fp32, 2 fp16 or bf16, 1 fp8
     master               the weight that Adam updates                       4 fp32, 2 remainder, ...
-    weight               the weight in the model and on its way there       2 bf16, 1 fp8
+    weight               the weight in the model and in its all-gather      2 bf16, 1 fp8
     tp_gather            tensor/sequence-parallel all-gather of activations and their gradients
     tp_reduce_scatter    tensor/sequence-parallel reduce-scatter, or all-reduce
-    partition            how the optimizer's work is cut over data parallelism
+    partition            how weights are split over data-parallel ranks
 
-This file is the whole story of what exists. No other code decides by a level's name: it asks `is_stock`, or reads the
-cells.
+No other code decides by a level's name: it calls `is_stock`, or reads the cells.
 """
 
 from collections.abc import Mapping
@@ -38,10 +37,10 @@ class Cell:
     """One row of the table.
 
     Attributes:
-        name: of the cell, and of the field of Fp8Config.
+        name: of the cell, and of its field in Fp8Config.
         meaning: one line for --help and docs/flags.md.
-        levels: the value at O1, O2 and O3.
-        available: the values that there are.
+        levels: the values at O1, O2 and O3.
+        available: all values.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Cell:
 
     @property
     def dest(self) -> str:
-        """Name in the parsed arguments: fp8_grad_accum."""
+        """Its name in the parsed arguments: fp8_grad_accum."""
         return f"fp8_{self.name}"
 
     @property
@@ -67,27 +66,27 @@ class Cell:
 CELLS = (
     Cell(
         "gemm",
-        "GEMMs of the four linears: FP8, or BF16 as an ablation (no GEMM is left for the scaling flags then)",
+        "GEMMs of the four linears: FP8, or BF16 as an ablation (the FP8 scaling flags then have no effect)",
         ("fp8", "fp8", "fp8"),
         available=("fp8", "bf16"),
     ),
     Cell(
         "grad_accum",
-        "storage of the weight gradient over micro-batches; auto: FP8 for one a step, BF16 for more",
+        "storage of the weight gradient between micro-batches; auto: FP8 for one micro-batch a step, BF16 for more",
         ("auto", "auto", "auto"),
         available=("auto", "fp8", "bf16", "fp32"),
     ),
     Cell(
         "grad_reduce",
-        "weight gradient between data-parallel ranks: FP8 blocks and one FP32 sum; FP8-LM's shared scale and FP8 "
-        "sum; or plain FP32 (ablation)",
+        "reduction of the weight gradient over data-parallel ranks: block (FP8 blocks, one FP32 sum), shared (FP8-LM's "
+        "shared scale and FP8 sum), or fp32 (ablation)",
         ("block", "block", "block"),
         available=("block", "shared", "fp32"),
     ),
     Cell("exp_avg", "Adam's first moment", ("fp32", "fp8", "fp8"), ("fp32", "bf16", "fp8")),
     Cell(
         "exp_avg_sq",
-        "Adam's second moment; fp8 stores its root, and stands still where it should decay",
+        "Adam's second moment; fp8 stores its root, and rounding then stops its slow decay",
         ("fp32", "fp16", "fp16"),
         ("fp32", "fp16", "fp8"),
     ),
@@ -111,13 +110,13 @@ CELLS = (
     ),
     Cell(
         "tp_reduce_scatter",
-        "tensor/sequence-parallel sums of partial products: FP8 blocks and one FP32 sum, or in one pass only",
+        "tensor/sequence-parallel sums of partial products: fp8 (FP8 blocks, one FP32 sum), or that in one pass only",
         ("bf16", "bf16", "bf16"),
         available=("bf16", "fp8", "forward", "backward"),
     ),
     Cell(
         "partition",
-        "how the weights are cut over the data-parallel ranks",
+        "how the weights are split over the data-parallel ranks",
         ("even", "even", "even"),
         available=("even", "greedy"),
     ),
@@ -136,7 +135,7 @@ FLAGS = (LEVEL, *CELL_FLAGS)
 
 
 def is_stock(level: str | None) -> bool:
-    """Whether a run with this --fp8-level, None where it has none, is stock Megatron's, unless it emulates."""
+    """Whether a run with this --fp8-level (None: not given) is stock Megatron, unless it emulates."""
     return level in (None, STOCK)
 
 

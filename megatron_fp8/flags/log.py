@@ -1,11 +1,11 @@
-"""What a run logs beside Megatron's own lines: the --fp8-log flags, two of them without a level too.
+"""The --fp8-log flags: what a run logs in addition to Megatron's own lines.
 
-    --fp8-log-interval N      FP8 statistics, every so many steps
-    --fp8-log-grad-snr        the signal-to-noise ratio of the reduced gradients, with them
-    --fp8-log-exact           loss and gradient norm of every step with all their digits, without a level too
-    --fp8-log-update-norm     how far the steps that are logged move the weights, without a level too
+    --fp8-log-interval N      FP8 statistics, every N steps
+    --fp8-log-grad-snr        with them, the signal-to-noise ratio of the reduced gradients
+    --fp8-log-exact           loss and gradient norm of every step with all digits; needs no level
+    --fp8-log-update-norm     how far the logged steps move the weights; needs no level
 
-All look on: the losses are the same to the last bit.
+None changes the training: the losses are the same to the last bit.
 """
 
 from argparse import Namespace
@@ -16,31 +16,32 @@ from .flag import Flag, refuse, whole
 _USUAL = 100  # steps from one log of statistics to the next
 INTERVAL = Flag(
     "--fp8-log-interval",
-    "Write FP8 statistics to TensorBoard and W&B, and the worst of them to the log, every N steps; 0: never. "
+    "Write FP8 statistics to TensorBoard and W&B, and the worst ones to the log, every N steps; 0: never. "
     f"Default {_USUAL} with --tensorboard-dir or --wandb-project, else 0.",
     whole(0, "never"),
 )
 GRAD_SNR = Flag(
     "--fp8-log-grad-snr",
-    "Log the signal-to-noise ratio of the reduced gradients too; the steps that log hold and reduce an FP32 copy of "
-    "them (4 bytes a parameter).",
+    "Log the signal-to-noise ratio of the reduced gradients too. A step that logs it also stores and reduces an FP32 "
+    "copy of them (4 bytes a parameter).",
 )
 EXACT = Flag(
     "--fp8-log-exact",
-    "Log loss and gradient norm with all their digits, at any level and without one: Megatron's log has seven of the "
-    "one and three decimals of the other.",
+    "Log loss and gradient norm with all their digits, at any level and without one. Megatron logs seven digits of the "
+    "loss and three decimals of the norm.",
     needs_level=False,
 )
 UPDATE_NORM = Flag(
     "--fp8-log-update-norm",
-    "Log how far every --log-interval-th step moves the weights, and that by their norm, at any level and without one.",
+    "Log how far every --log-interval-th step moves the weights (the norm of the update, also divided by the weights' "
+    "norm), at any level and without one.",
     needs_level=False,
 )
 FLAGS = (INTERVAL, GRAD_SNR, EXACT, UPDATE_NORM)
 
 
 def statistics_interval(args: Namespace) -> int:
-    """Steps from one log of FP8 statistics to the next, 0: none. Raises UserError of one line: flag, value, remedy."""
+    """Steps from one log of FP8 statistics to the next; 0: never. Raises UserError of one line: flag, value, remedy."""
     interval = INTERVAL.given(args)
     if interval is None:
         interval = _USUAL if args.tensorboard_dir or args.wandb_project else 0
@@ -53,7 +54,7 @@ def logs_update_norm(args: Namespace) -> bool:
     """Whether a run logs the norm of its updates. Raises UserError of one line: flag, value, remedy."""
     if not UPDATE_NORM.given(args):
         return False
-    hiding = {  # their weights are not where the optimizer's are, or they step them elsewhere
+    hiding = {  # with these the weights are not the optimizer's, or something else updates them
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
         "--optimizer-cuda-graph": getattr(args, "optimizer_cuda_graph", False),
@@ -64,5 +65,5 @@ def logs_update_norm(args: Namespace) -> bool:
     }
     for flag, given in hiding.items():
         if given:
-            raise UserError(f"--fp8-log-update-norm with {flag}: does not see its updates; remove one")
+            raise UserError(f"--fp8-log-update-norm with {flag}: cannot see its updates; remove one")
     return True

@@ -1,5 +1,7 @@
-"""Numbers and shapes that a run with a level cannot have, and what its formats cannot do: each a UserError of one line,
-flag, value and remedy. (The parser refuses what no run can have: bounds.py.) And the batch of the largest step."""
+"""Refuses numbers, shapes and formats with which a level cannot train; computes the batch size of the largest step.
+
+Each refusal is a UserError of one line: flag, value, remedy. bounds.py refuses numbers that no run can have.
+"""
 
 import math
 from argparse import Namespace
@@ -9,15 +11,15 @@ from ..errors import UserError
 from .flag import value_of
 
 LARGEST_MARGIN = 8  # see check_numbers
-FEW_MICRO_BATCHES = 1  # a step that adds up none is in FP8: sums are quicker and nearer in BF16 (docs/gradients.md)
+FEW_MICRO_BATCHES = 1  # FP8 storage up to here: for more, sums are faster and more exact in BF16 (docs/gradients.md)
 GEMM_MULTIPLE = 16  # the dimensions of Hopper's FP8 GEMMs, in elements
 
 
 def check_numbers(args: Namespace) -> None:
-    """Refuse numbers with which a run would go on in NaN, or without what they scale.
+    """Refuse numbers with which Megatron fails late, weights become NaN, or FP8 values clip or vanish.
 
-    Of normally distributed values E4M3 keeps 2.65 % of error for margins of 0 to 9, and 2.8, 6.9, 28 and 92 % for 12,
-    14, 16 and 18; with -1 the largest are clipped, 16 %.
+    Relative error of E4M3 on normally distributed values: 2.65 % for margins 0 to 9, then 2.8, 6.9, 28 and 92 % for 12,
+    14, 16 and 18. With margin -1 the largest values are clipped: 16 %.
     """
     heads, groups = args.num_attention_heads, args.num_query_groups
     if args.group_query_attention and heads and groups and heads % groups:
@@ -25,10 +27,10 @@ def check_numbers(args: Namespace) -> None:
     window, layers = args.window_size, args.window_attn_skip_freq
     if window is not None and (len(window) != 2 or min(window) < -1):
         shown = ",".join(map(str, window))
-        raise UserError(f"--window-size {shown}: use two numbers from -1 on (-1: no limit), such as 128,0")
+        raise UserError(f"--window-size {shown}: use two numbers of at least -1 (-1: no limit), such as 128,0")
     if isinstance(layers, list) and args.num_layers not in (None, len(layers)):
         shown = f"--window-attn-skip-freq {layers}".replace(" [", " '[")
-        raise UserError(f"{shown}': {len(layers)} layers of --num-layers {args.num_layers}; say it of each")
+        raise UserError(f"{shown}': {len(layers)} entries for --num-layers {args.num_layers}; give one for each layer")
     if args.num_experts and args.moe_router_topk > args.num_experts:
         raise UserError(f"--moe-router-topk {args.moe_router_topk} with --num-experts {args.num_experts}: use fewer")
     if not 0 <= args.fp8_margin <= LARGEST_MARGIN:
@@ -36,15 +38,15 @@ def check_numbers(args: Namespace) -> None:
         raise UserError(f"--fp8-margin {args.fp8_margin}: {lost}; use 0 to {LARGEST_MARGIN}")
     for flag, beta in (("--adam-beta1", args.adam_beta1), ("--adam-beta2", args.adam_beta2)):
         if not 0 <= beta < 1:
-            raise UserError(f"{flag} {beta}: an average needs a number from 0 up to but not 1")
+            raise UserError(f"{flag} {beta}: use a number from 0 to below 1")
     if not args.adam_eps > 0:
         raise UserError(f"--adam-eps {args.adam_eps}: a weight without gradients would become NaN; use one above 0")
 
 
 def largest_batch(args: Namespace) -> int:
-    """Samples of the largest step: --global-batch-size, or the most of --step-batch-size-schedule; 0 of neither.
+    """Samples in the largest step: --global-batch-size, or the largest of --step-batch-size-schedule; 0 if neither.
 
-    Megatron's validation sets the global batch size of a run with a schedule to one micro-batch on each rank.
+    For a run with a schedule, Megatron's validation sets the global batch size to one micro-batch per rank.
     """
     if args.step_batch_size_schedule is None:
         return args.global_batch_size or 0
@@ -53,11 +55,11 @@ def largest_batch(args: Namespace) -> int:
     try:
         return max((batch for _, batch in Stock._parse_schedule(args.step_batch_size_schedule, None)), default=0)
     except ValueError:
-        return 0  # which Megatron says itself, later
+        return 0  # Megatron reports the bad schedule itself, later
 
 
 def check_optimizer(args: Namespace, cells: dict[str, str]) -> None:
-    """Refuse what the formats of weights and states cannot do."""
+    """Refuse optimizer settings that the formats of weights and states do not support."""
     if cells["weight"] == "fp8" and not args.adam_beta1**2 < args.adam_beta2:
         raise UserError(
             f"--adam-beta1 {args.adam_beta1} with --adam-beta2 {args.adam_beta2}: E4M3 weights need beta1^2 < beta2, "
@@ -65,15 +67,15 @@ def check_optimizer(args: Namespace, cells: dict[str, str]) -> None:
         )
     if cells["partition"] == "greedy" and args.overlap_grad_reduce:
         raise UserError(
-            "--overlap-grad-reduce with --fp8-partition greedy: whole weights need one bucket, and nothing overlaps; "
+            "--overlap-grad-reduce with --fp8-partition greedy: greedy uses one bucket, so nothing can overlap; "
             "remove it, or use even"
         )
 
 
 def check_geometry(args: Namespace) -> None:
-    """Refuse shapes that an FP8 GEMM cannot take: multiples of 16 on every tensor-parallel rank.
+    """Refuse shapes that an FP8 GEMM does not support: it needs multiples of 16 on every tensor-parallel rank.
 
-    Shapes that are read from a checkpoint later (--use-checkpoint-args) are checked by the layers themselves.
+    With --use-checkpoint-args the shapes come later, from a checkpoint; the layers check those.
     """
     if args.hidden_size is not None:
         _require_multiple("--hidden-size", args.hidden_size, args.hidden_size, GEMM_MULTIPLE)
@@ -85,7 +87,7 @@ def check_geometry(args: Namespace) -> None:
             _require_multiple(flag, value, size, GEMM_MULTIPLE * tp)
         _check_head(args)
     length = args.seq_length or args.encoder_seq_length
-    if args.fp8_wgrad and length and args.micro_batch_size:  # tokens are what a weight gradient sums over
+    if args.fp8_wgrad and length and args.micro_batch_size:  # K of a weight-gradient GEMM is the number of tokens
         pieces = args.context_parallel_size * args.mlp_chunks_for_training
         tokens = length * args.micro_batch_size
         if tokens % (GEMM_MULTIPLE * pieces):
@@ -97,7 +99,7 @@ def check_geometry(args: Namespace) -> None:
 
 
 def _check_head(args: Namespace) -> None:
-    """Of --fp8-lm-head, where the flags say the vocabulary; a tokenizer's own is checked by the head itself."""
+    """Check --fp8-lm-head if the flags give the vocabulary size. The head checks a size that a tokenizer gives."""
     unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     vocabulary = args.vocab_size if args.tokenizer_type == "NullTokenizer" and args.pad_vocab_size else None
     if value_of(args, "--fp8-lm-head") and vocabulary and not (args.padded_vocab_size or args.use_checkpoint_args):

@@ -1,7 +1,7 @@
-"""Stock's flags that need a package which Megatron does not bring: one line before the run starts, with any level.
+"""Refuses stock flags whose optional package is not installed, in one line before the run starts, at any level.
 
-Without the package Megatron ends in a traceback, some of them after the first step, or logs zeros.  Flags without
-whose package Megatron warns and goes on (--tensorboard-dir) are its own; packages.py lists them too.
+Without the package Megatron ends in a traceback, sometimes after the first step, or logs zeros.  If Megatron itself
+warns and goes on (--tensorboard-dir), nothing is refused here; packages.py lists those packages too.
 """
 
 from argparse import Namespace
@@ -18,7 +18,7 @@ _S3 = "s3://"
 
 
 class Need(NamedTuple):
-    """The module that a flag needs for values of which test(value) holds."""
+    """A flag needs `module` if test(value) holds for its value."""
 
     flag: str
     module: str

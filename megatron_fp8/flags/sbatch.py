@@ -1,4 +1,4 @@
-"""What a script's #SBATCH lines take of what a user gave."""
+"""Checks and formats a user's values for the #SBATCH lines of a Slurm script."""
 
 import re
 from pathlib import Path
@@ -7,17 +7,17 @@ from ..errors import UserError
 
 
 def check_options(options: str) -> None:
-    """UserError for an --sbatch whose rest would be a command of the script."""
+    """Raise UserError for an --sbatch value that could end up as a command of the script."""
     if re.match(r"[^-]", options) or "\n" in options:
-        raise UserError(f"--sbatch {options!r}: give options, which begin with a dash, on one line")
+        raise UserError(f"--sbatch {options!r}: not options; give options that begin with a dash, on one line")
 
 
 def check_path(what: str, path: Path) -> None:
-    """UserError for a path that Slurm's own quotes cannot hold."""
+    """Raise UserError for a path that cannot stand in Slurm's quotes."""
     if re.search(r'["\\\n]', str(path)):
-        raise UserError(f"{what} {str(path)!r}: Slurm takes no quote, backslash or line break in a path; use another")
+        raise UserError(f"{what} {str(path)!r}: Slurm allows no quote, backslash or line break in a path; use another")
 
 
 def output(folder: Path, name: str) -> str:
-    """The option for a file of output in a folder, in whose own name Slurm is to fill in nothing."""
+    """The --output option for a file in a folder. Slurm fills in patterns (%j) in `name`, but not in the folder."""
     return f'--output="{str(folder).replace("%", "%%")}/{name}"'

@@ -1,8 +1,8 @@
-"""When a run measures the sharpness of its loss: the --fp8-sharpness flags, at every level and without one.
+"""The --fp8-sharpness flags: when a run measures the sharpness of its loss, at any level and without one.
 
-    --fp8-sharpness-interval N      in training: every N-th iteration, as Megatron's log numbers them, to the log
-    --fp8-sharpness-eval FILE       in evaluations, with --skip-train too: to a file (`megatron-fp8 lab sharpness`)
-    --fp8-sharpness-iterations N    there also by N iterations of L-BFGS-B, on the last token of each sequence
+    --fp8-sharpness-interval N      in training, every N-th iteration as Megatron's log numbers them; goes to the log
+    --fp8-sharpness-eval FILE       in evaluations, with --skip-train too; goes to FILE (`megatron-fp8 lab sharpness`)
+    --fp8-sharpness-iterations N    in evaluations also by N iterations of L-BFGS-B, on each sequence's last token
 
 Measuring changes nothing: the losses are the same to the last bit.
 """
@@ -15,7 +15,7 @@ from ..errors import UserError
 from .flag import Flag, filled, named, refuse, whole
 
 PAPER_ITERATIONS = 10  # of L-BFGS-B
-QUANTILES = {"min": 0.0, "q05": 0.05, "median": 0.5, "q95": 0.95, "q99": 0.99, "max": 1.0}  # of what FILE has
+QUANTILES = {"min": 0.0, "q05": 0.05, "median": 0.5, "q95": 0.95, "q99": 0.99, "max": 1.0}  # written to FILE
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class SharpnessPlan:
 
     Attributes:
         interval: iterations of training from one measurement to the next; 0: none.
-        file: for what is measured in evaluations; None: nothing is.
-        iterations: of L-BFGS-B there, on the last token of each sequence; 0: not done.
+        file: for the results of evaluations; None: evaluations do not measure.
+        iterations: of L-BFGS-B in evaluations, on the last token of each sequence; 0: none.
     """
 
     interval: int = 0
@@ -35,7 +35,7 @@ class SharpnessPlan:
 
 INTERVAL = Flag(
     "--fp8-sharpness-interval",
-    "Measure the sharpness of the loss, over all positions of every N-th iteration, and log it, at any level and "
+    "Measure the sharpness of the loss over all positions in every N-th iteration, and log it, at any level and "
     "without one. Default 0: never.",
     whole(0, "never"),
     "interval",
@@ -43,7 +43,7 @@ INTERVAL = Flag(
 )
 FILE = Flag(
     "--fp8-sharpness-eval",
-    "Measure it in evaluations, with --skip-train too, and write its quantiles to FILE as JSON "
+    "Measure the sharpness in evaluations, with --skip-train too, and write its quantiles to FILE as JSON "
     "(megatron-fp8 lab sharpness).",
     named("FILE"),
     "file",
@@ -51,7 +51,7 @@ FILE = Flag(
 )
 ITERATIONS = Flag(
     "--fp8-sharpness-iterations",
-    "In evaluations: also by N iterations of L-BFGS-B on the last token of each sequence. Default 0: not.",
+    "In evaluations measure it also by N iterations of L-BFGS-B on the last token of each sequence. Default 0: no.",
     whole(0, "not done"),
     "iterations",
     needs_level=False,
@@ -60,19 +60,19 @@ FLAGS = (INTERVAL, FILE, ITERATIONS)
 
 
 def sharpness_from_args(args: Namespace) -> SharpnessPlan | None:
-    """The plan of a run's arguments as the run will use them (after `adapt_stock_args`); None: nothing is measured.
+    """The plan in a run's arguments; None: nothing is measured. Raises UserError of one line: flag, value, remedy.
 
-    Raises UserError of one line: flag, value, remedy.
+    args: after `adapt_stock_args`.
     """
     plan = SharpnessPlan(**filled(args, FLAGS))
     if plan.iterations and plan.file is None:
-        refuse(args, [ITERATIONS], ": of evaluations only; add --fp8-sharpness-eval FILE")
+        refuse(args, [ITERATIONS], ": only for evaluations; add --fp8-sharpness-eval FILE")
     if plan.iterations and not packages.installed("scipy"):
         raise UserError(f"{ITERATIONS.shown(args)}: {packages.needs('scipy', 'use 0')}")
     if not plan.interval and plan.file is None:
         return None
     asked = (INTERVAL if plan.interval else FILE).shown(args)
-    hiding = {  # with these the logits pass by the model's forward, or it is replayed
+    hiding = {  # with these the logits do not come out of the model's forward, or a graph replays it
         "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "--cuda-graph-impl full_iteration": args.cuda_graph_impl == "full_iteration",
         "--cuda-graph-modules full_iteration": "full_iteration" in (args.cuda_graph_modules or ()),

@@ -1,19 +1,18 @@
-"""Stock Megatron's flags under an FP8 level: one table with a row for every flag that touches numerics.
+"""Stock Megatron's flags under an FP8 level: one table with a row for every flag that affects numerics.
 
-A level takes over the weights of qkv, proj, fc1 and fc2; everything else stays stock Megatron's. So a stock
-flag meets one of these fates:
+A level takes over the weights of qkv, proj, fc1 and fc2; the rest stays stock Megatron's. A stock flag is one of:
 
-    honoured   means what it means in stock: shown in a field of Fp8Config, or left to stock's own code
-    noted      honoured, and a log line says what the level does not reach (experts, MLA, ...)
-    adapted    changed before Megatron validates its arguments, with a log line. Only where the result is the
-               same: speed-ups of Transformer Engine's layers, which the level replaces, and fused kernels
-               that are not installed. A command written for Transformer Engine and apex so runs unchanged
-    refused    a UserError with the remedy: it has another numeric meaning, gives the weights another owner,
-               or saves memory that the run may need
-    (no row)   does not touch precision, the linears, gradients, weights or the optimizer
+    honoured   means what it means in stock: a field of Fp8Config shows it, or stock's own code acts on it
+    noted      honoured; a log line says what the level does not cover (experts, MLA, ...)
+    adapted    changed before Megatron validates its arguments, with a log line. Only if the result is the same:
+               optimizations of Transformer Engine's layers, which the level replaces, and fused kernels that
+               are not installed. So a command written for Transformer Engine and apex runs unchanged
+    refused    a UserError with the remedy: the flag has another numeric meaning, gives the weights another
+               owner, or saves memory that the run may need
+    (no row)   does not affect precision, the linears, gradients, weights or the optimizer
 
-Flags are those of megatron-core 0.19. A test walks the table with Megatron's own parser, and fails on a flag
-of a newer version whose name looks numeric and that is in neither `TABLE` nor `IRRELEVANT`.
+The flags are those of megatron-core 0.19. A test walks the table with Megatron's own parser. It fails if a newer
+version has a flag whose name looks numeric and that is in neither `TABLE` nor `IRRELEVANT`.
 """
 
 import importlib
@@ -32,7 +31,7 @@ HONOURED, NOTED, ADAPTED, REFUSED = "honoured", "noted", "adapted", "refused"
 
 @dataclass(frozen=True)
 class When:
-    """Which values a row is about: `text` for people, `test(value, args)` for the program."""
+    """The condition of a row: `text` for people, `test(value, args)` for the program."""
 
     text: str
     test: Callable[[Any, Namespace], bool]
@@ -44,12 +43,12 @@ class Row:
 
     Attributes:
         flag: as on the command line.
-        when: the values that the row is about.
+        when: the values that the row applies to.
         verdict: HONOURED, NOTED, ADAPTED or REFUSED.
         note: the meaning under a level; for REFUSED the remedy.
-        to: ADAPTED only, the value that the argument gets (for an enum, the name of its member).
-        field: the field of Fp8Config that shows the flag; "" where stock's own code acts on it.
-        missing: the row holds only where this module cannot be imported; "" for everywhere.
+        to: for ADAPTED, the new value of the argument (for an enum, the name of its member).
+        field: the field of Fp8Config that shows the flag; "" if stock's own code acts on it.
+        missing: the row applies only if this module cannot be imported; "": always.
     """
 
     flag: str
@@ -77,8 +76,10 @@ class Row:
         setattr(args, self.dest, type(old)[self.to] if isinstance(old, Enum) else copy(self.to))
 
     def shown(self, args: Namespace) -> str:
-        """The flag as `args` has it: "--fp8-recipe mxfp8", "--fp16", "--bf16 not given", or "rope-fusion" for
-        what a --no-... flag has left on."""
+        """The flag and its value in `args`: "--fp8-recipe mxfp8", "--fp16", "--bf16 not given".
+
+        "rope-fusion" if --no-rope-fusion was not given.
+        """
         value = getattr(args, self.dest, None)
         if self.flag == "--cuda-graph-impl":
             return graphs.spelling(args)
@@ -89,7 +90,7 @@ class Row:
         return self.flag if isinstance(value, bool) else f"{self.flag} {plain(value)}"
 
 
-_DEST = {  # where the name in the parsed arguments cannot be told from the flag
+_DEST = {  # flags whose name in the parsed arguments is irregular
     "--fp8-format": "fp8",
     "--fp4-format": "fp4",
     "--no-persist-layer-norm": "no_persist_layer_norm",
@@ -103,27 +104,27 @@ def installed(module: str) -> bool:
     """Whether `module` can be imported here."""
     try:
         importlib.import_module(module)
-    except (ImportError, OSError):  # OSError: a shared library that it needs is not there
+    except (ImportError, OSError):  # OSError: a shared library that it needs is missing
         return False
     return True
 
 
 def plain(value: Any) -> str:
-    """A parsed value as it stood on the command line."""
+    """A parsed value as text of a command line."""
     if isinstance(value, list | tuple):
         return " ".join(map(plain, value))
     return value.name if isinstance(value, Enum) else str(value)
 
 
 def rows(args: Namespace, *verdicts: str) -> Iterator[Row]:
-    """The rows of TABLE with one of these verdicts that hold for `args`."""
+    """The rows of TABLE with one of these verdicts that apply to `args`."""
     return (row for row in TABLE if row.verdict in verdicts and row.holds(args))
 
 
 GIVEN = When("given", lambda value, args: bool(value))
 NOT_GIVEN = When("not given", lambda value, args: not value)
-LEFT_ON = When("not given", lambda value, args: bool(value))  # of a --no-... flag
-OFF = When("given", lambda value, args: not value)  # likewise
+LEFT_ON = When("not given", lambda value, args: bool(value))  # for a --no-... flag
+OFF = When("given", lambda value, args: not value)  # for a --no-... flag
 ANY = When("any value", lambda value, args: True)
 
 
@@ -183,7 +184,7 @@ WEIGHT = next(cell for cell in CELLS if cell.name == "weight")
 
 
 def _weights(args: Namespace) -> str:
-    """The cell weight: of the flag, or else of the level."""
+    """The value of the cell weight: the flag's, else the level's."""
     return getattr(args, WEIGHT.dest, None) or WEIGHT.at(LEVEL.given(args) or LOWEST)
 
 
@@ -253,7 +254,7 @@ def _with(flag: str) -> str:
 
 
 def _hindered(flag: str) -> When:
-    """Graphs asked for in a run with a flag, or without a GPU."""
+    """A graph is asked for, and `flag` (or a missing GPU) prevents it."""
     return When(
         f"any but none, {_with(flag)}",
         lambda value, args: graphs.asked(args) and graphs.hindrance(args) == flag,
@@ -269,58 +270,58 @@ WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
 WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
 
-# Reasons and remedies that several rows share. Adapted flags with the same reason share one log line.
+# Reasons and remedies that several rows share. Adapted flags with one reason share a log line.
 ABSENT = "switched off: needs apex or Transformer Engine, not installed here (same result)"
-OWN_ROTATION = "the level's own kernel rotates in FP32; where stock rotates, it is unfused without Transformer Engine"
+OWN_ROTATION = "the level's own kernel rotates in FP32; rotation by stock is unfused without Transformer Engine"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
 OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
-DEFERRED = "switched off: stock's code for it takes each column-parallel linear for an LM head (same result)"
+DEFERRED = "switched off: stock's code for it treats each column-parallel linear as an LM head (same result)"
 GATED_TOO_SOON = "switched off: stock would read the gate's weight before it has arrived (same result)"
-TORCH_GELU = "switched off: the level has torch's (same result, but that GELU is exact, and not its tanh form)"
+TORCH_GELU = "switched off: the level uses torch's (same result, except that GELU is exact instead of its tanh form)"
 NO_GRAPHS = "switched off: a level graphs whole steps (same result)"
 WHOLE_STEPS = "full_iteration instead: a level graphs whole steps (same result)"
 UNGRAPHED_NOTE = "switched off, with --cuda-graph-impl (same result)"
-LATE_CHECK = "for Megatron's validation alone: a level looks at the losses when a step is launched, with a graph too"
-GRAPHED_NOISE = "added: a CUDA graph draws its random numbers so (Megatron's own where there is no Transformer Engine)"
+LATE_CHECK = "only for Megatron's validation: a level checks the losses when a step is launched, with a graph too"
+GRAPHED_NOISE = "added: a CUDA graph needs it to draw random numbers (Megatron's own, without Transformer Engine)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
 NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
-OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8, and gathers them so"
+OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8 and gathers them in FP8"
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
-MASKED = "torch's attention reads a mask then, in slower kernels than the causal one"
-PACKED = "torch's attention of variable length: no document of a row sees another"
+MASKED = "torch's attention then reads a mask, in slower kernels than the causal one"
+PACKED = "torch's variable-length attention: the documents in a row do not attend to each other"
 UNMASKED = (
-    "prompts are learnt like answers; and with default, if the tokenizer has no pad token but its end token, labels "
-    "equal to that are masked: the end of a turn is never learnt"
+    "prompts are learnt like answers; with default, if the tokenizer pads with its end token, labels equal to it are "
+    "masked: the end of a turn is never learnt"
 )
 UNFUSED = "attention runs in Megatron's unfused kernel: memory grows with the square of --seq-length"
 STOCKS_OWN = "for stock's own parameters: embeddings, norms, biases, LM head, experts"
 FP32_SUMS = f"{STOCKS_OWN}; for the linears see --fp8-grad-accum fp32"
 READ_NOWHERE = "no effect: megatron-core 0.19 reads it nowhere"
-SKIPPED = "a step whose gradient norm is not finite is skipped, the run not aborted; the loss is checked as in stock"
+SKIPPED = "a step whose gradient norm is not finite is skipped, the run goes on; the loss is checked as in stock"
 BF16_WEIGHTS = "remove it, or use --fp8-level O3: at this one the linears' weights are BF16"
 STATES = "remove it: the level decides the optimizer's formats (see --fp8-exp-avg, --fp8-master)"
 NO_FP4 = "remove it: a level trains in FP8 (FP4: --fp8-level O0 and Transformer Engine)"
-NO_FSDP = "remove it: it owns the weights that the level owns; use --use-distributed-optimizer"
-NO_GTP = "remove it: it shards the weights that the level owns; use --use-distributed-optimizer"
+NO_FSDP = "remove it: it would own the weights that the level owns; use --use-distributed-optimizer"
+NO_GTP = "remove it: it would shard the weights that the level owns; use --use-distributed-optimizer"
 ADAM_ONLY = "use --optimizer adam: a level updates its weights with Adam"
 RECOMPUTE = "remove it: it belongs to Transformer Engine's layers; to save memory use --recompute-granularity"
 ANY_LAYOUT = (
-    "added: checkpoints load at any layout, for 12 bytes of the host's memory a parameter of stock's own (embeddings, "
-    "LM head, norms, experts) while a rank saves (--fp8-ckpt-compact: stock's default, for one layout)"
+    "added: checkpoints load at any layout; a rank that saves needs 12 bytes of host memory for each of stock's own "
+    "parameters (embeddings, LM head, norms, experts) (--fp8-ckpt-compact: stock's default, for one layout)"
 )
-GROUPED = "remove it: it belongs to Transformer Engine's grouped linears; a level runs experts singly"
-GPT_ONLY = "remove it, or use --fp8-level O0: a level knows a GPT's layers only"
+GROUPED = "remove it: it belongs to Transformer Engine's grouped linears; a level runs experts one by one"
+GPT_ONLY = "remove it, or use --fp8-level O0: a level supports only a GPT's layers"
 PER_MODULE = "remove it: a level has one precision for its linears (see --first-last-layers-bf16, --fp8-gemm)"
-FILES = "give the path of a file system: a level's checkpoints need one"
-ONE_FORMAT = "use torch_dist: no other format holds the level's optimizer state"
-TWO_RECIPES = "use --fp8-recipe delayed or tensorwise: the level's GEMMs take one scale a tensor"
+FILES = "give a path in a file system: a level's checkpoints need one"
+ONE_FORMAT = "use torch_dist: no other format can store the level's optimizer state"
+TWO_RECIPES = "use --fp8-recipe delayed or tensorwise: the level's GEMMs take one scale per tensor"
 MODELOPT = "remove it, or use --fp8-level O0: ModelOpt brings its own layers"
 WITHOUT_CONTEXT = "remove it, or --context-parallel-size, or add --fp8-attention te"
-UNFUSED_CONTEXT = "use auto: Megatron's unfused attention has no --context-parallel-size"
-BLOCKS_DRAW = "with --context-parallel-size each block of keys would draw alike (or --fp8-attention te)"
-UNREAD = "switched off: a byte for each pair of tokens, which attention with --context-parallel-size does not read"
+UNFUSED_CONTEXT = "use auto: Megatron's unfused attention does not support --context-parallel-size"
+BLOCKS_DRAW = "with --context-parallel-size every block of keys would drop the same elements (or --fp8-attention te)"
+UNREAD = "switched off: attention with --context-parallel-size does not read the mask, a byte for each pair of tokens"
 KEYS_GATHERED = "all_gather instead: keys and values are gathered, beside a rank's own block (same result)"
-TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which can do it"
+TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which supports it"
 TE = "transformer_engine.pytorch"
 FUSED_WGRAD = "fused_weight_gradient_mlp_cuda"
 
@@ -359,20 +360,20 @@ TABLE: list[Row] = [
     *_refuse("--fp8-recipe", TWO_RECIPES, one_of("mxfp8", "blockwise", "custom")),
     *_refuse("--fp8-quantizer-factory", TWO_RECIPES),
     *_honour("--fp8-margin", "scales are divided by 2**margin", field="margin"),
-    *_refuse("--fp8-interval", "remove it: scales are renewed every step", other_than("1")),
+    *_refuse("--fp8-interval", "remove it: scales are updated every step", other_than("1")),
     *_honour("--fp8-amax-history-len", "steps of amax history (delayed)", field="amax_history_len"),
     *_honour("--fp8-amax-compute-algo", "which amax of the history (delayed)", field="amax_compute_algo"),
     *_honour("--no-fp8-wgrad", "the weight-gradient GEMM runs in BF16", field="wgrad"),
     *_honour(
         "--first-last-layers-bf16",
-        "GEMMs of the first and last layers in BF16; also with the delayed recipe",
+        "the first and last layers' GEMMs run in BF16; with the delayed recipe too",
         field="bf16_layers_start",
     ),
     *_honour("--num-layers-at-start-in-bf16", "how many first layers", field="bf16_layers_start"),
     *_honour("--num-layers-at-end-in-bf16", "how many last layers", field="bf16_layers_end"),
     *_honour(
         "--keep-fp8-transpose-cache",
-        "keeps each weight's transposed FP8 copy: a byte a weight for one pass a micro-batch",
+        "keeps each weight's transposed FP8 copy: costs a byte a weight, saves a pass over it in each micro-batch",
         field="keep_transpose_cache",
     ),
     *_adapt("--fp8-param-gather", False, OWN_GATHER, WITH_FP8_WEIGHTS),
@@ -386,16 +387,16 @@ TABLE: list[Row] = [
     *_refuse("--use-kitchen-attention", "remove it: attention is torch's, or with --fp8-attention te TE's"),
     *_refuse("--modelopt-enabled --export-kd-teacher-load", MODELOPT),
     # --- the precision around the FP8 linears
-    *_refuse("--fp16", "use --bf16 instead: what is not FP8 under a level is BF16"),
-    *_refuse("--bf16", "add it: what is not FP8 under a level is BF16", NOT_GIVEN),
-    *_refuse("--fp16-lm-cross-entropy", "remove it: it goes with --fp16"),
+    *_refuse("--fp16", "use --bf16 instead: a level trains in FP8 and BF16"),
+    *_refuse("--bf16", "add it: a level trains in FP8 and BF16", NOT_GIVEN),
+    *_refuse("--fp16-lm-cross-entropy", "remove it: it needs --fp16"),
     *_refuse("--loss-scale", "remove it: BF16 needs no loss scale, and FP8 tensors have their own"),
     *_refuse("--fp32-residual-connection", "remove it: the level's norms and linears read BF16"),
-    *_honour("--disable-bf16-reduced-precision-matmul", "of the BF16 GEMMs; FP8 GEMMs sum in FP32"),
-    *_honour("--attention-softmax-in-fp32", "of Megatron's unfused attention; the other kernels always do"),
+    *_honour("--disable-bf16-reduced-precision-matmul", "for the BF16 GEMMs; FP8 GEMMs sum in FP32"),
+    *_honour("--attention-softmax-in-fp32", "for Megatron's unfused attention; the other kernels always do"),
     *_honour("--apply-query-key-layer-scaling", "as in stock"),
     *_honour("--moe-router-dtype", "the router is stock's"),
-    *_honour("--deterministic-mode", "as in stock; attention then takes torch's flash kernel: cuDNN's dQ varies"),
+    *_honour("--deterministic-mode", "as in stock; attention then uses torch's flash kernel: cuDNN's dQ varies"),
     *_refuse("--batch-invariant-mode", "remove it: an FP8 scale depends on the whole batch"),
     # --- layers
     *_adapt(
@@ -405,25 +406,25 @@ TABLE: list[Row] = [
         one_of("transformer_engine"),
     ),
     *_refuse("--transformer-impl", "use local or transformer_engine", one_of("inference_optimized")),
-    *_honour("--spec", "its linears, norms and attention are exchanged for the level's, by their place"),
+    *_honour("--spec", "the level replaces its linears, norms and attention by their place in a layer"),
     *_refuse("--hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model", GPT_ONLY),
     *_refuse("--experimental-attention-variant", GPT_ONLY),
     *_refuse("--heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json", GPT_ONLY),
-    *_refuse("--perform-rl-step", "use --fp8-level O0: generation knows stock's weights only"),
+    *_refuse("--perform-rl-step", "use --fp8-level O0: generation supports only stock's weights"),
     *_refuse("--position-embedding-type", "use rope: it needs Transformer Engine", one_of("relative")),
     *_note("--multi-latent-attention", "the down projections stay in BF16, whole on every tensor-parallel rank"),
-    *_refuse("--qk-l2-norm", "remove it: Megatron has none for --multi-latent-attention (see --qk-layernorm)", LATENT),
+    *_refuse("--qk-l2-norm", "remove it: --multi-latent-attention does not support it (see --qk-layernorm)", LATENT),
     *_refuse("--cache-mla-latents", "remove it: it is for inference, and Megatron does not train with it"),
     *_note("--num-experts", "the experts stay in BF16"),
-    *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse here what it fuses", UNFUSABLE),
+    *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse this activation", UNFUSABLE),
     *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
     *_note("--openai-gelu --apply-residual-connection-post-layernorm", READ_NOWHERE),
-    *_note("--rope-scaling-factor", "no effect: megatron-core 0.19 hands it to no model", other_than("8.0")),
-    *_refuse("--moe-latent-size", "install Transformer Engine, whose layers it uses", missing=TE),
+    *_note("--rope-scaling-factor", "no effect: megatron-core 0.19 passes it to no model", other_than("8.0")),
+    *_refuse("--moe-latent-size", "install Transformer Engine: it uses its layers", missing=TE),
     *_refuse("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", GROUPED),
     *_refuse("--use-grouped-gemm-for-shared-expert --moe-paged-stash", GROUPED),
     *_refuse("--moe-single-grouped-weight --moe-single-grouped-bias", GROUPED),
-    *_refuse("--recompute-modules", "use moe instead of moe_act, which needs grouped GEMMs", WITH_MOE_ACT),
+    *_refuse("--recompute-modules", "use moe instead: moe_act needs grouped GEMMs", WITH_MOE_ACT),
     *_honour("--mlp-chunks-for-training", "each chunk must hold a multiple of 16 tokens"),
     *_refuse("--moe-use-upcycling", "convert the checkpoint with --fp8-level O0 first"),
     *_refuse("--init-model-with-meta-device", "remove it: the level needs the initial weights"),
@@ -435,7 +436,7 @@ TABLE: list[Row] = [
     *_adapt("--flash-attention-version", None, OWN_KERNEL, in_torch(GIVEN)),
     *_honour("--attention-backend", "as in stock", in_te(one_of("flash", "fused", "unfused"))),
     *_honour("--flash-attention-version", "as in stock", in_te(GIVEN)),
-    *_refuse("--reset-attention-mask", "use at most 2 stages: those between get no mask", in_torch(STAGES_BETWEEN)),
+    *_refuse("--reset-attention-mask", "use at most 2 stages: middle ones get no mask", in_torch(STAGES_BETWEEN)),
     *_refuse("--reset-attention-mask", "remove --no-create-attention-mask-in-dataloader", in_torch(WITHOUT_MASK)),
     *_note("--reset-attention-mask", MASKED, in_torch(GIVEN), field="reads_mask"),
     *_note("--reset-attention-mask", "no effect, as in stock: Transformer Engine's attention is causal", in_te(GIVEN)),
@@ -465,26 +466,26 @@ TABLE: list[Row] = [
     *_refuse("--optimizer-cpu-offload", "remove it: the level's optimizer state stays on the GPU"),
     *_honour("--accumulate-allreduce-grads-in-fp32", f"{STOCKS_OWN}; for the linears see --fp8-grad-accum"),
     *_honour("--grad-reduce-in-bf16", f"{STOCKS_OWN}; for the linears see --fp8-grad-reduce"),
-    *_honour("--ddp-reduce-scatter-with-fp32-accumulation", f"{STOCKS_OWN}; the linears always do"),
+    *_honour("--ddp-reduce-scatter-with-fp32-accumulation", f"{STOCKS_OWN}; the linears always sum in FP32"),
     *_note("--ddp-param-name-patterns-for-fp32-local-accumulation", FP32_SUMS),
-    *_honour("--ddp-average-in-collective", f"{STOCKS_OWN}; the linears' mean follows their FP32 sum"),
-    *_honour("--ddp-num-buckets --ddp-bucket-size", "of the linears' buckets and of stock's own"),
+    *_honour("--ddp-average-in-collective", f"{STOCKS_OWN}; the linears take the mean after their FP32 sum"),
+    *_honour("--ddp-num-buckets --ddp-bucket-size", "for the linears' buckets and for stock's own"),
     *_honour("--use-nccl-ub", STOCKS_OWN),
     *_honour("--no-check-for-nan-in-loss-and-grad", SKIPPED),
     *_note("--check-for-large-grads", f"{STOCKS_OWN}; for the linears see --fp8-on-spike"),
-    *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced while the backward goes on"),
-    *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' are gathered while the forward pass goes on"),
-    *_honour("--check-weight-hash-across-dp-replicas-interval", "of the linears too, once all parts have arrived"),
-    *_honour("--log-params-norm", "of the linears' FP32 masters, or else of the weights as gathered for the next step"),
-    *_honour("--verify-integrity", "every checkpoint of a level is hashed and verified, by all ranks, without it too"),
+    *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced during the backward pass"),
+    *_honour("--overlap-param-gather", f"{STOCKS_OWN}; the linears' weights are gathered during the forward pass"),
+    *_honour("--check-weight-hash-across-dp-replicas-interval", "for the linears too, once all parts have arrived"),
+    *_honour("--log-params-norm", "the linears' FP32 masters count, or else the weights gathered for the next step"),
+    *_honour("--verify-integrity", "all ranks hash and verify every checkpoint of a level, without it too"),
     *_adapt("--dist-ckpt-optim-fully-reshardable", True, ANY_LAYOUT, CUT_AS_BUFFERS),
     *_honour("--distrib-optim-fully-reshardable-mem-efficient", f"{STOCKS_OWN}: gathered on one rank, slower"),
     *_honour("--use-distributed-optimizer", "shards the linears' master weights and moments too"),
     *_note("--rampup-batch-size", "no effect: megatron-core 0.19 reads it nowhere (see --step-batch-size-schedule)"),
     *_honour("--use-mup", "the linears' learning rates and weight decay are stock's"),
     *_note("--dump-param-to-param-group-map", f"{STOCKS_OWN}; the linears are not in the file"),
-    *_refuse("--num-distributed-optimizer-instances", "remove it: one instance a run", other_than("1")),
-    *_refuse("--rerun-mode", "use another one: megatron-core 0.19 cannot start with it", one_of("report_stats")),
+    *_refuse("--num-distributed-optimizer-instances", "remove it: a level has one instance", other_than("1")),
+    *_refuse("--rerun-mode", "use another mode: megatron-core 0.19 cannot start with it", one_of("report_stats")),
     *_refuse("--mtp-detach-heads", "remove it: the level clips all its linears by one gradient norm"),
     *_refuse("--use-megatron-fsdp --use-torch-fsdp2", NO_FSDP),
     *_refuse("--tensor-parallel-num-weight-shards", NO_GTP, OTHER_THAN_TP),
@@ -492,25 +493,25 @@ TABLE: list[Row] = [
     *_refuse("--freeze-all-layers", "use --fp8-level O0: nothing is trained"),
     *_refuse("--save-params-interval --save-dgrads-interval --save-activations-interval", "add --save", WITHOUT_SAVE),
     *_honour("--save-params-interval", "E4M3 weights are written as BF16", WITH_SAVE),
-    *_honour("--save-dgrads-interval --save-activations-interval", "of the level's linears too", WITH_SAVE),
-    *_refuse("--save-tokens-per-expert-interval", "remove it: it looks at Transformer Engine's grouped linears only"),
+    *_honour("--save-dgrads-interval --save-activations-interval", "for the level's linears too", WITH_SAVE),
+    *_refuse("--save-tokens-per-expert-interval", "remove it: it reads only Transformer Engine's grouped linears"),
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--save --load --pretrained-checkpoint", FILES, NO_FILES),
     *_note("--tensorboard-dir", "nothing is written: pip install tensorboard", missing="tensorboard"),
     *_refuse("--ckpt-format", ONE_FORMAT, KEEPS_OPTIMIZER),
     *_refuse("--ckpt-convert-format", ONE_FORMAT, one_of("torch")),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),
-    # --- same result, only slower without
+    # --- same result without them, only slower
     *_adapt("--no-gradient-accumulation-fusion", False, ABSENT, LEFT_ON, missing=FUSED_WGRAD),
     *_adapt("--defer-embedding-wgrad-compute", False, DEFERRED),
     *_adapt("--no-masked-softmax-fusion", False, ABSENT, LEFT_ON, missing="scaled_masked_softmax_cuda"),
     *_adapt("--no-persist-layer-norm", True, ABSENT, NOT_GIVEN, missing="apex.contrib.layer_norm.layer_norm"),
     *_adapt("--no-rope-fusion", False, OWN_ROTATION, LEFT_ON, missing=TE),
-    *_honour("--no-rope-fusion", "rotates as stock's unfused code, which rounds to BF16", OFF, field="fuses_rotary"),
+    *_honour("--no-rope-fusion", "stock's unfused code rotates, which rounds to BF16", OFF, field="fuses_rotary"),
     *_adapt("--moe-permute-fusion --moe-router-fusion", False, ABSENT, missing=TE),
     *_adapt("--te-rng-tracker", False, ABSENT, UNGRAPHED, missing=TE),
     *_adapt("--te-rng-tracker", True, GRAPHED_NOISE, GRAPHED),
-    *_adapt("--cross-entropy-fusion-impl", "native", "native instead, as stock has it", one_of("te")),
+    *_adapt("--cross-entropy-fusion-impl", "native", "native instead: stock's own", one_of("te")),
     *_note("--wgrad-deferral-limit", "no effect: --defer-embedding-wgrad-compute is switched off"),
     *_adapt("--moe-shared-expert-overlap", False, GATED_TOO_SOON, UNGATHERED_GATE),
     *_adapt("--tp-comm-overlap", False, OWN_OVERLAP),
@@ -544,7 +545,7 @@ TABLE: list[Row] = [
     *_adapt("--cuda-graph-modules", [], UNGRAPHED_NOTE, UNGRAPHED),
 ]
 
-# Flags whose names look numeric and that no level can meet, with the reason.
+# Flags whose names look numeric but that do not concern a level, with the reason.
 _FSDP = "read with --use-megatron-fsdp, refused"
 _MAMBA = "of Mamba layers, refused"
 IRRELEVANT = {
@@ -560,5 +561,5 @@ IRRELEVANT = {
     "--inference-moe-disable-fused-quant-kernels": "inference only",
     "--moe-router-quantile-balancing-ema": "a quantile of router scores, not a precision",
     "--logits-save-dtype": "a file format for saved logits",
-    "--no-stream-ckpt-dequant": "how Transformer Engine's FP8 parameters load; a level has none of them",
+    "--no-stream-ckpt-dequant": "how Transformer Engine's FP8 parameters load; a level has none",
 }

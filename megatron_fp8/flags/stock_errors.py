@@ -1,18 +1,18 @@
-"""Stock Megatron's own checks, in one line: what a wrong combination of flags ends in.
+"""Turns a failed check of stock Megatron into one line for the user: flags, condition, place.
 
-Megatron checks its flags with `assert` and `raise`, often without a word: in validate_args, in the __post_init__ of its
-configurations, where it makes groups, builds the model or makes its first step.  Until then everything depends on the
-command alone.  So such a failure is the user's mistake if
+Megatron checks its flags with `assert` and `raise`, often without a message: in validate_args, in the __post_init__ of
+its configurations, when it makes groups, builds the model or makes its first step.  Until then everything depends only
+on the command.  So such a failure is the user's mistake if
 
-    the statement that failed is an assert or a raise, and stands in Megatron's own source;
-    no step of training is behind it.
+    the statement that failed is an assert or a raise in Megatron's own source;
+    no training step has been made.
 
-The line is made of that statement: its message, or else its condition; the flags whose values it reads, here or, if it
-reads none, where it was called from; and where it stands.  Anything else, an operation that fails, is a bug, and keeps
-its traceback; but for the call of a class that Megatron has set to None since the package it comes from is missing, and
-an import of a package that is not there.
-Where Megatron raises one error from another, the first is judged.  Where the code that Megatron called back handed it
-what it does not take, the mistake may be that code's: the line has the traceback above it (`through_callback`).
+The line holds the statement's message, or else its condition; the flags whose values the statement reads, or, if it
+reads none, those that its callers read; and its place in the source.  Any other failure is a bug and keeps its
+traceback.  Two exceptions: the call of a class that Megatron has set to None because its package is missing, and the
+import of a missing package.
+If Megatron raises one error from another, the first one counts.  If a callback passed Megatron a bad argument, the
+mistake may be the callback's: the line then follows the traceback (`through_callback`).
 
 One check is torch's: that a launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
@@ -38,46 +38,46 @@ _KINDS = (
     AssertionError, ValueError, RuntimeError, NotImplementedError, TypeError, Exception,
     ImportError, ModuleNotFoundError,
 )  # fmt: skip
-_OTHER_NAMES = {  # of what a flag says, in Megatron's configurations and functions
+_OTHER_NAMES = {  # {name in Megatron's configurations and functions: name in the arguments}
     "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "num_moe_experts": "num_experts",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-_OF_NUMBERS = "megatron.core.rerun_state_machine"  # what is wrong there is a loss
-_CALLERS = 6  # so many are asked which flags they read
-_MANY = 4  # flags that were not given
+_OF_NUMBERS = "megatron.core.rerun_state_machine"  # it raises for a bad loss, which is no mistake in the flags
+_CALLERS = 6  # callers to search for flags that they read
+_MANY = 4  # most missing flags to name
 _AROUND = tuple(
     f"megatron_fp8.{n}" for n in ("plugin", "cpu", "flags.usage", "__main__", "checkpoint.saves", "checkpoint.loads")
 )
-_OF_TWO = ("expected iteration-based", "expected sample-based")  # training: steps are counted in one of the two
+_OF_TWO = ("expected iteration-based", "expected sample-based")  # Megatron's messages for --train-iters/--train-samples
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_flags: dict[str, argparse.Action] = {}  # by the name of the value
+_flags: dict[str, argparse.Action] = {}  # by name in the arguments
 
 
 def remember_flags(parser: argparse.ArgumentParser) -> None:
-    """Learn how values are called on the command line."""
+    """Remember the parser's flags, so that an error line can name them."""
     for action in parser._actions:
         if action.option_strings:
             _flags.setdefault(action.dest, action)
 
 
 def is_check(error: BaseException) -> bool:
-    """Whether the statement that failed is an assert or a raise in Megatron's own source."""
+    """Whether the failed statement is an assert or a raise in Megatron's own source."""
     frames = _first(error)[1]
     return bool(frames) and _is_megatrons(frames[-1][0]) and isinstance(_statement(*frames[-1]), ast.Assert | ast.Raise)
 
 
 def stock_mistake(error: BaseException) -> str | None:
-    """The line for a check of Megatron's that failed, if it tells of a user's mistake."""
+    """The line for a failed check of Megatron's; None if the error is not the user's mistake."""
     error, frames = _first(error)
     if type(error) not in _KINDS or not frames or _has_trained(frames):
         return None
     frame, line = frames[-1]
     if unset := re.search(r"env:// rendezvous: environment variable (\w+) expected", str(error)):
-        return f"{unset[1]} is not set: no launcher started this; write torchrun --nproc-per-node N SCRIPT FLAGS"
+        return f"{unset[1]} is not set: no launcher started this; use torchrun --nproc-per-node N SCRIPT FLAGS"
     if not _is_megatrons(frame):
         return None
     statement = _statement(frame, line)
@@ -109,11 +109,12 @@ def stock_mistake(error: BaseException) -> str | None:
 
 
 def through_callback(error: BaseException) -> bool:
-    """Whether Megatron called a function of the script's or of ours, and what that asked of Megatron failed.
+    """Whether Megatron called a function of the script or of ours, and that function's call into Megatron failed.
 
-    Not of pretrain_gpt_fp8.py, which hands over what the flags say, nor of what only stands around Megatron's own.
+    pretrain_gpt_fp8.py does not count, because it only passes on what the flags say, nor do our wrappers of Megatron's
+    functions.
     """
-    called_back = False  # by Megatron, and what follows is Megatron's again
+    called_back = False  # an inner frame is Megatron's, a frame outside of it a callback's
     for frame, _ in reversed(_first(error)[1]):
         module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
         if module.startswith("megatron."):
@@ -127,9 +128,9 @@ def through_callback(error: BaseException) -> bool:
 
 
 def _first(error: BaseException) -> tuple[BaseException, list[tuple[FrameType, int]]]:
-    """The error that Megatron raised others from, and its frames from the outermost; a missing package is none.
+    """The first error of a chain, and its frames from the outermost. An ImportError does not count as the first.
 
-    What fails in this package while it handles another error is a bug of its own.
+    A bug of this package that occurs while it handles another error ends the chain: it is reported itself.
     """
     frames = list(walk_tb(error.__traceback__))
     while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
@@ -152,7 +153,7 @@ def _place(frame: FrameType, line: int) -> str:
 
 
 def _missing(frame: FrameType, statement: ast.stmt | None) -> str | None:
-    """The class of Transformer Engine's that a statement calls and that is None."""
+    """The name of a Transformer Engine class that a statement calls and that is None."""
     for call in ast.walk(statement) if statement is not None else ():
         called = call.func if isinstance(call, ast.Call) else None
         if isinstance(called, ast.Name) and called.id.startswith("TE") and frame.f_globals.get(called.id, 0) is None:
@@ -161,7 +162,7 @@ def _missing(frame: FrameType, statement: ast.stmt | None) -> str | None:
 
 
 def _loaded(frames: list[tuple[FrameType, int]]) -> str | None:
-    """The folder of a checkpoint that was being read; None: none was."""
+    """The folder of the checkpoint that was being loaded; None if none was."""
     for frame, _ in frames:
         place = frame.f_globals.get("__name__"), frame.f_code.co_name
         if place == ("megatron.training.checkpointing", "load_checkpoint"):
@@ -170,13 +171,13 @@ def _loaded(frames: list[tuple[FrameType, int]]) -> str | None:
 
 
 def _has_trained(frames: list[tuple[FrameType, int]]) -> bool:
-    """Whether the error came after the first step of Megatron's training loop, or after the loop."""
+    """Whether the error came after the first step of Megatron's training loop."""
     for frame, _ in frames:
         if frame.f_globals.get("__name__") == "megatron.training.training":
             iteration = frame.f_locals.get("iteration")
             if frame.f_code.co_name == "train":
                 return iteration is not None and iteration != frame.f_locals.get("start_iteration", iteration)
-            if frame.f_code.co_name == "pretrain" and iteration:  # the last one, when the loop has returned
+            if frame.f_code.co_name == "pretrain" and iteration:  # the loop has returned
                 return True
     return False
 
@@ -187,7 +188,7 @@ def _tree(filename: str) -> ast.Module:
 
 
 def _around(frame: FrameType, line: int) -> list[ast.stmt]:
-    """The statements that a line is part of, from the outermost."""
+    """The statements that contain a line, from the outermost."""
     try:
         nodes = ast.walk(_tree(frame.f_code.co_filename))
     except SyntaxError:
@@ -202,7 +203,7 @@ def _statement(frame: FrameType, line: int) -> ast.stmt | None:
 
 
 def _condition(frame: FrameType, statement: ast.stmt) -> str:
-    """What a check without a message demands, or for a raise what must not be."""
+    """The text for a check without a message: an assert's condition, or the `if` around a raise."""
     if isinstance(statement, ast.Assert):
         return f"Megatron needs {_shown(statement.test)}; change it"
     around = [n for n in _around(frame, statement.lineno) if isinstance(n, ast.If)]
@@ -214,8 +215,8 @@ def _shown(expression: ast.expr) -> str:
 
 
 def _values(frames: list[tuple[FrameType, int]]) -> tuple[list[str], list[str]]:
-    """The flags that a failed check reads: as they were given, and those that were not."""
-    wanted: set[str] = set()  # of what a function was called with
+    """(the flags that a failed check reads, as they were given; those that it reads and that were not given)."""
+    wanted: set[str] = set()  # names that the callee's statement reads
     for i, (frame, line) in enumerate(frames[: -_CALLERS - 1 : -1]):
         around = _around(frame, line)
         if not around:
@@ -227,21 +228,21 @@ def _values(frames: list[tuple[FrameType, int]]) -> tuple[list[str], list[str]]:
             given = {name: shown for name, value in read.items() if (shown := _as_given(name, value)) is not None}
             typed = [shown for name, shown in given.items() if _is_typed(name)]
             missing = [_flags[name].option_strings[0] for name in read.keys() - given.keys() if not i]
-            if typed:  # a flag that was not given is no mistake, and a clue only beside one that was
+            if typed:  # a missing flag is only a clue beside one that was given
                 return typed, sorted(missing)[:_MANY]
         wanted = {getattr(n, "attr", getattr(n, "id", "")) for part in parts for n in ast.walk(part)}
     return [], []
 
 
 def _checked(around: list[ast.stmt]) -> list[ast.AST]:
-    """What a failed assert or a raise reads, and the condition on which it stands."""
+    """The expressions that a failed assert or raise reads, including the condition of an `if` around it."""
     statement = around[-1]
     reason = [around[-2].test] if len(around) > 1 and isinstance(around[-2], ast.If) else []
     return [*reason, statement.test if isinstance(statement, ast.Assert) else statement]
 
 
 def _called_with(statement: ast.stmt, callee: FrameType, wanted: set[str]) -> list[ast.AST]:
-    """What a call hands over under the wanted names; the whole statement where it cannot be told."""
+    """The arguments that a call passes under the wanted names; the whole statement if there are none."""
     code = callee.f_code
     parameters = [p for p in code.co_varnames[: code.co_argcount] if p != "self"]
     found: list[ast.AST] = []
@@ -252,12 +253,12 @@ def _called_with(statement: ast.stmt, callee: FrameType, wanted: set[str]) -> li
 
 
 def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> Iterator[tuple[str, Any]]:
-    """(name of a flag's value, value) of what a statement reads, directly or through a local variable."""
+    """(name, value) of each flag that a statement reads, directly or through a local variable."""
     for part in ast.walk(node):
         name: Any = None
         value: Any = None
         if isinstance(part, ast.Attribute):
-            if _resolve(part.value, frame) is None:  # of a comprehension, or not there any more
+            if _resolve(part.value, frame) is None:  # a variable of a comprehension, or deleted
                 continue
             name, value = part.attr, _resolve(part, frame)
         elif isinstance(part, ast.Name):
@@ -277,7 +278,7 @@ def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> 
 
 
 def _typed(name: str) -> str:
-    """The value that another one follows from, where that was not given: global_batch_size of eval's."""
+    """The flag from which a flag that was not given takes its value: global_batch_size for eval_global_batch_size."""
     if name in _flags and not _is_typed(name):
         for other in _flags:
             if name.endswith(f"_{other}") and _is_typed(other):
@@ -302,7 +303,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _as_given(name: str, value: Any) -> str | None:
-    """ "--num-layers 3", or None where the command line does not have it."""
+    """ "--num-layers 3", or None if the flag has no value."""
     action = _flags[name]
     flag = action.option_strings[0]
     if action.nargs == 0:

@@ -1,9 +1,8 @@
-"""Combinations of stock's flags at which megatron-core 0.19 fails in an operation, and in no check of its own: one line
-before the run starts.
+"""Refuses combinations of stock flags with which megatron-core 0.19 crashes, in one line before the run starts.
 
-stock_errors.py makes a line of a check of Megatron's that fails; here is what Megatron does not check.  Each of these
-fails without a level too, with the traceback of an operation on None or on an object of another kind, some of them
-after hours: at the first evaluation, or when the training is done.
+stock_errors.py handles Megatron's own checks; this file has the combinations that Megatron does not check.  Each of
+them crashes without a level too: a traceback of an operation on None or on an object of another type, sometimes hours
+later, at the first evaluation or at the end of the training.
 """
 
 import os
@@ -15,11 +14,14 @@ from typing import NamedTuple
 from ..errors import UserError
 from .flag import whole_number
 
-_OF_ONE_AXIS = ("pretrain_gpt.py", "pretrain_gpt_fp8.py")  # scripts whose positions are
+_OF_ONE_AXIS = ("pretrain_gpt.py", "pretrain_gpt_fp8.py")  # scripts whose positions have one axis
 
 
 class Fault(NamedTuple):
-    """Arguments, not validated yet, with which Megatron fails if `test` holds of them; `line` has why, and a remedy."""
+    """Megatron crashes with arguments for which `test` is true. line: the error line, with a remedy.
+
+    Both take the arguments from before Megatron's validation.
+    """
 
     test: Callable[[Namespace], bool]
     line: Callable[[Namespace], str]
@@ -28,21 +30,21 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         lambda args: args.eval_interval is None and not args.skip_train and not args.full_validation,
-        lambda args: "--eval-interval: missing, and Megatron counts its samples by it; give one, such as 1000",
+        lambda args: "--eval-interval: missing; Megatron computes its samples from it; give one, such as 1000",
     ),
     Fault(
         lambda args: args.full_validation and not args.multiple_validation_sets,
-        lambda args: "--full-validation: Megatron wants a list of validation sets then; add --multiple-validation-sets",
+        lambda args: "--full-validation: Megatron then needs several validation sets; add --multiple-validation-sets",
     ),
     Fault(
         lambda args: not args.pad_vocab_size and args.padded_vocab_size is None,
-        lambda args: "--no-pad-vocab-size: Megatron then knows no size of the vocabulary; add --padded-vocab-size N, "
-        "or remove the flag",
+        lambda args: "--no-pad-vocab-size: Megatron then does not know the vocabulary size; add --padded-vocab-size "
+        "N, or remove the flag",
     ),
     Fault(
         lambda args: not _are_numbers(args.phase_transition_iterations),
-        lambda args: f"--phase-transition-iterations {args.phase_transition_iterations}: use whole numbers with commas "
-        "between them, such as 1000,2000",
+        lambda args: f"--phase-transition-iterations {args.phase_transition_iterations}: use whole numbers separated "
+        "by commas, such as 1000,2000",
     ),
     Fault(
         lambda args: bool(args.phase_transition_iterations) and not args.train_samples,
@@ -51,14 +53,14 @@ FAULTS = (
     ),
     Fault(
         lambda args: args.position_embedding_type == "mrope" and os.path.basename(sys.argv[0]) in _OF_ONE_AXIS,
-        lambda args: "--position-embedding-type mrope: wants positions of three axes, and "
-        f"{os.path.basename(sys.argv[0])} gives those of one; use rope",
+        lambda args: "--position-embedding-type mrope: needs positions with three axes, and "
+        f"{os.path.basename(sys.argv[0])} gives one; use rope",
     ),
 )
 
 
 def check_faults(args: Namespace) -> None:
-    """Raise UserError of one line for the first fault that these arguments, parsed and not validated, run into."""
+    """Raise UserError of one line for the first fault. args: parsed, before Megatron's validation."""
     for fault in FAULTS:
         if fault.test(args):
             raise UserError(fault.line(args))

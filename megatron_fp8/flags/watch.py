@@ -1,4 +1,4 @@
-"""What a run does about a spike of its loss or gradient norm: --fp8-on-spike, and when it is one (monitor/watch.py)."""
+"""The --fp8-on-spike flags: what a run does about a spike of its loss or gradient norm (monitor/watch.py finds it)."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from ..errors import UserError
 from .flag import Flag, filled, one_of, positive, refuse, whole
 
 ACTIONS = LOG, SKIP, FALLBACK = ("log", "skip", "bf16-fallback")
-LEAST_WINDOW = 16  # values that a spike is told from
+LEAST_WINDOW = 16  # with fewer values a spike cannot be told from the trend
 NO_FP8 = f"--fp8-on-spike {FALLBACK}: no linear of this run computes in FP8; use log or skip"
 
 
 @dataclass(frozen=True)
 class WatchPlan:
-    """What the flags say: `action`, of ACTIONS; `sigma`, deviations; `window`, steps."""
+    """What the flags say. action: one of ACTIONS. sigma: standard deviations. window: steps."""
 
     action: str
     sigma: float = 7.0
@@ -22,21 +22,21 @@ class WatchPlan:
 
 ON_SPIKE = Flag(
     "--fp8-on-spike",
-    "Watch loss and gradient norm for spikes: say so in the log; or skip the step too; or have the linears whose "
-    "FP8 casts clipped compute in BF16 until it is calm. Default: not watched.",
+    "Watch loss and gradient norm for spikes. log: log a spike; skip: also skip the step; bf16-fallback: run the "
+    "linears whose FP8 casts clipped in BF16 until no spike follows. Default: no watching.",
     one_of(*ACTIONS),
     "action",
 )
 HOW = (
     Flag(
         "--fp8-spike-sigma",
-        f"With --fp8-on-spike: standard deviations above the trend from which on ({WatchPlan.sigma:g}).",
+        f"With --fp8-on-spike: a spike is this many standard deviations above the trend ({WatchPlan.sigma:g}).",
         positive(),
         "sigma",
     ),
     Flag(
         "--fp8-spike-window",
-        "With --fp8-on-spike: steps whose trend counts, and calm steps until a linear returns to FP8 "
+        "With --fp8-on-spike: steps that make up the trend, and steps without a spike until a linear returns to FP8 "
         f"({WatchPlan.window}).",
         whole(LEAST_WINDOW),
         "window",
@@ -46,7 +46,7 @@ FLAGS = (ON_SPIKE, *HOW)
 
 
 def watch_from_args(args: Namespace, has_fp8: bool) -> WatchPlan | None:
-    """The plan of a run's arguments; None: nothing is watched.
+    """The plan in a run's arguments; None: no watching.
 
     has_fp8: whether the run's linears compute in FP8. Raises UserError of one line: flag, value, remedy.
     """

@@ -1,9 +1,9 @@
-"""A YAML file, read by libyaml where PyYAML has it, within bounds: all of the project's YAML comes through here.
+"""Reads a YAML file within bounds, with libyaml if PyYAML has it. All of the project's YAML is read here.
 
-A file may be another user's. So its size is bounded before it is parsed; its depth, since PyYAML and libyaml descend by
-recursion and end the process; and the number of its values with aliases written out, since `<<: [*a, *a]`, in a few
-lines that refer to one another, becomes more than fits into memory. All of it is counted on libyaml's stream of events,
-before anything is built of them.
+A file may come from another user. So three things are bounded: its size, before it is parsed; its depth, because PyYAML
+and libyaml recurse, and a deep file ends the process; and the number of its values with aliases written out, because a
+few lines of `<<: [*a, *a]` that refer to one another can exceed the memory. Depth and values are counted on libyaml's
+stream of events, before any object is built.
 """
 
 import functools
@@ -13,13 +13,13 @@ from typing import Any
 
 from ..errors import UserError, is_bug
 
-LARGEST = 2**20  # bytes; the largest of this repository's has 3,000
+LARGEST = 2**20  # bytes; this repository's largest file has 3,000
 DEEPEST = 50
 MOST_VALUES = 100_000
 
 
 def load_yaml(path: str | Path, place: str = "", remedy: str = "give a YAML file", loader: type | None = None) -> Any:
-    """What a file holds, constructed by `loader` (`safe_loader()`, or a class of it).
+    """A file's content, constructed by `loader` (`safe_loader()`, or a subclass).
 
     Raises UserError of one line, which begins with `place` (default: the path).
     """
@@ -36,14 +36,14 @@ def load_yaml(path: str | Path, place: str = "", remedy: str = "give a YAML file
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not text in UTF-8, from byte {error.start} on; {remedy}") from None
+        raise UserError(f"{place}: not UTF-8 text, from byte {error.start} on; {remedy}") from None
     loader = loader or safe_loader()
     try:
         _check_bounds(text, loader)
         return _construct(text, loader)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    except Exception as error:  # a YAMLError; or of a tag on what is none, as !!timestamp x
+    except Exception as error:  # a YAMLError; or any other, from a tag that does not fit: !!timestamp x
         if is_bug(error):
             raise
         said = " ".join(str(error).split())[:300] or type(error).__name__
@@ -57,22 +57,22 @@ def _construct(text: str, loader: type) -> Any:
 
 
 def _check_bounds(text: str, loader: type) -> None:
-    """UserError for what would take too much memory, or too deep a recursion, to build."""
+    """Raise UserError if the objects would need too much memory or too deep a recursion."""
     import yaml
 
-    sizes: dict[str, int] = {}  # of what has been read to its end, by its anchor
-    open_: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far) of the document and what encloses this
+    sizes: dict[str, int] = {}  # {anchor: values} of each anchored node that is complete
+    open_: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far) of the document and each open node
     for event in yaml.parse(text, loader):
         if isinstance(event, yaml.events.CollectionStartEvent):
             open_.append((event.anchor, 1))
             sizes.pop(event.anchor, None)
             if len(open_) > DEEPEST:
-                raise UserError(f"its values are nested more than {DEEPEST} deep; it needs no more than a few")
+                raise UserError(f"values are nested more than {DEEPEST} deep; a few levels are enough")
             continue
         if isinstance(event, yaml.events.AliasEvent):
             anchor, size = None, sizes.get(event.anchor, 0)
             if not size and event.anchor in (name for name, _ in open_):
-                raise UserError(f"*{event.anchor} stands inside of &{event.anchor}; write out what is meant")
+                raise UserError(f"*{event.anchor} stands inside &{event.anchor}; write its value out")
         elif isinstance(event, yaml.events.ScalarEvent):
             anchor, size = event.anchor, 1
         elif isinstance(event, yaml.events.CollectionEndEvent):
@@ -89,18 +89,18 @@ def _check_bounds(text: str, loader: type) -> None:
 
 @functools.cache
 def safe_loader() -> type:
-    """PyYAML's safe loader, libyaml's if PyYAML was built with it, as its wheels are; refuses a key given twice."""
+    """PyYAML's safe loader, on libyaml if PyYAML was built with it (its wheels are). It refuses a duplicate key."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """The stock one lets the last of two equal keys win: a flag or an arm would be lost without a word."""
+        """With the stock loader the last of two equal keys wins: a flag or an arm would be silently lost."""
 
         def __init__(self, stream: Any) -> None:
             super().__init__(stream)
             self.seen: set[int] = set()
 
         def flatten_mapping(self, node):
-            """The first that happens to a mapping: once, since a merge (<<) of it puts other keys among its own."""
+            """Check a mapping's keys, on the first call for it only: a merge (<<) then adds other keys to its own."""
             if id(node) not in self.seen:
                 self.seen.add(id(node))
                 found = set()

@@ -25,7 +25,7 @@ def test_files_are_the_command_line(files):
         assert by_files.losses == typed.losses and by_files.grad_norms == typed.grad_norms
     said = [line for line in by_files.lines if line.startswith("[fp8]")]
     assert any(f": {len(list(flags_of(TINY_GPT))) - 1} flags, 0 v" in line for line in said), said
-    assert "[fp8] the environment has its own OMP_NUM_THREADS, which wins over the files" in said
+    assert "[fp8] OMP_NUM_THREADS: the environment's value is used, not the files'" in said
 
 
 def test_a_mistake_in_a_file_is_one_line(files, tmp_path):

@@ -86,7 +86,7 @@ def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
         ("--jobs 2 -- pretrain_gpt_fp8.py --bf16", "--jobs 2: works only without a job's command behind --; remove it"),
         ("--gpus 2", "--gpus 2: works only with a job's command behind --; remove it"),
         ("--timeout 9", "--timeout 9: works only with a job's command behind --; remove it"),
-        ("--", "the command names no script; give the whole of it: -- torchrun ... SCRIPT.py FLAGS"),
+        ("--", "the command names no script; give the whole command: -- torchrun ... SCRIPT.py FLAGS"),
         ("--gpus 2 -- torchrun --nproc-per-node 4 pretrain_gpt_fp8.py --bf16",
          "--gpus 2: the command starts 4 processes; remove --gpus, or change the command"),
     ],

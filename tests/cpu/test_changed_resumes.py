@@ -127,7 +127,7 @@ def test_a_checkpoint_of_stocks_older_format_gives_its_weights(tmp_path):
 def test_tied_embeddings_that_megatron_cannot_save_are_refused(tmp_path):
     flags = f"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --fp8-level O1 --save {tmp_path} --save-interval 5"
     tied = [flag for flag in TINY_GPT if flag != UNTIED]
-    assert f"--save {tmp_path}: of several stages Megatron cannot save tied" in said(2, [*tied, *flags.split()])
+    assert f"--save {tmp_path}: with several pipeline stages Megatron cannot save" in said(2, [*tied, *flags.split()])
 
 
 def test_a_step_by_name_is_not_passed_over_for_a_newer_one(tmp_path):

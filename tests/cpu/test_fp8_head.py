@@ -34,7 +34,7 @@ def test_layouts(layout):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--fp8-gemm bf16", "--fp8-lm-head: the GEMMs of this run are BF16's"),
+        ("--fp8-gemm bf16", "--fp8-lm-head: this run's GEMMs are BF16"),
         ("--make-vocab-size-divisible-by 1 --vocab-size 257", "a head of 257 rows .* is not a multiple of 16; use 16"),
     ],
 )

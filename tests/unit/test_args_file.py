@@ -84,7 +84,7 @@ def test_values_are_words_as_they_are_written(write):
     found = expand(["--args-file", path], {})
     assert found.words == WORDS
     assert found.variables == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_FUSED_ATTN": "0"}
-    passed_over = {line.split(": ")[1] for line in found.lines if "passed over" in line}
+    passed_over = {line.split(": ")[1] for line in found.lines if ": ignored, " in line}
     assert passed_over == {"TEST_TYPE", "MODE", "BASE_MODEL_ARGS", "METRICS", "MODEL_ARGS_2"}
 
 
@@ -112,7 +112,7 @@ def test_variables_are_filled_in_where_a_flag_is_used(write):
     assert found.variables == {"OUT": "/here", "DEEP": "t/x"}
     found = expand(flags, {"NAME": "n", "OUT": "mine", "DEEP": "", "TOP": ""})
     assert found.words[1] == "mine/n" and found.variables == {}
-    assert "the environment has its own DEEP, OUT, which wins over the files" in found.lines
+    assert "DEEP, OUT: the environment's value is used, not the files'" in found.lines
     line = error_of(expand, flags[:2], {"NAME": "n", "TOP": "t"})
     assert line.endswith("--load $NONE: the variable NONE is not set; set it, or give --load on the command line")
     odd = write(model("--save: ${OUT:-here}/a"))
@@ -133,11 +133,11 @@ def test_variables_are_filled_in_where_a_flag_is_used(write):
         (model("--lr: {a: b}"), ": --lr: a mapping; give a word, a list, true, false or null"),
         (model("--lr: [[a], b]"), ": --lr: a list may hold words only; write [a b] or [a, b]"),
         (model("--lr: \"[a 'b]\""), ": --lr [a 'b]: No closing quotation; close the quote"),
-        ("MODEL_ARGS: 3", ": MODEL_ARGS: holds no names with values; below it write a line for each flag"),
-        ("just words", ": holds no names with values; write MODEL_ARGS:, and below it --A-FLAG: VALUE"),
-        (model('--lr: "a\\0b"'), ": --lr: holds U+0000, which is no character of a command line; remove it"),
-        (model('--lr: "\\x15touch PROOF"'), ": --lr: holds U+0015, which is no character of a command line"),
-        (model('"--l\\er": 1'), ": MODEL_ARGS: holds U+001B, which is no character of a command line"),
+        ("MODEL_ARGS: 3", ": MODEL_ARGS: is not a mapping; below it write a line for each flag"),
+        ("just words", ": is not a mapping; write MODEL_ARGS:, and below it --A-FLAG: VALUE"),
+        (model('--lr: "a\\0b"'), ": --lr: contains U+0000, which a command line cannot hold; remove it"),
+        (model('--lr: "\\x15touch PROOF"'), ": --lr: contains U+0015, which a command line cannot hold"),
+        (model('"--l\\er": 1'), ": MODEL_ARGS: contains U+001B, which a command line cannot hold"),
         ("ENV_VARS: {Aé: 1}", ": ENV_VARS: Aé: not the name of a variable; write A_NAME: VALUE"),
         ("a: [", ": not YAML: "),
         ("MODEL_ARGS: !!python/name:os.system {}", ": not YAML: could not determine a constructor"),
@@ -151,17 +151,17 @@ def test_a_mistake_is_one_line(write, text, line):
 def test_half_of_a_surrogate_pair(write):
     """libyaml refuses it; PyYAML's own loader does not."""
     assert error_of(read, [write(model('--lr: [a, "\\ud800"]'))]).endswith(
-        ("holds U+D800, which is no character of a command line; remove it", '<unicode string>", line 2, column 16')
+        ("contains U+D800, which a command line cannot hold; remove it", '<unicode string>", line 2, column 16')
     )
-    assert error_of(args_file.check_characters, "here", "\udcff").startswith("here: holds U+DCFF, which is no")
+    assert error_of(args_file.check_characters, "here", "\udcff").startswith("here: contains U+DCFF, which a")
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    assert error_of(expand, ["--args-file", "--lr", "1"], {}) == "--args-file: names no file; give one or more"
-    line = "no such file, nor is one of that name shipped"
+    assert error_of(expand, ["--args-file", "--lr", "1"], {}) == "--args-file: no file given; give one or more"
+    line = "no such file, and none of that name is shipped"
     assert error_of(find, "nowhere.yaml") == f"--args-file nowhere.yaml: {line}; give its path"
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert ": not text in UTF-8, from byte 0 on; " in error_of(read, [str(tmp_path / "binary")])
+    assert ": not UTF-8 text, from byte 0 on; " in error_of(read, [str(tmp_path / "binary")])
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_a_process_applies_its_files(write, applied, monkeypatch):
     assert applied("--lr", "1", "--args-file", path) == ["--num-layers", "4", "--lr", "1"]
     assert os.environ["SHELLS"] == "shell" and os.environ["NEW"] == "1"
     assert args_file.lines()[0] == f"--args-file {path}: 1 flags, 2 variables"
-    assert args_file.lines()[-1] == "LD_PRELOAD: read before this process could set it; set it in the shell instead"
+    assert args_file.lines()[-1] == "LD_PRELOAD: set too late for this process; set it in the shell instead"
     assert applied("--lr", "1") == ["--lr", "1"]
 
 

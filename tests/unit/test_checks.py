@@ -25,7 +25,7 @@ def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, value=None, started=False)
 
 
 def test_one_queue_is_set_where_megatron_demands_it(monkeypatch):
-    said = f"--tensor-model-parallel-size 2: {MAX_CONNECTIONS}=1, which Megatron asks for before Blackwell"
+    said = f"--tensor-model-parallel-size 2: set {MAX_CONNECTIONS}=1, which Megatron demands before Blackwell"
     assert asked(monkeypatch, tp=2) == ([said], "1")
     assert asked(monkeypatch, tp=2, capability=None) == ([said], "1")
     lines, value = asked(monkeypatch, cp=4)
@@ -41,7 +41,7 @@ def test_what_is_set_stays_where_megatron_takes_it(monkeypatch):
     assert asked(monkeypatch, tp=2, value="1") == ([], "1")
     assert asked(monkeypatch, value="32") == ([], "32")
     (line,), value = asked(monkeypatch, tp=2, value="32")
-    assert f"{MAX_CONNECTIONS}=1 instead of 32, which Megatron asks for" in line and value == "1"
+    assert f"{MAX_CONNECTIONS}=1 instead of 32, which Megatron demands" in line and value == "1"
 
 
 def test_after_cuda_has_started_it_is_too_late(monkeypatch):
@@ -60,7 +60,7 @@ OTHERS = [("T5Model", "T5"), ("BertModel", "bert"), ("HybridModel", "hybrid"), (
 def test_a_script_with_another_model_is_refused(name, package, monkeypatch):
     script = types.SimpleNamespace(**{name: model_class(name, package)})
     monkeypatch.setitem(sys.modules, "__main__", script)
-    with pytest.raises(ValueError, match=f"--fp8-level O1: the script trains a {name}, and a level knows"):
+    with pytest.raises(ValueError, match=f"--fp8-level O1: the script trains a {name}, a level supports"):
         check_script("O1")
 
 
@@ -86,5 +86,5 @@ def test_a_stage_that_cannot_be_saved_is_refused():
     empty, full = torch.nn.ReLU(), torch.nn.Linear(2, 2)
     check_stage(None, [empty])
     check_stage("x", [empty, full])
-    with pytest.raises(ValueError, match="--save x: rank 0 is of a stage without any parameter"):
+    with pytest.raises(ValueError, match="--save x: the stage of rank 0 has no parameters"):
         check_stage("x", [empty])

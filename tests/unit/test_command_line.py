@@ -74,7 +74,7 @@ def test_a_whole_command_that_is_unknown_is_not_repeated(capsys):
     entry.one_line_usage_errors(parser)
     with pytest.raises(SystemExit), entry.one_line_errors():
         parser.parse_args([word for n in range(50) for word in (f"--a{n}", "1")])
-    assert "unrecognized arguments: --a0 1 --a1 1 --a2 1 --a3 1 --a4 1 ... and 90 words more" in capsys.readouterr().err
+    assert "unrecognized arguments: --a0 1 --a1 1 --a2 1 --a3 1 --a4 1 ... and 90 more words" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_an_empty_value_is_a_mistake_but_where_it_is_the_default(look):
 
 
 def test_flags_that_lack_their_two_dashes_are_told_so(look):
-    assert "unrecognized arguments: --size; flags of a training run go behind --" in error_of(look, "--size", "3")
+    assert "unrecognized arguments: --size; put a training run's flags behind --" in error_of(look, "--size", "3")
     assert "--onw, did you mean --own? (" in error_of(look, "--onw", "--", "3")
 
 

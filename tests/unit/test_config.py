@@ -188,7 +188,7 @@ def test_auto_scaling_as_given(parse):
     ("flags", "world", "storage", "line"),
     [
         ("--global-batch-size 2", 1, "fp8", "in FP8: 1 micro-batch a step ("),  # of micro-batches of 2
-        ("--global-batch-size 18", 1, "bf16", "in BF16: 9 micro-batches a step, in FP8 an unbiased error of about 8%"),
+        ("--global-batch-size 18", 1, "bf16", "in BF16: 9 micro-batches a step; FP8 would have an unbiased error"),
         ("--global-batch-size 8", 4, "fp8", "in FP8: 1 micro-batch a step ("),
         ("--global-batch-size 2 --mlp-chunks-for-training 2", 1, "bf16", "in BF16: 2 gradients of a weight a step"),
         ("--global-batch-size 2 --mtp-num-layers 3 --mtp-use-repeated-layer", 1, "bf16", "3 gradients of a weight"),
@@ -271,11 +271,11 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
         ),
         ("--fp8-margin 200", "--fp8-margin 200: small values vanish; use 0 to 8"),
         ("--fp8-margin -1", "--fp8-margin -1: large values clip; use 0 to 8"),
-        ("--window-size 4", "--window-size 4: use two numbers from -1 on (-1: no limit), such as 128,0"),
-        ("--window-size=-2,0", "--window-size -2,0: use two numbers from -1 on (-1: no limit), such as 128,0"),
+        ("--window-size 4", "--window-size 4: use two numbers of at least -1 (-1: no limit), such as 128,0"),
+        ("--window-size=-2,0", "--window-size -2,0: use two numbers of at least -1 (-1: no limit), such as 128,0"),
         (
             "--window-size 4,0 --window-attn-skip-freq [1,0]",
-            "--window-attn-skip-freq '[1, 0]': 2 layers of --num-layers 4; say it of each",
+            "--window-attn-skip-freq '[1, 0]': 2 entries for --num-layers 4; give one for each layer",
         ),
         ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 with --num-experts 2: use fewer"),
         ("--log-interval 0", "--log-interval 0: use 1 or more"),
@@ -286,7 +286,7 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
         ),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: use 1 or more"),
         ("--lr nan", "--lr nan: not a number; give one, or remove it"),
-        ("--adam-beta2 1.0", "--adam-beta2 1.0: an average needs a number from 0 up to but not 1"),
+        ("--adam-beta2 1.0", "--adam-beta2 1.0: use a number from 0 to below 1"),
         ("--adam-eps 0", "--adam-eps 0.0: a weight without gradients would become NaN; use one above 0"),
         *(
             (
@@ -298,7 +298,7 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
         *(
             (
                 f"--use-distributed-optimizer --fp8-grad-reduce {wire} {HIERARCHY} 2",
-                f"{HIERARCHY} 2 with --fp8-grad-reduce {wire}: only block has two levels; remove one",
+                f"{HIERARCHY} 2 with --fp8-grad-reduce {wire}: only block reduces in two levels; remove one",
             )
             for wire in ("fp32", "shared")
         ),
@@ -332,7 +332,7 @@ def test_stocks_silent_bf16_is_refused(fmt, level, parse):
         ("--fp8-level O3 --fp8-tp-reduce-scatter int8", "--fp8-tp-reduce-scatter int8: no such value"),
         (
             "--fp8-level O3 --fp8-tp-reduce-scatter forward --fp8-gemm bf16",
-            "--fp8-tp-reduce-scatter forward: the GEMMs of this run are BF16's",
+            "--fp8-tp-reduce-scatter forward: this run's GEMMs are BF16",
         ),
         ("--fp8-level O3 --adam-beta1 0.95 --adam-beta2 0.9", "--adam-beta1 0.95 with --adam-beta2 0.9: E4M3 weights"),
         ("--fp8-level O2 --fp8-partition greedy --overlap-grad-reduce", "--overlap-grad-reduce with --fp8-partition"),
@@ -356,8 +356,8 @@ def test_activations_in_fp8(parse):
     flag = "--fp8-activations"
     assert not config_from_args(parse(*O1)).activations and config_from_args(parse(*O1, flag)).activations
     for flags, start in (
-        ("--fp8-gemm bf16", f"{flag}: the GEMMs of this run are BF16's"),
-        ("--fp8-emulate E8M3", f"{flag}: the GEMMs of this run are BF16's"),
+        ("--fp8-gemm bf16", f"{flag}: this run's GEMMs are BF16"),
+        ("--fp8-emulate E8M3", f"{flag}: this run's GEMMs are BF16"),
         ("--no-fp8-wgrad", f"{flag} with --no-fp8-wgrad: "),
     ):
         assert error_of(config_from_args, parse(*O1, flag, *flags.split())).startswith(start)
@@ -368,10 +368,10 @@ def test_activations_in_fp8(parse):
     [
         ("", ""),
         ("--tensor-model-parallel-size 2", ""),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", "norms, whose output is gathered in BF16"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "norms, because their output is gathered in BF16"),
         ("--tensor-model-parallel-size 2 --sequence-parallel --fp8-tp-gather fp8", ""),
         ("--num-experts 2 --disable-bias-linear", "experts"),
-        ("--recompute-granularity full --recompute-method uniform", "little to save"),
+        ("--recompute-granularity full --recompute-method uniform", "saves little"),
     ],
 )
 def test_the_log_says_which_activations_stay_in_bf16(flags, stays, parse):
@@ -392,7 +392,7 @@ def test_yaml_replaces_our_flags():
     assert config_from_args(argparse.Namespace(yaml_cfg="run.yaml")) is None
     check_yaml(["--yaml-cfg", "run.yaml", "--fp8-format", "hybrid"])
     for words in (["--yaml-cfg", "run.yaml", "--fp8-level", "O1"], ["--fp8-level=O1", "--yaml-cfg=run.yaml"]):
-        assert error_of(check_yaml, words).startswith("--yaml-cfg: its file replaces every flag, --fp8-level included")
+        assert error_of(check_yaml, words).startswith("--yaml-cfg: its file replaces all flags, --fp8-level included")
 
 
 def test_our_arguments_reach_no_stock_config():
@@ -598,7 +598,7 @@ def test_data_that_is_there(flags, data):
 def test_data_that_is_missing(flags, flag, value, data):
     args = data(flags)
     message = error_of(check_data_files, args)
-    assert re.match(rf"{flag} (\S*/)?{re.escape(value)}: there is no ", message)
+    assert re.match(rf"{flag} (\S*/)?{re.escape(value)}: no (such )?file", message)
     assert ("tools/prepare_data.py" in message) == ("such file" not in message)
     args.rank = 1
     check_data_files(args)
@@ -608,5 +608,5 @@ def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):
     args = data("")
     args.mock_data, args.data_path = False, ["0.3 /data/a 0.7 /data/b"]
     message = error_of(check_data_files, args)
-    assert message.startswith("--data-path '0.3 /data/a 0.7 /data/b': is one word; ")
-    assert message.endswith("in a file of flags write [0.3 /data/a 0.7 /data/b]")
+    assert message.startswith("--data-path '0.3 /data/a 0.7 /data/b': a blend in one word; ")
+    assert message.endswith("write [0.3 /data/a 0.7 /data/b] in a file of --args-file")

@@ -398,7 +398,7 @@ def test_a_hardware_file_that_is_not_whole_is_refused(tmp_path, change, message)
 def test_a_binary_hardware_file_is_refused(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\x80\xff\x00")
-    with pytest.raises(UserError, match=r"--hardware .*mine.yaml: not text in UTF-8, from byte 0 on; see"):
+    with pytest.raises(UserError, match=r"--hardware .*mine.yaml: not UTF-8 text, from byte 0 on; see"):
         hardware.load(str(file))
 
 

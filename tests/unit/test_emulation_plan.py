@@ -95,7 +95,7 @@ def test_steps():
         ({"emulate": "E4M3:block"}, "block:N"),
         ({"emulate": "weight=E8M3,weight=E8M4"}, "weight is given twice; give it once"),
         ({"emulate": "E8M3,E8M4"}, "a format for all is given twice"),
-        ({"emulate": "E8M3:nearest:row"}, "nothing to scale; remove :row"),
+        ({"emulate": "E8M3:nearest:row"}, "needs no scale; remove :row"),
         ({"emulate": "E8M3", "from_step": 7, "until_step": 7}, r"until-step 7: .*step 7; use 8 or more"),
         ({"emulate": "E8M3", "until_step": 1}, "use 2 or more"),
         ({"emulate": "E8M3", "layers": ""}, "layers '': an empty pattern"),

@@ -39,8 +39,8 @@ def test_the_share_of_looks(answers, waits, monkeypatch):
     assert looking.wanted() == waits
     lines = graphs.advice(looking.share, SimpleNamespace(micro_batch_size=1))
     assert lines == [
-        "the GPU waits for its host: it was done with all it had been given at 75% of the looks; --fp8-step-graph on, "
-        "or a --micro-batch-size above 1, ends that"
+        "the GPU waits for its host: it was idle at 75% of the checks; --fp8-step-graph on, "
+        "or a --micro-batch-size above 1, helps"
     ] * waits
 
 

@@ -88,7 +88,7 @@ def test_a_short_plan(tmp_path):
         (("steps: 100", "steps: !!timestamp x"), "not YAML: "),
         (("steps: 100", "steps: !!python/object:os.system x"), "not YAML: could not determine a constructor"),
         (("steps: 100", "steps: !!map x"), "not YAML: "),
-        (("steps: 100", f"steps: {'[' * 5000}"), "its values are nested more than 50 deep"),
+        (("steps: 100", f"steps: {'[' * 5000}"), "values are nested more than 50 deep"),
         (("seeds: 3", "seeds: 100000000000"), "seeds: 100000000000: too many; a plan has at most 100,000 runs"),
         (("seeds: 3", "seeds: [99999999999999999999]"), "seeds: 9{20}: must be a whole number from 1 to 2147483647"),
         (("--lr 0.1", "--lr 0 --min-lr 0"), "command: --lr 0: must be above 0"),
@@ -111,7 +111,7 @@ def test_a_wrong_plan_is_one_line(tmp_path, change, message):
 def test_bytes_that_are_no_text_are_one_line(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_bytes(b"command: \xff\xfe\n")
-    with pytest.raises(ValueError, match="not text in UTF-8, from byte 9 on; give a plan file"):
+    with pytest.raises(ValueError, match="not UTF-8 text, from byte 9 on; give a plan file"):
         read_plan(path)
 
 

@@ -286,7 +286,7 @@ def test_wrong_command_lines_are_one_line(tmp_path):
         (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "has an effect only with --slurm"),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-C 'a"], '--sbatch "-C \'a": a quote is not'),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-p a\nb"], "on one line"),
-        (["plan.yaml", "--store", 's"t', "--slurm", "print"], "Slurm takes no quote, backslash or line break"),
+        (["plan.yaml", "--store", 's"t', "--slurm", "print"], "Slurm allows no quote, backslash or line break"),
         (["plan.yaml"], "the following arguments are required: --store"),
         (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: no such folder; make it, or name another file"),
     ):

@@ -41,7 +41,7 @@ def test_3000_mutations_end_without_a_traceback(first):
         ("compare a b --tolerance nan", "--tolerance nan: not a number; give one, or remove it"),
         ("build --jobs x", "--jobs x: use a whole number"),
         (f"build --jobs {'9' * 5000}", f"{'9' * 60}...: a number of more than 1,000 digits; write a shorter one"),
-        ("build --jobs \ud800", "\\ud800: is not UTF-8 text, or has a zero byte in it; write it in UTF-8"),
+        ("build --jobs \ud800", "\\ud800: not UTF-8 text, or contains a zero byte; write it in UTF-8"),
     ],
 )
 def test_what_once_was_a_traceback(words, line, capsys):

@@ -463,7 +463,7 @@ def test_a_blend_in_one_word_is_no_data_that_is_elsewhere(parser):
     launch = take_apart(f"{SCRIPT} {GPT} {JOBS['175b'][1]} --eval-interval 1000".split())
     flags = [(flag, values) for flag, values in launch.flags if flag != "--mock-data"]
     job = examine(replace(launch, flags=[*flags, ("--data-path", ["0.3 /data/a 0.7 /data/b"])]), 128)
-    assert job.error.startswith("--data-path '0.3 /data/a 0.7 /data/b': is one word") and not job.missing
+    assert job.error.startswith("--data-path '0.3 /data/a 0.7 /data/b': a blend in one word") and not job.missing
 
 
 def test_errors_of_the_models_configuration_are_found(parser):
@@ -517,7 +517,7 @@ def test_gpus_of_one_replica():
 
 
 def test_missing_data_is_reported_and_replaced_by_mock_data(shrunk):
-    assert shrunk["data elsewhere"]["missing"].startswith("--vocab-file /data/vocab.json: there is no such file")
+    assert shrunk["data elsewhere"]["missing"].startswith("--vocab-file /data/vocab.json: no such file")
 
 
 def test_the_page_says_if_the_script_logs_no_step(monkeypatch):

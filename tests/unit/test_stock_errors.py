@@ -100,7 +100,7 @@ def test_a_script_that_no_launcher_started_is_told_how(monkeypatch):
     with pytest.raises(ValueError) as raised:
         torch.distributed.init_process_group("gloo", rank=0, world_size=1)  # as Megatron does
     line = stock_mistake(raised.value)
-    assert line == "MASTER_ADDR is not set: no launcher started this; write torchrun --nproc-per-node N SCRIPT FLAGS"
+    assert line == "MASTER_ADDR is not set: no launcher started this; use torchrun --nproc-per-node N SCRIPT FLAGS"
 
 
 def test_so_does_what_others_raise():

@@ -21,7 +21,7 @@ def script(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "line", "remedy"),
     [
-        ("", "--eval-interval: missing, ", "--eval-interval 1000"),
+        ("", "--eval-interval: missing; ", "--eval-interval 1000"),
         ("--full-validation", "--full-validation: ", "--full-validation --multiple-validation-sets"),
         ("--skip-train --full-validation", "--full-validation: ", "--multiple-validation-sets"),
         ("--no-pad-vocab-size", "--no-pad-vocab-size: ", "--no-pad-vocab-size --padded-vocab-size 256"),

@@ -34,13 +34,13 @@ def loader(request, monkeypatch):
     ("text", "line"),
     [
         ("a: 1\n" * 220_000, f"1,100,000 bytes; a YAML file may have {LARGEST:,}: split it, or give a YAML file"),
-        ("a: " + "[" * 100_000, f"its values are nested more than {DEEPEST} deep; it needs no more than a few"),
-        ("a: " + "{a: " * 100_000, f"its values are nested more than {DEEPEST} deep; it needs no more than a few"),
-        ("- " * 100_000, f"its values are nested more than {DEEPEST} deep; it needs no more than a few"),
+        ("a: " + "[" * 100_000, f"values are nested more than {DEEPEST} deep; a few levels are enough"),
+        ("a: " + "{a: " * 100_000, f"values are nested more than {DEEPEST} deep; a few levels are enough"),
+        ("- " * 100_000, f"values are nested more than {DEEPEST} deep; a few levels are enough"),
         (LAUGHS, f"more than {MOST_VALUES:,} values, with its aliases written out; leave some out"),
         (MERGES, f"more than {MOST_VALUES:,} values, with its aliases written out; leave some out"),
-        ("a: &a [*a]", "*a stands inside of &a; write out what is meant"),
-        ("a: &a {b: [*a]}", "*a stands inside of &a; write out what is meant"),
+        ("a: &a [*a]", "*a stands inside &a; write its value out"),
+        ("a: &a {b: [*a]}", "*a stands inside &a; write its value out"),
         ("a: *b", "not YAML: "),
         ("a: [", "not YAML: "),
         ("a: b: c", "not YAML: "),
@@ -66,7 +66,7 @@ def test_a_file_that_is_none(tmp_path):
     assert error_of(load_yaml, tmp_path, "--flag x") == "--flag x: Is a directory; give a YAML file"
     assert error_of(load_yaml, "/dev/zero").startswith(f"/dev/zero: more than {LARGEST:,} bytes; a YAML file may have")
     (tmp_path / "x").write_bytes(b"a: \xff")
-    assert error_of(load_yaml, tmp_path / "x") == f"{tmp_path}/x: not text in UTF-8, from byte 3 on; give a YAML file"
+    assert error_of(load_yaml, tmp_path / "x") == f"{tmp_path}/x: not UTF-8 text, from byte 3 on; give a YAML file"
 
 
 def test_what_is_taken(tmp_path):
