@@ -1,1 +1,1 @@
-"""Checkpoints: what of a level they hold, their seals, saving and finding them; conversion to and from other forms."""
+"""Checkpoints: a level's state in them, their seals, saving, loading, and conversion to and from Hugging Face."""

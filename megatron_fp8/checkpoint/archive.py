@@ -1,6 +1,6 @@
-"""What a checkpoint holds of the engine and of the chain that it is part of, put together; and taken apart again.
+"""Builds the state dicts of the engine's optimizer and of the optimizer chain, and loads them.
 
-state.py, compact.py and stock_state.py have the pieces.
+state.py, compact.py and stock_state.py build the parts.
 """
 
 import torch
@@ -28,26 +28,26 @@ from .stock_state import adopt, ask_for_masters, step_of, take_schedule
 class Archive:
     """Makes the state dicts of EngineOptimizer and Fp8ChainedOptimizer, in the form that the metadata names.
 
-    grad_format: the activation gradients'.
+    grad_format: the format of activation gradients.
     """
 
     def __init__(self, grad_format: Format):
         self._grad_format = grad_format
 
     def engine_state(self, engine: EngineOptimizer, model: dict, is_loading: bool, metadata: dict | None) -> dict:
-        """Optimizer state, in the form for every layout and level or in the compact one (state.py)."""
+        """The engine's state dict, in the form for every layout and level, or in the compact form (state.py)."""
         found = (metadata or {}).get(CONTENTS)
-        if found is None:  # stock Megatron's: the same names, and nothing else of ours
+        if found is None:  # a stock checkpoint: the same names, without our other entries
             return {"state": sharded_engine_state(engine.buckets, model, is_loading)}
         if found["compact"]:
             state: dict = {"state": sharded_compact_state(engine.buckets, any(owned.frozen for owned in engine.sets))}
         else:
             state = {"state": sharded_engine_state(engine.buckets, model, is_loading)}
         weights = [weight for owned in engine.sets for weight in owned.weights]
-        # Of scales that are still another run's, for no step was made since, no code says again what they are for.
+        # If no step was made since loading, the scales are still the earlier run's; leave `scaled_for` empty.
         warm = all(owned.scaling is None or owned.scaling.warm for owned in engine.sets)
         state["step"], state["scaled_for"] = engine.steps, self._scaled_for() if warm else ""
-        # Always, so that a run may change to --fp8-grad-reduce shared: 0 is no mu.
+        # Save mu always, so that a later run may change to --fp8-grad-reduce shared. 0 means that there is no mu.
         mu = [owned.reduction.mu(len(owned.weights), engine.device) for owned in engine.sets]
         state["mu"] = sharded_mu_state(torch.cat(mu), weights)
         if found["weight_scale"]:
@@ -60,13 +60,13 @@ class Archive:
         return state
 
     def load_engine(self, engine: EngineOptimizer, state: dict) -> None:
-        """The reverse."""
+        """Load what `engine_state` asked for."""
         if "weight_scale" in state:
             load_weight_scales(engine.buckets, state["weight_scale"])
         held = state.get("state", {})  # a rank without a linear of ours finds none
         load = load_compact_state if "compact" in held else load_engine_state
         load(engine.buckets, held)
-        engine.weights_changed()  # what the owners rounded from their masters
+        engine.weights_changed()  # each rank rounded the weights that it owns from their masters
         engine.steps = state["step"]
         same = state.get("scaled_for", self._scaled_for()) == self._scaled_for()
         for owned in engine.sets:
@@ -78,29 +78,30 @@ class Archive:
             engine.watch.load_state_dict(state["watch"])
 
     def chain_state(self, chain: Fp8ChainedOptimizer, state: dict, metadata: dict | None) -> dict:
-        """What to load of a checkpoint, `state` as the chain's parts ask for it: in the form that it was saved in."""
+        """The state dict to load, in the form of the saved checkpoint. state: what the chain's parts ask for."""
         saved = metadata or {}
         ours = len(chain.chained_optimizers) - 1
         ask_for_masters({i: part for i, part in state.items() if i < ours or CONTENTS not in saved}, saved)
         return state
 
     def chain_parts(self, chain: Fp8ChainedOptimizer, state: dict) -> dict:
-        """Of what was loaded, the state for each part of the chain."""
+        """{index of a part of the chain: its loaded state}."""
         last = len(chain.chained_optimizers) - 1
         take_schedule(chain.chained_optimizers, state)
         stock, ours = [state[i] for i in range(last)], state.get(last, {})
-        for part in (part for i, part in state.items() if isinstance(i, int)):  # it may have had another place
+        for part in (part for i, part in state.items() if isinstance(i, int)):  # ours may have had another index
             ours.update({key: part[key] for key in ("step", "scaled_for", "watch") if key in part})
         ours.setdefault("step", step_of(state))
         stock = [adopt(part, found, state) for part, found in zip(chain.chained_optimizers, stock, strict=False)]
         return dict(enumerate([*stock, ours]))
 
     def _scaled_for(self) -> str:
-        """What gradients the delayed scales and mu are for: their format, their size and how many ranks sum them.
+        """The gradients that the delayed scales and mu fit, as text: format, size, number of ranks that sum them.
 
-        A token's gradient is a share of its rank's mean: twice the ranks, each with half of a step's tokens, have
-        gradients twice as large, whatever the micro-batches. With --calculate-per-token-loss it is no share. Of
-        --step-batch-size-schedule the largest step counts: what a run's own course changes is no reason to scale anew.
+        If a loading run's text differs, it starts new scales. A token's gradient is divided by the tokens of its rank:
+        with twice the ranks, each has half of a step's tokens, and gradients are twice as large, for any micro-batch
+        size. With --calculate-per-token-loss it is not divided. With --step-batch-size-schedule the largest step
+        counts: a change of batch size within a run is no reason to scale anew.
         """
         args = get_args()
         ranks = args.data_parallel_size * args.context_parallel_size

@@ -1,9 +1,9 @@
-"""The compact form of the engine's state in a checkpoint (`--fp8-ckpt-compact`): the bytes as they are.
+"""The compact form of the engine's state in a checkpoint (`--fp8-ckpt-compact`): the states' own bytes.
 
-Each bucket's states are saved as the owner of a row holds them, payload and exponents: 5 bytes a parameter at O2 and
-O3 (remainder 2, m 1, v 2, and 2/128), beside the model's BF16 weights, 7 in all; nothing is converted, and nothing
-gathered. The layout is in the form: data-parallel rank, bucket, format.  It is written into the checkpoint's contents
-(checkpoint.py), and a run with another is refused before anything is loaded.
+Each data-parallel rank saves its row of each bucket's states, payload and exponents: 5 bytes a parameter at O2 and O3
+(remainder 2, m 1, v 2, and 2/128), beside the model's BF16 weights, 7 in all. Nothing is converted or gathered. The
+form depends on the layout: data-parallel rank, bucket, format.  The checkpoint's contents metadata names the layout
+(state.py), and a run with another one is refused before anything is loaded.
 
     optimizer.fp8_compact.pp0.tp1.bucket3.exp_avg.payload      (R * n,) uint8, row j from data-parallel rank j
 """
@@ -22,8 +22,8 @@ _NAMES = ("master", "exp_avg", "exp_avg_sq")
 def sharded_compact_state(buckets: list[Bucket], some_frozen: bool) -> dict:
     """What to save, or to load into: {"compact": {bucket: {state: {payload or exponents: sharded tensor}}}}.
 
-    some_frozen: whether a script has frozen linears of this rank, so that others are in the buckets than the layout
-    says: then the keys tell which.
+    some_frozen: whether a script has frozen linears of this rank. The layout then does not determine which weights are
+    in a bucket, so the keys contain a hash of their names.
     """
     state: dict[int, dict] = {}
     for i, bucket in enumerate(buckets):
@@ -39,7 +39,7 @@ def sharded_compact_state(buckets: list[Bucket], some_frozen: bool) -> dict:
 
 
 def load_compact_state(buckets: list[Bucket], state: dict) -> None:
-    """The reverse."""
+    """Load what `sharded_compact_state` asked for."""
     for i, bucket in enumerate(buckets):
         for name in _NAMES:
             for kind, tensor in bucket_states.tensors(getattr(bucket, name)).items():
@@ -47,7 +47,7 @@ def load_compact_state(buckets: list[Bucket], state: dict) -> None:
 
 
 def _sharded(key: str, tensor: torch.Tensor, bucket: Bucket) -> ShardedTensor:
-    """This rank's row, or of a replica all rows, as bytes: a copy on the host, which loading may overwrite."""
+    """This rank's row as bytes, or all rows if they are replicated: a copy on the host, which loading overwrites."""
     data = tensor.view(torch.uint8).to("cpu", copy=True)
     rank, ranks = bucket.group.rank(), bucket.group.size()
     offsets = [(0, rank, ranks)] if bucket.sharded else []

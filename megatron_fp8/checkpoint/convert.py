@@ -1,16 +1,16 @@
-"""`megatron-fp8 convert`: a Megatron checkpoint (`torch_dist`) into a Hugging Face folder, and back.
+"""`megatron-fp8 convert`: converts a Megatron checkpoint (`torch_dist`) to a Hugging Face folder, and back.
 
-    to-hf         CKPT OUT    reads the model part only: the weights under stock names, BF16 at every level
-    to-megatron   HF OUT      a checkpoint that `--load OUT` starts from: weights, and no optimizer state
+    to-hf         CKPT OUT    reads only the model: the weights under stock names, BF16 at every level
+    to-megatron   HF OUT      writes a checkpoint for `--load OUT`: weights without optimizer state
 
-Neither starts Megatron, and neither needs a GPU.  A torch_dist checkpoint is a checkpoint of
-torch.distributed.checkpoint (DCP) in which a name holds one whole tensor, however many ranks wrote it, plus
-the run's arguments as the object `common_state`; so DCP reads and writes it in one process.  checkpoint/hf/families.py
-has names and layouts, checkpoint/hf/config.py the arguments.
+Neither starts Megatron or needs a GPU.  A torch_dist checkpoint is a checkpoint of torch.distributed.checkpoint (DCP):
+each name is one whole tensor, for any number of ranks, and the object `common_state` has the run's arguments.  So DCP
+reads and writes it in one process.  checkpoint/hf/families.py has names and layouts, checkpoint/hf/config.py the
+arguments.
 
-All weights become BF16: of a BF16 model bit for bit, of one in another precision rounded once (--dtype e4m3
-rounds the four linears' to E4M3 instead).  to-hf holds one stacked tensor and one file of weights at a time
-in memory, to-megatron the whole model.
+All weights become BF16: a BF16 model's bit for bit, another precision's rounded once (--dtype e4m3 rounds those of the
+four linears to E4M3 instead).  to-hf holds one stacked tensor and one file of weights in memory at a time, to-megatron
+the whole model.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from .seal import Broken, how_to_put_back, is_finished, seal, verify
 from .tracker import TRACKER, tracked
 
 # isort: split
-from safetensors.torch import save_file  # hf/folder.py says in one line if it is missing
+from safetensors.torch import save_file  # if it is missing, hf/folder.py has raised a UserError
 
 
 def to_hf(
@@ -45,15 +45,15 @@ def to_hf(
 ) -> None:
     """Write config.json and model*.safetensors to the folder `out`.
 
-    checkpoint: as --load takes it, or an iteration's folder.  dtype: "bf16" or "e4m3", of the four linears.
-    vocab_size: real tokens; None: as the checkpoint has it.  max_shard_bytes: of a file, unless one tensor has more.
-    UserError in one line for what cannot be converted exactly, and for a damaged checkpoint.
+    checkpoint: a folder for --load, or an iteration's folder.  dtype: "bf16" or "e4m3", for the four linears.
+    vocab_size: real tokens; None: the checkpoint's.  max_shard_bytes: of one file, unless a single tensor is larger.
+    Raises UserError for a model that cannot be converted exactly, and for a damaged checkpoint.
     """
     folder = _iteration_folder(Path(checkpoint))
     saved, stored = _contents(folder)
     args = model_args(saved, vocab_size, str(folder))
     if dtype == "e4m3" and family_of(args).model_type == "gpt2":
-        raise UserError("--dtype e4m3: loaders know E4M3 weights of Linear modules only, and gpt2 has none; use bf16")
+        raise UserError("--dtype e4m3: loaders support E4M3 only in Linear modules, and gpt2 has none; use bf16")
     wanted = parameters(args)
     _check_names(folder, stored, wanted, args)
     config = config_of(args)
@@ -74,7 +74,7 @@ def to_hf(
 
 
 def _iteration_folder(path: Path) -> Path:
-    """The folder that holds the checkpoint: `path` itself, or what its tracker file names."""
+    """The checkpoint's folder: the one that the tracker in `path` names, or `path` itself."""
     with _damage_of(path):
         folder = path / tracked(path)
         if kept := how_to_put_back(folder):
@@ -84,12 +84,12 @@ def _iteration_folder(path: Path) -> Path:
         except Broken as broken:
             raise UserError(f"{path}: {folder.name}{broken}; name another iteration's folder") from None
         if not is_finished(folder) or not all((folder / name).is_file() for name in (".metadata", "metadata.json")):
-            raise UserError(f"{path}: no complete checkpoint of --ckpt-format torch_dist here (looked at {folder})")
+            raise UserError(f"{path}: no complete checkpoint of --ckpt-format torch_dist (looked at {folder})")
     return folder
 
 
 def _contents(folder: Path) -> tuple[Namespace, Mapping[str, Any]]:
-    """A checkpoint's arguments, and {name: what its metadata says of it}."""
+    """(a checkpoint's arguments, {name: its metadata})."""
     with _damage_of(folder):
         from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
@@ -97,7 +97,7 @@ def _contents(folder: Path) -> tuple[Namespace, Mapping[str, Any]]:
         metadata = dcp.FileSystemReader(folder).read_metadata()
     saved = common.get("args") if isinstance(common, dict) else None
     if not isinstance(saved, Namespace):
-        raise UserError(f"{folder}: has no arguments of a run in it, so that the model is not known")
+        raise UserError(f"{folder}: contains no run's arguments, so the model is unknown; give another checkpoint")
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise UserError(f"{folder}/.metadata: damaged, or not the metadata of a checkpoint")
     return saved, metadata.state_dict_metadata
@@ -105,10 +105,10 @@ def _contents(folder: Path) -> tuple[Namespace, Mapping[str, Any]]:
 
 @contextlib.contextmanager
 def _damage_of(path: Path) -> Iterator[None]:
-    """UserError with one line for what is wrong with a checkpoint or a folder that is read, of which nothing runs.
+    """Raise UserError of one line if reading a checkpoint or folder fails. Pickles in it may contain only data.
 
-    Damaged bytes unpickle into anything, so that any exception may say it, but for a bug of ours. DCP wraps errors in
-    an exception that is no Exception.
+    Damaged bytes unpickle into anything, so every exception counts as damage, unless it is a bug of ours. DCP wraps
+    errors in CheckpointException, which is no subclass of Exception.
     """
     try:
         with data_only():
@@ -123,7 +123,7 @@ def _damage_of(path: Path) -> Iterator[None]:
 
 
 def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter], args: Namespace) -> None:
-    """The tensors of the model part must be those wanted, of the same shapes."""
+    """Raise UserError unless the model's tensors in the checkpoint are the wanted ones, in name and shape."""
     model = {
         name: tuple(entry.size)
         for name, entry in stored.items()
@@ -136,7 +136,7 @@ def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter
         expected = (args.num_layers, *parameter.shape) if parameter.is_stacked else parameter.shape
         if shape != expected:
             found = "is missing" if shape is None else f"has shape {shape}"
-            raise UserError(f"{folder}: {parameter.name} {found}; by the arguments in the checkpoint it is {expected}")
+            raise UserError(f"{folder}: {parameter.name} {found}; the checkpoint's arguments demand {expected}")
     if model:
         raise UserError(f"{folder}: {shown(min(model))} has no place in a {family_of(args).model_type} model")
 
@@ -144,12 +144,12 @@ def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter
 def _new_folder(out: str) -> Path:
     path = Path(out)
     try:
-        out.encode()  # the command line to start with is printed
+        out.encode()  # the name is printed later
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{out} is there already: name a new or an empty folder")
+            raise UserError(f"{out}: exists already; name a new or an empty folder")
         path.mkdir(parents=True, exist_ok=True)
     except UnicodeEncodeError:
-        raise UserError(f"{shown(out)}: a name that is not UTF-8; name another folder") from None
+        raise UserError(f"{shown(out)}: the name is not UTF-8; name another folder") from None
     except OSError as error:
         raise UserError(f"{out}: {error.strerror}; name a new or an empty folder") from None
     return path
@@ -158,7 +158,7 @@ def _new_folder(out: str) -> Path:
 def _encode(
     parameter: Parameter, names: list[str], tensor: torch.Tensor, args: Namespace, dtype: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of one layer's parameter as it is written."""
+    """(name, tensor) of each tensor that is written for one layer's parameter."""
     if dtype == "e4m3" and parameter.is_linear_weight:
         try:
             scaled = to_e4m3(tensor)
@@ -172,9 +172,9 @@ def _encode(
 
 
 class _ShardWriter:
-    """Writes tensors in the order they come, and begins a new file where one would grow beyond the limit.
+    """Writes tensors in the order in which they are added, and starts a new file before one exceeds the limit.
 
-    config.json and the index come last: without them the folder does not load.
+    config.json and the index are written last: an unfinished folder has neither and does not load.
     """
 
     def __init__(self, folder: Path, limit: int):
@@ -186,7 +186,7 @@ class _ShardWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self.limit:
             self._flush()
-        # a copy: safetensors refuses tensors that share memory
+        # Copy: safetensors refuses tensors that share memory.
         self._pending[name] = tensor.clone(memory_format=torch.contiguous_format)
         self._pending_bytes += tensor.nbytes
         self.total += tensor.nbytes
@@ -197,7 +197,7 @@ class _ShardWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def close(self, config: Mapping[str, Any]) -> int:
-        """Returns the number of files."""
+        """Write the rest and config.json. Returns the number of files of weights."""
         self._flush()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -210,7 +210,7 @@ class _ShardWriter:
             _write_json(self.folder / INDEX, index)
         _write_json(self.folder / CONFIG, config)
         for path in self.folder.glob("*.safetensors"):
-            shutil.copymode(self.folder / CONFIG, path)  # safetensors lets no other user read its files
+            shutil.copymode(self.folder / CONFIG, path)  # safetensors makes its files unreadable to other users
         return count
 
 
@@ -221,8 +221,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def to_megatron(folder: str, out: str) -> None:
     """Write a checkpoint of --ckpt-format torch_dist to the folder `out`.
 
-    folder: config.json and model*.safetensors; float8 weights need their scales, one a weight or one a row.
-    UserError in one line for a model that Megatron does not compute, for missing, surplus or misshapen tensors.
+    folder: config.json and model*.safetensors; float8 weights need scales, one per weight or one per row.
+    Raises UserError for a model that Megatron cannot compute, and for missing, extra or misshapen tensors.
     """
     path = Path(folder)
     args = args_of(read_json(path / CONFIG), str(path / CONFIG))
@@ -241,14 +241,14 @@ def to_megatron(folder: str, out: str) -> None:
 
 
 def _write_megatron(out: Path, state: dict[str, Any], args: Namespace) -> None:
-    """A `release` checkpoint: Megatron takes it as iteration 0 and looks for no optimizer in it."""
+    """Write a `release` checkpoint: Megatron loads it as iteration 0, without an optimizer."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     def add_object(name: str, value: Any, of: int = 1, at: int = 0) -> None:
         state[ShardedObject(name, None, (of,), (at,)).unique_key] = [value]
 
-    # Megatron's linears expect a state of their own, which is empty but under Transformer Engine's FP8.
+    # Megatron's linears expect an extra state, which is empty except with Transformer Engine's FP8.
     for module in LINEARS:
         for layer in range(args.num_layers):
             add_object(f"{module}_extra_state", None, args.num_layers, layer)

@@ -1,10 +1,10 @@
-"""One failure, one line: where one rank cannot read or write a checkpoint, the others leave the line to it.
+"""Prints one line if one rank cannot read or write a checkpoint; the other ranks end without a line of their own.
 
-They wait for it in a collective, which breaks as it ends (gloo: "Connection closed by peer"); NCCL's would last until
-the launcher ends them.  So the rank that fails first says so in the store by which the ranks found each other.  Under
-torchrun that is the agent's, and outlives every rank.  Ranks that srun started have it from rank 0: if it is gone, so
-is rank 0, which has printed why, or its launcher says that it was killed.  With a store and no entry there a broken
-collective is what it looks like, the network's failure, and keeps its traceback.
+The others wait for the failed rank in a collective. With gloo it breaks when that rank ends ("Connection closed by
+peer"); with NCCL it would last until the launcher ends them.  So the rank that fails first records it in the
+rendezvous store.  Under torchrun the store is the agent's and outlives every rank.  Under srun rank 0 holds it: if the
+store is gone, rank 0 has ended and has printed why, or its launcher says that it was killed.  If the store is there
+without an entry, a broken collective is a network failure and keeps its traceback.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _KEY = "megatron_fp8/failed"  # holds the rank
 
 @contextlib.contextmanager
 def from_one_rank() -> Iterator[None]:
-    """Around what ranks do together, and what may be a UserError on one of them."""
+    """Wraps collective work that may raise a UserError on one rank."""
     try:
         yield
     except UserError:
@@ -34,12 +34,12 @@ def from_one_rank() -> Iterator[None]:
         raise
     except RuntimeError:  # torch's, of a collective
         if _failed() not in (None, _rank()):
-            _end_quietly()  # it has printed its line
+            _end_quietly()  # the failed rank has printed its line
         raise
 
 
 def _end_quietly() -> None:
-    """Not before the rank that has the line: the launcher reports the one that ended first."""
+    """End with exit code 2, after the rank that has the line: the launcher reports the rank that ends first."""
     time.sleep(PATIENCE)
     sys.exit(2)
 
@@ -50,12 +50,12 @@ def _rank() -> int:
 
 def _say_failed() -> None:
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # its process has ended
+        with contextlib.suppress(RuntimeError):  # the store's process has ended
             _store().compare_set(_KEY, "", str(dist.get_rank()))
 
 
 def _failed() -> int | None:
-    """The rank that failed first; None where no rank says so."""
+    """The rank that failed first; None if none is recorded."""
     if not dist.is_initialized():
         return None
     if _store_is_gone():
@@ -67,14 +67,14 @@ def _failed() -> int | None:
 
 
 def _store_is_gone() -> bool:
-    """Whether rank 0 held the store, and has ended.  Asking the store itself would print torch's frames."""
+    """Whether rank 0 held the store and has ended.  A request to the store itself would print torch's frames."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.get_rank() == 0:
         return False
     try:
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), PATIENCE).close()
     except ConnectionRefusedError:
         return True
-    except (OSError, KeyError):  # of a network that fails nothing is known; without an address ranks met elsewhere
+    except (OSError, KeyError):  # a failing network tells nothing; without an address the store is another one
         return False
     return False
 

@@ -1,7 +1,7 @@
-"""Files that are written into a shared folder, in which another user may have laid a link in their place.
+"""Writes files into a shared folder in which another user may have put a link in a file's place.
 
-What is written is always a new file, which takes the place of what lay there: a link is replaced, and its target is
-left alone.  Opening with O_EXCL ("x") follows no link; opening with "w" would.
+Every write makes a new file and moves it into place: a link is replaced, its target is not touched.  Opening with
+O_EXCL ("x") follows no link; opening with "w" would.
 """
 
 import os
@@ -11,7 +11,7 @@ PARTIAL = ".partial"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of the text, or nothing; in a new file, which takes the place of what lay there."""
+    """Write all of the text or nothing, as a new file that replaces what is there."""
     partial = path.with_name(path.name + PARTIAL)
     partial.unlink(missing_ok=True)
     with partial.open("x", encoding="utf-8") as file:  # follows no link
@@ -22,7 +22,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def set_mark(path: Path) -> None:
-    """Have an empty file there; a link is replaced."""
+    """Make an empty file if there is none. A link is replaced."""
     if path.is_symlink():
         path.unlink()
     if not path.exists():
@@ -30,5 +30,5 @@ def set_mark(path: Path) -> None:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether a folder lies there, and no link to another."""
+    """Whether the path is a folder and not a link to one."""
     return path.is_dir() and not path.is_symlink()

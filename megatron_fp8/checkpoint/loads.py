@@ -1,10 +1,10 @@
-"""Which checkpoint a run goes on from: a whole one, or one line.
+"""Chooses the checkpoint that a run resumes from, verifies it, and refuses a bad one in one line.
 
-    chosen by --ckpt-step, or by Megatron's tracker; where that names none that is finished, the newest sealed one
-    -> its seal is compared (seal.py), before Megatron reads anything -> read -> does it fit this run?
+    choose by --ckpt-step, or by Megatron's tracker; if the tracker names no finished one, the newest sealed one
+    -> verify its seal (seal.py), before Megatron reads anything -> read -> does it fit this run?
 
-Only unfinished saves (saves.py) are passed over.  A sealed checkpoint with a damaged or missing file is refused, even
-where an older one is whole: its owner should know.  The line names the newest one that is whole.
+Only unfinished saves (saves.py) are skipped.  A sealed checkpoint with a damaged or missing file is refused, even if an
+older one is intact: its owner should know.  The line names the newest intact one.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from .tracker import TRACKER, folder_name, is_tracker, read_tracker, what_it_say
 
 
 def named(load: Path) -> tuple[int, bool]:
-    """(iteration, release) to go on from: the tracker's, else the newest sealed one's; (-1, False) if there is none.
+    """(iteration, release) to resume from: the tracker's, else the newest sealed one's; (-1, False) if there is none.
 
-    OSError where the folder may not be read.
+    Raises OSError if the folder is not readable.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.scandir(load).close()  # Path.glob takes a folder that may not be read for an empty one
+        os.scandir(load).close()  # for Path.glob an unreadable folder is empty
     written = read_tracker(load)
     if written == "release":
         return 0, True
@@ -53,10 +53,10 @@ def named(load: Path) -> tuple[int, bool]:
 
 
 def choose(load: Path, args: Namespace) -> Path | None:
-    """The checkpoint that Megatron is about to read, verified; None where it begins anew; collective.
+    """The verified checkpoint that Megatron is about to read; None if it starts from scratch. Collective.
 
-    UserError in one line for one that is not whole.  Without a process group (--use-checkpoint-args) every process
-    looks for itself, and hashes no large file: the arguments alone are read.
+    Raises UserError for a damaged one.  Without a process group (--use-checkpoint-args) every process looks for itself
+    and hashes no large file, because only the arguments are read.
     """
     iteration, release = (args.ckpt_step, False) if args.ckpt_step else on_rank_0(lambda: named(load))
     folder = load / ("release" if release else folder_name(iteration))
@@ -67,14 +67,14 @@ def choose(load: Path, args: Namespace) -> Path | None:
         newest = on_rank_0(lambda: named(other)[0] if (other / TRACKER).is_file() else -1)
         if newest >= max(iteration, 0):
             if args.ckpt_step:
-                newer = f"with --non-persistent-ckpt-type global Megatron goes on from {other / folder_name(newest)}"
+                newer = f"with --non-persistent-ckpt-type global Megatron resumes from {other / folder_name(newest)}"
                 raise UserError(f"--ckpt-step {iteration}: {newer}, which is newer; move that away")
             iteration, folder = newest, other / folder_name(newest)
     if iteration < 0:
         if mistaken := on_rank_0(lambda: _mistaken(*places)):
             raise UserError(f"--load {load}: {mistaken}")
         if on_rank_0(lambda: os.path.lexists(load / TRACKER)):
-            says = f"{TRACKER} {what_it_says(on_rank_0(lambda: read_tracker(load)))}, and no checkpoint is there"
+            says = f"{TRACKER} {what_it_says(on_rank_0(lambda: read_tracker(load)))}, but there is no checkpoint"
             raise UserError(f"--load {load}: {says}; give another folder")
         return None
     if not args.ckpt_step and not is_named(folder):
@@ -84,9 +84,9 @@ def choose(load: Path, args: Namespace) -> Path | None:
 
 
 def _mistaken(load: Path, *others: Path) -> str:
-    """What is wrong with a folder in which no checkpoint is found, though it looks as if one was meant; or nothing.
+    """The mistake in a --load folder without a checkpoint, with a remedy; "" if the run may start from scratch.
 
-    others: where checkpoints might lie besides.
+    others: other folders that may have checkpoints.
     """
     if load.is_file():
         return "it is a file; give the folder that --save wrote"
@@ -100,7 +100,7 @@ def _mistaken(load: Path, *others: Path) -> str:
 
 @contextlib.contextmanager
 def without_tracker(load: Path, args: Namespace) -> Iterator[None]:
-    """Without its tracker Megatron would begin anew: let it go on from the newest sealed checkpoint; collective."""
+    """Resume from the newest sealed checkpoint if there is no tracker: Megatron would start anew. Collective."""
     given = args.ckpt_step
     if not given:
         with readable(load):
@@ -114,11 +114,11 @@ def without_tracker(load: Path, args: Namespace) -> Iterator[None]:
         args.ckpt_step = given
 
 
-# --- what stands around Megatron's functions (hooks.py)
+# --- wrappers of Megatron's functions (hooks.py)
 
 
 def name_finished(stock: Callable) -> Callable:
-    """Around checkpointing.read_metadata, which ends the process where the tracker holds no number."""
+    """Replaces checkpointing.read_metadata, which ends the process if the tracker contains no number."""
 
     def read_metadata(tracker_filename):
         folder = Path(tracker_filename).parent
@@ -129,9 +129,10 @@ def name_finished(stock: Callable) -> Callable:
 
 
 def load_whole(fp8: Fp8Config | None) -> Callable:
-    """Around checkpointing._load_base_checkpoint: with `rank0` what every rank reads first, then the rest.
+    """Wraps checkpointing._load_base_checkpoint. Megatron calls it twice: with `rank0` for what every rank reads first,
+    then for the rest.
 
-    fp8: None where the arguments alone are read (--use-checkpoint-args): whether the rest fits is not known yet.
+    fp8: None if only the arguments are read (--use-checkpoint-args); whether the rest fits is then not checked.
     """
 
     def make(stock: Callable) -> Callable:
@@ -144,14 +145,14 @@ def load_whole(fp8: Fp8Config | None) -> Callable:
                     folder = choose(Path(load_dir), args) if rank0 else None
                 if folder is None:
                     if rank0 and args.exit_on_missing_checkpoint:
-                        said = "no checkpoint is there; give the folder that --save wrote"
+                        said = "there is no checkpoint; give the folder that --save wrote"
                         raise UserError(f"--load {load_dir}: {said}, or remove --exit-on-missing-checkpoint")
                     return stock(*given, **kwargs)
                 remedy = functools.partial(_remedy_alone, Path(load_dir), folder)
                 with one_line(load_dir, f"{folder.name} cannot be read", lambda error: not is_bug(error), remedy):
                     loaded = stock(*given, **kwargs)
                 if is_ours(loaded[0]) and not on_rank_0(lambda: is_sealed(folder)):
-                    missing = f"{folder.name}/{SEAL} is missing, so damage could not be seen"
+                    missing = f"{folder.name}/{SEAL} is missing, so damage cannot be detected"
                     raise UserError(f"--load {load_dir}: {missing}; {_remedy(Path(load_dir), folder)}")
                 if fp8 is not None:
                     if loaded[3] is CheckpointType.LEGACY and not (args.finetune or args.no_load_optim):
@@ -169,7 +170,7 @@ def load_whole(fp8: Fp8Config | None) -> Callable:
 
 
 def refuse_levels(stock: Callable) -> Callable:
-    """Around checkpointing._load_base_checkpoint in a run without a level."""
+    """Wraps checkpointing._load_base_checkpoint in a run without a level: refuses a level's optimizer state."""
 
     def load_base_checkpoint(load_dir, args, rank0=False, *rest, **kwargs):
         loaded = stock(load_dir, args, rank0, *rest, **kwargs)
@@ -183,7 +184,7 @@ def refuse_levels(stock: Callable) -> Callable:
 
 
 def load_in_one_line(stock: Callable) -> Callable:
-    """Around training.load_checkpoint: what says that the checkpoint does not fit is a user's mistake."""
+    """Wraps training.load_checkpoint: an error that says that the checkpoint does not fit becomes one line."""
 
     def load_checkpoint(*given, **kwargs):
         args = get_args()
@@ -196,7 +197,10 @@ def load_in_one_line(stock: Callable) -> Callable:
 
 
 def compare_what_is_there(stock: Callable) -> Callable:
-    """Around checkpointing.check_checkpoint_args: a converted checkpoint is of no run, and has no tokenizer."""
+    """Wraps checkpointing.check_checkpoint_args: compares only arguments that the checkpoint has.
+
+    A converted checkpoint comes from no run and has no tokenizer, for example.
+    """
 
     def check_checkpoint_args(checkpoint_args, skip_args=None):
         return stock(checkpoint_args, (skip_args or set()) | (vars(get_args()).keys() - vars(checkpoint_args).keys()))
@@ -204,12 +208,15 @@ def compare_what_is_there(stock: Callable) -> Callable:
     return check_checkpoint_args
 
 
-# What stands before experts, by Transformer Engine's spec and a level, and by the local spec.
+# The norm before experts: its name in Transformer Engine's spec and at a level, and its name in the local spec.
 _NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
 
 
 def by_either_name(stock: Callable) -> Callable:
-    """Around dist_checkpointing.load: stock's local spec saves the norm before experts as one before a dense MLP."""
+    """Wraps dist_checkpointing.load: finds the norm before experts under either name.
+
+    Stock's local spec saves it under the name of the norm before a dense MLP.
+    """
 
     def load(sharded_state_dict, checkpoint_dir, *rest, **kwargs):
         stored = on_rank_0(lambda: _stored(checkpoint_dir))
@@ -226,9 +233,10 @@ def by_either_name(stock: Callable) -> Callable:
 
 
 def _say_what_is_left_out(folder: str, stored: list[str], asked: set) -> None:
-    """What no rank's model has of the checkpoint's, as a head that is tied by now: stock says nothing; collective.
+    """Log the checkpoint's model tensors that no rank reads, such as a head that is now tied. Stock ignores them
+    silently. Collective.
 
-    stored: all tensors' names, the same on all ranks; asked: those that this rank is about to read.
+    stored: all tensors' names, the same on all ranks; asked: the names that this rank is about to read.
     """
     of_model = [name for name in stored if "/" not in name and not name.startswith("optimizer.")]
     if not of_model:
@@ -237,20 +245,21 @@ def _say_what_is_left_out(folder: str, stored: list[str], asked: set) -> None:
     all_reduce_largest(wanted, None)
     if left := [name for name, found in zip(of_model, wanted.tolist(), strict=True) if not found]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        _say(f"{folder}: left out, since this run's model has none: {', '.join(left[:3])}{more}")
+        _say(f"{folder}: not loaded, this run's model has none: {', '.join(left[:3])}{more}")
 
 
 def _stored(folder: str) -> list[str]:
-    """The names of a checkpoint's tensors; none where they cannot be read, which every rank is about to find."""
+    """The names of a checkpoint's tensors; none if they cannot be read (every rank then fails when it loads)."""
     with contextlib.suppress(Exception, CheckpointException):
         return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
     return []
 
 
 def find_without_tracker(stock: Callable) -> Callable:
-    """Around checkpointing.checkpoint_exists, which asks for the tracker: else --pretrained-checkpoint begins anew.
+    """Wraps checkpointing.checkpoint_exists, which looks only for the tracker: without one, the run would start anew
+    from --pretrained-checkpoint.
 
-    A mistaken folder, or one that may not be read, is said to have one, so that what loads it says what is wrong.
+    Returns True for a mistaken or unreadable folder too: loading it then reports the mistake.
     """
 
     def checkpoint_exists(checkpoints_path):
@@ -266,7 +275,7 @@ def find_without_tracker(stock: Callable) -> Callable:
 
 
 def _loaded_from(args: Namespace) -> str:
-    """Of --load and --pretrained-checkpoint, as Megatron has it: the second where the first has no checkpoint."""
+    """The folder that Megatron loads: --load, or --pretrained-checkpoint if --load has no checkpoint."""
     if args.pretrained_checkpoint is None or args.load is None:
         return args.load or args.pretrained_checkpoint
     with readable(args.load):
@@ -289,7 +298,7 @@ def _say(line: str) -> None:
 
 
 def _require_whole(load: Path, folder: Path) -> None:
-    """UserError in one line; collective."""
+    """Raise UserError unless a checkpoint is finished and matches its seal. Collective."""
     try:
         on_rank_0(lambda: require_finished(folder))
         verify(folder, everything=False)
@@ -298,22 +307,22 @@ def _require_whole(load: Path, folder: Path) -> None:
 
 
 def _remedy(load: Path, folder: Path) -> str:
-    """Where to go on from instead; collective."""
+    """Remedy for a bad checkpoint: another one to resume from, if there is one. Collective."""
     for other in on_rank_0(lambda: _others(load, folder)):
         with contextlib.suppress(Broken):
             verify(other, everything=False)
-            return _go_on_from(load, folder, other, "whole" if dist.is_initialized() else "sealed")
-    return on_rank_0(lambda: _mistaken(load)) or "no other checkpoint there is whole: restore it from a copy"
+            return _go_on_from(load, folder, other, "intact" if dist.is_initialized() else "sealed")
+    return on_rank_0(lambda: _mistaken(load)) or "no other checkpoint there is intact: restore it from a copy"
 
 
 def _remedy_alone(load: Path, folder: Path) -> str:
-    """The same, where the other ranks may not have met what this one has: nothing is hashed."""
+    """The same for one rank alone: the other ranks may not have failed, so nothing is hashed."""
     other = next(iter(_others(load, folder)), None)
     return "restore it from a copy" if other is None else _go_on_from(load, folder, other, "sealed")
 
 
 def _others(load: Path, folder: Path) -> list[Path]:
-    """The sealed checkpoints but this one, the newest first; after them those of stock Megatron, which have no seal."""
+    """The other sealed checkpoints, the newest first, then stock Megatron's, which have no seal."""
     sealed = [load / folder_name(iteration) for iteration in sealed_iterations(load)]
     found = (path for path in load.glob("iter_*") if re.fullmatch(r"iter_[0-9]{7,18}", path.name))
     stocks = sorted((path for path in found if path not in sealed and is_finished(path)), reverse=True)
@@ -322,7 +331,7 @@ def _others(load: Path, folder: Path) -> list[Path]:
 
 def _go_on_from(load: Path, folder: Path, other: Path, how: str) -> str:
     said = f"{other.name} is {how}" if is_sealed(other) else f"{other.name} is there too, without a seal"
-    flag = "leave --non-persistent-ckpt-type out" if folder.parent != load else f"add --ckpt-step {int(other.name[5:])}"
+    flag = "remove --non-persistent-ckpt-type" if folder.parent != load else f"add --ckpt-step {int(other.name[5:])}"
     return f"{said}: {flag}"
 
 

@@ -1,8 +1,8 @@
-"""A vocabulary that a run pads to another size than its checkpoint's.
+"""Logs if a run pads its vocabulary to another size than the checkpoint, because the loss then changes.
 
 Megatron pads it to a multiple of --make-vocab-size-divisible-by (N) times --tensor-model-parallel-size.  Rows that the
-checkpoint has not stay as they were initialised: logits near 0, which no target ever names.  They take their share of
-the softmax: of V rows with logits near 0, V' rows have a loss of ln V' in place of ln V.  Stock does the same.
+checkpoint does not have keep their initial values: their logits are near 0, and no target names them.  They take part
+in the softmax: with V rows of logits near 0 the loss is ln V, with V' rows ln V'.  Stock does the same.
 """
 
 import math
@@ -10,13 +10,13 @@ from argparse import Namespace
 
 
 def other_padding(saved: Namespace | None, args: Namespace) -> str:
-    """The line that says so; empty where the sizes are the same, or not known."""
+    """The log line; "" if the sizes are equal or unknown."""
     old, new = getattr(saved, "padded_vocab_size", None), getattr(args, "padded_vocab_size", None)
     if saved is None or not old or not new or old == new:
         return ""
     said = (
-        f"the vocabulary is padded to {new} rows, the checkpoint's to {old}: the loss begins up to about "
-        f"ln({new}/{old}) = {math.log(new / old):+.4f} off, as in stock"
+        f"the vocabulary is padded to {new} rows, the checkpoint's to {old}: the first loss differs by up to about "
+        f"ln({new}/{old}) = {math.log(new / old):+.4f}, as in stock"
     )
     ranks = args.tensor_model_parallel_size
     if old % ranks or (getattr(args, "vocab_size", None) or old) > old:
@@ -25,6 +25,6 @@ def other_padding(saved: Namespace | None, args: Namespace) -> str:
 
 
 def _multiple(saved: Namespace, old: int, ranks: int) -> int:
-    """What pads to the old size: the same multiple as then, where the ranks divide it."""
+    """A --make-vocab-size-divisible-by that pads to the old size: the saved run's multiple, if the ranks divide it."""
     then = getattr(saved, "make_vocab_size_divisible_by", 0) * getattr(saved, "tensor_model_parallel_size", 1)
     return then // ranks if then and then % ranks == 0 and old % then == 0 else old // ranks

@@ -1,11 +1,13 @@
-"""What a checkpoint's pickles may make: data, and nothing that runs.
+"""Keeps a checkpoint's pickles from running code: they may contain only data.
 
-torch's .metadata is a pickle, and so are Megatron's arguments and random states in the other files: torch reads them
-with weights_only=False, and a pickle may call whatever it names.  So each is first read by a reader that knows classes
-of data only; what passes is then read by torch as ever.  Of .metadata these are the data classes of
-torch.distributed.checkpoint; of the others what torch.load(weights_only=True) knows, with Megatron's own list
-(megatron.core.safe_globals), what that forgets of the check that failed where Megatron saves in the middle of a step,
-to make it again on another GPU, and what a script has added with torch.serialization.add_safe_globals.
+torch's .metadata is a pickle, and so are Megatron's arguments and random states in the other files. torch reads them
+with weights_only=False, and such a pickle can call any function that it names.  So each is first read by a reader that
+accepts only data classes; if that passes, torch reads it as usual.  The accepted classes:
+
+    .metadata        the data classes of torch.distributed.checkpoint
+    the other files  those of torch.load(weights_only=True); Megatron's own list (megatron.core.safe_globals); Call and
+                     Caller, which that list forgets (Megatron saves them in the middle of a step to rerun a failed
+                     check on another GPU); those that a script adds with torch.serialization.add_safe_globals
 """
 
 import contextlib
@@ -43,19 +45,23 @@ class _DataOnly(pickle.Unpickler):
 
 
 def _no_data(name: str) -> CheckpointException:
-    """torch's own, which is no Exception: what it takes for one it passes over, and says that there is no metadata."""
-    error = pickle.UnpicklingError(f"it names {name}, which is no data")
+    """The error for a class that is not data.
+
+    It is torch's CheckpointException, no subclass of Exception: torch swallows an Exception here, and says that there
+    is no metadata.
+    """
+    error = pickle.UnpicklingError(f"it names {name}, which is not data")
     return CheckpointException(str(error), {0: (error, traceback.StackSummary())})
 
 
 def _is_data(found) -> bool:
-    """Whether this is one of the package's classes that only hold values; a name may lead out of its module."""
+    """Whether this is one of the package's own data classes or enums. A name in a module may come from elsewhere."""
     is_class = isinstance(found, type) and f"{found.__module__}.".startswith(f"{_PACKAGE}.")
     return is_class and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
 
 
 def data_only_metadata(stock: Callable) -> Callable:
-    """Around FileSystemReader.read_metadata; CheckpointException for anything but data."""
+    """Wraps FileSystemReader.read_metadata; CheckpointException for anything but data."""
 
     def read_metadata(self, *args, **kwargs):
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -66,14 +72,14 @@ def data_only_metadata(stock: Callable) -> Callable:
 
 
 def data_only_objects(stock: Callable) -> Callable:
-    """Around DefaultLoadPlanner.load_bytes; CheckpointException for anything but data."""
+    """Wraps DefaultLoadPlanner.load_bytes; CheckpointException for anything but data."""
 
     def load_bytes(self, read_item, value):
         try:
             with torch.serialization.safe_globals([Call, Caller]):
                 torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL (\S+)", str(error))  # in a page of advice
+            named = re.search(r"GLOBAL (\S+)", str(error))  # the class's name, in a page of advice
             raise (_no_data(named[1]) if named else error) from None
         value.seek(0)
         return stock(self, read_item, value)
@@ -83,7 +89,7 @@ def data_only_objects(stock: Callable) -> Callable:
 
 @contextlib.contextmanager
 def data_only() -> Iterator[None]:
-    """Both, for a while."""
+    """Install both wrappers for a while."""
     read_metadata, load_bytes = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
     FileSystemReader.read_metadata = data_only_metadata(read_metadata)
     DefaultLoadPlanner.load_bytes = data_only_objects(load_bytes)
@@ -94,14 +100,14 @@ def data_only() -> Iterator[None]:
 
 
 def check_arguments(args: Namespace) -> None:
-    """UserError where a run's checkpoints would hold arguments that are refused when they are read."""
+    """Raise UserError for an argument of the run that could not be read back from its checkpoints."""
     if _reads_back(vars(args)):
         return
     for name, value in vars(args).items():
         if not _reads_back(value):
             raise UserError(
                 f"--save {args.save}: the argument {name} is a {type(value).__module__}.{type(value).__name__}, which "
-                "would not be read back from a checkpoint; make it a number, a string or a list of such, or register "
+                "cannot be read back from a checkpoint; make it a number, a string or a list of these, or register "
                 "its class with torch.serialization.add_safe_globals"
             )
 

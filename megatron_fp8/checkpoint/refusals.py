@@ -1,4 +1,4 @@
-"""What reading a checkpoint ends in, in one line: exceptions of Megatron's and torch's that are a user's mistake."""
+"""Turns exceptions that Megatron or torch raises while it reads a checkpoint into one line, if the user can mend it."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _CHECKPOINTING = os.path.join("megatron", "training", "checkpointing.py")
 
 @contextlib.contextmanager
 def readable(load: str | Path) -> Iterator[None]:
-    """UserError in one line where this process may not read what lies there."""
+    """Turn an OSError into a UserError: this process cannot read the folder."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,10 @@ def readable(load: str | Path) -> Iterator[None]:
 def one_line(
     load: str, what: str, is_mistake: Callable[[BaseException], bool], remedy: Callable[[], str] | None = None
 ) -> Iterator[None]:
-    """UserError where `is_mistake` says so of an exception, and where Megatron ends the process with exit code 0."""
+    """Raise UserError instead of an exception for which `is_mistake` is true, or of an exit with code 0.
+
+    what: what failed, for the line. remedy: makes the line's last part.
+    """
     try:
         yield
     except SystemExit as ended:
@@ -45,8 +48,8 @@ def one_line(
         said = said_by(error)
         if _lacks_part(error):
             said = f"it has no {said}; add --no-load-optim or --finetune"
-        elif re.fullmatch(r"'[\w.]+'", said):  # a name, which torch looked up
-            said = f"the checkpoint or this run's model lacks {said}; give the flags of the model that was saved"
+        elif re.fullmatch(r"'[\w.]+'", said):  # a KeyError: a name that torch looked up
+            said = f"the checkpoint or this run's model lacks {said}; use the flags of the saved model"
         if said.startswith("OptimizerParamScheduler"):
             said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         rest = f"; {remedy()}" if remedy else ""
@@ -54,41 +57,41 @@ def one_line(
 
 
 def _why_ended(ended: SystemExit, remedy: Callable[[], str] | None) -> str:
-    """What Megatron printed before it ended the process with exit code 0, as if nothing were wrong; with a remedy.
+    """Why Megatron ended the process with exit code 0, with a remedy.
 
-    It does where a file of --ckpt-format torch cannot be read, and where the random states or the iteration are not
-    there; each is raised within the exception that says so.
+    It does so if a file of --ckpt-format torch cannot be read, and if the random states or the iteration are missing;
+    the exit is raised while the exception that tells the reason is handled.
     """
     frames = [frame for frame, _ in traceback.walk_tb(ended.__traceback__)]
     file, cause = frames[-1].f_locals.get("checkpoint_name", "the checkpoint"), ended.__context__
     if not isinstance(cause, KeyError):
-        said = said_by(cause).split(". ")[0] if cause else "Megatron ended as it read it"
+        said = said_by(cause).split(". ")[0] if cause else "Megatron ended while it read it"
         return f"{file} cannot be read: {said}; {remedy() if remedy else 'try an older one, with --ckpt-step'}"
     if cause.args == ("total_iters",):
-        return f"{file} does not say of which iteration it is; add --finetune"
-    return f"{file} has no random states that this run can take; add --no-load-rng or --finetune"
+        return f"{file} does not contain its iteration; add --finetune"
+    return f"{file} has no random states that this run can load; add --no-load-rng or --finetune"
 
 
 def is_misfit(error: BaseException) -> bool:
-    """Whether Megatron or torch says so, or the checkpoint lacks a part."""
+    """Whether an exception means that the checkpoint does not fit this run."""
     if isinstance(error, CheckpointException):
         return not is_bug(error)
     if isinstance(error, CheckpointingException):
         return True
-    if isinstance(error, FileNotFoundError):  # --pretrained-checkpoint has none
+    if isinstance(error, FileNotFoundError):  # --pretrained-checkpoint has no checkpoint
         return is_check(error)
     return _lacks_part(error) or (isinstance(error, KeyError | AssertionError) and is_check(error))
 
 
 def _lacks_part(error: BaseException) -> bool:
-    """Whether Megatron looked for "optimizer", say, in what it had loaded: the checkpoint was saved without."""
+    """Whether Megatron missed a part in the loaded dict, such as "optimizer": the checkpoint was saved without it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_there = last.name == "load_checkpoint" and last.filename.endswith(_CHECKPOINTING)
     return isinstance(error, KeyError) and is_there
 
 
 def said_by(error: BaseException) -> str:
-    """An exception's own words in one line: torch wraps what a rank met, and Megatron wraps that."""
+    """An exception's innermost message in one line: torch wraps a rank's exception, and Megatron wraps that."""
     while failures := getattr(error, "failures", None):  # by rank: (exception, traceback)
         error = next(iter(failures.values()))[0]
     said = getattr(error, "strerror", None) or str(error)
@@ -97,7 +100,7 @@ def said_by(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def naming_its_flag(folder: str, args: Namespace) -> Iterator[None]:
-    """What says --load says --pretrained-checkpoint where that one named the folder."""
+    """Replace --load by --pretrained-checkpoint in a UserError's line if that flag named the folder."""
     try:
         yield
     except UserError as error:

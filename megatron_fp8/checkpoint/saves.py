@@ -1,15 +1,15 @@
-"""How a checkpoint is written so that none is lost.
+"""Writes checkpoints so that an interrupted save loses nothing, and two runs never save to one folder.
 
-    a run begins    rank 0 locks the folders it saves to: of two runs that write one checkpoint none has it
-    it ends         the lock goes, refused or done, and the folders made for it, where nothing came to lie in them
-    save            what iter_N holds is put aside, in iter_N/replaced, and the mark iter_N/unsealed set -> Megatron
-                    writes its files -> they are sealed (seal.py) -> the mark goes, then what was put aside -> tracker
+    run starts      rank 0 locks the folders that it saves to: two runs that write one checkpoint would destroy it
+    run ends        the lock is removed, and the folders that the run made, if they are empty
+    save            move the files of iter_N aside to iter_N/replaced and set the mark iter_N/unsealed -> Megatron
+                    writes its files -> seal them (seal.py) -> remove the mark, then iter_N/replaced -> tracker
 
-So a run that is killed while it saves, or finds no room, loses nothing: what was put aside is put back, at once or
-as the next run begins, and what was not finished is passed over (loads.py).  A folder that was empty needs no mark:
-nothing names it until it is sealed.
+So a run that is killed while it saves, or that finds the disk full, loses nothing: the files moved aside are moved
+back, at once or when the next run starts, and an unfinished checkpoint is skipped (loads.py).  A folder that was empty
+needs no mark: the tracker does not name it before it is sealed.
 
-An asynchronous save hashes when it is finished, while training waits: about 1.6 GB/s a rank.
+An asynchronous save is hashed when it is finished, while training waits: about 1.6 GB/s per rank.
 """
 
 import atexit
@@ -38,25 +38,25 @@ from .seal import ASIDE, MARK, METADATA, SEAL, is_finished, is_kept, is_sealed, 
 from .tracker import TRACKER, folder_name, is_garbled, is_tracker, read_tracker
 
 LOCK = "saving.lock"
-_ROOM = 2**20  # bytes that a folder must take when a run begins
-_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EMLINK)  # what lies in its place is a link, or a folder
-_PATIENCE = 60  # seconds for rank 0, which renames some files of each
+_ROOM = 2**20  # bytes that must be free in a folder when a run starts
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.EMLINK)  # the path is a link or a folder
+_PATIENCE = 60  # seconds for rank 0 to move files back
 _locks: dict[Path, int] = {}  # file descriptors, held while this process lives
 _begun: list[Path] = []  # checkpoints being written
 
 
 def folders_of(args: Namespace) -> dict[str, str]:
-    """{flag: folder} of where a run with --save saves; its non-persistent checkpoints may lie elsewhere."""
+    """{flag: folder} that a run with --save saves to; non-persistent checkpoints may have their own folder."""
     elsewhere = args.non_persistent_ckpt_type == "global" and args.non_persistent_global_ckpt_dir
     return {"--save": args.save} | ({"--non-persistent-global-ckpt-dir": elsewhere} if elsewhere else {})
 
 
 def claim(save: str, flag: str = "--save") -> None:
-    """As a run begins: UserError on rank 0 unless the folder takes files, and no other run saves there; locks it.
+    """Lock the folder when a run starts. UserError on rank 0 if it is not writable or another run saves there.
 
-    The lock ends with the process, however that ends, and its children do not inherit it (POSIX's lockf). Other ranks
-    wait until rank 0 has put back what an interrupted save kept: they may read it (--use-checkpoint-args) before there
-    is a process group.
+    The lock ends with the process, however that ends, and child processes do not inherit it (POSIX's lockf). The other
+    ranks wait until rank 0 has moved an interrupted save's old files back: they may read them (--use-checkpoint-args)
+    before there is a process group.
     """
     folder = Path(save).absolute()
     if os.environ.get("RANK", "0") != "0":
@@ -81,7 +81,7 @@ def claim(save: str, flag: str = "--save") -> None:
             _mend_tracker(place)
     except BlockingIOError:
         said = f"{flag} {save}: another run saves there ({LOCK} is held); give another folder"
-        raise PassingError(said) from None  # a lock of a node that was lost is held on NFS until that node is back
+        raise PassingError(said) from None  # on NFS a lost node's lock is held until that node is back
     except OSError as error:
         raise UserError(f"{flag} {save}: {_refusal(folder, error)}") from None
 
@@ -92,7 +92,7 @@ def _refusal(folder: Path, error: OSError) -> str:
         return "cannot be written to (it is a file); give another folder"
     for place in (folder / LOCK, *(place / TRACKER for place in _places(folder))):
         if error.errno in _NO_FILE and str(place) in (error.filename, error.filename2):
-            what = "is a link, a pipe or a folder, and no file that a run wrote; remove it"
+            what = "is a link, a pipe or a folder, not a file that a run wrote; remove it"
             return f"its {place.relative_to(folder)} {what}"
     return f"cannot be written to ({error.strerror}); give another folder"
 
@@ -102,37 +102,37 @@ def _places(folder: Path) -> tuple[Path, Path]:
 
 
 def _kept(folder: Path) -> list[Path]:
-    """The checkpoints there that a save over them put aside and did not finish."""
+    """The checkpoints that an unfinished save over them has moved aside."""
     marks = (mark for place in _places(folder) for mark in place.glob(f"iter_*/{MARK}"))
     return [mark.parent for mark in marks if is_kept(mark.parent)]
 
 
 def _await_rank_0(folder: Path) -> None:
-    """Until nothing there is to be put back or mended, or so long that rank 0 will not."""
+    """Wait until rank 0 has moved files back and mended the tracker, at most _PATIENCE seconds."""
     until = time.monotonic() + _PATIENCE
-    with contextlib.suppress(OSError):  # rank 0 says what is wrong with the folder
+    with contextlib.suppress(OSError):  # rank 0 reports errors of the folder
         while (_kept(folder) or any(map(is_garbled, _places(folder)))) and time.monotonic() < until:
             time.sleep(0.1)
 
 
 def _leave(folder: Path, made: list[Path], process: int) -> None:
-    """As the process ends, also where Megatron refuses later what it was to do: leave nothing that it only began."""
+    """Remove the lock and empty folders when the process ends, also if Megatron refuses the run later."""
     if os.getpid() != process:
-        return  # a child, which ends earlier
+        return  # a child process
     with contextlib.suppress(OSError):
         if (lock := _locks.pop(Path(os.path.realpath(folder)), None)) is not None:
             (folder / LOCK).unlink(missing_ok=True)
-            os.close(lock)  # after that: it might be another's by then
+            os.close(lock)  # only now: once closed, another run may take it
     for place in made:
-        with contextlib.suppress(OSError):  # a checkpoint lies there
+        with contextlib.suppress(OSError):  # not empty
             place.rmdir()
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder, and write into the lock what check_saving compares; its file descriptor.
+    """Lock the folder and write random bytes into the lock for check_saving. Returns its file descriptor.
 
-    A link in the lock's place is refused: what is written would go into its target. A file with a second name (a stale
-    lock of a folder that was copied by links, or another's file) is left to that name, and a new one is made.
+    A link in the lock's place is refused: the bytes would go into its target. A file with a second hard link (a stale
+    lock in a folder that was copied with links, or another user's file) is unlinked here, and a new file is made.
     """
     path = folder / LOCK
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -150,23 +150,23 @@ def _lock(folder: Path) -> int:
             path.unlink()
         if _is_at(path, found):
             os.pwrite(lock, os.urandom(16).hex().encode(), 0)
-            os.fsync(lock)  # NFS would keep it for a while
+            os.fsync(lock)  # NFS would delay it
             return lock
     except BaseException:
         os.close(lock)
         raise
-    os.close(lock)  # the run that held it removed it meanwhile
+    os.close(lock)  # the run that held it has removed the file meanwhile
     return _lock(folder)
 
 
 def _keep_locks() -> None:
-    """Before a save: where a lock was removed meanwhile, by hand say, take it again; OSError if another run has it."""
+    """Before a save, take locks again that were removed, by hand for example. OSError if another run has one."""
     for folder, lock in list(_locks.items()):
         if not _is_held_at(folder / LOCK, lock):
             try:
                 _locks[folder] = _lock(folder)
             except BlockingIOError:
-                raise OSError(errno.EBUSY, f"{LOCK} was removed, and another run saves there by now") from None
+                raise OSError(errno.EBUSY, f"{LOCK} was removed, and another run saves there now") from None
             os.close(lock)
 
 
@@ -174,13 +174,13 @@ def _is_held_at(path: Path, lock: int) -> bool:
     try:
         return _is_at(path, os.fstat(lock))
     except OSError as error:
-        if error.errno != errno.ESTALE:  # NFS, of a file that another node has removed
+        if error.errno != errno.ESTALE:  # NFS: another node has removed the file
             raise
         return False
 
 
 def _is_at(path: Path, found: os.stat_result) -> bool:
-    """Whether the path still leads to the file that was found there."""
+    """Whether the path is still the same file. found: that file's stat."""
     try:
         return os.path.samestat(found, path.stat(follow_symlinks=False))
     except FileNotFoundError:
@@ -188,18 +188,20 @@ def _is_at(path: Path, found: os.stat_result) -> bool:
 
 
 def _mend_tracker(folder: Path) -> None:
-    """Let it name a checkpoint: Megatron reads it with int() after a save, with --save-retain-interval."""
+    """Make a garbled tracker name a checkpoint: with --save-retain-interval Megatron reads it with int() at a save."""
     if is_garbled(folder):
         last, _ = named(folder)
         if last <= 0 and any(map(is_finished, folder.glob("iter_*"))):
-            said = f"{TRACKER} names no checkpoint, and those there have no seal; write the step to go on from into it"
+            said = f"{TRACKER} names no checkpoint, and none there has a seal; write the step to resume from into it"
             raise UserError(f"--save {folder}: {said}")
         write_whole(folder / TRACKER, str(last)) if last > 0 else (folder / TRACKER).unlink()
 
 
 def _take_tracker(checkpoint: Path) -> None:
-    """Make a tracker that is there a new file that holds a number, before Megatron reads it with int(), as it does with
-    --save-retain-interval, and writes to whatever lies there, through a link too."""
+    """Replace an existing tracker by a new file with a number.
+
+    With --save-retain-interval Megatron reads it with int(), and its write would follow a link.
+    """
     tracker, number = checkpoint.parent / TRACKER, checkpoint.name.removeprefix("iter_")
     if number.isdecimal() and os.path.lexists(tracker):
         written = read_tracker(checkpoint.parent)
@@ -207,8 +209,10 @@ def _take_tracker(checkpoint: Path) -> None:
 
 
 def check_saving() -> None:
-    """Before the first step: UserError on a rank that does not see what rank 0 has written to the folder it claimed,
-    and for arguments that would not be read back; collective."""
+    """Before the first step, check that all ranks see the claimed folder and that the arguments can be read back.
+
+    UserError on a rank that does not see the bytes that rank 0 wrote into the lock. Collective.
+    """
     args = get_args()
     if not args.save:
         return
@@ -219,30 +223,30 @@ def check_saving() -> None:
         return [(flag, at / LOCK, os.pread(_locks[at], 32, 0)) for flag, at in claimed.items() if at in _locks]
 
     claimed = on_rank_0(written)
-    for flag, path, text in claimed if dist.get_rank() else ():  # rank 0 would end its lock by closing the file
+    for flag, path, text in claimed if dist.get_rank() else ():  # on rank 0, closing the file would end the lock
         with contextlib.suppress(OSError):
             if path.read_bytes() == text:
                 continue
         raise UserError(
-            f"{flag} {path.parent}: rank {dist.get_rank()} does not see what rank 0 writes there; give a folder that "
-            "all share"
+            f"{flag} {path.parent}: rank {dist.get_rank()} does not see rank 0's files there; give a folder that all "
+            "ranks share"
         )
 
 
 def begin(folder: Path) -> None:
-    """Put aside what the folder of a new checkpoint holds, and mark it; collective."""
+    """Move the files in a new checkpoint's folder aside and mark the folder. Collective."""
 
     def put_aside() -> None:
         _keep_locks()
         if folder.is_symlink():
-            raise OSError(errno.ELOOP, f"{folder.name} is a link to another folder, which a save would change")
+            raise OSError(errno.ELOOP, f"{folder.name} is a link, and a save would change the folder behind it")
         _put_back(folder)
         found, aside = _files(folder), folder / ASIDE
         aside.unlink() if aside.is_symlink() else shutil.rmtree(aside, ignore_errors=True)
         if not found and not is_named(folder):
             return
         if is_finished(folder):
-            aside.mkdir()  # before the mark, which alone says that there is nothing to put back
+            aside.mkdir()  # before the mark: a mark without this folder means that there is nothing to move back
         set_mark(folder / MARK)
         try:
             for path in sorted(found, key=lambda path: path.name != SEAL):
@@ -252,11 +256,11 @@ def begin(folder: Path) -> None:
             raise
 
     on_rank_0(put_aside)
-    _begun.append(folder)  # not before: what fails until then leaves what there was
+    _begun.append(folder)  # only now: a failure before leaves the folder as it was
 
 
 def finish(folder: Path) -> None:
-    """Seal a checkpoint that Megatron has written; collective."""
+    """Seal a checkpoint that Megatron has written. Collective."""
 
     def say_so() -> None:
         _forget(folder)
@@ -268,9 +272,9 @@ def finish(folder: Path) -> None:
 
 
 def _put_back(folder: Path) -> bool:
-    """Undo `begin`, as far as it came, or end what `finish` began; False where there is nothing of either.
+    """Undo an unfinished `begin`, or complete an unfinished `finish`. False if there is neither.
 
-    A seal is put aside first and comes back last: where there is one, the files are those that were sealed.
+    A seal is moved aside first and moved back last, so a folder with a seal has the sealed files.
     """
     if not is_kept(folder):
         return False
@@ -281,19 +285,19 @@ def _put_back(folder: Path) -> bool:
         listed = sealed_files(folder)
         for path in _files(folder) if listed else ():
             if path.name not in listed | {SEAL}:
-                path.unlink()  # of the save that was not finished
+                path.unlink()  # a file of the unfinished save
     _forget(folder)
     return True
 
 
 def _forget(folder: Path) -> None:
-    """Its mark first, which without what was put aside says that there is nothing to put back."""
+    """Remove the mark, then the files moved aside. A mark alone would mean that there is nothing to move back."""
     (folder / MARK).unlink(missing_ok=True)
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
 
 
 def _give_up(folder: Path) -> None:
-    """Leave nothing half-written."""
+    """Restore the old checkpoint, or remove the half-written new one."""
     with contextlib.suppress(OSError):
         if not _put_back(folder) and not is_sealed(folder):
             for path in [*_files(folder), folder / MARK]:
@@ -302,16 +306,16 @@ def _give_up(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a checkpoint, a level's or stock's; what else lies there is left alone."""
+    """The files of a checkpoint, a level's or stock's. Other files in the folder are not touched."""
     names, kinds = (METADATA, SEAL, ".metadata", "common.pt"), (".distcp", ".tmp", ".partial")
     return [path for path in folder.iterdir() if path.name in names or path.suffix in kinds]
 
 
-# --- what stands around Megatron's functions (hooks.py)
+# --- wrappers of Megatron's functions (hooks.py)
 
 
 def seal_saves(stock: Callable) -> Callable:
-    """Around dist_checkpointing.save."""
+    """Wraps dist_checkpointing.save: begin, save, finish."""
 
     def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
         folder = Path(checkpoint_dir)
@@ -319,7 +323,7 @@ def seal_saves(stock: Callable) -> Callable:
         request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         if request is None:
             finish(folder)
-        else:  # asynchronous: when it is finished, before Megatron says so in its tracker
+        else:  # asynchronous: seal when it is finished, before Megatron writes its tracker
             request.finalize_fns.append(lambda: finish(folder))
         return request
 
@@ -327,7 +331,7 @@ def seal_saves(stock: Callable) -> Callable:
 
 
 def unseal_saves(stock: Callable) -> Callable:
-    """Around dist_checkpointing.save in a run without a level: what it saves over is sealed no longer."""
+    """Wraps dist_checkpointing.save in a run without a level: removes the seal of a checkpoint that it overwrites."""
 
     def save(sharded_state_dict, checkpoint_dir, *args, **kwargs):
         if dist.get_rank() == 0:
@@ -338,7 +342,10 @@ def unseal_saves(stock: Callable) -> Callable:
 
 
 def keep_newest_whole(stock: Callable) -> Callable:
-    """Around checkpointing.cleanup_old_non_persistent_checkpoint, which keeps the newest, finished or not."""
+    """Wraps checkpointing.cleanup_old_non_persistent_checkpoint, so that it keeps the newest finished checkpoint too.
+
+    Stock keeps the newest one, finished or not.
+    """
 
     def cleanup(save_dir, leave_ckpt_num=1, do_async=False):
         newest = next(iter(sealed_iterations(Path(save_dir))), 0)
@@ -349,7 +356,7 @@ def keep_newest_whole(stock: Callable) -> Callable:
 
 
 def lose_nothing(stock: Callable) -> Callable:
-    """Around training.save_checkpoint and maybe_finalize_async_save: one line where a checkpoint cannot be written."""
+    """Wraps training.save_checkpoint and maybe_finalize_async_save: one line if a checkpoint cannot be written."""
 
     def save(*args, **kwargs):
         with from_one_rank(), _nothing_lost(get_args().save):
@@ -370,7 +377,7 @@ def _nothing_lost(save: str) -> Iterator[None]:
         if not dist.is_initialized() or dist.get_rank() == 0:
             for folder in _begun:
                 _give_up(folder)
-        rest = f"mend that and start again, {_last(Path(save))}"
+        rest = f"fix that and start again, {_last(Path(save))}"
         raise PassingError(f"--save {save}: {names} could not be written ({said}); {rest}") from error
 
 

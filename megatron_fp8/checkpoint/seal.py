@@ -1,11 +1,11 @@
-"""A seal: every file's SHA-256, written when a checkpoint is complete and compared before anything in it is read.
+"""A checkpoint's seal: the SHA-256 of every file, written when it is complete and verified before it is read.
 
-integrity.json is Megatron's own form (`--verify-integrity`) and a hash of itself; Megatron's is made by rank 0 alone,
-which a terabyte takes a quarter of an hour, ours by all ranks, each its share.  The folder must be one file system for
-all of them.  What is not sealed, checkpoints of stock Megatron, is read as it is.
+integrity.json has the format of Megatron's `--verify-integrity`, plus a hash of its own entries. In Megatron rank 0
+alone hashes, a quarter of an hour for a terabyte; here each rank hashes its share.  All ranks must see the folder on
+one file system.  A checkpoint without a seal, such as stock Megatron's, is read unverified.
 
-A seal shows damage, not malice: a user who can change a file can write a new seal.  What else keeps a checkpoint from
-running code is in pickles.py.
+A seal detects damage, not malice: a user who can change a file can write a new seal.  pickles.py keeps a checkpoint
+from running code.
 """
 
 import hashlib
@@ -21,23 +21,23 @@ import torch.distributed as dist
 from ..ranks import gathered
 from .files import PARTIAL, is_own_folder, write_whole
 
-SEAL, MARK, METADATA = "integrity.json", "unsealed", "metadata.json"  # a mark: a save into the folder is under way
-_INDEX = ".metadata"  # torch's, of which tensor lies where: without it nothing can be read
-ASIDE = "replaced"  # where that puts what the folder held
-# Megatron reads it in place of what the other files hold: one that was not there when the checkpoint was sealed is not
-# of it. What else lies in the folder is never read.
+SEAL, MARK, METADATA = "integrity.json", "unsealed", "metadata.json"  # MARK: a save into the folder is in progress
+_INDEX = ".metadata"  # torch's index of tensors: without it nothing can be read
+ASIDE = "replaced"  # folder for the old files during that save
+# Megatron prefers this file to the others. If it was not there when the checkpoint was sealed, it does not belong to
+# it. Other extra files in the folder are never read.
 _OLD_COMMON = "common.pt"
-_CHUNK = 2**24  # bytes read at once; and what every process hashes where there is no process group yet
-_LONGEST = 2**24  # bytes of a seal: it has a line of some 100 for a file
+_CHUNK = 2**24  # bytes read at once; also the largest file that is hashed before there is a process group
+_LONGEST = 2**24  # most bytes of a seal, which has about 100 for each file
 _LARGE = "not hashed"
 
 
 class Broken(Exception):
-    """What is wrong with a checkpoint, to be read after its folder's name: "/metadata.json is missing"."""
+    """What is wrong with a checkpoint. The text continues its folder's name: "/metadata.json is missing"."""
 
 
 def seal(folder: Path) -> None:
-    """Hash every file of a complete checkpoint and write integrity.json; collective."""
+    """Hash every file of a complete checkpoint and write integrity.json. Collective."""
     ours = (SEAL, MARK, SEAL + PARTIAL)
     names = on_rank_0(lambda: sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in ours))
     hashes = _merge(_hash_share(folder, names))
@@ -46,7 +46,7 @@ def seal(folder: Path) -> None:
         if unread := [name for name in names if not hashes[name]]:
             raise OSError(f"{folder / unread[0]} cannot be read back")
         with (folder / METADATA).open("rb") as file:
-            os.fsync(file.fileno())  # the only file for which Megatron leaves it out
+            os.fsync(file.fileno())  # Megatron syncs all files but this one
         content = {"algorithm": "sha256", "files": hashes, "of_files": _sha256_of(hashes)}
         write_whole(folder / SEAL, json.dumps(content, indent=2))
 
@@ -54,31 +54,31 @@ def seal(folder: Path) -> None:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether the folder has a seal; not whether the seal is right."""
+    """Whether the folder has a seal, right or wrong."""
     return (folder / SEAL).exists()
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint, ours or stock Megatron's, and no save into it is under way."""
+    """Whether a folder has a checkpoint, ours or stock Megatron's, and no save into it is in progress."""
     kinds = (METADATA, SEAL, "mp_rank_*")
     return folder.is_dir() and not (folder / MARK).exists() and any(any(folder.glob(kind)) for kind in kinds)
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a save over a checkpoint was interrupted that has put it aside, or had sealed the new one."""
+    """Whether an interrupted save left a complete checkpoint: the old one moved aside, or the new one sealed."""
     return (folder / MARK).exists() and (is_own_folder(folder / ASIDE) or is_sealed(folder))
 
 
 def how_to_put_back(folder: Path) -> str:
-    """Of a checkpoint that is kept, how it comes back; empty for any other."""
-    said = f"a save over {folder} was interrupted, and a whole checkpoint is kept in it"
-    return f"{said}; a training run with --save {folder.parent} puts it back as it begins" if is_kept(folder) else ""
+    """The remedy for a checkpoint that `is_kept`; "" for any other."""
+    said = f"a save over {folder} was interrupted, and it still contains a complete checkpoint"
+    return f"{said}; a training run with --save {folder.parent} restores it when it starts" if is_kept(folder) else ""
 
 
 def require_finished(folder: Path) -> None:
-    """Raise Broken where is_finished says no."""
+    """Raise Broken if the checkpoint is not finished."""
     if not folder.is_dir():
-        raise Broken(" is not there")
+        raise Broken(" does not exist")
     if (folder / MARK).exists():
         raise Broken(" is not finished: its save was interrupted")
     if not is_finished(folder):
@@ -88,10 +88,10 @@ def require_finished(folder: Path) -> None:
 
 
 def verify(folder: Path, everything: bool = True) -> None:
-    """Raise Broken, on all ranks, where a sealed checkpoint is not what was sealed; collective.
+    """Raise Broken, on all ranks, if a sealed checkpoint differs from its seal. Collective.
 
-    Without a process group every process does it for itself, and leaves out the large files unless `everything`: they
-    are verified before they are read.
+    Without a process group every process verifies for itself and, unless `everything`, skips large files: they are
+    verified later, before they are read.
     """
     expected = on_rank_0(lambda: _read_seal(folder))
     if expected is None:
@@ -109,7 +109,7 @@ def verify(folder: Path, everything: bool = True) -> None:
 
 
 def sealed_files(folder: Path) -> set[str]:
-    """The names in the seal; none where it cannot tell."""
+    """The file names in the seal; none if there is no seal or it is damaged."""
     try:
         return set(_read_seal(folder) or ())
     except Broken:
@@ -117,8 +117,10 @@ def sealed_files(folder: Path) -> set[str]:
 
 
 def on_rank_0[T](act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, or its Broken or OSError, on all ranks; without a group, and in one that is fake
-    (--fake-process-group), what it does here."""
+    """Run `act` on rank 0 and return its result, or raise its Broken or OSError, on all ranks.
+
+    Without a process group, and in a fake one (--fake-process-group), `act` runs on this rank.
+    """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return act()
     said: list[Any] = [None, None]
@@ -134,11 +136,11 @@ def on_rank_0[T](act: Callable[[], T]) -> T:
 
 
 def _read_seal(folder: Path) -> dict[str, str] | None:
-    """{file name: SHA-256}; None where there is no seal; Broken for one that is damaged, or says nothing."""
+    """{file name: SHA-256}; None without a seal. Raises Broken for a damaged or empty one."""
     if not is_sealed(folder):
         return None
     try:
-        found = json.loads(_beginning(folder / SEAL).decode())  # strictly: json guesses at encodings
+        found = json.loads(_beginning(folder / SEAL).decode())  # strict UTF-8: json alone would guess the encoding
         files = found["files"]
         megatrons = found.keys() == {"algorithm", "files"}
         right = found["algorithm"] == "sha256" and (megatrons or found["of_files"] == _sha256_of(files))
@@ -152,7 +154,7 @@ def _read_seal(folder: Path) -> dict[str, str] | None:
 
 
 def _beginning(path: Path) -> bytes:
-    """As much of a file as a seal may have; of what is no file nothing, as opening a pipe would wait for ever."""
+    """The first _LONGEST bytes of a file; b"" if the path is not a file: opening a pipe would block."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -160,14 +162,14 @@ def _beginning(path: Path) -> bytes:
 
 
 def _is_entry(entry: tuple[Any, Any]) -> bool:
-    """Whether this is a file of the folder itself and a SHA-256."""
+    """Whether this is the name of a file in the folder itself and a SHA-256."""
     name, hash = entry
     is_plain = os.path.basename(name) == name and name not in ("", ".", "..", SEAL)
     return is_plain and bool(re.fullmatch("[0-9a-f]{64}", hash))
 
 
 def _hash_share(folder: Path, names: list[str], limit: int | None = None) -> dict[str, str]:
-    """SHA-256 of this rank's share of the files; empty for one that cannot be read, _LARGE for one above the limit."""
+    """{name: SHA-256} of this rank's share of the files; "" for an unreadable file, _LARGE for one above the limit."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {name: _sha256(folder / name, limit) for name in names[rank::ranks]}
 
@@ -175,7 +177,7 @@ def _hash_share(folder: Path, names: list[str], limit: int | None = None) -> dic
 def _sha256(path: Path, limit: int | None) -> str:
     total = hashlib.sha256()
     try:
-        if not path.is_file():  # opening a pipe would wait for ever
+        if not path.is_file():  # opening a pipe would block
             return ""
         with path.open("rb") as file:
             if limit is not None and os.fstat(file.fileno()).st_size > limit:

@@ -1,23 +1,27 @@
-"""Optimizer state of the engine in Megatron's distributed checkpoints (`torch_dist`).
+"""Saves and loads the engine's optimizer state in Megatron's distributed checkpoints (`torch_dist`).
 
-A shard of a flat buffer means nothing to another layout, and a format nothing to another level.  So what is saved is
-each weight's own FP32 master, exp_avg and exp_avg_sq, whole for this tensor- and pipeline-parallel rank, under the
-sharding of the model's weight itself: `optimizer.state.exp_avg.<weight>`.  dist_checkpointing then reshards over
-data, tensor and pipeline parallelism as it does for weights, and stores every element once (data-parallel replicas
-are marked by the weight's own replica id).  Every format's values are FP32 values, so saving loses nothing, and a run
-that loads its own checkpoint goes on bit for bit; another level rounds to its own formats.  The names are those of
-stock's fully reshardable form, which therefore loads too.  The price: 12 bytes a parameter of disk, and of the host's
-memory while saving, on every data-parallel rank.  `--fp8-ckpt-compact` saves the bytes as they are instead
-(compact.py).
+Another layout cannot use a shard of a flat buffer, and another level cannot use a format.  So each weight's FP32
+master, exp_avg and exp_avg_sq are saved, whole for this tensor- and pipeline-parallel rank, with the sharding of the
+model's weight: `optimizer.state.exp_avg.<weight>`.  dist_checkpointing then reshards them over data, tensor and
+pipeline parallelism like weights, and stores every element once (the weight's replica id marks data-parallel
+replicas).  Every format's values are FP32 values, so saving loses nothing: a run that loads its own checkpoint
+continues bit for bit; another level rounds to its own formats.  The names are those of stock's fully reshardable form,
+so that form loads too.  The price is 12 bytes a parameter on disk, and in host memory on every data-parallel rank
+during a save.  `--fp8-ckpt-compact` saves the states' own bytes instead (compact.py).
 
-The model part holds every weight as BF16 under its stock name, at each level: an E4M3 payload times a power of two is a
-BF16 number.  Loading it sets weights and, without optimizer state, masters.
+The model part has every weight in BF16 under its stock name, at each level: an E4M3 payload times a power of two is a
+BF16 number.  Loading it sets the weights and, without optimizer state, the masters.
 
-Beside them: of E4M3 weights scale and amax, of delayed scaling the amax history and scale of each linear's two slots,
-of `--fp8-grad-reduce shared` each weight's mu; by layer number.  What a checkpoint has of these is said in its
-content metadata (`contents`), which Megatron saves and hands back: only what is there is asked for.  A weight that has
-none, since it stays in BF16, has zeros there: a run in which others do (`--fp8-bf16-layers`) finds its own, or zeros.
-Of `--fp8-on-spike` its histories and the linears that are out of FP8: plain numbers, the same on all ranks.
+Other entries, by layer number:
+
+    E4M3 weights              scale and amax of each
+    delayed scaling           amax history and scale of each linear's two slots
+    --fp8-grad-reduce shared  mu of each weight
+    --fp8-on-spike            its histories and the linears that are out of FP8: plain numbers, equal on all ranks
+
+The content metadata (`contents`), which Megatron saves and returns, tells which of them a checkpoint has; a run asks
+only for those.  A weight that stays in BF16 has zeros there.  So a run with other `--fp8-bf16-layers` finds a value or
+zeros for each weight.
 """
 
 from collections.abc import Callable
@@ -42,7 +46,7 @@ STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  
 
 
 def contents(fp8: Fp8Config, args) -> dict:
-    """What a checkpoint of this run holds: the version of the format, what it has, of compact ones the layout."""
+    """The content metadata of this run's checkpoints: format version, entries, and the layout of compact ones."""
     return {
         "version": VERSION,
         "weight_scale": fp8.weight == "fp8",
@@ -52,7 +56,7 @@ def contents(fp8: Fp8Config, args) -> dict:
 
 
 def _compact_layout(fp8: Fp8Config, args) -> str:
-    """What a compact checkpoint depends on."""
+    """The layout and formats that a compact checkpoint depends on, as text."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "data")
     parts = [f"{size} {getattr(args, f'{size}_model_parallel_size', None) or 1}" for size in sizes[:3]]
     parts += [f"{size} {getattr(args, f'{size}_parallel_size')}" for size in sizes[3:]]
@@ -67,7 +71,7 @@ def _compact_layout(fp8: Fp8Config, args) -> str:
 
 
 def says_contents(fp8: Fp8Config) -> Callable[[Callable], Callable]:
-    """What makes of Megatron's metadata of a checkpoint one that says what of ours it holds."""
+    """Makes a wrapper of Megatron's content metadata function that adds `contents`."""
 
     def make(stock):
         def metadata(args, *rest, **kwargs):
@@ -79,7 +83,7 @@ def says_contents(fp8: Fp8Config) -> Callable[[Callable], Callable]:
 
 
 def says_layers_differ(stock: Callable) -> Callable:
-    """Megatron's metadata of a checkpoint whose layers are saved each under its own number."""
+    """Wraps Megatron's content metadata function: each layer is saved under its own number."""
 
     def metadata(args, *rest, **kwargs):
         return {**stock(args, *rest, **kwargs), "non_homogeneous_layers": True}
@@ -88,12 +92,12 @@ def says_layers_differ(stock: Callable) -> Callable:
 
 
 def is_ours(common: dict | None) -> bool:
-    """Whether what every rank reads of a checkpoint says that a level saved it."""
+    """Whether a level saved the checkpoint. common: the part of it that every rank reads."""
     return CONTENTS in contents_of(common)
 
 
 def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
-    """UserError in one line where this run, at a level or None, cannot take a checkpoint's optimizer state."""
+    """Raise UserError if this run cannot load a checkpoint's optimizer state. fp8: None for a run without a level."""
     saved, found = common.get("args"), contents_of(common)
     if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", False):
         return
@@ -137,13 +141,13 @@ def _check_ours(found: dict, layout: str, load: str) -> None:
 
 
 def _layout(args) -> str:
-    """What the forms of one layout depend on."""
+    """The layout that stock's form for one layout depends on, as text."""
     sizes = [f"{size} {getattr(args, f'{size}_model_parallel_size', 1)}" for size in ("tensor", "pipeline")]
     return f"{', '.join(sizes)}, distributed optimizer {getattr(args, 'use_distributed_optimizer', True)}"
 
 
 def contents_of(common: dict | None) -> dict:
-    """The content metadata in what every rank reads of a checkpoint."""
+    """The content metadata of a checkpoint. common: the part of it that every rank reads."""
     return (load_content_metadata(preloaded_state_dict=common) or {}) if common else {}
 
 
@@ -170,8 +174,8 @@ def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loa
 
 
 def load_engine_state(buckets: list[Bucket], state: dict) -> None:
-    """Take this rank's shards out of the loaded whole tensors; weights are loaded already."""
-    first = 0  # of the bucket's weights, among all
+    """Copy this rank's shards from the loaded whole tensors. Weights are loaded already."""
+    first = 0  # index of the bucket's first weight
     for bucket in buckets:
         for i, lo, hi in bucket.pieces():
             before = bucket.shard.start - bucket.spans[i][1]
@@ -192,7 +196,7 @@ def sharded_weight_scales(buckets: list[Bucket], is_loading: bool) -> dict:
 
 
 def load_weight_scales(buckets: list[Bucket], state: dict) -> None:
-    """The reverse of sharded_weight_scales; the weights keep their values, and one that was BF16 its scale."""
+    """Load sharded_weight_scales. Weights keep their values. A weight that was BF16 keeps its scale."""
     for bucket in (b for b in buckets if b.scaling is not None):
         for i, weight in enumerate(bucket.weights):
             scale, amax = state[weight.key].to(bucket.weight.device)
@@ -208,13 +212,13 @@ def sharded_scaling_state(weights: list[OwnedWeight], is_loading: bool) -> dict:
         if scaling is not None:
             slots = list(weight.casts.slots)
             table = torch.cat([scaling.scale[None, slots], scaling.amax_history[:, slots]]).t().contiguous()
-        # Another --fp8-amax-history-len takes the newest amaxes that fit.
+        # A run with another --fp8-amax-history-len loads the newest amaxes that fit.
         state[weight.key] = _by_layer("fp8_scaling", table, weight, allow_shape_mismatch=True)
     return state
 
 
 def load_scaling_state(scaling: DelayedScaling, weights: list[OwnedWeight], state: dict, warm: bool) -> None:
-    """The reverse of sharded_scaling_state. Unless warm, or where a slot is new, all scale just in time for a step."""
+    """Load sharded_scaling_state. If not warm, or if any slot is new, all slots scale just in time for a step."""
     history, scale = torch.zeros_like(scaling.amax_history), scaling.scale.clone()
     for weight in (w for w in weights if w.casts.scaling is scaling):
         table = state[weight.key].t()
@@ -225,19 +229,20 @@ def load_scaling_state(scaling: DelayedScaling, weights: list[OwnedWeight], stat
 
 
 def sharded_mu_state(mu: torch.Tensor, weights: list[OwnedWeight]) -> dict:
-    """mu (weights,) of the shared reduction; one number a weight."""
+    """The shared reduction's mu (weights,), one number for each weight."""
     return {w.key: _by_layer("fp8_grad_mu", mu[i : i + 1], w) for i, w in enumerate(weights)}
 
 
 def load_mu_state(weights: list[OwnedWeight], state: dict, device) -> torch.Tensor:
-    """The reverse of sharded_mu_state."""
+    """Load sharded_mu_state: mu (weights,)."""
     return torch.cat([torch.empty(0, device=device), *(state[w.key].to(device) for w in weights)])
 
 
 def _by_layer(name: str, tensor: torch.Tensor, weight: OwnedWeight, **kwargs) -> ShardedTensor:
-    """What belongs to a weight, the same on all its tensor- and data-parallel ranks.
+    """A weight's entry, equal on all its tensor- and data-parallel ranks.
 
-    A key a layer, not Megatron's stack of all layers: some may have none (--first-last-layers-bf16, experts).
+    Each layer has its own key instead of Megatron's stack of all layers: some layers may have no entry
+    (--first-last-layers-bf16, experts).
     """
     assert weight.of is not None
     key = f"optimizer.{name}.{weight.key}"

@@ -1,12 +1,12 @@
-"""The optimizer state of stock's own parameters in the two forms in which checkpoints have it.
+"""Loads the optimizer state of stock's own parameters from either of its two reshardable forms.
 
     --use-distributed-optimizer    masters are `optimizer.state.param.<weight>`, groups have the step (stock's fully
-                                   reshardable form, which a level asks for)
+                                   reshardable form, which a level switches on)
     without                        masters are `optimizer.state.fp32_param.<weight>`, the step is `common_step`
 
-Moments have the same names, and every tensor is whole for its tensor- and pipeline-parallel rank.  So a run loads the
-other form by asking for the other name, and puts the step where it looks for it.  Stock's third form, its default, is
-cut as its buffers are: only a run of the same layout can read it.
+Moments have the same names in both, and every tensor is whole for its tensor- and pipeline-parallel rank.  So a run
+loads the other form by asking for the other name, and stores the step in its own place.  Stock's third form, its
+default, is split like its buffers: only a run with the same layout can read it.
 """
 
 import copy
@@ -27,9 +27,9 @@ _SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def describe(metadata: dict) -> None:
-    """Say in a checkpoint's content metadata what its masters are called, and that it is for every layout if it is.
+    """Add the masters' name to a checkpoint's content metadata, and the reshardable form if it names no form.
 
-    Stock reads the second alone: with the distributed optimizer it takes no layout but the one that was saved.
+    Stock reads only the form: without it, a run with the distributed optimizer accepts no other layout.
     """
     metadata[_MASTERS] = "fp32_param" if metadata.get(FORM) is None else "param"
     if metadata.get(FORM) is None:
@@ -37,7 +37,7 @@ def describe(metadata: dict) -> None:
 
 
 def ask_for_masters(state: Any, metadata: dict) -> None:
-    """Give the masters in what is to be loaded the names that they have in the checkpoint; of a local one their own."""
+    """Rename the masters to be loaded to the checkpoint's names. For a local checkpoint they keep their names."""
     for entry in nested_values(state):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
             for name in ("param", "fp32_param"):
@@ -46,14 +46,14 @@ def ask_for_masters(state: Any, metadata: dict) -> None:
 
 
 def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
-    """A part's loaded state as the part itself would have saved it.
+    """A part's loaded state, in the form in which the part itself would have saved it.
 
-    state: its tensors, and what was saved beside those of the part that had its place: a run without a level has no
-    chain of parts, and one with --expert-model-parallel-size 1 none of its own for experts.
-    saved: the whole.
+    state: its tensors, and the other entries of the part that had its index in the checkpoint. It may be another part:
+    a run without a level has no chain, and one with --expert-model-parallel-size 1 has no part for experts.
+    saved: the whole loaded state.
     """
     beside = copy.deepcopy({key: value for key, value in saved.items() if not isinstance(key, int)})
-    beside.get("optimizer", {}).pop("param_groups", None)  # more than this part has, where there was no chain
+    beside.get("optimizer", {}).pop("param_groups", None)  # without a chain it has other parts' groups too
     state = merge(beside, state)
     optimizer, step = state.setdefault("optimizer", {}), step_of(saved)
     params = [group["params"] for group in optimizer.get("param_groups", ()) if "params" in group]
@@ -71,37 +71,37 @@ def adopt(part: MegatronOptimizer, state: dict, saved: dict) -> dict:
 
 
 def take_schedule(parts: list[MegatronOptimizer], saved: dict) -> None:
-    """With --use-checkpoint-opt_param-scheduler: give every part's groups the checkpoint's learning rates.
+    """With --use-checkpoint-opt_param-scheduler, give every part's groups the checkpoint's learning rates.
 
-    Stock reads them of the groups, and takes those of its own scheduler alone from the checkpoint.
+    Stock takes only its scheduler's rates from the checkpoint, but reads the groups' rates.
     """
     if get_args().use_checkpoint_opt_param_scheduler:
         for group in (group for part in parts for group in part.optimizer.param_groups):
             found = [_schedule(other) for other in _groups(saved) if _identity(other) == _identity(group)]
             if found and _schedule(group) not in found:
                 if any(other != found[0] for other in found):
-                    several = "it has several learning rates for parameters of one kind (--decoupled-lr)"
-                    raise CheckpointingException(f"{several}; give --lr, --min-lr and --decoupled-lr as they were")
+                    several = "it has several learning rates for one kind of parameter (--decoupled-lr)"
+                    raise CheckpointingException(f"{several}; give its --lr, --min-lr and --decoupled-lr")
                 group.update(found[0])
 
 
 def step_of(saved: dict) -> int:
-    """The updates made; all parts have made as many."""
+    """The number of updates made; it is the same for all parts."""
     steps = [optimizer.get("state", {}).get("common_step") for optimizer in _optimizers(saved)]
     steps += [group.get("step") for group in _groups(saved)]
     return int(next((step for step in steps if step is not None), 0))
 
 
 def _saved_group(group: dict, saved: dict) -> dict:
-    """What was saved of a group of parameters, in whichever part; Adam's numbers are the run's, as linears' are.
+    """The saved state of a parameter group, from any part. Adam's betas and eps are this run's, as for linears.
 
-    Stock knows a group again by its learning rates too, and takes no others with --override-opt_param-scheduler either.
+    Stock identifies a group by its learning rates too, so it finds none with --override-opt_param-scheduler.
     """
     own = {key: group[key] for key in ("is_expert_parallel", "betas", "eps") if key in group}
     alike = [found for found in _groups(saved) if _identity(found) == _identity(group)]
     if not alike:
         said = ", ".join(f"{key} {value}" for key, value in _identity(group).items() if value is not None)
-        raise CheckpointingException(f"it has no optimizer state of parameters with {said}; add --no-load-optim")
+        raise CheckpointingException(f"it has no optimizer state for parameters with {said}; add --no-load-optim")
     for found in alike:
         if _schedule(found) == _schedule(group):
             return {**found, **own}
@@ -113,7 +113,7 @@ def _saved_group(group: dict, saved: dict) -> dict:
 
 
 def _identity(group: dict) -> dict:
-    """By what a group is known again, but for its part of the chain and its schedule."""
+    """The keys and values that identify a group, without its part of the chain and its schedule."""
     others = {"is_expert_parallel", *_SCHEDULE}
     return {key: group.get(key) for key in param_group_identifier_keys if key not in others}
 

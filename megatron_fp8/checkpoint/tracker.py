@@ -1,9 +1,9 @@
-"""Megatron's tracker: the file of a folder of checkpoints that says which of them a run goes on from.
+"""Reads Megatron's tracker, the file in a folder of checkpoints that names the one to resume from.
 
-The folder is shared, so anything may lie there: a pipe, a folder, a link, other bytes.  What is read is a plain file,
-and its first bytes alone; opening a pipe to read it would wait without an end.
+The folder is shared, so the path may be a pipe, a folder, a link or a file with other bytes.  Only a regular file's
+first bytes are read; opening a pipe would block.
 
-Imports nothing heavy: `launch` and `convert` read the tracker too.
+This module imports nothing heavy: `launch` and `convert` read the tracker too.
 """
 
 import errno
@@ -16,16 +16,16 @@ from ..flags.flag import whole_number
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LONGEST = 64  # bytes; Megatron writes a number of 18 digits at most
-_NO_FILE = "\0"  # what is read of a folder or a pipe: nothing that Megatron writes
+_NO_FILE = "\0"  # stands for the content of a folder or a pipe; Megatron never writes it
 
 
 def folder_name(iteration: int) -> str:
-    """As Megatron has it."""
+    """Megatron's name for a checkpoint's folder."""
     return f"iter_{iteration:07d}"
 
 
 def read_tracker(folder: Path) -> str:
-    """What the tracker says; empty where there is none. OSError where it may not be read."""
+    """The tracker's text; "" if there is none. Raises OSError if it is not readable."""
     try:
         file = os.open(folder / TRACKER, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -33,7 +33,7 @@ def read_tracker(folder: Path) -> str:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link to itself, a socket
             return _NO_FILE
-        raise  # storage that does not answer for a moment says nothing of the tracker
+        raise  # storage that fails for a moment tells nothing about the tracker
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             return _NO_FILE
@@ -48,14 +48,14 @@ def is_tracker(written: str) -> bool:
 
 
 def is_garbled(folder: Path) -> bool:
-    """Whether there is a tracker, and it names no checkpoint."""
+    """Whether there is a tracker that names no checkpoint."""
     return os.path.lexists(folder / TRACKER) and not is_tracker(read_tracker(folder))
 
 
 def tracked(folder: Path) -> str:
-    """The name of the checkpoint that the tracker names, "iter_0000005" or "release"; empty where there is no tracker.
+    """The folder name of the tracker's checkpoint, "iter_0000005" or "release"; "" if there is no tracker.
 
-    UserError in one line where it names none, or may not be read.
+    Raises UserError if it names none or is not readable.
     """
     try:
         written, garbled = read_tracker(folder), is_garbled(folder)
@@ -63,12 +63,12 @@ def tracked(folder: Path) -> str:
         raise UserError(f"{folder / TRACKER}: cannot be read ({error.strerror}); let this user read it") from None
     if garbled:
         says = f"{folder / TRACKER} {what_it_says(written)}, which names no checkpoint"
-        raise UserError(f"{says}; name one checkpoint's own folder, an iter_N in there")
+        raise UserError(f"{says}; name one checkpoint's own folder, an iter_N in it")
     return folder_name(int(written)) if written.isdecimal() else written
 
 
 def what_it_says(written: str) -> str:
-    """In words, what `read_tracker` returned."""
+    """What `read_tracker` returned, in words for an error line."""
     if written == _NO_FILE:
-        return "is no file"
+        return "is not a file"
     return f"says {written[:20]!r}" if written else "is empty"

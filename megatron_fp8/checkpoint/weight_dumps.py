@@ -1,4 +1,4 @@
-"""What --save-params-interval writes beside checkpoints, readable: E4M3 weights in BF16."""
+"""Writes E4M3 weights as BF16 in the files of --save-params-interval."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def only_types(kinds: tuple) -> tuple[type, ...]:
 
 
 def readable_of(chunks) -> Callable[[Callable], Callable]:
-    """What makes of Megatron's save_grads one that has the E4M3 weights of `chunks` in BF16."""
+    """Makes a wrapper of Megatron's save_grads that writes the E4M3 weights of `chunks` as BF16."""
 
     def make(stock):
         @functools.wraps(stock)

@@ -1,1 +1,1 @@
-"""Tuning by preferences: the loss, the pairs of answers, the reference beside the policy."""
+"""Direct preference optimisation (DPO): the loss, the dataset of answer pairs, the reference model."""

@@ -1,14 +1,14 @@
-"""Pairs of conversations, of which one answer is preferred: a row of packed documents, chosen and rejected in turn.
+"""The dataset of preference pairs: each sample is a row of packed documents, chosen and rejected in turn.
 
-A line of the file is a pair, or several that share a sample:
+A line of the file is one pair, or several pairs that share a sample:
 
     {"chosen": [{"role": ..., "content": ...}, ...], "rejected": [...]}
     {"pairs": [{"chosen": [...], "rejected": [...]}, ...]}
 
-    tokens   | chosen 1 | rejected 1 | chosen 2 | rejected 2 | padding |      the padding is the last document's end
+    tokens   | chosen 1 | rejected 1 | chosen 2 | rejected 2 | padding |      padding belongs to the last document
 
-Which tokens count is the tokenizer's word (Megatron's SFTTokenizer masks what is not the assistant's, in the formats
-that do). Whatever is masked, and the last token of each document, which predicts nothing, has the label -100.
+The tokenizer decides which tokens count (in most formats Megatron's SFTTokenizer masks all but the assistant's). A
+masked token has the label -100, and so has the last token of each document, because it predicts nothing.
 """
 
 import json
@@ -36,7 +36,7 @@ class Lines:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> list[dict]:
-        """The pairs of a line. Raises UserError for one that is none."""
+        """The pairs in a line. Raises UserError for a line of another form."""
         with open(self._path, "rb") as file:
             file.seek(self._starts[index])
             line = file.readline()
@@ -48,13 +48,13 @@ class Lines:
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
         raise UserError(
-            f'--data-path {self._path}: sample {index} is no {{"chosen": [messages], "rejected": [messages]}}, '
-            'nor {"pairs": [...]} of such'
+            f'--data-path {self._path}: sample {index} is neither {{"chosen": [messages], "rejected": [messages]}} '
+            'nor {"pairs": [...]} of these; correct that line'
         )
 
 
 class PreferenceDataset(SFTDataset):
-    """Megatron's data set of conversations, of pairs."""
+    """Megatron's SFT dataset, with pairs of conversations."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config) -> Any:
@@ -85,7 +85,7 @@ class PreferenceDataset(SFTDataset):
         ends = np.cumsum([0, *sizes])
         ends[-1] = length
         positions = np.concatenate([np.arange(size) for size in np.diff(ends)])
-        # As Megatron's: filled up, so that samples with other numbers of documents can be stacked.
+        # Padded to one length, as in Megatron, so that samples with different numbers of documents can be stacked.
         padded = np.full(length + 1, length, dtype=np.int32)
         padded[: len(ends)] = ends
         return {

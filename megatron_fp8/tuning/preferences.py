@@ -1,16 +1,16 @@
-"""Direct preference optimisation: a loss of two log-probabilities a pair, each from the policy and from a reference.
+"""The loss of direct preference optimisation (DPO), from log-probabilities of a policy and of a reference model.
 
-    log p(y) = sum over the answer's tokens of log p(token)        one document of a packed row each
-    d        = log p(chosen) - log p(rejected)                     of the policy, and of the reference: a number
+    log p(y) = sum over the answer's tokens of log p(token)        an answer is one document of a packed row
+    d        = log p(chosen) - log p(rejected)                     one for the policy, one for the reference
     z        = beta (d_policy - d_reference)
     loss     = -(1 - e) log sigmoid(z) - e log sigmoid(-z)         e: label smoothing
                - w log p(chosen) / its tokens                      w: weight of the SFT term
 
-    d loss / d log p(chosen) = -beta (sigmoid(-z) - e) - w / tokens        and of the rejected +beta (sigmoid(-z) - e)
+    d loss / d log p(chosen) = -beta (sigmoid(-z) - e) - w / tokens        for the rejected: +beta (sigmoid(-z) - e)
 
-At the first step policy and reference are one: z = 0, and the loss of every pair is log 2.
+At the first step policy and reference are equal: z = 0, and the loss of every pair is log 2.
 
-Source: Rafailov et al. (arXiv 2305.18290); smoothing: conservative DPO, of its authors.
+Source: Rafailov et al. (arXiv 2305.18290); smoothing: conservative DPO, by the same authors.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Options:
-    """beta > 0 in use, 0 allowed; smoothing in 0 .. 0.5; sft: weight of the SFT term, 0 or more."""
+    """beta: 0 or more; smoothing: 0 to 0.5; sft: weight of the SFT term, 0 or more."""
 
     beta: float = 0.1
     smoothing: float = 0.0
@@ -30,19 +30,19 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Of the documents of a row, chosen and rejected in turn: log-probabilities (2 p,) FP32, and how many tokens."""
+    """Log-probabilities (2 p,) FP32 and numbers of tokens (2 p,) of a row's documents, chosen and rejected in turn."""
 
     logp: torch.Tensor
     tokens: torch.Tensor
 
 
 def scores(token_losses: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor) -> Scores:
-    """Sums by document of a row of t tokens.
+    """Sum the losses of a row of t tokens by document.
 
-    token_losses: (1, t), -log p of each next token.  counts: (1, t), 1 for those of answers, else 0.  ends: (2 p + 1,)
-    int32, cu_seqlens.
+    token_losses: (1, t), -log p of each next token.  counts: (1, t), 1 for an answer's token, else 0.
+    ends: (2 p + 1,) int32, cu_seqlens.
 
-    One product with a matrix of ones and zeros, which adds in one order: the same losses give the same bits.
+    It is a product with a matrix of ones and zeros, which adds in a fixed order: the same losses give the same bits.
     """
     token = torch.arange(token_losses.numel(), device=ends.device, dtype=ends.dtype)
     inside = ((token >= ends[:-1, None]) & (token < ends[1:, None])).float()
@@ -51,12 +51,13 @@ def scores(token_losses: torch.Tensor, counts: torch.Tensor, ends: torch.Tensor)
 
 
 def loss_of(policy: Scores, reference: torch.Tensor, how: Options) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """(the loss summed over pairs, how many, what to log) of a row's p pairs; reference: (2 p,), its log-probabilities.
+    """(loss summed over pairs, number of pairs, {name: (2,) sum and count to log}) of a row's p pairs.
 
-    A pair of which an answer has no token counts nothing. What is logged are sums and numbers, (2,) each: loss;
-    accuracy, the share of pairs with z > 0, a half for z = 0; margin z; both rewards, beta (log p - the reference's);
-    the size of an answer's log-ratio; and kl a token, the mean of the reference's log p less the policy's: of answers
-    that the reference would give itself that is KL(reference | policy).
+    reference: (2 p,), the reference's log-probabilities. A pair with an answer without tokens does not count.
+
+    Logged: the loss; accuracy, the share of pairs with z > 0 (z = 0 counts half); margin, z; both rewards, beta times
+    the log-ratio log p - log p_reference; the absolute log-ratio of an answer; kl a token, the mean of -log-ratio,
+    which is KL(reference | policy) if the answers are the reference's own.
     """
     ratio = policy.logp - reference
     chosen, rejected = ratio[0::2], ratio[1::2]

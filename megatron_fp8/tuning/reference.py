@@ -1,14 +1,14 @@
-"""A reference beside the policy: the same model, as it was at the start, for forward passes alone.
+"""Makes DPO's reference model: a frozen copy of the policy as it was at the start, for forward passes only.
 
-    linear in FP8       E4M3 payload and scale, those of the policy's GEMMs at the start: 1 byte a weight
-    all else            the policy's parameters as they were, in BF16
+    linear in FP8       E4M3 payload and scale of the policy's GEMMs at the start: 1 byte a weight
+    other parameters    the policy's at the start, in BF16
 
-It has no optimizer, no gradients and no place in a checkpoint. What it casts it casts with the scales of the policy's
-own linear, of the same step (`Casts` is shared), and says nothing to them, being in evaluation mode: at the first step
-both models' log-probabilities are the same to the last bit, with delayed scales too.
+It has no optimizer and no gradients, and checkpoints do not contain it. It casts activations with the scales that the
+policy's linear has in the same step (`Casts` is shared). It does not update them, because it is in evaluation mode. At
+the first step both models' log-probabilities are equal to the last bit, with delayed scales too.
 
-A run that goes on has another policy. The reference is then loaded as the policy was at first, from the same
-checkpoint, rounded with the same noise (bucket.py, `dithered`): the same bytes.
+In a resumed run the policy has changed. The reference is then loaded from the checkpoint that the policy started from
+and rounded with the same noise (bucket.py, `dithered`): the bytes are the same.
 """
 
 import functools
@@ -27,13 +27,15 @@ from ..numerics.scaling import compute_scale
 
 @torch.no_grad()
 def make_reference(chunks: list[torch.nn.Module], policy: list[torch.nn.Module]) -> None:
-    """Make `chunks`, a second model of the same configuration, the reference to the policy's wrapped chunks: their
-    weights as they are now. UserError where a script has changed what the policy is made of."""
+    """Copy the policy's present weights into `chunks`, a second model of the same configuration, and freeze it.
+
+    policy: wrapped chunks. Raises UserError if a script has changed the policy's parameters.
+    """
     for mine, theirs in zip(map(unwrap_model, chunks), map(unwrap_model, policy), strict=True):
         if [*dict(mine.named_parameters())] != [*dict(theirs.named_parameters())]:
             raise UserError(
-                "the policy has other parameters than its flags build, adapters perhaps: a reference beside it has "
-                "those of the flags only"
+                "the policy has parameters that its flags do not build, such as adapters; a reference supports only "
+                "the parameters of the flags"
             )
         mine.requires_grad_(False)
         mine.eval()
@@ -49,7 +51,7 @@ def make_reference(chunks: list[torch.nn.Module], policy: list[torch.nn.Module])
 
 
 def _copy(weight: OwnedWeight, twin: OwnedWeight) -> None:
-    """Give the reference's weight what the policy's GEMMs read, and the scales that its casts are made with."""
+    """Copy the policy's weight in the form that its GEMMs read, and share its casts' scales."""
     assert weight.name == twin.name
     weight.stand_beside(twin, functools.partial(_load, weight))
     if not twin.fp8:

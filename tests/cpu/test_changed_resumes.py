@@ -88,7 +88,7 @@ def test_another_learning_rate_goes_on_where_it_is_asked_for(saved):
 
 def test_what_a_model_lacks_of_a_checkpoint_is_named(saved):
     flags = [*TINY_GPT, *SAVED_BY.split(), "--load", str(saved), "--exit-interval", "6"]
-    left = "left out, since this run's model has none: output_layer.weight"
+    left = "not loaded, this run's model has none: output_layer.weight"
     assert not any(left in line for line in run_megatron(1, flags).lines)
     tied = [flag for flag in flags if flag != UNTIED]
     assert sum(left in line for line in run_megatron(2, [*tied, "--pipeline-model-parallel-size", "2"]).lines) == 1
@@ -134,4 +134,4 @@ def test_a_step_by_name_is_not_passed_over_for_a_newer_one(tmp_path):
     flags = "--fp8-level O1 --non-persistent-ckpt-type global --non-persistent-save-interval 3"
     train(1, flags, tmp_path, save=2, until=3)
     back = [*TINY_GPT, *flags.split(), "--load", str(tmp_path), "--ckpt-step", "2"]
-    assert f"--ckpt-step 2: with --non-persistent-ckpt-type global Megatron goes on from {tmp_path}" in said(1, back)
+    assert f"--ckpt-step 2: with --non-persistent-ckpt-type global Megatron resumes from {tmp_path}" in said(1, back)

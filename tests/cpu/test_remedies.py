@@ -104,8 +104,8 @@ def test_a_vocabulary_that_is_padded_further(tmp_path):
     assert other.losses[0] - whole.losses[4] == pytest.approx(math.log(272 / 264), abs=3e-3)
     said = [line for line in other.lines if "the vocabulary is padded" in line]
     assert said == [
-        f"[fp8] --load {tmp_path}: the vocabulary is padded to 272 rows, the checkpoint's to 264: the loss begins up "
-        "to about ln(272/264) = +0.0299 off, as in stock; --make-vocab-size-divisible-by 4 keeps 264"
+        f"[fp8] --load {tmp_path}: the vocabulary is padded to 272 rows, the checkpoint's to 264: the first loss "
+        "differs by up to about ln(272/264) = +0.0299, as in stock; --make-vocab-size-divisible-by 4 keeps 264"
     ]
     same = train(2, f"{both} {TENSOR} --make-vocab-size-divisible-by 4", tmp_path, load=True, until=5)
     assert same.losses[0] == pytest.approx(whole.losses[4], abs=1e-3)

@@ -228,7 +228,7 @@ def test_a_model_without_a_family_is_refused_by_its_flag(changes, flag):
         ("llama", {"attention_bias": True}, "mlp_bias False"),
         ("llama", {"rope_theta": 10000.5}, "rope_theta 10000.5"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
-        ("llama", {"rope_scaling": LLAMA3 | {"factor": 32.0}}, "factor 32.0 of .* builds every such model with 8.0"),
+        ("llama", {"rope_scaling": LLAMA3 | {"factor": 32.0}}, "factor 32.0 of .* always builds such a model with 8.0"),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0 of the rope scaling"),
         ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0 of the rope scaling"),
         ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "embeddings 4096 of the rope"),
@@ -354,8 +354,8 @@ NAME = "model.layers.0.mlp.up_proj.weight"
         (lambda t: t | {NAME: t[NAME][1:]}, "but the sizes in config.json make it"),
         (lambda t: t | {NAME: t[NAME].t().contiguous()}, "but the sizes in config.json make it"),
         (lambda t: t | {"lm_head.weight": t["lm_head.weight"][:-1]}, "but the sizes in config.json make it"),
-        (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn)}, "without weight_scale"),
-        (lambda t: t | {NAME: t[NAME].to(torch.int8), f"{NAME}_scale": torch.ones(1)}, "is I8, which is not converted"),
+        (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn)}, "needs weight_scale"),
+        (lambda t: t | {NAME: t[NAME].to(torch.int8), f"{NAME}_scale": torch.ones(1)}, "is I8, which convert cannot"),
         (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn), f"{NAME}_scale_inv": torch.ones(2, 2)}, "one float"),
     ],
     ids=["missing", "surplus", "cut", "transposed", "vocabulary", "unscaled", "integers", "blocks"],
@@ -425,7 +425,7 @@ def test_command_converts_and_spares_what_is_there(tmp_path, capsys):
     assert f"--load {tmp_path / 'out'} --num-layers 2 --hidden-size 24 " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(words)
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert cli.main(["convert", "to-hf", str(tmp_path / "out"), str(tmp_path / "new"), "--vocab-size", "90"]) == 0
     with safe_open(tmp_path / "new/model.safetensors", framework="pt") as file:
         assert file.get_slice("lm_head.weight").get_shape() == [90, 24]

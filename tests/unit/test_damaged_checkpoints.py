@@ -98,7 +98,7 @@ def is_refused(load, folder: Path, name: str, damage) -> None:
                 return
             line = line_of(lambda: load(folder))
             assert line.startswith(f"--load {folder}: iter_0000010/"), line
-            assert line.endswith("; iter_0000005 is whole: add --ckpt-step 5"), line
+            assert line.endswith("; iter_0000005 is intact: add --ckpt-step 5"), line
             assert load(folder, ckpt_step=5) == 5
         finally:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
@@ -205,10 +205,10 @@ def test_resealed_ones_execute_nothing(load, folder, tmp_path, call, place):
     assert not ran.exists()
     with data_only():
         if place == "states":
-            with pytest.raises(CheckpointException, match="which is no data"):
+            with pytest.raises(CheckpointException, match="which is not data"):
                 read_states(checkpoint)
         else:
-            assert "which is no data; iter_0000005 is sealed: add --ckpt-step 5" in line_of(lambda: load(folder))
+            assert "which is not data; iter_0000005 is sealed: add --ckpt-step 5" in line_of(lambda: load(folder))
         assert load(folder, ckpt_step=5) == 5
     assert not ran.exists()
 

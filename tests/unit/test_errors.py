@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_one_line(load_checkpoint):
         (raises(wrapped(ValueError("Size mismatch"))), "Size mismatch"),
         (
             raises(wrapped(KeyError("head.weight"))),
-            "the checkpoint or this run's model lacks 'head.weight'; give the flags of the model that was saved",
+            "the checkpoint or this run's model lacks 'head.weight'; use the flags of the saved model",
         ),
         (raises(wrapped(raised(MISTAKE))), "--flag 3: is wrong; use 4"),
         (look_up["load_checkpoint"], "it has no 'optimizer'; add --no-load-optim or --finetune"),
@@ -177,7 +177,7 @@ def test_a_bug_while_a_checkpoint_is_converted_keeps_its_traceback(kind, one_ran
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "damaged"), ('{"model_type":', "damaged"), ("\x00\xff", "damaged"), ("[]", "no mapping of names")],
+    [("", "damaged"), ('{"model_type":', "damaged"), ("\x00\xff", "damaged"), ("[]", "not a JSON object")],
 )
 def test_what_is_wrong_with_a_folder_is_one_line(text, said, tmp_path):
     from megatron_fp8.checkpoint import convert
@@ -201,5 +201,5 @@ def test_a_checkpoint_without_arguments_is_one_line(one_rank, tmp_path, monkeypa
     checkpoint = save(tmp_path, 5)
     monkeypatch.setattr(serialization, "load_common_state_dict", lambda folder: {"iteration": 5})
     error = raised(convert.to_hf, str(checkpoint), str(tmp_path / "out"))
-    assert type(error) is UserError and "has no arguments of a run" in str(error)
+    assert type(error) is UserError and "contains no run's arguments" in str(error)
     assert isinstance(raised(dcp.FileSystemReader(tmp_path / "nowhere").read_metadata), OSError)

@@ -102,7 +102,7 @@ def test_seeded_mutations_of_config_json_are_refused(family, tmp_path, capsys, m
         file.write_text(text.replace('"LONG"', f"1{'0' * 5000}"))
         line = refusal(capsys, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"))
         bad_json = long or value == "\ud800"
-        assert line.startswith(f"{file}: damaged, or no JSON" if bad_json else f"{file}: "), line
+        assert line.startswith(f"{file}: damaged, or not JSON" if bad_json else f"{file}: "), line
         assert bad_json or key in line or key.startswith("rope_") or key == "rotary_pct", (key, value, line)
         tried.add(key)
     assert tried == set(keys) and not (tmp_path / "out").exists()
@@ -172,7 +172,7 @@ def test_sizes_that_do_not_go_together_are_refused(family, changes, said):
     [
         ({"num_layers": "2; touch PROOF"}, 'CKPT: num_layers "2; touch PROOF": it should be a valid integer'),
         ({"hidden_size": -1}, "CKPT: hidden_size -1: it should be greater than or equal to 1"),
-        ({"attention_dropout": None}, "CKPT: attention_dropout is not among its arguments; save it with"),
+        ({"attention_dropout": None}, "CKPT: attention_dropout is missing from its arguments; save it with"),
         ({"rotary_base": math.nan}, "CKPT: rotary_base NaN: it should be a finite number"),
         ({"swiglu": 1}, "CKPT: swiglu 1: it should be a valid boolean"),
     ],
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, capsys):
     in_a_file, not_utf_8 = str(tmp_path / "hf/config.json/x"), f"{tmp_path}/x" + os.fsdecode(b"\xff")
     said = f"{in_a_file}: Not a directory; name a new or an empty folder"
     assert refusal(capsys, "to-megatron", str(tmp_path / "hf"), in_a_file) == said
-    assert ": is not UTF-8 text" in refusal(capsys, "to-megatron", str(tmp_path / "hf"), not_utf_8)
+    assert ": not UTF-8 text" in refusal(capsys, "to-megatron", str(tmp_path / "hf"), not_utf_8)
 
 
 # ---- files that are no files, and files that lie
@@ -249,7 +249,7 @@ def test_a_header_that_lies_is_refused(lie, tmp_path, capsys):
     write_folder(tmp_path / "hf", model_args(saved()))
     (tmp_path / "hf/model.safetensors").write_bytes(lie)
     line = refusal(capsys, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"))
-    assert line.startswith(f"{tmp_path}/hf/model.safetensors: damaged, or no safetensors file: ")
+    assert line.startswith(f"{tmp_path}/hf/model.safetensors: damaged, or not a safetensors file: ")
 
 
 def with_tensor(name: str, tensor: torch.Tensor):
@@ -296,20 +296,20 @@ HOSTILE = {
     "no dimension": (with_tensor(Q_PROJ, torch.tensor(1.0)), f"{Q_PROJ} has shape (), but"),
     "one dimension": (with_tensor(Q_PROJ, torch.ones(576)), f"{Q_PROJ} has shape (576,), but"),
     "no element": (with_tensor(Q_PROJ, torch.ones(0, 24)), f"{Q_PROJ} has shape (0, 24), but"),
-    "booleans": (with_tensor(Q_PROJ, torch.ones(24, 24, dtype=torch.bool)), f"{Q_PROJ} is BOOL, which is not"),
+    "booleans": (with_tensor(Q_PROJ, torch.ones(24, 24, dtype=torch.bool)), f"{Q_PROJ} is BOOL, which convert"),
     "odd name": (with_tensor("a\nb\x1b[31m", torch.ones(1)), r'"a\nb\u001b[31m" has no place in the Megatron'),
-    "a FIFO of weights": (replaced("model.safetensors", os.mkfifo), "model.safetensors: no regular file"),
-    "a FIFO of words": (replaced("config.json", os.mkfifo), "config.json: no regular file"),
+    "a FIFO of weights": (replaced("model.safetensors", os.mkfifo), "model.safetensors: not a regular file"),
+    "a FIFO of words": (replaced("config.json", os.mkfifo), "config.json: not a regular file"),
     "a FIFO of an index": (
         lambda hf: ((hf / "model.safetensors").unlink(), os.mkfifo(hf / "model.safetensors.index.json")),
-        "index.json: no regular file",
+        "index.json: not a regular file",
     ),
-    "a folder": (replaced("config.json", os.mkdir), "config.json: no regular file"),
-    "a device": (replaced("config.json", lambda path: path.symlink_to("/dev/zero")), "config.json: no regular file"),
+    "a folder": (replaced("config.json", os.mkdir), "config.json: not a regular file"),
+    "a device": (replaced("config.json", lambda path: path.symlink_to("/dev/zero")), "config.json: not a regular file"),
     "a lost link": (replaced("model.safetensors", lambda path: path.symlink_to("gone")), "No such file or directory"),
     "a link to itself": (replaced("config.json", lambda path: path.symlink_to(path)), "Too many levels of symbolic"),
     "huge": (replaced("config.json", sparse), "config.json: 68,719,476,736 bytes of JSON; at most 67,108,864 are read"),
-    "a list": (replaced("config.json", lambda path: path.write_text("[1]")), "config.json: no mapping of names"),
+    "a list": (replaced("config.json", lambda path: path.write_text("[1]")), "config.json: not a JSON object"),
     "deep": (replaced("config.json", lambda path: path.write_text("[" * 10**5)), "recursion limit exceeded"),
     "not UTF-8": (replaced("config.json", lambda path: path.write_bytes(b'{"\xff": 1}')), "config.json: damaged"),
     "no weights": (lambda hf: (hf / "model.safetensors").unlink(), "no model*.safetensors there"),
@@ -320,7 +320,7 @@ HOSTILE = {
     "an index of numbers": (index({"x": 5}), "weight_map.x 5: it should be a valid string"),
     "an index of nothing": (index(None), "weight_map null: it should be a valid dictionary"),
     "an index of what is gone": (index({"x": "b.safetensors"}), "b.safetensors: No such file or directory"),
-    "an index that lies": (index({"y": "a.safetensors"}, "a.safetensors"), "a.safetensors: has no y, which model.safe"),
+    "an index that lies": (index({"y": "a.safetensors"}, "a.safetensors"), "a.safetensors: lacks y, which model.safe"),
 }  # fmt: skip
 
 

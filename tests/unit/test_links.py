@@ -42,7 +42,7 @@ def test_a_lock_that_is_no_file_of_a_run(tmp_path, mine, make):
         "folder": lock.mkdir,
         "link to nothing": lambda: lock.symlink_to(tmp_path / "nothing"),
     }[make]()
-    said = "is a link, a pipe or a folder, and no file that a run wrote; remove it"
+    said = "is a link, a pipe or a folder, not a file that a run wrote; remove it"
     with pytest.raises(ValueError, match=rf"^--save {folder}: its {saves.LOCK} {said}$"):
         saves.claim(str(folder))
     assert not (tmp_path / "nothing").exists()
@@ -79,7 +79,7 @@ def test_a_lock_that_was_removed_by_hand(load, tmp_path, monkeypatch):
         os.read(done, 1)
         os._exit(0)
     assert os.read(ours, 4) == b"held"
-    line = rf"a checkpoint could not be written \({saves.LOCK} was removed, and another run saves there by now, .*"
+    line = rf"a checkpoint could not be written \({saves.LOCK} was removed, and another run saves there now, .*"
     with pytest.raises(ValueError, match=line + "start again, from iter_0000015$"):
         saves.lose_nothing(lambda: save(tmp_path, 20))()
     os.close(end)
@@ -138,8 +138,8 @@ def test_a_checkpoint_that_is_a_link_is_not_saved_over(load, tmp_path, monkeypat
     theirs = save(other, 10, *([] if sealed else [unsealed]), content_metadata=CONTENTS if sealed else STOCKS)
     (folder / CHECKPOINT).symlink_to(theirs)
     monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(folder)))
-    why = rf"{CHECKPOINT} is a link to another folder, which a save would change, \S+ GiB were free"
-    rest = "mend that and start again, from iter_0000005"
+    why = rf"{CHECKPOINT} is a link, and a save would change the folder behind it, \S+ GiB were free"
+    rest = "fix that and start again, from iter_0000005"
     line = rf"^--save {folder}: a checkpoint could not be written \({why}\); {rest}$"
     with pytest.raises(ValueError, match=line):
         saves.lose_nothing(lambda: save(folder, 10))()

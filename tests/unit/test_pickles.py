@@ -40,7 +40,7 @@ def test_metadata_that_runs(load, tmp_path, of):
     whole = pickle.loads(path.read_bytes())
     whole.planner_data = Runs(tmp_path / "ran", of)
     path.write_bytes(pickle.dumps(whole))
-    line = rf"^--load {tmp_path}: iter_0000005 cannot be read: it names \S+, which is no data; restore it from a copy$"
+    line = rf"^--load {tmp_path}: iter_0000005 cannot be read: it names \S+, which is not data; restore it from a copy$"
     with data_only(), pytest.raises(ValueError, match=line):
         load(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -67,7 +67,7 @@ def test_names_that_are_no_data(tmp_path, name, protocol, capsys):
     pieces = [b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, attribute)]
     body = b"c" + name if protocol == 0 else b"\x80\x04" + b"".join(pieces) + b"\x93"
     (tmp_path / ".metadata").write_bytes(body + b"(V" + str(tmp_path / "ran").encode() + b"\ntR.")
-    with data_only(), pytest.raises(CheckpointException, match="which is no data"):
+    with data_only(), pytest.raises(CheckpointException, match="which is not data"):
         FileSystemReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists() and not capsys.readouterr().out  # `import this` prints
 
@@ -88,7 +88,7 @@ def test_arguments_that_run(load, tmp_path):
     dcp.save({key: [content]}, storage_writer=dcp.FileSystemWriter(checkpoint), planner=planner, no_dist=True)
     with (checkpoint / ".metadata").open("rb") as file:
         _DataOnly(file).load()
-    line = r"cannot be read: it names (posix|os)\.mkdir, which is no data; restore it from a copy$"
+    line = r"cannot be read: it names (posix|os)\.mkdir, which is not data; restore it from a copy$"
     with data_only(), pytest.raises(ValueError, match=line):
         load(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -102,7 +102,7 @@ def test_arguments_that_would_not_be_read_back():
     fine = {"save": "x", "layers": [1, 2], "dtype": torch.bfloat16, "path": Path("x"), "nothing": None, "rate": 1e-3}
     check_arguments(Namespace(**fine))
     for value in (Custom(), Custom, [Custom()], lambda: 1, os.mkdir):
-        line = r"^--save x: the argument mine is a \S+, which would not be read back from a checkpoint; make it [^\n]+$"
+        line = r"^--save x: the argument mine is a \S+, which cannot be read back from a checkpoint; make it [^\n]+$"
         with pytest.raises(ValueError, match=line):
             check_arguments(Namespace(**fine, mine=value))
     torch.serialization.add_safe_globals([Custom])

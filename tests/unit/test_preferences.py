@@ -155,5 +155,5 @@ def test_a_pair_that_is_too_long_or_none_is_said(dataset, tmp_path):
         dataset[2]
     for line in ("{}", "no json", '{"chosen": [], "rejected": []}', '{"pairs": [1]}', "[]"):
         (tmp_path / "bad.jsonl").write_text(line + "\n")
-        with pytest.raises(UserError, match="sample 0 is no "):
+        with pytest.raises(UserError, match="sample 0 is neither "):
             Lines(str(tmp_path / "bad.jsonl"))[0]

@@ -42,13 +42,13 @@ def megatron(body: str):
     [
         (
             "try: {}['total_iters']\n except KeyError: sys.exit()",
-            "does not say of which iteration it is; add --finetune",
+            "does not contain its iteration; add --finetune",
         ),
         (
             "try: raise KeyError\n except KeyError: sys.exit(0)",
-            "has no random states that this run can take; add --no-load-rng or --finetune",
+            "has no random states that this run can load; add --no-load-rng or --finetune",
         ),
-        ("sys.exit()", "cannot be read: Megatron ended as it read it"),
+        ("sys.exit()", "cannot be read: Megatron ended while it read it"),
         ("try: 1 / 0\n except Exception: sys.exit()", "cannot be read: division by zero"),
     ],
 )
@@ -70,7 +70,7 @@ def test_an_end_that_says_so_itself(code):
 def test_exit_on_missing_checkpoint(load, tmp_path):
     line = line_of(lambda: load(tmp_path, exit_on_missing_checkpoint=True))
     assert line == (
-        f"--load {tmp_path}: no checkpoint is there; give the folder that --save wrote, or remove "
+        f"--load {tmp_path}: there is no checkpoint; give the folder that --save wrote, or remove "
         "--exit-on-missing-checkpoint"
     )
     assert load(tmp_path) is None  # the second remedy
@@ -88,9 +88,9 @@ def test_seal_and_metadata_both_gone(load, tmp_path, others):
     for name in (SEAL, ".metadata"):
         (checkpoint / name).unlink()
     rest = {
-        "sealed": "iter_0000005 is whole: add --ckpt-step 5",
+        "sealed": "iter_0000005 is intact: add --ckpt-step 5",
         "stock's": "iter_0000005 is there too, without a seal: add --ckpt-step 5",
-        "none": "no other checkpoint there is whole: restore it from a copy",
+        "none": "no other checkpoint there is intact: restore it from a copy",
     }[others]
     missing = "iter_0000010/.metadata is missing, or cannot be read"
     assert line_of(lambda: load(tmp_path)) == f"--load {tmp_path}: {missing}; {rest}"

@@ -180,7 +180,7 @@ def test_a_full_disc(load, tmp_path, monkeypatch, at, over):
             saves.lose_nothing(lambda: save(tmp_path, 10 if over else 20))()
     line = str(error.value)
     assert line.startswith(f"--save {tmp_path}: iter_00000{10 if over else 20} could not be written ("), line
-    assert line.endswith("GiB were free); mend that and start again, from iter_0000010") and "\n" not in line
+    assert line.endswith("GiB were free); fix that and start again, from iter_0000010") and "\n" not in line
     assert files_of(checkpoint) == before and load(tmp_path) == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
     end_process()
@@ -334,7 +334,7 @@ def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch, flag):
         spoil(folder / saves.LOCK)
         with monkeypatch.context() as patch:
             patch.setattr(saves, "on_rank_0", lambda act, w=written: [(flag, folder / saves.LOCK, w)])
-            with pytest.raises(ValueError, match=rf"^{flag} {folder}: rank 3 does not see what rank 0 writes there"):
+            with pytest.raises(ValueError, match=rf"^{flag} {folder}: rank 3 does not see rank 0's files there"):
                 saves.check_saving()
 
 

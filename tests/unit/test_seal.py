@@ -84,7 +84,7 @@ def test_every_damage_of_every_file_is_refused(load, folder, name, damage):
         path.write_bytes(data)
         line = line_of(lambda: load(folder))
         assert line.startswith(f"--load {folder}: iter_0000010/{name} is damaged"), line
-        assert line.endswith("; iter_0000005 is whole: add --ckpt-step 5")
+        assert line.endswith("; iter_0000005 is intact: add --ckpt-step 5")
         assert load(folder, ckpt_step=5) == 5
     path.write_bytes(whole)
     assert load(folder) == 10
@@ -110,7 +110,7 @@ def test_every_missing_file_is_refused(load, folder, name, instead):
         path.symlink_to("nothing")
     line = line_of(lambda: load(folder))
     assert re.match(rf"--load {folder}: iter_0000010/{re.escape(name)} is (missing|damaged)", line), line
-    assert line.endswith("; iter_0000005 is whole: add --ckpt-step 5")
+    assert line.endswith("; iter_0000005 is intact: add --ckpt-step 5")
 
 
 def test_of_a_seal_without_an_end_only_the_beginning_is_read(load, folder):
@@ -124,7 +124,7 @@ def test_without_seal_and_metadata_it_is_no_interrupted_save(load, folder):
     """The tracker names it: it was finished."""
     for name in (SEAL, "metadata.json"):
         (folder / "iter_0000010" / name).unlink()
-    assert "iter_0000010/metadata.json is missing; iter_0000005 is whole: add" in line_of(lambda: load(folder))
+    assert "iter_0000010/metadata.json is missing; iter_0000005 is intact: add" in line_of(lambda: load(folder))
 
 
 HASH = "0" * 64
@@ -165,7 +165,7 @@ HASH = "0" * 64
 def test_a_seal_that_says_nothing_verifies_nothing(load, folder, content):
     (folder / "iter_0000010" / SEAL).write_text(json.dumps(content))
     line = line_of(lambda: load(folder))
-    assert f"iter_0000010/{SEAL} is damaged; iter_0000005 is whole: add --ckpt-step 5" in line
+    assert f"iter_0000010/{SEAL} is damaged; iter_0000005 is intact: add --ckpt-step 5" in line
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"algorithm":' * 50_000, "NaN", "\x00", "1e999999"])
@@ -185,7 +185,7 @@ def test_files_that_were_not_sealed(load, folder):
     (folder / "iter_0000010/common.pt").write_bytes(b"other arguments")
     line = line_of(lambda: load(folder))
     said = f"common.pt was not there when the checkpoint was sealed (not in {SEAL}): remove it"
-    assert f"iter_0000010/{said}; iter_0000005 is whole" in line
+    assert f"iter_0000010/{said}; iter_0000005 is intact" in line
     (folder / "iter_0000010/common.pt").unlink()
     assert load(folder) == 10
 
@@ -208,7 +208,7 @@ def test_stocks_own_seal_and_none(load, folder):
 def test_no_other_is_whole(load, folder):
     for name in ("iter_0000005", "iter_0000010"):
         (folder / name / "metadata.json").write_text("{}")
-    assert line_of(lambda: load(folder)).endswith("; no other checkpoint there is whole: restore it from a copy")
+    assert line_of(lambda: load(folder)).endswith("; no other checkpoint there is intact: restore it from a copy")
 
 
 def test_a_file_newer_than_the_seal(load, folder):
@@ -222,11 +222,11 @@ def test_a_file_newer_than_the_seal(load, folder):
 
 
 def test_what_is_asked_for_is_refused_too(load, folder):
-    assert "iter_0000007 is not there; iter_0000010 is whole: add --ckpt-step 10" in line_of(
+    assert "iter_0000007 does not exist; iter_0000010 is intact: add --ckpt-step 10" in line_of(
         lambda: load(folder, ckpt_step=7)
     )
     (folder / "iter_0000005/.metadata").unlink()
-    assert "iter_0000005/.metadata is missing, or cannot be read; iter_0000010 is whole" in line_of(
+    assert "iter_0000005/.metadata is missing, or cannot be read; iter_0000010 is intact" in line_of(
         lambda: load(folder, ckpt_step=5)
     )
     (folder / "iter_0000010/unsealed").touch()
@@ -253,14 +253,14 @@ def test_non_persistent_checkpoints(load, folder, tmp_path, elsewhere):
     checkpoint = save(other, 12)
     assert load(folder, **flags) == 12
     line = line_of(lambda: load(folder, ckpt_step=10, **flags))
-    assert line.endswith(f"goes on from {checkpoint}, which is newer; move that away")
+    assert line.endswith(f"resumes from {checkpoint}, which is newer; move that away")
     other.rename(tmp_path / "away")
     assert load(folder, ckpt_step=10, **flags) == 10
     (tmp_path / "away").rename(other)
     (checkpoint / "metadata.json").write_text("{")
     line = line_of(lambda: load(folder, **flags))
     assert "iter_0000012/metadata.json is damaged: its SHA-256 is not that in integrity.json" in line
-    assert line.endswith("; iter_0000010 is whole: leave --non-persistent-ckpt-type out") and load(folder) == 10
+    assert line.endswith("; iter_0000010 is intact: remove --non-persistent-ckpt-type") and load(folder) == 10
     (checkpoint / "unsealed").touch()  # a save over it was interrupted
     (other / TRACKER).write_text("\x00")
     assert load(folder, **flags) == 10
@@ -292,7 +292,7 @@ def test_before_there_is_a_process_group(load, folder, monkeypatch):
 def test_ours_without_a_seal(load, folder):
     save(folder, 15, unsealed, content_metadata=CONTENTS)
     line = line_of(lambda: load(folder))
-    assert f"iter_0000015/{SEAL} is missing, so damage could not be seen; iter_0000010 is whole" in line
+    assert f"iter_0000015/{SEAL} is missing, so damage cannot be detected; iter_0000010 is intact" in line
 
 
 @pytest.mark.parametrize("written", ["", "15", "20", "-1", "1e1", "garbage", "\x00" * 8, "٣", "9" * 5000, None])
@@ -314,9 +314,9 @@ def test_an_empty_folder_and_one_where_nothing_is_left(load, tmp_path):
     assert load(tmp_path) is None
     assert load(tmp_path / "not there") is None
     (tmp_path / TRACKER).write_text("30")
-    assert f"{TRACKER} says '30', and no checkpoint is there" in line_of(lambda: load(tmp_path))
+    assert f"{TRACKER} says '30', but there is no checkpoint" in line_of(lambda: load(tmp_path))
     (tmp_path / "iter_0000030").mkdir()
-    line = "iter_0000030/metadata.json is missing; no other checkpoint there is whole"
+    line = "iter_0000030/metadata.json is missing; no other checkpoint there is intact"
     assert line in line_of(lambda: load(tmp_path))
 
 
@@ -331,7 +331,7 @@ def test_one_checkpoints_own_folder(load, folder, name):
     mistake = f"this is the folder of one checkpoint; give the folder above it, {folder}"
     mistake += "" if name == "release" else " and --ckpt-step 5"
     assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
-    assert line_of(lambda: load(own, ckpt_step=5)) == f"--load {own}: iter_0000005 is not there; {mistake}"
+    assert line_of(lambda: load(own, ckpt_step=5)) == f"--load {own}: iter_0000005 does not exist; {mistake}"
     assert name == "release" or load(folder, ckpt_step=5) == 5
     (own / "unsealed").touch()
     assert line_of(lambda: load(own)) == f"--load {own}: {mistake}"
@@ -354,8 +354,8 @@ def test_what_an_interrupted_save_has_put_aside(load, tmp_path, where, tracker):
     if not tracker:
         (saved / TRACKER).unlink()
     flags = {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": str(saved)} if where else {}
-    says = f"a save over {checkpoint} was interrupted, and a whole checkpoint is kept in it; a training run with "
-    says += f"--save {saved} puts it back as it begins"
+    says = f"a save over {checkpoint} was interrupted, and it still contains a complete checkpoint; a training run "
+    says += f"with --save {saved} restores it when it starts"
     assert line_of(lambda: load(tmp_path, **flags)) == f"--load {tmp_path}: {says}"
     if not where:
         assert line_of(lambda: load(tmp_path, ckpt_step=10)).endswith(f"its save was interrupted; {says}")

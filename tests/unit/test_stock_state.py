@@ -44,10 +44,10 @@ def test_the_checkpoints_schedule_where_it_is_asked_for(monkeypatch):
     assert taken_by(True, SAVED) == OWN and taken_by(True, SAVED, SAVED) == OWN
     assert taken_by(False, SAVED) == taken_by(True) == OWN | {"max_lr": 5e-4, "min_lr": 0.0}
     assert taken_by(True, SAVED, SAVED | {"max_lr": 5e-4, "min_lr": 0.0})["max_lr"] == 5e-4
-    with pytest.raises(CheckpointingException, match="give --lr, --min-lr and --decoupled-lr as they were"):
+    with pytest.raises(CheckpointingException, match="give its --lr, --min-lr and --decoupled-lr"):
         taken_by(True, SAVED, SAVED | {"max_lr": 2e-3})
 
 
 def test_another_group_is_none(monkeypatch):
-    with pytest.raises(CheckpointingException, match="it has no optimizer state of parameters with"):
+    with pytest.raises(CheckpointingException, match="it has no optimizer state for parameters with"):
         taken(monkeypatch, OWN | {"lr_mult": 0.1}, override=True)

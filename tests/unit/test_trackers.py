@@ -55,7 +55,7 @@ def test_one_that_names_nothing(load, tmp_path, make, capsys):
     line = line_of(lambda: tracked(tmp_path))
     assert line.startswith(f"{tmp_path / TRACKER} ") and "names no checkpoint; name one checkpoint's own folder" in line
     line = line_of(lambda: load(tmp_path))
-    assert line.startswith(f"--load {tmp_path}: {TRACKER} ") and line.endswith("is there; give another folder")
+    assert line.startswith(f"--load {tmp_path}: {TRACKER} ") and line.endswith("no checkpoint; give another folder")
     save(tmp_path / "other", 10)
     (tmp_path / "other/iter_0000010").rename(tmp_path / "iter_0000010")
     assert load(tmp_path) == 10 and "going back to iter_0000010" in capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_a_folder_in_its_place_ends_a_save_in_one_line(load, tmp_path, monkeypat
     line = line_of(saves.lose_nothing(lambda: save(tmp_path, 20)))
     assert "iter_0000020 could not be written (Is a directory" in line, line
     line = line_of(lambda: saves.claim(str(tmp_path)))
-    said = "is a link, a pipe or a folder, and no file that a run wrote; remove it"
+    said = "is a link, a pipe or a folder, not a file that a run wrote; remove it"
     assert line == f"--save {tmp_path}: its {TRACKER} {said}"
     (tmp_path / TRACKER).rmdir()
     saves.claim(str(tmp_path))

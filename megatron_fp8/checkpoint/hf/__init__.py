@@ -1,1 +1,1 @@
-"""Hugging Face's side of `megatron-fp8 convert`: names and layouts of tensors, and config.json."""
+"""The Hugging Face side of `megatron-fp8 convert`: names and layouts of tensors, and config.json."""

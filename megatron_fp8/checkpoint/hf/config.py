@@ -1,11 +1,11 @@
-"""A model in words: Megatron's arguments on one side, config.json on the other.
+"""Converts Megatron's model arguments to config.json, and back.
 
-Both conversions go through one namespace of Megatron's own argument names, which `model_args` makes of the
-arguments that a checkpoint was saved with, and `args_of` of a config.json.  What would make the two models
-compute different things is refused here, before a tensor is read.
+Both conversions use one namespace with Megatron's argument names. `model_args` makes it from a checkpoint's saved
+arguments, `args_of` from a config.json.  A setting with which the two models would compute different results is
+refused here, before a tensor is read.
 
-What a checkpoint does not have is the tokenizer: its files must be copied by hand, and bos_token_id and
-eos_token_id are null.
+A checkpoint does not contain the tokenizer: its files must be copied by hand, and bos_token_id and eos_token_id are
+null.
 """
 
 import shlex
@@ -18,7 +18,7 @@ from .families import FAMILIES, OUTPUT, Family, family_of
 from .schema import TANH_GELU, Llama, ModelArguments, Neox, Rope, Section, as_json, checked, constants, shown
 
 VOCABULARY_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
-# {argument: flag} of everything that describes the model. A flag that ends in "!" takes no value and stands for False.
+# {argument: flag} for all arguments of the model. A flag that ends in "!" takes no value and means False.
 _FLAGS = {
     "num_layers": "--num-layers",
     "hidden_size": "--hidden-size",
@@ -42,7 +42,7 @@ _FLAGS = {
     "hidden_dropout": "--hidden-dropout",
     "init_method_std": "--init-method-std",
 }
-# Arguments that change what the model computes, in ways that no family has unless they are off.
+# Arguments that must be off: no family computes what they switch on.
 _OFF = (
     "num_experts multi_latent_attention mtp_num_layers qk_layernorm qk_l2_norm layernorm_zero_centered_gamma "
     "apply_residual_connection_post_layernorm softmax_type window_size rotary_interleaved squared_relu quick_geglu "
@@ -51,7 +51,7 @@ _OFF = (
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec"
 ).split()
 _USE_VOCAB_SIZE = (None, "NullTokenizer", "TikTokenizer")  # other tokenizers ignore --vocab-size
-# All that Megatron builds with --use-rope-scaling: it hands --rope-scaling-factor to no model, and has no other flags.
+# Megatron builds only this with --use-rope-scaling: it passes --rope-scaling-factor to no model and has no other flags.
 _LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -61,10 +61,10 @@ _LLAMA3_ROPE = {
 
 
 def model_args(saved: Namespace, vocab_size: int | None = None, file: str = "the checkpoint") -> Namespace:
-    """What describes the model in the arguments that a checkpoint was saved with.
+    """The model's arguments among those that a checkpoint was saved with.
 
-    vocab_size: the number of real tokens; None: as the arguments have it, else with the padding.  file: what messages
-    call the checkpoint.  UserError naming the flag for a model that no family computes.
+    vocab_size: the number of real tokens; None: the arguments' number, or else the padded one.  file: the checkpoint's
+    name in error lines.  Raises UserError, which names the flag, for a model that no family computes.
     """
     for name in _OFF:
         value = getattr(saved, name, None)
@@ -73,7 +73,7 @@ def model_args(saved: Namespace, vocab_size: int | None = None, file: str = "the
             said = "no Hugging Face model known here computes this"
             raise UserError(f"--{flag.replace('_', '-')} {shown(str(value))}: {said}")
     given = {name: value for name in ModelArguments.model_fields if (value := getattr(saved, name, None)) is not None}
-    missing = "is not among its arguments; save it with megatron-core 0.19"
+    missing = "is missing from its arguments; save it with megatron-core 0.19"
     args = Namespace(**checked(ModelArguments, given, file, missing).model_dump())
     args.rotary_base = int(args.rotary_base)
     if not args.group_query_attention:
@@ -89,7 +89,7 @@ def model_args(saved: Namespace, vocab_size: int | None = None, file: str = "the
 
 
 def _check(args: Namespace) -> None:
-    """Refuse what the family of these arguments does not compute."""
+    """Refuse arguments that their family does not compute."""
     family = family_of(args)
     chosen = f"{family.model_type} (chosen for --normalization {args.normalization}"
     chosen += f" --position-embedding-type {args.position_embedding_type})"
@@ -101,11 +101,11 @@ def _check(args: Namespace) -> None:
         found = getattr(args, name)
         if found != value:
             flag = _FLAGS[name].rstrip("!")
-            raise UserError(f"{flag}: Hugging Face's {chosen} has {name} = {value} only, this model has {found}")
+            raise UserError(f"{flag}: Hugging Face's {chosen} has only {name} = {value}, this model has {found}")
 
 
 def config_of(args: Namespace) -> dict[str, Any]:
-    """config.json for a model of BF16 weights that `args` (of model_args or args_of) describe."""
+    """config.json for a model with BF16 weights. args: from model_args or args_of."""
     family = family_of(args)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {key: getattr(args, name) for name, key in family.keys.items()}
@@ -126,9 +126,9 @@ def config_of(args: Namespace) -> dict[str, Any]:
 
 
 def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
-    """Megatron's arguments for what a config.json holds.  UserError for a model that Megatron does not compute.
+    """Megatron's arguments for a config.json.  Raises UserError for a model that Megatron cannot compute.
 
-    file: what messages call it.
+    file: its name in error lines.
     """
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
@@ -157,8 +157,8 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
     if isinstance(config, Llama):
         args.add_bias_linear = config.attention_bias
         if config.mlp_bias != config.attention_bias:
-            raise UserError(f"{file}: mlp_bias {config.mlp_bias} is not supported beside attention_bias "
-                            f"{config.attention_bias}; Megatron has biases in all linears or in none")  # fmt: skip
+            raise UserError(f"{file}: mlp_bias {config.mlp_bias} with attention_bias {config.attention_bias} is not "
+                            "supported; Megatron has biases in all linears or in none")  # fmt: skip
     else:
         gelu = config.hidden_act if isinstance(config, Neox) else config.activation_function
         args.bias_gelu_fusion = gelu in TANH_GELU
@@ -169,7 +169,7 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
 
 
 def _read_rope(args: Namespace, config: Llama | Neox, file: str) -> None:
-    """Rotary positions, as transformers 4 writes them in config.json or as 5 does."""
+    """Read rotary positions in transformers 4's form of config.json or in 5's."""
     rope = config.rope_parameters or Rope()
     if isinstance(config, Llama):
         base, part = config.rope_theta, config.partial_rotary_factor
@@ -179,16 +179,16 @@ def _read_rope(args: Namespace, config: Llama | Neox, file: str) -> None:
     args.rotary_percent = rope.partial_rotary_factor or part
     if isinstance(config, Llama) and args.rotary_percent != 1:
         said = f"partial_rotary_factor {args.rotary_percent} is not supported"
-        raise UserError(f"{file}: {said}; a llama model rotates whole heads here, so use 1")
+        raise UserError(f"{file}: {said}; use 1: Megatron's llama rotates whole heads")
     scaling = config.rope_scaling or rope
     kind = scaling.rope_type or scaling.type
     given = scaling.model_dump(exclude_none=True).keys() - {"rope_theta", "partial_rotary_factor"}
     if kind is None and given:
-        raise UserError(f"{file}: rope scaling with {shown(min(given))} and without rope_type is not supported")
+        raise UserError(f"{file}: rope scaling with {shown(min(given))} but without rope_type is not supported")
     if kind == "llama3" and isinstance(config, Llama):
         for key, value in _LLAMA3_ROPE.items():
             if (found := getattr(scaling, key)) != value:
-                reason = f"is not supported; Megatron 0.19 builds every such model with {value}, whatever its flags say"
+                reason = f"is not supported; Megatron 0.19 always builds such a model with {value}"
                 raise UserError(f"{file}: {key} {found} of the rope scaling {reason}")
         args.use_rope_scaling = True
     elif kind not in (None, "default"):
@@ -196,22 +196,22 @@ def _read_rope(args: Namespace, config: Llama | Neox, file: str) -> None:
 
 
 def _check_heads(args: Namespace, config: Section, keys: Mapping[str, str], file: str) -> None:
-    """Refuse sizes that make no whole heads, no whole groups of them, or no whole pairs of rotated channels."""
+    """Refuse sizes that do not give whole heads, whole query groups and whole pairs of rotated channels."""
     heads, groups, hidden = args.num_attention_heads, args.num_query_groups, args.hidden_size
     if getattr(config, keys.get("kv_channels", ""), None) is None and hidden % heads:
         said = f"{keys['num_attention_heads']} {heads} does not divide {keys['hidden_size']} {hidden}"
-        raise UserError(f"{file}: {said}; a head has a whole number of channels")
+        raise UserError(f"{file}: {said}; a head needs a whole number of channels")
     if heads % groups:
         said = f"{keys['num_query_groups']} {groups} does not divide {keys['num_attention_heads']} {heads}"
-        raise UserError(f"{file}: {said}; a group has a whole number of heads")
+        raise UserError(f"{file}: {said}; a group needs a whole number of heads")
     rotated = int(args.kv_channels * args.rotary_percent)
     if args.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
         said = f"rotary positions would rotate {rotated} of a head's {args.kv_channels} channels"
-        raise UserError(f"{file}: {said}; the number must be even, and not 0")
+        raise UserError(f"{file}: {said}; the number must be even and not 0")
 
 
 def flags_of(args: Namespace) -> str:
-    """Megatron's flags for the model that `args` (of model_args or args_of) describe, quoted for a shell."""
+    """Megatron's flags for a model, quoted for a shell. args: from model_args or args_of."""
     unused = {"bias_gelu_fusion"} if args.swiglu else set()
     if args.position_embedding_type != "rope":
         unused |= {"rotary_base", "rotary_percent"}
@@ -230,7 +230,7 @@ def flags_of(args: Namespace) -> str:
 
 
 def quantization_config(family: Family) -> dict[str, Any]:
-    """What config.json says of E4M3 weights: compressed-tensors, one scale a weight; activations scaled on the fly."""
+    """config.json's entry for E4M3 weights: compressed-tensors, one scale a weight, activations scaled at run time."""
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     return {
         "quant_method": "compressed-tensors",

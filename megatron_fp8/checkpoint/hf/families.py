@@ -1,26 +1,26 @@
-"""Hugging Face's model families as Megatron's GPT sees them: names and layouts of tensors.
+"""Names and layouts of tensors in Hugging Face's model families that match Megatron's GPT.
 
-Three families compute exactly what a Megatron GPT does; which one it is, its own flags say:
+Three families compute exactly what a Megatron GPT with these flags computes:
 
     llama      --normalization RMSNorm, --swiglu, --position-embedding-type rope; any grouping of queries;
                with or without biases (attention_bias and mlp_bias)
     gpt_neox   LayerNorm, GELU, rope (--rotary-percent too), biases; without its parallel residual
     gpt2       LayerNorm, GELU, learned positions, biases
 
-A Megatron checkpoint stacks a parameter of all layers along a new first dimension; here are the layouts of
-one layer.  Heads h, query groups g, channels a head d, rows of a weight are its outputs:
+A Megatron checkpoint stacks a parameter of all layers along a new first dimension; the layouts below are one
+layer's.  h: heads, g: query groups, d: channels per head, f: FFN size; rows of a weight are its outputs:
 
-    linear_qkv   [g, h/g + 2, d] rows: of each group its queries, then its key, then its value.
-                 llama: q (h d rows), k (g d), v (g d).  gpt2: q, k, v behind each other.
+    linear_qkv   [g, h/g + 2, d] rows: each group's queries, then its key, then its value.
+                 llama: q (h d rows), k (g d), v (g d).  gpt2: q, k, v in one tensor.
                  gpt_neox (g = h): as Megatron.
     linear_fc1   gate above up, 2 f rows.  llama: two tensors.  (--swiglu computes silu(gate) * up.)
     gpt2's four linears are stored transposed.
 
-An E4M3 weight is payload (float8_e4m3fn) times weight_scale (float32, one number), as the compressed-tensors
-format has it.  The scale is a power of two, shared by the parts of one Megatron weight: loaders that fuse
-q, k, v or gate, up again need not round a second time.  It is the smallest that puts no element beyond 448,
-so a weight that is E4M3 times a power of two, as at level O3, loses nothing; others err by at most 2^-4 of
-an element, or 2^-10 of the scale if that is more.
+An E4M3 weight is payload (float8_e4m3fn) times weight_scale (float32, one number), the compressed-tensors format.  The
+scale is a power of two, and the parts of one Megatron weight share it: a loader that fuses q, k, v or gate, up again
+does not round a second time.  It is the smallest scale with which no element exceeds 448.  So a weight that is E4M3
+times a power of two, as at level O3, loses nothing; in other weights an element's error is at most 2^-4 of it, or
+2^-10 of the scale if that is more.
 """
 
 from argparse import Namespace
@@ -36,7 +36,7 @@ from ...numerics.scaling import power_of_two_scale
 from ...ops import amax, quantize
 from .schema import Gpt2, Llama, Neox
 
-# Megatron's modules; a parameter's name goes on with weight or bias.
+# Prefixes of Megatron's parameter names; "weight" or "bias" follows.
 _WORDS = "embedding.word_embeddings."
 _POSITIONS = "embedding.position_embeddings."
 _NORM1 = "decoder.layers.self_attention.linear_qkv.layer_norm_"
@@ -64,13 +64,13 @@ def merge_qkv(parts: list[torch.Tensor], args: Namespace) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter of one layer lies in the tensors of a family: split gives those, merge takes them."""
+    """How one layer's parameter maps to a family's tensors: split makes them, merge joins them."""
 
     split: Callable[[torch.Tensor, Namespace], list[torch.Tensor]]
     merge: Callable[[list[torch.Tensor], Namespace], torch.Tensor]
 
 
-# (.t() leaves a bias as it is)
+# .t() does not change a bias.
 AS_IS = Layout(lambda tensor, args: [tensor], lambda parts, args: parts[0])
 TRANSPOSED = Layout(lambda tensor, args: [tensor.t()], lambda parts, args: parts[0].t())
 QKV = Layout(split_qkv, merge_qkv)
@@ -85,8 +85,8 @@ TRANSPOSED_QKV = Layout(
 class Family:
     """One of Hugging Face's model types.
 
-    modules: its modules for each of Megatron's ({} is the layer), several where Megatron fuses.  schema: what its
-    config.json may hold.  keys: those of config.json for Megatron's arguments.  needs: what arguments must be.
+    modules: {Megatron's module: its modules}, several if Megatron fuses them; {} is the layer.  schema: of its
+    config.json.  keys: {Megatron's argument: config.json's key}.  needs: {argument: the value that it must have}.
     """
 
     model_type: str
@@ -98,7 +98,7 @@ class Family:
     needs: Mapping[str, Any]
 
 
-_KEYS = {  # of most families
+_KEYS = {  # most families'
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
@@ -187,7 +187,7 @@ FAMILIES = {family.model_type: family for family in (_LLAMA, _NEOX, _GPT2)}
 
 
 def family_of(args: Namespace) -> Family:
-    """The family with the norm and the positions of a model; flags/config.py has what else it must have."""
+    """The family for a model's norm and position embeddings; hf/config.py checks the family's other needs."""
     if args.normalization == "RMSNorm":
         return _LLAMA
     return _GPT2 if args.position_embedding_type == "learned_absolute" else _NEOX
@@ -195,9 +195,9 @@ def family_of(args: Namespace) -> Family:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of a Megatron checkpoint, stacked over layers if `names` hold {}, and what it is in a family.
+    """One tensor of a Megatron checkpoint and its names in a family. If the names contain {}, layers are stacked.
 
-    shape: of one layer, the vocabulary padded.
+    shape: one layer's, with the vocabulary padded.
     """
 
     name: str
@@ -218,23 +218,23 @@ class Parameter:
         return self.name in tuple(f"{module}weight" for module in LINEARS)
 
     def split(self, tensor: torch.Tensor, args: Namespace) -> list[torch.Tensor]:
-        """One layer's tensor -> those of `names`, views of it where they can be."""
+        """One layer's tensor -> the tensors of `names`, as views if possible."""
         return self.layout.split(tensor[: args.vocab_size] if self.has_vocabulary else tensor, args)
 
     def merge(self, parts: list[torch.Tensor], args: Namespace) -> torch.Tensor:
-        """The reverse, of parts that have `part_shapes`; rows that pad the vocabulary are zero."""
+        """The reverse of split. parts: of shapes `part_shapes`. Rows that pad the vocabulary become zero."""
         tensor = self.layout.merge(parts, args)
         if self.has_vocabulary:
             tensor = torch.cat([tensor, tensor.new_zeros(self.shape[0] - len(tensor), *tensor.shape[1:])])
         return tensor
 
     def part_shapes(self, args: Namespace) -> list[tuple[int, ...]]:
-        """The shapes of what `split` gives."""
+        """The shapes of the tensors that `split` returns."""
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"), args)]
 
 
 def parameters(args: Namespace) -> list[Parameter]:
-    """Every tensor of the model that `args` (of model_args or args_of) describe, in the model's order."""
+    """Every tensor of a model, in the model's order. args: from model_args or args_of."""
     family = family_of(args)
     hidden = args.hidden_size
     rows = {
@@ -261,9 +261,9 @@ def parameters(args: Namespace) -> list[Parameter]:
 
 
 def to_e4m3(weight: torch.Tensor) -> ScaledTensor:
-    """A weight of any shape and float dtype with one scale, a power of two.  UserError for NaN or infinity in it."""
+    """Quantize a weight of any shape and float dtype with one power-of-two scale.  UserError for a NaN or infinity."""
     largest = amax(weight)
     if not largest.isfinite():
-        raise UserError("a NaN or an infinity, which --dtype e4m3 cannot hold: use --dtype bf16")
+        raise UserError("contains a NaN or an infinity, which --dtype e4m3 cannot store; use --dtype bf16")
     scale = power_of_two_scale(largest, E4M3)
     return ScaledTensor(quantize(weight, E4M3, scale), scale.reciprocal())

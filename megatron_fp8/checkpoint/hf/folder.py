@@ -1,8 +1,8 @@
-"""A Hugging Face folder, read: its config.json, and the tensors of its safetensors files.
+"""Reads a Hugging Face folder: its config.json, and the tensors of its safetensors files.
 
-The folder may come from another user. Only regular files are opened: a FIFO would wait for ever, a device never end.
-A link may lead anywhere, as those of Hugging Face's own cache do; a name in the index may not. JSON is bounded. Names
-and shapes are compared with what the model needs by the files' headers, before a tensor is read or memory taken for it.
+The folder may come from another user. Only regular files are opened: a read of a FIFO or a device may never end.
+A link may point anywhere, as in Hugging Face's own cache; a name in the index may not leave the folder. JSON is bounded
+in size. Names and shapes in the files' headers are checked before a tensor is read or memory allocated for it.
 """
 
 import stat
@@ -27,15 +27,15 @@ from pydantic_core import from_json
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MOST = 64 * 2**20  # bytes of JSON
-# Tensors of other people's folders that are no weights.
+# Tensors that are not weights; they may be in a folder and are ignored.
 _BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 _SCALES = ("weight_scale", "weight_scale_inv")  # both multiply
-_FLOATS = "BF16", "F16", "F32"  # as headers call them
+_FLOATS = "BF16", "F16", "F32"  # dtype names in safetensors headers
 _FP8 = {fmt.dtype: f"F8_{fmt.name.upper()}" for fmt in FORMATS.values()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of JSON.  UserError in one line for anything else."""
+    """Read a JSON object.  Raises UserError for anything else."""
     _check_regular(path)
     if (size := path.stat().st_size) > _MOST:
         raise UserError(f"{path}: {size:,} bytes of JSON; at most {_MOST:,} are read")
@@ -44,9 +44,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{path}: damaged, or no JSON: {error}") from None
+        raise UserError(f"{path}: damaged, or not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: no mapping of names to values")
+        raise UserError(f"{path}: not a JSON object")
     return values
 
 
@@ -56,13 +56,13 @@ def _check_regular(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; name a Hugging Face folder") from None
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path}: no regular file; name a Hugging Face folder")
+        raise UserError(f"{path}: not a regular file; name a Hugging Face folder")
 
 
 class Weights:
     """The tensors of a folder's safetensors files, by name, as BF16.
 
-    They are those of model.safetensors; else of the files that the index names; else of all model*.safetensors.
+    It reads model.safetensors; without it, the files that the index names; without an index, all model*.safetensors.
     """
 
     def __init__(self, folder: Path):
@@ -75,15 +75,15 @@ class Weights:
                 file = safe_open(path, framework="pt")
                 names = list(file.keys())
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path}: damaged, or no safetensors file: {shown(str(error), 200)}") from None
+                raise UserError(f"{path}: damaged, or not a safetensors file: {shown(str(error), 200)}") from None
             if again := self._files.keys() & names:
-                raise UserError(f"{path}: {shown(min(again))} is in another file too; leave one of them")
+                raise UserError(f"{path}: {shown(min(again))} is in another file too; keep one of them")
             self._files |= dict.fromkeys(names, file)
             if lacking := {name for name, at in listed.items() if folder / at == path} - set(names):
-                raise UserError(f"{path}: has no {shown(min(lacking))}, which {INDEX} says is there")
+                raise UserError(f"{path}: lacks {shown(min(lacking))}, which {INDEX} places there")
 
     def _listed(self) -> dict[str, str]:
-        """{tensor: file} of the index, if it counts."""
+        """{tensor: file} of the index; empty if there is a model.safetensors or no index."""
         if _is_there(self.folder / WHOLE) or not _is_there(self.folder / INDEX):
             return {}
         place = self.folder / INDEX
@@ -93,11 +93,12 @@ class Weights:
         whole = self.folder / WHOLE
         found = [whole] if _is_there(whole) else sorted(self.folder.glob("model*.safetensors"))
         if not found:
-            raise UserError(f"{self.folder}: no model*.safetensors there; convert reads no other form of weights")
+            raise UserError(f"{self.folder}: no model*.safetensors there; convert reads no other format of weights")
         return found
 
     def check(self, wanted: Iterable[Parameter], args: Namespace) -> None:
-        """UserError unless these are exactly the model's tensors, of its shapes, in floats; of the headers alone."""
+        """Raise UserError unless these are exactly the model's tensors, in shape and a float dtype. Reads headers only.
+        """
         used = set()
         for parameter in wanted:
             for layer in range(args.num_layers if parameter.is_stacked else 1):
@@ -111,7 +112,7 @@ class Weights:
                 raise UserError(f"{self.folder}: {said}")
 
     def _check_tensor(self, wanted: str, shape: tuple[int, ...]) -> set[str]:
-        """The names in the files of a tensor and its scale."""
+        """Check one tensor. Returns its name in the files, and its scale's name if it has one."""
         name = self._found(wanted)
         if name not in self._files:
             raise UserError(f"{self.folder}: no tensor {wanted} in its safetensors files")
@@ -122,16 +123,16 @@ class Weights:
             return {name}
         if dtype not in _FP8.values():
             known = ", ".join((*_FLOATS, *_FP8.values()))
-            raise UserError(f"{self.folder}: {name} is {shown(dtype)}, which is not converted; {known} are")
+            raise UserError(f"{self.folder}: {name} is {shown(dtype)}, which convert cannot read; it reads {known}")
         if (scale := self._scale_of(name)) is None:
-            raise UserError(f"{self.folder}: {name} is {dtype} without {' or '.join(_SCALES)}, which it needs")
+            raise UserError(f"{self.folder}: {name} is {dtype} and needs {' or '.join(_SCALES)}, which is missing")
         kind, scales = self._header(scale)
         if kind not in _FLOATS or scales not in ((), (1,), (1, 1), (shape[0], 1)):
-            raise UserError(f"{self.folder}: {scale} {scales} of {kind} is not one float a weight or row")
+            raise UserError(f"{self.folder}: {scale} {scales} of {kind} is not one float per weight or per row")
         return {name, scale}
 
     def get(self, wanted: str) -> torch.Tensor:
-        """A tensor of those that were checked, in BF16, whatever it is stored in."""
+        """A checked tensor, converted to BF16."""
         name = self._found(wanted)
         tensor = self._read(name)
         scale = self._scale_of(name) if tensor.dtype in _FP8 else None
@@ -140,7 +141,7 @@ class Weights:
         return ScaledTensor(tensor, self._read(scale).float().view(-1, 1)).dequantize(torch.bfloat16)
 
     def _found(self, name: str) -> str:
-        """Some folders lack the first part of names: gpt2's "transformer."."""
+        """The name in the files. Some folders leave out a name's first part: gpt2's "transformer."."""
         return name if name in self._files else name.split(".", 1)[-1]
 
     def _scale_of(self, name: str) -> str | None:
@@ -159,11 +160,11 @@ class Weights:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is anything of this name, a link that leads nowhere too."""
+    """Whether there is anything of this name; a broken link counts."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        pass  # to be said when it is opened
+        pass  # reported when it is opened
     return True

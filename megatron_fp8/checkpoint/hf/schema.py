@@ -1,8 +1,8 @@
-"""What config.json, an index and a checkpoint's arguments may hold: types and ranges, checked by pydantic.
+"""Schemas for config.json, an index and a checkpoint's arguments: types and ranges, checked by pydantic.
 
-Such files come from other people. A value of another type, or beyond any model, is refused here in one line that names
-file, key, value and what is expected; behind it all values are what they say they are. Ranges are wide: they keep
-nonsense out, not large models. Keys that are not named here are ignored, as transformers ignores them.
+Such files come from other people. A value of another type, or outside any model's range, is refused in one line that
+names file, key, value and the expected value; the rest of convert relies on it. Ranges are wide: they keep out
+nonsense, not large models. Other keys are ignored, as transformers does.
 """
 
 import json
@@ -17,26 +17,26 @@ try:
 except ModuleNotFoundError:
     raise UserError(f"megatron-fp8 convert {needs('pydantic')}") from None
 
-Count = Annotated[int, Field(ge=1, le=100_000)]  # of layers, heads
+Count = Annotated[int, Field(ge=1, le=100_000)]  # layers, heads
 Size = Annotated[int, Field(ge=1, le=2**30)]
-Share = Annotated[float, Field(ge=0, lt=1)]  # dropped
+Share = Annotated[float, Field(ge=0, lt=1)]  # a dropout rate
 Epsilon = Annotated[float, Field(ge=1e-20, lt=1)]
-Deviation = Annotated[float, Field(ge=1e-10, le=100)]  # of initial weights
+Deviation = Annotated[float, Field(ge=1e-10, le=100)]  # standard deviation of initial weights
 Base = Annotated[float, Field(ge=2, le=1e15, multiple_of=1)]  # --rotary-base takes a whole number
-Part = Annotated[float, Field(gt=0, le=1)]  # of a head's channels
+Part = Annotated[float, Field(gt=0, le=1)]  # share of a head's channels
 Factor = Annotated[float, Field(gt=0, le=1e6)]
 Gelu = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu"]
-TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # as --bias-gelu-fusion computes it
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # the form that --bias-gelu-fusion computes
 
 
 class Section(BaseModel):
-    """An object of JSON. strict: "12" and true are no numbers."""
+    """A JSON object. strict: "12" and true are not numbers."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Rope(Section):
-    """Rotary positions: rope_scaling of transformers 4, rope_parameters of 5. Other keys are kept, not checked."""
+    """Rotary positions: rope_scaling in transformers 4, rope_parameters in 5. Other keys are kept unchecked."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -83,7 +83,7 @@ class Neox(_Roped):
     layer_norm_eps: Epsilon = 1e-5
     hidden_dropout: Share = 0.0
     hidden_act: Gelu = "gelu"
-    # true if it is absent, which is then refused
+    # If absent it is true, which is refused.
     use_parallel_residual: Literal[False] = Field(True, validate_default=True)  # type: ignore[assignment]
     attention_bias: Literal[True] = True
     rotary_emb_base: Base = 10000.0
@@ -112,7 +112,7 @@ class Gpt2(Section):
 
 
 class ModelArguments(Section):
-    """What describes the model in the arguments that a Megatron checkpoint was saved with."""
+    """The model's arguments among those that a Megatron checkpoint was saved with."""
 
     num_layers: Count
     hidden_size: Size
@@ -140,15 +140,15 @@ class ModelArguments(Section):
 
 
 class Index(Section):
-    """model.safetensors.index.json: {tensor: file}. A file lies in the folder itself."""
+    """model.safetensors.index.json: {tensor: file}. A file must be in the folder itself."""
 
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/\\]+\.safetensors$")]]
 
 
 def checked[S: Section](schema: type[S], values: Mapping[str, Any], file: str, missing: str = "is missing") -> S:
-    """Values as the schema has them.  UserError for the first that is not; missing: what to say of one that is absent.
+    """Values, checked by a schema.  Raises UserError for the first that does not fit.
 
-    file: what a message calls the place that they come from.
+    file: the values' source in error lines.  missing: the error text for a value that is absent.
     """
     try:
         return schema.model_validate(values)
@@ -161,22 +161,22 @@ def checked[S: Section](schema: type[S], values: Mapping[str, Any], file: str, m
         said = f"{key} {value} is not supported; Megatron computes the model with {first['ctx']['expected']}"
     else:
         said = f"{key} {value}: {said.replace('Input should', 'it should')}"
-    raise UserError(f"{file}: {said}" + (f" (and {len(others)} more that cannot be)" if others else "")) from None
+    raise UserError(f"{file}: {said}" + (f" (and {len(others)} more mistakes)" if others else "")) from None
 
 
 def constants(schema: type[Section]) -> dict[str, Any]:
-    """{key: value} of the keys that can have one value only."""
+    """{key: value} of the keys that allow only one value."""
     fixed = {key: get_args(field.annotation) for key, field in schema.model_fields.items()
              if get_origin(field.annotation) is Literal}  # fmt: skip
     return {key: values[0] for key, values in fixed.items() if len(values) == 1}
 
 
 def as_json(value: Any, most: int = 60) -> str:
-    """A value as JSON of at most so many characters, in one line of ASCII, for a message."""
+    """A value as one line of ASCII JSON for a message, cut to `most` characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def shown(name: str, most: int = 60) -> str:
-    """A name from another's file, for a message: as it is if that is short and plain, else as JSON."""
+    """A name from a user's file for a message: unchanged if it is short and printable ASCII, else as JSON."""
     return name if name.isascii() and name.isprintable() and 0 < len(name) <= most else as_json(name, most)
