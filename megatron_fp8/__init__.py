@@ -12,8 +12,10 @@ def enable(level: str = "O3", **flags: Any) -> None:
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`: that of pyproject.toml, as the installed package's metadata have it; "unknown" of a checkout that
-    is not installed. Looked up when it is asked for: training never does."""
+    """`__version__`: the installed package's version, or "unknown" for a checkout that is not installed.
+
+    Looked up on demand: training never needs it.
+    """
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import PackageNotFoundError, version

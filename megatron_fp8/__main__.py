@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m megatron_fp8 pretrain_gpt.py <Megatron's flags> --fp8-level O1
 
-The script may lie in a Megatron-LM checkout, whose megatron package then comes first, or anywhere else.
+The script may be anywhere. If it is in a Megatron-LM checkout, that checkout's megatron package is used.
 """
 
 import os
@@ -20,10 +20,10 @@ USAGE = "usage: python -m megatron_fp8 SCRIPT [the script's flags] [--fp8-level 
 def run_script(argv: list[str]) -> None:
     """Install the plugin and run the script argv[0] as __main__ with argv[1:] as its arguments.
 
-    Raises UserError for a script that is not there, and for none.
+    Raises UserError if there is no script, or it does not exist.
     """
     if not argv:
-        raise UserError(f"no script; {USAGE}")
+        raise UserError(f"no script given; {USAGE}")
     if argv[0] in ("-h", "--help"):
         print(USAGE)
         return
@@ -32,7 +32,7 @@ def run_script(argv: list[str]) -> None:
         return
     if not os.path.isfile(argv[0]):
         raise UserError(f"{argv[0]}: no such script; {USAGE}")
-    # What Python does for `python SCRIPT`. Before the plugin imports Megatron: a checkout's own must win.
+    # Do what `python SCRIPT` does, before the plugin imports Megatron: a checkout's own megatron must come first.
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
     args_file.apply()  # before torch is imported: it sets variables

@@ -1,1 +1,1 @@
-"""What people run beside training. No training process imports it (tests/unit/test_imports.py)."""
+"""The tools beside training. No training process imports them (tests/unit/test_imports.py)."""

@@ -266,7 +266,7 @@ def test_a_character_that_the_shells_character_set_has_not(write):
     command = [sys.executable, "-X", "utf8=0", "-m", "megatron_fp8.cli", "args", path]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    line = "megatron_fp8: '\\u2603': the character set of this shell ("
+    line = "megatron_fp8: '\\u2603': this shell's character set ("
     assert done.returncode == 2 and done.stderr.startswith(line) and done.stderr.endswith("set LC_ALL=C.UTF-8\n")
 
 

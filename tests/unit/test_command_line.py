@@ -168,7 +168,7 @@ def test_an_output_that_is_closed_is_none(closed, tmp_path):
 def test_python_m_megatron_fp8_wants_a_script(capsys):
     run_script(["-h"])
     assert capsys.readouterr().out.startswith("usage: python -m megatron_fp8 SCRIPT")
-    assert error_of(run_script, []).startswith("no script; usage: python -m megatron_fp8 SCRIPT")
+    assert error_of(run_script, []).startswith("no script given; usage: python -m megatron_fp8 SCRIPT")
 
 
 def test_a_full_disk_is_one_line():
@@ -176,7 +176,7 @@ def test_a_full_disk_is_one_line():
     command = [sys.executable, "-m", "megatron_fp8.cli", "args", "model/gpt-7b"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    said = "megatron_fp8: the output: No space left on device; make room, or write elsewhere\n"
+    said = "megatron_fp8: the output: No space left on device; free some space, or write elsewhere\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 

@@ -44,7 +44,7 @@ def test_here_nothing_blocks_and_a_linear_is_right(monkeypatch, capsys):
     assert said["host"] and said["verdict"] in (GOOD, DEGRADED)
     assert lines["torch"]["verdict"] == lines["megatron-core"]["verdict"] == lines["a linear"]["verdict"] == GOOD
     assert any(what.startswith("GEMM ") and line["verdict"] == GOOD for what, line in lines.items())
-    assert not any("could not be looked at" in line["found"] for line in said["lines"])
+    assert not any("could not be checked" in line["found"] for line in said["lines"])
     assert all(line["remedy"] for line in said["lines"] if line["verdict"] != GOOD)
 
 
@@ -57,7 +57,7 @@ def test_what_blocks_is_an_exit_code(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "good      one                 fine",
-        "degraded  breaks              could not be looked at: OSError: no such thing; please report it",
+        "degraded  breaks              could not be checked: OSError: no such thing; please report it",
         "blocking  two                 wrong; mend it",
         "blocking: 1 good, 1 degraded, 1 blocking",
     ]

@@ -65,8 +65,8 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--cluster nowhere", "--cluster nowhere: no such file, and none of that name is shipped; give its path"),
         ("--cluster infinibad", "did you mean infiniband?"),
         ("--cluster wrong.env", "wrong.env:1: two words: write NAME=VALUE"),
-        ("--cluster bytes.env", "--cluster bytes.env: no text file; write lines NAME=VALUE"),
-        ("--cluster shell.env", "shell.env:2: A=/x:$A: $ and ~ stay as they are; write it out, or set it in the shell"),
+        ("--cluster bytes.env", "--cluster bytes.env: not a text file; write lines NAME=VALUE"),
+        ("--cluster shell.env", "shell.env:2: A=/x:$A: $ and ~ are not expanded; write it out, or set it in the shell"),
         ("--script nothing.py", "--script nothing.py: no such script; give its path"),
         ("--flags=--exit-signal=SIGTERM", "--exit-signal: the job's script sets it"),
         ("--flags='", "--flags ': No closing quotation; close the quote"),
@@ -75,7 +75,7 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--name a/b", "--name a/b: use letters"),
         ("--name ..", "--name ..: use letters, digits, '.', '_' and '-'; '.' and '..' are folders"),
         ("--gpus-per-node -1", "--gpus-per-node -1: use 0 or more"),
-        ("--tasks-per-node 4", "--tasks-per-node 4: each GPU of a node has one task; remove it, or add"),
+        ("--tasks-per-node 4", "--tasks-per-node 4: each GPU of a node gets one task; remove it, or add"),
         ("--steps 9" + 20 * "9", f"--steps {21 * '9'}: too large; use at most 1000000000"),
         ("--max-restarts 9" + 20 * "9", f"--max-restarts {21 * '9'}: too large; use at most 1000000000"),
         ("--flags=--train-iters=" + 5000 * "9", "...: a number of more than 1,000 digits; write a shorter one"),
@@ -90,25 +90,25 @@ def test_launch_writes_a_script(launch, tmp_path):
         ("--cluster scripts.env", "variable SAVE: the job's script uses this name itself; remove it from the file"),
         ("--cluster slurm.env", "variable SLURM_NTASKS: the job's script uses this name itself; remove it from the"),
         ("--steps 10", "--steps 10: the flags say 20; remove it, or change --train-iters or --train-samples"),
-        ("--mounts A:B", "--mounts A:B: there is no container to mount it in; add --container, or remove it"),
+        ("--mounts A:B", "--mounts A:B: no container; add --container, or remove it"),
         ("--flags=--train-iters=0", "--train-iters 0: use 1 or more"),
         ("--folder one.yaml", "one.yaml: File exists; use another"),
         ("--folder one.yaml/x", "one.yaml/x: Not a directory; use another"),
         ('--folder a"b', "Slurm allows no quote, backslash or line break in a path; use"),
-        ("--container image --folder at-12:30", "at-12:30: --container mounts it, and a mount has no ',' or ':'; use"),
-        ("--container image --flags=--save=a,b", "/a,b: --container mounts it, and a mount has no ',' or ':'; use"),
-        ("--partition gpu", '--partition gpu: this is an option of sbatch; write --sbatch="--partition=gpu"'),
-        ("-A me", '-A me: this is an option of sbatch; write --sbatch="--account=me"'),
-        ("--qos=high", '--qos high: this is an option of sbatch; write --sbatch="--qos=high"'),
+        ("--container image --folder at-12:30", "at-12:30: a --container mount cannot contain ',' or ':'; use"),
+        ("--container image --flags=--save=a,b", "/a,b: a --container mount cannot contain ',' or ':'; use"),
+        ("--partition gpu", '--partition gpu: an option of sbatch; write --sbatch="--partition=gpu"'),
+        ("-A me", '-A me: an option of sbatch; write --sbatch="--account=me"'),
+        ("--qos=high", '--qos high: an option of sbatch; write --sbatch="--qos=high"'),
         ("--gres gpu:8", 'write --sbatch="--gres=gpu:8"'),
         ("--constraint h100&ib", 'write --sbatch="--constraint=h100&ib"'),
-        ("--exclusive", '--exclusive: this is an option of sbatch; write --sbatch="--exclusive"'),
+        ("--exclusive", '--exclusive: an option of sbatch; write --sbatch="--exclusive"'),
         ("--submit", "--submit: no sbatch here; on a node that has it: sbatch "),
         ("--sbatch=--time=10", "--time=10: the job's script needs the value that launch writes; use launch's"),
         ("--sbatch=-N4", "--sbatch -N4: the job's script needs the value that launch writes; use launch's own"),
         ("--sbatch=--signal=B:USR1@60", "B:USR1@60: the job's script needs the value that launch writes; remove it"),
         ("--cluster remark.env", "remark.env:1: HCA=mlx5   which adapters: a variable has one value; quote it, or"),
-        ("--flags=--save=had --flags=--load=had --flags=--ckpt-step=3", "/had has step 5 too, and a job goes on from"),
+        ("--flags=--save=had --flags=--load=had --flags=--ckpt-step=3", "/had has step 5 too, and a job resumes from"),
     ],
 )
 def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
@@ -135,7 +135,7 @@ def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch("--folder", "a %j b", "--submit")[1].endswith(f"on a node that has it: sbatch '{path}'\n")
     monkeypatch.setattr(launch_main, "_submit", lambda *_: "12")
-    line = f"job 12; its log: '{tmp_path}/a %j b/log-JOB.txt'; to stop it for good: touch '{tmp_path}/a %j b/exit'"
+    line = f"job 12; its log: '{tmp_path}/a %j b/log-JOB.txt'; to end it for good: touch '{tmp_path}/a %j b/exit'"
     assert launch("--folder", "a %j b", "--submit")[1].splitlines()[-1] == line
 
 
@@ -162,8 +162,8 @@ def test_every_line_of_a_shipped_cluster_may_be_taken(launch, tmp_path, name):
 def test_flags_of_a_first_start_in_a_folder_that_has_a_checkpoint(launch, tmp_path):
     assert "note: --load there" not in launch("--flags=--save=had")[1]
     checkpoint(tmp_path / "had/iter_0000005")
-    note = "note: --load there --finetune: only a first start takes this; this job goes on from step 5, "
-    note += f"which {tmp_path}/had has"
+    note = "note: --load there --finetune: only for a first start, so not used; this job resumes from step 5 "
+    note += f"in {tmp_path}/had"
     assert note in launch("--flags=--save=had")[1].splitlines()
     (tmp_path / "had/iter_0000005/unsealed").touch()
     assert "note: --load there" not in launch("--flags=--save=had")[1]
@@ -195,7 +195,7 @@ def test_a_tracker_that_is_none(launch, tmp_path, tracker):
     checkpoint(tmp_path / "had/iter_0000005")
     (tmp_path / "had/latest_checkpointed_iteration.txt").write_bytes(tracker)
     code, said = launch("--flags=--save=had")
-    assert code == 0 and "this job goes on from step 5, which" in said
+    assert code == 0 and "this job resumes from step 5 in" in said
 
 
 def test_a_link_in_the_scripts_place_is_not_followed(launch, tmp_path):
@@ -276,5 +276,5 @@ def test_time_and_steps():
     assert steps_of({"--train-iters": ["7"]}) == steps_of({"--train-iters": ["7"]}, 7) == steps_of({}, 7) == 7
     assert steps_of({"--train-samples": ["100"], "--global-batch-size": ["32"]}) == 3
     assert error_of(steps_of, {}).startswith("--train-iters: missing; give it, or --train-samples")
-    assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number, of at most 18 digits"
+    assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number of at most 18 digits"
     assert re.match(r"--time 0:30: use a minute", error_of(seconds, "0:30"))

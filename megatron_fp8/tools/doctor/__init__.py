@@ -1,1 +1,1 @@
-"""`megatron-fp8 doctor`: what a machine and its cluster have of what a run needs."""
+"""`megatron-fp8 doctor`: checks that a machine and its cluster have what a run needs."""

@@ -1,4 +1,4 @@
-"""What the doctor says: a line each, and how bad it is."""
+"""Finding: one line of the doctor, with its verdict."""
 
 import subprocess
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ GOOD, DEGRADED, BLOCKING = "good", "degraded", "blocking"
 
 @dataclass(frozen=True)
 class Finding:
-    """A line: what was looked at, a verdict, what was found, and what to do unless that is good."""
+    """One line: what was checked, the verdict, what was found, and a remedy unless the verdict is good."""
 
     what: str
     verdict: str
@@ -21,7 +21,7 @@ def good(what: str, found: str) -> Finding:
 
 
 def degraded(what: str, found: str, remedy: str) -> Finding:
-    """A run works, more slowly or with less safety."""
+    """A run works, but more slowly or less safely."""
     return Finding(what, DEGRADED, found, remedy)
 
 
@@ -31,7 +31,7 @@ def blocking(what: str, found: str, remedy: str) -> Finding:
 
 
 def output_of(*command: str, timeout: float = 30) -> str | None:
-    """What a command prints; None where it is not there, fails or hangs."""
+    """A command's output; None if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except (OSError, subprocess.TimeoutExpired):

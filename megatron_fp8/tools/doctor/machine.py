@@ -1,4 +1,4 @@
-"""A node: its GPUs, their power and links, InfiniBand, what NCCL uses, shared memory, limits, NUMA, Triton's cache."""
+"""Checks of a node: GPUs, power, NVLink, InfiniBand, NCCL's transport, shared memory, limits, NUMA, Triton's cache."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from .finding import Finding, blocking, degraded, good, output_of
 _SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "glusterfs", "afs", "wekafs", "9p"}
 _LEAST_SHM = 2**30
 _FP8 = (8, 9)
-# Two processes that add up a tensor; NCCL says on the way what carries it.
+# Two processes all-reduce a tensor; NCCL logs the transport.
 _SUM = """
 import os, sys, torch, torch.distributed as dist
 rank = int(sys.argv[1])
@@ -29,7 +29,7 @@ dist.destroy_process_group()
 
 
 def gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[Finding]:
-    """GPUs with FP8 tensor cores. Where Slurm constrains devices a job that did not ask for them has none."""
+    """GPUs with FP8 tensor cores. If Slurm constrains devices, a job that did not ask for GPUs sees none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -46,7 +46,7 @@ def gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[Finding]:
         free, total = (round(size / 1e9, 1) for size in torch.cuda.mem_get_info(index))
         found = f"{of.name}, compute capability {of.major}.{of.minor}, {free} of {total} GB free"
         if (of.major, of.minor) < _FP8:
-            yield blocking(f"GPU {index}", found, "no FP8 tensor cores, which are there from 8.9 on: --fp8-level O0")
+            yield blocking(f"GPU {index}", found, "no FP8 tensor cores, which start at 8.9: --fp8-level O0")
         elif free < total * 0.9:
             yield degraded(f"GPU {index}", found, "another process holds the rest: nvidia-smi")
         else:
@@ -54,7 +54,7 @@ def gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[Finding]:
 
 
 def power(text: str | None = None) -> Iterator[Finding]:
-    """Limits below the board's own, and clocks that are held down: in nvidia-smi's CSV."""
+    """Power limits below the board's default, and clocks slowed by hardware. text: nvidia-smi's CSV."""
     fields = "index,power.limit,power.default_limit,clocks.max.sm,clocks.sm,clocks_event_reasons.hw_slowdown"
     text = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits") if text is None else text
     for line in (text or "").splitlines():
@@ -77,11 +77,11 @@ def _number(text: str) -> float:
 
 
 def links(text: str | None = None) -> Iterator[Finding]:
-    """NVLink between all GPUs: in `nvidia-smi topo -m`."""
+    """NVLink between all GPUs. text: of `nvidia-smi topo -m`."""
     text = output_of("nvidia-smi", "topo", "-m") if text is None else text
     plain = re.sub(r"\x1b\[[\d;]*m", "", text or "")
     rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    rows = [row for row in rows if len(row) > 1 and not row[1].startswith("GPU")]  # without the head
+    rows = [row for row in rows if len(row) > 1 and not row[1].startswith("GPU")]  # without the header
     if len(rows) < 2:
         return
     pairs = [(i, j, rows[i][1 + j]) for i in range(len(rows)) for j in range(len(rows)) if i != j]
@@ -94,7 +94,7 @@ def links(text: str | None = None) -> Iterator[Finding]:
 
 
 def infiniband(root: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
-    """Ports that are up; nothing where there is no GPU either."""
+    """InfiniBand ports that are up; no finding if there is neither a port nor a GPU."""
     ports = sorted(root.glob("*/ports/*"))
     up = [port for port in ports if "ACTIVE" in _text(port / "state")]
     if up:
@@ -103,9 +103,9 @@ def infiniband(root: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
         if len(up) == len(ports):
             yield good("InfiniBand", found)
         else:
-            yield degraded("InfiniBand", found, "see ibstat; a port that is meant for nothing: NCCL_IB_HCA")
+            yield degraded("InfiniBand", found, "see ibstat; leave out unused ports with NCCL_IB_HCA")
     elif ports:
-        yield degraded("InfiniBand", "no port is up", "NCCL falls back to TCP between nodes: see ibstat")
+        yield degraded("InfiniBand", "no port is up", "between nodes NCCL falls back to TCP: see ibstat")
     elif shutil.which("nvidia-smi"):
         yield degraded("InfiniBand", "none", "between nodes NCCL uses TCP, several times slower: stay in one node")
 
@@ -118,7 +118,7 @@ def _text(path: Path) -> str:
 
 
 def nccl() -> Iterator[Finding]:
-    """What carries a sum of two GPUs."""
+    """The transport of an all-reduce over two GPUs."""
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
@@ -137,7 +137,7 @@ def nccl() -> Iterator[Finding]:
     try:
         said = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
     except subprocess.TimeoutExpired:
-        yield blocking(what, "a sum of two GPUs hangs", "NCCL_DEBUG=INFO says where; try NCCL_P2P_DISABLE=1")
+        yield blocking(what, "an all-reduce of two GPUs hangs", "NCCL_DEBUG=INFO shows where; try NCCL_P2P_DISABLE=1")
         return
     finally:
         for rank in ranks:
@@ -146,24 +146,24 @@ def nccl() -> Iterator[Finding]:
 
 
 def transport(what: str, said: str, passed: bool) -> Finding:
-    """The finding from NCCL's log of a sum."""
+    """The finding from NCCL's log of an all-reduce."""
     if not passed:
         lines = [line for line in said.splitlines() if "Error" in line or "WARN" in line]
-        cause = lines[-1][:120] if lines else "nothing was said"
-        return blocking(what, f"a sum of two GPUs fails: {cause}", "NCCL_DEBUG=INFO says more")
+        cause = lines[-1][:120] if lines else "without a message"
+        return blocking(what, f"an all-reduce of two GPUs fails: {cause}", "NCCL_DEBUG=INFO shows more")
     by = sorted(set(re.findall(r"via (P2P|SHM|NET/\w+)", said)))
     found = f"two GPUs of this node by {', '.join(by) or 'an unnamed transport'}"
     if by and by != ["P2P"]:
-        return degraded(what, found, "they do not reach each other directly: NCCL_P2P_LEVEL, ACS, the container")
+        return degraded(what, found, "no direct access between GPUs: see NCCL_P2P_LEVEL, ACS, the container")
     return good(what, found)
 
 
 def shared_memory(path: str = "/dev/shm") -> Iterator[Finding]:
-    """Room for NCCL and for data loaders' workers."""
+    """Shared memory for NCCL and for data loaders' workers."""
     try:
         size = shutil.disk_usage(path)
     except OSError:
-        yield degraded(path, "not there", "data loaders' workers need it: --num-workers 0")
+        yield degraded(path, "does not exist", "data loaders' workers need it: --num-workers 0")
         return
     found = f"{size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free"
     if size.free < _LEAST_SHM:
@@ -173,7 +173,7 @@ def shared_memory(path: str = "/dev/shm") -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Memory that a process may lock, which InfiniBand needs; open files."""
+    """Limits of locked memory, which InfiniBand needs, and of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         yield good("memlock", "unlimited")
@@ -184,22 +184,22 @@ def limits() -> Iterator[Finding]:
         yield good("memlock", f"{soft / 2**20:.0f} MiB, enough without InfiniBand")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 4096:
-        yield degraded("open files", str(files), "ulimit -n 65536: many ranks and checkpoint files")
+        yield degraded("open files", str(files), "many ranks and checkpoint files need more: ulimit -n 65536")
 
 
 def numa() -> Iterator[Finding]:
-    """Processors near each GPU."""
+    """NUMA nodes, and numactl to bind processes to them."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     cores = len(os.sched_getaffinity(0))
     if nodes == 1 or shutil.which("numactl"):
         yield good("NUMA", f"{nodes} {'nodes' if nodes > 1 else 'node'}, {cores} processors for this process")
     else:
         found = f"{nodes} nodes, {cores} processors for this process, and no numactl"
-        yield degraded("NUMA", found, "install numactl: scripts/slurm binds each task beside its GPU with it")
+        yield degraded("NUMA", found, "install numactl: with it scripts/slurm binds each task near its GPU")
 
 
 def triton_cache(mounts: str | None = None, folder: str | None = None) -> Iterator[Finding]:
-    """Triton's cache is on this node, and takes files."""
+    """Triton's cache: on this node's own disk, and writable."""
     given = folder or os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
     path = Path(given).absolute()
     kind = file_system(path, _text(Path("/proc/mounts")) if mounts is None else mounts)
@@ -208,14 +208,14 @@ def triton_cache(mounts: str | None = None, folder: str | None = None) -> Iterat
         yield blocking("Triton's cache", f"{path} cannot be written", "set TRITON_CACHE_DIR to a folder of this node")
     elif kind in _SHARED or kind.startswith("fuse."):
         found = f"{path} is on {kind}"
-        remedy = "all ranks compile there at once: set TRITON_CACHE_DIR to a folder of the node that only you can enter"
+        remedy = "all ranks compile there at once: set TRITON_CACHE_DIR to a folder on the node that only you can enter"
         yield degraded("Triton's cache", found, remedy)
     else:
         yield good("Triton's cache", f"{path} ({kind or 'unknown file system'})")
 
 
 def file_system(path: Path, mounts: str) -> str:
-    """The type of the file system that a path is on, by /proc/mounts."""
+    """The type of the file system of a path. mounts: the text of /proc/mounts."""
     best, kind = -1, ""
     for line in mounts.splitlines():
         _, place, found, *_ = line.split()

@@ -1,13 +1,14 @@
-"""Look at this machine before a run: versions, GPUs, links, limits, Slurm, the FP8 GEMMs and a linear's arithmetic.
+"""Check this machine before a run: versions, GPUs, links, limits, Slurm, the FP8 GEMMs and a linear's arithmetic.
 
-    megatron-fp8 doctor                      here
+    megatron-fp8 doctor                      on this machine
     megatron-fp8 doctor --json
     srun -N 16 --ntasks-per-node 1 --gpus-per-node 8 --exclusive -l megatron-fp8 doctor --bad
 
-The last one, on every node, says what is not good; without --gpus-per-node Slurm may let a job see no GPU.
+The last command prints the bad lines of every node; without --gpus-per-node Slurm may show a job no GPU.
 
-Each line is good; or degraded: a run works, more slowly or with less safety; or blocking.  Exit code 0: nothing blocks;
-1: something does.  Seconds; with two GPUs or more, NCCL's look takes ten more.  Bandwidth and speed are not measured.
+The verdict of a line is good, degraded (a run works, but more slowly or less safely) or blocking.  Exit code 0: nothing
+blocks; 1: something does.  It takes seconds, and ten more for NCCL with two GPUs or more.  It does not measure
+bandwidth or speed.
 """
 
 import json
@@ -28,12 +29,12 @@ _LOOKS: tuple[Callable[[], Iterable[Finding]], ...] = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 doctor`."""
-    parser.add_argument("--json", action="store_true", help="for programs: host, verdict, and each line's parts")
-    parser.add_argument("--bad", action="store_true", help="only what is not good")
+    parser.add_argument("--json", action="store_true", help="print JSON: host, verdict, and each line's parts")
+    parser.add_argument("--bad", action="store_true", help="print only lines that are not good")
 
 
 def run(args: Namespace) -> int:
-    """Look at everything; returns the exit code."""
+    """Run all checks and print the findings. Returns the exit code."""
     findings = []
     for look in _LOOKS:
         for finding in _seen(look):
@@ -53,15 +54,15 @@ def run(args: Namespace) -> int:
 
 
 def _seen(look: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
-    """What a look finds; that it could not look, where it fails: the others go on."""
+    """The findings of a check. If the check itself fails, that is a finding, and the others go on."""
     try:
         yield from look()
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "megatron"):  # whose absence has a line of its own
+        if error.name not in ("torch", "megatron"):  # `versions` reports that these are missing
             yield degraded(look.__name__, f"needs the package {error.name}, which is not installed", "install it")
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        yield degraded(look.__name__, f"could not be looked at: {said}", "please report it")
+        yield degraded(look.__name__, f"could not be checked: {said}", "please report it")
 
 
 def _line(finding: Finding) -> str:

@@ -1,4 +1,4 @@
-"""Versions, Transformer Engine's import, the FP8 GEMMs' backends, and a linear's arithmetic."""
+"""Checks of software: versions, Transformer Engine's import, FP8 GEMM backends, and a linear's arithmetic."""
 
 import importlib
 import warnings
@@ -42,18 +42,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def transformer_engine() -> Iterator[Finding]:
-    """Optional: whether it is here, and whether megatron-core finds in it what it asks for."""
+    """Whether Transformer Engine, which is optional, works and has the names that megatron-core imports."""
     what = "Transformer Engine"
     try:
         version = metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:
-        yield good(what, "not installed, and not needed")
+        yield good(what, "not installed, not needed")
         return
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
         said = " ".join(str(error).split())[:100]
-        yield degraded(what, f"{version} cannot be imported: {said}", "uninstall it: Megatron stumbles over it too")
+        yield degraded(what, f"{version} cannot be imported: {said}", "uninstall it: Megatron fails to import it too")
         return
     module, name = _SPLIT
     try:
@@ -62,13 +62,13 @@ def transformer_engine() -> Iterator[Finding]:
         stale = True
     if stale:
         found = f"{version}, megatron-core's import of {name} is stale: stock's attention splits QKV without its kernel"
-        yield degraded(what, found, "nothing for our levels; a fair baseline needs it: benchmarks/README.md")
+        yield degraded(what, found, "no effect on our levels; a fair baseline needs it: benchmarks/README.md")
     else:
         yield good(what, version)
 
 
 def optional_packages() -> Iterator[Finding]:
-    """What a flag or a verb may need: here, or how to install it."""
+    """Optional packages of flags and verbs: which are installed, and how to install the others."""
     here = [name for name in PACKAGES if installed(name)]
     yield good("optional packages", f"installed: {', '.join(here) or 'none'}")
     for module, (_, use) in PACKAGES.items():
@@ -77,7 +77,7 @@ def optional_packages() -> Iterator[Finding]:
 
 
 def gemms() -> Iterator[Finding]:
-    """Each backend of the FP8 GEMMs that serves here, by a product against float64's."""
+    """Each FP8 GEMM backend of this machine: one product compared with float64."""
     import torch
 
     from ...gemm import cublaslt, cutlass_check
@@ -90,7 +90,7 @@ def gemms() -> Iterator[Finding]:
     for name in ("cublaslt", "torch", "cutlass") if device == "cuda" else ("reference",):
         what = f"GEMM {name}"
         remedy = {
-            "cublaslt": "torch serves instead, without fused epilogues: reinstall torch's CUDA packages",
+            "cublaslt": "torch is used instead, without fused epilogues: reinstall torch's CUDA packages",
             "cutlass": "leave it out: --fp8-gemm-backend cublaslt",
         }.get(name, "no FP8 GEMM works: reinstall torch for this GPU's CUDA")
         try:
@@ -98,26 +98,26 @@ def gemms() -> Iterator[Finding]:
                 raise RuntimeError(cublaslt.why_not())
             if name == "cutlass":
                 CUTLASS.prepare(build=False)
-                if reason := cutlass_check.fault():  # what a run asks before it lets them serve
+                if reason := cutlass_check.fault():  # a run checks this before it uses the kernels
                     raise RuntimeError(reason)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 backend = prepared(name)
             off = product_is_off(backend, device)
         except Unavailable as reason:
-            yield good(what, f"not there, and optional ({' '.join(str(reason).split())[:120]})")
+            yield good(what, f"not built, optional ({' '.join(str(reason).split())[:120]})")
             continue
         except Exception as error:
             found = f"does not work: {' '.join(str(error).split())[:120] or type(error).__name__}"
             yield (blocking if name in ("torch", "reference") else degraded)(what, found, remedy)
             continue
-        part = {serves: ", serves", "cutlass": ", serves large ones of the backward pass"}.get(name, "")
-        said = f"{off:.1e} of the largest value from float64{part}"
+        part = {serves: ", in use", "cutlass": ", in use for large GEMMs of the backward pass"}.get(name, "")
+        said = f"differs from float64 by {off:.1e} of the largest value{part}"
         yield good(what, said) if off <= _MOST_OFF else blocking(what, said, "do not train with it; please report it")
 
 
 def product_is_off(backend, device: str) -> float:
-    """How far a backend's product of FP8 tensors is from theirs in float64, of the largest value."""
+    """The largest error of a backend's FP8 product against float64, relative to the largest value."""
     import torch
 
     from ...gemm.interface import Epilogue, through
@@ -133,7 +133,7 @@ def product_is_off(backend, device: str) -> float:
 
 
 def linear() -> Iterator[Finding]:
-    """A linear's forward, dgrad and wgrad: cast and multiplied as a run here does it, against float64."""
+    """A linear's forward, dgrad and wgrad, cast and multiplied as in a run, compared with float64."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,11 +148,11 @@ def linear() -> Iterator[Finding]:
     if max(errors.values()) <= _OF_FP8:
         yield good("a linear", said)
     else:
-        yield blocking("a linear", f"{said}: more than FP8's own", "do not train here; please report it")
+        yield blocking("a linear", f"{said}: more than FP8 rounding explains", "do not train here; please report it")
 
 
 def linear_errors(device: str) -> dict[str, float]:
-    """{product: relative error in the Frobenius norm} of a linear in FP8."""
+    """{GEMM: relative error in the Frobenius norm} of a linear in FP8."""
     import torch
 
     from ...gemm.interface import gemm

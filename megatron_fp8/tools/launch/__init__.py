@@ -1,1 +1,1 @@
-"""From files to a job on a cluster: the command line that they make, and the Slurm script around it."""
+"""The verbs `args` and `launch`: files of flags become a command line, and a Slurm script around it."""

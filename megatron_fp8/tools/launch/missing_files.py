@@ -1,8 +1,7 @@
-"""Which of a job's files its tasks may not find: those outside a container's mounts, those in a node's own /tmp, and an
-image that is not here.
+"""Warns of files that a job's tasks may not find: outside a container's mounts, in a node's own /tmp, a missing image.
 
-A job would learn of them after it has waited for its nodes. All may be right, as an image may hold a file, a cluster
-share its /tmp, and its nodes have what this machine has not: so they are said, and not refused.
+A job would fail only after it has waited for its nodes. These are notes and no errors: an image may contain the file, a
+cluster may share its /tmp, and its nodes may have files that this machine lacks.
 """
 
 import re
@@ -22,7 +21,7 @@ _OF_A_NODE = "/tmp", "/var/tmp", "/dev/shm", "/run"
 
 
 def unseen(job: Settings, given: Mapping[str, list[str]]) -> list[str]:
-    """A line a place, of the job or among the flags `given`, that its tasks, or those on other nodes, may not see."""
+    """One line for each path, of the job or in the flags `given`, that some of its tasks may not see."""
     mounts = [mount.split(":") for mount in job.mounts.split(",") if mount]
     inside = [Path((mount + mount)[1]) for mount in mounts]  # FROM alone is its own TO
     inside += Path.cwd(), job.script.parent, job.folder, job.save
@@ -31,7 +30,7 @@ def unseen(job: Settings, given: Mapping[str, list[str]]) -> list[str]:
         lines.append(f"--container {job.container}: no such file here; unless the nodes have it, give another")
     for flag in _FILES:
         for value in given.get(flag, []):
-            if not value.startswith("/"):  # of this folder, which is mounted; or a weight of a blend
+            if not value.startswith("/"):  # relative to this folder, which is mounted; or a blend's weight
                 continue
             place = Path(value)
             if job.container and not any(place.is_relative_to(mounted) for mounted in inside):

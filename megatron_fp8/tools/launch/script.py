@@ -1,4 +1,4 @@
-"""A job's Slurm script: scripts/slurm/train.sbatch with other options of Slurm's and other settings."""
+"""Writes a job's Slurm script: scripts/slurm/train.sbatch with the job's own #SBATCH options and settings."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from ...shipped import shipped
 from .shell import TEMPLATE
 
 _WARNING = 600  # seconds before the time limit: one step, one save
-_OURS = {  # an option of sbatch's that launch writes: launch's own flag for it
+_OURS = {  # {an option of sbatch that launch writes: launch's own flag for it}
     ("--time", "-t"): "--time", ("--nodes", "-N"): "--nodes", ("--job-name", "-J"): "--name",
     ("--ntasks", "-n"): "--gpus-per-node", ("--ntasks-per-node",): "--gpus-per-node",
     ("--output", "-o"): "--folder", ("--chdir", "-D"): "", ("--signal",): "", ("--no-requeue",): "",
@@ -26,7 +26,7 @@ _OURS = {  # an option of sbatch's that launch writes: launch's own flag for it
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a job; `steps` of the whole training, `words` of its command line, `first` those of its first start alone."""
+    """A job's settings. steps: of the whole training. words: its command line. first: words only for a first start."""
 
     name: str
     nodes: int
@@ -56,14 +56,14 @@ def write_script(settings: Settings) -> Path:
         content = body.encode()
     except UnicodeEncodeError as error:
         line = body[: error.end].rpartition("\n")[2] + body[error.end :].partition("\n")[0]
-        raise UserError(f"{line.strip()!a}: not text in UTF-8, as the job's script is; use another name") from None
+        raise UserError(f"{line.strip()!a}: not UTF-8 text, and the job's script needs it; use another name") from None
     path = settings.folder / f"{settings.name}.sbatch"
     try:
         settings.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=settings.folder, prefix=".", delete=False) as file:
             file.write(content)
         os.chmod(file.name, 0o755)
-        os.replace(file.name, path)  # a link of that name is replaced too, and not followed
+        os.replace(file.name, path)  # replaces a link instead of following it
     except OSError as error:
         raise UserError(f"--folder {settings.folder}: {error.strerror or error}; use another") from None
     return path
@@ -81,7 +81,7 @@ def _header(job: Settings) -> str:
         *("--requeue", "--open-mode=append"),
         sbatch.output(job.folder, "log-%j.txt"),
         f'--chdir="{Path.cwd()}"',
-        *([job.sbatch] if job.sbatch else []),  # the last one of an option counts
+        *([job.sbatch] if job.sbatch else []),  # for each option the last one counts
     ]
     return "".join(["#!/bin/bash\n", *(f"#SBATCH {option}\n" for option in options)])
 
@@ -91,7 +91,7 @@ def _warning(job: Settings) -> int:
 
 
 def check_sbatch(options: str) -> None:
-    """UserError for what would override an option that the script or its checks rest on."""
+    """Raise UserError for an option that overrides one that the script or its checks need."""
     for word in options.split():
         for names, ours in _OURS.items():
             if word.split("=")[0] in names or (word[:2] in names and word[1] != "-"):
@@ -100,7 +100,7 @@ def check_sbatch(options: str) -> None:
 
 
 def last_saved(save: Path) -> int:
-    """The step that the job would go on from, as its script finds it (saved(), there); 0: none."""
+    """The step that the job would resume from, found as its script does (its `saved`); 0: none."""
     with contextlib.suppress(OSError):
         named = whole_number(read_tracker(save))
         if named is not None and _is_finished(save / folder_name(named)):
@@ -111,16 +111,16 @@ def last_saved(save: Path) -> int:
 
 
 def _beginning(path: Path, size: int) -> bytes:
-    """Of a file; of what is none, or may not be read, nothing."""
+    """A file's first bytes; b"" if it is not a regular file or not readable."""
     with contextlib.suppress(OSError):
-        if path.is_file():  # opening a pipe would wait for ever
+        if path.is_file():  # opening a pipe would block
             with path.open("rb") as file:
                 return file.read(size)
     return b""
 
 
 def _is_finished(folder: Path, needs_seal: bool = False) -> bool:
-    """Whether it holds a checkpoint, sealed or stock Megatron's without a seal, and no save into it is under way."""
+    """Whether it has a checkpoint, sealed or stock Megatron's without a seal, and no save into it is in progress."""
     try:
         if not folder.is_dir() or (folder / "unsealed").exists():
             return False
@@ -128,7 +128,7 @@ def _is_finished(folder: Path, needs_seal: bool = False) -> bool:
         if needs_seal or (folder / "integrity.json").exists():
             seal = _beginning(folder / "integrity.json", 2**24)
             return has_metadata and bool(re.search(rb'"metadata\.json": *"[0-9a-f]{64}"', seal))
-        has_metadata |= bool(_beginning(folder / ".metadata", 1))  # torch's own formats have no other
+        has_metadata |= bool(_beginning(folder / ".metadata", 1))  # torch's own formats have only this file
         return has_metadata or any(folder.glob("mp_rank_*"))
     except OSError:
         return False
@@ -148,7 +148,7 @@ def _settings(job: Settings) -> str:
         "WARNING": str(_warning(job)),
     }
     lines = ["", *(f"{name}={shlex.quote(value)}" for name, value in values.items())]
-    # The shell that submits comes before the files; ${A-'x'} is x where A is not set.
+    # A variable of the submitting shell overrides the files: ${A-'x'} is x only if A is not set.
     lines += [f"export {name}=${{{name}-{shlex.quote(value)}}}" for name, value in job.variables.items()]
     lines += [f"FIRST=({shlex.join(job.first)})", f"VARIABLES=({shlex.join(job.variables)})"]
     flags: list[list[str]] = []
@@ -161,7 +161,7 @@ def _settings(job: Settings) -> str:
 
 
 def seconds(time: str) -> int:
-    """Of a time limit as sbatch takes it.  Raises UserError of one line."""
+    """The seconds of a time limit in sbatch's form.  Raises UserError of one line."""
     form = "(?:(N)-(N)(?::(N))?(?::(N))?|(?:(N):)?(N):(N)|(N))"
     found = re.fullmatch(form.replace("N", "[0-9]{1,9}"), time)
     if not found:
@@ -175,17 +175,17 @@ def seconds(time: str) -> int:
 
 
 def steps_of(given: Mapping[str, list[str]], asked: int | None = None) -> int:
-    """How many steps a command line trains, or where it does not say, `asked`.  Raises UserError of one line."""
+    """How many steps a command line trains; `asked` if it does not say.  Raises UserError of one line."""
     said = asked
     if "--train-iters" in given:
         said = _number(given, "--train-iters")
-    elif "--train-samples" in given and "--global-batch-size" in given:  # a ramp-up changes nothing of it
+    elif "--train-samples" in given and "--global-batch-size" in given:  # a batch ramp-up does not change it
         said = _number(given, "--train-samples") // _number(given, "--global-batch-size")
     if said is None:
         raise UserError(
             "--train-iters: missing; give it, or --train-samples and --global-batch-size, or launch --steps N"
         )
-    if asked not in (None, said):  # Megatron would go by its flags
+    if asked not in (None, said):  # Megatron follows its flags
         raise UserError(f"--steps {asked}: the flags say {said}; remove it, or change --train-iters or --train-samples")
     return said
 
@@ -194,7 +194,7 @@ def _number(given: Mapping[str, list[str]], flag: str) -> int:
     values = given[flag]
     number = whole_number(values[0]) if len(values) == 1 else None
     if number is None:
-        raise UserError(f"{flag} {' '.join(values)[:40]}: use a whole number, of at most 18 digits")
+        raise UserError(f"{flag} {' '.join(values)[:40]}: use a whole number of at most 18 digits")
     if not number:
         raise UserError(f"{flag} {values[0]}: use 1 or more")
     return number

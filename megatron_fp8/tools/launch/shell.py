@@ -1,4 +1,4 @@
-"""What is written for a shell: names that it can hold as variables, and words that a person may paste."""
+"""Checks names of shell variables, and quotes words that a person may paste into a shell."""
 
 import functools
 import re
@@ -9,18 +9,18 @@ from ...errors import UserError
 from ...shipped import shipped
 
 TEMPLATE = "scripts/slurm/train.sbatch"
-# Of some the value is a command, which a shell runs by itself; others cannot be set, or change how a shell reads.
+# Variables that a shell uses itself: it runs some values as commands; others cannot be set, or change how it parses.
 _SHELLS = re.compile(
     r"BASH\w*|PROMPT_\w+|PS[0-4]|ENV|IFS|CDPATH|GLOBIGNORE|EXECIGNORE|SHELLOPTS|POSIXLY_CORRECT|E?UID|PPID|GROUPS"
     r"|DIRSTACK|FUNCNAME|PIPESTATUS|S?RANDOM|SECONDS|EPOCH\w+|LINENO|HIST\w+|OPT(IND|ARG|ERR)|COMP_\w+|_",
     re.ASCII,
 )
-# A user may set these, though the job's script does too: for one command, or what is empty.
+# A user may set these although the job's script does: it sets them for one command, or only if they are empty.
 _SHARED = "LC_ALL TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DEBUG_FILE".split()
 
 
 def check_variables(names: Iterable[str], in_job: bool = False) -> None:
-    """UserError for the name of a variable that a shell uses itself, or the job's script."""
+    """Raise UserError for a variable name that a shell, or with `in_job` the job's script, uses itself."""
     for name in names:
         if _SHELLS.fullmatch(name):
             raise UserError(f"variable {name}: a shell uses this name itself; remove it from the file")
@@ -35,5 +35,5 @@ def _scripts() -> set[str]:
 
 
 def quoted(text: str) -> str:
-    """In double quotes, which read better; by shlex where a shell would find something in them."""
+    """Text in double quotes, which read better; by shlex if a shell would expand something in them."""
     return shlex.quote(text) if re.search(r'["$`\\!]', text) else f'"{text}"'

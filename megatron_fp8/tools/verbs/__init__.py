@@ -1,1 +1,1 @@
-"""Verbs whose work needs torch from its first line: their flags, so that --help and a mistake do not wait for it."""
+"""The flags of verbs whose code imports torch, kept apart so that --help and a mistake do not wait for torch."""

@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once (default: by cores and memory)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job, if its command does not say")
     parser.add_argument("--timeout", type=int, metavar="S", help=f"seconds for each pipeline stage ({_PATIENCE})")
-    parser.add_argument("command", nargs=REMAINDER, help="-- and the whole launch command of a job")
+    parser.add_argument("command", nargs=REMAINDER, help="-- and a job's whole launch command")
 
 
 @ended_like_ctrl_c()
