@@ -1,18 +1,18 @@
-"""Tune a GPT by preferences (DPO) with Megatron-LM: Megatron's own flags and training loop, and FP8 by one flag.
+"""Tune a GPT by preferences (DPO) with Megatron-LM: Megatron's own flags and training loop, and one flag for FP8.
 
     torchrun --nproc-per-node 8 dpo_gpt_fp8.py <Megatron's flags> --fp8-level O3 --attention-dropout 0 \\
         --data-path pairs.jsonl --pretrained-checkpoint SFT --save RUN --load RUN --lr 5e-7 --dpo-beta 0.1
 
-The reference is the policy as it begins, and stays on the device beside it: at a level its linears take a byte a weight
-(megatron_fp8/tuning/reference.py). Each step, and each evaluation, has a forward pass of the reference over its
-micro-batches first, by Megatron's own schedule: so tensor, sequence, pipeline and data parallelism need nothing of
-their own. What is kept of it are two numbers a pair (tuning/preferences.py, which has the loss; pairs.py the data).
+The reference is a copy of the policy at the start. It stays on the device beside the policy: at a level its linears
+take a byte a weight (megatron_fp8/tuning/reference.py). Each step and each evaluation first runs a forward pass of the
+reference over its micro-batches, with Megatron's own schedule, so it needs no code for tensor, sequence, pipeline or
+data parallelism. It keeps two numbers for each pair. tuning/preferences.py has the loss, tuning/pairs.py the data.
 """
 
 import sys
 
 if "--sft" not in sys.argv[1:]:
-    sys.argv.append("--sft")  # packed conversations, with the tokenizer of that
+    sys.argv.append("--sft")  # packed conversations and their tokenizer
 
 import pretrain_gpt_fp8 as gpt  # installs the plugin, before Megatron is imported
 
@@ -42,9 +42,9 @@ from megatron_fp8.tuning.reference import make_reference
 
 
 class Reference:
-    """The reference model, built when the first pass is asked for, and what it has said of the micro-batches to come.
+    """The reference model, built at the first pass, and its log-probabilities of the micro-batches to come.
 
-    config: Megatron's of the model, of which the reference has a copy of its own.
+    config: Megatron's model configuration, the reference's own copy.
     """
 
     def __init__(self, config):
@@ -58,7 +58,7 @@ class Reference:
             groups = ProcessGroupCollection.use_mpu_process_groups()
             self._chunks = builder.build_distributed_models(pg_collection=groups, wrap_with_ddp=False)
             make_reference(self._chunks, policy)
-            if get_args().iteration > 0:  # the policy has moved
+            if get_args().iteration > 0:  # the run is resumed: the policy has changed
                 self._load()
             print_rank_0("[fp8] the reference is on the device")
         return self._chunks
@@ -66,7 +66,7 @@ class Reference:
     def _load(self) -> None:
         args = get_args()
         if args.pretrained_checkpoint is None:
-            raise UserError("--load: a DPO run that goes on needs the weights that it began with; give "
+            raise UserError("--load: a resumed DPO run needs the weights that it started from; give "
                             "--pretrained-checkpoint")  # fmt: skip
         kept = {name: getattr(args, name) for name in ("load", "finetune", "no_load_optim", "no_load_rng", "iteration",
                 "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")}  # fmt: skip
@@ -79,7 +79,7 @@ class Reference:
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
     def before(self, stock):
-        """Of a schedule: one that has the reference score the micro-batches first."""
+        """Wraps a schedule: the reference scores the micro-batches first."""
 
         @functools.wraps(stock)
         def run(*, model, data_iterator, **kwargs):
@@ -113,7 +113,7 @@ class Reference:
 
 
 def forward(data_iterator, model):
-    """(the next micro-batch, the model's output for it: on the last stage (1, t), -log p of each token)."""
+    """(the next micro-batch, the model's output). On the last stage the output is (1, t), -log p of each token."""
     batch = gpt.get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     output = model(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"], **gpt.packs(batch))
@@ -126,7 +126,7 @@ def options() -> Options:
 
 
 def forward_step(reference: Reference, data_iterator, model):
-    """One micro-batch forward of the policy, and its loss function."""
+    """Run one micro-batch of the policy forward. Returns the output and its loss function."""
     batch, output = forward(data_iterator, model)
 
     def loss_func(token_losses):
@@ -145,14 +145,14 @@ datasets_provider.is_distributed = True
 
 def add_arguments(parser):
     group = parser.add_argument_group("dpo")
-    group.add_argument("--dpo-beta", type=float, default=0.1, help="How far from the reference the policy may go.")
-    group.add_argument("--dpo-label-smoothing", type=float, default=0.0, help="Share of pairs taken to be swapped.")
-    group.add_argument("--dpo-sft-weight", type=float, default=0.0, help="Weight of -log p(chosen) a token.")
+    group.add_argument("--dpo-beta", type=float, default=0.1, help="A larger beta keeps the policy near the reference.")
+    group.add_argument("--dpo-label-smoothing", type=float, default=0.0, help="Assumed share of swapped pairs.")
+    group.add_argument("--dpo-sft-weight", type=float, default=0.0, help="Weight of -log p(chosen) per token.")
     return parser
 
 
 def check(args) -> None:
-    """UserError for what this loss and its reference cannot do."""
+    """Raise UserError for flags that the loss and the reference do not support."""
     gpt.check_packs(args)
     for flag, value, most, wanted in (
         ("--dpo-beta", args.dpo_beta, math.inf, "a number of 0 or more"),
@@ -160,18 +160,18 @@ def check(args) -> None:
         ("--dpo-sft-weight", args.dpo_sft_weight, math.inf, "a number of 0 or more"),
     ):
         if not 0 <= value <= most:
-            raise UserError(f"{flag} {value}: give {wanted}")
+            raise UserError(f"{flag} {value}: use {wanted}")
     if getattr(args, "fp8_on_spike", None) == "bf16-fallback":
-        raise UserError("--fp8-on-spike bf16-fallback: the reference keeps FP8; use skip or log")
+        raise UserError("--fp8-on-spike bf16-fallback: the reference stays in FP8; use skip or log")
     if args.hidden_dropout or args.attention_dropout:
-        raise UserError("--hidden-dropout, --attention-dropout: the reference has none; give 0 for both")
+        raise UserError("--hidden-dropout, --attention-dropout: the reference has none; use 0 for both")
 
 
 def main() -> None:
     """Parse the command line, build policy and data, and train."""
     set_startup_timestamps(program_start=gpt.STARTED, main_entry=gpt.STARTED)
     args = parse_and_validate_args(add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    refuse_flags(args, gpt.OTHER_SCRIPT, "leave it out: pairs of conversations have a loss of their own")
+    refuse_flags(args, gpt.OTHER_SCRIPT, "remove it: DPO has its own loss")
     check(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     reference = Reference(copy.deepcopy(config.model))

@@ -1,10 +1,10 @@
-"""Pre-train a GPT with Megatron-LM: Megatron's own flags and training loop, and FP8 by one flag.
+"""Pre-train a GPT with Megatron-LM: Megatron's own flags and training loop, and one flag for FP8.
 
     torchrun --nproc-per-node 8 pretrain_gpt_fp8.py <Megatron's flags> --fp8-level O1
 
-Without --fp8-level, or with O0, the run is bit for bit the one of Megatron's own pretrain_gpt.py. That script
-can do more (fill in the middle, distillation): `-m megatron_fp8 pretrain_gpt.py` runs it. With --sft it tunes on
-conversations, as that one does; at a level without Transformer Engine.
+Without --fp8-level, or with O0, the run is bit for bit that of Megatron's own pretrain_gpt.py. For features that only
+that script has (fill in the middle, distillation), run `-m megatron_fp8 pretrain_gpt.py`. With --sft this script trains
+on conversations too; a level needs no Transformer Engine for it.
 """
 
 import time
@@ -48,9 +48,9 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 BATCH_KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
-PACK_KEYS = ("cu_seqlens", "max_seqlen")  # of --sft: where documents end in a sample, and the longest
-SPIKE = 10  # a loss that many times the largest one seen is reported under --check-for-spiky-loss
-OTHER_SCRIPT = {  # {name in args: flag} of what only Megatron's own script does
+PACK_KEYS = ("cu_seqlens", "max_seqlen")  # with --sft: the ends of a sample's documents, and the longest one's length
+SPIKE = 10  # --check-for-spiky-loss reports a loss this many times the largest one so far
+OTHER_SCRIPT = {  # {name in args: flag} of flags that only Megatron's own script supports
     "fim_data": "--fim-data",
     "logits_load_dir": "--logits-load-dir",
     "hybrid_context_parallel": "--hybrid-context-parallel",
@@ -66,7 +66,7 @@ straggler_timer = StragglerDetector()
 
 @cache
 def predicts_more_tokens(vp_stage: int | None) -> bool:
-    """Whether a multi-token-prediction layer, which reads the tokens again, is on this pipeline stage."""
+    """Whether this pipeline stage has a multi-token-prediction layer, which reads the tokens again."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         config.pipeline_model_parallel_layout, config.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
@@ -79,10 +79,10 @@ def reads_data(vp_stage: int | None) -> bool:
 
 
 def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
-    """The next micro-batch: (batch, sequence) tensors by BATCH_KEYS, None for what this stage does not use.
+    """The next micro-batch: {key of BATCH_KEYS: (batch, sequence) tensor, or None if this stage does not use it}.
 
-    Read by the first tensor-parallel rank, broadcast to the others, cut along the sequence for context
-    parallelism. With --sft, on every stage, all samples in one row, (1, batch * sequence), and PACK_KEYS.
+    The first tensor-parallel rank reads it and broadcasts it; context parallelism splits it along the sequence.
+    With --sft every stage gets all samples in one row, (1, batch * sequence), and PACK_KEYS.
     """
     args = get_args()
     if not args.sft and not reads_data(vp_stage):
@@ -116,7 +116,7 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
 
 
 def packs(batch: dict[str, torch.Tensor | None]) -> dict[str, PackedSeqParams]:
-    """Of a micro-batch with --sft, what tells the layers where its documents end; waits for the data."""
+    """With --sft, the argument that tells the layers where a micro-batch's documents end. Waits for the data."""
     ends, longest = (batch.get(key) for key in PACK_KEYS)
     if ends is None or longest is None:
         return {}
@@ -126,7 +126,7 @@ def packs(batch: dict[str, torch.Tensor | None]) -> dict[str, PackedSeqParams]:
 
 
 def loss_func(loss_mask: torch.Tensor, token_losses: torch.Tensor):
-    """Sum of the losses of the tokens that count, their number, and both for the log.
+    """(sum of the losses of unmasked tokens, their number, {name: both} for the log).
 
     Megatron divides by the number only after summing over micro-batches and ranks: a mean over all tokens.
     """
@@ -148,7 +148,7 @@ def loss_func(loss_mask: torch.Tensor, token_losses: torch.Tensor):
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False):
-    """One micro-batch forward: the output (on the last stage, a loss a token) and its loss function."""
+    """Run one micro-batch forward. Returns the output (on the last stage one loss per token) and its loss function."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with straggler_timer(bdata=True):
@@ -157,14 +157,14 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
     targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
     with straggler_timer:
-        # the plan is what --overlap-moe-expert-parallel-comm asks for
+        # --overlap-moe-expert-parallel-comm asks for the plan
         forward = model.build_schedule_plan if return_schedule_plan else model
         output = forward(*inputs, **targets, **packs(batch))
     return output, partial(loss_func, batch["loss_mask"])
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None, packed: type = SFTDataset):
-    """Training, validation and test sets with (at least) the given numbers of samples; with --sft of class `packed`."""
+    """Training, validation and test datasets with at least these numbers of samples. packed: their class with --sft."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences_per_dataset = None
@@ -210,7 +210,7 @@ datasets_provider.is_distributed = True  # every rank calls it, and builds only 
 
 
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold the token embedding: first, last if tied, multi-token prediction."""
+    """The pipeline ranks with the token embedding: the first, the last if tied, those of multi-token prediction."""
     if len(pp_ranks) == 1:
         return pp_ranks
     args = get_args()
@@ -220,7 +220,7 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 
 def check_packs(args) -> None:
-    """Of --sft: raise UserError for what a layout cannot do; the data set makes no mask, which nobody would read."""
+    """With --sft, raise UserError for an unsupported layout, and switch off the dataset's mask, which is never read."""
     if args.context_parallel_size > 1:
         raise UserError("--sft with --context-parallel-size: run Megatron's own script, with --fp8-attention te")
     if args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:

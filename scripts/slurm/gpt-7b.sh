@@ -1,6 +1,6 @@
 #!/bin/bash
-# GPT-7B in FP8-LM's layout, 32 GPUs, at O3 (--level O0: stock's BF16). Its data: DATA_PATH and TOKENIZER, or
-# DATA=mock-data. It writes the job's script; all that `megatron-fp8 launch` takes may follow:
+# Writes a Slurm job that trains GPT-7B in FP8-LM's layout, 32 GPUs, at O3 (--level O0: stock's BF16). For data set
+# DATA_PATH and TOKENIZER, or DATA=mock-data. Any flag of `megatron-fp8 launch` may follow:
 #
 #     scripts/slurm/gpt-7b.sh --submit --cluster infiniband --sbatch="--partition=gpu --account=me"
 #     scripts/slurm/gpt-7b.sh --submit --container image.sqsh --mounts /data:/data        (pyxis and enroot)

@@ -152,10 +152,10 @@ def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--dpo-label-smoothing 0.7", "--dpo-label-smoothing 0.7: give a number of 0 to 0.5"),
-        ("--dpo-beta -1", "--dpo-beta -1.0: give a number of 0 or more"),
+        ("--dpo-label-smoothing 0.7", "--dpo-label-smoothing 0.7: use a number of 0 to 0.5"),
+        ("--dpo-beta -1", "--dpo-beta -1.0: use a number of 0 or more"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
-        ("--fp8-on-spike bf16-fallback", "the reference keeps FP8"),
+        ("--fp8-on-spike bf16-fallback", "the reference stays in FP8"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(flags, words):

@@ -211,7 +211,7 @@ def test_tasks_of_two_nodes(slurm, files, tmp_path):
     assert [re.sub(r", for \d+ minutes", "", note) for note in job.notes] == [
         f"start 0 on 127.0.0.[1-2], from step 0 of {STEPS}",
         f"ended with code 143; step {INTERVAL} of {STEPS} is saved",
-        f"requeued, to go on from step {INTERVAL}",
+        f"requeued, to resume from step {INTERVAL}",
         f"start 1 on 127.0.0.[1-2], from step {INTERVAL} of {STEPS}",
         "told to stop: the tasks save and end",
         f"ended with code 0; step {STEPS} of {STEPS} is saved",
@@ -239,7 +239,7 @@ def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):
     )
     job = Job(slurm, tmp_path / "job", files, "--script", str(script))
     assert job.end() == ("FAILED", 2), job.log[-5000:]
-    assert job.notes[-1] == "failed: 3 starts from step 0 saved no later step; submit it again when that is mended"
+    assert job.notes[-1] == "failed: 3 starts from step 0 saved no later step; submit it again when that is fixed"
     assert sum(f"; step 0 of {STEPS} is saved" in note for note in job.notes) == 3
 
 
@@ -259,9 +259,9 @@ def test_a_job_that_hangs_until_its_time_limit_comes_back(slurm, files, tmp_path
     assert job.end() == ("COMPLETED", 1), job.log[-5000:]
     assert [note for note in job.notes if not note.startswith("start")] == [
         "told to stop: the tasks save and end",
-        "the tasks have not ended: killed, for the time is over",
+        "the tasks have not ended in time: killed",
         f"ended with code 137; step 0 of {STEPS} is saved",
-        "requeued, to go on from step 0",
+        "requeued, to resume from step 0",
         f"ended with code 0; step {STEPS} of {STEPS} is saved",
         "done",
     ]

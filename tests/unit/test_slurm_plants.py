@@ -309,7 +309,7 @@ def test_a_job_whose_lock_another_one_has_taken_is_killed_and_does_not_come_back
     before_the_task(job, f'exec 2>/dev/null; ({until}; ln -sfn /r/job-8 "{job.save}/lock") &')
     code, notes = job(wait="yes")
     assert code == 1 and notes[1:] == [
-        f"{job.save}/lock is another job's now: the tasks are killed, so that not two jobs train there",
+        f"{job.save}/lock is another job's now: the tasks are killed, so that only one job trains there",
         "ended with code 137; step 0 of 9 is saved",
         f"another job trains into {job.save}: not requeued",
     ]

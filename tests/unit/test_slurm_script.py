@@ -30,7 +30,7 @@ def test_shellcheck_has_nothing_to_say(script, settings):
 
 
 def test_a_job_that_has_saved_is_requeued_until_it_is_done(job):
-    assert job()[1][1:] == ["ended with code 0; step 5 of 9 is saved", "requeued, to go on from step 5"]
+    assert job()[1][1:] == ["ended with code 0; step 5 of 9 is saved", "requeued, to resume from step 5"]
     assert requeues(job) == 1
     code, notes = job(step=9, restarts=1)
     assert (code, notes[0]) == (0, "start 1 on node[1-2], from step 5 of 9, for 105 minutes")
@@ -41,8 +41,8 @@ def test_a_job_that_has_saved_is_requeued_until_it_is_done(job):
 @pytest.mark.parametrize(("code", "seal"), [(0, "metadata.json"), (1, "unsealed"), (137, "metadata.json")])
 def test_only_whole_checkpoints_are_progress(job, code, seal):
     for restarts in (0, 1):
-        assert job(code=code, seal=seal, restarts=restarts)[1][-1] == "requeued, to go on from step 0"
-    failed = "failed: 3 starts from step 0 saved no later step; submit it again when that is mended"
+        assert job(code=code, seal=seal, restarts=restarts)[1][-1] == "requeued, to resume from step 0"
+    failed = "failed: 3 starts from step 0 saved no later step; submit it again when that is fixed"
     ended, notes = job(code=code, seal=seal, restarts=2)
     assert ended == 1 and notes[1:] == [f"ended with code {code}; step 0 of 9 is saved", failed]
     assert job(restarts=3) == (1, [failed]) and requeues(job) == 2  # however the third start ended
@@ -59,7 +59,7 @@ def test_a_copy_of_a_checkpoint_is_none(job, copy):
     job()
     shutil.copytree(job.save / "iter_0000005", job.save / copy)
     assert job(restarts=1, step=6)[1][-2:] == [
-        "ended with code 0; step 6 of 9 is saved", "requeued, to go on from step 6"
+        "ended with code 0; step 6 of 9 is saved", "requeued, to resume from step 6"
     ]  # fmt: skip
 
 
@@ -76,21 +76,21 @@ def test_who_turns_the_tracker_back_goes_on_from_there(job):
 def test_stocks_checkpoints_count_by_its_tracker(job):
     job.save.mkdir(parents=True)
     (job.save / "latest_checkpointed_iteration.txt").write_text("5")
-    assert job(seal="metadata.json")[1][-1] == "requeued, to go on from step 5"
+    assert job(seal="metadata.json")[1][-1] == "requeued, to resume from step 5"
 
 
 def test_a_crash_after_a_save_is_requeued_and_a_mistake_is_not(job):
-    assert job(code=1)[1][-1] == "requeued, to go on from step 5"
+    assert job(code=1)[1][-1] == "requeued, to resume from step 5"
     ended, notes = job(code=2, restarts=1)
     assert ended == 2 and notes[-1] == "a mistake in the command, see above: not requeued"
-    assert job(code=1, step=6, restarts=2)[1][-1] == "requeued, to go on from step 6"
+    assert job(code=1, step=6, restarts=2)[1][-1] == "requeued, to resume from step 6"
 
 
 def test_what_passes_is_no_mistake(job):
     """flags/usage.py says so in the same file."""
     said = json.dumps({"message": {"extraInfo": {"passing": True}}})
     before_the_task(job, f"echo '{said}' >{job.records}/mistake.json")
-    assert job(code=1, seal="metadata.json")[1][-1] == "requeued, to go on from step 0"
+    assert job(code=1, seal="metadata.json")[1][-1] == "requeued, to resume from step 0"
 
 
 def test_what_hangs_does_not_end_the_job(job):
@@ -104,8 +104,8 @@ def test_what_hangs_does_not_end_the_job(job):
     (job.fake / "date").write_text(f"#!/bin/bash\n{date}\n")
     (job.fake / "date").chmod(0o755)
     _, notes = job(wait="yes")
-    assert notes[1:] == ["the tasks have not ended: killed, for the time is over",
-                         "ended with code 137; step 0 of 9 is saved", "requeued, to go on from step 0"]  # fmt: skip
+    assert notes[1:] == ["the tasks have not ended in time: killed",
+                         "ended with code 137; step 0 of 9 is saved", "requeued, to resume from step 0"]  # fmt: skip
     assert (job.fake / "scancel.log").read_text() == "--signal=KILL 7.0\n"
 
 
@@ -120,15 +120,15 @@ def test_a_start_without_time_to_train(job):
 @pytest.mark.parametrize(
     ("state", "code", "note"),
     [
-        ("PENDING", 143, "Slurm has requeued it by itself, as it does when a node fails"),
-        ("COMPLETING", 143, "Slurm has requeued it by itself, as it does when a node fails"),
+        ("PENDING", 143, "Slurm has requeued it by itself, as after a node failure"),
+        ("COMPLETING", 143, "Slurm has requeued it by itself, as after a node failure"),
         ("RUNNING", 1, "Slurm does not requeue this job: submit it again"),
     ],
 )
 def test_a_requeue_that_slurm_refuses(job, state, code, note):
     (job.fake / "state-7").write_text(f"JobId=7 JobName=x JobState={state} Reason=None\n")
     ended, notes = job(code=1)
-    assert (ended, notes[-2:]) == (code, ["requeued, to go on from step 5", note])
+    assert (ended, notes[-2:]) == (code, ["requeued, to resume from step 5", note])
 
 
 def test_restarts_have_a_cap(job):
@@ -150,7 +150,7 @@ def test_a_warning_reaches_the_task(job, tmp_path):
     before_the_task(job, '(until [[ -e "$FAKE/pid" ]]; do sleep 0.1; done; kill -USR2 $PPID) &')
     _, notes = job(wait="yes")
     told = ["told to stop: the tasks save and end", "ended with code 0; step 5 of 9 is saved"]
-    assert notes[1:] == [*told, "requeued, to go on from step 5"]
+    assert notes[1:] == [*told, "requeued, to resume from step 5"]
     assert "--signal=URG 7.0" in (job.fake / "scancel.log").read_text()
 
 
