@@ -1,17 +1,17 @@
-"""English and C text that can be fetched again: Debian's packages, as one .jsonl each, with a manifest.
+"""Collects reproducible English and C text from Debian's packages, as one .jsonl file each, with a manifest.
 
     python tools/collect_text.py runs/text                          fetches the packages (apt-get download, 260 MB)
-    python tools/collect_text.py runs/text --packages FOLDER        takes .deb files that lie in FOLDER
+    python tools/collect_text.py runs/text --packages FOLDER        uses the .deb files in FOLDER
 
-    FOLDER/english.jsonl    manuals and a dictionary: HTML and plain text; one document a line, {"text": ...}
-    FOLDER/c.jsonl          C of the Linux kernel's source
-    FOLDER/manifest.json    of each package its version, SHA-256 and its copyright file's SHA-256; of each part the
+    OUTPUT/english.jsonl    manuals and a dictionary: HTML and plain text; one document a line, {"text": ...}
+    OUTPUT/c.jsonl          C from the Linux kernel's source
+    OUTPUT/manifest.json    each package's version, SHA-256 and its copyright file's SHA-256; each part's number of
                             documents, bytes and SHA-256
 
-A document is left out if it is short, if most of its lines stand in documents before it (manuals repeat themselves), or
-if it is the same as one before it.  The order is a hash's, so that a beginning of the file is a sample of it all, and
-depends on the packages alone.  Their licences are in the packages; nothing of the text is part of this repository.
-`python tools/prepare_data.py FOLDER/english.jsonl --tokenizer gpt2 ...` makes a Megatron data set of a part.
+A document is left out if it is short, if most of its lines are in earlier documents (manuals repeat themselves), or if
+it equals an earlier one.  Documents are sorted by a hash, so the first part of a file is a random sample of it, and the
+order depends only on the packages.  The packages contain their licences; this repository contains none of the text.
+`python tools/prepare_data.py OUTPUT/english.jsonl --tokenizer gpt2 ...` makes a Megatron dataset from a part.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from pathlib import Path
 ENGLISH = """dict-gcide bible-kjv-text debian-reference-en debian-policy developers-reference git-doc glibc-doc
     linux-doc-6.1 maxima-doc perl-doc postgresql-doc-15 python3.11-doc sqlite3-doc""".split()
 C = ["linux-source-6.1"]
-SHORTEST = 500  # characters: less is an index or a redirect
-MOST_REPEATED = 0.5  # of a document's lines
+SHORTEST = 500  # characters; a shorter page is an index or a redirect
+MOST_REPEATED = 0.5  # largest share of a document's lines that earlier documents have
 TEXTS = re.compile(r"\.(html?|txt|pod|md|rst|dict\.dz)(\.gz)?$")
-# Other languages, and lists that are no prose.
+# Other languages, and lists that are not prose.
 SKIPPED = re.compile(r"genindex|searchindex|/_sources/|\.(de|es|fr|it|ja|pt|pt-br|ru|zh-cn|zh-tw|id|pl|sv|cs|nl)\.")
 CODE = re.compile(r"^[^/]+/(kernel|mm|fs|net|lib|block|crypto|ipc|init|security|sound/core|drivers/base)/.*\.[ch]$")
 
@@ -65,7 +65,7 @@ class _Prose(HTMLParser):
 
 
 def prose(page: str) -> str:
-    """An HTML page's text, with blank lines run together."""
+    """An HTML page's text, with several blank lines made one."""
     parser = _Prose()
     parser.feed(page)
     parser.close()
@@ -73,7 +73,7 @@ def prose(page: str) -> str:
 
 
 def members(package: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the plain files of a .deb, in the package's order."""
+    """(name, content) of a .deb's regular files, in the package's order."""
     stream = subprocess.run(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(stream)) as files:
         for member in files:
@@ -84,7 +84,7 @@ def members(package: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def english(package: Path) -> Iterator[str]:
-    """The documents of a manual or dictionary."""
+    """The documents in a manual or dictionary."""
     for name, content in members(package):
         if TEXTS.search(name) and not SKIPPED.search(name) and "/copyright" not in name:
             if name.endswith((".gz", ".dz")):
@@ -92,14 +92,14 @@ def english(package: Path) -> Iterator[str]:
             text = content.decode("utf-8", errors="replace")
             if ".htm" in name:
                 yield prose(text)
-            elif ".dict" in name:  # an entry begins at the line's start, its text is indented
+            elif ".dict" in name:  # an entry begins at a line's start, its text is indented
                 yield from re.split(r"\n(?=\S)", text)
             else:
                 yield text
 
 
 def code(package: Path) -> Iterator[str]:
-    """The C files of the kernel's chosen folders."""
+    """The C files in the chosen folders of the kernel."""
     for name, content in members(package):
         if name.endswith(".tar.xz"):
             with tarfile.open(fileobj=io.BytesIO(lzma.decompress(content))) as files:
@@ -111,7 +111,7 @@ def code(package: Path) -> Iterator[str]:
 
 
 def together(entries: Iterator[str], size: int = 4000) -> Iterator[str]:
-    """Short entries (a dictionary's) one after another, until a document has `size` characters."""
+    """Join short entries (a dictionary's) into documents of at least `size` characters."""
     held: list[str] = []
     for entry in entries:
         held.append(entry)
@@ -123,12 +123,12 @@ def together(entries: Iterator[str], size: int = 4000) -> Iterator[str]:
 
 
 def digest(text: str | bytes) -> bytes:
-    """16 bytes that stand for a text."""
+    """A text's 16-byte hash."""
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=16).digest()
 
 
 def distinct(documents: Iterator[str]) -> list[str]:
-    """Those that are long enough and say something new, in the order of their hashes."""
+    """The documents that are long enough and mostly new, sorted by their hashes."""
     lines, whole, kept = set(), set(), []
     for text in documents:
         found = {digest(line) for line in map(str.strip, text.splitlines()) if len(line) > 30}
@@ -141,7 +141,7 @@ def distinct(documents: Iterator[str]) -> list[str]:
 
 
 def fetch(names: list[str], folder: Path) -> None:
-    """The packages' newest .deb files of this machine's Debian."""
+    """Download the newest .deb files of the packages that are missing in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names if not list(folder.glob(f"{name}_*.deb"))]
     if missing:
@@ -149,7 +149,7 @@ def fetch(names: list[str], folder: Path) -> None:
 
 
 def collect(packages: Path, output: Path) -> dict:
-    """Write the parts and the manifest; returns the latter."""
+    """Write the parts and the manifest. Returns the manifest."""
     manifest: dict = {"packages": {}, "parts": {}}
     output.mkdir(parents=True, exist_ok=True)
     for part, names, read in ("english", ENGLISH, english), ("c", C, code):

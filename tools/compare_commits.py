@@ -1,21 +1,21 @@
-"""Do two versions of the repository train the same, bit for bit?
+"""Tests that two versions of the repository train the same, bit for bit.
 
     python tools/compare_commits.py BEFORE [AFTER] [-k PART] [--jobs N]
 
-BEFORE and AFTER are commits, or folders whose working tree is meant; AFTER is this working tree if not given.  Each is
-copied to a temporary folder and trains the same tiny GPT on the CPU through its own pretrain_gpt_fp8.py, in ranks that
-its own megatron_fp8 forks.  Equal must be, of every case:
+BEFORE and AFTER are commits, or folders, whose working tree is used; AFTER defaults to this working tree.  Each is
+copied to a temporary folder and trains the same tiny GPT on the CPU with its own pretrain_gpt_fp8.py, in ranks that
+its own megatron_fp8 forks.  In every case these must be equal:
 
-    steps       Megatron's line of every step, but for the time it took
-    ours        every line of ours in the log: exact losses and norms, statistics, spikes; in any order
-    saved       every tensor of the checkpoint by key, type, shape and bytes; every object in it by what its
-                pickle holds, in any order: arguments are saved in that of the flags
-    files       what the run wrote beside it: probes
+    steps       Megatron's log line of every step, without its time
+    ours        our lines in the log, in any order: exact losses and norms, statistics, spikes
+    saved       every tensor of the checkpoint: key, dtype, shape and bytes; every object in it: its pickle's content in
+                any order, because arguments are saved in the order of the flags
+    files       the other files of the run: probes
 
-The cases "resumed" load in both versions what BEFORE saved: old checkpoints load, and go on the same.
+In the cases "resumed" both versions load BEFORE's checkpoint: old checkpoints must load and continue the same.
 
-What it does not see: kernels and NCCL on GPUs, speed and memory, what only a longer run or a larger job shows, flags
-that no case has.  Five minutes on two busy cores.  Exit code 1 where anything differs or a run fails.
+It does not test kernels and NCCL on GPUs, speed and memory, long runs, large jobs, or flags that no case has.  It takes
+five minutes on two busy cores.  Exit code 1 if anything differs or a run fails.
 """
 
 import argparse
@@ -43,10 +43,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from megatron_runs import TINY_GPT  # noqa: E402
 
-TIMEOUT = 300  # seconds, of a run
+TIMEOUT = 300  # seconds for a run
 ALWAYS = "--train-iters 6 --lr-decay-iters 40 --ckpt-format torch_dist --save ckpt --save-interval 1000"
 RESUMED = "--train-iters 9 --override-opt_param-scheduler --exit-on-missing-checkpoint"
-EXACT = "--fp8-log-exact"  # not in the plain levels: there nothing observes
+EXACT = "--fp8-log-exact"  # the plain levels do not have it, so that they run without an observer
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -60,7 +60,7 @@ LATENT = (
 
 
 class Case(NamedTuple):
-    """A run; `resumes`: the case whose checkpoint, of BEFORE, it loads."""
+    """A run. resumes: the case whose checkpoint, saved by BEFORE, it loads."""
 
     name: str
     ranks: int
@@ -109,11 +109,11 @@ CASES = [
     Case("O3 compact resumed", 2, f"--fp8-level O3 --fp8-ckpt-compact {SHARDED} {RESUMED} {EXACT}", "O3 compact"),
 ]
 PARTS = ("steps", "ours", "saved", "files")
-Found = dict[str, dict[str, Any]]  # of each of PARTS: {what: text, bytes or tensor}
+Found = dict[str, dict[str, Any]]  # {one of PARTS: {key: text, bytes or tensor}}
 
 
 def read_log(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """{step: Megatron's line without its times}, {one of our lines: how often}: ranks print those in any order."""
+    """({step: Megatron's line without its times}, {one of our lines: how often}). Ranks print ours in any order."""
     found = re.findall(r"iteration +(\d+)/ +\d+ \|(.*?number of nan iterations: +\d+)", text)
     steps = {f"step {step}": re.sub(r" elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for step, line in found}
     ours = [line.rstrip() for line in re.findall(r"\[fp8\] .*", text)]
@@ -128,7 +128,7 @@ class _AsStored(dcp.DefaultLoadPlanner):
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """{key: tensor, or an object's bytes} of a torch_dist checkpoint that this program made."""
+    """{key: tensor, or an object's content as text} of a torch_dist checkpoint that this program made."""
     reader = dcp.FileSystemReader(folder)
     state: dict[str, Any] = {}
     for key, stored in sorted(reader.read_metadata().state_dict_metadata.items()):
@@ -140,7 +140,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def held(stored: bytes) -> str:
-    """What a pickle, or torch's zip of one and of storages, holds, in any order; nothing is unpickled."""
+    """The content of a pickle, or of torch's zip of a pickle and storages, in sorted order. Nothing is unpickled."""
     if not zipfile.is_zipfile(io.BytesIO(stored)):
         ops = ((op.name, repr(arg)) for op, arg, _ in pickletools.genops(stored))
         return "|".join(sorted(f"{name} {arg}" for name, arg in ops if "GET" not in name and "PUT" not in name))
@@ -151,7 +151,7 @@ def held(stored: bytes) -> str:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The first thing that is not equal to the bit, in words; "" if there is none."""
+    """The first difference, in words; "" if all is equal to the bit."""
     for key in [*before, *after]:
         if key not in before or key not in after:
             return f"{key}: only {'before' if key in before else 'after'}"
@@ -171,7 +171,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(one: Any, other: Any) -> str:
-    """What of two texts, their fields divided by |, is not equal; only the length of what is no text."""
+    """The different fields of two texts, separated by |; of other values, their types or lengths."""
     if not (isinstance(one, str) and isinstance(other, str)):
         return " -> ".join(f"{len(v)} bytes" if isinstance(v, bytes) else type(v).__name__ for v in (one, other))
     pairs = zip_longest(one.split("|"), other.split("|"), fillvalue="")
@@ -179,7 +179,7 @@ def _words(one: Any, other: Any) -> str:
 
 
 def compare(name: str, before: Found, after: Found) -> tuple[str, bool]:
-    """A line of the table, and whether all is equal, and there is something."""
+    """(a line of the table, whether all is equal and there was something to compare)."""
     found = {part: difference(before[part], after[part]) for part in PARTS}
     if not before["steps"] or not before["saved"]:
         found["steps"] = "nothing to compare"
@@ -188,7 +188,7 @@ def compare(name: str, before: Found, after: Found) -> tuple[str, bool]:
 
 
 class Version:
-    """A copy of the repository, and a process of it that has imported everything and forks runs."""
+    """A copy of the repository, and a process of it that has imported all modules and forks runs."""
 
     SERVER = """
 import importlib, importlib.util, json, sys, megatron_fp8
@@ -213,8 +213,8 @@ for line in sys.stdin:
         self.server = subprocess.Popen(command, cwd=self.tree, env=self.env, **pipes)
 
     def train(self, case: Case, load: Path | None) -> Found:
-        """Run a case.  RuntimeError, with the end of the log, if it fails."""
-        folder = self.runs / case.name  # relative paths in flags, which checkpoints hold, are the same for both
+        """Run a case.  Raises RuntimeError, with the end of the log, if it fails."""
+        folder = self.runs / case.name  # flags have relative paths, because checkpoints contain the flags
         folder.mkdir(parents=True)
         flags = [*TINY_GPT, *ALWAYS.split(), *case.flags.split(), *(["--load", str(load)] if load else [])]
         if "tied" in case.name:
@@ -233,7 +233,7 @@ for line in sys.stdin:
 
 
 def _copy(name: str, to: Path) -> None:
-    """The files of a commit, or of a folder's working tree without what git ignores."""
+    """Copy the files of a commit, or of a folder's working tree without those that git ignores."""
     if Path(name).is_dir():
         listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=name).split(b"\0")
         there = b"\0".join(path for path in listed if path and os.path.isfile(os.path.join(name.encode(), path)))
@@ -247,19 +247,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("before")
     parser.add_argument("after", nargs="?", default=str(ROOT))
-    parser.add_argument("-k", default="", metavar="PART", help="only the cases with this in their name")
+    parser.add_argument("-k", default="", metavar="PART", help="only cases whose name contains PART")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="2: both versions run at the same time")
     args = parser.parse_args()
     chosen = [case for case in CASES if args.k in case.name]
     cases = [case for case in CASES if case in chosen or case.name in [one.resumes for one in chosen]]
-    unequal = [] if cases else [f"no case is called {args.k}"]
+    unequal = [] if cases else [f"no case contains {args.k}"]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
         versions = [Version(name, Path(scratch) / f"{i}") for i, name in enumerate((args.before, args.after))]
         print(f"{args.before} -> {args.after}\n{'case':20} steps  ours saved files", flush=True)
         for case in cases:
             load = versions[0].runs / case.resumes / "ckpt" if case.resumes else None
             runs = [pool.submit(version.train, case, load) for version in versions]
-            wait(runs)  # both, before the next: a server makes one run at a time
+            wait(runs)  # a server makes one run at a time
             try:
                 line, equal = compare(case.name, *(run.result() for run in runs))
             except RuntimeError as error:
@@ -267,7 +267,7 @@ def main() -> int:
             print(line, flush=True)
             unequal += [] if equal else [case.name]
         for version in versions:
-            version.server.communicate()  # it ends with its input
+            version.server.communicate()  # the server ends when its input ends
     print(f"NOT EQUAL: {', '.join(unequal)}" if unequal else f"all equal: {len(cases)} cases")
     return int(bool(unequal))
 

@@ -2,13 +2,13 @@
 
     make demo
 
-The text is the Python standard library's own source; a token is a byte. Two processes on the CPU, forked from one that
-has imported everything, or torchrun's, one a GPU (at most two), where the GPUs are Hopper's or newer. Stock's BF16 and
-O3 come first. Then O0 from more seeds: how far they spread is noise, and a level's gap means something only beyond it.
-All are judged by the same held-out text, whole but for its last batch, whatever the seed. Everything goes to runs/demo:
-the log of each run, loss.png, and summary.json with the table.
+The text is the source of Python's standard library; a token is a byte. A run has two processes on the CPU, forked from
+one that has imported all modules; on Hopper or newer GPUs, torchrun starts one process per GPU, at most two. Stock's
+BF16 and O3 run first. Then O0 runs with more seeds: their spread is the noise, and a level's gap counts only if it is
+larger. All runs are evaluated on the same held-out text, except its last partial batch. The output goes to runs/demo:
+each run's log, loss.png, and summary.json with the table.
 
-Two seeds are too few: by chance a pair ended 0.0005 apart, where others of this model ended 0.03 apart.
+Two seeds are too few: one pair ended 0.0005 apart by chance, other pairs of this model 0.03.
 """
 
 import json
@@ -28,7 +28,7 @@ from megatron_fp8.tools.palette import looks
 
 OUTPUT = Path("runs/demo")  # in the repository
 TEXT = OUTPUT / "data/python"
-HELD_OUT = 0.02  # of the documents
+HELD_OUT = 0.02  # share of the documents
 STEPS = 150
 BATCH, CONTEXT = 32, 64
 MODEL = (
@@ -43,7 +43,7 @@ TRAINING = (
     "--adam-beta2 0.98 --bf16 --use-distributed-optimizer --log-interval 1 "
     f"--eval-interval {STEPS + 1} --num-workers 0"
 )
-# What stock Megatron needs to hear to train without Transformer Engine and apex.
+# Stock Megatron needs these flags to train without Transformer Engine and apex.
 STOCK_ONLY = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-persist-layer-norm --no-rope-fusion --attention-backend unfused"
@@ -52,11 +52,11 @@ DATA = (
     f"--train-data-path {TEXT}_train --valid-data-path {TEXT}_heldout "
     "--tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 2"
 )
-SEEDS = (1, 2, 3, 4)  # of O0; the first is every level's
+SEEDS = (1, 2, 3, 4)  # O0's; every level uses the first
 
 
 class Progress:
-    """One line on the terminal that follows a run; elsewhere, a line now and then."""
+    """Shows a run's progress: one line that changes on a terminal, a line every 50 steps elsewhere."""
 
     def __init__(self, name: str):
         self.name = name
@@ -67,7 +67,7 @@ class Progress:
         self.show("starting")
 
     def read(self, line: str) -> None:
-        """Take in one line of the run's log."""
+        """Read one line of the run's log."""
         step, validation = parse_step(line), parse_validation(line)
         if validation is not None:
             self.heldout_loss = validation
@@ -76,7 +76,7 @@ class Progress:
         self.steps.append(step)
         if not self.live and step.iteration % 50:
             return
-        # the first steps are slower: judge by the later half
+        # The first steps are slower, so the estimate uses the later half.
         recent = self.steps[len(self.steps) // 2 :]
         pace = sum(s.milliseconds for s in recent) / len(recent) / 1000
         eta = f"{(STEPS - step.iteration) * pace:3.0f} s left"
@@ -92,7 +92,7 @@ class Progress:
 
 
 def train(name: str, level: str, seed: int, on_gpu: bool) -> tuple[list[Step], dict]:
-    """Train at `level` under a name; returns its steps and its entry of summary.json. Raises RunFailed."""
+    """Train at `level` under a name. Returns its steps and its entry in summary.json. Raises RunFailed."""
     file = OUTPUT / name.replace(" ", "_")
     report = file.with_suffix(".report.json")
     report.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def train(name: str, level: str, seed: int, on_gpu: bool) -> tuple[list[Step], d
         ["pretrain_gpt_fp8.py", *flags.split()],
         file.with_suffix(".log"),
         timeout=1800,
-        # the plugin writes there what it measured
+        # The plugin writes its measurements there.
         env={"MEGATRON_FP8_REPORT": str(report)} | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         on_line=progress.read,
     )
@@ -123,25 +123,25 @@ def processes(on_gpu: bool) -> int:
 
 
 def again(seed: int) -> str:
-    """The name of the run of O0 from another seed than the levels'."""
+    """The name of an O0 run with another seed than the levels'."""
     return f"O0 seed {seed}"
 
 
 def noise_of(results: dict[str, dict]) -> float:
-    """From the least to the largest held-out loss of O0's seeds."""
+    """The spread of O0's held-out losses over its seeds: largest minus smallest."""
     losses = [results[name]["heldout_loss"] for name in ("O0", *map(again, SEEDS[1:]))]
     return max(losses) - min(losses)
 
 
 def verdict(level: str, results: dict[str, dict]) -> str:
-    """A level's gap beside the noise, in words."""
+    """One line: a level's gap compared with the noise."""
     noise, gap = noise_of(results), results[level]["heldout_loss"] - results["O0"]["heldout_loss"]
     place = "inside" if abs(gap) <= noise else "OUTSIDE"
     return f"{level} ends {gap:+.4f} from O0, {place} the noise: {len(SEEDS)} seeds of O0 spread over {noise:.4f}"
 
 
 def table(levels: dict[str, dict]) -> list[list[str]]:
-    """The closing table, a column a level: its header, and a row for everything measured."""
+    """The final table, one column per level: the header, then a row for each measurement."""
     results = list(levels.values())
 
     def row(name: str, values: list[float | None], form: str) -> list[str]:
@@ -164,7 +164,7 @@ def table(levels: dict[str, dict]) -> list[list[str]]:
 
 
 def print_table(rows: list[list[str]]) -> None:
-    """In 80 columns."""
+    """Print a table, within 80 columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *values in rows:
         cells = (value.rjust(width) for value, width in zip(values, widths[1:], strict=True))
@@ -172,8 +172,8 @@ def print_table(rows: list[list[str]]) -> None:
 
 
 def plot(curves: dict[str, list[Step]], results: dict[str, dict], path: Path) -> None:
-    """Save as a picture: the loss curves; each level's distance from O0 at every step, from the same text; and its
-    distance on held-out text at the end, which is judged by how far the seeds of O0 lie apart."""
+    """Draw the loss curves, each level's gap to O0 at every step on the same text, and its final held-out gap beside
+    the spread of O0's seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -192,15 +192,15 @@ def plot(curves: dict[str, list[Step]], results: dict[str, dict], path: Path) ->
         above.plot(steps, [losses[level][i] for i in steps], **look[level], label=level, linewidth=1)
         middle.plot(steps, [losses[level][i] - losses["O0"][i] for i in steps], **look[level], linewidth=1)
     held_out = {name: results[name]["heldout_loss"] - results["O0"]["heldout_loss"] for name in results}
-    said = f"the noise: as far as O0's {len(SEEDS)} seeds lie apart"
+    said = f"the noise: spread of O0's {len(SEEDS)} seeds"
     below.axvspan(-noise_of(results), noise_of(results), **noise, label=said)
     below.plot([held_out[seed] for seed in seeds], [0] * len(seeds), "|", color=look["O0"]["color"], markersize=14)
     for row, level in enumerate(LEVELS):
         below.plot(held_out[level], row, "o", color=look[level]["color"])
     above.set(ylabel="nats a byte", title="Training loss of the same GPT at each level: same seed, same text")
-    middle.set(xlabel="step", ylabel="nats a byte", title="Training loss less that of O0, step by step")
+    middle.set(xlabel="step", ylabel="nats a byte", title="Training loss minus O0's at each step")
     below.set(xlabel="nats a byte", yticks=range(len(LEVELS)), yticklabels=LEVELS, ylim=(len(LEVELS) - 0.5, -0.5))
-    below.set_title("Held-out loss at the end, less that of O0 (bars: O0's other seeds)")
+    below.set_title("Final held-out loss minus O0's (bars: O0's other seeds)")
     above.sharex(middle)
     for axes in panels:
         axes.grid(alpha=0.3)
@@ -228,10 +228,10 @@ def main() -> None:
         try:
             curves[name], results[name] = train(name, name.split()[0], seed, on_gpu)
         except RunFailed as failure:
-            sys.exit(f"\ndemo: the run of {name} failed: {failure}")
+            sys.exit(f"\ndemo: the run {name} failed: {failure}")
         except KeyboardInterrupt:
             sys.exit("\ndemo: interrupted")
-        if more.keys() <= results.keys():  # noise is known
+        if more.keys() <= results.keys():  # the noise is known
             for level in [level for level in LEVELS if level in results and level not in ("O0", *said)]:
                 print("    " + verdict(level, results), flush=True)
                 said.append(level)

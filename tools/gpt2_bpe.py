@@ -1,12 +1,12 @@
 """GPT-2's byte-level byte-pair encoding, from its two files and without any package.
 
-A text is first cut into words: contractions, runs of letters, of digits or of other characters, each with at
-most one space before it, and runs of white space. Within a word, a token is at first a byte; then the pair of
-neighbours that stands highest in the list of merges becomes one token, until no pair is in the list.
+A text is first split into words: contractions, runs of letters, of digits or of other characters, each with at most one
+space before it, and runs of white space. Within a word each byte is a token at first. Then the pair of neighbours that
+comes first in the list of merges becomes one token, and so on until no pair is in the list.
 
-The vocabulary file is JSON, {token: id}; the merges file has one pair a line after a version line. Both
-write a byte as one printable character. Source: Radford et al., 2019, "Language Models are Unsupervised
-Multitask Learners", section 2.2, and the two published files.
+The vocabulary file is JSON, {token: id}; the merges file has a version line, then one pair per line. Both write a byte
+as one printable character. Source: Radford et al., 2019, "Language Models are Unsupervised Multitask Learners",
+section 2.2, and the two published files.
 """
 
 import json
@@ -18,12 +18,12 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
-# Unicode's White_Space: what \s means in GPT-2's pattern. Python's own \s has U+001C..U+001F too.
+# Unicode's White_Space, the \s of GPT-2's pattern. Python's \s also matches U+001C..U+001F.
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
 def _characters(category: str) -> str:
-    """The inside of a regular expression's [...] for all characters whose Unicode category starts so."""
+    """The inside of a regular expression's [...] for all characters whose Unicode category starts with `category`."""
     codes = (c for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c))[0] == category)
     ranges = []
     for _, group in groupby(enumerate(codes), lambda item: item[1] - item[0]):
@@ -41,7 +41,7 @@ def _word_pattern() -> re.Pattern[str]:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte: itself, or the next one from U+0100 on."""
+    """The printable character for each byte: the byte's own, or else the next one from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     stand_in = iter(range(256, 512))
     return [chr(b if b in printable else next(stand_in)) for b in range(256)]
@@ -51,12 +51,12 @@ class Gpt2Bpe:
     """Encodes text as token ids.
 
     Args:
-        vocab_file: JSON, {token: id}, with "<|endoftext|>" in it.
-        merges_file: text, one merge "left right" a line, the most frequent first.
+        vocab_file: JSON, {token: id}, which contains "<|endoftext|>".
+        merges_file: text, one merge "left right" per line, the most frequent first.
 
     Raises:
-        ValueError: a file that is not what it should be.
-        OSError: a file that cannot be read.
+        ValueError: a file has the wrong form.
+        OSError: a file cannot be read.
     """
 
     def __init__(self, vocab_file: str, merges_file: str):

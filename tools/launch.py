@@ -1,7 +1,7 @@
-"""Run a training script and read what it prints, for the demo and the tests: under torchrun, or forked.
+"""Runs a training script for the demo and the tests, under torchrun or in forked ranks, and parses its log.
 
-The lab reads numbers from a file (megatron_fp8/metrics.py). Here what Megatron prints is read, digit by digit: tests
-compare it with what runs print that have no plugin, or are killed.
+The lab reads numbers from a file (megatron_fp8/metrics.py). Here Megatron's printed lines are parsed: tests compare
+them with those of runs that have no plugin or are killed.
 """
 
 import atexit
@@ -28,17 +28,17 @@ _EVALUATION = re.compile(r" validation\S* loss at iteration \d+(?: on validation
 
 @dataclass(frozen=True)
 class Step:
-    """What Megatron logs of an iteration (--log-interval 1)."""
+    """Megatron's log line of an iteration (--log-interval 1)."""
 
     iteration: int
-    loss: float  # nan, as the norm, where the iteration was skipped
+    loss: float  # loss and norm are nan if the iteration was skipped
     grad_norm: float
-    skipped: int  # 1 where the iteration was skipped
+    skipped: int  # 1 if the iteration was skipped
     milliseconds: float
 
 
 def parse_step(line: str) -> Step | None:
-    """The iteration that a line of Megatron's log reports, if it is such a line."""
+    """The iteration in a line of Megatron's log; None for any other line."""
     match = _STEP.search(line)
     if match is None:
         return None
@@ -52,15 +52,15 @@ def parse_step(line: str) -> Step | None:
 
 
 def parse_validation(line: str) -> float | None:
-    """The loss in a line of Megatron's log that reports an evaluation, if it is such a line."""
+    """The loss in a line of Megatron's log about an evaluation; None for any other line."""
     match = _EVALUATION.search(line)
     return _fields(line[match.end() :]).get("lm loss value", math.nan) if match else None
 
 
 def _fields(text: str) -> dict[str, float]:
-    """The numbers of "name: value |"."""
+    """{name: value} of a text with parts "name: value |"."""
     found = {}
-    for part in text.split("|")[:-1]:  # another process' line may follow
+    for part in text.split("|")[:-1]:  # another process's line may follow
         name, _, value = part.rpartition(":")
         with contextlib.suppress(ValueError):
             found[name.strip()] = float(value)
@@ -68,7 +68,7 @@ def _fields(text: str) -> dict[str, float]:
 
 
 class RunFailed(RuntimeError):
-    """A run that ended with an error or ran out of time; `code` is its exit code (negative: the signal)."""
+    """A run ended with an error or exceeded its timeout. code: its exit code (negative: the signal)."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -87,12 +87,12 @@ def torchrun(
     """Run `command` (a script and its flags, or -m and a module) in `nproc` processes of this machine.
 
     Args:
-        log: file for everything that the processes print.
-        timeout: seconds, after which every process of the run is killed.
-        env: variables to set beside those of this process.
-        on_line: called with every line as it comes.
+        log: file for all output of the processes.
+        timeout: seconds until every process of the run is killed.
+        env: variables to set in addition to this process's.
+        on_line: called with every line as it is printed.
 
-    Returns the lines printed. Raises RunFailed, with the end of the output and the name of the log.
+    Returns the printed lines. Raises RunFailed, with the end of the output and the name of the log.
     """
     lines: list[str] = []
     run = TorchRun(command, nproc, log, env or {}, folder=ROOT)
@@ -114,7 +114,7 @@ def torchrun(
 
 @functools.cache
 def warm_server() -> socket.socket:
-    """Of this process, started at the first use."""
+    """This process's warm server, started at the first use."""
     ours, its = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "tools/warm_server.py"), str(its.fileno())],
@@ -129,7 +129,7 @@ def warm_server() -> socket.socket:
 
     atexit.register(close)
     if ours.recv(16) != b"ready\n":
-        raise RuntimeError("the warm server did not start; what it said is above")
+        raise RuntimeError("the warm server did not start; its output is above")
     return ours
 
 
@@ -142,7 +142,7 @@ def forked(
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """As `torchrun`, without a GPU, in ranks that are forked from a warm process: seconds sooner."""
+    """Like `torchrun`, but without a GPU, in ranks forked from a warm process: it starts seconds sooner."""
     log.parent.mkdir(parents=True, exist_ok=True)
     output, written = os.pipe()
     ended, ending = os.pipe()
@@ -167,7 +167,7 @@ def forked(
         except BaseException:  # this process was interrupted
             with contextlib.suppress(ProcessLookupError):
                 os.kill(supervisor, signal.SIGTERM)
-                result.readline()  # nothing of the run is left when this returns
+                result.readline()  # wait until all of the run's processes have ended
             raise
     if code:
         raise RunFailed(f"exit code {code}\n{last_words(lines)}\nfull log: {log}", code)

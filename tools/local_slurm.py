@@ -1,16 +1,15 @@
-"""A Slurm on this machine, for tests and trials: slurmctld, a slurmd a node and munged; no systemd, no database.
+"""Runs Slurm on this machine for tests and trials: slurmctld, one slurmd per node and munged; no systemd, no database.
 
     python tools/local_slurm.py FOLDER 2 -- bash -c 'sinfo; sbatch --wait --nodes 2 job.sh'
 
-Slurm's programs are the installed ones, or Debian's packages, only unpacked, into runs/slurm.  Everything that they
-write is under FOLDER.  It runs as root, or as the user who alone submits jobs.  There is no sacct: ask squeue and read
-the logs.
+Slurm's programs are the installed ones, or Debian's packages, unpacked into runs/slurm without installing.  They write
+only under FOLDER.  It runs as root, or as the only user who submits jobs.  There is no sacct: use squeue and the logs.
 
-Its nodes are called 127.0.0.1, 127.0.0.2 and so on, which Linux takes for addresses of this machine: tasks find one
-another by the names of their nodes. Each claims all cores of the machine, and they share its files.
+The nodes are called 127.0.0.1, 127.0.0.2 and so on. Linux treats these as addresses of this machine, so tasks find one
+another by their nodes' names. Each node has all cores of the machine, and all share its files.
 
-KillWait is 5 s in place of 30, and credentials expire after 5 s, so that a requeued job waits for seconds, not for two
-minutes; nothing else differs from a cluster's in what a job sees of signals and requeues.
+KillWait is 5 s instead of 30, and credentials expire after 5 s, so that a requeued job waits for seconds instead of two
+minutes. Otherwise a job sees the same signals and requeues as on a cluster.
 """
 
 import contextlib
@@ -66,17 +65,17 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 
 class Unavailable(Exception):
-    """Why there can be no Slurm here, in one line."""
+    """Slurm cannot run here; the text is one line that says why."""
 
 
 def programs() -> Path:
-    """The root of a file system that has Slurm's programs: / or UNPACKED, which is made.  Raises Unavailable."""
+    """The root folder of Slurm's programs: / or UNPACKED, which is made if needed.  Raises Unavailable."""
     names = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
     if all(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in names):
         return Path("/")
     if not (UNPACKED / "complete").exists():
         if not shutil.which("apt-get") or not shutil.which("dpkg"):
-            raise Unavailable("no slurmctld, slurmd and munged here, and no Debian to take them from")
+            raise Unavailable("slurmctld, slurmd and munged are not installed, and this is no Debian to fetch them")
         _unpack()
     return UNPACKED
 
@@ -101,8 +100,10 @@ def _unpack() -> None:
 
 @contextlib.contextmanager
 def running(folder: Path, nodes: int = 1, plugin: str = "") -> Iterator[dict[str, str]]:
-    """A Slurm that is up, with a SPANK plugin if one is given, its file and its options; the environment for its
-    commands.  Raises Unavailable with the daemons' words."""
+    """Start Slurm and yield the environment for its commands.  Raises Unavailable with the daemons' message.
+
+    plugin: a SPANK plugin's file and options, if any.
+    """
     root = programs()
     folder = folder.resolve()
     (folder / "state").mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ def running(folder: Path, nodes: int = 1, plugin: str = "") -> Iterator[dict[str
 
 
 def _program(root: Path, name: str) -> str:
-    """Debian keeps Slurm's daemons under names of its own, and links them as they are installed."""
+    """A program's path. Debian names Slurm's daemons differently and links them only when it installs them."""
     for path in (root / f"usr/sbin/{name}", root / f"usr/sbin/{name}-wlm"):
         if path.exists():
             return str(path)
@@ -190,7 +191,7 @@ def _wait(there, what: str, process: subprocess.Popen, folder: Path) -> None:
         if process.poll() is not None or time.monotonic() > deadline:
             logs = [path.read_text(errors="replace").strip() for path in folder.glob("*.log")]
             words = [line for log in logs for line in log.splitlines() if "error" in line or "fatal" in line]
-            raise Unavailable(f"{what} does not come up: {words[-1] if words else 'nothing was said'}")
+            raise Unavailable(f"{what} does not come up: {words[-1] if words else 'without a message'}")
         time.sleep(0.1)
 
 
@@ -205,7 +206,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def main() -> int:
-    """Run a command while Slurm is up; its exit code."""
+    """Run a command while Slurm is up. Returns its exit code."""
     if len(sys.argv) < 5 or not sys.argv[2].isdecimal() or sys.argv[3] != "--":
         print("usage: python tools/local_slurm.py FOLDER NODES -- COMMAND", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""Write docs/flags.md from the code.
+"""Write docs/flags.md from the tables in the code.
 
 python tools/make_flags_doc.py            write it
-python tools/make_flags_doc.py --check    exit 1 if it is not what the code says
+python tools/make_flags_doc.py --check    exit 1 if it differs from the code
 """
 
 import argparse
@@ -20,37 +20,37 @@ INTRODUCTION = """\
 
 *Written by `python tools/make_flags_doc.py` from the tables in flags/ and tests/architecture_cases.py: change those.*
 
-A run is stock Megatron-LM until it has `--fp8-level`. A level fills every cell of the table below; the flag
-named after a cell changes that cell alone. A cell that this version lacks is refused, never replaced. `--fp8-emulate`
-alone, without a level, is a BF16 run whose GEMM operands are rounded as it says.
+A run without `--fp8-level` is stock Megatron-LM. A level fills every cell of the table below; the flag named after a
+cell changes only that cell. A value that this version does not have is refused, never replaced. `--fp8-emulate` without
+a level gives a BF16 run whose GEMM operands are rounded.
 """
 STOCK = {
     HONOURED: "Honoured: with the meaning they have in stock",
-    NOTED: "Honoured, with a line in the log about what the level does not reach",
-    ADAPTED: "Changed, with a line in the log: the result is the same",
+    NOTED: "Honoured, with a log line about what the level does not cover",
+    ADAPTED: "Changed, with a log line: the result is the same",
     REFUSED: "Refused, with the remedy",
 }
 STOCK_INTRODUCTION = """\
 ## Stock flags under a level
 
-A flag that is in none of these tables does not touch precision, the linears, gradients, weights or the
-optimizer, and works as in stock. Without a level, one thing is refused: `--fp8-format` together with
-`--transformer-impl local`, with which stock Megatron trains in BF16 and does not say so.
+A flag in none of these tables does not affect precision, the linears, gradients, weights or the optimizer, and works as
+in stock. Without a level, one thing is refused: `--fp8-format` together with `--transformer-impl local`, because stock
+Megatron then silently trains in BF16.
 """
 IRRELEVANT_INTRODUCTION = """\
-## Stock flags that sound like these and that no level meets
+## Stock flags with similar names that do not concern a level
 """
 
 
 MODEL_INTRODUCTION = """\
 ## Stock flags of the model
 
-tests/unit/test_architecture.py builds the model of a level and that of stock's Transformer Engine layers with each of
-these flags, and finds the same parameters, modules and attributes, the same loss of each token and the same gradients:
+tests/unit/test_architecture.py builds a level's model and the model of stock's Transformer Engine layers with each of
+these flags. Both have the same parameters, modules and attributes, the same loss of each token and the same gradients:
 
 {}.
 
-Of the other flags that shape a model the tables above say what becomes of them, or there is nothing to compare:
+The other flags that shape a model are in the tables above, or there is nothing to compare:
 """
 
 
@@ -75,7 +75,7 @@ def own_flags() -> str:
 
 def stock_flags(verdict: str) -> str:
     def when(row: Row) -> str:
-        return row.when.text + (f", where `{row.missing}` is not installed" if row.missing else "")
+        return row.when.text + (f", if `{row.missing}` is not installed" if row.missing else "")
 
     def change(row: Row) -> str:
         return row.note + (f" (`{row.field}` of Fp8Config)" if row.field else "")
@@ -85,7 +85,7 @@ def stock_flags(verdict: str) -> str:
 
 
 def model_flags() -> str:
-    """Which flags are compared and are in no table, and why the others are not compared."""
+    """The flags that are compared and are in no table; for the others, why they are not compared."""
     sys.path.insert(0, str(ROOT / "tests"))
     from architecture_cases import EXCLUDED, case_lines
 

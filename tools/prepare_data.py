@@ -1,11 +1,11 @@
-"""Turn text into the two files of a Megatron data set, in a training and a held-out part.
+"""Tokenise text into a Megatron dataset (.bin and .idx), with a training and a held-out part.
 
     python tools/prepare_data.py                                    the Python standard library's own source
     python tools/prepare_data.py book.txt notes/ posts.jsonl --output data/mine
     python tools/prepare_data.py posts.jsonl --tokenizer gpt2 --vocab-file vocab.json --merge-file merges.txt
 
-A document is a file (.py, .txt) or a line of a .jsonl file, and ends with an end-of-document token. Its
-content alone decides on which side it falls: copies stay together, on every machine and in every order.
+A document is a file (.py, .txt) or a line of a .jsonl file, and ends with an end-of-document token. A hash of its
+content decides its part: copies fall into the same part, on every machine and in every order.
 """
 
 import argparse
@@ -23,18 +23,18 @@ import numpy as np
 from gpt2_bpe import Gpt2Bpe
 
 SUFFIXES = (".py", ".txt", ".jsonl")
-# Not the standard library, or text of another kind than the rest of it.
+# Folders that are not the standard library, or contain another kind of text.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
 PARTS = ("train", "heldout")
 
 
 def samples(prefix: str, length: int) -> int:
-    """How many samples of so many tokens, and the one after, the data set at this prefix has."""
+    """How many samples the dataset at this prefix has, of `length` tokens and the next one each."""
     return (os.stat(f"{prefix}.bin").st_size // 2 - 1) // length  # a token is two bytes
 
 
 class Bytes:
-    """Tokens are the bytes of UTF-8; 256 ends a document."""
+    """A tokenizer whose tokens are the bytes of UTF-8; 256 ends a document."""
 
     vocab_size = 257
     eod = 256
@@ -63,7 +63,7 @@ def files(inputs: list[str]) -> Iterator[Path]:
 
 
 def documents(path: Path, json_key: str) -> Iterator[str]:
-    """The texts in a file. Raises ValueError for a line of JSONL without a text under `json_key`."""
+    """The texts in a file. Raises ValueError for a JSONL line without a text under `json_key`."""
     if path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8", errors="replace")
         return
@@ -93,14 +93,14 @@ def prepare(
 ) -> dict[str, tuple[int, int]]:
     """Write `output`_train.bin, .idx and `output`_heldout.bin, .idx.
 
-    Returns {"train": (documents, tokens), "heldout": (documents, tokens)}. Where `held_out`, the fraction of
-    documents, is 0, there is no held-out part.
+    Returns {"train": (documents, tokens), "heldout": (documents, tokens)}. held_out: the fraction of documents in the
+    held-out part; 0: no such part.
 
     Raises:
-        ValueError: an input that cannot be used, or a part that would be left without a document.
-        OSError: a file that cannot be read or written.
+        ValueError: an input cannot be used, or a part would have no document.
+        OSError: a file cannot be read or written.
     """
-    with warnings.catch_warnings(action="ignore"):  # Megatron names each optional package that it misses
+    with warnings.catch_warnings(action="ignore"):  # Megatron warns of each missing optional package
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     paths = list(files(inputs))
@@ -121,29 +121,29 @@ def prepare(
             total = sum(n for n, _ in counts.values())
             raise ValueError(
                 f"none of {total} documents falls into the {name} part: give more documents (.jsonl has one "
-                "a line), or --held-out 0 for no held-out part"
+                "per line), or --held-out 0 for no held-out part"
             )
     for name, builder in builders.items():
         builder.finalize(f"{output}_{name}.idx")
         os.replace(f"{output}_{name}.bin.part", f"{output}_{name}.bin")
-        # Megatron keeps its sample order here under a key that knows the path and not the content.
+        # Megatron caches its sample order here under a key that depends on the path but not on the content.
         shutil.rmtree(f"{output}_{name}/cache", ignore_errors=True)
     return counts
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tokenise text into a Megatron data set.")
+    parser = argparse.ArgumentParser(description="Tokenise text into a Megatron dataset.")
     parser.add_argument("inputs", nargs="*", help="files or folders (default: Python's standard library)")
     parser.add_argument("--output", default="runs/data/stdlib", help="prefix of the files (%(default)s)")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
     parser.add_argument("--vocab-file", help="GPT-2's vocab.json")
     parser.add_argument("--merge-file", help="GPT-2's merges.txt")
-    parser.add_argument("--json-key", default="text", help="where a line of JSONL has its text (%(default)s)")
-    parser.add_argument("--held-out", type=float, default=0.05, help="fraction of documents (%(default)s)")
+    parser.add_argument("--json-key", default="text", help="the key of the text in a JSONL line (%(default)s)")
+    parser.add_argument("--held-out", type=float, default=0.05, help="held-out fraction of documents (%(default)s)")
     args = parser.parse_args(argv)
     try:
         if not 0 <= args.held_out < 1:
-            raise ValueError(f"--held-out {args.held_out}: give a fraction from 0 up to, not including, 1")
+            raise ValueError(f"--held-out {args.held_out}: use a fraction from 0 to below 1")
         if args.tokenizer == "gpt2" and not (args.vocab_file and args.merge_file):
             raise ValueError("--tokenizer gpt2 needs --vocab-file and --merge-file")
         tokenizer = Gpt2Bpe(args.vocab_file, args.merge_file) if args.tokenizer == "gpt2" else Bytes()

@@ -1,14 +1,14 @@
-"""Pack conversations: several in a line of the file that Megatron's --sft reads, as many as a sample holds.
+"""Pack conversations for Megatron's --sft: each line of the output has as many as fit into a sample.
 
     python tools/prepare_sft.py chat.jsonl --output packed.jsonl --seq-length 4096 --tokenizer-model FOLDER
 
-A line of the input is one conversation, {"messages": [{"role": "user", "content": "..."}, ...]}. Megatron makes a
-sample of a line, and pads it; it finds conversations in one by their system messages. So each has to begin with one:
---system says which, where there is none.
+A line of the input is one conversation, {"messages": [{"role": "user", "content": "..."}, ...]}. Megatron makes one
+padded sample from a line, and finds the conversations in it by their system messages. So each conversation must begin
+with a system message; --system gives one to those that have none.
 
-Each goes into the first of the last 64 open lines that has room. What is longer than a sample is left alone in its
-line, and cut by Megatron. Tokens are counted with the chat template of the Hugging Face tokenizer in FOLDER, or
-without --tokenizer-model as bytes, and 8 more a message: more than most tokenizers make, so that lines are less full.
+A conversation goes into the first of the last 64 open lines that has room. One that is longer than a sample gets its
+own line, and Megatron truncates it. Tokens are counted with the chat template of the Hugging Face tokenizer in FOLDER;
+without --tokenizer-model, as bytes plus 8 per message, more than most tokenizers make, so lines are less full.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Conversation = list[dict[str, str]]
 
 
 def conversations(path: Path, system: str | None) -> Iterator[Conversation]:
-    """The conversations of a file. Raises ValueError for a line that is none, or that needs a system message."""
+    """The conversations in a file. Raises ValueError for a line of another form, or one that needs a system message."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -31,20 +31,20 @@ def conversations(path: Path, system: str | None) -> Iterator[Conversation]:
             except (ValueError, KeyError, TypeError):
                 messages, roles = [], []
             if not roles or len(roles) != len(messages):
-                raise ValueError(f'{path}:{number}: no {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+                raise ValueError(f'{path}:{number}: not {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
             if "system" in roles[1:]:
-                raise ValueError(f"{path}:{number}: a system message after the first, where a conversation would begin")
+                raise ValueError(f"{path}:{number}: a second system message, which would begin another conversation")
             if roles[0] != "system":
                 if system is None:
-                    raise ValueError(f"{path}:{number}: does not begin with a system message; give one, --system TEXT")
+                    raise ValueError(f"{path}:{number}: does not begin with a system message; add --system TEXT")
                 messages = [{"role": "system", "content": system}, *messages]
             yield messages
 
 
 def pack(found: Iterable[Conversation], count: Callable[[Conversation], int], length: int) -> list[list[Conversation]]:
-    """Lines of whole conversations, of at most `length` tokens but for single ones that are longer."""
+    """Lines of whole conversations, each of at most `length` tokens unless a single conversation is longer."""
     lines: list[list[Conversation]] = []
-    room: dict[int, int] = {}  # of open lines, the oldest first
+    room: dict[int, int] = {}  # {open line: tokens left}, the oldest first
     for conversation in found:
         tokens = count(conversation)
         at = next((line for line, left in room.items() if left >= tokens), None)
@@ -60,14 +60,14 @@ def pack(found: Iterable[Conversation], count: Callable[[Conversation], int], le
 
 
 def counter(folder: str | None) -> Callable[[Conversation], int]:
-    """Counts the tokens of a conversation. Raises ValueError where the tokenizer cannot be had."""
+    """A function that counts a conversation's tokens. Raises ValueError if transformers is not installed."""
     if folder is None:
         return lambda messages: sum(len(message["content"].encode()) + 8 for message in messages)
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise ValueError(
-            "--tokenizer-model: needs the package transformers; install it, or leave the flag out"
+            "--tokenizer-model: needs the package transformers; install it, or remove the flag"
         ) from None
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return lambda messages: len(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
@@ -75,11 +75,11 @@ def counter(folder: str | None) -> Callable[[Conversation], int]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Pack conversations for Megatron's --sft.")
-    parser.add_argument("inputs", nargs="+", type=Path, help="files of lines of JSON")
+    parser.add_argument("inputs", nargs="+", type=Path, help="JSONL files")
     parser.add_argument("--output", required=True, type=Path, help="the file to write")
-    parser.add_argument("--seq-length", required=True, type=int, help="tokens of a sample, as the run has it")
+    parser.add_argument("--seq-length", required=True, type=int, help="tokens of a sample: the run's --seq-length")
     parser.add_argument("--tokenizer-model", help="folder of a Hugging Face tokenizer (default: count bytes)")
-    parser.add_argument("--system", help="the system message of conversations without one")
+    parser.add_argument("--system", help="the system message for conversations without one")
     args = parser.parse_args(argv)
     try:
         count = counter(args.tokenizer_model)

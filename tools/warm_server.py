@@ -1,9 +1,11 @@
-"""Launches runs for another process, which is not warm itself: a request is a line of JSON and two descriptors.
+"""A server that forks runs for another process from modules that it has already imported.
+
+A request is a line of JSON and two file descriptors:
 
     {"count": ranks, "command": [...], "env": {...}, "cwd": ..., "timeout": seconds}   with (output, ended)
 
-Everything that the ranks print goes to `output`.  `ended` is written two lines: the number of the run's supervisor, to
-end it by, and the exit code when all have ended.  The server ends when the other side closes, and its runs with it.
+The ranks print to `output`.  The server writes two lines to `ended`: the process id of the run's supervisor, to end the
+run, and the exit code when all ranks have ended.  When the other side closes, the server and its runs end.
 """
 
 import json
@@ -19,7 +21,7 @@ from megatron_fp8.tools.rehearsal import ranks
 
 def serve(requests: socket.socket) -> None:
     """Take requests until the other side closes."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no CUDA is no news here
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
     ranks.warm_up()
     assert threading.active_count() == 1
     requests.sendall(b"ready\n")
@@ -39,6 +41,6 @@ def serve(requests: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the other side, which then closes
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the other side, which then closes
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for supervisors
     serve(socket.socket(fileno=int(sys.argv[1])))

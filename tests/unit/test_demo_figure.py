@@ -18,6 +18,6 @@ def test_the_noise_is_drawn(tmp_path):
     results = {name: {"heldout_loss": 2 + i / 50} for i, name in enumerate(names)}
     demo.plot(curves, results, tmp_path / "loss.svg")
     svg = (tmp_path / "loss.svg").read_text()
-    assert "O0, 4 seeds" in svg and "the noise: as far as O0's 4 seeds lie apart" in svg
+    assert "O0, 4 seeds" in svg and "the noise: spread of O0's 4 seeds" in svg
     assert {COLOURS[level] for level in LEVELS} <= {*re.findall(r"#[0-9a-f]{6}", svg)}
     assert "#1f77b4" not in svg  # matplotlib's own first colour

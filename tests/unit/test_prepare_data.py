@@ -136,7 +136,7 @@ def test_bpe_loses_nothing_and_names_bad_files(bpe, tmp_path):
     ("arguments", "expected"),
     [
         (["missing.txt"], "missing.txt: no such file or folder"),
-        (["--held-out", "1"], "--held-out 1.0: give a fraction"),
+        (["--held-out", "1"], "--held-out 1.0: use a fraction"),
         (["--tokenizer", "gpt2"], "--tokenizer gpt2 needs --vocab-file and --merge-file"),
         (["--tokenizer", "gpt2", "--vocab-file", "no.json", "--merge-file", "no.txt"], "no.json"),
         (["one.txt"], "none of 1 documents falls into the heldout part"),
