@@ -52,12 +52,12 @@ def test_a_system_message_is_added_where_there_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{}", ":1: no {"),
-        ("no json", ":1: no {"),
-        ('{"messages": []}', ":1: no {"),
-        ('{"messages": [{"role": "user", "content": 3}]}', ":1: no {"),
+        ("{}", ":1: not {"),
+        ("no json", ":1: not {"),
+        ('{"messages": []}', ":1: not {"),
+        ('{"messages": [{"role": "user", "content": 3}]}', ":1: not {"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "--system TEXT"),
-        (json.dumps({"messages": conversation(1, 1) * 2}), "a system message after the first"),
+        (json.dumps({"messages": conversation(1, 1) * 2}), "a second system message"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(line, words, tmp_path, capsys):
