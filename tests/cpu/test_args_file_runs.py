@@ -1,4 +1,4 @@
-"""A run whose flags are in files is the run whose flags are typed, bit for bit, at a level and at stock's own."""
+"""A run with flags in files equals the run with typed flags, bit for bit, at a level and in stock."""
 
 import pytest
 from launch import RunFailed
@@ -9,7 +9,7 @@ from megatron_fp8.flags.command import flags_of
 
 @pytest.fixture
 def files(tmp_path):
-    """TINY_GPT in two files, with what the second one and the command line must set right."""
+    """TINY_GPT in two files, with values that the second file and the command line must override."""
     lines = [f"  {flag}: {' '.join(values) or 'true'}" for flag, values in flags_of(TINY_GPT)]
     one, two = tmp_path / "model.yaml", tmp_path / "recipe.yaml"
     one.write_text("\n".join(["ENV_VARS: {OMP_NUM_THREADS: 7}", "MODEL_ARGS:", *lines, "  --qk-layernorm: true"]))
@@ -29,7 +29,7 @@ def test_files_are_the_command_line(files):
 
 
 def test_a_mistake_in_a_file_is_one_line(files, tmp_path):
-    """Of stock's script too, as its own command does it."""
+    """For stock's script too, run by its own command."""
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("MODEL_ARGS:\n  --num-layers: two\n")
     with pytest.raises(RunFailed) as failure:

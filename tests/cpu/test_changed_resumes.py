@@ -1,4 +1,4 @@
-"""What a checkpoint holds for one kind of run, and another kind must not take over: scales, mu, forms."""
+"""Checkpoint entries that a run with other settings must not load: scales, mu, forms."""
 
 import re
 import shutil
@@ -10,8 +10,8 @@ from test_checkpoints import UNTIED, tensors, train
 
 nightly = pytest.mark.slow
 AGAIN = "--override-opt_param-scheduler"
-STILL = f"--train-iters 5 {AGAIN}"  # what is loaded is saved again
-SAVED_BY = "--fp8-level O3 --micro-batch-size 8"  # and of one rank
+STILL = f"--train-iters 5 {AGAIN}"  # saves what it has loaded
+SAVED_BY = "--fp8-level O3 --micro-batch-size 8"  # on one rank
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def saved(tmp_path_factory):
 
 
 def said(nproc: int, flags: list[str]) -> str:
-    """The line with which a run ends."""
+    """The error line of a run."""
     with pytest.raises(RunFailed) as failed:
         run_megatron(nproc, flags)
     assert "Traceback" not in str(failed.value)
@@ -40,7 +40,7 @@ def said(nproc: int, flags: list[str]) -> str:
     ],
 )
 def test_gradients_of_another_size_are_scaled_anew(nproc, flags, saved):
-    """As the recipe does that always goes by what there is: the saved scales cut them off, a norm of 0.72 for 0.75."""
+    """As the tensorwise recipe always does. With the saved scales they were clipped: a norm of 0.72 instead of 0.75."""
     first = {}
     for recipe in ("delayed", "tensorwise"):
         run = train(nproc, f"{SAVED_BY} {flags} --fp8-recipe {recipe}", saved, load=True, until=6)

@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: a level reads the arguments as a checkpoint leaves them, not as they were typed."""
+"""--use-checkpoint-args: a level reads the checkpoint's arguments instead of the typed ones."""
 
 import pytest
 from launch import RunFailed
@@ -16,7 +16,7 @@ OF_MODEL = {  # flag: how many values it has
 
 
 def without_model() -> list[str]:
-    """TINY_GPT's flags, but those that a checkpoint gives."""
+    """TINY_GPT's flags without those that a checkpoint gives."""
     words, kept = iter(TINY_GPT), []
     for word in words:
         if word in OF_MODEL:
@@ -38,7 +38,7 @@ def resume(ranks: int, folder, flags: str):
 
 
 def test_model_and_layout_come_from_a_checkpoint(tmp_path):
-    """Of two tensor-parallel ranks a step has two micro-batches, not one, and gradients are stored in BF16."""
+    """With two tensor-parallel ranks a step has two micro-batches instead of one, so gradients are stored in BF16."""
     batch = f"{O3} --global-batch-size 4"
     whole = save(2, tmp_path, f"{batch} --tensor-model-parallel-size 2")
     rest = resume(2, tmp_path, f"{batch} --use-mp-args-from-checkpoint-args")

@@ -1,4 +1,4 @@
-"""Checkpoints at every level: what resumes bit for bit, what other layouts and levels load, what is refused."""
+"""Checkpoints at every level: they resume bit for bit, load at other layouts and levels, or are refused."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,7 @@ OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 def train(nproc: int, flags: str, folder: Path | None = None, **named) -> Run:
     """Train the tiny GPT; `save=N` into the folder every N steps, `load=True` from it, `until=N` of 10 iterations.
 
-    tied: the embedding to the LM head.
+    tied: tie the embedding to the LM head.
     """
     extra = flags.split()
     if "save" in named:
@@ -53,7 +53,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path) -> None:
-    """A run that is cut in the middle and resumed has the whole one's losses, norms, weights and states."""
+    """A run that is stopped and resumed has the losses, norms, weights and states of an uninterrupted run."""
     half = steps // 2
     whole = train(nproc, flags, folder / "whole", save=steps)
     first = train(nproc, flags, folder / "cut", save=half, until=half)
@@ -87,7 +87,7 @@ def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path) -> Non
     ],
 )
 def test_a_restart_in_the_middle(nproc, flags, steps, tmp_path):
-    """Fifty steps where the last level meets all that overlaps, fewer elsewhere."""
+    """Fifty steps at the last level with all overlaps, fewer for the others."""
     goes_on_bit_for_bit(nproc, f"{flags} --train-iters {steps}", steps, tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_dropout_goes_on_where_it_was(nproc, flags, tmp_path):
 
 @pytest.mark.parametrize("compact", ["", pytest.param("--fp8-ckpt-compact", marks=nightly)])
 def test_a_stage_without_a_linear_goes_on(compact, tmp_path):
-    """The loss alone, where rank 0, which writes what all have in common, has a layer; and a stock checkpoint there."""
+    """The last stage has only the loss. Rank 0, which writes the common part, has a layer. Also a stock checkpoint."""
     stages = f"--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et|t|L {DISTRIBUTED}"
     goes_on_bit_for_bit(3, f"--fp8-level O3 {compact} {stages}", 4, tmp_path)
     if not compact:
@@ -123,7 +123,7 @@ def test_a_stage_without_a_linear_goes_on(compact, tmp_path):
 
 
 def test_noise_of_an_emulated_head_goes_on(tmp_path):
-    """By the step, like the linears': neither a restart nor an evaluation moves it on."""
+    """It depends on the step, like the linears': a restart or an evaluation does not advance it."""
     noisy = "--fp8-emulate E8M3:stochastic --fp8-emulate-lm-head --eval-interval 1 --eval-iters 1 --split 8,1,1"
     goes_on_bit_for_bit(1, noisy, 4, tmp_path)
 
@@ -145,12 +145,12 @@ def layout(name: str) -> tuple[int, str]:
 
 
 def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors in a checkpoint that are the same at every layout: masters by one name, no FP8 scales of none."""
+    """The tensors in a checkpoint that are equal at every layout: masters under one name, no FP8 scales."""
     found = tensors(folder, 5).items()
     return {name.replace(".fp32_param.", ".param."): tensor for name, tensor in found}
 
 
-MOVES = [  # level, what is saved, what goes on from it; the embedding tied to the LM head
+MOVES = [  # level, the layout that saves, the layout that resumes; the embedding is tied to the LM head
     ("O3", "tp2 zero", "pp2", False),
     ("O3", "pp2 zero", "tp2 zero", True),
     ("O3", "tp2", "dp2 zero", True),
@@ -175,7 +175,7 @@ MOVES = [  # level, what is saved, what goes on from it; the embedding tied to t
     [pytest.param(*move, marks=[nightly] if i else []) for i, move in enumerate(MOVES)],
 )
 def test_another_layout(level, before, after, tied, tmp_path):
-    """The first step's loss, and every weight, master and moment, as one rank has them: bit for bit."""
+    """The first step's loss, and every weight, master and moment, equal those on one rank bit for bit."""
     (ranks, flags), (other_ranks, other_flags) = layout(before), layout(after)
     both = f"--fp8-level {level} --num-layers 4"
     whole = train(ranks, f"{both} {flags}", tmp_path / "first", save=5, until=7, tied=tied)
@@ -185,7 +185,7 @@ def test_another_layout(level, before, after, tied, tmp_path):
     assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
     assert rest.losses[1] == pytest.approx((whole.losses[5] + whole.losses[6]) / 2, abs=2e-3)
     assert rest.grad_norms == pytest.approx(whole.grad_norms[5:7], rel=0.01)
-    # without a step, what was read is written
+    # without a step it saves what it has loaded
     still = "--train-iters 5 --override-opt_param-scheduler"
     train(other_ranks, f"{both} {other_flags} {still}", tmp_path / "second", save=4, load=True, tied=tied)
     old, new = whole_weights(tmp_path / "first"), whole_weights(tmp_path / "second")
@@ -193,12 +193,12 @@ def test_another_layout(level, before, after, tied, tmp_path):
     assert sum("optimizer.state.param." in name for name in old) > 8 - tied
     for name in old:
         in_blocks = ".exp_avg" in name and ".linear_" in name and name.endswith(".weight") and level != "O1"
-        if not (in_blocks and "tp2" in before + after):  # whose blocks are others: rounded once more
+        if not (in_blocks and "tp2" in before + after):  # other blocks: rounded once more
             assert torch.equal(old[name].view(torch.uint8), new[name].view(torch.uint8)), name
 
 
 def test_a_schedule_of_batches_goes_on_with_half_the_micro_batches(tmp_path):
-    """Whose gradients are twice as large: with the scales of the others the largest were cut, to a norm of 0.863."""
+    """Gradients are then twice as large: with the old scales the largest were clipped, to a norm of 0.863."""
     schedule = "--fp8-level O3 --step-batch-size-schedule 0:4,1024:8"  # tokens: from step 5 on
     at = TINY_GPT.index("--global-batch-size")
     flags = [*TINY_GPT[:at], *TINY_GPT[at + 2 :], *schedule.split()]
@@ -211,7 +211,7 @@ def test_a_schedule_of_batches_goes_on_with_half_the_micro_batches(tmp_path):
 
 @nightly
 def test_an_earlier_form_goes_on_in_its_layout(tmp_path):
-    """Stock's default form, which checkpoints had: other data-parallel ranks may load it, no other layout."""
+    """Older checkpoints have stock's default form: another data-parallel size can load it, another layout cannot."""
     flags = f"--fp8-level O3 {DISTRIBUTED}"
     script = ["tests/scripts/earlier_checkpoints.py"]
     saving = [*TINY_GPT, *flags.split(), "--save", str(tmp_path), "--save-interval", "5"]
@@ -251,7 +251,7 @@ SPREAD = "--expert-model-parallel-size 2"  # a part of stock's own chain of opti
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("", DISTRIBUTED),  # stock's local spec has another name for the norm before experts
+        ("", DISTRIBUTED),  # stock's local spec names the norm before experts differently
         (f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable", SPREAD),
         (f"{SPREAD} {DISTRIBUTED} --dist-ckpt-optim-fully-reshardable", ""),
         (f"--fp8-level O3 {DISTRIBUTED}", SPREAD),
@@ -260,7 +260,7 @@ SPREAD = "--expert-model-parallel-size 2"  # a part of stock's own chain of opti
     ],
 )
 def test_experts_on_other_ranks(before, after, tmp_path):
-    """Of stock without a level, and of a level; the embedding's, the experts' and the router's states."""
+    """Stock without a level, and a level: the states of the embedding, the experts and the router."""
     whole = train(2, f"{EXPERTS} {before}", tmp_path, save=5)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     rest = train(2, f"{EXPERTS} --fp8-level O3 {after}", tmp_path, load=True)
@@ -299,7 +299,7 @@ def test_another_level(before, after, tmp_path):
     ],
 )
 def test_other_linears_in_bf16(level, before, after, tmp_path):
-    """Scales that were not needed before are found anew."""
+    """Scales that the checkpoint does not have are computed anew."""
     first = train(1, f"--fp8-level {level} {before}", tmp_path, save=5, until=5)
     whole = train(1, f"--fp8-level {level} {before}")
     rest = train(1, f"--fp8-level {level} {after}", tmp_path, load=True)
@@ -311,7 +311,7 @@ def test_other_linears_in_bf16(level, before, after, tmp_path):
 
 @nightly
 def test_replicas_have_the_same_weights_while_gathers_are_under_way():
-    """Stock hashes them in the middle of a run, and stops where they differ."""
+    """Stock hashes them during a run, and stops if they differ."""
     check = "--ddp-num-buckets 4 --check-weight-hash-across-dp-replicas-interval 2"
     assert len(train(2, f"--fp8-level O2 {OVERLAP} {check}").losses) == 10
 
@@ -325,13 +325,13 @@ def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"  # older, and not looked at
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"  # older, and ignored
     with pytest.raises(RunFailed, match=r"iter_0000003/.* is damaged: its SHA-256"):
         train(1, flags, tmp_path, load=True)
 
 
 def test_what_a_killed_save_has_put_aside_is_put_back_before_it_is_looked_for(tmp_path):
-    """Also where non-persistent checkpoints lie elsewhere, and by --use-checkpoint-args."""
+    """Also with non-persistent checkpoints in another folder, and with --use-checkpoint-args."""
     flags = "--fp8-level O3 --non-persistent-ckpt-type global --non-persistent-save-interval 3"
     flags += f" --non-persistent-global-ckpt-dir {tmp_path / 'fast'}"
     train(1, flags, tmp_path / "slow", save=10, until=3)
@@ -349,7 +349,7 @@ def test_what_a_killed_save_has_put_aside_is_put_back_before_it_is_looked_for(tm
 @nightly
 @pytest.mark.parametrize("level", ["O1", "O3"])
 def test_a_run_without_a_level_goes_on_at_one(level, tmp_path):
-    """Stock's own masters and moments, saved in the form that is stock's for other layouts."""
+    """Stock's own masters and moments, saved in stock's form for other layouts."""
     both = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
     whole = train(2, both)
     train(2, both, tmp_path, save=5, until=5)
@@ -362,7 +362,7 @@ def test_a_run_without_a_level_goes_on_at_one(level, tmp_path):
 @nightly
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_stock_and_back(level, tmp_path):
-    """Weights alone: stock's at a level, on two tensor-parallel ranks, and the level's in stock."""
+    """Only weights: stock's at a level, on two tensor-parallel ranks, and a level's in stock."""
     stock = train(1, "", tmp_path / "stock", save=10)
     weights = "--finetune --train-iters 4"
     ours = train(2, f"--fp8-level {level} --tensor-model-parallel-size 2 --sequence-parallel {weights}",

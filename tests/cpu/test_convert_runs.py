@@ -1,4 +1,4 @@
-"""The converter between real training runs: what Megatron saved, and what it loads again."""
+"""The converter between real training runs: it reads Megatron's checkpoint, and Megatron loads its output."""
 
 import pytest
 import torch
@@ -21,17 +21,17 @@ def test_megatron_goes_on_from_what_came_back(tmp_path, capsys):
     convert.to_hf(str(tmp_path / "saved"), str(tmp_path / "hf"))
     capsys.readouterr()
     convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "back"))
-    flags = capsys.readouterr().out.split(" with ")[1].split()  # --load, and what describes the model
+    flags = capsys.readouterr().out.split(" with ")[1].split()  # --load, and the model's flags
     assert flags[:2] == ["--load", str(tmp_path / "back")]
 
     level = "--fp8-level O1 --train-iters 1 --lr-warmup-iters 0".split()
     weights = "--finetune --no-load-optim --no-load-rng --load".split()
     original = run_megatron(1, [*LLAMA, *level, *weights, str(tmp_path / "saved")])
     (tmp_path / "vocab.json").write_text("{}")
-    flags += ["--vocab-file", str(tmp_path / "vocab.json"), "--data-parallel-random-init"]  # of a run: stock compares
+    flags += ["--vocab-file", str(tmp_path / "vocab.json"), "--data-parallel-random-init"]  # stock compares it
     converted = run_megatron(1, [*LLAMA, *level, *flags])
     assert converted.losses == original.losses and converted.grad_norms == original.grad_norms
-    assert original.losses[0] < trained.losses[0] - 0.05  # on the same batch: what training left was loaded
+    assert original.losses[0] < trained.losses[0] - 0.05  # on the same batch: the trained weights were loaded
     assert run_megatron(1, [*LLAMA, *level[2:], *flags]).losses[0] < trained.losses[0] - 0.05
 
     convert.to_hf(str(tmp_path / "back"), str(tmp_path / "again"))
@@ -42,7 +42,7 @@ def test_megatron_goes_on_from_what_came_back(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_o3_weights_lose_nothing_in_e4m3(tmp_path):
-    """Saved by two tensor-parallel ranks, whose parts of a fused weight must find their places."""
+    """Saved by two tensor-parallel ranks: their parts of a fused weight must come into order."""
     split = "--fp8-level O3 --tensor-model-parallel-size 2 --save".split()
     run_megatron(2, [*LLAMA, *TWO_STEPS, *split, str(tmp_path / "saved")])
     convert.to_hf(str(tmp_path / "saved"), str(tmp_path / "bf16"))

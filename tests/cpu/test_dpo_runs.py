@@ -1,4 +1,4 @@
-"""dpo_gpt_fp8.py in Megatron's loop: policy and reference are one at first, and the reference stays as it was."""
+"""dpo_gpt_fp8.py in Megatron's loop: policy and reference are equal at first, and the reference does not change."""
 
 import json
 import random
@@ -15,7 +15,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory) -> str:
-    """Lines of one or two pairs: a letter is asked for; its successors in order are better than the other way round."""
+    """Lines of one or two pairs. The prompt is a letter; its successors in order are preferred to the reverse order."""
     path, rng = tmp_path_factory.mktemp("dpo") / "pairs.jsonl", random.Random(1)
 
     def conversation(asked: str, answer: str) -> list[dict]:
@@ -41,7 +41,7 @@ def train(data, level, *flags, nproc=1, **env):
 
 
 def logged(run, name: str) -> list[float]:
-    """A number of each step; Megatron leaves out what is not above 0."""
+    """A logged number of each step; Megatron logs none that is not above 0."""
     lines = [line for line in run.lines if "dpo loss: " in line and "iteration " in line]
     assert lines
     found = (re.search(rf"\| {re.escape(name)}: (\S+)", line) for line in lines)
@@ -49,7 +49,7 @@ def logged(run, name: str) -> list[float]:
 
 
 def bytes_of(run, rank: int = 0) -> tuple[set[str], list[str]]:
-    """The hashes of a rank's parameters: the reference's, all of them, and the policy's by step."""
+    """The hashes of a rank's parameters: all of the reference's, and the policy's by step."""
     found = [line.split() for line in run.lines if line.startswith("reference ")]
     found = [words for words in found if words[5] == str(rank)]
     assert found
@@ -88,7 +88,7 @@ def test_it_learns_and_the_reference_stays(level, nproc, flags, pairs):
 
 @pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
 def test_without_a_learning_rate_the_margins_stay_zero(level, pairs):
-    """Scales that drift apart would show."""
+    """Scales that drift apart would change the result."""
     run = train(pairs, level, "--lr", "0", "--min-lr", "0", "--train-iters", "8")
     assert logged(run, "dpo loss") == [LOG2] * 8 and not any(logged(run, "abs log-ratio"))
 
@@ -110,7 +110,7 @@ def test_data_parallel_ranks_learn_as_one(pairs):
 
 @slow
 def test_tensor_parallel_ranks_agree(pairs):
-    """The same weights cut in two: the first loss is log 2 either way, and the loss falls alike."""
+    """The same weights on two ranks: the first loss is log 2 too, and the loss falls equally."""
     flags = ["--tensor-model-parallel-size", "2"]
     run = train(pairs, "O3", *flags, nproc=2)
     assert logged(run, "dpo loss")[-1] == pytest.approx(logged(train(pairs, "O3"), "dpo loss")[-1], abs=0.15)
@@ -118,7 +118,7 @@ def test_tensor_parallel_ranks_agree(pairs):
 
 @pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
 def test_a_resumed_run_has_the_reference_again(level, pairs, tmp_path):
-    """Of the checkpoint that it began with: the same bytes, and the losses of a run that was not cut."""
+    """From the checkpoint that the run started with: the same bytes, and the losses of an uninterrupted run."""
     began, save = str(tmp_path / "began"), str(tmp_path / "run")
     flags = [*(flag for flag in TINY_GPT if flag != "--mock-data"), "--mock-data", "--fp8-level", level]
     run_megatron(1, [*flags, "--train-iters", "2", "--lr-decay-iters", "10", "--save", began, "--save-interval", "2"])
@@ -159,7 +159,7 @@ def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
     ],
 )
 def test_what_it_cannot_do_is_one_line(flags, words):
-    """Of the script by itself, which installs the plugin before it imports Megatron."""
+    """The script alone, which installs the plugin before it imports Megatron."""
     with pytest.raises(RunFailed) as failed:
         run_megatron(1, [*TINY_GPT, *DPO, "--fp8-level", "O3", *flags.split()], script="dpo_gpt_fp8.py", cold=True)
     assert "Traceback" not in str(failed.value)

@@ -76,7 +76,7 @@ def test_a_mistake_of_a_process_that_nobody_launched_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("nproc", "flags", "expected"),
-    [  # found when the arguments are validated, the model and the optimizer are built, and in the first step
+    [  # found in validation, when the model and the optimizer are built, and in the first step
         (2, [*TINY_GPT, *UNEVEN.split()], "--num-layers 3, --pipeline-model-parallel-size 2: Number of layers"),
         pytest.param(
             1,
@@ -115,7 +115,7 @@ def test_a_mistake_under_torchrun_is_said_once():
 
 
 def test_help_shows_our_flags(tmp_path):
-    """Of a process of its own; and of a warm one, which has read its words before."""
+    """In a process of its own, and in a forked, warm one."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "pretrain_gpt_fp8.py", "--help"]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)

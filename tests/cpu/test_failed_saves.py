@@ -1,4 +1,4 @@
-"""A save that fails on one rank: one line, from that rank; the others end with it, and say nothing."""
+"""A save that fails on one rank gives one line, from that rank; the others end without a line."""
 
 import itertools
 import shutil
@@ -14,12 +14,12 @@ FLAGS = "--fp8-level O3 --use-distributed-optimizer --train-iters 1000 --save-in
 
 
 def make_it_a_file(folder: Path) -> None:
-    """As a person does who takes the name for a file."""
+    """Put a file in the checkpoint's place."""
     away = next(path for path in (folder.with_name(f"away{i}") for i in itertools.count()) if not path.exists())
     folder.rename(away)
     try:
         folder.touch(exist_ok=False)
-    except FileExistsError:  # the run had begun a save meanwhile
+    except FileExistsError:  # meanwhile the run has started a save
         make_it_a_file(folder)
 
 
@@ -33,7 +33,7 @@ def make_the_tracker_a_folder(folder: Path) -> None:
 
 
 def fails(spoil: Callable[[Path], None], folder: Path, flags: str = "", run=forked) -> list[str]:
-    """What two ranks print that save, once `spoil(folder)` is done in the middle of the run; it fails."""
+    """The output of two ranks that save after `spoil(folder)` was called during the run; the run fails."""
     lines: list[str] = []
 
     def look(line: str) -> None:
@@ -66,7 +66,7 @@ def test_one_line_from_one_rank(tmp_path, spoil, flags):
 
 @pytest.mark.slow
 def test_one_line_under_torchrun(tmp_path):
-    """Which prints it once more, as the root cause."""
+    """torchrun prints the line once more, as the root cause."""
     lines = fails(make_it_a_file, tmp_path / "save", run=torchrun)
     said = [line for line in lines if line.startswith("megatron_fp8: ")]
     assert len(said) == 1 and "could not be written (" in said[0], "\n".join(lines[-60:])
@@ -76,7 +76,7 @@ def test_one_line_under_torchrun(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_that_one_rank_cannot_read(tmp_path, rank):
-    """Of --ckpt-format torch: each rank reads its own, and waits for the others; Megatron ended with exit code 0."""
+    """With --ckpt-format torch each rank reads its own file and waits for the others; Megatron exits with code 0."""
     both = ["pretrain_gpt_fp8.py", *TINY_GPT, "--tensor-model-parallel-size", "2", "--ckpt-format", "torch"]
     saved = tmp_path / "saved"
     stock = [*both, "--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]

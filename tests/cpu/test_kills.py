@@ -1,6 +1,6 @@
-"""Runs killed at random moments while they train and save: the latest complete checkpoint loads and goes on.
+"""Runs are killed at random moments while they train and save; the latest complete checkpoint loads and resumes.
 
-With the slow tests 104 kills, half of them of asynchronous saves, all slow.
+The slow tests make 104 kills, half of them during asynchronous saves.
 """
 
 import random
@@ -15,7 +15,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Kill(Exception):
-    """To whoever reads a run's lines: end it with SIGKILL, its savers too."""
+    """Makes the reader of a run's lines end the run with SIGKILL, its savers too."""
 
 
 @pytest.mark.timeout(7200)
@@ -28,8 +28,8 @@ class Kill(Exception):
     ],
 )
 def test_random_kills(tmp_path, kills, how):
-    """Every run prints what an undisturbed one prints for its iterations, from the checkpoint it found."""
-    draw = random.Random(kills)  # when it is killed is chance all the same: by how fast it runs
+    """Every run resumes from the checkpoint that it finds, and prints an undisturbed run's lines for its iterations."""
+    draw = random.Random(kills)  # the time of the kill stays random: it depends on the run's speed
     flags = [*TINY_GPT, *FLAGS.split(), *how.split()]
     command = ["pretrain_gpt_fp8.py", *flags]
     command += ["--save", str(tmp_path), "--load", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Ten kinds of lines about a checkpoint that does not load: with each remedy that one names, the command trains."""
+"""Ten kinds of lines about a checkpoint that does not load: with each remedy that a line names, the command trains."""
 
 import math
 import re
@@ -21,7 +21,7 @@ TENSOR = "--tensor-model-parallel-size 2"
 
 @dataclass(frozen=True)
 class Case:
-    """What is saved and what would go on from it, with ranks; how the line begins, and all remedies that it names."""
+    """The run that saves and the run that resumes, with ranks; how the line begins, and all remedies that it names."""
 
     saved: str
     resumed: str
@@ -83,7 +83,7 @@ def rates(run: Run) -> list[str]:
 
 @nightly
 def test_the_checkpoints_schedule_is_all_of_its_own(tmp_path):
-    """Linears' rate too, which the engine's groups have: the run goes on as if nothing had been given."""
+    """The linears' rate too, in the engine's groups: the run continues as if no rate had been given."""
     whole = train(1, O3, tmp_path, save=5)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     run = train(1, f"{O3} --lr 5e-4 --min-lr 5e-5 {SCHEDULE[1]}", tmp_path, load=True)
@@ -91,12 +91,12 @@ def test_the_checkpoints_schedule_is_all_of_its_own(tmp_path):
     assert run.grad_norms == whole.grad_norms[5:]
 
 
-VOCABULARY = "--vocab-size 263"  # 264 with the token that the tokenizer adds; of two ranks 272
+VOCABULARY = "--vocab-size 263"  # 264 with the tokenizer's extra token; 272 with two ranks
 PADDED = "--make-vocab-size-divisible-by 8"
 
 
 def test_a_vocabulary_that_is_padded_further(tmp_path):
-    """The loss begins ln(272 / 264) higher, as in stock, and a line says so; with the remedy it goes on."""
+    """The first loss is ln(272 / 264) higher, as in stock, and a line says so; with the remedy it is not."""
     both = f"--fp8-level O1 {VOCABULARY} {PADDED}"
     whole = train(1, both, tmp_path, save=4, until=6)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
@@ -113,7 +113,7 @@ def test_a_vocabulary_that_is_padded_further(tmp_path):
 
 
 def test_what_keeps_a_padding():
-    """As Megatron pads: to a multiple of it times the ranks."""
+    """Megatron pads to a multiple of it times the ranks."""
     from argparse import Namespace
 
     def padded(vocabulary: int, by: int, ranks: int) -> int:

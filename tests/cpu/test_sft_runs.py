@@ -1,4 +1,4 @@
-"""--sft through pretrain_gpt_fp8.py: stock's data set of packed conversations, without Transformer Engine."""
+"""--sft through pretrain_gpt_fp8.py: stock's dataset of packed conversations, without Transformer Engine."""
 
 import json
 import random
@@ -14,7 +14,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory) -> str:
-    """Lines of one to four short conversations: a letter is asked for, its successors are the answer."""
+    """Lines of one to four short conversations: the prompt is a letter, the answer its successors."""
     path, rng = tmp_path_factory.mktemp("sft") / "chat.jsonl", random.Random(3)
 
     def one() -> list[dict]:
@@ -79,7 +79,7 @@ def test_three_stages_of_which_one_has_no_data_of_its_own(conversations):
 
 @pytest.mark.parametrize("flags", ["", pytest.param("--no-rope-fusion", marks=slow)])
 def test_a_document_is_as_if_alone_in_the_model(flags, conversations):
-    """With BF16 GEMMs, whose operands have no scale that a neighbour could change."""
+    """With BF16 GEMMs: their operands have no scale that a neighbour could change."""
     run = train(conversations, "O1", "--fp8-gemm", "bf16", "--train-iters", "1", *flags.split(), LOOK="1")
     (line,) = (line for line in run.lines if line.startswith("apart: "))
     apart, together = re.match("apart: (.*); one document: (.*)", line).groups()

@@ -1,4 +1,4 @@
-"""`megatron-fp8 launch` on a real Slurm: a job that is told to stop, requeued, or stuck; its losses and its end."""
+"""`megatron-fp8 launch` on a real Slurm: a job that is stopped, requeued or stuck; its losses and its end."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from megatron_fp8.flags.command import flags_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(7200)]
 STEPS, INTERVAL = 160, 45
-TWO_NODES = ["--nodes", "2", "--tasks-per-node", "1"]  # of as many tasks as one node has otherwise
+TWO_NODES = ["--nodes", "2", "--tasks-per-node", "1"]  # as many tasks as the other jobs have on one node
 PYXIS = os.environ.get("PYXIS", "")  # the plugin's file and its options
-IMAGE = os.environ.get("PYXIS_IMAGE", "")  # of a system that this machine's Python runs in
-PATIENCE = 3000  # seconds; two cores may be shared with much else
+IMAGE = os.environ.get("PYXIS_IMAGE", "")  # a system in which this machine's Python runs
+PATIENCE = 3000  # seconds; the cores may be shared
 # Of scripts in place of a training: a checkpoint with a seal of seal.py's form.
 SAVES = """
 def saves(save, step):
@@ -43,7 +43,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The CPU's GPT, in a file."""
+    """The CPU tests' GPT, in a file."""
     lines = [f"  {flag}: {' '.join(values) or 'true'}" for flag, values in flags_of(TINY_GPT)]
     lines += [f"  --train-iters: {STEPS}", f"  --save-interval: {INTERVAL}", "  --use-distributed-optimizer: true"]
     path = tmp_path_factory.mktemp("files") / "tiny.yaml"
@@ -53,7 +53,7 @@ def files(tmp_path_factory):
 
 
 class Job:
-    """A job that was submitted."""
+    """A submitted job."""
 
     def __init__(self, slurm, folder: Path, files, *options: str):
         self.slurm, self.folder = slurm, folder
@@ -97,7 +97,7 @@ class Job:
         return re.search(r"JobState=(\w+)", self.ask("scontrol", "show", "job", self.number))[1]
 
     def end(self) -> tuple[str, int]:
-        """Its state once it has ended, and how often Slurm has started it again."""
+        """(its state after it has ended, how often Slurm has restarted it)."""
         deadline = time.monotonic() + PATIENCE
         while (state := self.state()) not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
             assert time.monotonic() < deadline, self.log[-5000:]
@@ -139,8 +139,8 @@ def test_a_job_that_is_told_to_stop_comes_back_and_ends_as_if_it_had_not(slurm, 
 @pytest.mark.skipif(not (PYXIS and IMAGE), reason="needs pyxis, enroot and an image: docs/launch.md, Containers")
 @pytest.mark.parametrize("disturb", ["told to stop", "requeued"])
 def test_a_job_in_a_container_ends_as_one_without(slurm, files, undisturbed, tmp_path, disturb):
-    """The code's folder, the job's and what --mounts names are all that it sees of here.  On one node: the two of this
-    machine would make one container twice."""
+    """The container sees only the code's folder, the job's folder and the --mounts.  It runs on one node: two nodes of
+    this machine would make one container twice."""
     cache = re.search(r"--data-cache-path: (.*)", Path(files[0]).read_text())[1]
     seen = {sys.base_prefix, sys.prefix, cache}
     options = ["--container", IMAGE, "--python", sys.executable, "--mounts", ",".join(f"{it}:{it}" for it in seen)]
@@ -178,9 +178,9 @@ def test_a_job_that_loses_a_node_goes_back_to_the_last_save(slurm, files, undist
 
 
 def test_tasks_of_two_nodes(slurm, files, tmp_path):
-    """What they are given, though sbatch is told to export nothing but where Slurm's own programs and libraries are (a
-    login shell may not find them); one is killed, and the other one does not wait for it for ever; the job comes back,
-    and both hear that they are to stop."""
+    """Each gets its variables although sbatch exports only the paths of Slurm's programs and libraries (a login shell
+    may not find them). One is killed, and the other does not wait for ever; the job is requeued, and both get the
+    signal to stop."""
     script = tmp_path / "pretrain_gpt_fp8.py"
     script.write_text(
         "import json, os, pathlib, signal, sys, time\n"
@@ -227,7 +227,7 @@ def test_tasks_of_two_nodes(slurm, files, tmp_path):
 
 
 def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):
-    """Though it leaves a folder that looks like a checkpoint, twice."""
+    """Although it leaves a folder that looks like a checkpoint, twice."""
     script = tmp_path / "stuck.py"
     script.write_text(
         "import os, sys\n"
@@ -244,7 +244,7 @@ def test_a_job_that_saves_nothing_ends_as_failed(slurm, files, tmp_path):
 
 
 def test_a_job_that_hangs_until_its_time_limit_comes_back(slurm, files, tmp_path):
-    """Slurm does not bring back what its limit ends.  The task hears nothing, as one that waits for a lost rank."""
+    """Slurm does not requeue a job that its limit ends.  The task ignores signals, as if it waits for a lost rank."""
     script = tmp_path / "hangs.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -268,7 +268,7 @@ def test_a_job_that_hangs_until_its_time_limit_comes_back(slurm, files, tmp_path
 
 
 def test_a_mistake_is_not_tried_again(slurm, files, tmp_path):
-    """Of two tasks one says it; the other is killed, and its code is the step's."""
+    """One of two tasks prints the line; the other is killed, and its exit code is the step's."""
     (tmp_path / "data.yaml").write_text("MODEL_ARGS:\n  --mock-data: false\n  --data-path: /nowhere/at_all\n")
     job = Job(slurm, tmp_path, [*files, str(tmp_path / "data.yaml")])
     assert job.end() == ("FAILED", 0), job.log[-5000:]
@@ -286,7 +286,7 @@ def test_an_exit_file_ends_a_job_for_good(slurm, files, tmp_path):
 
 
 def test_one_job_at_a_time_trains_into_a_folder(slurm, files, tmp_path):
-    """A second one is refused; a third takes over what the first might have left, had it been killed."""
+    """A second job is refused; a third takes over a lock as a killed first job would leave it."""
     script = tmp_path / "slow.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -308,7 +308,7 @@ def test_one_job_at_a_time_trains_into_a_folder(slurm, files, tmp_path):
     first.ask("scancel", first.number)
     assert first.end() == ("CANCELLED", 0)
     deadline = time.monotonic() + PATIENCE
-    while (save / "lock").is_symlink():  # it goes with the job's last line
+    while (save / "lock").is_symlink():  # the job's end removes it
         assert time.monotonic() < deadline, first.log
         time.sleep(0.1)
     (save / "lock").symlink_to(records)
@@ -318,7 +318,7 @@ def test_one_job_at_a_time_trains_into_a_folder(slurm, files, tmp_path):
     assert third.notes[0] == f"job {first.number} left its lock and runs no more: taken over"
     assert third.notes[-1] == "done" and not (save / "lock").is_symlink()
     assert (records / "starts").read_text() == "start 0 from 0\n" and records.name == f"job-{first.number}"
-    asked = ["scontrol", "--oneliner", "show", "job", "4000000"]  # the script knows by these words that there is none
+    asked = ["scontrol", "--oneliner", "show", "job", "4000000"]  # Slurm's words for an unknown job
     assert "Invalid job id" in subprocess.run(asked, env=slurm, capture_output=True, text=True, timeout=60).stderr
 
 

@@ -1,4 +1,4 @@
-"""Stock Megatron fails, with a traceback, at each of flags/stock_faults.py; a level says so in one line."""
+"""Stock Megatron ends in a traceback at each entry of flags/stock_faults.py; a level gives one line."""
 
 import pytest
 from launch import RunFailed
@@ -21,7 +21,7 @@ def ends(flags: str, level: str) -> list[str]:
 
 @pytest.mark.parametrize(("flags", "traceback"), FAULTS)
 def test_a_level_says_in_one_line_what_stock_fails_at(flags, traceback):
-    assert traceback in ends(flags, "O0")  # a Megatron that no longer fails needs no line
+    assert traceback in ends(flags, "O0")  # if Megatron no longer fails, the entry can go
     said = ends(flags, "O1")
     flag = flags.split()[0]
     assert sum(line.startswith(f"megatron_fp8: {flag}") for line in said) == 1, said

@@ -1,4 +1,4 @@
-"""Some 570 commands train as stock Megatron does, over its Transformer Engine spec, or a level says no."""
+"""About 570 commands train as in stock Megatron with its Transformer Engine spec, or a level refuses them."""
 
 import pytest
 from training_cases import REASONS, all_cases

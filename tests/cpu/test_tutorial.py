@@ -1,4 +1,4 @@
-"""docs/tutorial.md's commands, as they stand, in an empty folder: all of its `sh` blocks in one shell."""
+"""Runs docs/tutorial.md's commands unchanged in an empty folder: all of its `sh` blocks in one shell."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def test_every_command_runs(tmp_path):
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     _, bought, planned, rehearsed, compared, launched = re.split(r"== \d\n", done.stdout)[1:]
-    # what the text says of them
+    # the text's claims about them
     assert re.search(r"peak memory, GB +33\.3 +\S+ +19\.8\n", bought)
     assert re.search(r"largest micro-batch that fits +8 +8 +16\n", bought)
     assert re.search(r"bound by +the GPU +\S+ \S+ +the host\n", bought)

@@ -1,4 +1,4 @@
-"""What Megatron writes of weights, gradients and activations beside its checkpoints is readable at O3."""
+"""The weights, gradients and activations that Megatron writes beside its checkpoints are readable at O3."""
 
 import torch
 from megatron_runs import TINY_GPT, run_megatron

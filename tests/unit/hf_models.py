@@ -1,4 +1,4 @@
-"""Small models as a Megatron checkpoint's arguments have them, and Hugging Face folders of them."""
+"""Small models as arguments of a Megatron checkpoint and as Hugging Face folders."""
 
 import json
 from argparse import Namespace
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from megatron_fp8.checkpoint.hf.config import config_of
 from megatron_fp8.checkpoint.hf.families import parameters
 
-SAVED = {  # what a stock checkpoint of a small Llama has in its arguments
+SAVED = {  # the arguments in a stock checkpoint of a small Llama
     "num_layers": 2,
     "hidden_size": 24,
     "ffn_hidden_size": 40,
@@ -62,7 +62,7 @@ def saved(**changes) -> Namespace:
 
 
 def write_folder(folder: Path, args: Namespace, change=lambda tensors: tensors) -> dict[str, torch.Tensor]:
-    """A Hugging Face folder with random weights, and what it holds."""
+    """Make a Hugging Face folder with random weights. Returns its tensors."""
     tensors = {}
     for p in parameters(args):
         for layer in range(args.num_layers if p.is_stacked else 1):

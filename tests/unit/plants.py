@@ -1,4 +1,4 @@
-"""Bugs planted in the package: functions that fail as if they stood in one of its files."""
+"""Bugs planted in the package: functions that fail as if they were in one of its files."""
 
 from types import ModuleType
 
@@ -13,14 +13,14 @@ BUGS = {  # exception: a statement that raises it
 
 
 def function(file: str, statement: str, **names):
-    """A function of any arguments that executes a statement, in this file; `names`: what its module has."""
+    """A function that takes any arguments and executes a statement as if in this file; names: its module's names."""
     namespace = dict(names)
     exec(compile(f"def planted(*_, **__):\n    {statement}\n", file, "exec"), namespace)
     return namespace["planted"]
 
 
 def bug(module: ModuleType, kind: type[Exception]):
-    """A function of a module of ours that fails."""
+    """A function of one of our modules that fails."""
     return function(module.__file__, BUGS[kind], __name__=module.__name__)
 
 

@@ -1,4 +1,4 @@
-"""A job's script without a Slurm: its commands are played by others, its training by a few lines (fixtures)."""
+"""Fixtures that run a job's script without Slurm: fakes replace Slurm's commands, a few lines the training."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ COMMANDS = {
     " *) [[ ! -e $FAKE/state-7 ]] && kill -TERM $PPID;; esac",
     "scancel": 'echo "$*" >>"$FAKE/scancel.log"; kill -URG "$(cat "$FAKE/pid")"',
 }
-SEAL = json.dumps({"algorithm": "sha256", "files": {"metadata.json": "0" * 64}}, indent=2)  # of the form of seal.py's
+SEAL = json.dumps({"algorithm": "sha256", "files": {"metadata.json": "0" * 64}}, indent=2)  # seal.py's form
 # A training that saves step FAKE_STEP as FAKE_SEAL says, and ends with FAKE_CODE; at URG, where it is to wait for that.
 TRAIN = """
 import json, os, signal, sys, time
@@ -65,7 +65,7 @@ def settings(tmp_path):
 
 @pytest.fixture
 def job(settings, tmp_path):
-    """Starts a job's script: (exit code, what it noted)."""
+    """Starts a job's script. Returns (exit code, its log lines)."""
     fake = tmp_path / "fake"
     fake.mkdir()
     for name, text in COMMANDS.items():
@@ -74,7 +74,7 @@ def job(settings, tmp_path):
 
     def start(step=5, seal="integrity.json", code=0, restarts=0, wait="", more=None, path=None, **changes):
         path = path or write_script(settings(**changes))
-        mine = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_DIR")}  # torch sets one
+        mine = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_DIR")}  # torch's
         environment = {
             **mine, "PATH": f"{fake}:{os.environ['PATH']}", "FAKE": str(fake), "FAKE_STEP": str(step),
             "FAKE_SEAL": seal, "FAKE_CODE": str(code), "FAKE_WAIT": wait, "FAKE_END": "2099-01-01T00:00:00",
@@ -85,7 +85,7 @@ def job(settings, tmp_path):
             "DB_PASS": "hidden", "SLURM_JWT": "hidden",
             "PROXY": "http://me:hidden@there", **(more or {}),
         }  # fmt: skip
-        with (fake / "said").open("w") as said:  # a file: what sleeps when the script ends would hold a pipe open
+        with (fake / "said").open("w") as said:  # a file: a process that still sleeps would keep a pipe open
             process = subprocess.Popen(["bash", str(path)], cwd=tmp_path, env=environment, stdout=said, stderr=said,
                                        start_new_session=True)  # fmt: skip
             try:
@@ -102,7 +102,7 @@ def job(settings, tmp_path):
 
 
 def checkpoint(folder):
-    """A whole one."""
+    """Make a complete checkpoint."""
     folder.mkdir(parents=True)
     for name in ("metadata.json", "integrity.json"):
         (folder / name).write_text(SEAL)

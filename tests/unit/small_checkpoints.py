@@ -17,7 +17,7 @@ STOCKS = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """A process group, Megatron on this machine's processor, and the hooks that `hooked` wraps."""
+    """A process group, Megatron on the CPU, and our wrappers of Megatron's functions."""
     if cpu.needed():
         cpu.install()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -30,7 +30,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture
 def load(one_rank, monkeypatch):
-    """Read what every rank reads first of a checkpoint, as a run at a level does; returns the iteration, or None."""
+    """Read the part of a checkpoint that every rank reads first, as at a level. Returns the iteration, or None."""
     import megatron.training.checkpointing as checkpointing
 
     from megatron_fp8.checkpoint import loads
@@ -59,8 +59,7 @@ def load(one_rank, monkeypatch):
 def save(folder: Path, iteration: int, hook=None, more: dict | None = None, **how) -> Path:
     """Write a checkpoint and Megatron's tracker.
 
-    hook: what is put around Megatron's save, seals by default. more: {key: tensor} beside what there is, or in its
-    place.
+    hook: a wrapper of Megatron's save; by default it seals. more: {key: tensor}, added or replacing others.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -83,5 +82,5 @@ def save(folder: Path, iteration: int, hook=None, more: dict | None = None, **ho
 
 
 def unsealed(stock):
-    """A hook for `save` that is none."""
+    """A wrapper for `save` that does nothing."""
     return stock

@@ -1,4 +1,4 @@
-"""--args-file: YAML to a command line, letter for letter; who wins; one line for a mistake; what a process applies."""
+"""--args-file: YAML values become words unchanged; which source wins; one line for a mistake; apply() in a process."""
 
 import argparse
 import json
@@ -166,7 +166,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 @pytest.fixture
 def applied(monkeypatch):
-    """apply() on a command line: sys.argv behind it."""
+    """apply() on a command line; returns sys.argv."""
     monkeypatch.setattr(args_file, "_read", Expanded([]))
 
     def apply(*words):
@@ -200,7 +200,7 @@ def test_a_mistake_that_the_parser_finds_names_the_file(write, applied):
     applied("--args-file", path)
     said = "no such flag, did you mean --num-layers?; --help lists every flag"
     assert error_of(args_file.check, parser(), False) == f"{path}: --num-layer: {said}"
-    args_file.check(parser(), True)  # another parser's
+    args_file.check(parser(), True)  # unknown flags are another parser's
     for words, start in (([], f"{path}: --lr/--rate fast: use a number"), (["--rate", "x"], "--lr/--rate x: use")):
         applied(*words, "--args-file", write(model("--rate: fast")))
         checked = parser()
@@ -252,7 +252,7 @@ def test_what_args_prints_is_data_to_a_shell(write, capfdbinary, tmp_path, monke
 
 @pytest.mark.parametrize("name", ["PROMPT_COMMAND", "PS1", "BASH_ENV", "UID", "IFS", "SHELLOPTS", "_"])
 def test_a_variable_that_a_shell_uses_itself(write, capsys, name):
-    """As a command, some of them, which it would run at the next prompt."""
+    """A shell runs the value of some variables as a command at its next prompt."""
     path = write(f"ENV_VARS: {{{name}: touch PROOF}}\nMODEL_ARGS: {{--lr: 1}}")
     line = f"variable {name}: a shell uses this name itself; remove it from the file"
     with pytest.raises(SystemExit):
@@ -279,7 +279,7 @@ def test_rehearse_reads_files_too(write):
 
 
 def test_variables_are_set_before_torch_is_imported(write):
-    """By both entry points: what a script's own imports would read."""
+    """By both entry points, before a script's own imports read them."""
     path = write("ENV_VARS: {SEEN_BY_TORCH: 1}\nMODEL_ARGS: {--no-such-flag: 1}")
     probe = (
         "import os, sys, runpy\n"

@@ -1,4 +1,4 @@
-"""What a run needs before it may start: one queue to the GPU, and a script that trains a GPT."""
+"""Checks before a run starts: CUDA_DEVICE_MAX_CONNECTIONS, and a script that trains a GPT."""
 
 import sys
 import types

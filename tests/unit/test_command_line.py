@@ -1,4 +1,4 @@
-"""What the command line shows: help that prints, and one line for a mistake."""
+"""The command line: --help works, and a mistake gives one line."""
 
 import argparse
 import importlib.metadata
@@ -54,16 +54,16 @@ def test_wrong_flags_are_one_line(capsys):
         (["--flags", "--lr=1"], '; write --flags="--lr=1", with the equals sign'),
         (["--size", "2", "-f", "--partition=gpu -A me"], '; write --flags="--partition=gpu -A me", with the equals'),
         (["--fl", "-x"], '; write --flags="-x", with the equals sign'),
-        (["--flags", "--size", "2"], ""),  # whose value was forgotten
+        (["--flags", "--size", "2"], ""),  # --flags lacks its value
         (["--flags"], ""),
     ],
 )
 def test_a_value_that_begins_with_a_dash(words, hint):
-    """Of launch --flags and --sbatch."""
+    """For launch --flags and --sbatch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("-f", "--flags")
     parser.add_argument("--size")
-    parser.add_argument("--partition", help=argparse.SUPPRESS)  # as launch knows sbatch's
+    parser.add_argument("--partition", help=argparse.SUPPRESS)  # as launch has sbatch's options
     entry.one_line_usage_errors(parser)
     said = error_of(parser.parse_args, words)
     assert said.startswith(f"-f/--flags: expected one argument{hint}") and ("write" in said) == bool(hint)
@@ -100,7 +100,7 @@ def test_what_stands_behind_two_dashes_is_not_the_verbs_own(look, words):
 
 
 def test_an_empty_value_is_a_mistake_but_where_it_is_the_default(look):
-    """As of --own "$NAME" where NAME is not set."""
+    """For example --own "$NAME" with NAME unset."""
     for words in (["--own", ""], ["--own="]):
         assert "--own '': an empty value" in error_of(look, *words)
     args = look("--more", "", "--", "--name", "")
@@ -172,7 +172,7 @@ def test_python_m_megatron_fp8_wants_a_script(capsys):
 
 
 def test_a_full_disk_is_one_line():
-    """Also where only the process' end would write what was printed."""
+    """Also if the output would only be written when the process ends."""
     command = [sys.executable, "-m", "megatron_fp8.cli", "args", "model/gpt-7b"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -203,7 +203,7 @@ def test_a_mistake_is_one_line_and_reaches_torchrun(capsys, monkeypatch, tmp_pat
 
 
 def test_a_mistake_found_as_the_model_is_built_is_no_longer_a_line(capsys):
-    """Megatron raises it once more at every module around, with the module's name behind it."""
+    """Megatron raises it again for every enclosing module, with the module's name appended."""
     from megatron.core.transformer.spec_utils import build_module
 
     class Inner:
@@ -238,7 +238,7 @@ def test_refused_flags_are_named():
 
 
 def test_a_reader_that_has_enough_is_no_error():
-    """As `megatron-fp8 args FILE | head -1`, whose reader may be gone before the first line."""
+    """As in `megatron-fp8 args FILE | head -1`: the reader may have ended before the first line."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "megatron_fp8.cli", "args", "model/gpt-7b"]

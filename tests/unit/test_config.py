@@ -1,4 +1,4 @@
-"""Flags to Fp8Config, with Megatron's own parser; shapes, machine and data; every mistake in one line."""
+"""Flags become an Fp8Config, with Megatron's own parser; checks of shapes, machine and data; one line for a mistake."""
 
 import argparse
 import copy
@@ -137,7 +137,7 @@ LOOK_ON = [flag.name for flag in ALL if not flag.needs_level]  # test_sharpness_
 @pytest.mark.parametrize("flag", OURS)
 def test_our_flags_need_a_level(flag, level, parse):
     if flag.startswith("--fp8-emulate") and not level:
-        return  # a run that emulates needs none, see below
+        return  # a run that emulates needs no level, see below
     given = [flag] if OURS[flag] is None else [flag, OURS[flag]]
     message = error_of(config_from_args, parse(*MODEL, *level, *given))
     assert message.startswith(f"{' '.join(given)} with ")
@@ -145,7 +145,7 @@ def test_our_flags_need_a_level(flag, level, parse):
 
 
 def test_emulation(parse):
-    """Alone it changes a BF16 run in nothing else; at a level, the GEMMs only."""
+    """Without a level it changes nothing else of a BF16 run; at a level it changes only the GEMMs."""
     alone = config_from_args(parse(*MODEL, "--fp8-emulate", "E8M3"))
     assert (alone.level, alone.gemm, alone.grad_accum, alone.grad_reduce) == ("O1", "bf16", "fp32", "fp32")
     assert (alone.exp_avg, alone.master, alone.weight) == ("fp32", "fp32", "bf16")
@@ -161,7 +161,7 @@ def test_emulation(parse):
 
 
 def test_the_log_says_what_is_emulated_and_no_more(parse):
-    """No gradient is stored in FP8 without a level."""
+    """Without a level gradients are not stored in FP8."""
     args = parse(*MODEL, *"--fp8-emulate E8M3:truncate,gradient=E5M2 --fp8-emulate-from-step 3".split())
     lines = adapt_stock_args(args, config_from_args(args))
     kinds = "weight E8M3:truncate:none, activation E8M3:truncate:none, gradient E5M2:nearest:none"
@@ -187,7 +187,7 @@ def test_auto_scaling_as_given(parse):
 @pytest.mark.parametrize(
     ("flags", "world", "storage", "line"),
     [
-        ("--global-batch-size 2", 1, "fp8", "in FP8: 1 micro-batch a step ("),  # of micro-batches of 2
+        ("--global-batch-size 2", 1, "fp8", "in FP8: 1 micro-batch a step ("),  # one micro-batch has 2 samples
         ("--global-batch-size 18", 1, "bf16", "in BF16: 9 micro-batches a step; FP8 would have an unbiased error"),
         ("--global-batch-size 8", 4, "fp8", "in FP8: 1 micro-batch a step ("),
         ("--global-batch-size 2 --mlp-chunks-for-training 2", 1, "bf16", "in BF16: 2 gradients of a weight a step"),
@@ -384,7 +384,7 @@ def test_first_and_last_layers(parse):
     counts = ["--num-layers-at-start-in-bf16", "3", "--num-layers-at-end-in-bf16", "0"]
     config = config_from_args(parse(*O1, "--first-last-layers-bf16", *counts))
     assert (config.bf16_layers_start, config.bf16_layers_end) == (3, 0)
-    config = config_from_args(parse(*O1, *counts))  # as in stock: without the switch the counts say nothing
+    config = config_from_args(parse(*O1, *counts))  # as in stock: without the switch the counts have no effect
     assert (config.bf16_layers_start, config.bf16_layers_end) == (0, 0)
 
 
@@ -466,7 +466,7 @@ def test_linears_that_stay_in_bf16_may_have_any_shape(parse):
 
 
 def test_shapes_of_latent_attention(parse):
-    latent = [*O1, "--multi-latent-attention", "--kv-channels", "10"]  # which it does not read
+    latent = [*O1, "--multi-latent-attention", "--kv-channels", "10"]  # latent attention does not read it
     assert config_from_args(parse(*latent))
     for flag in ("--kv-lora-rank", "--q-lora-rank"):
         assert error_of(config_from_args, parse(*latent, flag, "40")).startswith(f"{flag} 40: not a multiple of 16")
@@ -539,7 +539,7 @@ def test_unknown_megatron(version):
 
 @pytest.fixture
 def data(tmp_path, parse):
-    """A parser without mock data, in whose flags @ is a directory with the data set "there"."""
+    """A parser without mock data. In its flags @ is a folder with the dataset "there"."""
     for suffix in (".bin", ".idx"):
         (tmp_path / f"there{suffix}").touch()
     (tmp_path / "half.bin").touch()

@@ -57,7 +57,7 @@ def test_the_papers_models_are_those_of_the_memory_table(name):
     gpus = LAYOUTS[layout][1]
     args = examine(take_apart(command(layout)), gpus).args
     ours = {field.name: getattr(args, field.name, None) for field in fields(Job)}
-    # Megatron fills in what follows; the table's words are padded already.
+    # Megatron fills in the rest; the table's vocabulary is padded already.
     ours |= dict.fromkeys(("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings"))
     ours |= {"vocab_size": -(-args.vocab_size // 128) * 128, "normalization": args.normalization}
     ours["disable_bias_linear"] = not args.add_bias_linear

@@ -1,4 +1,4 @@
-"""The converter without training: layouts against what the models compute, E4M3 weights, refusals, damage."""
+"""The converter without training: layouts compared with the models' computation, E4M3 weights, refusals, damage."""
 
 import inspect
 import json
@@ -106,7 +106,7 @@ def test_padding_goes_and_comes_back():
     padded = words.merge([real], args)
     assert padded.shape == (128, 24) and torch.equal(padded[:101], real) and not padded[101:].any()
     assert model_args(saved(), vocab_size=100).vocab_size == 100
-    assert model_args(saved(tokenizer_type="GPT2BPETokenizer", vocab_size=7)).vocab_size == 128  # 7 means nothing
+    assert model_args(saved(tokenizer_type="GPT2BPETokenizer", vocab_size=7)).vocab_size == 128  # 7 is ignored
 
 
 # ---- E4M3
@@ -125,14 +125,14 @@ def test_e4m3_errs_within_its_bound(dtype, magnitude):
     exact = weight.double()
     error = (scaled.payload.double() * scale - exact).abs()
     assert (error <= (exact.abs() * 2.0**-4).clamp(min=scale * 2.0**-10)).all()
-    assert (error > exact.abs() * 2.0**-5).any()  # it is E4M3 that was measured
+    assert (error > exact.abs() * 2.0**-5).any()  # so the error is E4M3's
 
 
 @pytest.mark.parametrize("exponent", [-60, -9, 0, 5])
 def test_a_weight_that_is_e4m3_keeps_every_bit(exponent):
     codes = torch.randint(0, 256, (41, 29), dtype=torch.uint8)
     payload = codes.masked_fill(codes & 0x7F == 0x7F, 0).view(torch.float8_e4m3fn)
-    for top in (448, 100, 2):  # a scale that leaves room above the largest element, as training's does
+    for top in (448, 100, 2):  # scales that leave room above the largest element, as in training
         values = payload.double().clamp(-top, top)
         values = values.to(torch.float8_e4m3fn).double() * 2.0**exponent
         scaled = to_e4m3(values.bfloat16())
@@ -163,7 +163,7 @@ LLAMA3 = config_of(model_args(saved(use_rope_scaling=True)))["rope_scaling"]
 
 
 def test_the_scaled_rope_is_the_one_that_megatron_builds():
-    """No flag of these numbers reaches a model, so that all have the defaults."""
+    """Megatron passes these numbers to no model, so all models have the defaults."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.training import argument_utils
 
@@ -175,7 +175,7 @@ def test_the_scaled_rope_is_the_one_that_megatron_builds():
 def test_llama_3_rope_in_both_spellings():
     args = model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0))
     config = config_of(args)
-    assert config["rope_scaling"]["factor"] == 8.0 and args_of(config).use_rope_scaling  # as Megatron built the model
+    assert config["rope_scaling"]["factor"] == 8.0 and args_of(config).use_rope_scaling
     scaling, theta = config.pop("rope_scaling"), config.pop("rope_theta")
     newer = args_of(config | {"rope_parameters": {**scaling, "rope_theta": theta}})
     assert (newer.rotary_base, newer.use_rope_scaling) == (500000, True)
@@ -189,7 +189,7 @@ def test_flags_describe_the_model():
         assert f" {words} " in f" {flags} "
     assert "rope-scaling" not in flags and "gelu" not in flags
     flags = flags_of(model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0)))
-    assert "--use-rope-scaling" in flags and "--rope-scaling-factor" not in flags  # which has no effect
+    assert "--use-rope-scaling" in flags and "--rope-scaling-factor" not in flags  # it has no effect
     assert "--no-bias-gelu-fusion" in flags_of(model_args(saved(**GPT2 | {"bias_gelu_fusion": False})))
 
 
@@ -297,7 +297,7 @@ def test_e4m3_folder_there_and_back(family, tmp_path):
         assert len({stored[f"{layer}.{part}_proj.weight_scale"].item() for part in "qkv"}) == 1
     quantization = json.loads((tmp_path / "e4m3/config.json").read_text())["quantization_config"]
     assert quantization["quant_method"] == "compressed-tensors" and "lm_head" in quantization["ignore"]
-    # what was rounded once is not rounded again, though a smaller scale may then do
+    # a weight is not rounded a second time, although a smaller scale may be enough then
     convert.to_megatron(str(tmp_path / "e4m3"), str(tmp_path / "rounded"))
     convert.to_hf(str(tmp_path / "rounded"), str(tmp_path / "again"), dtype="e4m3")
     again = load_file(tmp_path / "again/model.safetensors")
@@ -309,7 +309,7 @@ def test_e4m3_folder_there_and_back(family, tmp_path):
 def test_other_precisions_and_names_are_read(tmp_path):
     args = model_args(saved(**GPT2))
     tensors = write_folder(tmp_path / "hf", args)
-    other = {  # as gpt2 was published: float32, names without "transformer.", a mask among the weights
+    other = {  # gpt2's published form: float32, names without "transformer.", a mask among the weights
         **{name.removeprefix("transformer."): tensor.float() + 1e-6 for name, tensor in tensors.items()},
         "h.0.attn.bias": torch.ones(1, 1, 32, 32),
     }
@@ -391,7 +391,7 @@ def test_truncated_files_are_refused(tmp_path):
     for line in (r"^\S+: release/metadata.json is missing, or cannot be read; name another", "no complete checkpoint"):
         with pytest.raises(ValueError, match=line):
             convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "out2"))
-        (release / "integrity.json").unlink(missing_ok=True)  # then it is that of a save which was not finished
+        (release / "integrity.json").unlink(missing_ok=True)  # without a seal it is an unfinished save
 
 
 # ---- the command

@@ -1,6 +1,6 @@
-"""1,092 damaged checkpoints are refused, each in one line that names a way on; 45 resealed ones execute nothing.
+"""1,092 damaged checkpoints are refused, each in one line with a remedy; 45 resealed ones execute nothing.
 
-On one small checkpoint in this process. Of each kind some run always, all of them with the slow tests.
+They are made from one small checkpoint in this process. Some of each kind always run, all of them with the slow tests.
 """
 
 import functools
@@ -33,7 +33,7 @@ ROUNDS = 37  # of the seven damages, with fourteen replacements, of four files: 
 
 def bind(path: Path) -> None:
     here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path is short
+    os.chdir(path.parent)  # a socket's path must be short
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path.name)
     os.chdir(here)
@@ -45,7 +45,7 @@ def fill(path: Path) -> None:
 
 
 def older(path: Path) -> Path:
-    """The same file of the checkpoint before."""
+    """The same file in the previous checkpoint."""
     return path.parent.parent / "iter_0000005" / path.name
 
 
@@ -77,7 +77,7 @@ def damage_bytes(path: Path, kind: int, round: int) -> None:
     before = bytes(data)
     random.seed(draw.random())
     DAMAGES[kind](data, draw.randrange(len(data)))
-    if bytes(data) == before or (path.name == SEAL and reads_as(data, before)):  # zeros were zeroed, or white space
+    if bytes(data) == before or (path.name == SEAL and reads_as(data, before)):  # zeros zeroed, or white space
         data[0] ^= 1
     path.write_bytes(data)
 
@@ -94,7 +94,7 @@ def is_refused(load, folder: Path, name: str, damage) -> None:
         try:
             damage(path)
             if path.is_file() and path.stat().st_size < 10**6 and path.read_bytes() == (Path(kept) / name).read_bytes():
-                assert load(folder) == 10 and name == "metadata.json"  # which is the same in both
+                assert load(folder) == 10 and name == "metadata.json"  # that file is equal in both
                 return
             line = line_of(lambda: load(folder))
             assert line.startswith(f"--load {folder}: iter_0000010/"), line
@@ -117,7 +117,7 @@ def test_damaged_files(load, folder, name, rounds):
 
 
 class Runs:
-    """A pickle that calls something as it is read."""
+    """A pickle that calls a function when it is read."""
 
     def __init__(self, function, *given):
         self.call = function, given
@@ -131,13 +131,13 @@ def pickled(path: Path) -> bytes:
 
 
 def script(path: Path) -> Path:
-    """A script that does it."""
+    """A script that makes the file."""
     file = path.with_name("script.py")
     file.write_text(f"import os; os.mkdir({str(path)!r})")
     return file
 
 
-CALLS = {  # what makes the file or the folder `path` as it is read
+CALLS = {  # pickles that make the file or folder `path` when they are read
     "os.mkdir": lambda path: Runs(os.mkdir, str(path)),
     "os.system": lambda path: Runs(os.system, f"mkdir {path}"),
     "eval": lambda path: Runs(eval, f"__import__('os').mkdir({str(path)!r})"),
@@ -164,7 +164,7 @@ def into_metadata(checkpoint: Path, harm) -> None:
 
 
 def into(name: str, content) -> None:
-    """What puts an object in place of that of the checkpoint whose name begins so."""
+    """Makes a function that replaces the checkpoint's object whose name begins so."""
 
     def put(checkpoint: Path, harm) -> None:
         metadata = dcp.FileSystemReader(checkpoint).read_metadata()
@@ -184,7 +184,7 @@ PLACES = {
 
 
 def read_states(checkpoint: Path) -> None:
-    """As Megatron reads the objects beside tensors, once it knows the arguments."""
+    """Read the objects beside tensors as Megatron does when it knows the arguments."""
     metadata = dcp.FileSystemReader(checkpoint).read_metadata()
     key = next(found for found in metadata.state_dict_metadata if found.startswith("extra"))
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
@@ -197,7 +197,7 @@ ALWAYS = ("os.mkdir", "torch.save")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("call", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ALWAYS)) for c in CALLS])
 def test_resealed_ones_execute_nothing(load, folder, tmp_path, call, place):
-    """Whoever can change a file can write a new seal."""
+    """A user who can change a file can write a new seal."""
     checkpoint, ran = folder / "iter_0000010", tmp_path / "ran"
     PLACES[place](checkpoint, CALLS[call](ran))
     (checkpoint / SEAL).unlink()
@@ -215,6 +215,6 @@ def test_resealed_ones_execute_nothing(load, folder, tmp_path, call, place):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_each_would_execute(tmp_path, call):
-    """So that the test before can fail."""
+    """Without the check the calls run: the previous test can fail."""
     pickle.loads(pickle.dumps(CALLS[call](tmp_path / "ran")))
     assert (tmp_path / "ran").exists()

@@ -32,7 +32,7 @@ OTHERS = set(
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them: small letters, hyphens for blanks, no other signs."""
+    """The anchors of a page's headings in GitHub's form: lower case, hyphens for blanks, no other signs."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -54,7 +54,7 @@ def missing_files(page: Path) -> list[str]:
 
 
 def own_flags() -> set[str]:
-    """Of our verbs, scripts and benchmarks: the words of their sources that are flags."""
+    """The flags of our verbs, scripts and benchmarks: all flag-like words in their sources."""
     words = set((ROOT / "scripts/slurm/train.sbatch").read_text().split())
     folders = (ROOT / folder for folder in ("megatron_fp8", "benchmarks", "tools"))
     for files in (ROOT.glob("*.py"), *(folder.rglob("*.py") for folder in folders)):
@@ -65,7 +65,7 @@ def own_flags() -> set[str]:
 
 
 def unknown_flags(text: str, known: set[str]) -> set[str]:
-    """Of those that are whole: "--log-interval-th" is not, nor what three dots cut off."""
+    """Only whole flags count: not "--log-interval-th", nor one that three dots cut."""
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9](?<!-th)(?![\w-]| \.\.\.)", text)) - known
 
 
@@ -81,7 +81,7 @@ def test_verbs_exist():
 
 def test_flags_exist(parser: argparse.ArgumentParser):
     known = OTHERS | own_flags() | {flag for action in parser._actions for flag in action.option_strings}
-    pages = [page for page in PAGES if page.name != "flags.md"]  # which is written from the code
+    pages = [page for page in PAGES if page.name != "flags.md"]  # flags.md is generated from the code
     assert {page.name: found for page in pages if (found := unknown_flags(page.read_text(), known))} == {}
 
 

@@ -1,4 +1,4 @@
-"""`megatron-fp8 doctor`: each line from what the machine says, by its own words; the verdicts, the exit code, JSON."""
+"""`megatron-fp8 doctor`: each finding from a machine's real output; the verdicts, the exit code, JSON."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def verdicts(findings):
 
 
 def test_here_nothing_blocks_and_a_linear_is_right(monkeypatch, capsys):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)  # of a job that hides its GPUs from these tests
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)  # inside a job doctor would report hidden GPUs
     assert main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     lines = {line["what"]: line for line in said["lines"]}

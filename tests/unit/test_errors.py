@@ -20,7 +20,7 @@ from megatron_fp8.flags.usage import one_line_errors
 
 
 def raised(call, *arguments):
-    with pytest.raises(BaseException) as caught:  # CheckpointException is no Exception
+    with pytest.raises(BaseException) as caught:  # CheckpointException is not an Exception
         call(*arguments)
     return caught.value
 
@@ -37,7 +37,7 @@ def test_at_the_command_line(kind, capsys):
 
 
 def test_a_bug_of_ours_while_megatrons_refusal_is_handled(tmp_path):
-    """Megatron's is not shown in its place."""
+    """Megatron's error does not replace it."""
     file = tmp_path / "arguments.py"
     file.write_text("def planted(*_, **__):\n    assert False, 'too few layers'\n")
     check = function(str(file), "assert False, 'too few layers'", __name__="megatron.training.arguments")
@@ -58,7 +58,7 @@ def test_a_bug_of_ours_while_megatrons_refusal_is_handled(tmp_path):
 
 @pytest.fixture
 def load_checkpoint(one_rank, monkeypatch):  # noqa: F811
-    """load_checkpoint(stock): the hook around Megatron's, which is `stock`."""
+    """load_checkpoint(stock): our wrapper of Megatron's function, which `stock` replaces."""
     from megatron_fp8.checkpoint import loads
 
     monkeypatch.setattr(loads, "get_args", lambda: Namespace(load="there", pretrained_checkpoint=None))
@@ -66,7 +66,7 @@ def load_checkpoint(one_rank, monkeypatch):  # noqa: F811
 
 
 def wrapped(error: BaseException) -> CheckpointException:
-    """As torch's DCP wraps what a rank met."""
+    """An exception as torch's DCP wraps it for a rank."""
     return CheckpointException("read", {0: (error, traceback.extract_tb(error.__traceback__))})
 
 
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_one_line(load_checkpoint):
         (look_up["load_checkpoint"], "it has no 'optimizer'; add --no-load-optim or --finetune"),
     ):
         assert str(raised(load_checkpoint, stock)) == head + said
-    other = function(checkpointing.__file__, BUGS[KeyError], **names)  # an operation of Megatron's that fails
+    other = function(checkpointing.__file__, BUGS[KeyError], **names)  # a failed operation in Megatron's source
     assert type(raised(load_checkpoint, other)) is KeyError
     assert str(raised(load_checkpoint, MISTAKE)) == "--flag 3: is wrong; use 4"
 
@@ -133,7 +133,7 @@ def test_checks_of_megatrons_are_told_from_operations(load_checkpoint, tmp_path)
 
 @pytest.mark.parametrize("kind", BUGS)
 def test_a_bug_in_reading_keeps_its_traceback(kind, load, tmp_path, monkeypatch):  # noqa: F811
-    """Where damaged bytes may end in any exception."""
+    """Also where damaged bytes may raise any exception."""
     from megatron_fp8.checkpoint import loads, pickles
 
     save(tmp_path, 5)

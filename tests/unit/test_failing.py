@@ -1,4 +1,4 @@
-"""Of ranks that wait for one that fails, that one has the line, and the others none."""
+"""If one rank fails while others wait for it, only the failed rank prints a line."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ import os, sys, torch.distributed as dist
 from megatron_fp8.checkpoint import failing
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.usage import one_line_errors
-failing.PATIENCE = 600  # the launcher ends them
+failing.PATIENCE = 600  # the launcher ends them before that
 dist.init_process_group("gloo")
 dist.barrier()
 fails, how = sys.argv[1].split(","), sys.argv[2]
@@ -34,7 +34,7 @@ def ended(folder, fails: str, how: str) -> tuple[int, str]:
     return failed.value.code, (folder / "log").read_text()
 
 
-@pytest.mark.parametrize("fails", ["0", "0,1,2", pytest.param("1", marks=pytest.mark.slow)])  # 1 waits for 0 to say it
+@pytest.mark.parametrize("fails", ["0", "0,1,2", pytest.param("1", marks=pytest.mark.slow)])  # 1 waits for 0
 def test_a_mistake_of_some(tmp_path, fails):
     code, said = ended(tmp_path, fails, "mistake")
     assert code == 2 and said.count("megatron_fp8: the line") == 1 and "Traceback" not in said, said
@@ -49,7 +49,7 @@ def test_what_is_no_mistake_keeps_its_traceback(tmp_path):
 LATE = """
 import time
 def _failed(asks=failing._failed):
-    time.sleep(2 * int(os.environ["RANK"] != "0"))  # rank 0, which holds the store, has ended meanwhile
+    time.sleep(2 * int(os.environ["RANK"] != "0"))  # meanwhile rank 0, which holds the store, has ended
     return asks()
 failing._failed = _failed
 failing.PATIENCE = 1
@@ -59,7 +59,7 @@ dist.init_process_group("gloo")
 
 @pytest.mark.parametrize("fails", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_ranks_that_no_torchrun_has_started(tmp_path, fails):
-    """As srun starts them: the store ends with rank 0."""
+    """Ranks started by srun: the store ends with rank 0."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace('dist.init_process_group("gloo")\n', LATE))
     with socket.socket() as free:

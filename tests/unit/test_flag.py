@@ -1,4 +1,4 @@
-"""A flag of ours is one Flag: the parser, docs/flags.md, the plans and the refusals follow from it."""
+"""Each of our flags is one Flag: the parser, docs/flags.md, the plans and the refusals are made from it."""
 
 import argparse
 import dataclasses
@@ -49,7 +49,7 @@ def test_what_a_flag_fills_is_there():
 
 
 def test_a_new_flag_takes_one_place(monkeypatch, parse):
-    """In the parser with its help, in the page, and refused without a level."""
+    """Each flag is in the parser with its help, in the page, and refused without a level."""
     new = Flag("--fp8-new", "Does something new.", whole(2, "twice"), "new")
     monkeypatch.setattr(config, "ALL", (*config.ALL, new))
     parser = config.add_fp8_arguments(argparse.ArgumentParser())

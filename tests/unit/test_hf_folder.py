@@ -1,4 +1,4 @@
-"""Hugging Face folders as a stranger may make them: one line or a conversion, no traceback, no nonsense, no hanging."""
+"""Malformed Hugging Face folders give one line or a correct conversion: no traceback, no nonsense, no hanging."""
 
 import json
 import math
@@ -39,12 +39,12 @@ ONE_VALUE = """use_parallel_residual scale_attn_weights scale_attn_by_inverse_la
 attention_bias""".split()
 NONSENSE = {
     **{key: [*NO_COUNT, None] for key in COUNTS},
-    **{key: NO_COUNT for key in ("num_key_value_heads", "head_dim", "n_inner")},  # null: the usual one
+    **{key: NO_COUNT for key in ("num_key_value_heads", "head_dim", "n_inner")},  # null: the default
     **{key: NO_SHARE for key in SHARES},
     **{key: [*NO_POSITIVE, 1, 2.0] for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")},
     **{key: [*NO_POSITIVE, 1, 10000.5] for key in ("rope_theta", "rotary_emb_base")},
     "initializer_range": NO_POSITIVE,
-    "rotary_pct": [*NO_POSITIVE, 1.5, 0.4],  # of four channels: one
+    "rotary_pct": [*NO_POSITIVE, 1.5, 0.4],  # 0.4 of four channels is one
     **{key: NO_FLAG for key in ("tie_word_embeddings", "mlp_bias")},
     **{key: [*NEVER, None, -1, 1.5] for key in ONE_VALUE},  # 0 is false
     **{key: [*NEVER, None, True, 0, "relu"] for key in ("hidden_act", "activation_function")},
@@ -64,7 +64,7 @@ def family(request) -> str:
 
 
 def refusal(capsys, *words: str) -> str:
-    """What the command says of a mistake: one line, exit code 2."""
+    """The command's error line; the exit code is 2."""
     with pytest.raises(SystemExit) as end:
         cli.main(["convert", *words])
     said = capsys.readouterr()
@@ -79,15 +79,15 @@ def test_every_key_is_mutated(family):
 
 
 def test_null_is_absent(family):
-    """As in the configurations that transformers writes."""
+    """A config.json in the form that transformers writes."""
     config = config_for(family)
     for key in config.keys() & {"attention_dropout", "attention_bias", "tie_word_embeddings", "initializer_range"}:
         assert vars(args_of({**config, key: None})) == vars(args_of({k: v for k, v in config.items() if k != key}))
 
 
 def test_seeded_mutations_of_config_json_are_refused(family, tmp_path, capsys, monkeypatch):
-    """200 a family: nonsense for a key, or a key left out that has to be there; each is told by its key."""
-    monkeypatch.setattr(convert, "Weights", None)  # nothing is read of them
+    """200 per family: nonsense for a key, or a required key left out; the line names the key."""
+    monkeypatch.setattr(convert, "Weights", None)  # no weights are read
     (tmp_path / "hf").mkdir()
     file, config = tmp_path / "hf/config.json", config_for(family)
     roped = {"rope_parameters": None} if family != "gpt2" else {}
@@ -96,7 +96,7 @@ def test_seeded_mutations_of_config_json_are_refused(family, tmp_path, capsys, m
     for seed in range(SEEDS):
         rng = random.Random(f"{family} {seed}")
         key = rng.choice(keys)
-        value = rng.choice([one for one in NONSENSE[key] if one is not None or key in REQUIRED])  # null is absent
+        value = rng.choice([one for one in NONSENSE[key] if one is not None or key in REQUIRED])  # null means absent
         long = isinstance(value, int) and abs(value) > 10**4000  # Python would not write it
         text = json.dumps(config | {key: "LONG" if long else value})
         file.write_text(text.replace('"LONG"', f"1{'0' * 5000}"))
@@ -140,7 +140,7 @@ def test_seeded_damage_of_the_text_is_never_a_traceback(family, tmp_path, capsys
         ("llama", {"num_key_value_heads": None, "head_dim": None}, {"num_query_groups": 6, "kv_channels": 4}),
         ("llama", {"rope_theta": 10**6, "tie_word_embeddings": True}, {"rotary_base": 10**6}),
         ("llama", {"max_position_embeddings": 10**7, "rms_norm_eps": 1e-12}, {"layernorm_epsilon": 1e-12}),
-        ("llama", {"num_labels": "x", "sliding_window": -1}, {}),  # keys that no such model has
+        ("llama", {"num_labels": "x", "sliding_window": -1}, {}),  # keys that convert ignores
         ("gpt_neox", {"rotary_pct": 1, "hidden_act": "gelu"}, {"rotary_percent": 1.0, "bias_gelu_fusion": False}),
         ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 1.0}}, {"rotary_percent": 1.0}),
         ("gpt2", {"n_inner": None, "resid_pdrop": 0.5}, {"ffn_hidden_size": 96, "hidden_dropout": 0.5}),
@@ -261,7 +261,7 @@ def with_tensor(name: str, tensor: torch.Tensor):
 
 
 def replaced(name: str, make):
-    """The file aside, and what `make` puts in its place."""
+    """Move the file aside and let `make` make another thing in its place."""
 
     def change(hf):
         (hf / name).rename(hf / f"aside-{name}") if (hf / name).exists() else None
@@ -276,7 +276,7 @@ def sparse(path):
 
 
 def index(weight_map, *files: str):
-    """An index in place of model.safetensors, and empty files beside it."""
+    """An index instead of model.safetensors, with empty files beside it."""
 
     def change(hf):
         (hf / "model.safetensors").unlink()
@@ -334,7 +334,7 @@ def test_a_hostile_folder_is_refused_in_one_line(change, said, tmp_path, capsys)
 
 
 def test_links_to_another_folder_are_read(tmp_path):
-    """As Hugging Face's cache has them: snapshots/REVISION/model.safetensors leads to blobs/HASH."""
+    """As in Hugging Face's cache: snapshots/REVISION/model.safetensors links to blobs/HASH."""
     tensors = write_folder(tmp_path / "blobs", model_args(saved()))
     (tmp_path / "hf").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -344,7 +344,7 @@ def test_links_to_another_folder_are_read(tmp_path):
 
 
 def test_a_whole_file_counts_before_what_was_left_of_others(tmp_path):
-    """As transformers has it; else a tensor would be the last file's."""
+    """As in transformers; else the last file's tensor would win."""
     tensors = write_folder(tmp_path / "hf", model_args(saved()))
     save_file({Q_PROJ: torch.ones(24, 24)}, tmp_path / "hf/model-00001-of-00009.safetensors")
     assert torch.equal(folder.Weights(tmp_path / "hf").get(Q_PROJ), tensors[Q_PROJ])

@@ -1,4 +1,4 @@
-"""Reading Megatron's log, and ending runs that fail or hang."""
+"""tools/launch.py: it parses Megatron's log, and ends runs that fail or hang."""
 
 import math
 import re
@@ -23,14 +23,14 @@ LINE = (
 def test_a_step_is_read():
     done = parse_step(LINE.format(" lm loss: 5.016171E+00 | mtp_1 loss: 5.3E+00 |", " grad norm: 0.798 |", 0))
     assert done == Step(10, 5.016171, 0.798, 0, 70.4)
-    for loss in ("", " lm loss: 0.000000E+00 |"):  # with the check of the loss, and without
+    for loss in ("", " lm loss: 0.000000E+00 |"):  # without the check of the loss, and with it
         skipped = parse_step(LINE.format(loss, "", 1))
         assert skipped is not None and skipped.skipped == 1
         assert math.isnan(skipped.loss) and math.isnan(skipped.grad_norm)
 
 
 def test_a_validation_is_read_and_not_taken_for_a_step():
-    for where in (" on validation set", ""):  # after training, and in its midst
+    for where in (" on validation set", ""):  # during training, and after it
         line = f" validation loss at iteration 10{where} | lm loss value: 1.829636E+00 | "
         assert parse_validation(line) == 1.829636
     assert parse_step(line) is None
@@ -44,7 +44,7 @@ def test_another_process_may_print_into_the_line():
 
 
 def test_the_lines_of_a_real_run_are_read():
-    """By what Megatron's own source prints, so that a new version that changes it is noticed."""
+    """Compared with Megatron's own source, so that a new version with another format is noticed."""
     text = Path(metadata.distribution("megatron-core").locate_file("megatron/training/training.py")).read_text()
     for piece in (
         "' iteration {:8d}/{:8d} |'",
@@ -69,7 +69,7 @@ def test_a_run_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
         "time.sleep(600)\n"
     )
     log = tmp_path / "log/hang.log"
-    # However long it takes to start: a busy machine takes more than any bound of a test.
+    # No limit on the start: on a busy machine it exceeds any bound of a test.
     monkeypatch.setattr(TorchRun, "late", lambda run, timeout: CHILD.search(log.read_text()) is not None)
     monkeypatch.setattr(processes, "_PATIENCE", 1)
     with pytest.raises(RunFailed, match="killed after 100 s") as failure:

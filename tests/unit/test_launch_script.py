@@ -1,4 +1,4 @@
-"""`megatron-fp8 launch`: the script that it writes, and one line for a mistake."""
+"""`megatron-fp8 launch`: the script that it writes, and its error lines."""
 
 import os
 import re
@@ -128,7 +128,7 @@ def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
 
 
 def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch):
-    """Its lines can be pasted, and Slurm fills in nothing but the log's own %j."""
+    """The printed commands can be pasted, and Slurm expands only %j in the log's name."""
     path = f"{tmp_path}/a %j b/one.sbatch"
     assert launch("--folder", "a %j b")[1].splitlines()[-1] == f"submit it: sbatch '{path}'"
     assert f'#SBATCH --output="{tmp_path}/a %%j b/log-%j.txt"\n' in (tmp_path / "a %j b/one.sbatch").read_text()
@@ -180,7 +180,7 @@ def test_what_is_to_be_pasted_of_an_option_of_sbatchs_runs_nothing(launch, tmp_p
 
 
 def test_launchs_own_short_forms_stay(launch):
-    """Of which sbatch's options, though launch knows some of them, are none."""
+    """They stay unambiguous although launch knows some of sbatch's options."""
     assert "--nodes 0: use 1 or more" in launch("--node=0")[1]
 
 
@@ -214,7 +214,7 @@ def test_what_is_to_be_pasted_of_a_path_runs_nothing(launch):
 
 
 def test_a_job_is_given_the_variables_of_the_shell_alone(launch, tmp_path, monkeypatch):
-    """torch sets one as it is imported, for the check: a folder in /tmp of a name that anyone can foresee."""
+    """When launch imports torch for the check, torch sets one: a folder in /tmp with a predictable name."""
     monkeypatch.setattr(launch_main, "_check", lambda *_: os.environ.setdefault("OF_THE_CHECK", "1"))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/sbatch").write_text(f"#!/bin/bash\nenv >{tmp_path}/given; echo 12\n")

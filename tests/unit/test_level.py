@@ -1,4 +1,4 @@
-"""The levels' table: consistent in itself, and what is asked of it."""
+"""The table of levels is consistent, and `resolve` reads it correctly."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What lies in a shared folder in the place of a file of ours: a link leads nowhere, and a pipe is not waited for."""
+"""Links and pipes in place of our files in a shared folder: no link is followed, and no pipe is waited for."""
 
 import os
 from argparse import Namespace
@@ -24,7 +24,7 @@ def ended():
 
 @pytest.fixture
 def mine(tmp_path):
-    """A file elsewhere, which nothing may change."""
+    """A file elsewhere that must not change."""
     path = tmp_path / "mine"
     path.write_text(MINE)
     yield path
@@ -46,13 +46,13 @@ def test_a_lock_that_is_no_file_of_a_run(tmp_path, mine, make):
     with pytest.raises(ValueError, match=rf"^--save {folder}: its {saves.LOCK} {said}$"):
         saves.claim(str(folder))
     assert not (tmp_path / "nothing").exists()
-    lock.rmdir() if make == "folder" else lock.unlink()  # the remedy
+    lock.rmdir() if make == "folder" else lock.unlink()  # do what the line says
     saves.claim(str(folder))
     assert len(lock.read_text()) == 32
 
 
 def test_a_lock_with_a_second_name_is_left_to_that_name(tmp_path, mine):
-    """Another's file, or a stale lock of a folder that was copied by links: nothing is written into it."""
+    """Another user's file, or a stale lock in a folder copied with links: nothing is written into it."""
     (tmp_path / "save").mkdir()
     lock = tmp_path / "save" / saves.LOCK
     lock.hardlink_to(mine)
@@ -61,7 +61,7 @@ def test_a_lock_with_a_second_name_is_left_to_that_name(tmp_path, mine):
 
 
 def test_a_lock_that_was_removed_by_hand(load, tmp_path, monkeypatch):
-    """It is taken again; if another run has taken it meanwhile, this one ends."""
+    """The run takes it again; if another run has taken it meanwhile, this run ends."""
     monkeypatch.setattr(saves, "get_args", lambda: Namespace(save=str(tmp_path)))
     saves.claim(str(tmp_path))
     for iteration in (5, 10):
@@ -71,7 +71,7 @@ def test_a_lock_that_was_removed_by_hand(load, tmp_path, monkeypatch):
     assert (tmp_path / saves.LOCK).exists()
     (tmp_path / saves.LOCK).unlink()
     (ours, theirs), (done, end) = os.pipe(), os.pipe()
-    if (other := os.fork()) == 0:  # another run, which has no lock of this one's
+    if (other := os.fork()) == 0:  # another run, which does not inherit this one's lock
         os.close(end)
         saves._locks.clear()
         saves.claim(str(tmp_path))
@@ -101,7 +101,7 @@ PLACES += [f"{CHECKPOINT}/{name}" for name in (".metadata", ".metadata.tmp", "me
 @pytest.mark.parametrize("over", [False, True], ids=["a new one", "over one"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_save_writes_through_no_link(load, tmp_path, mine, place, over):
-    """Megatron opens its tracker with "w", and so its files."""
+    """Megatron opens its tracker and its files with "w"."""
     folder = tmp_path / "save"
     if over:
         save(folder, 10)
@@ -115,7 +115,7 @@ def test_a_save_writes_through_no_link(load, tmp_path, mine, place, over):
 
 
 def test_what_is_put_aside_goes_into_no_other_folder(load, tmp_path, mine):
-    """A link in that place would have files moved into its target, and out of it."""
+    """Through a link in that place files would move into its target and out of it."""
     folder, other = tmp_path / "save", tmp_path / "other"
     theirs = save(other, 3)
     before = sorted(path.name for path in theirs.iterdir())

@@ -1,4 +1,4 @@
-"""What `megatron-fp8 launch` says of files that a job's tasks would not find."""
+"""`megatron-fp8 launch` notes files that a job's tasks may not find."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Mistyped command lines of every verb and of training (tests/mutated.py): done, or one line; never a traceback.
+"""Mistyped command lines of every verb and of training (tests/mutated.py) work or give one line, never a traceback.
 
-On the commit before the parsers checked every value 12 of the first 1,500 ended in a traceback.
+Before the parsers checked every value, 12 of the first 1,500 ended in a traceback.
 """
 
 import mutated

@@ -1,4 +1,4 @@
-"""Reading a checkpoint runs nothing that it brings."""
+"""Reading a checkpoint never runs code from it."""
 
 import os
 import pickle
@@ -49,7 +49,7 @@ def test_metadata_that_runs(load, tmp_path, of):
 @pytest.mark.parametrize(
     "name",
     [
-        b"torch.distributed.checkpoint.filesystem\nos.system\n",  # a name may lead out of its module
+        b"torch.distributed.checkpoint.filesystem\nos.system\n",  # a name in a module may come from another module
         b"torch.distributed.checkpoint.filesystem\nos.mkdir\n",
         b"torch.distributed.checkpoint.metadata\ndataclass\n",
         b"torch.distributed.checkpoint_of_mine\nx\n",
@@ -73,7 +73,7 @@ def test_names_that_are_no_data(tmp_path, name, protocol, capsys):
 
 
 def test_arguments_that_run(load, tmp_path):
-    """They are an object among the files, as the random states are."""
+    """Like the random states, they are an object in the checkpoint's files."""
     import torch.distributed.checkpoint as dcp
 
     from megatron_fp8.checkpoint.pickles import _DataOnly

@@ -1,4 +1,4 @@
-"""The DPO loss and its gradients against the closed form in float64, and the data set of pairs."""
+"""The DPO loss and its gradients compared with the closed form in float64, and the dataset of pairs."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from megatron_fp8.tuning.preferences import Options, Scores, loss_of, scores
 
 
 def random_scores(pairs: int = 6):
-    """(policy's log-probabilities, the reference's, tokens), float64, of answers of 3 to 30 tokens."""
+    """(the policy's log-probabilities, the reference's, numbers of tokens), float64, for answers of 3 to 30 tokens."""
     tokens = torch.randint(3, 30, (2 * pairs,)).double()
     policy, reference = (-tokens * torch.rand(2 * pairs, dtype=torch.float64) * 3 for _ in range(2))
     return policy.requires_grad_(), reference, tokens
@@ -73,7 +73,7 @@ def test_what_is_logged():
 
 
 def test_a_pair_without_an_answer_counts_nothing():
-    """Loss 0 and no NaN where there is no other; and the others' loss as if it were not there."""
+    """Alone it gives loss 0 and no NaN; it does not change the loss of other pairs."""
     policy, reference, tokens = random_scores()
     others = loss_of(Scores(policy[2:], tokens[2:]), reference[2:], Options(0.3, sft=0.5))
     none = torch.zeros(2, dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_a_pair_is_two_documents_and_the_padding_is_the_second_s(dataset):
     assert sample["cu_seqlens"][:4].tolist() == [0, 5, 32, 32] and len(sample["cu_seqlens"]) == 33
     assert sample["position_ids"].tolist() == [*range(5), *range(27)] and sample["max_seqlen"] == 27
     counted = [i for i, one in enumerate(sample["loss_mask"].tolist()) if one]
-    assert counted == [1, 2, 3, 6]  # what predicts an answer's token; not the last of a document
+    assert counted == [1, 2, 3, 6]  # tokens that predict an answer's token; never a document's last
     assert bytes(sample["labels"][counted].tolist()) == b"xyzw"
     assert set(sample["labels"].tolist()) == {-100, *b"xyzw"}
 

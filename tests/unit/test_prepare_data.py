@@ -1,4 +1,4 @@
-"""Text to Megatron's data set: every token where it belongs, and clear words for what cannot be used."""
+"""tools/prepare_data.py: text becomes a Megatron dataset, every token in place; clear errors for bad input."""
 
 import json
 
@@ -12,7 +12,7 @@ TEXTS = [f"document {i}: " + "word " * (i % 7) + "é\n" for i in range(60)]
 
 
 def read(prefix) -> list[np.ndarray]:
-    """The documents of a data set."""
+    """The documents of a dataset."""
     data = IndexedDataset(str(prefix))
     return [data[i].copy() for i in range(len(data))]  # the arrays lie in a file mapping that `data` owns
 
@@ -86,7 +86,7 @@ def test_a_failed_run_leaves_the_old_data_set(tmp_path, jsonl):
 
 @pytest.fixture
 def bpe(tmp_path):
-    """A vocabulary of the bytes, four merges, one odd id, and the end of text not last."""
+    """A vocabulary with all bytes, four merges, one odd id, and an end-of-text token that is not last."""
     characters = _byte_characters()
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w")]
     tokens = [*characters, "<|endoftext|>", *("".join(merge) for merge in merges)]

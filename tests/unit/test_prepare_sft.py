@@ -1,4 +1,4 @@
-"""Conversations packed into lines: all of them once, whole, none over a sample's length but what is longer itself."""
+"""tools/prepare_sft.py packs each conversation once and whole; only a long conversation's line exceeds a sample."""
 
 import json
 import random
@@ -18,7 +18,7 @@ def write(path, found) -> str:
 
 
 def split(line: str) -> list[list[dict]]:
-    """As Megatron finds conversations in a line: each begins with a system message."""
+    """The conversations in a line, found as in Megatron: each begins with a system message."""
     found = []
     for message in json.loads(line)["messages"]:
         if message["role"] == "system":
@@ -37,7 +37,7 @@ def test_all_are_there_once_and_fit(tmp_path, capsys):
     assert sorted(map(str, given)) == sorted(str(one) for line in lines for one in line)
     assert all(sum(map(count, line)) <= 400 or len(line) == 1 for line in lines)
     tokens = sum(map(count, given[:-1]))
-    assert len(lines) - 1 < 1.15 * tokens / 400 + 1  # packed well: first fit leaves little
+    assert len(lines) - 1 < 1.15 * tokens / 400 + 1  # well packed: first fit leaves little room
     said = capsys.readouterr().out
     assert f"301 conversations in {len(lines)} lines" in said and "--sft --data-path" in said
 

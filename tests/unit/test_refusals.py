@@ -1,4 +1,4 @@
-"""Where Megatron gives up as it reads a checkpoint and ends with exit code 0, a level says why, in one line."""
+"""If Megatron ends with exit code 0 while it reads a checkpoint, a level prints one line that says why."""
 
 import sys
 
@@ -31,7 +31,7 @@ def test_a_file_of_the_older_format(load, tmp_path, damage):
 
 
 def megatron(body: str):
-    """A function that ends as Megatron's do."""
+    """A function that ends the process as Megatron's do."""
     names = {"sys": sys}
     exec(f"def load_checkpoint(checkpoint_name='a/b.pt'):\n {body}", names)
     return names["load_checkpoint"]
@@ -80,7 +80,7 @@ def test_exit_on_missing_checkpoint(load, tmp_path):
 
 @pytest.mark.parametrize("others", ["sealed", "stock's", "none"])
 def test_seal_and_metadata_both_gone(load, tmp_path, others):
-    """Which torch calls "metadata is None"."""
+    """torch's own message would be "metadata is None"."""
     if others != "none":
         save(tmp_path, 5, *([] if others == "sealed" else [unsealed]), content_metadata=STOCKS)
         save(tmp_path, 3, unsealed, content_metadata=STOCKS)

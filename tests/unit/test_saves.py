@@ -1,4 +1,4 @@
-"""No save loses a checkpoint: killed anywhere, on a full disc, two runs at once, over one that is there."""
+"""No save loses a checkpoint: if killed anywhere, on a full disk, with two runs at once, over an existing one."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 def end_process() -> None:
-    """What its end does to a process's state."""
+    """Reset the process state that a killed process would lose."""
     saves._begun.clear()
     while saves._locks:
         os.close(saves._locks.popitem()[1])
@@ -41,7 +41,7 @@ def files_of(folder) -> dict[str, str]:
 
 
 def killed_at(count, monkeypatch, act) -> bool:
-    """Whether `act` was killed, at its count-th change to the file system; of a file's bytes only half are written."""
+    """Kill `act` at its count-th change to the file system, after half a file's bytes; whether it was killed."""
     changes = 0
 
     def dying(stock, half=False):
@@ -70,7 +70,7 @@ def killed_at(count, monkeypatch, act) -> bool:
 
 @pytest.mark.parametrize("which", ["ours", "stock's"])
 def test_killed_at_every_point_of_a_save_over_the_only_checkpoint(load, tmp_path, monkeypatch, which):
-    """The next run finds the old one, or the new one, whole."""
+    """The next run finds the old or the new checkpoint intact."""
     kills = 0
     for count in range(1, 60):
         folder = tmp_path / str(count)
@@ -84,7 +84,7 @@ def test_killed_at_every_point_of_a_save_over_the_only_checkpoint(load, tmp_path
         end_process()
         later = 1
         while killed_at(later, monkeypatch, lambda folder=folder: saves.claim(str(folder))):
-            later += 1  # the next run is killed as it begins, each time a little later
+            later += 1  # the next run is killed while it starts, each time a little later
             end_process()
         assert load(folder) == 10, count
         verify(checkpoint)
@@ -98,14 +98,14 @@ def test_killed_at_every_point_of_a_save_over_the_only_checkpoint(load, tmp_path
 
 
 def test_killed_when_it_had_sealed_what_nothing_was_put_aside_for(load, tmp_path):
-    """A save over what another had left, killed before its mark went: the next run finds it whole."""
+    """A save over an unfinished one was killed after it had sealed, before it removed its mark."""
     (save(tmp_path, 10) / "unsealed").touch()
     saves.claim(str(tmp_path))
     assert load(tmp_path) == 10
 
 
 def test_other_ranks_wait_for_what_rank_0_puts_back(one_rank, tmp_path, monkeypatch):
-    """Each reads the checkpoint's arguments as it begins, with --use-checkpoint-args."""
+    """With --use-checkpoint-args each rank reads the checkpoint's arguments when it starts."""
     checkpoint = save(tmp_path, 10)
     before, count = files_of(checkpoint), 1
     while (checkpoint / ".metadata").exists():
@@ -115,7 +115,7 @@ def test_other_ranks_wait_for_what_rank_0_puts_back(one_rank, tmp_path, monkeypa
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(saves, "_PATIENCE", 0)
     saves.claim(str(tmp_path))
-    assert not (checkpoint / ".metadata").exists() and not saves._locks  # it does nothing itself, and not for ever
+    assert not (checkpoint / ".metadata").exists() and not saves._locks  # it moves nothing, and stops waiting
     naps = []
 
     def nap(seconds):
@@ -139,7 +139,7 @@ def test_other_ranks_wait_for_what_rank_0_puts_back(one_rank, tmp_path, monkeypa
 
 
 def test_a_killed_save_is_cleared_away(load, tmp_path):
-    """A smaller run saves where a larger one was killed: nothing of that is in the new checkpoint."""
+    """A smaller run saves where a larger one was killed: the new checkpoint has none of the old files."""
     save(tmp_path, 5)
     checkpoint = tmp_path / "iter_0000010"
     checkpoint.mkdir()
@@ -151,13 +151,13 @@ def test_a_killed_save_is_cleared_away(load, tmp_path):
 
 
 def full_disc(monkeypatch, at, error=(28, "No space left on device")):
-    """Writing the file `at` fails from here on."""
+    """Make every write to the file `at` fail."""
     import io
 
     def no_room(stock):
         def write(path, *args, **kwargs):
             if at in str(path) and {*"wx"} & {*(args[0] if args else kwargs.get("mode", "r"))}:
-                stock(path, *args, **kwargs).close()  # there is a name, and nothing in it
+                stock(path, *args, **kwargs).close()  # the file exists and is empty
                 raise OSError(*error)
             return stock(path, *args, **kwargs)
 
@@ -191,7 +191,7 @@ def test_a_full_disc(load, tmp_path, monkeypatch, at, over):
 @pytest.mark.parametrize("fails", ["mkdir", "touch", "rename"])
 @pytest.mark.parametrize("which", ["ours", "stock's"])
 def test_what_cannot_be_put_aside_stays(load, tmp_path, monkeypatch, which, fails):
-    """Of stock's, which has no seal, the files were taken for those of a save that was not finished."""
+    """A stock checkpoint has no seal, so its files once counted as an unfinished save's."""
     hook, contents = (None, {}) if which == "ours" else (unsealed, {"content_metadata": STOCKS})
     checkpoint = save(tmp_path, 10, hook, **contents)
     before = files_of(checkpoint)
@@ -213,7 +213,7 @@ def test_what_cannot_be_put_aside_stays(load, tmp_path, monkeypatch, which, fail
 
 
 def test_an_asynchronous_save_that_fails(load, tmp_path, monkeypatch):
-    """What Megatron does later, and what has been begun, is given up."""
+    """If Megatron fails later in the save, the begun checkpoint is given up too."""
     save(tmp_path, 10)
     requests = []
 
@@ -265,7 +265,7 @@ HOLD = "import sys, time; from megatron_fp8.checkpoint import saves; saves.claim
 
 
 def test_two_runs_of_one_folder(tmp_path):
-    """The second is refused until the first has ended, however it ended and whatever it has started."""
+    """The second is refused until the first has ended, in any way, even if its child processes still run."""
     child = "import subprocess; subprocess.Popen(['sleep', '60']); time.sleep(60)"
     command = [sys.executable, "-W", "ignore", "-c", HOLD + child, str(tmp_path)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
@@ -284,8 +284,8 @@ def test_two_runs_of_one_folder(tmp_path):
 
 
 def test_a_run_that_ends_leaves_no_lock(tmp_path):
-    """Refused after it has begun, not even the folders that it made; done, its checkpoints; a second one, the first's
-    lock."""
+    """A refused run leaves not even the folders that it made, a finished one its checkpoints, a second run the first
+    run's lock."""
     script, log = tmp_path / "run.py", tmp_path / "log"
 
     def run(then: str) -> int:
@@ -339,7 +339,7 @@ def test_a_folder_that_only_rank_0_sees(one_rank, tmp_path, monkeypatch, flag):
 
 
 def test_a_run_without_a_level_saves_over_ours(load, tmp_path):
-    """Its seal would be that of other files."""
+    """Its old seal would be for other files."""
     checkpoint = save(tmp_path, 10)
     save(tmp_path, 10, saves.unseal_saves, content_metadata=STOCKS)
     assert not (checkpoint / SEAL).exists() and load(tmp_path) == 10
@@ -349,7 +349,7 @@ def test_a_run_without_a_level_saves_over_ours(load, tmp_path):
 
 @pytest.mark.parametrize("written", ["", "garbage", "-1", "1e1", "\x00"])
 def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
-    """With --save-retain-interval Megatron reads it after a save."""
+    """With --save-retain-interval Megatron reads the tracker after a save."""
     for folder in (tmp_path, tmp_path / "non_persistent"):
         save(folder, 10)
         (save(folder, 20) / SEAL).rename(folder / "iter_0000020/unsealed")
@@ -368,7 +368,7 @@ def test_a_tracker_without_a_number_is_mended(load, tmp_path, written):
 
 
 def test_the_first_save_beside_a_converted_checkpoint(load, tmp_path):
-    """With --save-retain-interval Megatron reads what the tracker says with int(), and then writes it."""
+    """With --save-retain-interval Megatron reads the tracker with int(), and then writes it."""
     save(tmp_path, 0).rename(tmp_path / "release")
     (tmp_path / TRACKER).write_text("release")
     assert load(tmp_path) == 0
@@ -385,7 +385,7 @@ def test_the_first_save_beside_a_converted_checkpoint(load, tmp_path):
 
 
 def test_the_newest_whole_non_persistent_checkpoint_is_kept(one_rank, tmp_path):
-    """Megatron makes room before it saves, and would keep the newest, which an interrupted save left."""
+    """Megatron deletes old checkpoints before it saves, and would keep only the newest, an interrupted save's."""
     import megatron.training.checkpointing as checkpointing
 
     cleanup = saves.keep_newest_whole(checkpointing.cleanup_old_non_persistent_checkpoint)

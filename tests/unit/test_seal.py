@@ -1,4 +1,4 @@
-"""Checkpoints with anything wrong in them are refused, in one line that names the file and where to go on from."""
+"""A damaged checkpoint is refused, in one line that names the file and a checkpoint to resume from."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_every_damage_of_every_file_is_refused(load, folder, name, damage):
         data = bytearray(whole)
         damage(data, random.randrange(len(data)))
         if data == whole or (name == SEAL and reads_as(data, whole)):
-            continue  # other white space is no damage
+            continue  # a change of white space is not damage
         path.write_bytes(data)
         line = line_of(lambda: load(folder))
         assert line.startswith(f"--load {folder}: iter_0000010/{name} is damaged"), line
@@ -121,7 +121,7 @@ def test_of_a_seal_without_an_end_only_the_beginning_is_read(load, folder):
 
 
 def test_without_seal_and_metadata_it_is_no_interrupted_save(load, folder):
-    """The tracker names it: it was finished."""
+    """The tracker names it, so it was finished."""
     for name in (SEAL, "metadata.json"):
         (folder / "iter_0000010" / name).unlink()
     assert "iter_0000010/metadata.json is missing; iter_0000005 is intact: add" in line_of(lambda: load(folder))
@@ -177,7 +177,7 @@ def test_a_seal_that_is_no_json(load, folder, text):
 
 
 def test_files_that_were_not_sealed(load, folder):
-    """Those that Megatron would read in place of the sealed ones are refused, others are nobody's business."""
+    """A file that Megatron would read instead of a sealed one is refused; other extra files are ignored."""
     (folder / "iter_0000010/notes.txt").write_text("the good one")
     (folder / "iter_0000010/__7_0.distcp").write_bytes(b"left over")
     (folder / "iter_0000010/hf").mkdir()
@@ -191,7 +191,7 @@ def test_files_that_were_not_sealed(load, folder):
 
 
 def test_stocks_own_seal_and_none(load, folder):
-    """Megatron's --verify-integrity writes the same file; checkpoints of stock need none."""
+    """Megatron's --verify-integrity writes the same file; a stock checkpoint needs none."""
     checkpoint = save(folder, 15, unsealed, verify_integrity=True, content_metadata=STOCKS)
     assert load(folder) == 15
     data = bytearray((checkpoint / "__0_0.distcp").read_bytes())
@@ -212,7 +212,7 @@ def test_no_other_is_whole(load, folder):
 
 
 def test_a_file_newer_than_the_seal(load, folder):
-    """What a run of stock Megatron leaves that saved over a checkpoint of ours; its own stays readable."""
+    """A stock run has saved over one of our checkpoints; its own checkpoint stays readable."""
     save(folder, 10, unsealed, content_metadata=STOCKS)
     seal = folder / "iter_0000010" / SEAL
     os.utime(seal, (1, 1))
@@ -269,7 +269,7 @@ def test_non_persistent_checkpoints(load, folder, tmp_path, elsewhere):
 
 
 def test_before_there_is_a_process_group(load, folder, monkeypatch):
-    """--use-checkpoint-args: every process for itself."""
+    """With --use-checkpoint-args every process verifies for itself."""
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert load(folder) == 10
     for name in FILES[:3]:
@@ -279,7 +279,7 @@ def test_before_there_is_a_process_group(load, folder, monkeypatch):
         assert f"iter_0000010/{name} is damaged" in line_of(lambda: load(folder)), name
         path.write_bytes(whole)
     monkeypatch.setattr("megatron_fp8.checkpoint.seal._CHUNK", 1000)
-    (folder / "iter_0000010/__0_0.distcp").write_bytes(bytes(5000))  # large: hashed when there is a group
+    (folder / "iter_0000010/__0_0.distcp").write_bytes(bytes(5000))  # large: hashed only in a process group
     verify(folder / "iter_0000010", everything=False)
     with pytest.raises(Broken, match=r"/__0_0\.distcp is damaged"):
         verify(folder / "iter_0000010")
@@ -297,7 +297,7 @@ def test_ours_without_a_seal(load, folder):
 
 @pytest.mark.parametrize("written", ["", "15", "20", "-1", "1e1", "garbage", "\x00" * 8, "٣", "9" * 5000, None])
 def test_an_interrupted_save_is_passed_over(load, folder, written, capsys):
-    (save(folder, 15) / "unsealed").touch()  # saved over, and killed
+    (save(folder, 15) / "unsealed").touch()  # a save over it was killed
     shutil.copytree(folder / "iter_0000005", folder / "iter_0000099_copy")
     shutil.copytree(folder / "iter_0000005", folder / "iter_00000098")
     tracker = folder / TRACKER
@@ -307,7 +307,7 @@ def test_an_interrupted_save_is_passed_over(load, folder, written, capsys):
     assert f"--load {folder}: the last save was interrupted; going back to iter_0000010" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == before  # loading writes nothing
     (folder / "iter_0000010/metadata.json").write_text("{")
-    assert "iter_0000010/metadata.json is damaged" in line_of(lambda: load(folder))  # refused, not passed over
+    assert "iter_0000010/metadata.json is damaged" in line_of(lambda: load(folder))  # refused, not skipped
 
 
 def test_an_empty_folder_and_one_where_nothing_is_left(load, tmp_path):
@@ -322,7 +322,7 @@ def test_an_empty_folder_and_one_where_nothing_is_left(load, tmp_path):
 
 @pytest.mark.parametrize("name", ["iter_0000005", "latest", "release"])
 def test_one_checkpoints_own_folder(load, folder, name):
-    """Which convert takes; Megatron would begin anew with it."""
+    """convert accepts such a folder; Megatron would start anew."""
     own = folder / name
     if name == "latest":
         own.symlink_to(folder / "iter_0000005")
@@ -344,7 +344,7 @@ def test_a_file_is_no_folder_of_checkpoints(load, folder):
 
 @pytest.mark.parametrize(("where", "tracker"), [("", True), ("", False), ("non_persistent", True), ("elsewhere", True)])
 def test_what_an_interrupted_save_has_put_aside(load, tmp_path, where, tracker):
-    """It is whole, and a run that saves there has it again: not one to begin anew beside."""
+    """It is complete, and a run that saves there restores it: another run must not start anew beside it."""
     saved = tmp_path / where
     checkpoint = save(saved, 10)
     (checkpoint / "unsealed").touch()
@@ -377,7 +377,7 @@ def test_folders_that_are_links_or_read_only(load, folder, tmp_path):
 
 
 def test_a_run_without_a_level(load, folder):
-    """It may take the weights of a level, if they are whole, and no optimizer state."""
+    """It may load a level's weights if they are intact, but no optimizer state."""
     from argparse import Namespace
 
     from megatron_fp8.checkpoint.loads import refuse_levels
@@ -405,7 +405,7 @@ def test_without_tracker_a_pretrained_checkpoint_is_not_begun_with_again(folder,
     assert exists(str(folder)) and not exists(None)
     (folder / TRACKER).unlink()
     assert exists(str(folder)) and not exists(str(tmp_path))
-    assert exists(str(folder / "iter_0000005"))  # whose mistake is said by what loads it
+    assert exists(str(folder / "iter_0000005"))  # loading it then reports the mistake
 
 
 def test_a_flag_is_named_by_its_whole_folder(folder):

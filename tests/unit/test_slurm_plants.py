@@ -1,6 +1,6 @@
-"""What others plant where a job's script looks: nothing of it runs, is followed or counts, and no line is forged.
+"""Hostile files where a job's script looks: none is run, followed or counted, and no log line is forged.
 
-Each plant would make a file PROOF, if a shell, sed or an arithmetic expression took it for its own.
+Each would make a file PROOF if a shell, sed or an arithmetic expression executed it.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def files(folder, **contents):
 
 
 def begins(job) -> int:
-    """The step from which the script would go on; it ends before it trains."""
+    """The step that the script would resume from; it ends before it trains."""
     with contextlib.suppress(FileNotFoundError):
         (job.records / "starts").unlink()
     code, notes = job(more={"SLURM_JOB_END_TIME": "9"})
@@ -58,7 +58,7 @@ def begins(job) -> int:
 
 
 def test_a_lock_that_leads_anywhere(job):
-    """One that names no job is refused, in one line; in the path before a job's number it is a name."""
+    """A lock that names no job is refused, in one line; other text in its path is only a name."""
     checkpoint(job.save / "iter_0000009")
     for command in COMMANDS:
         (job.save / "lock").symlink_to(f"/r/{command}/job-6")
@@ -79,7 +79,7 @@ def test_a_lock_of_this_number_in_another_folder(job):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can play another user")
 def test_a_lock_of_another_users_job_that_slurm_does_not_show(job):
-    """Where jobs are private, Slurm says "invalid job id" of one that runs."""
+    """If jobs are private, Slurm says "invalid job id" for a running one."""
     job.save.mkdir(parents=True)
     (job.save / "lock").symlink_to("/r/job-6")
     os.chown(job.save / "lock", 12345, 12345, follow_symlinks=False)
@@ -132,7 +132,7 @@ def test_a_tracker_that_is_none(job):
 
 
 def test_a_tracker_that_names_no_checkpoint_is_no_progress(job):
-    """An empty folder neither, nor one that a save has begun."""
+    """Neither does an empty folder or an unfinished save."""
     for number in ["0000099", *(number for number, _ in DONE)]:
         (job.save / f"iter_{number}").mkdir(parents=True, exist_ok=True)
         (job.save / TRACKER).write_text(number)
@@ -173,7 +173,7 @@ NUMBERS = ["ITERATIONS", "MAX_RESTARTS", "MAX_STALLS", "WARNING", "SLURM_RESTART
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_the_environment(job, name):
-    """In the script that people submit by hand."""
+    """For the script that people submit by hand."""
     path = ROOT / "scripts/slurm/train.sbatch"
     given = {"ITERATIONS": "9", "FOLDER": str(job.save.parent), "SAVE": str(job.save)}
     for command in ("a[$(touch PROOF)]", "7 || touch PROOF", "x\ntouch PROOF\n", "²", "9" * 20):
@@ -200,7 +200,7 @@ def test_words_of_the_environment(job):
 
 
 def test_what_slurm_says(job):
-    """Of a job's name, say, which any user chooses."""
+    """For example a job's name, which any user chooses."""
     job.save.mkdir(parents=True)
     for command in COMMANDS[::2]:
         (job.save / "lock").symlink_to("/r/job-6")
@@ -228,7 +228,7 @@ def test_values_of_a_file_of_flags(job):
 
 @pytest.mark.parametrize("plant", ["link", "dangling link", "file"])
 def test_records_that_were_there_before(job, tmp_path, plant):
-    """Written through a link, they would replace files of this user's."""
+    """Through a link they would replace this user's files."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home/command.txt").write_text("mine")
     job.records.parent.mkdir()
@@ -259,7 +259,7 @@ def test_records_are_this_users_alone_to_write(job):
 
 @pytest.mark.parametrize("plant", ["link", "open to all", "another user's"])
 def test_a_folder_of_compiled_kernels_that_another_user_made(job, tmp_path, plant):
-    """They would be loaded, and run."""
+    """A task would load and run them."""
     folder = job.fake / f"megatron_fp8-{os.getuid()}"
     (tmp_path / "theirs").mkdir(mode=0o700)
     if plant == "link":
@@ -302,7 +302,7 @@ def test_a_lock_that_is_removed_while_the_job_trains_is_made_again(job):
 
 
 def test_a_job_whose_lock_another_one_has_taken_is_killed_and_does_not_come_back(job):
-    """It saves nothing more: of two that write one checkpoint none has it."""
+    """It saves nothing more: two jobs that write one checkpoint destroy it."""
     faster_sleep(job)
     (job.fake / "scancel").write_text('#!/bin/bash\necho "$*" >>"$FAKE/scancel.log"; kill -KILL "$(cat "$FAKE/pid")"\n')
     until = 'until [[ -s "$FAKE/pid" ]]; do /bin/sleep 0.05; done'

@@ -1,6 +1,6 @@
-"""What a job's script does, with Slurm's commands played by others (slurm_jobs.py).
+"""A job's script, with fakes instead of Slurm's commands (slurm_jobs.py).
 
-On a real Slurm: tests/cpu/test_slurm.py. What others plant: test_slurm_plants.py.
+tests/cpu/test_slurm.py runs it on a real Slurm; test_slurm_plants.py has hostile files.
 """
 
 import json
@@ -45,7 +45,7 @@ def test_only_whole_checkpoints_are_progress(job, code, seal):
     failed = "failed: 3 starts from step 0 saved no later step; submit it again when that is fixed"
     ended, notes = job(code=code, seal=seal, restarts=2)
     assert ended == 1 and notes[1:] == [f"ended with code {code}; step 0 of 9 is saved", failed]
-    assert job(restarts=3) == (1, [failed]) and requeues(job) == 2  # however the third start ended
+    assert job(restarts=3) == (1, [failed]) and requeues(job) == 2  # for any end of the third start
 
 
 def test_a_sealed_checkpoint_with_a_save_under_way_is_none(job):
@@ -64,12 +64,12 @@ def test_a_copy_of_a_checkpoint_is_none(job, copy):
 
 
 def test_who_turns_the_tracker_back_goes_on_from_there(job):
-    """As loads.py does."""
+    """As in loads.py."""
     job()
     checkpoint(job.save / "iter_0000003")
     (job.save / "latest_checkpointed_iteration.txt").write_text("3\n")
     assert job(restarts=1)[1][0].startswith("start 1 on node[1-2], from step 3 of 9")
-    (job.save / "latest_checkpointed_iteration.txt").write_text("4")  # which is not there
+    (job.save / "latest_checkpointed_iteration.txt").write_text("4")  # there is no such checkpoint
     assert job(restarts=2)[1][0].startswith("start 2 on node[1-2], from step 5 of 9")
 
 
@@ -87,19 +87,19 @@ def test_a_crash_after_a_save_is_requeued_and_a_mistake_is_not(job):
 
 
 def test_what_passes_is_no_mistake(job):
-    """flags/usage.py says so in the same file."""
+    """flags/usage.py writes that to the same file."""
     said = json.dumps({"message": {"extraInfo": {"passing": True}}})
     before_the_task(job, f"echo '{said}' >{job.records}/mistake.json")
     assert job(code=1, seal="metadata.json")[1][-1] == "requeued, to resume from step 0"
 
 
 def test_what_hangs_does_not_end_the_job(job):
-    """Slurm does not bring back a job that its time limit ends: the step is killed before."""
+    """Slurm does not requeue a job that its time limit ends, so the step is killed before it."""
     (job.fake / "scancel").write_text('#!/bin/bash\necho "$*" >>"$FAKE/scancel.log"; kill -KILL "$(cat "$FAKE/pid")"\n')
     (job.fake / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.1\n")
     (job.fake / "sleep").chmod(0o755)
-    before_the_task(job, "exec 2>/dev/null")  # what bash says of a task that was killed
-    # Two hours pass as the task begins.
+    before_the_task(job, "exec 2>/dev/null")  # hide bash's message about a killed task
+    # Two hours pass when the task starts.
     date = 'if [[ $1 == +%s && -e $FAKE/pid ]]; then echo $(($(/bin/date +%s) + 7200)); else exec /bin/date "$@"; fi'
     (job.fake / "date").write_text(f"#!/bin/bash\n{date}\n")
     (job.fake / "date").chmod(0o755)
@@ -110,7 +110,7 @@ def test_what_hangs_does_not_end_the_job(job):
 
 
 def test_a_start_without_time_to_train(job):
-    """Of sbatch --time=10, say: told to stop from its first second, each start would train one step."""
+    """For example sbatch --time=10: warned from its first second, each start would train one step."""
     code, notes = job(more={"SLURM_JOB_END_TIME": str(int(time.time()) + 590)})
     line = r"not started: 5\d\d seconds of its time are left, and it stops 600 seconds before their end; raise --time"
     assert code == 2 and re.fullmatch(line, notes[0])
@@ -146,7 +146,7 @@ def test_an_exit_file(job):
 
 
 def test_a_warning_reaches_the_task(job, tmp_path):
-    """A user's, by USR2; Slurm's own is USR1."""
+    """A user sends USR2; Slurm sends USR1."""
     before_the_task(job, '(until [[ -e "$FAKE/pid" ]]; do sleep 0.1; done; kill -USR2 $PPID) &')
     _, notes = job(wait="yes")
     told = ["told to stop: the tasks save and end", "ended with code 0; step 5 of 9 is saved"]
@@ -169,7 +169,7 @@ def test_what_a_task_is_given(job, tmp_path):
     job(first=["--load", "there", "--finetune"], restarts=1, more={"SLURM_JOB_END_TIME": "", "FAKE_END": "Unknown"})
     assert task(job)[0] == [*flags, "--load", str(job.save), *own[:-1]]
     job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 655)})
-    assert task(job)[0][-1] == "8"  # of ten minutes four fifths
+    assert task(job)[0][-1] == "8"  # four fifths of ten minutes
 
 
 HELD = "not started: job 6 ({}) holds {}/lock: scancel 6, or train into another folder"
@@ -185,7 +185,7 @@ HELD = "not started: job 6 ({}) holds {}/lock: scancel 6, or train into another 
     ],
 )
 def test_a_second_job_of_a_checkpoint_folder_is_refused(job, said, state):
-    """Before it trains, and without a start that would count."""
+    """Before it trains, and the start does not count."""
     job.save.mkdir(parents=True)
     (job.save / "lock").symlink_to(job.records.with_name("job-6"))
     (job.fake / "state-6").write_text(f"{said}\n")
@@ -208,17 +208,17 @@ def test_a_lock_of_a_job_that_runs_no_more_is_taken_over(job, state):
 def test_a_lock_is_held_while_the_tasks_run_and_no_longer(job):
     before_the_task(job, 'readlink "$FAKE/../job/save/lock" >"$FAKE/held"')
     (job.save / "lock").parent.mkdir(parents=True)
-    (job.save / "lock").symlink_to(job.records)  # its own, of a start that was killed
+    (job.save / "lock").symlink_to(job.records)  # its own lock, from a killed start
     for restarts, step in enumerate((5, 9)):
         job(step=step, restarts=restarts)
         assert (job.fake / "held").read_text() == f"{job.records}\n"
         assert not (job.save / "lock").is_symlink()
     job(restarts=2)
-    assert not (job.save / "lock").is_symlink()  # of a start that had nothing to do
+    assert not (job.save / "lock").is_symlink()  # this start had nothing to do
 
 
 def test_a_lock_that_another_job_takes_over_meanwhile_is_left_to_it(job):
-    """Both found job 6 gone; the other one, 8, was faster."""
+    """Both jobs found job 6 ended; the other one, 8, was faster."""
     job.save.mkdir(parents=True)
     (job.save / "lock").symlink_to(job.records.with_name("job-6"))
     (job.fake / "state-8").write_text("JobId=8 JobName=x JobState=RUNNING Reason=None\n")
@@ -268,23 +268,23 @@ def test_a_container(job, tmp_path):
 
 
 def test_an_images_variables_do_not_come_before_the_jobs(job):
-    """As pyxis sets them; and sbatch's --export=NONE, which srun takes over, does not come before them either."""
+    """As pyxis sets them; sbatch's --export=NONE, which srun inherits, does not override them either."""
     before_the_task(job, 'export NEW=images SHELLS=images MASTER_PORT=61007')
     before_the_task(job, '[[ " $* " == *" --export=ALL "* ]] || exit 3')
     assert job()[1][1] == "ended with code 0; step 5 of 9 is saved"
     variables = task(job)[1]
     assert (variables["NEW"], variables["SHELLS"], variables["MASTER_PORT"]) == ("it's {new}", "shell", "20049")
-    assert "it's {new}" not in (job.fake / "srun.log").read_text()  # where others may read it
+    assert "it's {new}" not in (job.fake / "srun.log").read_text()  # other users may read that log
 
 
 def test_the_network_between_nodes_is_named(job):
-    """That of this start: what NCCL said in an earlier one is gone."""
+    """It is this start's: NCCL's log of an earlier start is gone."""
     job.records.mkdir(parents=True)
     (job.records / "nccl.txt").write_text("Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0\n")
     nccl = f'echo "Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0" >>"{job.records}/nccl.txt"'
-    wait = 'until grep -q "that is TCP" "$FAKE/said"; do sleep 0.1; done'  # a job that ended at once would not say it
+    wait = 'until grep -q "that is TCP" "$FAKE/said"; do sleep 0.1; done'  # a job that ends at once would not log it
     before_the_task(job, f"{nccl}\n{wait}")
-    (job.fake / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.1\n")  # it looks every 20 seconds
+    (job.fake / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.1\n")  # the script looks every 20 seconds
     (job.fake / "sleep").chmod(0o755)
     notes = job(more={"SLURM_NNODES": "2"})[1]
     assert "NCCL between nodes: via NET/Socket" in notes

@@ -1,4 +1,4 @@
-"""state_dict() of a model whose weights are E4M3: values in BF16 out, values in, and no codes."""
+"""state_dict() of a model with E4M3 weights returns and loads BF16 values, never codes."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ class Plain(torch.nn.Module):
 
 
 class Linear(_OwnedLinear, Plain):
-    """What our linears add to stock's, without the product."""
+    """A linear with our additions to stock's, without the GEMM."""
 
 
 def linear(group, storage: str, seed: int = 0) -> Linear:
@@ -31,8 +31,8 @@ def test_values_come_out(storage, group):
     ours = linear(group, storage)
     found = ours.state_dict(prefix="fc1.")["fc1.weight"]
     assert found.dtype == torch.bfloat16 and torch.equal(found, ours.owned.dense())
-    assert found.float().abs().max() < 0.2  # not codes, thousands of times as large
-    kept = ours.state_dict(keep_vars=True)["weight"]  # stock's sharded_state_dict asks so
+    assert found.float().abs().max() < 0.2  # codes would be thousands of times as large
+    kept = ours.state_dict(keep_vars=True)["weight"]  # as stock's sharded_state_dict calls it
     assert torch.equal(kept, found) and ours.owned.in_model_state() is kept
     assert storage == "fp8" or kept is ours.weight
 
@@ -54,7 +54,7 @@ def test_what_came_out_of_one_model_goes_into_another(group):
     first, second = linear(group, "fp8"), linear(group, "fp8", seed=1)
     second.load_state_dict(first.state_dict())
     difference = (second.state_dict()["weight"].float() - first.state_dict()["weight"].float()).abs()
-    assert (difference > 0).float().mean() < 0.01  # what is dithered past the middle between two codes
+    assert (difference > 0).float().mean() < 0.01  # values that dither moves past the middle between two codes
 
 
 @pytest.mark.parametrize("storage", ["fp8", "bf16"])

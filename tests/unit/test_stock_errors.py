@@ -1,4 +1,4 @@
-"""Stock Megatron's own checks in one line: real ones, raised by its validation, and what keeps its traceback."""
+"""Failed checks of stock Megatron become one line; other errors keep their traceback. Real checks of its validation."""
 
 import sys
 
@@ -51,7 +51,7 @@ WRONG = [  # (world size, flags, how the line begins)
 
 @pytest.fixture
 def line_of(parser, parse, monkeypatch):
-    """The line of what parsing, adapting, validating and configuring raise."""
+    """The line for the error of parsing, adapting, validating or configuring."""
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import validate_args
 
@@ -88,7 +88,7 @@ def test_a_check_that_fails_is_one_line(world_size, flags, start, line_of):
 def test_an_operation_that_fails_keeps_its_traceback(line_of, monkeypatch):
     from megatron.training import arguments
 
-    monkeypatch.setattr(arguments, "warn_rank_0", None)  # a bug: it is called
+    monkeypatch.setattr(arguments, "warn_rank_0", None)  # a bug: Megatron calls None
     assert line_of(1, "--sequence-parallel") is None
 
 
@@ -113,7 +113,7 @@ def test_so_does_what_others_raise():
 
 @pytest.fixture
 def module(tmp_path):
-    """module(name, text, **names): a module's namespace, made of a file."""
+    """module(name, text, **names): the namespace of a module that is made from a file."""
 
     def module(name, text, **names):
         file = tmp_path / f"{name.rpartition('.')[2]}.py"
@@ -149,7 +149,7 @@ def test_after_the_first_step_everything_keeps_its_traceback(module):
     stock = module("megatron.training.training", TRAINING)
     assert stock_mistake(error_of(stock["train"], 4, 4)) is not None
     assert stock_mistake(error_of(stock["train"], 4, 3)) is None
-    assert stock_mistake(error_of(stock["pretrain"], 3)) is None  # in what follows the loop
+    assert stock_mistake(error_of(stock["pretrain"], 3)) is None  # the error comes after the loop
     assert error_of(stock["pretrain"], 0) is None
 
 
@@ -180,7 +180,7 @@ def test_a_callback_that_asks_for_what_megatron_refuses_is_seen(module):
     for where, seen in ((script, True), (ours, True), (plugin, False)):
         error = error_of(stock["build"], where["provide"])
         assert stock_mistake(error) is not None and through_callback(error) is seen
-    assert not through_callback(error_of(script["provide"]))  # nobody called it back
+    assert not through_callback(error_of(script["provide"]))  # it is not a callback
     assert not through_callback(error_of(stock["check"], 0))
 
 
@@ -220,7 +220,7 @@ class Optimizer:
 
 
 def test_only_flags_that_were_given_are_named(module, parser, monkeypatch):
-    """As of a resumption of stock's distributed optimizer with torch's Adam, whose state is empty then."""
+    """For example stock's distributed optimizer with torch's Adam, whose state is empty when it resumes."""
     monkeypatch.setattr(stock_errors, "_flags", {})
     remember_flags(parser)
     optimizer = module("megatron.core.optimizer.distrib_optimizer", STATES)["Optimizer"]()

@@ -1,6 +1,6 @@
-"""What Megatron does not check and fails at is one line: the flag, its value, a remedy with which the line is gone.
+"""Flags with which Megatron would crash give one line: the flag, its value, and a remedy that works.
 
-tests/cpu/test_stock_fault_runs.py has that stock Megatron fails there, and that the remedies train.
+tests/cpu/test_stock_fault_runs.py tests that stock Megatron crashes there, and that the remedies train.
 """
 
 import sys

@@ -16,14 +16,14 @@ from megatron_fp8.flags.config import adapt_stock_args, config_from_args
 from megatron_fp8.flags.stock import ADAPTED, HONOURED, IRRELEVANT, NOTED, REFUSED, TABLE, plain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ADD_ONS = {  # flags that Megatron has only where another package is installed
+ADD_ONS = {  # flags that Megatron has only if another package is installed
     "--kitchen-config-file",
     "--kitchen-recipe-number",
     "--modelopt-enabled",
     "--export-kd-teacher-load",
 }
 LOOKS_NUMERIC = re.compile("fp8|fp4|mxfp|nvfp|amax|quant|kitchen|precision|wgrad|-dtype|bf16|fp16")
-BESIDE = {  # what stands behind a flag with which no step is a graph
+BESIDE = {  # the value of a flag that prevents step graphs
     "--fp8-emulate": ["E8M3"],
     "--num-experts": ["4", "--disable-bias-linear"],
     "--sft": ["--fp8-attention", "te"],
@@ -40,7 +40,7 @@ BESIDE = {  # what stands behind a flag with which no step is a graph
     "--skip-train": [],
     "--fp8-sharpness-eval": ["x"],
 }
-COMPANIONS = {  # what a flag, or one row of it, needs beside it to have an effect
+COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an effect
     "--num-layers-at-start-in-bf16": ["--first-last-layers-bf16"],
     "--num-layers-at-end-in-bf16": ["--first-last-layers-bf16"],
     "--ckpt-format": ["--save", "somewhere"],
@@ -126,7 +126,7 @@ def samples(row, parser, parse):
     ],
 )
 def test_a_graph_of_whole_steps(spelling, parse, monkeypatch):
-    """Whatever graph is asked for; Megatron then sets up its random numbers for it."""
+    """For any graph that is asked for; Megatron then sets up its random numbers for it."""
     args = parse(*O1, *spelling.split())
     without = copy.copy(args)
     monkeypatch.setattr(graphs, "can_record", lambda: True)

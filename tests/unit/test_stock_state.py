@@ -1,4 +1,4 @@
-"""Groups of stock's parameters that a checkpoint has, as a run takes them over (checkpoint/stock_state.py)."""
+"""How a run loads a checkpoint's groups of stock parameters (checkpoint/stock_state.py)."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def taken(monkeypatch, group: dict, override: bool = False) -> dict:
 
 
 def test_adams_numbers_are_the_runs(monkeypatch):
-    """As of linears, whose engine reads the flags; the rest is the checkpoint's."""
+    """Adam's settings come from the flags, as for linears; the rest comes from the checkpoint."""
     assert taken(monkeypatch, OWN | {"lr": 5e-5}) == OWN
 
 
@@ -29,7 +29,7 @@ def test_a_schedule_is_the_runs_where_it_is_asked_for(monkeypatch):
 
 
 def test_the_checkpoints_schedule_where_it_is_asked_for(monkeypatch):
-    """For linears too, whose groups are the engine's."""
+    """For linears too: their groups are the engine's."""
 
     def taken_by(asked: bool, *saved: dict) -> dict:
         args = SimpleNamespace(use_checkpoint_opt_param_scheduler=asked)

@@ -1,4 +1,4 @@
-"""The tracker is read in one place: whatever lies there, a run says one line or goes on from a whole checkpoint."""
+"""The tracker may be anything: a run prints one line or resumes from an intact checkpoint."""
 
 import os
 import tempfile
@@ -30,7 +30,7 @@ NO_FILE = {
 }
 GARBLED = {name: lambda path, text=text: path.write_bytes(text) for name, text in NO_NUMBER.items()} | NO_FILE
 by_name = pytest.mark.parametrize("make", GARBLED.values(), ids=GARBLED.keys())
-_FILES = {name: make for name, make in GARBLED.items() if name != "a folder"}  # which has a test of its own
+_FILES = {name: make for name, make in GARBLED.items() if name != "a folder"}  # it has its own test
 by_name_but_a_folder = pytest.mark.parametrize("make", _FILES.values(), ids=_FILES.keys())
 
 
@@ -63,7 +63,7 @@ def test_one_that_names_nothing(load, tmp_path, make, capsys):
 
 @by_name_but_a_folder
 def test_one_that_is_garbled_while_a_run_saves(load, tmp_path, make):
-    """Megatron reads it with int(), with --save-retain-interval, and writes to it: into a pipe without an end."""
+    """With --save-retain-interval Megatron reads it with int() and writes to it: a pipe would block for ever."""
     def as_megatron_does(stock):
         def as_megatron(*args, **kwargs):
             saves.seal_saves(stock)(*args, **kwargs)
@@ -107,12 +107,12 @@ def test_the_one_that_megatron_writes(tmp_path):
     for written, name in {"5": "iter_0000005", "release\n": "release", "12345678": "iter_12345678"}.items():
         (tmp_path / TRACKER).write_text(written)
         assert tracked(tmp_path) == name and not is_garbled(tmp_path)
-    assert tracked(tmp_path / TRACKER) == ""  # a file in a folder's place
+    assert tracked(tmp_path / TRACKER) == ""  # a file instead of a folder
 
 
 @pytest.fixture
 def unreadable():
-    """unreadable(act): the line of what another user's process says, who may read nothing that is 0o700."""
+    """unreadable(act): the error line of another user's process, which cannot read 0o700."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
 
@@ -151,7 +151,7 @@ def test_a_tracker_that_this_user_may_not_read(unreadable):
 
 
 def test_a_pretrained_checkpoint_that_this_user_may_not_read(one_rank, unreadable):
-    """Megatron would take it for none, and the other for the one to begin with."""
+    """Megatron would find no checkpoint there and start from the other folder."""
     from megatron_fp8.checkpoint.loads import _loaded_from, find_without_tracker
 
     folder, run = unreadable

@@ -1,4 +1,4 @@
-"""flags/yaml_file.py: what a hostile file takes of memory, time and stack is bounded, in one line; by either loader."""
+"""flags/yaml_file.py bounds the memory, time and stack that a hostile file can use, with either loader."""
 
 import os
 import re
@@ -109,7 +109,7 @@ def test_nothing_else_reads_yaml(loader):
 
 
 def test_as_many_values_as_are_taken(tmp_path, loader):
-    """In time that grows with the file: each key is looked up among the others."""
+    """In linear time: each key is looked up in a set."""
     if loader == "Python":
         pytest.skip("takes seven seconds")
     path = tmp_path / "x.yaml"
