@@ -1,7 +1,7 @@
 """Refuses stock flags whose optional package is not installed, in one line before the run starts, at any level.
 
 Without the package Megatron ends in a traceback, sometimes after the first step, or logs zeros.  If Megatron itself
-warns and goes on (--tensorboard-dir), nothing is refused here; packages.py lists those packages too.
+only warns (--tensorboard-dir), nothing is refused here; packages.py lists those packages too.
 """
 
 from argparse import Namespace

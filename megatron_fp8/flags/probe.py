@@ -20,7 +20,7 @@ STEP = Flag(
 )
 FOLDER = Flag(
     "--fp8-probe-dir",
-    "The folder where --fp8-probe-step writes step-N.json, the errors of each linear.",
+    "The folder where --fp8-probe-step writes step-N.json, with the errors of each linear.",
     named("DIR"),
     needs_level=False,
 )

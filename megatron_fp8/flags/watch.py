@@ -22,8 +22,8 @@ class WatchPlan:
 
 ON_SPIKE = Flag(
     "--fp8-on-spike",
-    "Watch loss and gradient norm for spikes. log: log a spike; skip: also skip the step; bf16-fallback: run the "
-    "linears whose FP8 casts clipped in BF16 until no spike follows. Default: no watching.",
+    "Watch loss and gradient norm for spikes. log: log a spike; skip: also skip the step; bf16-fallback: use "
+    "BF16 in the linears whose FP8 casts clipped, until no spike follows. Default: no watching.",
     one_of(*ACTIONS),
     "action",
 )
