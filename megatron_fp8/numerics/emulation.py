@@ -123,7 +123,7 @@ class EmulatedFormat:
         found = re.fullmatch(rf"([^:]+)(?::({'|'.join(ROUNDINGS)}))?(?::({_SCALING}))?", text)
         if found is None:
             raise ValueError(
-                f"{text!r} is not FORMAT[:ROUNDING][:SCALING], such as E8M3, E8M3:truncate or E5M2:nearest:tensor; "
+                f"{text!r} is not FORMAT[:ROUNDING][:SCALING]: use, say, E8M3, E8M3:truncate or E5M2:nearest:tensor; "
                 f"ROUNDING {', '.join(ROUNDINGS)}; SCALING none, tensor, row, block:N"
             )
         name, rounding, scaling = found.groups()

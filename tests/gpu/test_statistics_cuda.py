@@ -127,7 +127,7 @@ def test_the_non_finite_stays_in_the_maximum(bad):
 @pytest.mark.parametrize(("payload", "scale_inv"), [((100,), ()), ((2, BLOCK), (1,)), ((2, BLOCK), (3,))], ids=str)
 def test_shapes_that_do_not_fit_are_refused(payload, scale_inv):
     x, untouched = put(torch.ones(2, BLOCK)), put(torch.zeros(3))
-    with pytest.raises(ValueError, match="payload of that shape"):
+    with pytest.raises(ValueError, match="payload of the same shape"):
         count_cast(x, put(torch.ones(payload).to(E4M3.dtype)), put(torch.ones(scale_inv)), untouched, untouched)
     assert not untouched.any()
 

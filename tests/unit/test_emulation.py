@@ -124,7 +124,7 @@ def test_formats():
 
 @pytest.mark.parametrize("name", ["E1M3", "E9M3", "E4M24", "E4M03", "E4", "M3", "E4M-1", "", "FP8", "E4M3fn"])
 def test_unknown_formats_are_refused(name):
-    with pytest.raises(ValueError, match=r"ExMy, x exponent bits 2 to 8, y mantissa bits 0 to 23"):
+    with pytest.raises(ValueError, match="ExMy, with 2 to 8 exponent bits x and 0 to 23 mantissa bits y"):
         format_named(name)
 
 
