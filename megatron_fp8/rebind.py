@@ -81,6 +81,8 @@ class Hook:
         _, optional, parameters = self.signature.rpartition(_OPTIONAL)
         if optional and original is None:
             return
+        if not callable(original):
+            raise RuntimeError(self._unknown(type(original).__name__, f"({parameters.replace(' ', ', ')}, ...)"))
         names = [name.lstrip("_") for name in inspect.signature(original).parameters]
         # An object's own method, or what stands for it, has no self.
         known_names = [name for name in parameters.split() if name != "self" or not self.of_object or name in names]
