@@ -24,7 +24,7 @@ from . import cpu, hooks
 from .engine.gemm_choice import RunGemms
 from .engine.step_end import SameEverywhere
 from .flags import graphs, log
-from .flags.checks import check_device, check_model, check_stage, set_max_connections
+from .flags.checks import check_device, check_model, check_own_config, check_stage, set_max_connections
 from .flags.config import Fp8Config, adapt_stock_args
 from .flags.probe import ProbePlan
 from .flags.sharpness import SharpnessPlan
@@ -134,7 +134,16 @@ class Run:
         from .layers.model import built_with
 
         assert self.fp8 is not None
-        return built_with(self.fp8)(stock)
+        made = built_with(self.fp8)(stock)
+        if self.parsed:
+            return made
+
+        @functools.wraps(stock)
+        def init(model, config, *rest, **kwargs):
+            check_own_config(self.args, config)
+            made(model, config, *rest, **kwargs)
+
+        return init
 
     def optimizer_built(self, stock: Callable) -> Callable:
         """get_megatron_optimizer: at a level with our part in the chain."""

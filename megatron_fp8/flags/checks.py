@@ -16,6 +16,7 @@ import torch
 from .. import cpu
 from ..errors import NoSuchFile, UserError
 from ..ranks import gathered
+from .stock import REFUSED, rows
 
 MEGATRON_SERIES = "0.19"
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -103,6 +104,21 @@ def check_model(level: str, model_chunks) -> None:
         model = unwrap_model(chunk)
         if not isinstance(model, GPTModel):
             raise _only_gpt(level, type(model).__name__)
+
+
+def check_own_config(args: Namespace, config) -> None:
+    """Raise UserError if a trainer's model configuration asks for what a level refuses as a flag (stock.py).
+
+    args: a run's, of defaults.  config: Megatron's TransformerConfig, whose fields have the names of flags' values.
+    """
+    if getattr(config, "fp8", None):
+        raise UserError(
+            f"TransformerConfig.fp8 {config.fp8}: stock's FP8, Transformer Engine's, would start beside the level's; "
+            "leave it out, and give megatron_fp8.enable() format"
+        )
+    asked = Namespace(**{name: getattr(config, name, value) for name, value in vars(args).items()})
+    for row in rows(asked, REFUSED):
+        raise UserError(f"TransformerConfig.{row.dest}: as {row.shown(asked)}: {row.note}")
 
 
 def check_stage(save: str | None, model_chunks) -> None:

@@ -285,6 +285,29 @@ def test_what_cannot_be_enabled_is_one_line_and_nothing_is_hooked(run, call, sai
     )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("fp8='hybrid'", "TransformerConfig.fp8 hybrid: stock's FP8, "),
+        ("fp8=None, fp8_recipe='mxfp8'", "TransformerConfig.fp8_recipe: as --fp8-recipe mxfp8: "),
+        ("fp4='e2m1'", "TransformerConfig.fp4: as --fp4-format e2m1: "),
+    ],
+)
+def test_a_trainers_model_that_no_level_builds_is_refused(run, wrong, said):
+    run(
+        "import types\n"
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "from megatron_fp8.errors import UserError\n"
+        "plugin.enable('O2')\n"
+        "try:\n"
+        f"    GPTModel(types.SimpleNamespace({wrong}), None, 64, 64)\n"
+        "except UserError as error:\n"
+        f"    assert str(error).startswith({said!r}) and '\\n' not in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+
+
 @pytest.mark.parametrize("first", ["plugin.install()", "plugin.enable('O1')"])
 def test_the_plugin_is_there_once(said_by, first):
     said = said_by(f"{first}\nplugin.enable('O3')")
