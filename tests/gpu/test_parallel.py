@@ -74,7 +74,7 @@ def test_a_head_is_not_deferred():
     """Only on a GPU our fused sum replaces apex's. With it Megatron could keep the head's inputs to defer its wgrad."""
     fused = [flag for flag in FLAGS if flag != "--no-gradient-accumulation-fusion"]
     runs = [
-        run_megatron(2, [*fused, *f"--fp8-level O3 {PP} --train-iters 6 {more}".split()], gpu=True, timeout=240)
+        run_megatron(2, [*fused, *f"--fp8-level O3 {PP} --train-iters 10 {more}".split()], gpu=True, timeout=240)
         for more in ("", "--defer-embedding-wgrad-compute")
     ]
     assert sum("defer-embedding-wgrad-compute: switched off" in line for line in runs[1].lines) == 1
