@@ -147,7 +147,7 @@ def write(folder: Path, name: str, title: str, content: list[Section]) -> list[P
 
 def html(title: str, content: list[Section]) -> str:
     """A self-contained page."""
-    from jinja2 import Environment  # torch depends on it
+    from jinja2 import Environment  # megatron-fp8[lab], and torch, bring it
     from markupsafe import Markup
 
     template = Environment(autoescape=True).from_string(_PAGE)
