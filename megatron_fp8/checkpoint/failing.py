@@ -1,4 +1,4 @@
-"""Prints one line if one rank cannot read or write a checkpoint; the other ranks end without a line of their own.
+"""If one rank cannot read or write a checkpoint, only that rank prints a line; the other ranks end silently.
 
 The others wait for the failed rank in a collective. With gloo it breaks when that rank ends ("Connection closed by
 peer"); with NCCL it would last until the launcher ends them.  So the rank that fails first records it in the

@@ -1,4 +1,4 @@
-"""Turns exceptions that Megatron or torch raises while it reads a checkpoint into one line, if the user can mend it."""
+"""Turns exceptions that Megatron or torch raises while it reads a checkpoint into one line, if the user can fix it."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""From flags to one frozen Fp8Config.
+"""Reads a run's flags into one frozen Fp8Config, and adapts stock's arguments to it.
 
     parser   add_fp8_arguments    adds ALL our flags; each subject's flags stand in its own file
     args     config_from_args     returns an Fp8Config, or None if the run is stock Megatron's

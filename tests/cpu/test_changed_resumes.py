@@ -49,7 +49,7 @@ def test_gradients_of_another_size_are_scaled_anew(nproc, flags, saved):
 
 
 @nightly
-def test_scales_that_were_only_saved_again_are_nobodys(saved, tmp_path):
+def test_scales_that_were_only_saved_again_are_not_used(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     many = f"{SAVED_BY} --micro-batch-size 2"
     train(4, f"{many} {STILL}", tmp_path, save=4, load=True)

@@ -60,7 +60,7 @@ def the_one_line(printed: str) -> str:
     return line
 
 
-def test_a_mistake_of_a_process_that_nobody_launched_is_one_line(tmp_path):
+def test_a_mistake_in_a_process_without_a_launcher_is_one_line(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
         "import os, runpy\n"

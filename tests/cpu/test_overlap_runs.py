@@ -21,8 +21,8 @@ def test_trials_are_equal_and_a_fault_shows(level, tmp_path):
 @pytest.mark.parametrize("stages", ["", pytest.param("--num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
                                                      marks=pytest.mark.slow)])  # fmt: skip
 def test_stages_wait_for_their_norms(stages, level):
-    """Of a stage without an embedding nothing is used before the first layer's norm, whose weight comes from two ranks:
-    that one waits for it."""
+    """On a stage without an embedding the first layer's norm is used first. Its weight comes from two ranks: it
+    must wait for it."""
     flags = f"--fp8-level {level} --pipeline-model-parallel-size 2 --use-distributed-optimizer --train-iters 4"
     flags += f" --clip-grad 0 --lr 1e-2 --lr-warmup-iters 0 --fp8-log-exact {stages}"
     waiting, overlapped = (run_megatron(4, [*TINY_GPT, *flags.split(), *more.split()]) for more in ("", OVERLAP))
