@@ -7,6 +7,10 @@ The reference is a copy of the policy at the start. It stays on the device besid
 take a byte a weight (megatron_fp8/tuning/reference.py). Each step and each evaluation first runs a forward pass of the
 reference over its micro-batches, with Megatron's own schedule, so it needs no code for tensor, sequence, pipeline or
 data parallelism. It keeps two numbers for each pair. tuning/preferences.py has the loss, tuning/pairs.py the data.
+
+With --dpo-score-reference FILE the run does not train: the policy as it begins scores the data. With
+--dpo-reference-scores FILE a run reads these numbers, and has no second model and no second pass
+(tuning/score_file.py). If adapters train on a frozen base, the reference is the policy with its adapters off.
 """
 
 import sys
@@ -25,32 +29,73 @@ from collections import deque
 
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
+import numpy as np
 import torch
+from megatron.core import mpu
 from megatron.core.enums import ModelType
-from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, pretrain, print_rank_0, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+from torch.utils.data import default_collate
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.usage import one_line_errors, refuse_flags
 from megatron_fp8.tuning.pairs import PreferenceDataset
 from megatron_fp8.tuning.preferences import Options, loss_of, scores
-from megatron_fp8.tuning.reference import make_reference
+from megatron_fp8.tuning.reference import adapters_off, has_adapters, make_reference
+from megatron_fp8.tuning.score_file import READ, SCORE, ScoreFile, check_new, write
+
+SIZES = "seq_length", "micro_batch_size", "decoder_seq_length"  # of a schedule's arguments
 
 
 class Reference:
-    """The reference model, built at the first pass, and its log-probabilities of the micro-batches to come.
+    """Says what the reference model gives the answers of the micro-batches to come, before the policy sees them.
+
+    said: (2 p,) FP32 log-probabilities of each micro-batch to come, on the last pipeline stage.
+    """
+
+    def __init__(self) -> None:
+        self.said: deque[torch.Tensor] = deque()
+
+    def _say(self, stock, policy, batches: list, sizes: dict) -> list[torch.Tensor]:
+        """`said` of micro-batches, {chunk of the model: its micro-batches, or None if this rank reads no data}."""
+        raise NotImplementedError
+
+    def before(self, stock):
+        """Wraps a schedule: the reference has its say first."""
+
+        @functools.wraps(stock)
+        def run(*, model, data_iterator, **kwargs):
+            several = isinstance(data_iterator, list)
+            sources = data_iterator if several else [data_iterator]
+            batches = [None if s is None else [next(s) for _ in range(kwargs["num_microbatches"])] for s in sources]
+            sizes = {key: kwargs[key] for key in (*SIZES, "num_microbatches")}
+            self.said = deque(self._say(stock, model, batches, sizes))
+            return stock(model=model, data_iterator=iterators(batches), **kwargs)
+
+        return run
+
+
+class ModelOfItsOwn(Reference):
+    """The reference is built at the first pass, beside the policy; or is the policy with its adapters off.
 
     config: Megatron's model configuration, the reference's own copy.
     """
 
     def __init__(self, config):
+        super().__init__()
         self._config = config
         self._chunks: list[torch.nn.Module] | None = None
-        self.said: deque[torch.Tensor] = deque()
+
+    def _say(self, stock, policy, batches, sizes):
+        if has_adapters(policy):
+            with adapters_off(policy) as chunks:
+                return log_probabilities(stock, chunks, batches, sizes)
+        return log_probabilities(stock, self._built(policy), batches, sizes)
 
     def _built(self, policy) -> list[torch.nn.Module]:
         if self._chunks is None:
@@ -67,7 +112,7 @@ class Reference:
         args = get_args()
         if args.pretrained_checkpoint is None:
             raise UserError("--load: a resumed DPO run needs the weights that it started from; give "
-                            "--pretrained-checkpoint")  # fmt: skip
+                            "--pretrained-checkpoint, or their scores by --dpo-reference-scores")  # fmt: skip
         kept = {name: getattr(args, name) for name in ("load", "finetune", "no_load_optim", "no_load_rng", "iteration",
                 "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")}  # fmt: skip
         args.load, args.finetune, args.no_load_optim, args.no_load_rng = args.pretrained_checkpoint, True, True, True
@@ -78,38 +123,121 @@ class Reference:
                 setattr(args, name, value)
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
-    def before(self, stock):
-        """Wraps a schedule: the reference scores the micro-batches first."""
 
-        @functools.wraps(stock)
-        def run(*, model, data_iterator, **kwargs):
-            several = isinstance(data_iterator, list)
-            sources = data_iterator if several else [data_iterator]
-            batches = [None if s is None else [next(s) for _ in range(kwargs["num_microbatches"])] for s in sources]
+class FromFile(Reference):
+    """The scores are in a file, which every rank that reads data has read."""
 
-            def again():
-                found = [None if read is None else iter(read) for read in batches]
-                return found if several else found[0]
+    def __init__(self, scores: ScoreFile):
+        super().__init__()
+        self._scores = scores
 
-            self.said.clear()
-            sizes = {key: kwargs[key] for key in ("seq_length", "micro_batch_size", "decoder_seq_length")}
-            sizes["num_microbatches"] = kwargs["num_microbatches"]
-            with torch.no_grad():
-                own = {"forward_step_func": self._score, "model": self._built(model), "forward_only": True}
-                stock(data_iterator=again(), **own, **sizes)
-            return stock(model=model, data_iterator=again(), **kwargs)
+    def _say(self, stock, policy, batches, sizes):
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            return []
+        found = None
+        if batches[-1] is not None:
+            found = [np.concatenate([self._scores[key] for key in batch["sample"].tolist()]) for batch in batches[-1]]
+        return [torch.from_numpy(logp).cuda() for logp in from_reading_rank(found)]
 
-        return run
 
-    def _score(self, data_iterator, model):
+def from_reading_rank(value):
+    """A value of the tensor-parallel rank that reads the data, on all of its group."""
+    box = [value]
+    group = mpu.get_tensor_model_parallel_group()
+    torch.distributed.broadcast_object_list(box, mpu.get_tensor_model_parallel_src_rank(), group)
+    return box[0]
+
+
+def iterators(batches: list):
+    """Micro-batches of each chunk of a model as a schedule takes them: a list only of several."""
+    found = [None if read is None else iter(read) for read in batches]
+    return found if len(found) > 1 else found[0]
+
+
+@torch.no_grad()
+def log_probabilities(stock, chunks, batches: list, sizes: dict) -> list[torch.Tensor]:
+    """(2 p,) FP32 of each micro-batch's documents, on the last pipeline stage; else nothing. stock: a schedule."""
+    found = []
+
+    def score(data_iterator, model):
         batch, output = forward(data_iterator, model)
 
         def keep(token_losses):
-            found = scores(token_losses, batch["loss_mask"], batch["cu_seqlens"][0]).logp
-            self.said.append(found)
-            return found.sum(), {}
+            found.append(scores(token_losses, batch["loss_mask"], batch["cu_seqlens"][0]).logp)
+            return found[-1].sum(), {}
 
         return output, keep
+
+    stock(forward_step_func=score, data_iterator=iterators(batches), model=chunks, forward_only=True, **sizes)
+    return found
+
+
+class Scoring:
+    """--dpo-score-reference: instead of training, the policy as it begins scores every sample of the data files."""
+
+    def __init__(self, file: str):
+        self._file, self._parts = file, {}
+
+    def datasets(self, num_samples: list[int], vp_stage: int | None = None):
+        """The datasets of a training run; this rank's parts are remembered, by the file that each has whole."""
+        built = datasets_provider(num_samples, vp_stage)
+        for one in built:
+            self._parts |= {part.dataset_path: part for part in getattr(one, "datasets", [one]) if part is not None}
+        return built
+
+    datasets.is_distributed = True
+
+    def run(self, forward_step_func, model, *_args, **_kwargs) -> tuple[int, int]:
+        """In place of Megatron's `train`: score, write the file; (0 steps, 0 operations)."""
+        args = get_args()
+        if args.iteration > 0:
+            raise UserError(f"{SCORE}: --load has a run that has trained; give the weights that a run starts from by "
+                            "--pretrained-checkpoint alone")  # fmt: skip
+        args.do_valid = args.do_test = False
+        if training.should_disable_forward_pre_hook(args):
+            training.disable_forward_pre_hook(model, param_sync=False)
+        lines = [(part, line) for _, part in sorted(self._parts.items()) for line in range(len(part.dataset))]
+        count, stock = from_reading_rank(len(lines)), training.get_forward_backward_func()
+        rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        many = get_num_microbatches()
+        each = many * args.micro_batch_size
+        sizes = {"seq_length": args.seq_length, "micro_batch_size": args.micro_batch_size, "decoder_seq_length": None,
+                 "num_microbatches": many}  # fmt: skip
+        for chunk in model:
+            chunk.eval()
+        found: dict[int, np.ndarray] = {}
+        for first in range(rank * each, count + rank * each, ranks * each):  # all ranks as often; the last ones again
+            batches = None
+            if lines:
+                samples = [part.sample(line) for part, line in (lines[i % count] for i in range(first, first + each))]
+                groups = (samples[i : i + args.micro_batch_size] for i in range(0, each, args.micro_batch_size))
+                batches = [default_collate(group) for group in groups]
+            said = log_probabilities(stock, model, [batches] * len(model), sizes)
+            if batches is not None and said:
+                found |= by_sample(batches, said)
+        if mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0:
+            gathered = [None] * ranks
+            torch.distributed.all_gather_object(gathered, found, mpu.get_data_parallel_group())
+            if rank == 0:
+                write(self._file, {key: logp for part in gathered for key, logp in part.items()}, data_files(args))
+                print(f"[fp8] {SCORE} {self._file}: {count} samples scored", flush=True)
+        return 0, 0
+
+
+def by_sample(batches: list[dict], said: list[torch.Tensor]) -> dict[int, np.ndarray]:
+    """{key of a sample: log-probabilities (2 p,) FP32 of its documents} of micro-batches."""
+    found = {}
+    for batch, logp in zip(batches, said, strict=True):
+        ends = batch["cu_seqlens"]  # a row's unused places hold the length
+        numbers = (ends < ends[:, -1:]).sum(1).tolist()
+        found |= dict(zip(batch["sample"].tolist(), map(np.array, logp.cpu().split(numbers)), strict=True))
+    return found
+
+
+def data_files(args) -> list[str]:
+    """The files of --data-path and its kin."""
+    whole, by_split = get_blend_and_blend_per_split(args)
+    return sorted({file for blend in (whole, *(by_split or [])) if blend for file in blend[0]})
 
 
 def forward(data_iterator, model):
@@ -148,6 +276,8 @@ def add_arguments(parser):
     group.add_argument("--dpo-beta", type=float, default=0.1, help="A larger beta keeps the policy near the reference.")
     group.add_argument("--dpo-label-smoothing", type=float, default=0.0, help="Assumed share of swapped pairs.")
     group.add_argument("--dpo-sft-weight", type=float, default=0.0, help="Weight of -log p(chosen) per token.")
+    group.add_argument(SCORE, metavar="FILE", help="Do not train: score the data as the reference, and write FILE.")
+    group.add_argument(READ, metavar="FILE", help="Read the reference's log-probabilities; no reference is built.")
     return parser
 
 
@@ -165,6 +295,12 @@ def check(args) -> None:
         raise UserError("--fp8-on-spike bf16-fallback: the reference stays in FP8; use skip or log")
     if args.hidden_dropout or args.attention_dropout:
         raise UserError("--hidden-dropout, --attention-dropout: the reference has none; use 0 for both")
+    if args.dpo_score_reference is not None:
+        if args.dpo_reference_scores is not None:
+            raise UserError(f"{SCORE} with {READ}: score first, then train with the file; remove one of the two")
+        if args.skip_train:
+            raise UserError(f"{SCORE} with --skip-train: it scores the weights as training begins; remove the latter")
+        check_new(args.dpo_score_reference)
 
 
 def main() -> None:
@@ -174,12 +310,19 @@ def main() -> None:
     refuse_flags(args, gpt.OTHER_SCRIPT, "remove it: DPO has its own loss")
     check(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    reference = Reference(copy.deepcopy(config.model))
-    schedule = training.get_forward_backward_func
-    training.get_forward_backward_func = lambda *a, **k: reference.before(schedule(*a, **k))
+    provider = datasets_provider
+    if args.dpo_score_reference is not None:
+        scoring = Scoring(args.dpo_score_reference)
+        training.train, provider, reference = scoring.run, scoring.datasets, Reference()
+    else:
+        reference = ModelOfItsOwn(copy.deepcopy(config.model))
+        if args.dpo_reference_scores is not None:
+            reference = FromFile(ScoreFile(args.dpo_reference_scores, data_files(args)))
+        schedule = training.get_forward_backward_func
+        training.get_forward_backward_func = lambda *a, **k: reference.before(schedule(*a, **k))
     pretrain(
         config,
-        datasets_provider,
+        provider,
         ModelType.encoder_or_decoder,
         functools.partial(forward_step, reference),
         get_embedding_ranks=gpt.get_embedding_ranks,

@@ -11,7 +11,6 @@ The tokenizer decides which tokens count (in most formats Megatron's SFTTokenize
 masked token has the label -100, and so has the last token of each document, because it predicts nothing.
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -19,38 +18,21 @@ import torch
 from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
 
 from ..errors import UserError
+from .score_file import key_of
 
 
-class Lines:
-    """The lines of a file, parsed when they are asked for."""
-
-    def __init__(self, path: str):
-        self._path, self._starts, at = path, [], 0
-        with open(path, "rb") as file:
-            for line in file:
-                if line.strip():
-                    self._starts.append(at)
-                at += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> list[dict]:
-        """The pairs in a line. Raises UserError for a line of another form."""
-        with open(self._path, "rb") as file:
-            file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            found = json.loads(line)
-            pairs = found.get("pairs") or [found]
-            if all(pair["chosen"] and pair["rejected"] for pair in pairs):
-                return pairs
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass
-        raise UserError(
-            f'--data-path {self._path}: sample {index} is neither {{"chosen": [messages], "rejected": [messages]}} '
-            'nor {"pairs": [...]} of these; correct that line'
-        )
+def pairs_of(line: Any, index: int, path: str) -> list[dict]:
+    """The pairs in a line. Raises UserError for a line of another form."""
+    try:
+        pairs = line.get("pairs") or [line]
+        if all(pair["chosen"] and pair["rejected"] for pair in pairs):
+            return pairs
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise UserError(
+        f'--data-path {path}: sample {index} is neither {{"chosen": [messages], "rejected": [messages]}} '
+        'nor {"pairs": [...]} of these; correct that line'
+    )
 
 
 class PreferenceDataset(SFTDataset):
@@ -58,13 +40,22 @@ class PreferenceDataset(SFTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config) -> Any:
-        return Lines(dataset_path)
+        try:
+            return SFTDataset.build_low_level_dataset(dataset_path, config).dataset
+        except ImportError:
+            raise
+        except Exception as error:  # the package `datasets` raises errors of its own, of Arrow, and of the system
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            raise UserError(f"--data-path {dataset_path}: not lines of JSON that are alike: {reason}") from error
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        index = int(self.indices[idx % len(self.indices)])
+        return self.sample(int(self.indices[idx % len(self.indices)]))
+
+    def sample(self, index: int) -> dict[str, torch.Tensor]:
+        """The sample of a line of the file: Megatron's tensors, and `sample`, what a file of scores knows it by."""
         tokenizer, length = self.config.tokenizer, self.config.sequence_length
         documents = []
-        for pair in self.dataset[index]:
+        for pair in pairs_of(self.dataset[index], index, self.dataset_path):
             for name in ("chosen", "rejected"):
                 documents.append(
                     tokenizer.tokenize_conversation(pair[name], return_target=True, add_generation_prompt=False)
@@ -95,4 +86,5 @@ class PreferenceDataset(SFTDataset):
             "position_ids": torch.from_numpy(positions),
             "cu_seqlens": torch.from_numpy(padded),
             "max_seqlen": torch.tensor(int(np.diff(ends).max()), dtype=torch.int32),
+            "sample": torch.tensor(key_of(documents), dtype=torch.int64),
         }

@@ -9,17 +9,23 @@ the first step both models' log-probabilities are equal to the last bit, with de
 
 In a resumed run the policy has changed. The reference is then loaded from the checkpoint that the policy started from
 and rounded with the same noise (bucket.py, `dithered`): the bytes are the same.
+
+If adapters train on a frozen base (LoRA), the reference is the policy with its adapters off: no second model. An
+adapter is a module with the methods disable_adapter_layers and enable_adapter_layers, as Megatron Bridge's has.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 from megatron.core.utils import unwrap_model
 
 from .. import ops
 from ..engine.bucket import dithered
+from ..engine.frozen import OwnedParameter
 from ..engine.frozen_set import nearest
-from ..engine.owned_weight import OwnedWeight, owned_weights
+from ..engine.owned_weight import OwnedWeight, owned_weights, owners
 from ..errors import UserError
 from ..numerics.formats import E4M3
 from ..numerics.scaling import compute_scale
@@ -34,8 +40,8 @@ def make_reference(chunks: list[torch.nn.Module], policy: list[torch.nn.Module])
     for mine, theirs in zip(map(unwrap_model, chunks), map(unwrap_model, policy), strict=True):
         if [*dict(mine.named_parameters())] != [*dict(theirs.named_parameters())]:
             raise UserError(
-                "the policy has parameters that its flags do not build, such as adapters; a reference supports only "
-                "the parameters of the flags"
+                "the policy has parameters that its flags do not build; a reference supports only those of the flags, "
+                "and adapters whose modules have disable_adapter_layers and enable_adapter_layers"
             )
         mine.requires_grad_(False)
         mine.eval()
@@ -78,3 +84,47 @@ def _load(weight: OwnedWeight, values: torch.Tensor) -> None:
         payload, scale_inv = ops.quantize(values, E4M3, scale), scale.reciprocal()
     weight.stored.payload.copy_(payload)
     weight.stored.scale_inv.copy_(scale_inv)
+
+
+def has_adapters(policy: list[torch.nn.Module]) -> bool:
+    """Whether any pipeline stage of the policy has adapters is the same on all: a script adds them to every layer."""
+    return any(_adapters(chunk) for chunk in policy)
+
+
+def _adapters(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in chunk.modules() if hasattr(module, "disable_adapter_layers")]
+
+
+@contextlib.contextmanager
+def adapters_off(policy: list[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
+    """In here the policy's chunks, without DDP, are the reference: in evaluation mode, adapters off.
+
+    Raises UserError if anything else than an adapter is trained.
+    """
+    _check_base_is_frozen(policy)
+    training = [module for chunk in policy for module in chunk.modules() if module.training]
+    adapters = [module for chunk in policy for module in _adapters(chunk)]
+    try:
+        for chunk in policy:
+            chunk.eval()
+        for module in adapters:
+            module.disable_adapter_layers()
+        yield [chunk.module for chunk in policy]
+    finally:
+        for module in training:
+            module.training = True
+        for module in adapters:
+            module.enable_adapter_layers()
+
+
+def _check_base_is_frozen(policy: list[torch.nn.Module]) -> None:
+    for chunk in map(unwrap_model, policy):
+        of_adapters = {id(p) for adapter in _adapters(chunk) for p in adapter.parameters()}
+        of_adapters -= {id(p) for _, linear in owners(chunk) for p in linear.parameters()}  # the base that one wraps
+        for name, param in chunk.named_parameters():
+            trained = not param.frozen if isinstance(param, OwnedParameter) else param.requires_grad
+            if trained and id(param) not in of_adapters:
+                raise UserError(
+                    f"{name} is trained beside adapters, so the policy with its adapters off is no reference: freeze "
+                    "it, or read the reference's scores by --dpo-reference-scores"
+                )

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 from launch import ROOT, RunFailed
@@ -130,6 +131,119 @@ def test_a_resumed_run_has_the_reference_again(level, pairs, tmp_path):
     assert bytes_of(resumed)[1] == bytes_of(whole)[1][3:]
     assert logged(resumed, "dpo loss")[::2] == logged(whole, "dpo loss")[3::2]  # stock logs a mean in between
     assert logged(whole, "dpo loss")[0] == LOG2
+
+
+@pytest.fixture
+def scored(pairs, tmp_path):
+    """scored(level, *flags): the flags of a run that reads the scores which another of these flags has written."""
+
+    def scored(level, *flags, nproc=1):
+        file = str(tmp_path / "scores")
+        run = train(pairs, level, *flags, "--dpo-score-reference", file, nproc=nproc)
+        assert any(f"{file}: 64 samples scored" in line for line in run.lines)
+        assert not any("dpo loss" in line for line in run.lines)
+        return [*flags, "--dpo-reference-scores", file]
+
+    return scored
+
+
+SAME_ROWS = ["--micro-batch-size", "1", "--fp8-recipe", "tensorwise"]  # a row's scales are those of its own tokens
+
+
+@pytest.mark.parametrize(
+    ("level", "nproc", "flags"),
+    [
+        ("O3", 1, ""),
+        pytest.param("O1", 1, "", marks=slow),
+        pytest.param("O3", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", marks=slow),
+        ("O3", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param("O3", 2, "--pipeline-model-parallel-size 2", marks=slow),
+        pytest.param("O3", 2, "--pipeline-model-parallel-size 2 --num-layers 4 "
+                     "--num-layers-per-virtual-pipeline-stage 1", marks=slow),
+    ],
+)  # fmt: skip
+def test_scores_of_a_file_are_the_resident_reference_s(level, nproc, flags, pairs, scored):
+    """To the last bit: every loss, and all bytes of the policy after each step."""
+    flags = [*SAME_ROWS, *flags.split()]
+    resident = train(pairs, level, *flags, nproc=nproc)
+    run = train(pairs, level, *scored(level, *flags, nproc=nproc), nproc=nproc)
+    assert logged(run, "dpo loss") == logged(resident, "dpo loss") and logged(run, "dpo loss")[0] == LOG2
+    for rank in range(nproc):
+        none, policy = bytes_of(run, rank)
+        assert policy == bytes_of(resident, rank)[1] and len(set(policy)) == 6
+        assert len(none) == 1 and none != bytes_of(resident, rank)[0]
+    assert not any("the reference is on the device" in line for line in run.lines)
+
+
+@slow
+def test_one_layout_scores_and_another_trains(pairs, scored):
+    """Rows of two samples too, with delayed scales: the same but for the rounding of other scales."""
+    alone = train(pairs, "O3")
+    run = train(pairs, "O3", *scored("O3"), "--use-distributed-optimizer", "--split", "8,1,1", "--eval-iters", "1",
+                nproc=2)  # fmt: skip
+    assert logged(run, "dpo loss") == pytest.approx(logged(alone, "dpo loss"), abs=0.1)
+    assert abs(logged(run, "dpo loss")[0] - LOG2) < 5e-3
+
+
+@slow
+def test_a_resumed_run_reads_the_file_again(pairs, scored, tmp_path):
+    save = str(tmp_path / "run")
+    flags = [*scored("O3", *SAME_ROWS), "--save", save, "--load", save, "--save-interval", "3"]
+    whole = train(pairs, "O3", *flags)
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("3")
+    assert bytes_of(train(pairs, "O3", *flags))[1] == bytes_of(whole)[1][3:]
+
+
+def test_scores_that_do_not_fit_are_refused(pairs, scored, tmp_path):
+    """In one line: other data at once, another tokenizer at the first sample; and a file is never written twice."""
+    flags = scored("O1", *SAME_ROWS)
+    other = tmp_path / "other.jsonl"
+    other.write_text(Path(pairs).read_text() * 2)
+    said = {}
+    for name, data, more, env in (
+        ("data", str(other), flags, {}),
+        ("tokens", pairs, flags, {"SHIFT": "1"}),
+        ("twice", pairs, [*SAME_ROWS, "--dpo-score-reference", flags[-1]], {}),
+    ):
+        with pytest.raises(RunFailed) as failed:
+            train(data, "O1", *more, **env)
+        (said[name],) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    assert f"has no scores of --data-path {other}" in said["data"]
+    assert "other tokens than when it was scored" in said["tokens"]
+    assert f"--dpo-score-reference {flags[-1]}: the file exists" in said["twice"]
+
+
+# --- adapters on a frozen base
+
+
+LORA = "--lr 5e-2 --min-lr 5e-2".split()
+
+
+@pytest.mark.parametrize(
+    ("level", "nproc", "flags"),
+    [
+        ("O3", 1, ""),
+        pytest.param("O1", 1, "--fp8-recipe tensorwise", marks=slow),
+        pytest.param("O3", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", marks=slow),
+        pytest.param("O3", 2, "--tensor-model-parallel-size 2", marks=slow),
+        pytest.param("O3", 2, "--pipeline-model-parallel-size 2 --micro-batch-size 1", marks=slow),
+    ],
+)  # fmt: skip
+def test_with_adapters_the_reference_is_the_policy_without_them(level, nproc, flags, pairs):
+    """At first an adapter adds nothing: the loss is log 2. There is no second model, and the base stays."""
+    run = train(pairs, level, *LORA, *flags.split(), nproc=nproc, ADAPTED="dpo_gpt_fp8.py",
+                SCRIPT="tests/scripts/adapters.py")  # fmt: skip
+    loss = logged(run, "dpo loss")
+    assert loss[0] == LOG2 and loss[-1] < 0.6 and logged(run, "accuracy")[-1] == 1.0
+    assert not any("the reference is on the device" in line for line in run.lines)
+    assert all("bytes changed: 0," in line for line in run.lines if line.startswith("frozen: "))
+
+
+def test_what_is_trained_beside_adapters_is_refused(pairs):
+    with pytest.raises(RunFailed) as failed:
+        train(pairs, "O3", ADAPTED="dpo_gpt_fp8.py", SCRIPT="tests/scripts/adapters.py", BASE="part")
+    (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    assert "embedding.word_embeddings.weight is trained beside adapters" in line
 
 
 @slow

@@ -4,6 +4,8 @@ BASE     all         the whole model is frozen, and each linear has an adapter
          part        the first layer's linear_proj and linear_fc1 are frozen and have adapters; the rest is trained
          bare        the whole model is frozen but its embedding and head, without adapters
 
+ADAPTED  another script than pretrain_gpt_fp8.py
+
 Each step prints how many bytes of the frozen weights changed, and how many weight gradients of ours were computed.
 An adapter is two torch.nn.Linear: it begins as nothing, b being zero.
 """
@@ -55,9 +57,18 @@ class Lora(torch.nn.Module):
             self.b.weight.zero_()
         self.bfloat16()
         (self.b if self.column else self.a).weight.tensor_model_parallel = True
+        self.on = True
+
+    def enable_adapter_layers(self):
+        self.on = True
+
+    def disable_adapter_layers(self):
+        self.on = False
 
     def forward(self, x, *args):
         y, bias = self.base(x, *args)
+        if not self.on:
+            return y, bias
         h = self.a(x)
         reduce = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
         return y + self.b(reduce(h)), bias
@@ -129,4 +140,4 @@ WRAP = "prepare_existing_model_chunks_for_distributed_training"
 setattr(dist_utils, WRAP, prepare(getattr(dist_utils, WRAP)))
 gemm.Product.__init__ = counted
 training.train_step = train_step(training.train_step)
-runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
+runpy.run_path(str(ROOT / os.environ.get("ADAPTED", "pretrain_gpt_fp8.py")), run_name="__main__")

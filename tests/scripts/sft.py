@@ -2,9 +2,11 @@
 
 In place of the packages `datasets` and `transformers`, which Megatron asks for, stands what it uses of them: a reader
 of JSON lines, and a tokenizer of bytes that masks what is not the assistant's. PAD: its pad token, 254; "end": its end.
+SHIFT: added to every byte: another tokenizer.
 
 LOOK=1: before the first step, the losses of a document alone and of the same beside another are printed.
-SCRIPT: another than pretrain_gpt_fp8.py. Of dpo_gpt_fp8.py the hash of the reference's bytes is printed at each step.
+SCRIPT: another than pretrain_gpt_fp8.py. At each step it prints the hashes of the reference's bytes, if there is one,
+and of the policy's.
 """
 
 import functools
@@ -32,6 +34,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_fp8.tuning import reference
 
 END, PAD, IGNORED = 253, 254, -100
+SHIFT = int(os.environ.get("SHIFT", "0"))
 datasets = ModuleType("datasets")
 datasets.load_dataset = lambda kind, data_files, split: list(map(json.loads, Path(data_files).read_text().splitlines()))
 sys.modules["datasets"] = datasets
@@ -40,7 +43,7 @@ sys.modules["datasets"] = datasets
 def tokenize_conversation(conversation, return_target, add_generation_prompt):
     tokens, targets = [], []
     for message in conversation:
-        ids = [b % 250 for b in message["content"].encode()] + [END]
+        ids = [(b + SHIFT) % 250 for b in message["content"].encode()] + [END]
         tokens += ids
         targets += ids if message["role"] == "assistant" else [IGNORED] * len(ids)
     return np.array(tokens), np.array(targets)
@@ -88,7 +91,7 @@ def look(stock):
             print(f"apart: {apart}; one document: {mixed.abs().max().item():.6f}", flush=True)
             model[0].train()
         result = stock(forward, data, model, *args, **kwargs)
-        for chunks in references:
+        for chunks in references or [[]] * ("SCRIPT" in os.environ):
             rank = torch.distributed.get_rank()
             print(f"reference {digest(chunks)} policy {digest(model)} rank {rank}", flush=True)
         return result

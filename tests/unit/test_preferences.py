@@ -1,7 +1,7 @@
 """The DPO loss and its gradients compared with the closed form in float64, and the dataset of pairs."""
 
-import json
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.tuning.pairs import Lines, PreferenceDataset
+from megatron_fp8.tuning import score_file
+from megatron_fp8.tuning.pairs import PreferenceDataset
 from megatron_fp8.tuning.preferences import Options, Scores, loss_of, scores
+from megatron_fp8.tuning.score_file import ScoreFile, key_of
 
 
 def random_scores(pairs: int = 6):
@@ -124,12 +126,10 @@ def dataset(tmp_path):
         {"pairs": [{"chosen": said("x"), "rejected": said("yy")}, {"chosen": said("v" * 9), "rejected": said("u")}]},
         {"chosen": said("x" * 40), "rejected": said("y")},
     ]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tokenizer = SimpleNamespace(tokenize_conversation=tokenize, pad=0, eod=0)
     config = SimpleNamespace(tokenizer=tokenizer, sequence_length=32)
     found = PreferenceDataset.__new__(PreferenceDataset)
-    found.config, found.indices, found.dataset, found.dataset_path = config, np.arange(3), Lines(str(path)), str(path)
+    found.config, found.indices, found.dataset, found.dataset_path = config, np.arange(3), lines, "pairs.jsonl"
     return found
 
 
@@ -150,10 +150,88 @@ def test_several_pairs_share_a_sample(dataset):
     assert sample["loss_mask"].sum() == 1 + 2 + 9 + 1
 
 
-def test_a_pair_that_is_too_long_or_none_is_said(dataset, tmp_path):
+def test_a_pair_that_is_too_long_or_none_is_said(dataset):
     with pytest.raises(UserError, match="sample 2 has 45 tokens, more than --seq-length 32"):
         dataset[2]
-    for line in ("{}", "no json", '{"chosen": [], "rejected": []}', '{"pairs": [1]}', "[]"):
-        (tmp_path / "bad.jsonl").write_text(line + "\n")
-        with pytest.raises(UserError, match="sample 0 is neither "):
-            Lines(str(tmp_path / "bad.jsonl"))[0]
+    for line in ({}, {"chosen": [], "rejected": []}, {"chosen": said("x")}, {"pairs": [1]}, [], "text"):
+        dataset.dataset[1] = line
+        with pytest.raises(UserError, match=r"--data-path pairs\.jsonl: sample 1 is neither "):
+            dataset[1]
+
+
+def test_a_line_may_have_the_keys_of_others(dataset):
+    """The package `datasets` gives each line all keys of the file."""
+    dataset.dataset[0] |= {"pairs": None}
+    dataset.dataset[1] |= {"chosen": None, "rejected": None}
+    assert dataset[0]["cu_seqlens"][:4].tolist() == [0, 5, 32, 32] and dataset[1]["loss_mask"].sum() == 13
+
+
+def test_the_reader_s_own_errors_are_one_line(monkeypatch):
+    def load_dataset(kind, data_files, split):
+        raise RuntimeError("cannot") from ValueError("JSON parse error: line 3\nand more")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(UserError, match=r"--data-path x\.jsonl: .*: JSON parse error: line 3$"):
+        PreferenceDataset.build_low_level_dataset("x.jsonl", None)
+
+
+# --- a file of scores
+
+
+def random_samples(number: int = 20):
+    """({key: its documents' scores}, their documents)."""
+    documents = [[tuple(np.random.randint(0, 9, (2, 5))) for _ in range(2 * i)] for i in range(1, number)]
+    return {key_of(ones): np.random.randn(len(ones)).astype(np.float32) for ones in documents}, documents
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("{}\n")
+    return str(path)
+
+
+def test_scores_come_back(tmp_path, data):
+    found, documents = random_samples()
+    score_file.write(str(tmp_path / "scores"), found, [data])
+    read = ScoreFile(str(tmp_path / "scores"), [data])
+    assert len(found) == len(documents) and [*tmp_path.glob("*.part")] == []
+    for ones in documents:
+        assert np.array_equal(read[key_of(ones)], found[key_of(ones)])
+
+
+def test_a_key_is_of_all_tokens_and_of_where_they_end():
+    a, b = np.arange(6), np.arange(6) + 1
+    keys = [
+        key_of(ones)
+        for ones in ([(a, b)], [(b, a)], [(a, b), (b, a)], [(a[:3], b[:3]), (a[3:], b[3:])], [(a, a)], [(a, b)] * 2)
+    ]
+    assert len(set(keys)) == len(keys) and key_of([(a.astype(np.int32), b)]) == keys[0]
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path, data):
+    found, documents = random_samples()
+    path = tmp_path / "scores"
+
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            ScoreFile(str(path), [data])[key_of(documents[0])]
+
+    refused("no such file; --dpo-score-reference writes it")
+    score_file.write(str(path), found, [data])
+    whole = path.read_bytes()
+    for at in (0, len(whole) // 2):
+        path.write_bytes(whole[:at])
+        refused("not a file of --dpo-score-reference, or damaged")
+    score_file.write(str(path), {key: logp for key, logp in found.items() if key != key_of(documents[0])}, [data])
+    refused("other tokens than when it was scored")
+    score_file.write(str(path), {**found, key_of(documents[0]): np.float32([np.nan, 0])}, [data])
+    refused("not finite")
+    score_file.write(str(path), found, [data])
+    with open(data, "a") as file:
+        file.write("{}\n")
+    refused(f"has no scores of --data-path {data} as it is now")
+    with pytest.raises(UserError, match="the file exists"):
+        score_file.check_new(str(path))
+    with pytest.raises(UserError, match="no folder"):
+        score_file.check_new(str(tmp_path / "none/scores"))
