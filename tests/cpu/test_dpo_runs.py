@@ -234,7 +234,7 @@ def test_with_adapters_the_reference_is_the_policy_without_them(level, nproc, fl
     run = train(pairs, level, *LORA, *flags.split(), nproc=nproc, ADAPTED="dpo_gpt_fp8.py",
                 SCRIPT="tests/scripts/adapters.py")  # fmt: skip
     loss = logged(run, "dpo loss")
-    assert loss[0] == LOG2 and loss[-1] < 0.6 and logged(run, "accuracy")[-1] == 1.0
+    assert loss[0] == LOG2 and loss[-1] < 0.6 and logged(run, "accuracy")[-1] > 0.9
     assert not any("the reference is on the device" in line for line in run.lines)
     assert all("bytes changed: 0," in line for line in run.lines if line.startswith("frozen: "))
 
