@@ -43,11 +43,12 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch.utils.data import default_collate
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.flags.dpo import READ, SCORE, add_arguments
 from megatron_fp8.flags.usage import one_line_errors, refuse_flags
 from megatron_fp8.tuning.pairs import PreferenceDataset
 from megatron_fp8.tuning.preferences import Options, loss_of, scores
 from megatron_fp8.tuning.reference import adapters_off, has_adapters, make_reference
-from megatron_fp8.tuning.score_file import READ, SCORE, ScoreFile, check_new, write
+from megatron_fp8.tuning.score_file import ScoreFile, check_new, write
 
 SIZES = "seq_length", "micro_batch_size", "decoder_seq_length"  # of a schedule's arguments
 
@@ -269,16 +270,6 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
 
 
 datasets_provider.is_distributed = True
-
-
-def add_arguments(parser):
-    group = parser.add_argument_group("dpo")
-    group.add_argument("--dpo-beta", type=float, default=0.1, help="A larger beta keeps the policy near the reference.")
-    group.add_argument("--dpo-label-smoothing", type=float, default=0.0, help="Assumed share of swapped pairs.")
-    group.add_argument("--dpo-sft-weight", type=float, default=0.0, help="Weight of -log p(chosen) per token.")
-    group.add_argument(SCORE, metavar="FILE", help="Do not train: score the data as the reference, and write FILE.")
-    group.add_argument(READ, metavar="FILE", help="Read the reference's log-probabilities; no reference is built.")
-    return parser
 
 
 def check(args) -> None:

@@ -46,11 +46,13 @@ class Job:
     Attributes:
         words: the flags, as they were given.
         gpus, variables: as in Launch.
+        script: its name, without folders; None if only flags are given.
     """
 
     words: list[str]
     gpus: int | None
     variables: dict[str, str]
+    script: str | None = None
 
 
 def job_of(words: Sequence[str]) -> Job:
@@ -61,7 +63,8 @@ def job_of(words: Sequence[str]) -> Job:
     first, place = _script_at(words)
     if place is None:
         raise UserError(f"{words[0]}: not a flag, and no script follows; put the job's flags or its command behind --")
-    return Job(words[place + 1 :], _gpus(words[:first]), _variables(words[:first]))
+    script = os.path.basename(words[place])
+    return Job(words[place + 1 :], _gpus(words[:first]), _variables(words[:first]), script)
 
 
 def take_apart(words: Sequence[str]) -> Launch:

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ..errors import UserError
+from ..flags.dpo import READ, SCORE
 
 VERSION = 1
-SCORE, READ = "--dpo-score-reference", "--dpo-reference-scores"
 
 
 def key_of(documents: Iterable[tuple[np.ndarray, np.ndarray]]) -> int:

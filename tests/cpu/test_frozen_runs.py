@@ -1,10 +1,14 @@
 """Megatron's loop with linears that the script has frozen, and adapters beside them (LoRA)."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
+
+from megatron_fp8.flags.level import CELLS
+from megatron_fp8.tools.perf import job_flags, memory
 
 LORA = "--lr 3e-2 --min-lr 3e-2".split()  # an adapter's rate: the base alone has it fall by nothing
 SIX = "--train-iters 6 --lr-decay-iters 10".split()
@@ -42,6 +46,17 @@ def test_adapters_train_on_a_frozen_base(level, flags, size):
     assert seen(run) == {(8, 0, size, 0, 0)}
     assert run.losses[-1] < run.losses[0] - 0.05
     assert any("frozen by the script, without gradients and states: decoder.layers.0-1" in line for line in run.lines)
+
+
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
+def test_the_base_holds_what_is_counted(level):
+    """`megatron-fp8 memory --frozen-base`, against the tensors of a run."""
+    run = train("all", level, *LORA)
+    held = {line for line in run.lines if line.startswith("base's bytes: ")}
+    job = replace(job_flags.job(job_flags.parse(TINY_GPT).args, 1), frozen_base=True)
+    (rank,) = memory.ranks_bytes(job, {cell.name: cell.at(level) for cell in CELLS})
+    kinds = [rank.linears[kind] for kind in ("weight", "weight fp8 copy", "transpose scratch")]
+    assert held == {f"base's bytes: {' '.join(map(str, [*kinds, rank.others['weight']]))}"}
 
 
 @pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])

@@ -6,7 +6,8 @@ BASE     all         the whole model is frozen, and each linear has an adapter
 
 ADAPTED  another script than pretrain_gpt_fp8.py
 
-Each step prints how many bytes of the frozen weights changed, and how many weight gradients of ours were computed.
+Each step prints how many bytes of the frozen weights changed, and how many weight gradients of ours were computed;
+of a whole frozen base, how many bytes its linears, their FP8 copies, W^T's scratch and all other parameters hold.
 An adapter is two torch.nn.Linear: it begins as nothing, b being zero.
 """
 
@@ -36,6 +37,7 @@ from megatron_fp8.engine.owned_weight import owned_weights, owners
 from megatron_fp8.layers.linear import Fp8ColumnParallelLinear
 
 BASE, RANK = os.environ.get("BASE", "all"), 4
+OURS = ".base.weight", ".a.weight", ".b.weight"  # the linears' weights and the adapters
 built: list[GPTModel] = []
 
 
@@ -131,6 +133,14 @@ def train_step(stock):
             f"weight gradients: {len(products)}",
             flush=True,
         )
+        if BASE == "all":
+            copies = sum(t.nbytes for w in frozen for t in w.cached_tensors())
+            others = [p for model in built for name, p in model.named_parameters() if not name.endswith(OURS)]
+            sizes = (
+                sum(w.param.untyped_storage().nbytes() for w in frozen), copies, frozen[0].scratch.memory.nbytes,
+                sum(p.nbytes for p in others),
+            )  # fmt: skip
+            print("base's bytes:", *sizes, flush=True)
         return result
 
     return step

@@ -6,7 +6,7 @@ SHIFT: added to every byte: another tokenizer.
 
 LOOK=1: before the first step, the losses of a document alone and of the same beside another are printed.
 SCRIPT: another than pretrain_gpt_fp8.py. At each step it prints the hashes of the reference's bytes, if there is one,
-and of the policy's.
+and of the policy's; once, how many bytes the reference's linears hold, and all its other parameters.
 """
 
 import functools
@@ -31,6 +31,7 @@ import megatron.core.tokenizers.utils.build_tokenizer as tokenizers
 import megatron.training.training as training
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_fp8.engine.owned_weight import owned_weights
 from megatron_fp8.tuning import reference
 
 END, PAD, IGNORED = 253, 254, -100
@@ -112,6 +113,11 @@ def remembered(make):
     def make_reference(chunks, policy):
         references.append(chunks)
         make(chunks, policy)
+        ours = {id(weight.param) for weight in owned_weights(chunks)}
+        held = [0, 0]
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            held[id(parameter) not in ours] += parameter.untyped_storage().nbytes()
+        print("reference's bytes:", *held, flush=True)
 
     return make_reference
 

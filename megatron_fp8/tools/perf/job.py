@@ -22,7 +22,9 @@ class Job:
     """A GPT and its parallel layout: Megatron's flags and the data-parallel size. Defaults are Megatron's, except for
     the distributed optimizer.
 
-    data_parallel_size includes context parallelism. Raises UserError if Megatron or the GEMMs cannot cut the model so.
+    data_parallel_size includes context parallelism. dpo_reference: whether DPO's reference is on the device beside the
+    policy. frozen_base: whether no parameter of these is trained, as under adapters, which are not counted. Raises
+    UserError if Megatron or the GEMMs cannot cut the model so.
     """
 
     num_layers: int
@@ -45,6 +47,8 @@ class Job:
     pipeline_model_parallel_size: int = 1
     data_parallel_size: int = 1
     use_distributed_optimizer: bool = True
+    dpo_reference: bool = False
+    frozen_base: bool = False
 
     def __post_init__(self):
         for field in fields(self):
@@ -53,6 +57,8 @@ class Job:
                 raise UserError(f"{flag(field.name)} {value}: use 1 or more")
         if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
             raise UserError("--position-embedding-type learned_absolute: add --max-position-embeddings, or use rope")
+        if self.frozen_base and self.dpo_reference:
+            raise UserError("--frozen-base with --dpo-reference: the base itself is the reference; remove the latter")
         if self.kv_channels is None:
             self._check_divides("num_attention_heads", "hidden_size")
         self._check_divides("tensor_model_parallel_size", "num_attention_heads")

@@ -71,9 +71,10 @@ def parse(words: Sequence[str]) -> Flags:
     """Read a job's command, or its flags alone; a leading "--" is skipped.  Raises UserError as a run would, except
     that Transformer Engine may be missing here."""
     from ... import plugin  # late, like others here: --help must not wait for torch and Megatron
-    from ...flags import config
+    from ...flags import config, dpo
 
     command = job_of(words)
+    tunes = command.script == dpo.SCRIPT
     before, variables, replaced, said = sys.argv, dict(os.environ), Rebound(), io.StringIO()
     try:
         replaced.replace(config, "installed", lambda module: True)  # the job's machines may have it: TE
@@ -83,7 +84,7 @@ def parse(words: Sequence[str]) -> Flags:
 
         sys.argv = ["pretrain_gpt_fp8.py", *_NEVER_MIND, *command.words]
         with contextlib.redirect_stdout(said):
-            args = arguments.parse_args()
+            args = arguments.parse_args(dpo.add_arguments if tunes else None)
     except SystemExit:  # raised by --help
         print(said.getvalue(), end="")
         raise
@@ -93,6 +94,7 @@ def parse(words: Sequence[str]) -> Flags:
         plugin.uninstall()
         os.environ.clear()
         os.environ.update(variables)
+    args.dpo_reference = tunes and not (args.dpo_reference_scores or args.dpo_score_reference)
     if args.use_checkpoint_args:
         raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     level = LEVEL.given(args)
@@ -188,6 +190,7 @@ def job(args: Namespace, data: int) -> Job:
     given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Job)}
     given |= {"vocab_size": vocabulary, "data_parallel_size": data}
     given |= {"swiglu": bool(args.swiglu), "disable_bias_linear": not args.add_bias_linear}
+    given |= {name: bool(given[name]) for name in ("dpo_reference", "frozen_base")}  # Megatron has no such flags
     if not args.group_query_attention:
         given["num_query_groups"] = None
     return Job(**given)

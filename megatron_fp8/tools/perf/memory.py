@@ -10,6 +10,11 @@
                         the largest linear's           1: a scratch buffer for W^T, shared by all layers
     linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
     all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
+    --dpo-reference     the linears; all else          1 (2 with BF16 GEMMs); 2
+    --frozen-base       the linears; all else          1 (O3), 2 + 1 (O1, O2), 2 (O0); 2, and the scratch
+
+A job's command with dpo_gpt_fp8.py has a reference, unless it reads the reference's scores from a file. The adapters on
+a frozen base are the script's, and are not counted. --sft changes none of these bytes.
 
 If the job's flags behind -- lack --use-distributed-optimizer, every rank holds all states and stock's buckets have no
 padding; in front of -- that flag is taken as given.
@@ -43,7 +48,8 @@ from .output import PAGE_FORMATS, show
 if TYPE_CHECKING:  # imported late at run time: --help and mistakes must not wait for torch and Megatron
     from ...engine.partition import Placement
 
-KINDS = ("weight", "weight fp8 copy", "transpose scratch", "grad", *STATES)
+REFERENCE = "reference"
+KINDS = ("weight", "weight fp8 copy", "transpose scratch", "grad", *STATES, REFERENCE)
 _CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight", "partition")]
 _GB = 1e9
 # --fp8-grad-accum auto without a micro-batch size: the storage is not known, and FP8 is counted.
@@ -133,6 +139,26 @@ def owned(buckets: "list[Placement]", rank: int) -> int:
     return sum(stop - start for bucket in buckets for _, start, stop in bucket.owned(rank))
 
 
+def untrained_bytes(job: Job, stage: int, cells: Mapping[str, str] | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes, by kind, of a frozen model's linears and of all else, on every rank of a stage (engine/frozen_set.py)."""
+    sizes, all_else = job.linears(), sum(job.others(stage))
+    in_fp8 = cells is not None and cells["gemm"] == "fp8"
+    stored = BYTES["e4m3" if cells is not None and cells["weight"] == "fp8" else "bf16"]
+    linears = {
+        "weight": sum(sizes) * stored,
+        "weight fp8 copy": sum(sizes) * BYTES["e4m3"] * (in_fp8 and stored != BYTES["e4m3"]),
+        "transpose scratch": max(sizes) * BYTES["e4m3"] * in_fp8,
+    }
+    return {kind: int(size) for kind, size in linears.items()}, {"weight": int(all_else * BYTES["bf16"])}
+
+
+def reference_bytes(job: Job, stage: int, cells: Mapping[str, str] | None) -> tuple[int, int]:
+    """Bytes of DPO's reference on every rank of a stage: its linears, all else (tuning/reference.py). It shares the
+    policy's scratch."""
+    in_fp8 = cells is not None and cells["gemm"] == "fp8"
+    return int(sum(job.linears()) * BYTES["e4m3" if in_fp8 else "bf16"]), int(sum(job.others(stage)) * BYTES["bf16"])
+
+
 class Rank(NamedTuple):
     """Bytes on a rank, by kind, for the four linears and for all else. used: bytes of the linears' states in use."""
 
@@ -152,12 +178,18 @@ def ranks_bytes(
     linears = stock_buckets(sizes, data, sharded) if cells is None else engine_buckets(sizes, data, cells["partition"])
     states = sum(BYTES["fp32" if cells is None else cells[state]] for state in STATES)
     for stage in range(job.pipeline_model_parallel_size) if stages is None else stages:
+        if job.frozen_base:
+            frozen = Rank(*untrained_bytes(job, stage, cells), 0)
+            yield from (frozen for _ in (range(data) if ranks is None else ranks))
+            continue
         others = _buckets_of_others(job, stage)
+        beside = reference_bytes(job, stage, cells) if job.dpo_reference else (0, 0)
         for rank in range(data) if ranks is None else ranks:
             row = rank if sharded else 0
             ours = stock_bytes(linears, row) if cells is None else engine_bytes(linears, cells, sharded)
             used = owned(linears, row) if sharded else sum(sizes)
-            yield Rank(ours, stock_bytes(others, row), int(used * states))
+            all_else = stock_bytes(others, row)
+            yield Rank(ours | {REFERENCE: beside[0]}, all_else | {REFERENCE: beside[1]}, int(used * states))
 
 
 @lru_cache(maxsize=64)
@@ -215,7 +247,7 @@ def run(args: Namespace) -> int:
         for level in asked
     }
     show("\n".join(table(job, levels)), args.format)
-    if not decided and not all_stock:
+    if not decided and not all_stock and not job.frozen_base:
         print(f"\n{said}")
     return 0
 

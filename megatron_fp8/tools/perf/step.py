@@ -121,6 +121,9 @@ def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
     for kind, ms in layer_passes.items():
         parts[kind] = layers * ms
     parts["recomputation"] = _recomputed(w, linear, attention[0], sum(layer_passes.values()))
+    if w.job.dpo_reference:  # a forward pass; a third of the memory-bound passes' time is the forward pass's
+        head = gemm_time.head(w, hardware)[0] if stage == w.pipeline - 1 else 0.0
+        parts["reference's pass"] = layers * (linear + attention[0] + sum(layer_passes.values()) / 3) + head
     tables = 0
     if stage == 0:
         tables += 1

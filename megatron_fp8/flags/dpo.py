@@ -1,0 +1,16 @@
+"""The flags of dpo_gpt_fp8.py, beside Megatron's and a level's."""
+
+from argparse import ArgumentParser
+
+SCRIPT = "dpo_gpt_fp8.py"
+SCORE, READ = "--dpo-score-reference", "--dpo-reference-scores"
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    group = parser.add_argument_group("dpo")
+    group.add_argument("--dpo-beta", type=float, default=0.1, help="A larger beta keeps the policy near the reference.")
+    group.add_argument("--dpo-label-smoothing", type=float, default=0.0, help="Assumed share of swapped pairs.")
+    group.add_argument("--dpo-sft-weight", type=float, default=0.0, help="Weight of -log p(chosen) per token.")
+    group.add_argument(SCORE, metavar="FILE", help="Do not train: score the data as the reference, and write FILE.")
+    group.add_argument(READ, metavar="FILE", help="Read the reference's log-probabilities; no reference is built.")
+    return parser
