@@ -165,6 +165,20 @@ def test_flags_change_the_estimate():
     assert stock.cells() is None and stock.job == w.job
 
 
+def test_dpo_s_reference_is_held_and_runs_forward():
+    """Its bytes at O3 and in stock, and a third of a step's passes more, or little else."""
+    flags = f"{MODEL} --fp8-level O3 --sft"
+    alone, beside = (job_flags.parse([*script, *flags.split()]) for script in ([], ["dpo_gpt_fp8.py"]))
+    for system, a_weight in (("O3", 1), ("bf16", 2)):
+        one, two = (
+            step.estimate(job_flags.workload(which, 8, system), hardware.load("h200")) for which in (alone, beside)
+        )
+        linears, others = memory.parameters(one.workload.job)
+        assert two.held - one.held == pytest.approx((a_weight * linears + 2 * others) / 1e9)
+        more, passes = two.parts["reference's pass"], one.parts["linears"] + one.parts["attention"]
+        assert passes / 4 < more < passes / 2 and two.gpu_ms - one.gpu_ms == pytest.approx(more)
+
+
 def test_tensor_parallel_traffic_in_fp8_is_counted():
     """--fp8-tp-gather and --fp8-tp-reduce-scatter, one direction or both: E4M3; sums have an exponent for each 128."""
 

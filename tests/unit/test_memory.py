@@ -268,6 +268,40 @@ def test_o3_needs_at_most_8_bytes_a_parameter_where_stock_needs_18(capsys):
     assert o0 > o1 > o2 > o3
 
 
+# Post-training.
+
+
+def test_a_reference_and_a_frozen_base_of_7b(capsys):
+    """By hand: 6.442 G weights of linears, 0.412 G others; the reference 1 and 2 bytes, the base 1 and 2."""
+    alone = printed(capsys, *"--model 7b --data-parallel-size 1 --fp8-level O0 O3".split())
+    beside = printed(capsys, *"--model 7b --data-parallel-size 1 --fp8-level O0 O3 --dpo-reference".split())
+    linears, others = memory.parameters(MODELS["7b"])
+    more = [float(b) - float(a) for a, b in zip(alone["all"], beside["all"], strict=True)]
+    assert more == pytest.approx([(2 * linears + 2 * others) / 1e9, (linears + 2 * others) / 1e9], abs=2e-3)
+    frozen = printed(capsys, *"--model 7b --fp8-level O0 O1 O3 --frozen-base".split())  # 32 ranks have it whole
+    largest = max(MODELS["7b"].linears())
+    by_hand = [2 * linears, 3 * linears + largest, linears + largest]
+    assert [float(cell) for cell in frozen["all"]] == pytest.approx(
+        [(size + 2 * others) / 1e9 for size in by_hand], abs=2e-3
+    )
+    assert not any(f"linears: {kind}" in frozen for kind in ("grad", *STATES, "reference"))
+
+
+@pytest.mark.parametrize("flags", ["--sft", "--sft --sft-tokenizer-prompt-format nemotron-nano-v2"])
+def test_sft_changes_no_bytes_of_states(capsys, flags):
+    level = ("--fp8-level", "O3")
+    command = ("--gpus", "32", "--", *JOB.split(), "--attention-dropout", "0", *level)
+    assert printed(capsys, *command, *flags.split()) == printed(capsys, *command)
+
+
+def test_dpo_s_script_has_a_reference_and_its_flags(capsys):
+    job = (*JOB.split(), "--fp8-level", "O3")
+    command = ("--gpus", "8", "--", "torchrun", "dpo_gpt_fp8.py", *job, "--dpo-beta", "0.2")
+    assert printed(capsys, *command) == printed(capsys, "--gpus", "8", "--dpo-reference", "--", *job)
+    scored = printed(capsys, *command, "--dpo-reference-scores", "file")
+    assert scored == printed(capsys, "--gpus", "8", "--", *job)
+
+
 # Balance: FP8-LM's Table 8 (arXiv 2310.18313), GB of the emptiest and fullest GPU.
 
 TABLE_8 = {"7b": (49.06, 49.36), "13b": (48.45, 48.85), "175b": (38.64, 40.28)}
@@ -486,6 +520,7 @@ def test_flags_that_change_only_time_pass(capsys):
         ("--model 7b --hidden-size 4100", "--num-attention-heads 32: does not divide --hidden-size 4100"),
         ("--model 7b --ffn-hidden-size 100", "a linear of 100 x 4096 elements"),
         ("--model 7b --position-embedding-type learned_absolute", "add --max-position-embeddings"),
+        ("--model 7b --frozen-base --dpo-reference", "--frozen-base with --dpo-reference: the base itself is"),
         ("--model 7b --fp8-level O0 --fp8-master fp16", "--fp8-master fp16 with --fp8-level O0: no effect"),
     ],
 )
