@@ -9,6 +9,7 @@ import pytest
 from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
+from megatron_fp8.errors import UserError
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.tools.perf import job_flags, memory
 
@@ -125,7 +126,10 @@ def test_a_run_that_reads_scores_has_no_reference_to_count():
     for more in ("", "--dpo-reference-scores file", "--dpo-score-reference file"):
         job = job_flags.job(job_flags.parse(["dpo_gpt_fp8.py", *given, *more.split()]).args, 1)
         assert job.dpo_reference == (not more)
-    assert not job_flags.job(job_flags.parse(["pretrain_gpt_fp8.py", *given, "--sft"]).args, 1).dpo_reference
+    other = ["pretrain_gpt_fp8.py", *TINY_GPT, "--sft"]
+    assert not job_flags.job(job_flags.parse(other).args, 1).dpo_reference
+    with pytest.raises(UserError, match="unrecognized arguments: --dpo-beta 0.5"):
+        job_flags.parse([*other, *DPO])
 
 
 @slow
