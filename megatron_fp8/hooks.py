@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from . import cpu
 from .flags import graphs, log
 from .flags.level import LEVEL, is_stock
+from .flags.rope import hands_over
 from .flags.stock import installed
 from .metrics import VARIABLE as METRICS
 from .rebind import Hook, When
@@ -62,6 +63,10 @@ WATCHED_STEP = When(
 LEVEL_OR_SHARPNESS = When(
     "with a level, or --fp8-sharpness-eval",
     lambda run: run.fp8 is not None or (run.sharpness is not None and run.sharpness.file is not None),
+)
+ROPE_FACTOR = When(
+    "with --use-rope-scaling and another --rope-scaling-factor than 8, at every level and without one",
+    lambda run: hands_over(run.args),
 )
 TO_METRICS = When(f"with {METRICS}", lambda run: bool(os.environ.get(METRICS)))
 LAYERS_DIFFER = When("with a level, once a script has made layers different", lambda run: run.layers_differ)
@@ -119,6 +124,10 @@ RUN = (
     Hook(
         *(PARALLEL_LAYERS, "F", "layers.embedding.functional", "holds module", A_LEVEL),
         "Lets the token embedding add its gradient to main_grad, where the linears do.",
+    ),
+    Hook(
+        *(GPT_MODEL, "__init__", "run.rope_scaled", "self config transformer_layer_spec", ROPE_FACTOR),
+        "Hands --rope-scaling-factor to the model: stock parses it, fills GPTModelConfig without it, and builds 8.",
     ),
     Hook(
         *(GPT_MODEL, "__init__", "run.model_built", "self config transformer_layer_spec", A_LEVEL),

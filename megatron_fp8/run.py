@@ -13,6 +13,7 @@ parsed_runs.py does, and trainer.py for those that have no command line.
 """
 
 import functools
+import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -128,6 +129,26 @@ class Run:
             check_device(torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", 0))))
         self.gemms = RunGemms(fp8, "cpu" if self.on_cpu else "cuda", say, self.hooked)
         self.gemms.choose()
+
+    def rope_scaled(self, stock: Callable) -> Callable:
+        """GPTModel.__init__, with --rope-scaling-factor unless its caller gives a factor of its own."""
+        from .flags.rope import STOCK_FACTOR
+
+        args = self.args
+        args.rope_factor_built = args.rope_scaling_factor  # saved with the model
+        signature = inspect.signature(stock)
+        line = f"--rope-scaling-factor {args.rope_scaling_factor}: handed to the model; without the plugin Megatron "
+        say([f"{line}ignores it and builds {STOCK_FACTOR}"])
+
+        @functools.wraps(stock)
+        def init(*given, **named):
+            call = signature.bind(*given, **named)
+            call.apply_defaults()
+            if call.arguments["rope_scaling"] and call.arguments["rope_scaling_factor"] == STOCK_FACTOR:
+                call.arguments["rope_scaling_factor"] = args.rope_scaling_factor
+            stock(*call.args, **call.kwargs)
+
+        return init
 
     def model_built(self, stock: Callable) -> Callable:
         """GPTModel.__init__."""

@@ -230,7 +230,7 @@ REFUSED = f"""
 """
 
 NO_EFFECT = {  # flags whose every case changes nothing in stock's own model, and why that is right
-    "--rope-scaling-factor": "Megatron 0.19 hands it to no model: a level says so",
+    "--rope-scaling-factor": "Megatron 0.19 hands it to no model; the plugin does (test_hf_logits.py)",
     "--mup-width-mult": "Megatron works it out of --mup-base-hidden-size",
     "--yarn-correction-range-round-to-int": "the default",
     "--no-masked-softmax-fusion": "all cases have it",

@@ -24,6 +24,7 @@ from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ..errors import UserError, is_bug
+from ..flags import rope
 from ..flags.config import Fp8Config
 from ..ranks import all_reduce_largest
 from .failing import from_one_rank
@@ -199,10 +200,12 @@ def load_in_one_line(stock: Callable) -> Callable:
 def compare_what_is_there(stock: Callable) -> Callable:
     """Wraps checkpointing.check_checkpoint_args: compares only arguments that the checkpoint has.
 
-    A converted checkpoint comes from no run and has no tokenizer, for example.
+    A converted checkpoint comes from no run and has no tokenizer, for example. The factor of Llama 3's rope is compared
+    too.
     """
 
     def check_checkpoint_args(checkpoint_args, skip_args=None):
+        rope.check_loaded(checkpoint_args, get_args())
         return stock(checkpoint_args, (skip_args or set()) | (vars(get_args()).keys() - vars(checkpoint_args).keys()))
 
     return check_checkpoint_args

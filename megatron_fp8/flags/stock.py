@@ -266,6 +266,10 @@ UNGATHERED_GATE = When(
     lambda value, args: bool(value) and args.moe_shared_expert_gate and args.overlap_param_gather,
 )
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
+ROPE_SCALED = When("other than 8.0, with --use-rope-scaling", lambda value, args: value != 8 and args.use_rope_scaling)
+ROPE_UNSCALED = When(
+    "other than 8.0, without --use-rope-scaling", lambda value, args: value != 8 and not args.use_rope_scaling
+)
 WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
 WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
@@ -419,7 +423,8 @@ TABLE: list[Row] = [
     *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse this activation", UNFUSABLE),
     *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
     *_note("--openai-gelu --apply-residual-connection-post-layernorm", READ_NOWHERE),
-    *_note("--rope-scaling-factor", "no effect: megatron-core 0.19 passes it to no model", other_than("8.0")),
+    *_honour("--rope-scaling-factor", "handed to the model, which megatron-core 0.19 does not", ROPE_SCALED),
+    *_note("--rope-scaling-factor", "no effect without --use-rope-scaling", ROPE_UNSCALED),
     *_refuse("--moe-latent-size", "install Transformer Engine: it uses its layers", missing=TE),
     *_refuse("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", GROUPED),
     *_refuse("--use-grouped-gemm-for-shared-expert --moe-paged-stash", GROUPED),

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import FAMILY_CHANGES, GPT2, NEOX, saved, write_folder
+from hf_models import FAMILY_CHANGES, GPT2, MISTRAL, NEOX, QWEN2, QWEN3, saved, write_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -97,6 +97,29 @@ def test_llama_has_the_names_of_its_model():
     assert "lm_head.weight" not in [name for p in parameters(tied) for name in p.names]
 
 
+def test_differences_from_a_llama_are_those_of_each_model():
+    def names(changes):
+        args = model_args(saved(**changes))
+        return {name.format(0): shape for p in parameters(args)
+                for name, shape in zip(p.names, p.part_shapes(args), strict=True)}  # fmt: skip
+
+    llama, attention = names({}), "model.layers.0.self_attn"
+    biases = {f"{attention}.q_proj.bias": (24,), f"{attention}.k_proj.bias": (12,), f"{attention}.v_proj.bias": (12,)}
+    assert names({"add_qkv_bias": True}) == llama | biases
+    assert names({"window_size": (8, 0)}) == llama
+    norms = {f"{attention}.q_norm.weight": (4,), f"{attention}.k_norm.weight": (4,)}
+    assert names({"qk_layernorm": True}) == llama | norms
+
+
+def test_a_window_counts_the_token_itself():
+    config = config_of(model_args(saved(window_size=(0, 0))))
+    assert config["model_type"] == "mistral" and config["sliding_window"] == 1
+    assert args_of(config | {"sliding_window": 4096}).window_size == (4095, 0)
+    assert args_of(config | {"sliding_window": None}).window_size is None
+    del config["sliding_window"]
+    assert args_of(config).window_size == (4095, 0)  # transformers' default
+
+
 def test_padding_goes_and_comes_back():
     args = model_args(saved())
     words = parameter(args, "embedding.word_embeddings.weight")
@@ -163,7 +186,7 @@ LLAMA3 = config_of(model_args(saved(use_rope_scaling=True)))["rope_scaling"]
 
 
 def test_the_scaled_rope_is_the_one_that_megatron_builds():
-    """Megatron passes these numbers to no model, so all models have the defaults."""
+    """Megatron passes these numbers to no model by itself, so all models have the defaults."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.training import argument_utils
 
@@ -173,9 +196,12 @@ def test_the_scaled_rope_is_the_one_that_megatron_builds():
 
 
 def test_llama_3_rope_in_both_spellings():
+    # The flag alone built a model with 8, of stock Megatron; only the plugin writes `rope_factor_built`.
     args = model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0))
+    assert config_of(args)["rope_scaling"]["factor"] == 8.0 and args_of(config_of(args)).use_rope_scaling
+    args = model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0, rope_factor_built=32.0))
     config = config_of(args)
-    assert config["rope_scaling"]["factor"] == 8.0 and args_of(config).use_rope_scaling
+    assert config["rope_scaling"]["factor"] == 32.0 and args_of(config).rope_factor_built == 32.0
     scaling, theta = config.pop("rope_scaling"), config.pop("rope_theta")
     newer = args_of(config | {"rope_parameters": {**scaling, "rope_theta": theta}})
     assert (newer.rotary_base, newer.use_rope_scaling) == (500000, True)
@@ -189,7 +215,12 @@ def test_flags_describe_the_model():
         assert f" {words} " in f" {flags} "
     assert "rope-scaling" not in flags and "gelu" not in flags
     flags = flags_of(model_args(saved(use_rope_scaling=True, rope_scaling_factor=32.0)))
-    assert "--use-rope-scaling" in flags and "--rope-scaling-factor" not in flags  # it has no effect
+    assert "--use-rope-scaling" in flags and "--rope-scaling-factor" not in flags  # it had no effect
+    flags = flags_of(model_args(saved(use_rope_scaling=True, rope_factor_built=32.0)))
+    assert "--use-rope-scaling --rope-scaling-factor 32.0" in flags
+    assert "--window-size 11,0" in flags_of(model_args(saved(**MISTRAL)))
+    assert "--disable-bias-linear --add-qkv-bias" in flags_of(model_args(saved(**QWEN2)))
+    assert "--qk-layernorm" in flags_of(model_args(saved(**QWEN3)))
     assert "--no-bias-gelu-fusion" in flags_of(model_args(saved(**GPT2 | {"bias_gelu_fusion": False})))
 
 
@@ -197,11 +228,18 @@ def test_flags_describe_the_model():
     ("changes", "flag"),
     [
         ({"num_experts": 8}, "--num-experts 8"),
-        ({"qk_layernorm": True}, "--qk-layernorm"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias: .* qwen3 .*--qk-layernorm"),
+        ({"qk_layernorm": True, "window_size": (8, 0)}, "--window-size: .* qwen3 "),
+        ({"qk_layernorm": True, "add_bias_linear": True}, "--disable-bias-linear: .* qwen3 "),
+        ({"add_qkv_bias": True, "window_size": (8, 0)}, "--window-size: .* qwen2 .*--add-qkv-bias"),
+        ({"add_bias_linear": True, "window_size": (8, 0)}, "--disable-bias-linear: .* mistral .*--window-size"),
+        ({"window_size": (8, 2)}, "window_size.1 2"),
+        ({"window_size": (-1, 0)}, "window_size.0 -1"),
+        ({"window_size": (8, 0), "window_attn_skip_freq": 2}, "--window-attn-skip-freq 2"),
         ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable"),
-        ({"window_size": (128, 0)}, "--window-size"),
-        ({"add_qkv_bias": True}, "--add-qkv-bias"),
+        (NEOX | {"window_size": (128, 0)}, "--window-size"),
+        (NEOX | {"qk_layernorm": True}, "--qk-layernorm"),
         ({"swiglu": False}, "--swiglu"),
         ({"position_embedding_type": "yarn"}, "--position-embedding-type"),
         ({"rotary_percent": 0.25}, "--rotary-percent"),
@@ -223,16 +261,23 @@ def test_a_model_without_a_family_is_refused_by_its_flag(changes, flag):
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
-        ("llama", {"model_type": "mistral"}, 'model_type "mistral"'),
+        ("llama", {"model_type": "mixtral"}, 'model_type "mixtral"'),
+        ("mistral", {"sliding_window": 0}, "sliding_window 0"),
+        ("mistral", {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        ("mistral", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope scaling "yarn"'),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window true"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, 'layer_types.1 "sliding_attention"'),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope scaling "yarn"'),
+        ("qwen3", {"attention_bias": True}, "attention_bias true"),
+        ("qwen3", {"head_dim": None}, "head_dim is missing"),
         ("llama", {"hidden_act": "relu"}, 'hidden_act "relu"'),
         ("llama", {"attention_bias": True}, "mlp_bias False"),
         ("llama", {"rope_theta": 10000.5}, "rope_theta 10000.5"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
-        ("llama", {"rope_scaling": LLAMA3 | {"factor": 32.0}}, "factor 32.0 of .* always builds such a model with 8.0"),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0 of the rope scaling"),
         ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0 of the rope scaling"),
         ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "embeddings 4096 of the rope"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor None of the rope scaling"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "factor of the rope scaling is missing"),
         ("gpt_neox", {"rope_scaling": LLAMA3}, "rope scaling"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual true"),
         ("gpt_neox", {"hidden_act": "relu"}, 'hidden_act "relu"'),
@@ -274,7 +319,7 @@ def test_there_and_back_is_identical(args, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", [name for name in FAMILY_CHANGES if name != "gpt2"])
 def test_e4m3_folder_there_and_back(family, tmp_path):
     args = model_args(saved(**FAMILY_CHANGES[family]))
     tensors = write_folder(tmp_path / "hf", args)
@@ -292,7 +337,7 @@ def test_e4m3_folder_there_and_back(family, tmp_path):
         assert scale.shape == (1,) and scale.dtype == torch.float32
         error = (stored[name].double() * scale.double() - tensor.double()).abs()
         assert (error <= (tensor.double().abs() * 2.0**-4).clamp(min=scale.item() * 2.0**-10)).all()
-    if family == "llama":  # loaders fuse these again
+    if family != "gpt_neox":  # loaders fuse these again
         layer = "model.layers.1.self_attn"
         assert len({stored[f"{layer}.{part}_proj.weight_scale"].item() for part in "qkv"}) == 1
     quantization = json.loads((tmp_path / "e4m3/config.json").read_text())["quantization_config"]

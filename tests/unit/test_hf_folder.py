@@ -34,12 +34,17 @@ NO_ROPE = [*WORDS, True, 0, 5, [], [2], math.nan, {"a": 1}, {"factor": 2.0}, {"t
 COUNTS = """num_hidden_layers hidden_size num_attention_heads intermediate_size max_position_embeddings vocab_size
 n_layer n_embd n_head n_positions""".split()
 REQUIRED = {*COUNTS, "model_type", "use_parallel_residual"}
+REQUIRED_OF = {  # beside those; what transformers makes of their absence, or of null, depends on its version
+    **{"mistral": {"num_key_value_heads"}, "qwen2": {"num_key_value_heads"}},
+    "qwen3": {"num_key_value_heads", "head_dim"},
+}
 SHARES = "attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop".split()
 ONE_VALUE = """use_parallel_residual scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention
-attention_bias""".split()
+attention_bias use_sliding_window""".split()
 NONSENSE = {
     **{key: [*NO_COUNT, None] for key in COUNTS},
     **{key: NO_COUNT for key in ("num_key_value_heads", "head_dim", "n_inner")},  # null: the default
+    "sliding_window": NO_COUNT,  # null: none
     **{key: NO_SHARE for key in SHARES},
     **{key: [*NO_POSITIVE, 1, 2.0] for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")},
     **{key: [*NO_POSITIVE, 1, 10000.5] for key in ("rope_theta", "rotary_emb_base")},
@@ -49,7 +54,7 @@ NONSENSE = {
     **{key: [*NEVER, None, -1, 1.5] for key in ONE_VALUE},  # 0 is false
     **{key: [*NEVER, None, True, 0, "relu"] for key in ("hidden_act", "activation_function")},
     **{key: NO_ROPE for key in ("rope_scaling", "rope_parameters")},
-    "model_type": [*NEVER, None, True, 0, "mistral"],
+    "model_type": [*NEVER, None, True, 0, "mixtral"],
 }
 NO_MATTER = {"architectures", "torch_dtype", "bos_token_id", "eos_token_id"}
 
@@ -106,7 +111,7 @@ def test_seeded_mutations_of_config_json_are_refused(family, tmp_path, capsys, m
         assert bad_json or key in line or key.startswith("rope_") or key == "rotary_pct", (key, value, line)
         tried.add(key)
     assert tried == set(keys) and not (tmp_path / "out").exists()
-    for key in config.keys() & REQUIRED:
+    for key in config.keys() & (REQUIRED | REQUIRED_OF.get(family, set())):
         file.write_text(json.dumps({name: config[name] for name in config if name != key}))
         line = refusal(capsys, "to-megatron", str(tmp_path / "hf"), str(tmp_path / "out"))
         assert line.startswith(f"{file}: {key} "), line

@@ -50,6 +50,7 @@ COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an 
     "--no-bias-gelu-fusion": ["--num-experts", "4"],
     stock_flags.WITH_FP8_WEIGHTS.text: ["--fp8-level", "O3"],
     stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
+    stock_flags.ROPE_SCALED.text: ["--use-rope-scaling"],
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
     stock_flags.WITH_GRAPH.text: ["--cuda-graph-impl", "full_iteration"],
     stock_flags.GRAPHED.text: ["--cuda-graph-impl", "full_iteration"],

@@ -14,8 +14,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UserError
+from ...flags.rope import STOCK_FACTOR
 from .families import FAMILIES, OUTPUT, Family, family_of
-from .schema import TANH_GELU, Llama, ModelArguments, Neox, Rope, Section, as_json, checked, constants, shown
+from .schema import (
+    TANH_GELU,
+    Gpt2,
+    Llama,
+    LlamaLike,
+    Mistral,
+    ModelArguments,
+    Neox,
+    Rope,
+    Section,
+    as_json,
+    checked,
+    constants,
+    shown,
+)
 
 VOCABULARY_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by
 # {argument: flag} for all arguments of the model. A flag that ends in "!" takes no value and means False.
@@ -32,28 +47,31 @@ _FLAGS = {
     "layernorm_epsilon": "--norm-epsilon",
     "swiglu": "--swiglu",
     "add_bias_linear": "--disable-bias-linear!",
+    "add_qkv_bias": "--add-qkv-bias",
+    "qk_layernorm": "--qk-layernorm",
+    "window_size": "--window-size",
     "bias_gelu_fusion": "--no-bias-gelu-fusion!",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "position_embedding_type": "--position-embedding-type",
     "rotary_base": "--rotary-base",
     "rotary_percent": "--rotary-percent",
     "use_rope_scaling": "--use-rope-scaling",
+    "rope_factor_built": "--rope-scaling-factor",
     "attention_dropout": "--attention-dropout",
     "hidden_dropout": "--hidden-dropout",
     "init_method_std": "--init-method-std",
 }
 # Arguments that must be off: no family computes what they switch on.
 _OFF = (
-    "num_experts multi_latent_attention mtp_num_layers qk_layernorm qk_l2_norm layernorm_zero_centered_gamma "
-    "apply_residual_connection_post_layernorm softmax_type window_size rotary_interleaved squared_relu quick_geglu "
-    "rotary_seq_len_interpolation_factor no_rope_freq attention_output_gate glu_linear_offset use_mup "
+    "num_experts multi_latent_attention mtp_num_layers qk_l2_norm layernorm_zero_centered_gamma "
+    "apply_residual_connection_post_layernorm softmax_type window_attn_skip_freq rotary_interleaved squared_relu "
+    "quick_geglu rotary_seq_len_interpolation_factor no_rope_freq attention_output_gate glu_linear_offset use_mup "
     "activation_func_clamp_value experimental_attention_variant linear_attention_freq hybrid_layer_pattern "
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec"
 ).split()
 _USE_VOCAB_SIZE = (None, "NullTokenizer", "TikTokenizer")  # other tokenizers ignore --vocab-size
-# Megatron builds only this with --use-rope-scaling: it passes --rope-scaling-factor to no model and has no other flags.
+# Megatron builds only this with --use-rope-scaling, beside the factor: it has no flags of these.
 _LLAMA3_ROPE = {
-    "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -78,8 +96,7 @@ def model_args(saved: Namespace, vocab_size: int | None = None, file: str = "the
     args.rotary_base = int(args.rotary_base)
     if not args.group_query_attention:
         args.num_query_groups = args.num_attention_heads
-    if not args.add_bias_linear and getattr(saved, "add_qkv_bias", False):
-        raise UserError("--add-qkv-bias with --disable-bias-linear: no Hugging Face model known here has this")
+    args.add_qkv_bias |= args.add_bias_linear  # as Megatron has it
     known = args.vocab_size if getattr(saved, "tokenizer_type", None) in _USE_VOCAB_SIZE else None
     args.vocab_size = vocab_size or known or args.padded_vocab_size
     if args.vocab_size > args.padded_vocab_size:
@@ -92,9 +109,11 @@ def _check(args: Namespace) -> None:
     """Refuse arguments that their family does not compute."""
     family = family_of(args)
     chosen = f"{family.model_type} (chosen for --normalization {args.normalization}"
-    chosen += f" --position-embedding-type {args.position_embedding_type})"
+    chosen += f" --position-embedding-type {args.position_embedding_type}"
+    asked = {"qwen3": " --qk-layernorm", "qwen2": " --add-qkv-bias", "mistral": " --window-size"}
+    chosen += f"{asked.get(family.model_type, '')})"
     needs = dict(family.needs)
-    if family.model_type != "llama":
+    if not issubclass(family.schema, LlamaLike):
         needs |= {"group_query_attention": False}
         needs |= {"kv_channels": args.hidden_size // args.num_attention_heads}
     for name, value in needs.items():
@@ -113,11 +132,14 @@ def config_of(args: Namespace) -> dict[str, Any]:
     config |= {"tie_word_embeddings": not args.untie_embeddings_and_output_weights, "torch_dtype": "bfloat16"}
     config |= {"bos_token_id": None, "eos_token_id": None}
     gelu = "gelu_new" if args.bias_gelu_fusion else "gelu"
-    if family.model_type == "llama":
-        config |= {"attention_bias": args.add_bias_linear, "mlp_bias": args.add_bias_linear}
+    if issubclass(family.schema, LlamaLike):
         config |= {"rope_theta": float(args.rotary_base), "rope_scaling": None}
         if args.use_rope_scaling:
-            config["rope_scaling"] = {"rope_type": "llama3", **_LLAMA3_ROPE}
+            config["rope_scaling"] = {"rope_type": "llama3", "factor": args.rope_factor_built, **_LLAMA3_ROPE}
+        if family.schema is Llama:
+            config |= {"attention_bias": args.add_bias_linear, "mlp_bias": args.add_bias_linear}
+        elif family.schema is Mistral:
+            config["sliding_window"] = args.window_size[0] + 1
     elif family.model_type == "gpt_neox":
         config |= {"hidden_act": gelu, "rotary_emb_base": args.rotary_base, "rotary_pct": args.rotary_percent}
     else:
@@ -134,7 +156,8 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
     if family is None:
         said = f"model_type {as_json(values.get('model_type'))} is not supported; use one of {', '.join(FAMILIES)}"
         raise UserError(f"{file}: {said}")
-    given = {key: value for key, value in values.items() if value is not None}  # null is absent
+    # Other nulls are absent keys.
+    given = {key: value for key, value in values.items() if value is not None or key in family.schema.nullable}
     config = checked(family.schema, given, file, f"is missing, and a {family.model_type} model needs it")
     args = Namespace(**{name: getattr(config, key) for name, key in family.keys.items()})
     defaults = {
@@ -145,6 +168,7 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
         "rotary_base": 10000,
         "rotary_percent": 1.0,
         "use_rope_scaling": False,
+        "rope_factor_built": STOCK_FACTOR,
         "bias_gelu_fusion": False,
         **family.needs,
     }
@@ -159,40 +183,46 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
         if config.mlp_bias != config.attention_bias:
             raise UserError(f"{file}: mlp_bias {config.mlp_bias} with attention_bias {config.attention_bias} is not "
                             "supported; Megatron has biases in all linears or in none")  # fmt: skip
-    else:
+        args.add_qkv_bias = args.add_bias_linear
+    elif isinstance(config, Mistral):
+        args.window_size = None if config.sliding_window is None else (config.sliding_window - 1, 0)
+    elif isinstance(config, Neox | Gpt2):
         gelu = config.hidden_act if isinstance(config, Neox) else config.activation_function
         args.bias_gelu_fusion = gelu in TANH_GELU
-    if isinstance(config, Llama | Neox):
+    if isinstance(config, LlamaLike | Neox):
         _read_rope(args, config, file)
     _check_heads(args, config, family.keys, file)
     return args
 
 
-def _read_rope(args: Namespace, config: Llama | Neox, file: str) -> None:
+def _read_rope(args: Namespace, config: LlamaLike | Neox, file: str) -> None:
     """Read rotary positions in transformers 4's form of config.json or in 5's."""
     rope = config.rope_parameters or Rope()
-    if isinstance(config, Llama):
+    if isinstance(config, LlamaLike):
         base, part = config.rope_theta, config.partial_rotary_factor
     else:
         base, part = config.rotary_emb_base, config.rotary_pct
     args.rotary_base = int(rope.rope_theta or base)
     args.rotary_percent = rope.partial_rotary_factor or part
-    if isinstance(config, Llama) and args.rotary_percent != 1:
+    if isinstance(config, LlamaLike) and args.rotary_percent != 1:
         said = f"partial_rotary_factor {args.rotary_percent} is not supported"
-        raise UserError(f"{file}: {said}; use 1: Megatron's llama rotates whole heads")
+        raise UserError(f"{file}: {said}; use 1: models with RMSNorm rotate whole heads")
     scaling = config.rope_scaling or rope
     kind = scaling.rope_type or scaling.type
     given = scaling.model_dump(exclude_none=True).keys() - {"rope_theta", "partial_rotary_factor"}
     if kind is None and given:
         raise UserError(f"{file}: rope scaling with {shown(min(given))} but without rope_type is not supported")
-    if kind == "llama3" and isinstance(config, Llama):
+    if kind == "llama3" and isinstance(config, LlamaLike):
+        if scaling.factor is None:
+            raise UserError(f"{file}: factor of the rope scaling is missing, and llama3 needs it")
         for key, value in _LLAMA3_ROPE.items():
             if (found := getattr(scaling, key)) != value:
                 reason = f"is not supported; Megatron 0.19 always builds such a model with {value}"
                 raise UserError(f"{file}: {key} {found} of the rope scaling {reason}")
-        args.use_rope_scaling = True
+        args.use_rope_scaling, args.rope_factor_built = True, scaling.factor
     elif kind not in (None, "default"):
-        raise UserError(f"{file}: rope scaling {as_json(kind)} is not supported; Megatron has llama3, for llama models")
+        said = f"rope scaling {as_json(kind)} is not supported"
+        raise UserError(f"{file}: {said}; Megatron has llama3, for models with RMSNorm")
 
 
 def _check_heads(args: Namespace, config: Section, keys: Mapping[str, str], file: str) -> None:
@@ -213,19 +243,23 @@ def _check_heads(args: Namespace, config: Section, keys: Mapping[str, str], file
 def flags_of(args: Namespace) -> str:
     """Megatron's flags for a model, quoted for a shell. args: from model_args or args_of."""
     unused = {"bias_gelu_fusion"} if args.swiglu else set()
+    if args.add_bias_linear:
+        unused.add("add_qkv_bias")
+    if args.rope_factor_built == STOCK_FACTOR:
+        unused.add("rope_factor_built")
     if args.position_embedding_type != "rope":
         unused |= {"rotary_base", "rotary_percent"}
     words = []
     for name, flag in _FLAGS.items():
         value = getattr(args, name)
-        if name in unused:
+        if name in unused or value is None:
             continue
         if flag.endswith("!"):
             words += [] if value else [flag[:-1]]
         elif isinstance(value, bool):
             words += [flag] if value else []
         else:
-            words += [flag, str(value)]
+            words += [flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     return shlex.join(words)
 
 

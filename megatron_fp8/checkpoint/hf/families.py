@@ -1,9 +1,14 @@
 """Names and layouts of tensors in Hugging Face's model families that match Megatron's GPT.
 
-Three families compute exactly what a Megatron GPT with these flags computes:
+These families compute exactly what a Megatron GPT with these flags computes:
 
     llama      --normalization RMSNorm, --swiglu, --position-embedding-type rope; any grouping of queries;
                with or without biases (attention_bias and mlp_bias)
+    mistral    llama without biases, with --window-size W,0: a token sees itself and W before it, and
+               sliding_window counts both, W + 1.  (A Mistral without a window is a llama.)
+    qwen2      llama with --add-qkv-bias --disable-bias-linear
+    qwen3      llama without biases, with --qk-layernorm: one norm of a head's channels for all query heads, one
+               for all keys
     gpt_neox   LayerNorm, GELU, rope (--rotary-percent too), biases; without its parallel residual
     gpt2       LayerNorm, GELU, learned positions, biases
 
@@ -25,7 +30,7 @@ times a power of two, as at level O3, loses nothing; in other weights an element
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,13 +39,15 @@ from ...errors import UserError
 from ...numerics import E4M3, ScaledTensor
 from ...numerics.scaling import power_of_two_scale
 from ...ops import amax, quantize
-from .schema import Gpt2, Llama, Neox
+from .schema import Gpt2, Llama, LlamaLike, Mistral, Neox, Qwen2, Qwen3
 
 # Prefixes of Megatron's parameter names; "weight" or "bias" follows.
 _WORDS = "embedding.word_embeddings."
 _POSITIONS = "embedding.position_embeddings."
 _NORM1 = "decoder.layers.self_attention.linear_qkv.layer_norm_"
 _QKV = "decoder.layers.self_attention.linear_qkv."
+_QNORM = "decoder.layers.self_attention.q_layernorm."
+_KNORM = "decoder.layers.self_attention.k_layernorm."
 _PROJ = "decoder.layers.self_attention.linear_proj."
 _NORM2 = "decoder.layers.mlp.linear_fc1.layer_norm_"
 _FC1 = "decoder.layers.mlp.linear_fc1."
@@ -93,7 +100,7 @@ class Family:
     architecture: str
     modules: Mapping[str, tuple[str, ...]]
     layouts: Mapping[str, Layout]
-    schema: type[Llama] | type[Neox] | type[Gpt2]
+    schema: type[LlamaLike] | type[Neox] | type[Gpt2]
     keys: Mapping[str, str]
     needs: Mapping[str, Any]
 
@@ -108,7 +115,15 @@ _KEYS = {  # most families'
     "attention_dropout": "attention_dropout",
     "vocab_size": "vocab_size",
 }
-_LAYER_NORM_GELU = {"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "use_rope_scaling": False}
+_PLAIN_ATTENTION: dict[str, Any] = {"qk_layernorm": False, "window_size": None}
+_LAYER_NORM_GELU = {
+    **{"normalization": "LayerNorm", "swiglu": False, "use_rope_scaling": False},
+    **{"add_bias_linear": True, "add_qkv_bias": True},
+    **_PLAIN_ATTENTION,
+}
+_RMS_NORM_SWIGLU: dict[str, Any] = {
+    **{"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0}
+}
 _LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
@@ -131,7 +146,34 @@ _LLAMA = Family(
         "kv_channels": "head_dim",
         "layernorm_epsilon": "rms_norm_eps",
     },
-    needs={"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0},
+    needs={**_RMS_NORM_SWIGLU, **_PLAIN_ATTENTION},
+)
+_NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False}
+_MISTRAL = replace(
+    _LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    schema=Mistral,
+    needs={**_RMS_NORM_SWIGLU, **_NO_BIAS, "qk_layernorm": False},
+)
+_QWEN2 = replace(
+    _LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    schema=Qwen2,
+    needs={**_LLAMA.needs, "add_bias_linear": False, "add_qkv_bias": True},
+)
+_QWEN3 = replace(
+    _LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    modules={
+        **_LLAMA.modules,
+        _QNORM: ("model.layers.{}.self_attn.q_norm.",),
+        _KNORM: ("model.layers.{}.self_attn.k_norm.",),
+    },
+    schema=Qwen3,
+    needs={**_LLAMA.needs, **_NO_BIAS, "qk_layernorm": True},
 )
 _NEOX = Family(
     "gpt_neox",
@@ -183,13 +225,17 @@ _GPT2 = Family(
     },
     needs={**_LAYER_NORM_GELU, "position_embedding_type": "learned_absolute"},
 )
-FAMILIES = {family.model_type: family for family in (_LLAMA, _NEOX, _GPT2)}
+FAMILIES = {family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _NEOX, _GPT2)}
 
 
 def family_of(args: Namespace) -> Family:
-    """The family for a model's norm and position embeddings; hf/config.py checks the family's other needs."""
+    """The family for a model's norms, biases and positions; hf/config.py checks the family's other needs."""
     if args.normalization == "RMSNorm":
-        return _LLAMA
+        if args.qk_layernorm:
+            return _QWEN3
+        if args.add_qkv_bias and not args.add_bias_linear:
+            return _QWEN2
+        return _LLAMA if args.window_size is None else _MISTRAL
     return _GPT2 if args.position_embedding_type == "learned_absolute" else _NEOX
 
 
@@ -243,12 +289,15 @@ def parameters(args: Namespace) -> list[Parameter]:
         _QKV: (args.num_attention_heads + 2 * args.num_query_groups) * args.kv_channels,
         _FC1: args.ffn_hidden_size * (2 if args.swiglu else 1),
         OUTPUT: args.padded_vocab_size,
+        _QNORM: args.kv_channels,
+        _KNORM: args.kv_channels,
     }
     columns = {_PROJ: args.num_attention_heads * args.kv_channels, _FC2: args.ffn_hidden_size}
     found = []
     for module, names in family.modules.items():
-        is_norm, is_linear = module in (_NORM1, _NORM2, _NORM), module in LINEARS
-        has_bias = args.normalization == "LayerNorm" if is_norm else is_linear and args.add_bias_linear
+        is_norm, is_linear = module in (_NORM1, _QNORM, _KNORM, _NORM2, _NORM), module in LINEARS
+        biased = args.add_qkv_bias if module == _QKV else args.add_bias_linear
+        has_bias = args.normalization == "LayerNorm" if is_norm else is_linear and biased
         if module == OUTPUT and not args.untie_embeddings_and_output_weights:
             continue
         for kind in ("weight", "bias") if has_bias else ("weight",):

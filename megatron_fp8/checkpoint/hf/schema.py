@@ -7,9 +7,10 @@ nonsense, not large models. Other keys are ignored, as transformers does.
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from ...errors import UserError
+from ...flags.rope import STOCK_FACTOR
 from ...packages import needs
 
 try:
@@ -30,9 +31,13 @@ TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # the form that --bi
 
 
 class Section(BaseModel):
-    """A JSON object. strict: "12" and true are not numbers."""
+    """A JSON object. strict: "12" and true are not numbers.
+
+    nullable: the keys whose null says something else than their absence.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+    nullable: ClassVar[tuple[str, ...]] = ()
 
 
 class Rope(Section):
@@ -64,17 +69,46 @@ class _Roped(Section):
     rope_parameters: Rope | None = None
 
 
-class Llama(_Roped):
-    """config.json of a LlamaForCausalLM."""
+class LlamaLike(_Roped):
+    """config.json of a model with a Llama's layers; the subclasses have the differences."""
 
-    num_key_value_heads: Count | None = None
     head_dim: Size | None = None
     rms_norm_eps: Epsilon = 1e-6
     hidden_act: Literal["silu"] = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
     rope_theta: Base = 10000.0
     partial_rotary_factor: Part = 1.0
+
+
+class Llama(LlamaLike):
+    """config.json of a LlamaForCausalLM."""
+
+    num_key_value_heads: Count | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class Mistral(LlamaLike):
+    """config.json of a MistralForCausalLM. transformers takes an absent window for 4096, and null for none."""
+
+    nullable: ClassVar = ("sliding_window",)
+
+    num_key_value_heads: Count  # transformers takes null for the number of heads, and an absent key for 8
+    sliding_window: Size | None = 4096
+
+
+class Qwen2(LlamaLike):
+    """config.json of a Qwen2ForCausalLM, which Qwen 2.5 is too. Megatron's window is of all layers, Qwen's of some."""
+
+    num_key_value_heads: Count  # transformers takes null for the number of heads, and an absent key for 32
+    use_sliding_window: Literal[False] = False
+    layer_types: list[Literal["full_attention"]] | None = None
+
+
+class Qwen3(Qwen2):
+    """config.json of a Qwen3ForCausalLM. Megatron has no bias of o_proj alone."""
+
+    head_dim: Size  # transformers takes an absent key for 128
+    attention_bias: Literal[False] = False
 
 
 class Neox(_Roped):
@@ -126,12 +160,16 @@ class ModelArguments(Section):
     layernorm_epsilon: Epsilon
     swiglu: bool
     add_bias_linear: bool
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    window_size: tuple[Annotated[int, Field(ge=0, lt=2**30)], Literal[0]] | None = None
     bias_gelu_fusion: bool
     untie_embeddings_and_output_weights: bool
     position_embedding_type: str
     rotary_base: Base
     rotary_percent: Part
     use_rope_scaling: bool
+    rope_factor_built: Factor = STOCK_FACTOR
     attention_dropout: Share
     hidden_dropout: Share
     init_method_std: Deviation

@@ -24,6 +24,8 @@ SAVED = {  # the arguments in a stock checkpoint of a small Llama
     "swiglu": True,
     "add_bias_linear": False,
     "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "window_size": None,
     "bias_gelu_fusion": False,
     "untie_embeddings_and_output_weights": True,
     "position_embedding_type": "rope",
@@ -54,7 +56,13 @@ GPT2 = NEOX | {
     "rotary_percent": 1.0,
     "rotary_base": 10000,
 }
-FAMILY_CHANGES = {"llama": {}, "gpt_neox": NEOX, "gpt2": GPT2}
+MISTRAL = {"window_size": (11, 0), "kv_channels": 6}
+QWEN2 = {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False}
+QWEN3 = {"qk_layernorm": True, "kv_channels": 6}
+FAMILY_CHANGES = {
+    **{"llama": {}, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3},
+    **{"gpt_neox": NEOX, "gpt2": GPT2},
+}
 
 
 def saved(**changes) -> Namespace:
