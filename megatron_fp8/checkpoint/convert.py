@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import UserError, is_bug
+from ..flags.rope import STOCK_FACTOR
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
 from .hf.folder import CONFIG, INDEX, Weights, read_json
@@ -238,6 +239,9 @@ def to_megatron(folder: str, out: str) -> None:
             state[parameter.name] = stack[0]
     _write_megatron(_new_folder(out), state, args)
     print(f"{out}: start Megatron with --load {shlex.quote(out)} {flags_of(args)}")
+    if args.rope_factor_built != STOCK_FACTOR:
+        said = f"--rope-scaling-factor {args.rope_factor_built} needs the plugin"
+        print(f"{out}: {said}; stock Megatron 0.19 ignores it and builds {STOCK_FACTOR}")
 
 
 def _write_megatron(out: Path, state: dict[str, Any], args: Namespace) -> None:
