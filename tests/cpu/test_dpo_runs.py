@@ -128,7 +128,7 @@ def test_a_run_that_reads_scores_has_no_reference_to_count():
         assert job.dpo_reference == (not more)
     other = ["pretrain_gpt_fp8.py", *TINY_GPT, "--sft"]
     assert not job_flags.job(job_flags.parse(other).args, 1).dpo_reference
-    with pytest.raises(UserError, match="unrecognized arguments: --dpo-beta 0.5"):
+    with pytest.raises(UserError, match=r"unrecognized arguments: --dpo-beta 0.5"):
         job_flags.parse([*other, *DPO])
 
 
