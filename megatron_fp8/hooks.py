@@ -65,8 +65,8 @@ LEVEL_OR_SHARPNESS = When(
     lambda run: run.fp8 is not None or (run.sharpness is not None and run.sharpness.file is not None),
 )
 ROPE_FACTOR = When(
-    "with --use-rope-scaling and another --rope-scaling-factor than 8, at every level and without one",
-    lambda run: hands_over(run.args),
+    "with a level, --use-rope-scaling and another --rope-scaling-factor than 8",
+    lambda run: run.fp8 is not None and hands_over(run.args),
 )
 TO_METRICS = When(f"with {METRICS}", lambda run: bool(os.environ.get(METRICS)))
 LAYERS_DIFFER = When("with a level, once a script has made layers different", lambda run: run.layers_differ)

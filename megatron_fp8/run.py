@@ -137,7 +137,7 @@ class Run:
         args = self.args
         args.rope_factor_built = args.rope_scaling_factor  # saved with the model
         signature = inspect.signature(stock)
-        line = f"--rope-scaling-factor {args.rope_scaling_factor}: handed to the model; without the plugin Megatron "
+        line = f"--rope-scaling-factor {args.rope_scaling_factor}: handed to the model; without a level Megatron "
         say([f"{line}ignores it and builds {STOCK_FACTOR}"])
 
         @functools.wraps(stock)

@@ -1,7 +1,7 @@
 """--rope-scaling-factor: by how much --use-rope-scaling, which is Llama 3's, slows the slowest rotations down.
 
 megatron-core 0.19 parses the flag and hands it to no model. It builds them all with factor 8, Llama 3.1's; Llama 3.2
-has 32. The plugin hands it over, at every level and without one, so that runs to be compared compute one function.
+has 32. A level hands it over. Without a level, and at O0, the run is stock Megatron's and builds 8.
 
 A checkpoint says what its model was built with: its arguments have `rope_factor_built`. Without that it is stock's 8,
 whatever the flag said.
