@@ -97,8 +97,8 @@ def not_read(stock: Callable) -> Callable[..., Any]:
     def init(self, *args, **kwargs):
         raise UserError(
             f"{LEVEL.name}: the script builds a GPTModel and has not called megatron.training.arguments.parse_args, as "
-            f"Megatron Bridge does: nothing would be in FP8; remove {LEVEL.name}, and call megatron_fp8.enable() before "
-            "the model is built"
+            f"Megatron Bridge does: nothing would be in FP8; remove {LEVEL.name}, and call megatron_fp8.enable() "
+            "before the model is built"
         )
 
     return functools.wraps(stock)(init)

@@ -46,7 +46,7 @@ class PreferenceDataset(SFTDataset):
             raise
         except Exception as error:  # the package `datasets` raises errors of its own, of Arrow, and of the system
             reason = str(error.__cause__ or error).partition("\n")[0]
-            raise UserError(f"--data-path {dataset_path}: not lines of JSON that are alike: {reason}") from error
+            raise UserError(f"--data-path {dataset_path}: cannot be read as lines of JSON: {reason}") from error
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         return self.sample(int(self.indices[idx % len(self.indices)]))
