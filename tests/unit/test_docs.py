@@ -25,10 +25,10 @@ FOLDERS += "benchmarks benchmarks/results tools tests/unit".split()
 ELSEWHERE = {"mine.yaml", "a.yaml", "b.yaml", "report.md", "runs.md", "loss.svg", "pretrain_gpt.py"}
 ELSEWHERE |= {f"megatron_fp8/{name}.py" for name in ("gemm/decoded", "monitor/largest", "monitor/first_step")}
 ELSEWHERE.add("tests/unit/test_decoded.py")
-# torchrun's, Slurm's, nvidia-smi's, pip's; and one of `megatron-fp8 memory`, which makes it of an argument's name.
+# torchrun's, Slurm's, nvidia-smi's, pip's; and those that `megatron-fp8 memory` makes of an argument's name.
 OTHERS = set(
     "--rdzv-id --rdzv-backend --rdzv-endpoint --partition --signal --export --query-gpu --data-parallel-size".split()
-) | {"--no-deps"}
+) | {"--no-deps", "--dpo-reference", "--frozen-base"}
 
 
 def anchors(page: Path) -> set[str]:
