@@ -87,7 +87,7 @@ def _load(weight: OwnedWeight, values: torch.Tensor) -> None:
 
 
 def has_adapters(policy: list[torch.nn.Module]) -> bool:
-    """Whether any pipeline stage of the policy has adapters is the same on all: a script adds them to every layer."""
+    """Whether this rank's chunks have adapters. All pipeline stages must agree, or their passes wait for each other."""
     return any(_adapters(chunk) for chunk in policy)
 
 

@@ -277,6 +277,17 @@ def test_with_adapters_the_reference_is_the_policy_without_them(level, nproc, fl
     assert all("bytes changed: 0," in line for line in run.lines if line.startswith("frozen: "))
 
 
+@slow
+def test_a_resumed_run_with_adapters_needs_no_other_weights(pairs, tmp_path):
+    save = str(tmp_path / "run")
+    flags = [*LORA, "--save", save, "--load", save, "--save-interval", "3"]
+    env = {"ADAPTED": "dpo_gpt_fp8.py", "SCRIPT": "tests/scripts/adapters.py"}
+    whole = train(pairs, "O3", *flags, **env)
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("3")
+    resumed = train(pairs, "O3", *flags, **env)
+    assert bytes_of(resumed)[1] == bytes_of(whole)[1][3:] and len(bytes_of(resumed)[1]) == 3
+
+
 def test_what_is_trained_beside_adapters_is_refused(pairs):
     with pytest.raises(RunFailed) as failed:
         train(pairs, "O3", ADAPTED="dpo_gpt_fp8.py", SCRIPT="tests/scripts/adapters.py", BASE="part")
