@@ -63,7 +63,7 @@ class Reference:
         self.said: deque[torch.Tensor] = deque()
 
     def _say(self, stock, policy, batches: list, sizes: dict) -> list[torch.Tensor]:
-        """`said` of micro-batches, {chunk of the model: its micro-batches, or None if this rank reads no data}."""
+        """`said` of micro-batches, a list for each chunk of the model; None for it if this rank reads no data."""
         raise NotImplementedError
 
     def before(self, stock):
