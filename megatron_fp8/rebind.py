@@ -18,6 +18,7 @@ from typing import Any
 PACKAGE = __package__
 NOTHING = type("nothing", (), {})()  # in the place of a name that is not there
 _VALUE, _OPTIONAL = "holds ", "None or "  # begin the signature of what is no function, and of what may be none
+_ANY = "..."
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Hook:
         name: the attribute; of a dictionary, the key.
         maker: what makes ours of the original: dotted, inside this package. If it begins with "run.", an attribute of
             the Run. Of a hook on objects, the module that calls `on`.
-        signature: how the parameters of the original begin; "None or ..." if there may be none. Of what is no function
-            "holds " and its type: "holds bool"; "holds nothing" if the name is not there.
+        signature: how the parameters of the original begin; "..." if a script may give any function, and "None or "
+            before it if there may be none. Of what is no function "holds " and its type: "holds bool"; "holds nothing"
+            if the name is not there.
         when: when it is there; of a hook on objects, the event that puts it there.
         why: one sentence.
         of_object: whether it changes objects.
@@ -79,10 +81,11 @@ class Hook:
                 raise RuntimeError(self._unknown(found, known))
             return
         _, optional, parameters = self.signature.rpartition(_OPTIONAL)
+        parameters = parameters.removesuffix(_ANY)
         if optional and original is None:
             return
         if not callable(original):
-            raise RuntimeError(self._unknown(type(original).__name__, f"({parameters.replace(' ', ', ')}, ...)"))
+            raise RuntimeError(self._unknown(type(original).__name__, f"({', '.join([*parameters.split(), _ANY])})"))
         names = [name.lstrip("_") for name in inspect.signature(original).parameters]
         # An object's own method, or what stands for it, has no self.
         known_names = [name for name in parameters.split() if name != "self" or not self.of_object or name in names]

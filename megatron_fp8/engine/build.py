@@ -25,7 +25,7 @@ from .weight_set import WeightSet
 _BUILT = When("when the engine is built")
 _FINALIZE = Hook(
     "megatron.core.model_parallel_config.ModelParallelConfig",
-    *("finalize_model_grads_func", "engine.build", "None or model num_tokens", _BUILT),
+    *("finalize_model_grads_func", "engine.build", "None or ...", _BUILT),
     "Reduces our gradients where stock finishes its own; an official field.",
     of_object=True,
 )

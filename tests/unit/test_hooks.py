@@ -105,7 +105,7 @@ def test_every_hook_of_an_object_is_undone(rows):
         elif holds:
             setattr(target, row.name, type(holds, (torch.nn.Module,), {})())
         else:
-            parameters = row.signature.removeprefix("None or ").replace(" ", ", ")
+            parameters = row.signature.removeprefix("None or ").replace("...", "*given").replace(" ", ", ")
             function = eval(f"lambda {parameters}: None")
             setattr(type(target) if parameters.startswith("self") else target, row.name, function)
         before, children = held(target), dict(target._modules)
@@ -156,6 +156,19 @@ def test_what_is_not_known_is_refused_and_left_alone(name, signature, said):
     with pytest.raises(RuntimeError, match=said):
         row("Base", name, signature).put(rebound)
     assert not rebound and dict(vars(Base)) == before
+
+
+def test_a_script_may_set_any_function_in_an_official_field():
+    """As trainers do with finalize_model_grads_func, whose parameters have names of their own."""
+    from megatron_fp8.engine.build import HOOKS
+
+    official = next(hook for hook in HOOKS if hook.name == "finalize_model_grads_func")
+    for theirs in (None, lambda chunks, **rest: None, lambda: None):
+        config = SimpleNamespace(finalize_model_grads_func=theirs)
+        official.on(config, print)()
+        assert config.finalize_model_grads_func is theirs
+    with pytest.raises(RuntimeError, match=r"finalize_model_grads_func: int; it was written for \(\.\.\.\)"):
+        official.on(SimpleNamespace(finalize_model_grads_func=3), print)
 
 
 def test_rows_are_put_together_or_not_at_all():
