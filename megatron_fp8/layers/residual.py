@@ -14,8 +14,9 @@ the norm and x (`NormCast`), gets both gradients, and its kernel reads one more 
 autograd does.
 
 The norm is the linear's, as in Transformer Engine, and where stock's layer has a norm there is nothing; but the layer
-takes a pair from a norm, its output and the residual. A `Fork` in that place lets the linear begin with its norm, and
-tells a `ResidualSum`, which stands where the layer has bias_dropout_add, what is to be added.
+takes a pair from a norm, its output and the residual. A `Fork` in that place lets the linear begin with its norm. It
+gives the residual to a `ResidualSum`, which stands where the layer has bias_dropout_add; f's last linear takes it
+there. The residual is not in a parcel (parcel.py): between an attention and its last linear stock makes new tensors.
 
 Left as they are: an MLP that is recomputed or done in pieces, of which the norm is a part; experts; latent attention;
 classes not ours; modules that somebody's hooks look into; and, of the gradient alone, a pass without gradients.
@@ -102,7 +103,7 @@ class Fork(IdentityOp):
     def forward(self, x, *args, **kwargs):
         layer, reader = self._place
         # A wrapper that has taken a module's place by now, and hooks, would look into a tensor without memory.
-        alone = getattr(layer, self._part) is reader and not hooked(reader)
+        alone = getattr(layer, self._part) is reader and not hooked(reader) and not hooked(self)
         normed = None
         if alone and torch.is_grad_enabled():
             linear = getattr(reader, self._name)

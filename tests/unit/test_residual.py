@@ -231,6 +231,19 @@ def test_no_residual_is_left_where_nobody_may_add_it(change, left, summed):
     assert changed.keys() == again.keys() and all(torch.equal(value, changed[name]) for name, value in again.items())
 
 
+@pytest.mark.parametrize("place", ["input_layernorm", "pre_mlp_layernorm"])
+def test_a_hook_on_the_norms_place_sees_the_residual_stream(place):
+    """As in stock, whose IdentityOp gives one tensor."""
+    model, seen = build(""), []
+    plain = architecture.run(model)
+    for layer in model.decoder.layers:
+        getattr(layer, place).register_forward_hook(lambda module, given, result: seen.append((given[0], result)))
+    hooked = architecture.run(model)
+    assert len(seen) == 2 and all(result is given for (given, result) in seen)
+    for name, value in plain.items():
+        assert (hooked[name] - value).norm() <= 0.1 * value.norm(), name
+
+
 def test_hooks_of_all_modules_see_what_the_linear_makes(summed):
     model = build("")
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *seen: None)
