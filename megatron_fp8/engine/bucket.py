@@ -4,9 +4,9 @@ One `Bucket` for some linears of a model chunk, in backward order, all of one Me
 decay and learning-rate rules):
 
     weight      BF16 or E4M3   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
-    gradients   1 to 4 bytes   the same layout (gradients.py)
+    gradients   1 to 4 bytes   the same layout (grad_store.py)
     rows                       | rank 0 | rank 1 | ... | rank R-1 |   partition.py says where each weight starts
-    master, m, v               this rank's row only (everything, without the distributed optimizer), see states.py
+    master, m, v               this rank's row only (everything, without the distributed optimizer): bucket_states.py
 
 A step: micro-batches add to the gradients; these are summed over data parallelism for the owner of each row
 (`launch`, `advance`, `land`: started, driven on, waited for); one pass of Adam reads that sum and updates state and
