@@ -1,6 +1,7 @@
 """Megatron's parser, led to a run: each time it has read a command line, a run ends and the next begins."""
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from .errors import UserError
 from .flags import args_file
 from .flags.checks import check_data_files, check_script
 from .flags.config import add_fp8_arguments, asks_for_level, check_yaml, config_from_args
-from .flags.level import LEVEL
+from .flags.level import LEVEL, is_stock
 from .flags.optional import check_packages
 from .flags.probe import probe_from_args
 from .flags.sharpness import sharpness_from_args
@@ -32,7 +33,7 @@ class ParsedRuns:
 
     def __init__(self, begins: bool):
         self.begins = begins
-        self.expects_level = begins and any(word.partition("=")[0] == LEVEL.name for word in sys.argv)
+        self.expects_level = begins and _asks_for_level(sys.argv)
         self.run: Run | None = None
         self._hooked, self._until_read = Rebound(), Rebound()
         self._hooked.put(hooks.PROCESS, self)
@@ -89,6 +90,18 @@ class ParsedRuns:
         if self.begins:
             self.run = Run(args, config, probe, sharpness)
             self.run.flags_read()
+
+
+def _asks_for_level(words: list[str]) -> bool:
+    """Whether a command line that is not parsed yet asks for a level. Its last value counts; O0 is stock, unless it
+    emulates."""
+    asked = None
+    for word, following in itertools.pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        if name == LEVEL.name:
+            asked = value or following
+    emulates = asked is not None and any(word.startswith("--fp8-emulate") for word in words)
+    return emulates or not is_stock(asked)
 
 
 def not_read(stock: Callable) -> Callable[..., Any]:

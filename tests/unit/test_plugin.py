@@ -334,3 +334,23 @@ def test_a_gpu_is_judged_by_its_capability():
     check_device((8, 9))
     with pytest.raises(ValueError, match=r"compute capability 8\.0"):
         check_device((8, 0))
+
+
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        ("--lr 1", False),
+        ("--fp8-level O0", False),
+        ("--fp8-level=O0 --lr 1", False),
+        ("--fp8-level O3 --fp8-level O0", False),
+        ("--fp8-level=O0 --fp8-level O3", True),
+        ("--fp8-level=O1", True),
+        ("--fp8-level", True),
+        ("--fp8-level O0 --fp8-emulate e4m3", True),
+    ],
+)
+def test_a_script_that_does_not_parse_is_refused_if_a_level_is_asked_for(words, asks):
+    """At O0 nothing is to be in FP8, so nothing is amiss."""
+    from megatron_fp8.parsed_runs import _asks_for_level
+
+    assert _asks_for_level(["train.py", *words.split()]) is asks
