@@ -45,7 +45,9 @@ def _checkpoints(run) -> bool:
 
 
 ALWAYS = When("always")
-LEVEL_UNREAD = When(f"until parse_args is called, with {LEVEL.name} on the command line, and not O0", lambda run: run.expects_level)
+LEVEL_UNREAD = When(
+    f"until parse_args is called, with {LEVEL.name} on the command line, and not O0", lambda run: run.expects_level
+)
 A_LEVEL = When("with a level", lambda run: run.fp8 is not None)
 A_LEVEL_ON_CUDA = When(
     "with a level, on CUDA, without apex's module",

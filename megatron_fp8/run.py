@@ -365,7 +365,7 @@ def _forget() -> None:
 
 
 def claim_folders(args: Namespace) -> None:
-    """Let no other run save where this one does."""
+    """Let no other run save to the folders of this one."""
     if args.save and not args.skip_train:
         from .checkpoint import saves
 

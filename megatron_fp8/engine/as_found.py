@@ -19,8 +19,8 @@ from .owned_weight import owned_weights, owners
 def check_linears(fp8: Fp8Config, model_chunks) -> list[str]:
     """Before stock builds its optimizer: the names of the linears that a script has frozen, on any rank (frozen.py).
 
-    Raises UserError, on all ranks, where none has a weight of ours in its model chunks, where a script has put another
-    parameter in the place of one, or where it is not clear what it has frozen.
+    Raises UserError, on all ranks, if none has a weight of ours in its model chunks, if a script has put another
+    parameter in the place of one, or if it is not clear what it has frozen.
     """
     mine = [
         (m.owned.name, m.owned.param.frozen, m._parameters.get("weight") is m.owned.param)

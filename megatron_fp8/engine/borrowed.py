@@ -3,8 +3,8 @@
     with engine.borrowed(chunk, reference.state_dict()):
         ...                                             # evaluations, under torch.no_grad()
 
-What load_state_dict does is no such thing where weights are stored in E4M3: it sets their masters too, of which values
-in BF16 lack 16 bits, and their scales. Here the masters and moments are left alone. The weights' own bytes wait on the
+load_state_dict cannot do this if weights are stored in E4M3: it also sets their scales, and their masters, which have
+16 bits more than a BF16 value. Here the masters and moments are left alone. The weights' own bytes wait on the
 host, and go back with the scales that they had; so the steps after it are those that would have been made without.
 
 E4M3 values, such as state_dict() gives at O3, come back as they were; others are rounded to nearest.

@@ -62,7 +62,7 @@ class Bucket:
         spans: (OwnedWeight, start, end) of each weight in the flat buffers, in elements.
         shard: this rank's part of the flat buffers, padding included.
         exp_avg, exp_avg_sq, master: states of the shard.
-        largest: 0-d FP32, of BF16 weights the largest magnitude that any step wrote here; not finite where a weight or
+        largest: 0-d FP32, of BF16 weights the largest magnitude that any step wrote here; not finite if a weight or
             a second moment was not. (Of E4M3 ones `scaling` has it.)
     """
 
@@ -139,7 +139,7 @@ class Bucket:
         self._flight = wire.Flight(stages)
 
     def advance(self) -> None:
-        """Start the next stage of the sum, where it has several."""
+        """Start the next stage of the sum, if it has several."""
         if self._flight is not None:
             self._flight.advance()
 

@@ -158,7 +158,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def refuse_damage(self) -> None:
-        """Before a checkpoint is saved, all ranks together: raise PassingError where a weight is not finite."""
+        """Before a checkpoint is saved, all ranks together: raise PassingError if a weight is not finite."""
         damage = [owned.damage() for owned in self.engine.sets]
         stocks = [p.detach() for chunk in self.model_chunks for p in chunk.parameters() if p.requires_grad]
         norms = torch._foreach_norm(stocks, math.inf) if stocks else []
@@ -199,7 +199,7 @@ def _allocate_state(adam) -> None:
     """Create the state of one of torch's Adams before its first step, to load into.
 
     Stock's DistributedOptimizer asserts that it is there: megatron-core 0.19.2 by itself cannot resume with
-    torch's AdamW, which it uses where neither Transformer Engine nor apex is installed.
+    torch's AdamW, which it uses if neither Transformer Engine nor apex is installed.
     """
     if not isinstance(adam, torch.optim.Adam):  # AdamW is one too; TE's FusedAdam is not
         return

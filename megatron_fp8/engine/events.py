@@ -33,13 +33,12 @@ class Observer:
     def backward(self, weight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple | None) -> None:
         """dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16, and what the GEMMs read.
 
-        dgrad: dy (M, N), and W (N, K) or None where there is no dx; wgrad: dy (M, N) and x (M, K), or None of
-        a weight that is frozen. What they read
-        transposed is in its columns (`payload` is then None).
+        dgrad: dy (M, N), and W (N, K), or None if there is no dx; wgrad: dy (M, N) and x (M, K), or None if the
+        weight is frozen. An operand that a GEMM reads transposed is in its columns (`payload` is then None).
         """
 
     def gradient(self, weight, product) -> None:
-        """A micro-batch's gradient, an gemm.Product of dW (N, K), is about to be added to weight.sink."""
+        """A micro-batch's gradient, a gemm.Product of dW (N, K), is about to be added to weight.sink."""
 
     def gradient_added(self, weight) -> None:
         """It was."""
@@ -75,7 +74,7 @@ class Events:
             self._arrange()
 
     def unsubscribe(self, observer: Observer) -> None:
-        """Tell it no more; nothing where it was not told."""
+        """Tell it no more; if it was not told, nothing happens."""
         if observer in self._observers:
             self._observers.remove(observer)
             self._arrange()

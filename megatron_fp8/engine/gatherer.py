@@ -11,7 +11,7 @@ One is under way ahead of the one in use, no more: under CUDA_DEVICE_MAX_CONNECT
 the hardware, where a gather that waits for another holds up the compute behind it.
 
 Whatever reads a weight asks for it first (`OwnedWeight.arrive`), checkpoints too; stock's own readers are preceded by
-`prepare_model_params_for_param_sync`.  Gathers of a chunk start in one order on all ranks, whoever asks.
+`prepare_model_params_for_param_sync`.  Gathers of a chunk start in one order on all ranks.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Who computes a run's FP8 GEMMs (gemm/interface.py): what its flags name, and what all ranks can do.
 
     choose()   as the flags are read, on each rank alone: the backend that --fp8-gemm-backend names
-    settle()   before training, all ranks together: with "auto", CUTLASS where it is built and right on every rank; with
+    settle()   before training, all ranks together: with "auto", CUTLASS if it is built and right on every rank; with
                --fp8-gemm-search, what was found earlier; returns the search of the rest, for after the first step.
-               Whether CUTLASS multiplies rightly is also asked where it is named
+               If it is named, whether CUTLASS multiplies rightly is asked too
 
 All is put back when the next run of the process reads its flags.
 """
@@ -28,7 +28,7 @@ class RunGemms:
     """Those of one run.
 
     Args:
-        device: "cuda", or "cpu" where a machine has none: there the reference serves, whatever the flags name.
+        device: "cuda", or "cpu" if a machine has none: then the reference serves for every flag.
         say: prints lines on rank 0.
         undo: what puts back each change is added here.
     """
@@ -37,7 +37,7 @@ class RunGemms:
         self._fp8, self._device, self._say, self._undo = fp8, device, say, undo
 
     def choose(self) -> None:
-        """Raises UserError where what a flag names cannot serve."""
+        """Raises UserError if a backend that a flag names cannot serve."""
         fp8 = self._fp8
         if self._device == "cpu":
             if fp8.gemm_backend != "auto" or fp8.gemm_search:
@@ -59,7 +59,7 @@ class RunGemms:
     def settle(self) -> Callable[[], list[str]]:
         """Collective; a second time, for an evaluation after training, it changes nothing.
 
-        Raises UserError, on all ranks, where what a flag names cannot serve on one of them.
+        Raises UserError, on all ranks, if a backend that a flag names cannot serve on one of them.
         """
         fp8 = self._fp8
         if self._device == "cpu":

@@ -5,7 +5,7 @@
     fp8     G <- SR(G + BF16(dW))             1 + 1/128: BlockScaled, E4M3 with a power of two for 128 elements
 
 The first micro-batch of a step overwrites, the others add.  In FP32 and BF16 the GEMM adds what its FP32 sums are
-(where a backend cannot, dW is rounded to G's type first; some of cuBLASLt's kernels do so too: docs/decisions.md).
+(if a backend cannot, dW is rounded to G's type first; some of cuBLASLt's kernels do so too: docs/decisions.md).
 
 In E4M3 an addition rounds to 4 significant bits: with rounding to nearest, a contribution below 1/16 of what is there
 would vanish, and the sum would stall.  SR, stochastic rounding, goes up or down with the probability that makes the
@@ -181,7 +181,7 @@ class GradSink:
         return noise_seed(*self.identity, self.step, adds)
 
     def close(self) -> None:
-        """No more gradients in this step; make it valid also where no micro-batch gave one."""
+        """No more gradients in this step; make it valid also if no micro-batch gave one."""
         self.closed = True
         if self.adds == 0:
             self.store.clear(self.start, self.shape.numel())

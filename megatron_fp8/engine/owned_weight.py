@@ -2,7 +2,7 @@
 
 The linear asks: for the weight as a GEMM reads it (`dense`, `quantized`, `transposed`), to cast its operands with the
 scales that belong to it (`casts`), and to take a gradient (`take_gradient`). Where the bytes lie, who else has a part
-of them, and how gradients are stored and summed is the engine's business: a `Bucket` (bucket.py) takes the weight
+of them, and how gradients are stored and summed, the engine decides: a `Bucket` (bucket.py) takes the weight
 over. To stock Megatron the parameter is frozen (`requires_grad=False`): its DDP, gradient buffers and optimizer pass
 it by.
 
@@ -205,7 +205,7 @@ class OwnedWeight:
     def makes_gradient(self) -> bool:
         """Whether a backward pass makes a gradient of the weight, if one follows the forward pass that begins.
 
-        Raises UserError where a script has frozen or thawed the weight since the optimizer was built, or where there is
+        Raises UserError if a script has frozen or thawed the weight since the optimizer was built, or if there is
         no engine to train it.
         """
         frozen = self.param.frozen

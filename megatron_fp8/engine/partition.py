@@ -95,7 +95,7 @@ def place(sizes: list[int], ranks: int, how: str) -> Placement:
 
 
 def _pack(sizes: list[int], ranks: int, row: int) -> list[int] | None:
-    """Greedy starts in rows of `row` elements, at least the fair share; None where one of the rows would overflow."""
+    """Greedy starts in rows of `row` elements, at least the fair share; None if one of the rows would overflow."""
     starts = [0] * len(sizes)
     largest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     filled = 0

@@ -85,7 +85,7 @@ class ChunkReducer:
                 self._launch(IN_FLIGHT)
 
     def _is_last_microbatch(self) -> bool:
-        """Whether stock's buckets expect their last gradient; never where stock has none to ask."""
+        """Whether stock's buckets expect their last gradient; never if stock has none to ask."""
         stock = self.chunk.bucket_groups + self.chunk.expert_parallel_bucket_groups
         return bool(stock) and all(group.is_last_microbatch for group in stock)
 

@@ -23,7 +23,7 @@ from .optimizer import EngineOptimizer
 
 
 def write_at_exit(model_chunks, chain) -> None:
-    """Arrange for the report of this process's last model, where MEGATRON_FP8_REPORT asks for it."""
+    """Arrange for the report of this process's last model, if MEGATRON_FP8_REPORT asks for it."""
     path = os.environ.get("MEGATRON_FP8_REPORT")
     if path and os.environ.get("RANK", "0") == "0":
         atexit.register(lambda: Path(path).write_text(json.dumps(measure(model_chunks, chain), indent=1)))

@@ -124,7 +124,7 @@ class ReadAhead:
         while len(self._ready) < count:
             try:
                 self._ready.append(next(self.source))
-            except StopIteration:  # who asks for one will be told
+            except StopIteration:  # the code that asks for one will be told
                 return
 
 

@@ -83,7 +83,7 @@ class WeightSet:
         return norms.max() if p == math.inf else norms.pow(p).sum()
 
     def damage(self) -> torch.Tensor:
-        """0-d FP32: 0, or NaN where the last step wrote a weight or a second moment that is not finite.
+        """0-d FP32: 0, or NaN if the last step wrote a weight or a second moment that is not finite.
 
         Its gradients were finite, or it would have been skipped: so a moment or a master had been damaged. A weight of
         2^64 counts too: BF16's infinity and a negative remainder make 3.4e38.

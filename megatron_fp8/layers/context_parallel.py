@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group) -> torch.Tensor:
     """q (s/N, b, np, hn), k (s/N, b, ng, hn), v (s/N, b, ng, hv) -> (s/N, b, np * hv), as stock's chunks.
 
-    Raises UserError on a GPU where torch offers neither its cuDNN nor its flash kernel.
+    Raises UserError on a GPU if torch offers neither its cuDNN nor its flash kernel.
     """
     kernel, width = _kernel(q, k, v), v.shape[3]
     if kernel is None:  # one width that is a multiple of 8 is what the flash kernel takes

@@ -105,7 +105,7 @@ def _look_up(table: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
 
 
 def _head_product(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A head's product, `stock`, whose weight's gradient waits for nobody."""
+    """A head's product, `stock`, without the empty gradient that autograd would get for its weight."""
 
     def product(*, weight: torch.Tensor, **how):
         if torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
@@ -120,9 +120,9 @@ def add_to_main_grad(model) -> None:
     """Have a GPTModel's embeddings add their gradient to main_grad, where stock's linears do so with theirs, and its
     head, which does, leave nothing behind.
 
-    Of a table that is tied, or that multi-token prediction reads too, stock adds what comes in autograd to main_grad
-    all the same (`zero_out_wgrad`): the head's is zeros then. Here what comes in autograd is nobody's. On a pipeline's
-    last stage stock does not, and loses what multi-token prediction gives a tied table.
+    If a table is tied, or multi-token prediction reads it too, stock adds the gradient that comes in autograd to
+    main_grad all the same (`zero_out_wgrad`): the head's is zeros then. Here that gradient is not read. On a pipeline's
+    last stage stock does not add it, and loses what multi-token prediction gives a tied table.
     """
     if model.post_process and model.output_layer.gradient_accumulation_fusion:
         _HEAD.on(model.output_layer, _head_product(model.output_layer._forward_impl))

@@ -64,7 +64,7 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class _PassesForColumnParallel(ModuleSpec):
-    """A spec that Megatron takes where it accepts classes of its own only: it asks whether this equals one of them.
+    """A spec that Megatron takes although it accepts classes of its own only: it asks whether this equals one of them.
 
     Nothing else is built in its place first, which would draw random numbers: every later weight would start as another
     than stock's.

@@ -147,7 +147,7 @@ class Fp8ColumnParallelLinear(_OwnedLinear, ColumnParallelLinear):
     def __init__(self, *args, fp8_config: Fp8Config, **kwargs):
         super().__init__(*args, **kwargs)
         self._take_over(fp8_config)
-        if self.tp_group.size() == 1:  # spares an autograd function that sums a gradient over nobody
+        if self.tp_group.size() == 1:  # spares an autograd function that sums a gradient over one rank
             self.disable_grad_reduce = True
 
 
@@ -183,7 +183,7 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
     """Norm, then column-parallel linear, with the parameter names of Transformer Engine's fused module:
     `layer_norm_weight`, `layer_norm_bias`, `weight`, `bias`.  Checkpoints of the TE spec therefore match.
 
-    What passes from one to the other is FP8 where the linear takes it so: nothing keeps the norm's output in BF16.
+    The norm's output goes to the linear in FP8 if the linear takes it so: nothing keeps it in BF16.
     """
 
     def __init__(self, input_size, output_size, *, config, fp8_config: Fp8Config, **kwargs):

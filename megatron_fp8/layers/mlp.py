@@ -63,8 +63,8 @@ def _again(kind: str, fmt, scale: torch.Tensor, *kept, rows: bool, columns: bool
 class ActivationGradient:
     """dy * act'(h + bias) as a Source, of dy (M, F); dbias, of h's width: its sum over M, once it was made in FP8.
 
-    h may be blocks, which have the bias in them. again: the format and scale of act(h + bias)^T, where that is to be
-    made along with it; columns: that, once it is.
+    h may be blocks, which have the bias in them. again: the format and scale of act(h + bias)^T, if that is to be
+    made along with it; columns: act(h + bias)^T, once it is made.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ActivationGradient:
 
     def values(self) -> torch.Tensor:
         dh = ops.activate_backward(self._dy, self._h, self._kind, self._bias)
-        if self._bias_type is not None and self.dbias is None:  # who only looks on, after the cast, changes nothing
+        if self._bias_type is not None and self.dbias is None:  # an observer, after the cast, changes nothing
             self.dbias = dh.sum(0, dtype=torch.float32).to(self._bias_type)
         return dh
 

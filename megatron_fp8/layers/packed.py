@@ -1,6 +1,6 @@
 """Documents packed into one row: none sees another, and each is rotated from its own beginning.
 
-    tokens      | a a a a a | b b b | c c c c c c |        (t, 1, ...), one row whatever the micro-batch
+    tokens      | a a a a a | b b b | c c c c c c |        (t, 1, ...), one row for any micro-batch
     ends        0           5       8             14       cu_seqlens (n + 1,) int32, on the device
     positions     0 1 2 3 4   0 1 2   0 1 2 3 4 5
 

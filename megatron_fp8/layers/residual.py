@@ -19,7 +19,7 @@ gives the residual to a `ResidualSum`, which stands where the layer has bias_dro
 there. The residual is not in a parcel (parcel.py): between an attention and its last linear stock makes new tensors.
 
 Left as they are: an MLP that is recomputed or done in pieces, of which the norm is a part; experts; latent attention;
-classes not ours; modules that somebody's hooks look into; and, of the gradient alone, a pass without gradients.
+classes that are not ours; modules with hooks of a script; and, for the gradient alone, a pass without gradients.
 """
 
 import torch
@@ -116,7 +116,7 @@ class Fork(IdentityOp):
 
 def join_residuals(model: torch.nn.Module) -> None:
     """Put a Fork before each attention and MLP of the model that begins with a linear that holds its norm, and a
-    ResidualSum after it where the last linear can add."""
+    ResidualSum after it if the last linear can add."""
     for layer in model.modules():
         if type(layer) not in (TransformerLayer, MoETransformerLayer):
             continue
@@ -131,7 +131,7 @@ def join_residuals(model: torch.nn.Module) -> None:
 
 
 def _sum(layer: TransformerLayer, bda: str, part: str, name: str) -> ResidualSum | None:
-    """The ResidualSum that now stands in the layer's place `bda`; None where there is to be none."""
+    """The ResidualSum that now stands in the layer's place `bda`; None if there is to be none."""
     row = getattr(getattr(layer, part), name)
     if getattr(layer, bda) is not get_bias_dropout_add or row.tp_group.size() > 1:
         return None

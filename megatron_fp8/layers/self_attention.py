@@ -134,8 +134,8 @@ class FusedSelfAttention(SelfAttention):
             self._rotary = Rotary()
 
     def _documents(self, kwargs) -> Documents | None:
-        """Of a call for packed sequences, which stock is then to take for one sample; None of another, or where the
-        core attention is not ours."""
+        """The documents of a call for packed sequences, which stock then takes for one sample. None for any other call,
+        or if the core attention is not ours."""
         params = kwargs.get("packed_seq_params")
         if params is None or params.qkv_format != "thd" or not isinstance(self.core_attention, TorchAttention):
             return None
@@ -166,7 +166,7 @@ class FusedSelfAttention(SelfAttention):
         mixed, _ = self.linear_qkv(hidden_states)
         maker = carried(mixed)
         if hooked(self.linear_qkv) or not isinstance(self.linear_qkv, Fp8ColumnParallelLinear):
-            mixed, maker = mixed.clone(), None  # it is used up, and who has hooked or wrapped the linear may keep it
+            mixed, maker = mixed.clone(), None  # the split uses it up; a hook or a wrapper of the linear may keep it
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
         q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, maker)

@@ -101,7 +101,7 @@ def _is_norm(spec) -> bool:
 
 
 def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) -> TransformerLayerSubmodules:
-    """Fuse each norm into the linear that follows it, where both are ours."""
+    """Fuse each norm into the linear that follows it, if both are ours."""
     changed = {}
     row = functools.partial(Fp8RowParallelLinear, fp8_config=fp8)
     attention = layer.self_attention
