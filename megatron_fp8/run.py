@@ -209,7 +209,9 @@ class Run:
         if self.parsed:
             say(speed(args, owned_weights(chunks)))
         archive = Archive(fp8.grad_format)
-        chain = build_optimizer(fp8, chain, config, chunks, overrides, archive, args.ddp_bucket_size)
+        # Another trainer says it to its DDP; the parser's default would overrule that.
+        asked = args.ddp_bucket_size if self.parsed else chunks[0].ddp_config.bucket_size
+        chain = build_optimizer(fp8, chain, config, chunks, overrides, archive, asked)
         engine, self.same.here = chain.engine, True
         count_updates(chunks, lambda: engine.update)
         # What is said of it, and who observes it.
