@@ -14,8 +14,10 @@ import contextlib
 import dataclasses
 import enum
 import io
+import pathlib
 import pickle
 import re
+import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -29,13 +31,14 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from ..errors import UserError
 
 _PACKAGE = "torch.distributed.checkpoint"
+_PATHS_OF_3_13 = "pathlib._local"  # where Python 3.13 says that a Path is defined; older ones have no such module
 
 
 class _DataOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return super().find_class(module, name)
-        if module in ("torch", "pathlib") or f"{module}.".startswith(f"{_PACKAGE}."):
+        if module in ("torch", "pathlib", _PATHS_OF_3_13) or f"{module}.".startswith(f"{_PACKAGE}."):
             found = None
             with contextlib.suppress(AttributeError):
                 found = super().find_class(module, name)
@@ -64,11 +67,24 @@ def data_only_metadata(stock: Callable) -> Callable:
     """Wraps FileSystemReader.read_metadata; CheckpointException for anything but data."""
 
     def read_metadata(self, *args, **kwargs):
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            _DataOnly(file).load()
-        return stock(self, *args, **kwargs)
+        with _paths_of_any_python():
+            with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+                _DataOnly(file).load()
+            return stock(self, *args, **kwargs)
 
     return read_metadata
+
+
+@contextlib.contextmanager
+def _paths_of_any_python() -> Iterator[None]:
+    """Let this Python read a Path that Python 3.13 has pickled."""
+    if missing := sys.version_info < (3, 13):
+        sys.modules[_PATHS_OF_3_13] = pathlib
+    try:
+        yield
+    finally:
+        if missing:
+            sys.modules.pop(_PATHS_OF_3_13, None)
 
 
 def data_only_objects(stock: Callable) -> Callable:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def test_metadata_that_runs(load, tmp_path, of):
         b"torch.serialization\nload\n",
         b"pathlib\nPath\n",
         b"pathlib\nos.mkdir\n",
+        b"pathlib._local\nPath\n",
+        b"pathlib._local\nos.mkdir\n",
         b"this\nc\n",
     ],
 )
@@ -70,6 +73,16 @@ def test_names_that_are_no_data(tmp_path, name, protocol, capsys):
     with data_only(), pytest.raises(CheckpointException, match="which is not data"):
         FileSystemReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists() and not capsys.readouterr().out  # `import this` prints
+
+
+def test_a_path_that_python_3_13_wrote(tmp_path):
+    """It says that the class is pathlib._local's, a module that older Pythons lack."""
+    written = pickle.dumps(Metadata({}, planner_data=Path("/a/b")), protocol=0)
+    assert b"PosixPath\n" in written
+    (tmp_path / ".metadata").write_bytes(written.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    with data_only():
+        assert FileSystemReader(tmp_path).read_metadata().planner_data == Path("/a/b")
+    assert sys.version_info >= (3, 13) or "pathlib._local" not in sys.modules
 
 
 def test_arguments_that_run(load, tmp_path):
