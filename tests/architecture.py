@@ -52,7 +52,10 @@ STANDS_FOR = {"ResidualSum": "get_bias_dropout_add"}  # a layer's attributes tha
 # In the configuration, what a level is there to change: its layers, and their rotation, which is not stock's.
 NOT_COMPARED = {"transformer_impl", "apply_rope_fusion"}
 # Flags that a level switches off, since another form of the same layers computes the same: only that is compared.
-OTHER_FORM = {"--moe-grouped-gemm", "--mla-down-proj-fusion", "--use-te-activation-func"}
+OTHER_FORM = {
+    *("--moe-grouped-gemm", "--moe-shared-expert-overlap"),
+    *("--mla-down-proj-fusion", "--use-te-activation-func"),
+}
 LOOSE = {"--use-te-activation-func": 1e-3}  # what a level says it computes nearly the same
 RANDOM = {"--attention-dropout"}  # other random numbers: what is computed cannot be compared
 

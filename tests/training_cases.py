@@ -350,6 +350,7 @@ LAST_BIT = (
     "a level adds up a softmax over the ranks' vocabularies in one pass, stock in two: a few of 13,000 gradients of "
     "logits fall on the other side of a rounding to BF16"
 )
+OTHER_ORDER = "a level has switched it off: the gradients of the norm before experts are added in another order"
 UNREAD_MASK = "Transformer Engine's causal attention reads no mask; a level's reads it, as Megatron's own does"
 UNINITIALISED = "the weights are what the memory was; the loss is NaN, and Megatron would save, without --save"
 NEEDS_CUDA = "stock needs a GPU for it; a level has switched it off"
@@ -379,6 +380,7 @@ REASONS = [
     Reason("--use-te-activation-func", "differs", TANH, 2e-4),
     Reason("--attention-backend flash", "differs", OWN_KERNEL, 2e-4),
     Reason("--reset-attention-mask", "differs", UNREAD_MASK, 1e-3),
+    Reason("--moe-shared-expert-overlap", "differs", OTHER_ORDER, 1e-4),
     Reason("--mla-down-proj-fusion", "differs", TWO_GEMMS, 1e-4),
     Reason("--use-mup + --tensor-model-parallel-size 2", "differs", LAST_BIT, 1e-4),
     Reason(f"--multi-latent-attention + {TP}", "differs", NO_SUM, 2e-4),

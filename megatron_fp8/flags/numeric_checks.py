@@ -134,6 +134,8 @@ def _sharded_sizes(args: Namespace) -> Iterator[tuple[str, int, int]]:
         if ffn is None:  # Megatron's own defaults
             ffn = int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
         yield "--ffn-hidden-size", ffn, ffn
+    if args.num_experts and (shared := args.moe_shared_expert_intermediate_size):
+        yield "--moe-shared-expert-intermediate-size", shared, shared
 
 
 def _require_multiple(flag: str, value: int, size: int, multiple: int) -> None:

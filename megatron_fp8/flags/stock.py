@@ -261,10 +261,6 @@ def _hindered(flag: str) -> When:
     )
 
 
-UNGATHERED_GATE = When(
-    "given, with --moe-shared-expert-gate and --overlap-param-gather",
-    lambda value, args: bool(value) and args.moe_shared_expert_gate and args.overlap_param_gather,
-)
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
 ROPE_SCALED = When("other than 8.0, with --use-rope-scaling", lambda value, args: value != 8 and args.use_rope_scaling)
 ROPE_UNSCALED = When(
@@ -280,7 +276,7 @@ OWN_ROTATION = "the level's own kernel rotates in FP32; rotation by stock is unf
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
 OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
 DEFERRED = "switched off: stock's code for it treats each column-parallel linear as an LM head (same result)"
-GATED_TOO_SOON = "switched off: stock would read the gate's weight before it has arrived (same result)"
+ONE_STREAM = "switched off: the level's linears share memory, on one stream (same but for the order of a sum)"
 TORCH_GELU = "switched off: the level uses torch's (same result, except that GELU is exact instead of its tanh form)"
 NO_GRAPHS = "switched off: a level graphs whole steps (same result)"
 WHOLE_STEPS = "full_iteration instead: a level graphs whole steps (same result)"
@@ -288,7 +284,7 @@ UNGRAPHED_NOTE = "switched off, with --cuda-graph-impl (same result)"
 LATE_CHECK = "only for Megatron's validation: a level checks the losses when a step is launched, with a graph too"
 GRAPHED_NOISE = "added: a CUDA graph needs it to draw random numbers (Megatron's own, without Transformer Engine)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
-NO_PADDING = "switched off: the experts stay in BF16 and need no padding (same result)"
+NO_PADDING = "switched off: routed experts stay in BF16 and need no padding (same result)"
 OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8 and gathers them in FP8"
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
 MASKED = "torch's attention then reads a mask, in slower kernels than the causal one"
@@ -419,7 +415,7 @@ TABLE: list[Row] = [
     *_note("--multi-latent-attention", "the down projections stay in BF16, whole on every tensor-parallel rank"),
     *_refuse("--qk-l2-norm", "remove it: --multi-latent-attention does not support it (see --qk-layernorm)", LATENT),
     *_refuse("--cache-mla-latents", "remove it: it is for inference, and Megatron does not train with it"),
-    *_note("--num-experts", "the experts stay in BF16"),
+    *_note("--num-experts", "routed experts stay in BF16; shared ones are linears as all others"),
     *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse this activation", UNFUSABLE),
     *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
     *_note("--openai-gelu --apply-residual-connection-post-layernorm", READ_NOWHERE),
@@ -518,7 +514,7 @@ TABLE: list[Row] = [
     *_adapt("--te-rng-tracker", True, GRAPHED_NOISE, GRAPHED),
     *_adapt("--cross-entropy-fusion-impl", "native", "native instead: stock's own", one_of("te")),
     *_note("--wgrad-deferral-limit", "no effect: --defer-embedding-wgrad-compute is switched off"),
-    *_adapt("--moe-shared-expert-overlap", False, GATED_TOO_SOON, UNGATHERED_GATE),
+    *_adapt("--moe-shared-expert-overlap", False, ONE_STREAM),
     *_adapt("--tp-comm-overlap", False, OWN_OVERLAP),
     *_adapt("--delay-wgrad-compute --overlap-moe-expert-parallel-comm", False, TE_LAYERS),
     *_adapt("--ep-overlap-early-attn-memory-release", False, TE_LAYERS),

@@ -12,9 +12,11 @@ a description and returns a copy in which
     core_attention              unfused / TE                     ->  TorchAttention
     self_attention              SelfAttention itself             ->  FusedSelfAttention
     multi-latent attention      its linears likewise             ->  latent.py
+    mlp.shared_experts          column, row                      ->  Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
 by place, not by class, so that a local spec, a Transformer Engine spec and a user's own `--spec` all do.
-Mixture-of-experts layers keep their experts in stock BF16.  Parameter names come out as those of Megatron's TE spec,
+Mixture-of-experts layers keep their routed experts in stock BF16.  Shared experts, which every token passes, have dense
+linears like any other MLP's, but their norm is the router's too, and stays apart.  Parameter names come out as those of Megatron's TE spec,
 whatever came in, and so does what the local spec leaves out: --qk-l2-norm.  tests/unit/test_architecture.py compares
 what comes out with what stock's TE spec builds, over all of Megatron's flags of the model.
 """
@@ -26,8 +28,9 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import (
@@ -81,6 +84,8 @@ def convert(spec, config, fp8: Fp8Config):
         return spec
     if isinstance(spec, TransformerLayerSubmodules):
         return _convert_layer(spec, config, fp8)
+    if isinstance(spec, MoESubmodules):
+        spec = dataclasses.replace(spec, shared_experts=_with_our_linears(spec.shared_experts, fp8))
     if isinstance(spec, functools.partial):
         keywords = {k: swap(v) for k, v in spec.keywords.items()}
         build = drawn_as_grouped if spec.func is SequentialMLP and fp8.draws_grouped else spec.func
@@ -132,6 +137,16 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
     changed["sharded_state_dict_keys_map"] = {}  # the modules have the names of the TE spec themselves
     fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)} | changed
     return dataclasses.replace(layer, **{k: convert(v, config, fp8) for k, v in fields.items()})
+
+
+def _with_our_linears(build, fp8: Fp8Config):
+    """The builder of an MLP, a partial, with our linears among its submodules; what is none comes back as it is."""
+    submodules = getattr(build, "keywords", {}).get("submodules")
+    if not isinstance(submodules, MLPSubmodules):
+        return build
+    column, row = (functools.partial(cls, fp8_config=fp8) for cls in (Fp8ColumnParallelLinear, Fp8RowParallelLinear))
+    submodules = dataclasses.replace(submodules, linear_fc1=column, linear_fc2=row)
+    return functools.partial(build.func, *build.args, **{**build.keywords, "submodules": submodules})
 
 
 def _is_gpt_attention(spec) -> bool:

@@ -30,7 +30,8 @@ def test_stages_wait_for_their_norms(stages, level):
 
 
 def test_a_shared_experts_gate_waits():
-    """Stock reads its weight before the module's own hook, where the module's products overlap with the dispatch."""
+    """With --moe-shared-expert-overlap stock would read its weight before the module's own hook; a level switches that
+    off."""
     flags = (
         "--fp8-level O1 --num-experts 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
         "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "

@@ -60,7 +60,6 @@ COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an 
         for flags in graphs.INSIDE
         for flag in flags.split()
     },
-    stock_flags.UNGATHERED_GATE.text: ["--moe-shared-expert-gate", "--overlap-grad-reduce", "--overlap-param-gather"],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
     "--sft": ["--attention-dropout", "0"],
     "--dataloader-inter-document-masking": ["--attention-dropout", "0"],
