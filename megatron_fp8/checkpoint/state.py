@@ -51,6 +51,7 @@ def contents(fp8: Fp8Config, args) -> dict:
         "version": VERSION,
         "weight_scale": fp8.weight == "fp8",
         "scaling": fp8.recipe == "delayed" and fp8.gemm == "fp8",
+        "experts": fp8.experts,
         "compact": _compact_layout(fp8, args) if fp8.ckpt_compact else "",
     }
 
@@ -111,6 +112,12 @@ def check_fits(common: dict, args, fp8: Fp8Config | None) -> None:
         return  # --use-checkpoint-args: the layout is not known yet
     if ours is not None:
         _check_ours(ours, _compact_layout(fp8, args), args.load)
+        if ours.get("experts", False) != fp8.experts:
+            was, remedy = ("without", "remove") if fp8.experts else ("with", "add")
+            raise UserError(
+                f"--load {args.load}: the optimizer state was saved {was} --fp8-experts, which decides the form of the "
+                f"experts' states; {remedy} it, or add {weights_only}"
+            )
     if form in (None, RESHARDABLE):
         return
     if ours is None:

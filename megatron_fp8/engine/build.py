@@ -60,7 +60,7 @@ def build_optimizer(
     model_config = get_model_config(model_chunks[0])
     sets = []
     left = weights
-    for of in weight_sets(model_config, stats_group):
+    for of in weight_sets(model_config, stats_group, fp8, config.use_distributed_optimizer):
         sets.append(build.owned_set(of, [weight for weight in left if of.has(weight)]))
         left = [weight for weight in left if not of.has(weight)]
     options = list(zip(build.options, build.buckets, strict=True))

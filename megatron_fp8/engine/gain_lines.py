@@ -98,6 +98,7 @@ def _both(x: torch.Tensor, fmt, scale: torch.Tensor) -> tuple[torch.Tensor, torc
 def speed(args, weights: list[OwnedWeight]) -> list[str]:
     """The line on time: measured by rank 0, on a GPU, of a run with Megatron's arguments."""
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
+    weights = [weight for weight in weights if weight.expert is None]  # an expert has fewer tokens
     on_gpu = all(weight.param.is_cuda for weight in weights)
     return said(gains(weights, tokens)) if on_gpu and args.rank == 0 else []
 

@@ -12,10 +12,11 @@ _WIRES = {"block": "FP8 blocks", "shared": "FP8 of one scale", "fp32": "FP32"}
 
 
 def level_line(fp8: Fp8Config, chunks, gemms: str) -> str:
-    """Of the whole model: pipeline stages come here together. gemms: who computes those in FP8."""
+    """Of the whole model: the ranks of pipeline and expert parallelism come here together. gemms: who computes those in
+    FP8."""
     own = [(weight.name, weight.fp8) for weight in owned_weights(chunks)]
-    stages = gathered(own, mpu.get_pipeline_model_parallel_group())
-    linears = dict(linear for stage in stages for linear in stage)  # experts share a name
+    stages = gathered(own, mpu.get_expert_tensor_model_pipeline_parallel_group())
+    linears = dict(linear for stage in stages for linear in stage)
     kept = [name for name, in_fp8 in linears.items() if not in_fp8]
     count = len(linears) - len(kept)
     parts = [f"{fp8.level}: the GEMMs of {count} of {len(linears)} linears are in FP8"]

@@ -110,6 +110,7 @@ class OwnedWeight:
     Set when the model is built:
         param: (N, K) BF16 or E4M3, frozen to stock Megatron (frozen.py).
         path, layer_number: where it sits in the model.
+        expert: the number among all ranks of the expert that it belongs to, or None.
         storage: "bf16" or "fp8", what the engine is to make of param.
         emulate: how a BF16 linear's operands are rounded, or None.
         fp8: whether the GEMMs are FP8's: not with `--fp8-gemm bf16`, `--first-last-layers-bf16`, `--fp8-bf16-layers`,
@@ -135,6 +136,7 @@ class OwnedWeight:
     def __init__(self, param: torch.nn.Parameter, config: Fp8Config):
         self.param, self.config = own(param), config
         self.path, self.layer_number = "", 0
+        self.expert: int | None = None
         self.fp8, self.storage, self.emulate = config.gemm == "fp8", config.weight, config.emulate
         self.of: WeightGroups | None = None
         self.identity: tuple[int, ...] = ()
@@ -374,8 +376,8 @@ def owned_weights(modules: Iterable[torch.nn.Module]) -> list[OwnedWeight]:
 def name_weights(chunks: Iterable[torch.nn.Module]) -> None:
     """Give every weight its `path` in the model, the layer's number left out, and its `layer_number` from 1.
 
-    Numbers inside of a layer stay: they tell one expert from the next. A set may call its weights otherwise
-    (weight_groups.py).
+    Numbers inside of a layer stay: they tell one expert from the next. An expert's is that of all ranks, not the one
+    that this rank's modules have.
     """
     for chunk in chunks:
         layers = {n: m for n, m in chunk.named_modules() if isinstance(m, TransformerLayer)}
@@ -383,6 +385,8 @@ def name_weights(chunks: Iterable[torch.nn.Module]) -> None:
             block = re.sub(r"^(module\.)+", "", layer_path).rpartition(".")[0]
             block = re.sub(r"\.\d+", "", block)  # of multi-token prediction
             for name, module in owners(layer):
+                if module.owned.expert is not None:
+                    name = re.sub(r"local_experts\.\d+\.", f"local_experts.{module.owned.expert}.", name)
                 module.owned.path = f"{block}.{name}"
                 module.owned.layer_number = layer.layer_number
 

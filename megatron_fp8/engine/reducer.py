@@ -102,8 +102,8 @@ class ChunkReducer:
     def _launch_when_stock_does(self) -> None:
         stock = self.chunk.start_grad_sync
 
-        def start_grad_sync(*args):
-            stock(*args)
+        def start_grad_sync(*unused):  # Megatron's own name: another set's reducer wraps this one
+            stock(*unused)
             self.launch_rest(in_flight=len(self.buckets))  # to land some here would hold up other chunks' compute
 
         _START_GRAD_SYNC.on(self.chunk, start_grad_sync)

@@ -1,10 +1,9 @@
 """Sets of owned weights: who has a part of them, who sums their gradients, what they are called.
 
-Weights of one set share their process groups. GPT's linears are one set, over the data-parallel group. Experts would
-be a second, over the expert-data-parallel group: each rank has other experts, so scales, amax and sums that are agreed
-on must not cross from one to the other, and names must keep the expert's number. Everything that communicates, or
-names what it saves, asks the set (`Bucket`, `WeightSet`, checkpoint/, monitor/); nothing asks Megatron for "the"
-data-parallel group.
+Weights of one set share their process groups. GPT's linears are one set, over the data-parallel group. Routed experts
+are a second (--fp8-experts), over the expert-data-parallel group: each rank has other experts, so scales, amax and sums
+that are agreed on must not cross from one to the other. Everything that communicates, or names what it saves, asks the
+set (`Bucket`, `WeightSet`, checkpoint/, monitor/); nothing asks Megatron for "the" data-parallel group.
 
 `register` adds a set beside the linears: a function from their set to another, called when the optimizer is built. The
 first set that has a weight owns it; what none has is a linear of the model.
@@ -12,11 +11,11 @@ first set that has a weight owns it; what none has is a linear of the model.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from megatron.core import mpu
 from torch.distributed import ProcessGroup
 
+from ..flags.config import Fp8Config
 from ..numerics.noise import noise_seed
 from .owned_weight import OwnedWeight
 
@@ -32,12 +31,10 @@ class WeightGroups:
         sharing: the ranks that have parts or replicas of the same weights, and one scale for each.
         amax: the ranks that agree on the amax of activations and gradients.
         norm: over which the square of the gradient norm is summed.
-        stages: the ranks that have the set's other weights: the pipeline's stages.
+        stages: the ranks that have the set's other weights: the pipeline's stages, and other experts' ranks.
         mean: from the sum over `data` to the gradient.
         rank: of this process among those that have other parts of the same weights: tensor-parallel.
         place: what tells the buckets of this `data` group from those of all others, in keys of checkpoints.
-        path: what the set calls a weight, its layer's number left out. The engine's own name has the numbers that the
-            rank gives to what is inside of a layer; experts need those of all ranks.
     """
 
     name: str
@@ -50,15 +47,14 @@ class WeightGroups:
     mean: float
     rank: int
     place: str
-    path: Callable[[OwnedWeight], str] = attrgetter("path")
 
     def identity(self, weight: OwnedWeight, seed: int) -> tuple[int, ...]:
         """What tells a weight, and this rank's part of it, from all others, in a run of that seed."""
-        return noise_seed(seed, self.rank, weight.layer_number, *f"{self.name}{self.path(weight)}".encode())
+        return noise_seed(seed, self.rank, weight.layer_number, *f"{self.name}{weight.path}".encode())
 
     def key(self, weight: OwnedWeight) -> str:
         """A weight's name in checkpoints, the same in every layout."""
-        return f"{self.name}{self.path(weight)}.{weight.layer_number}"
+        return f"{self.name}{weight.path}.{weight.layer_number}"
 
     @property
     def replica(self) -> tuple[int, int, int]:
@@ -84,6 +80,30 @@ def linears(config, norm: ProcessGroup) -> WeightGroups:
     )
 
 
+def experts(linears: WeightGroups, sharded: bool) -> WeightGroups:
+    """The routed experts, each whole on its ranks: expert tensor parallelism is 1.
+
+    A token's gradient reaches its expert once, on the rank that computed it: so the sum is over the ranks that have the
+    expert, and the mean is that of the linears, over the ranks that have other tokens, as in stock.
+
+    linears: their set.  sharded: whether each rank of `data` owns a row of the buckets: then all ranks have other rows.
+    """
+    assert mpu.get_expert_tensor_parallel_world_size() == 1
+    data, others = mpu.get_expert_data_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
+    return WeightGroups(
+        name="experts.",
+        has=lambda weight: weight.expert is not None,
+        data=data,
+        sharing=data,
+        amax=data,
+        norm=linears.norm if sharded else others,
+        stages=others,
+        mean=linears.mean,
+        rank=0,
+        place=f"experts{others.rank()}",
+    )
+
+
 type MakeSet = Callable[[WeightGroups], WeightGroups]  # from the linears' set, whose groups many may share
 
 _more: list[MakeSet] = []
@@ -99,7 +119,8 @@ def forget() -> None:
     _more.clear()
 
 
-def weight_sets(config, norm: ProcessGroup) -> list[WeightGroups]:
-    """All sets of a run, the linears last."""
+def weight_sets(config, norm: ProcessGroup, fp8: Fp8Config, sharded: bool) -> list[WeightGroups]:
+    """All sets of a run, the linears last. config, norm: as `linears` takes them; sharded: as `experts` does."""
     last = linears(config, norm)
-    return [*(make(last) for make in _more), last]
+    owned = [experts(last, sharded)] if fp8.experts else []
+    return [*(make(last) for make in _more), *owned, last]

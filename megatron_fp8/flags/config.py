@@ -46,11 +46,16 @@ LM_HEAD = Flag(
     "--fp8-lm-head",
     "Run the LM head's GEMMs in FP8 too; its weight and gradient stay stock's. No level includes it.",
 )
+EXPERTS = Flag(
+    "--fp8-experts",
+    "Run routed experts in FP8 too, one by one; store and update their weights as the level does. Needs --num-experts "
+    "without biases or expert tensor parallelism. Not measured on a GPU; may be slower than BF16. In no level.",
+)
 ALL = (
     *level.FLAGS,
     *gradients.FLAGS,
     *emulate.FLAGS,
-    *(BF16_LAYERS, LM_HEAD, ACTIVATIONS, COMPACT, ATTENTION),
+    *(BF16_LAYERS, LM_HEAD, EXPERTS, ACTIVATIONS, COMPACT, ATTENTION),
     *gemm.FLAGS,
     *log.FLAGS,
     *sharpness.FLAGS,
@@ -75,6 +80,7 @@ class Fp8Config:
         bf16_layers_start, bf16_layers_end: how many first and last layers of the model stay in BF16.
         bf16_layers: patterns of the linears that stay in BF16.
         lm_head: whether the LM head's GEMMs are FP8 too.
+        experts: whether routed experts are owned too.
         activations: whether norms and activation functions keep their inputs for the backward pass in FP8.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
@@ -119,6 +125,7 @@ class Fp8Config:
     bf16_layers_end: int
     bf16_layers: tuple[str, ...]
     lm_head: bool
+    experts: bool
     activations: bool
     keep_transpose_cache: bool
     grad_reduce_hierarchy: str
@@ -213,6 +220,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         bf16_layers_end=end,
         bf16_layers=() if patterns is None else read_patterns(BF16_FLAG, patterns),
         lm_head=_lm_head(args, cells["gemm"]),
+        experts=_experts(args, cells["grad_reduce"]),
         activations=activations(args, cells["gemm"]),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),
@@ -304,6 +312,22 @@ def _lm_head(args: Namespace, gemm: str) -> bool:
         raise UserError("--fp8-lm-head: this run's GEMMs are BF16 (--fp8-gemm bf16, --fp8-emulate); remove one")
     if args.defer_embedding_wgrad_compute:
         raise UserError("--fp8-lm-head: --defer-embedding-wgrad-compute needs stock's LM head; remove one")
+    return True
+
+
+def _experts(args: Namespace, grad_reduce: str) -> bool:
+    if not EXPERTS.given(args):
+        return False
+    over = args.expert_tensor_parallel_size or args.tensor_model_parallel_size  # as Megatron's own default
+    for hindered, why in (
+        (not args.num_experts, "no --num-experts: there are no experts; remove it"),
+        (args.add_bias_linear, "experts with biases; add --disable-bias-linear"),
+        (over > 1, f"experts split over {over} ranks; add --expert-tensor-parallel-size 1"),
+        (grad_reduce == "shared", "--fp8-grad-reduce shared has no scale for an expert without a token; use block"),
+        (bool(COMPACT.given(args)), f"{COMPACT.name} does not know experts' ranks; remove one"),
+    ):
+        if hindered:
+            raise UserError(f"{EXPERTS.name}: {why}")
     return True
 
 

@@ -261,6 +261,7 @@ def _hindered(flag: str) -> When:
     )
 
 
+UNOWNED = When("given, without --fp8-experts", lambda value, args: bool(value) and not args.fp8_experts)
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
 ROPE_SCALED = When("other than 8.0, with --use-rope-scaling", lambda value, args: value != 8 and args.use_rope_scaling)
 ROPE_UNSCALED = When(
@@ -284,7 +285,7 @@ UNGRAPHED_NOTE = "switched off, with --cuda-graph-impl (same result)"
 LATE_CHECK = "only for Megatron's validation: a level checks the losses when a step is launched, with a graph too"
 GRAPHED_NOISE = "added: a CUDA graph needs it to draw random numbers (Megatron's own, without Transformer Engine)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
-NO_PADDING = "switched off: routed experts stay in BF16 and need no padding (same result)"
+NO_PADDING = "switched off: the level adds rows of zeros itself, if its GEMMs need them (same result)"
 OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8 and gathers them in FP8"
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
 MASKED = "torch's attention then reads a mask, in slower kernels than the causal one"
@@ -415,7 +416,7 @@ TABLE: list[Row] = [
     *_note("--multi-latent-attention", "the down projections stay in BF16, whole on every tensor-parallel rank"),
     *_refuse("--qk-l2-norm", "remove it: --multi-latent-attention does not support it (see --qk-layernorm)", LATENT),
     *_refuse("--cache-mla-latents", "remove it: it is for inference, and Megatron does not train with it"),
-    *_note("--num-experts", "routed experts stay in BF16; shared ones are linears as all others"),
+    *_note("--num-experts", "routed experts stay in BF16 (see --fp8-experts), shared ones do not", UNOWNED),
     *_refuse("--no-bias-gelu-fusion", "add --no-bias-gelu-fusion: Megatron cannot fuse this activation", UNFUSABLE),
     *_refuse("--init-method-xavier-uniform", "remove it: megatron-core 0.19 cannot build a model with it"),
     *_note("--openai-gelu --apply-residual-connection-post-layernorm", READ_NOWHERE),

@@ -125,6 +125,7 @@ class Maker(Protocol):
 
 
 _lock = threading.Lock()  # autograd's thread and the caller's share plans
+KEPT = 4096  # plans: with experts each number of tokens is a shape, and each shape has plans
 _plans: dict[tuple, Plan | None] = {}  # by `product`'s arguments without addresses; None: it needs aligned copies
 maker_of: Callable[[Problem], Maker]  # the maker of a problem's plan
 searched: Callable[[Problem, int, tuple[int, ...]], Plan | None] | None = None  # the plan that a search chose, if any
@@ -191,6 +192,8 @@ def product(
     with _lock:
         plan = _plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
+            if len(_plans) >= KEPT:
+                del _plans[next(iter(_plans))]  # the oldest
             plan = _plans[key] = _plan(problem_of(a, b, out, *key[-4:]), device, pointers)
         if plan is not None:
             if plan.pointers != pointers:

@@ -1,8 +1,25 @@
-"""Stock's experts, which stay in BF16, as a level builds them."""
+"""Routed experts as a level builds them: stock's in BF16, or with --fp8-experts the engine's, one MLP an expert.
 
+    rows (R, h), sorted by expert ──split──► x_e (m_e, h) ──pad──► fc1, activation x probability, fc2 ──cut──► (R, h)
+
+An expert's two weights are owned like any linear's, in a set of their own (engine/weight_groups.py): the ranks of
+expert data parallelism have the same ones, and the other ranks have other experts.
+
+**Padding.** The weight gradient dW_e = dy^T x sums over the rows, and an FP8 GEMM needs a multiple of 16 of them. Rows
+of zeros are added to it, with the probability zero, and cut off the result: they add zero to dW_e and to the amax.
+An expert without a token gets padding alone, in BF16 one row. So each expert takes a gradient in each micro-batch, this
+one exactly zero, and its bucket goes out on all ranks at the same place of the backward pass.
+
+The experts run one after the other, and the host waits for the number of tokens of each, as in stock.
+"""
+
+import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe.experts import SequentialMLP
+
+from ..flags.numeric_checks import GEMM_MULTIPLE
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -14,14 +31,45 @@ class ExpertRowLinear(RowParallelLinear):
         return output if bias is None or self.explicit_expert_comm else output.clone(), bias
 
 
-def drawn_as_grouped(num_local_experts: int, config, **kwargs) -> SequentialMLP:
-    """Experts whose weights start as those of --moe-grouped-gemm.
+class Fp8Experts(SequentialMLP):
+    """Stock's experts with the engine's linears; see the top of the file."""
+
+    def __init__(self, num_local_experts: int, config, **kwargs):
+        super().__init__(num_local_experts, config, **kwargs)
+        first = self.ep_group.rank() * num_local_experts
+        for number, expert in enumerate(self.local_experts, first):
+            for linear in (expert.linear_fc1, expert.linear_fc2):
+                linear.owned.expert = number
+
+    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
+        """(rows (R, h), the number of each local expert's, probabilities (R,)) -> (rows (R, h), None)."""
+        rows, probs = permuted_local_hidden_states, permuted_probs
+        if self.config.moe_apply_probs_on_input:
+            rows, probs = (probs.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(probs)
+        counts = [rows.shape[0]] if self.num_local_experts == 1 else tokens_per_expert.tolist()
+        each = zip(self.local_experts, rows.split(counts), probs.split(counts), strict=True)
+        return torch.cat([_padded(expert, x, p) for expert, x, p in each]), None
+
+
+def _padded(expert, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """One expert's result (m, h) for x (m, h) with the probabilities (m,)."""
+    in_fp8 = expert.linear_fc1.owned.fp8 or expert.linear_fc2.owned.fp8
+    multiple, count = GEMM_MULTIPLE if in_fp8 else 1, x.shape[0]
+    missing = max(-count % multiple, multiple if count == 0 else 0)
+    if missing:
+        x, probs = F.pad(x, (0, 0, 0, missing)), F.pad(probs, (0, missing))
+    y, _ = expert(x, probs)
+    return y[:count]
+
+
+def drawn_as_grouped(num_local_experts: int, config, build=SequentialMLP, **kwargs) -> SequentialMLP:
+    """Experts, which `build` makes, whose weights start as those of --moe-grouped-gemm.
 
     There the first linears of all experts are drawn before the second ones, and here expert by expert.
     """
     tracker = get_cuda_rng_tracker()
     before = tracker.get_states()
-    experts = SequentialMLP(num_local_experts, config, **kwargs)
+    experts = build(num_local_experts, config, **kwargs)
     if config.perform_initialization and not config.use_cpu_initialization:
         tracker.set_states(before)
         for name, draw in ("linear_fc1", config.init_method), ("linear_fc2", config.output_layer_init_method):

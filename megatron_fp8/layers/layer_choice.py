@@ -28,7 +28,7 @@ def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
 
 
 def check_chosen(config: Fp8Config, chunks) -> list[str]:
-    """A line for the log of the linears that --fp8-bf16-layers keeps in BF16, of all pipeline stages.
+    """A line for the log of the linears that --fp8-bf16-layers keeps in BF16, of all ranks.
 
     Args:
         chunks: this rank's model chunks, their weights named.
@@ -38,11 +38,11 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
     if not config.bf16_layers and config.emulate is None:
         return []
     own = [(w.path, w.layer_number) for w in owned_weights(chunks)]
-    stages = gathered(own, mpu.get_pipeline_model_parallel_group())
-    linears = [linear for stage in stages for linear in stage]
+    stages = gathered(own, mpu.get_expert_tensor_model_pipeline_parallel_group())
+    linears = list(dict.fromkeys(linear for stage in stages for linear in stage))
     if config.emulate is not None and config.emulate.lm_head:
         linears.append((LM_HEAD, 0))
-    names = list(dict.fromkeys(linear_name(*linear) for linear in linears))  # experts share one
+    names = [linear_name(*linear) for linear in linears]
     for pattern in config.bf16_layers:
         if not any(matches((pattern,), name) for name in names):
             raise UserError(f"{BF16_FLAG} {pattern}: matches none of the model's linears, {ranges(names)}; change it")

@@ -14,11 +14,13 @@ a description and returns a copy in which
     multi-latent attention      its linears likewise             ->  latent.py
     mlp.shared_experts          column, row                      ->  Fp8ColumnParallelLinear, Fp8RowParallelLinear
 
+    mlp.experts                 stock's, of any class            ->  Fp8Experts, with --fp8-experts
+
 by place, not by class, so that a local spec, a Transformer Engine spec and a user's own `--spec` all do.
-Mixture-of-experts layers keep their routed experts in stock BF16.  Shared experts, which every token passes, have dense
-linears like any other MLP's, but their norm is the router's too, and stays apart.  Parameter names come out as those of Megatron's TE spec,
-whatever came in, and so does what the local spec leaves out: --qk-l2-norm.  tests/unit/test_architecture.py compares
-what comes out with what stock's TE spec builds, over all of Megatron's flags of the model.
+Shared experts, which every token passes, have dense linears like any other MLP's, but their norm is the router's too,
+and stays apart.  Parameter names come out as those of Megatron's TE spec, whatever came in, and so does what the local
+spec leaves out: --qk-l2-norm.  tests/unit/test_architecture.py compares what comes out with what stock's TE spec
+builds, over all of Megatron's flags of the model.
 """
 
 import dataclasses
@@ -42,7 +44,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from ..flags.config import Fp8Config
 from .attention import TorchAttention, UnfusedAttention
-from .experts import ExpertRowLinear, drawn_as_grouped
+from .experts import ExpertRowLinear, Fp8Experts, drawn_as_grouped
 from .latent import convert_latent, is_latent
 from .linear import Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
 from .mlp import Fp8Mlp
@@ -85,7 +87,8 @@ def convert(spec, config, fp8: Fp8Config):
     if isinstance(spec, TransformerLayerSubmodules):
         return _convert_layer(spec, config, fp8)
     if isinstance(spec, MoESubmodules):
-        spec = dataclasses.replace(spec, shared_experts=_with_our_linears(spec.shared_experts, fp8))
+        experts = _owned_experts(fp8) if fp8.experts else spec.experts
+        spec = dataclasses.replace(spec, experts=experts, shared_experts=_with_our_linears(spec.shared_experts, fp8))
     if isinstance(spec, functools.partial):
         keywords = {k: swap(v) for k, v in spec.keywords.items()}
         build = drawn_as_grouped if spec.func is SequentialMLP and fp8.draws_grouped else spec.func
@@ -141,12 +144,22 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
 
 def _with_our_linears(build, fp8: Fp8Config):
     """The builder of an MLP, a partial, with our linears among its submodules; what is none comes back as it is."""
-    submodules = getattr(build, "keywords", {}).get("submodules")
-    if not isinstance(submodules, MLPSubmodules):
+    if not isinstance(getattr(build, "keywords", {}).get("submodules"), MLPSubmodules):
         return build
+    return functools.partial(build.func, *build.args, **{**build.keywords, "submodules": _our_linears(fp8)})
+
+
+def _our_linears(fp8: Fp8Config) -> MLPSubmodules:
+    """Of an MLP whose input is normalised before it."""
     column, row = (functools.partial(cls, fp8_config=fp8) for cls in (Fp8ColumnParallelLinear, Fp8RowParallelLinear))
-    submodules = dataclasses.replace(submodules, linear_fc1=column, linear_fc2=row)
-    return functools.partial(build.func, *build.args, **{**build.keywords, "submodules": submodules})
+    return MLPSubmodules(linear_fc1=column, linear_fc2=row)
+
+
+def _owned_experts(fp8: Fp8Config):
+    """The builder of routed experts that the engine owns."""
+    if not fp8.draws_grouped:
+        return functools.partial(Fp8Experts, submodules=_our_linears(fp8))
+    return functools.partial(drawn_as_grouped, build=Fp8Experts, submodules=_our_linears(fp8))
 
 
 def _is_gpt_attention(spec) -> bool:

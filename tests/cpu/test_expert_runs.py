@@ -1,8 +1,12 @@
-"""Mixtures of experts in Megatron's real loop at a level: shared experts are linears of the engine."""
+"""Mixtures of experts in Megatron's real loop at a level: shared experts are linears of the engine, and with
+--fp8-experts routed ones are too."""
 
+import json
 import re
 
-from megatron_runs import TINY_GPT, run_megatron
+import pytest
+from megatron_runs import TINY_GPT, run_megatron, script_path
+from torch.distributed.checkpoint import FileSystemReader
 
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none"
 SHARED = f"{MOE} --moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 64"
@@ -40,3 +44,143 @@ def test_a_shared_expert_of_stocks_is_loaded_and_goes_back(tmp_path):
     ours = f"{SHARED} {FP8_OFF} --use-distributed-optimizer --load {tmp_path / 'stock'} --ckpt-step 2"
     again = run_megatron(1, [*TINY_GPT, *f"{ours} --train-iters 4 --lr-decay-iters 10".split(), "--fp8-log-exact"])
     assert exact(again)[0] == exact(whole)[2] and len(again.losses) == 2
+
+
+OWNED = f"{MOE} --fp8-experts"
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
+ZERO = "--use-distributed-optimizer"
+
+
+QUICK = [(1, ""), (2, f"{ZERO} --expert-model-parallel-size 2 {ALL_TO_ALL}")]
+NIGHTLY = [
+    (2, "--expert-model-parallel-size 2"),
+    (1, f"{ALL_TO_ALL} --moe-expert-capacity-factor 0.5"),
+    (1, "--moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type aux_loss"),
+    (1, "--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input"),
+    (1, "--moe-grouped-gemm --moe-shared-expert-intermediate-size 64"),
+    (1, "--moe-layer-freq [0,1] --recompute-granularity selective --recompute-modules moe"),
+    (4, f"{ZERO} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--pipeline-model-parallel-size 2"),
+]  # fmt: skip
+
+
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in NIGHTLY)]
+
+
+@pytest.mark.parametrize(("ranks", "more"), CASES)
+def test_routed_experts_train_as_stocks(ranks, more):
+    """With BF16 GEMMs and FP32 gradients: to the last digit until the second update.
+
+    Stock's local layers, without Transformer Engine, refuse sequence parallelism: there its experts at a level.
+    """
+    level = FP8_OFF if "--sequence-parallel" in more else ""
+    stock, ours = train(f"{MOE} {level} {more}", ranks), train(f"{OWNED} {FP8_OFF} {more}", ranks)
+    assert exact(ours)[:2] == exact(stock)[:2] != []
+    assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
+    assert ours.grad_norms == pytest.approx(stock.grad_norms, rel=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_routed_experts_train_in_fp8(level):
+    spread = f"{ZERO} --expert-model-parallel-size 2 {ALL_TO_ALL} --fp8-log-interval 2"
+    run = train(f"{OWNED} --fp8-level {level} {spread}", 2, 6)
+    assert linears(run) == (20, 20)  # of two layers: attention's two, four experts' two
+    assert run.losses[-1] < run.losses[0] - 0.2
+
+
+SCRIPT = "tests/scripts/owned_experts.py"
+SPREAD = f"{ZERO} --expert-model-parallel-size 2 {ALL_TO_ALL}"
+
+
+def experts(flags: str, ranks: int, steps: int = 4, **env: str):
+    """(the run, {key of a weight: what owned_experts.py says of it})"""
+    env = {"PYTHONPATH": script_path(), **env}
+    few = ["--train-iters", str(steps), "--lr-decay-iters", "10"]
+    run = run_megatron(ranks, [*TINY_GPT, *few, *f"{OWNED} {flags}".split()], script=SCRIPT, env=env, timeout=300)
+    found = [json.loads(line.removeprefix("expert ")) for line in run.lines if line.startswith("expert {")]
+    return run, {line["key"]: line for line in found}
+
+
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O3"])
+def test_an_expert_without_a_token_trains_as_adam_does_without_a_gradient(level):
+    """All tokens go to expert 1, of rank 0's two: neither rank waits for the other's buckets."""
+    flags = f"--fp8-level {level} {SPREAD} --overlap-grad-reduce --overlap-param-gather --moe-router-topk 1"
+    run, found = experts(f"{flags} --moe-router-pre-softmax --weight-decay 0", 2, 8, FP8_TEST_ONLY="1")
+    assert len(run.losses) == 8 and not any(step.skipped for step in run.steps) and len(found) == 16
+    for key, weight in found.items():
+        fed = ".local_experts.1." in key
+        assert (weight["m"] > 0, weight["v"] > 0, weight["digest"] != weight["start"]) == (fed,) * 3
+        assert weight["gradients"] == 8 * 2  # micro-batches of each rank
+        assert weight["scales"] == [1.0, 1.0] or fed
+
+
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=pytest.mark.slow)])
+def test_a_nan_in_one_expert_skips_the_step_on_every_rank(level):
+    run, found = experts(f"--fp8-level {level} {SPREAD}", 2, 4, FP8_TEST_NAN="2,3")
+    assert [step.skipped for step in run.steps][1] and all(weight["v"] < 1e3 for weight in found.values())
+
+
+@pytest.mark.slow
+def test_ranks_keep_their_own_experts_with_random_starts():
+    """--data-parallel-random-init broadcasts rank 0's weights to their replicas: no other expert is one."""
+    for more in ("--fp8-level O1", "--fp8-level O3"):
+        _, found = experts(f"{more} {SPREAD} --data-parallel-random-init", 2, 1)
+        assert len({weight["start"] for weight in found.values()}) == 16
+
+
+def test_bytes_a_parameter():
+    """At O3, one micro-batch a step: 7, a shard's padding and exponents beside them."""
+    flags = "--fp8-level O3 --micro-batch-size 2 --global-batch-size 2 --hidden-size 256 --moe-ffn-hidden-size 256"
+    _, found = experts(flags, 1, 2)
+    (held,) = {(weight["bytes"], weight["numel"]) for weight in found.values()}
+    print(held[0] / held[1])
+    assert 7.0 < held[0] / held[1] <= 7.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(SPREAD, ZERO), (ZERO, SPREAD), (SPREAD, SPREAD), (f"{SPREAD} --pipeline-model-parallel-size 2", ZERO)],
+)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_experts_are_saved_and_go_to_other_ranks(level, before, after, tmp_path):
+    """From and to one layout bit for bit."""
+    ranks = {ZERO: 1, SPREAD: 2}
+    save = f"--fp8-level {level} --save {tmp_path} --save-interval 3 {before}"
+    whole, _ = experts(save, ranks.get(before, 4), 5)
+    again, _ = experts(f"--fp8-level {level} --load {tmp_path} --ckpt-step 3 {after}", ranks[after], 5)
+    # Stock's log has the mean of the first two losses after a start as the second.
+    if before == after:
+        assert again.losses[0] == whole.losses[3] and again.grad_norms == whole.grad_norms[3:]
+    assert again.losses[0] == pytest.approx(whole.losses[3], abs=2e-3)
+    assert again.grad_norms == pytest.approx(whole.grad_norms[3:], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [ZERO, SPREAD])
+def test_stocks_experts_become_owned_ones_and_keep_their_names(after, tmp_path):
+    """Stock trains and saves, a level goes on with its optimizer's state, and saves under stock's names.
+
+    Stock's local layers read no level's checkpoint of experts, for the name of a norm (docs/checkpoints.md).
+    """
+    save = f"{ZERO} --dist-ckpt-optim-fully-reshardable --save-interval 2"
+    whole = train(f"{MOE} {save} --save {tmp_path / 'stock'}")
+    ours = f"{after} {FP8_OFF} --load {tmp_path / 'stock'} --ckpt-step 2 --save {tmp_path / 'ours'} --save-interval 3"
+    again, _ = experts(ours, 1 if after == ZERO else 2, 4)
+    assert again.losses[0] == pytest.approx(whole.losses[2], abs=2e-4)
+    assert again.grad_norms == pytest.approx(whole.grad_norms[2:], rel=2e-3)
+    stocks, own = (weights(tmp_path / name) for name in ("stock/iter_0000002", "ours/iter_0000003"))
+    assert own == stocks != {}
+
+
+def weights(checkpoint) -> dict:
+    """{name: shape} of the experts' weights and their optimizer's states, each once for all experts."""
+    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {key: entry.size for key, entry in entries.items() if re.search(r"experts\.linear_fc\d\.weight", key)}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_says_whether_experts_are_owned(tmp_path):
+    experts(f"--fp8-level O3 {ZERO} --save {tmp_path} --save-interval 2", 1, 2)
+    with pytest.raises(Exception, match=r"saved with --fp8-experts, which decides .*; add it, or add --no-load-optim"):
+        run_megatron(1, [*TINY_GPT, *f"{MOE} --fp8-level O3 {ZERO} --load {tmp_path}".split()], timeout=300)

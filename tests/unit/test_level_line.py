@@ -12,7 +12,7 @@ from megatron_fp8.flags.config import config_from_args
 @pytest.fixture
 def line_of(parse, group, monkeypatch):
     """The line of a model of two layers' fc1, the second in BF16 where `kept`, with those flags."""
-    monkeypatch.setattr(page.mpu, "get_pipeline_model_parallel_group", lambda: group)
+    monkeypatch.setattr(page.mpu, "get_expert_tensor_model_pipeline_parallel_group", lambda: group)
 
     def line_of(*flags: str, kept: bool = False) -> str:
         config = config_from_args(parse(*O1, *flags))

@@ -65,18 +65,19 @@ def test_experts_of_a_layer_share_neither_key_nor_noise_nor_name(weights, group)
         assert len({what(w) for w in weights}) == 5
 
 
-def test_a_set_may_call_its_weights_otherwise(weights, group):
+def test_experts_are_called_after_their_number_among_all_ranks(group):
     """Rank 1 of two has experts 2 and 3: what is saved is called after these, and rank 0's noise is not drawn again."""
-    own = one_set(group)
-
-    def of_all_ranks(weight):
-        before, number, after = weight.path.partition("local_experts.")[0], *weight.path.split(".")[-2:]
-        return f"{before}{2 + int(number)}.{after}"
-
-    theirs = dataclasses.replace(own, name="experts.", path=of_all_ranks)
-    experts = weights[2:4]
-    assert [theirs.key(w) for w in experts] == [f"experts.decoder.layers.mlp.experts.{i}.linear_fc1.2" for i in (2, 3)]
-    assert {theirs.identity(w, 1) for w in experts}.isdisjoint({own.identity(w, 1) for w in experts})
+    built = model(group)
+    experts = owned_weights([built])[2:4]
+    theirs = dataclasses.replace(one_set(group), name="experts.")
+    name_weights([built])
+    firsts = {theirs.identity(w, 1) for w in experts}
+    for number, weight in enumerate(experts, 2):
+        weight.expert = number
+    name_weights([built])
+    path = "decoder.layers.mlp.experts.local_experts"
+    assert [theirs.key(w) for w in experts] == [f"experts.{path}.{i}.linear_fc1.2" for i in (2, 3)]
+    assert {theirs.identity(w, 1) for w in experts}.isdisjoint(firsts)
 
 
 def test_replicas_are_counted_in_the_sets_own_groups(group):
