@@ -612,3 +612,27 @@ def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):
     message = error_of(check_data_files, args)
     assert message.startswith("--data-path '0.3 /data/a 0.7 /data/b': a blend in one word; ")
     assert message.endswith("write [0.3 /data/a 0.7 /data/b] in a file of --args-file")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("", "no --num-experts: there are no experts; remove it"),
+        ("--num-experts 2 --no-bias-gelu-fusion", "experts with biases; add --disable-bias-linear"),
+        (
+            "--num-experts 2 --disable-bias-linear --tensor-model-parallel-size 2",
+            "experts split over 2 ranks; add --expert-tensor-parallel-size 1",
+        ),
+        (
+            "--num-experts 2 --disable-bias-linear --fp8-grad-reduce shared",
+            "--fp8-grad-reduce shared has no scale for an expert without a token; use block",
+        ),
+        (
+            "--num-experts 2 --disable-bias-linear --fp8-ckpt-compact",
+            "--fp8-ckpt-compact does not know experts' ranks; remove one",
+        ),
+    ],
+)
+def test_what_owned_experts_refuse(flags, why, parse):
+    assert error_of(config_from_args, parse(*O1, "--fp8-experts", *flags.split())) == f"--fp8-experts: {why}"
+    assert config_from_args(parse(*O1, *"--fp8-experts --num-experts 2 --disable-bias-linear".split())).experts
