@@ -195,6 +195,10 @@ class OwnedWeight:
         self.fp8, self.casts, self.scratch = twin.fp8, twin.casts, twin.scratch
         self.of, self.identity, self.rank, self._load = twin.of, twin.identity, twin.rank, load
 
+    def belong_to_expert(self, number: int) -> None:
+        """The weight is one of this expert's; number: among the experts of all ranks."""
+        self.expert = number
+
     def begin_step(self, step: int) -> None:
         """The step that makes this update begins. Raises UserError as `makes_gradient`."""
         self.step, self.pending, self.forwards = step, 0, [0, 0]

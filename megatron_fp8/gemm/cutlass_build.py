@@ -145,8 +145,12 @@ def _build(built: Path, nvcc: str, include: Path, jobs: int) -> None:
         objects = [f"{scratch}/{source.stem}.o" for source in sources]
         compile_one = functools.partial(_compile, nvcc, include)
         try:
-            for _ in pool.map(compile_one, sources, objects):
-                pass
+            compiled = {pool.submit(compile_one, *pair) for pair in zip(sources, objects, strict=True)}
+            while compiled:
+                # Not for ever: a signal that comes just before Python waits for a lock is seen only after the wait.
+                done, compiled = concurrent.futures.wait(compiled, timeout=1)
+                for one in done:
+                    one.result()
         except KeyboardInterrupt:  # otherwise the pool would wait minutes for its compilers
             pool.shutdown(wait=False, cancel_futures=True)
             for compiler in psutil.Process().children(recursive=True):

@@ -39,7 +39,7 @@ class Fp8Experts(SequentialMLP):
         first = self.ep_group.rank() * num_local_experts
         for number, expert in enumerate(self.local_experts, first):
             for linear in (expert.linear_fc1, expert.linear_fc2):
-                linear.owned.expert = number
+                linear.owned.belong_to_expert(number)
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
         """(rows (R, h), the number of each local expert's, probabilities (R,)) -> (rows (R, h), None)."""

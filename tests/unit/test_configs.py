@@ -56,7 +56,7 @@ def test_the_papers_models_are_those_of_the_memory_table(name):
     layout = next(layout for layout in LAYOUTS if layout.startswith(f"gpt-{name}-"))
     gpus = LAYOUTS[layout][1]
     args = examine(take_apart(command(layout)), gpus).args
-    ours = {field.name: getattr(args, field.name, None) for field in fields(Job)}
+    ours = {field.name: getattr(args, field.name, False if field.default is False else None) for field in fields(Job)}
     # Megatron fills in the rest; the table's vocabulary is padded already.
     ours |= dict.fromkeys(("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings"))
     ours |= {"vocab_size": -(-args.vocab_size // 128) * 128, "normalization": args.normalization}
