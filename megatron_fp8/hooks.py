@@ -111,7 +111,7 @@ LOADING = (
 RUN = (
     # The weight gradients of stock's linears. These are put before stock's flags are adapted, which looks for apex.
     Hook(
-        *("sys.modules", APEX, "gemm.fused_wgrad.stand_in", "holds nothing", A_LEVEL_ON_CUDA),
+        *("sys.modules", APEX, "gemm.fused_wgrad.stand_in", "None or holds nothing", A_LEVEL_ON_CUDA),
         "Stands in for apex's module, so that stock needs no --no-gradient-accumulation-fusion.",
     ),
     Hook(

@@ -74,16 +74,15 @@ class Hook:
 
     def check(self, original: Any) -> None:
         """Raise RuntimeError unless the original is what the row says."""
-        if self.signature.startswith(_VALUE):
-            found, known = type(original).__name__, self.signature.removeprefix(_VALUE)
-            blocked = original is None and known == "nothing"  # None in sys.modules: an import that shall fail
-            if found != known and not blocked:
-                raise RuntimeError(self._unknown(found, known))
-            return
-        _, optional, parameters = self.signature.rpartition(_OPTIONAL)
-        parameters = parameters.removesuffix(_ANY)
+        _, optional, expected = self.signature.rpartition(_OPTIONAL)
         if optional and original is None:
             return
+        if expected.startswith(_VALUE):
+            found, known = type(original).__name__, expected.removeprefix(_VALUE)
+            if found != known:
+                raise RuntimeError(self._unknown(found, known))
+            return
+        parameters = expected.removesuffix(_ANY)
         if not callable(original):
             raise RuntimeError(self._unknown(type(original).__name__, f"({', '.join([*parameters.split(), _ANY])})"))
         names = [name.lstrip("_") for name in inspect.signature(original).parameters]

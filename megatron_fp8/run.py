@@ -13,7 +13,6 @@ parsed_runs.py does, and trainer.py for those that have no command line.
 """
 
 import functools
-import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -133,22 +132,12 @@ class Run:
     def rope_scaled(self, stock: Callable) -> Callable:
         """GPTModel.__init__, with --rope-scaling-factor unless its caller gives a factor of its own."""
         from .flags.rope import STOCK_FACTOR
+        from .layers.model import rotated_by
 
-        args = self.args
-        args.rope_factor_built = args.rope_scaling_factor  # saved with the model
-        signature = inspect.signature(stock)
-        line = f"--rope-scaling-factor {args.rope_scaling_factor}: handed to the model; without a level Megatron "
-        say([f"{line}ignores it and builds {STOCK_FACTOR}"])
-
-        @functools.wraps(stock)
-        def init(*given, **named):
-            call = signature.bind(*given, **named)
-            call.apply_defaults()
-            if call.arguments["rope_scaling"] and call.arguments["rope_scaling_factor"] == STOCK_FACTOR:
-                call.arguments["rope_scaling_factor"] = args.rope_scaling_factor
-            stock(*call.args, **call.kwargs)
-
-        return init
+        factor = self.args.rope_factor_built = self.args.rope_scaling_factor  # saved with the model
+        line = f"--rope-scaling-factor {factor}: handed to the model; without a level Megatron"
+        say([f"{line} ignores it and builds {STOCK_FACTOR}"])
+        return rotated_by(factor)(stock)
 
     def model_built(self, stock: Callable) -> Callable:
         """GPTModel.__init__."""

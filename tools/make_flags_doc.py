@@ -4,10 +4,11 @@ python tools/make_flags_doc.py            write it
 python tools/make_flags_doc.py --check    exit 1 if it differs from the code
 """
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from made_page import write_or_check
 
 from megatron_fp8.flags.config import ALL
 from megatron_fp8.flags.level import CELLS, LEVELS
@@ -116,14 +117,7 @@ def page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print(f"{PAGE.name} is stale: run python tools/make_flags_doc.py", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_check(PAGE, page(), "make_flags_doc.py", __doc__.splitlines()[0])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python tools/make_hooks_doc.py            write it
 python tools/make_hooks_doc.py --check    exit 1 if it is not what the code says
 """
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_fp8 import cpu
 if cpu.needed():
     cpu.install()  # before Megatron is imported
 
+from made_page import write_or_check
 from make_flags_doc import table
 
 from megatron_fp8 import hooks
@@ -76,14 +76,7 @@ def page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print(f"{PAGE.name} is stale: run python tools/make_hooks_doc.py", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_check(PAGE, page(), "make_hooks_doc.py", __doc__.splitlines()[0])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""What a GPTModel is built as in a run with a level: by a converted spec, and with the changes that no spec can say."""
+"""Builds a GPTModel for a run with a level: by a converted spec, and with the changes that no spec can describe."""
+
+import functools
+import inspect
 
 import torch
 
 from ..engine.owned_weight import name_weights
 from ..flags.config import Fp8Config
+from ..flags.rope import STOCK_FACTOR
 from .embedding import add_to_main_grad
 from .emulated_head import emulate_head
 from .fp8_head import head_in_fp8
@@ -17,8 +21,27 @@ def without_fp8(stock):
     return lambda self, fp8=None: stock(self, None)
 
 
+def rotated_by(factor: float):
+    """Wraps GPTModel.__init__: `factor` is Llama 3's rope factor, unless the caller gives one of its own."""
+
+    def make(stock):
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def init(*given, **named):
+            call = signature.bind(*given, **named)
+            call.apply_defaults()
+            if call.arguments["rope_scaling"] and call.arguments["rope_scaling_factor"] == STOCK_FACTOR:
+                call.arguments["rope_scaling_factor"] = factor
+            stock(*call.args, **call.kwargs)
+
+        return init
+
+    return make
+
+
 def built_with(fp8: Fp8Config):
-    """What makes of GPTModel.__init__ that of a model at a level."""
+    """Wraps GPTModel.__init__: the model is built for a level."""
 
     def make(stock):
         def init(self, config, transformer_layer_spec, *args, mtp_block_spec=None, vp_stage=None, **kwargs):

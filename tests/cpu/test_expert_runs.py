@@ -61,6 +61,9 @@ NIGHTLY = [
     (1, "--moe-layer-freq [0,1] --recompute-granularity selective --recompute-modules moe"),
     (4, f"{ZERO} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
         "--pipeline-model-parallel-size 2"),
+    (2, "--pipeline-model-parallel-size 2 --moe-layer-freq [0,1]"),  # the first stage has no expert
+    (4, f"{ZERO} --overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-size 2 --moe-layer-freq [0,1] "
+        f"--expert-model-parallel-size 2 {ALL_TO_ALL}"),
 ]  # fmt: skip
 
 

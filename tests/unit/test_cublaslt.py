@@ -116,6 +116,18 @@ def test_an_fp8_result_is_refused(lib, fmt):
     assert not lib.calls
 
 
+def test_the_oldest_plan_goes_if_too_many_are_kept(lib, monkeypatch):
+    """Experts have another number of rows in each call."""
+    monkeypatch.setattr(plans, "KEPT", 2)
+    b = scaled(N, K)
+    for rows in (16, 32, 48, 16):
+        a = scaled(rows, K)
+        out = torch.empty(rows, N, dtype=BF16)
+        plans.product(a.payload, b.payload, out, a_scale=a.scale_inv, b_scale=b.scale_inv)
+        assert close(out, exact(a, b), 2**-8)
+    assert [str(plan.problem).split()[0] for plan in plans.plans()] == ["48", "16"]
+
+
 def test_a_plan_is_made_once_a_shape_and_follows_the_scales(lib):
     a, b = scaled(M, K), scaled(N, K)
     made = []

@@ -171,6 +171,19 @@ def test_a_script_may_set_any_function_in_an_official_field():
         official.on(SimpleNamespace(finalize_model_grads_func=3), print)
 
 
+def test_a_module_whose_import_is_blocked_is_not_there(monkeypatch):
+    """None in sys.modules makes an import fail, as if nothing were installed."""
+    monkeypatch.setitem(sys.modules, "fp8_blocked", None)
+    make = "gemm.fused_wgrad.stand_in"
+    rebound, always = Rebound(), When("always")
+    with pytest.raises(RuntimeError, match="NoneType"):
+        Hook("sys.modules", "fp8_blocked", make, "holds nothing", always, "A test.").put(rebound)
+    Hook("sys.modules", "fp8_blocked", make, "None or holds nothing", always, "A test.").put(rebound)
+    assert sys.modules["fp8_blocked"] is not None
+    rebound.put_back()
+    assert sys.modules["fp8_blocked"] is None
+
+
 def test_rows_are_put_together_or_not_at_all():
     rebound, before = Rebound(), dict(vars(Base))
     never = Hook(f"{__name__}.Base", "value", "no.such.maker", "", When("never", lambda run: False), "A test.")
