@@ -30,4 +30,7 @@ def check_loaded(saved: Namespace, args: Namespace) -> None:
         return
     if (theirs := factor_built(saved)) != factor_built(args):
         said = f"--rope-scaling-factor {args.rope_scaling_factor}: the checkpoint's model was built with {theirs}"
-        raise UserError(f"{said}; give {theirs}, or add --finetune to change it")
+        remedy = f"give {theirs}"
+        if args.rope_scaling_factor == theirs:  # which no model gets without a level
+            remedy = f"without a level Megatron builds {STOCK_FACTOR}: give --fp8-level O1, O2 or O3"
+        raise UserError(f"{said}; {remedy}, or add --finetune to change it")

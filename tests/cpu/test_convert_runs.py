@@ -96,7 +96,8 @@ def test_a_model_is_trained_at_o3_and_comes_back(model, tmp_path, capsys):
     held, flags = folder_and_flags(model, tmp_path, capsys)
     o3 = ["--fp8-level", "O3", *TWO_STEPS, "--save", str(tmp_path / "saved")]
     trained = run_megatron(1, [*flags, *o3])
-    stock = run_megatron(1, [*flags, "--fp8-level", "O0", *TWO_STEPS])
+    # Stock builds another rope for Llama 3.2 (and short sequences hardly see it): --finetune lets it load.
+    stock = run_megatron(1, [*flags, "--fp8-level", "O0", *TWO_STEPS, *(["--finetune"] if model == "llama" else [])])
     assert abs(trained.losses[0] - stock.losses[0]) < 0.01 and trained.losses[1] < trained.losses[0]
 
     convert.to_hf(str(tmp_path / "saved"), str(tmp_path / "back"))
@@ -120,10 +121,11 @@ def test_llama_3_2_is_loaded_with_its_factor(tmp_path, capsys):
     _, flags = folder_and_flags("llama", tmp_path, capsys)
     at = flags.index("--rope-scaling-factor")
     line = "--rope-scaling-factor 8.0: the checkpoint's model was built with 32.0; give 32.0, or add --finetune"
-    for level in "O0", "O2":
-        run = [*flags, "--fp8-level", level, *TWO_STEPS[:4]]
-        loss = run_megatron(1, run).losses[0]
-        with pytest.raises(RunFailed, match=line):
-            run_megatron(1, [*run[:at], *run[at + 2 :]])
-        other = run_megatron(1, [*run[:at], *run[at + 2 :], "--finetune"]).losses[0]
-        assert abs(loss - other) < 0.05  # short sequences hardly see the rotations that a factor changes
+    run = [*flags, "--fp8-level", "O2", *TWO_STEPS[:4]]
+    loss = run_megatron(1, run).losses[0]
+    with pytest.raises(RunFailed, match=line):
+        run_megatron(1, [*run[:at], *run[at + 2 :]])
+    other = run_megatron(1, [*run[:at], *run[at + 2 :], "--finetune"]).losses[0]
+    assert abs(loss - other) < 0.05  # short sequences hardly see the rotations that a factor changes
+    with pytest.raises(RunFailed, match=r"with 32\.0; without a level Megatron builds 8\.0: give --fp8-level O1, O2"):
+        run_megatron(1, [*flags, "--fp8-level", "O0", *TWO_STEPS[:4]])
