@@ -36,6 +36,20 @@ def _environment():
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def _one_gpu_of_several(request):
+    """Workers share the machine's GPUs: each test computes on its worker's own, and leaves no memory cached there."""
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    import torch
+
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    torch.cuda.set_device(int(worker) % torch.cuda.device_count())
+    yield
+    torch.cuda.empty_cache()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
     """One more than there are cores: ranks wait for each other, and two workers left a sixth of two cores idle."""
