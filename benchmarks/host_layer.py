@@ -17,14 +17,17 @@ import os
 import re
 import runpy
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 from kernels import dimensions
 from stamp import ROOT
-from train_step import SYSTEMS, arguments, model_flags, stamp
+from train_step import SYSTEMS, arguments, logged_run, model_flags, stamp
+
+# isort: split
+from launch import RunFailed
+
+from megatron_fp8.processes import last_words
 
 LAYERS = 4
 
@@ -91,7 +94,7 @@ def be_a_rank() -> None:
 
 
 def run(system: str, args) -> dict[str, float]:
-    """A system's figures; raises RuntimeError with the end of its log if it printed none."""
+    """A system's figures; raises RunFailed with the end of its log if it printed none."""
     te, flags = SYSTEMS[system]
     shaped = [*model_flags(args), *flags.split()]
     if args.shape != "tiny" and not any(word.split("=")[0] == "--num-layers" for word in args.extra):
@@ -100,23 +103,11 @@ def run(system: str, args) -> dict[str, float]:
     env = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", TE=te, HOST_LAYERS=str(layers))
     if te != "none" and args.te_path:
         env["PYTHONPATH"] = f"{args.te_path}:{env.get('PYTHONPATH', '')}"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={args.nproc}",
-        __file__,
-    ]
-    command += [*shaped, f"--micro-batch-size={args.mbs[system]}", f"--train-iters={args.iterations}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout)
-    log = done.stdout + done.stderr
-    if args.logs:
-        Path(args.logs).mkdir(parents=True, exist_ok=True)
-        (Path(args.logs) / f"{system}.log").write_text(log)
-    found = re.search(r"HOST (\{.*\})", log)
-    if done.returncode or not found:
-        raise RuntimeError(f"{system} failed:\n{log[-3000:]}")
+    command = ["benchmarks/host_layer.py", *shaped, f"--micro-batch-size={args.mbs[system]}"]
+    lines = logged_run(system, [*command, f"--train-iters={args.iterations}"], env, args)
+    found = re.search(r"HOST (\{.*\})", "\n".join(lines))
+    if not found:
+        raise RunFailed("no figures were printed\n" + last_words(lines), 1)
     return json.loads(found[1])
 
 
@@ -132,7 +123,7 @@ def main() -> None:
     for system in args.systems:
         try:
             ms = run(system, args)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except RunFailed as error:
             print(f"{system}: {error}", flush=True)
             continue
         print(f"| {system} | {ms['forward']:.2f} | {ms['backward']:.2f} | {sum(ms.values()):.2f} |", flush=True)

@@ -21,14 +21,19 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from stamp import ROOT, commit
+from stamp import commit
+
+# isort: split
+from launch import RunFailed, torchrun
+
+from megatron_fp8.processes import last_words
 
 EVERY = 5  # steps between two lines of the log; each line makes the host wait for the GPU, so no run logs every step
 COMMON = f"""--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 50303
@@ -136,25 +141,27 @@ def model_flags(args) -> list[str]:
 
 
 def run(system: str, args) -> dict:
-    """Train `args.iterations` steps. Returns the figures of the run, or raises with the end of its log."""
+    """Train `args.iterations` steps. Returns the figures of the run; raises RunFailed with the end of its log."""
     te, flags = SYSTEMS[system]
     env = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", PROFILE_STEP=str(args.iterations - 1))
     env["TE"] = te
     if te != "none" and args.te_path:
         env["PYTHONPATH"] = f"{args.te_path}:{env.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={args.nproc}", str(ROOT / "benchmarks/profile_gpt.py"), *model_flags(args)]
-    command += [f"--micro-batch-size={args.mbs[system]}", *flags.split(), f"--train-iters={args.iterations}"]
+    command = ["benchmarks/profile_gpt.py", *model_flags(args), f"--micro-batch-size={args.mbs[system]}"]
+    command += [*flags.split(), f"--train-iters={args.iterations}"]
     began = time.time()
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout)
-    log = done.stdout + done.stderr
-    if args.logs:
-        Path(args.logs).mkdir(parents=True, exist_ok=True)
-        (Path(args.logs) / f"{system}.log").write_text(log)
-    figures = read(log, args.warmup)
-    if done.returncode or not figures:
-        raise RuntimeError(f"{system} failed:\n" + log[-3000:])
+    lines = logged_run(system, command, env, args)
+    figures = read("\n".join(lines), args.warmup)
+    if not figures:
+        raise RunFailed("no line of the log has a time\n" + last_words(lines), 1)
     return {"system": system, "te": te, "mbs": args.mbs[system], **figures, "seconds": time.time() - began}
+
+
+def logged_run(system: str, command: list[str], env: Mapping[str, str], args) -> list[str]:
+    """What the system's command printed. All of it stands in the folder `args.logs` too, also if the time was up."""
+    with tempfile.TemporaryDirectory() as unkept:
+        log = Path(args.logs or unkept).absolute() / f"{system}.log"
+        return torchrun(args.nproc, command, log, timeout=args.timeout, env=env)
 
 
 def read(log: str, warmup: int) -> dict:
@@ -251,7 +258,7 @@ def measure(args, keep: Callable[[dict], None] = lambda row: None) -> list[dict]
     for system in args.systems:
         try:
             row = run(system, args)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except RunFailed as error:
             print(f"{system}: {error}", flush=True)
             continue
         rows.append(row)
