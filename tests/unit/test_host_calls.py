@@ -7,6 +7,8 @@ whatever the memory held. Bounds are what was counted when they were set; more n
 
 import importlib
 import itertools
+import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +39,8 @@ def launches(served, monkeypatch):
     if not cublaslt.bound():
         pytest.skip(f"no cuBLASLt: {cublaslt.why_not()}")
     names = []
-    monkeypatch.setattr(launch.Launched, "_launch", lambda self, grid, *_, **__: names.append(self.__name__))
+    noted = lambda self, grid: lambda *_, **__: names.append(self.__name__)  # noqa: E731
+    monkeypatch.setattr(launch.Launched, "__getitem__", noted)
     # with a Triton that launch.py does not know
     monkeypatch.setattr(triton.JITFunction, "run", lambda self, *_, **__: names.append(self.__name__))
     monkeypatch.setattr(type(served), "cublasLtMatmul", lambda *_: names.append("gemm"))
@@ -176,11 +179,30 @@ def driver(monkeypatch):
     triton.runtime.driver._active = before
 
 
-def test_a_kernel_launched_again_is_the_one_that_triton_would_launch(driver):
-    """For every type, alignment, divisibility, constant and option, in any order; and with the same arguments."""
-    kernel = importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel
+def anew(kernel) -> "launch.Launched":
+    """The kernel with nothing compiled: what a stand-in compiles must not be launched later."""
     if not isinstance(kernel, launch.Launched):
         pytest.skip(f"Triton {triton.__version__} launches itself")
+    of = kernel._kernel
+    how = {"do_not_specialize": of.do_not_specialize}
+    how["do_not_specialize_on_alignment"] = of.do_not_specialize_on_alignment
+    return launch.Launched(triton.JITFunction(of.fn, **how))
+
+
+def launched_by_both(driver, kernel, args, how) -> None:
+    """Launch it by Triton, and by our launcher: the same kernel, with the same arguments."""
+    kernel._kernel[(3, 2)](*args, **how)
+    kernel[(3, 2)](*args, **how)
+    theirs, ours = driver.launched[-2:]
+    assert ours[:4] == theirs[:4]
+    assert len(ours[4]) == len(theirs[4])
+    for mine, his in zip(ours[4], theirs[4], strict=True):
+        assert mine is his or mine == (his.data_ptr() if isinstance(his, torch.Tensor) else his)
+
+
+def test_a_kernel_launched_again_is_the_one_that_triton_would_launch(driver):
+    """For every type, alignment, divisibility, constant and option, in any order; and with the same arguments."""
+    kernel = anew(importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel)
     memory, out = torch.zeros(65), torch.zeros(64, dtype=torch.uint8)
     tensors = [memory[:64], memory[1:], memory[:64].bfloat16(), torch.zeros(64, dtype=torch.float16)]
     cases = [
@@ -191,21 +213,58 @@ def test_a_kernel_launched_again_is_the_one_that_triton_would_launch(driver):
     ]
     for _ in range(2):
         for args, how in cases:
-            triton_s = kernel._kernel
-            triton_s[(3, 2)](*args, **how)
-            kernel[(3, 2)](*args, **how)
-            theirs, ours = driver.launched[-2:]
-            assert ours[:4] == theirs[:4]
-            assert len(ours[4]) == len(theirs[4])
-            assert all(mine is his or mine == his for mine, his in zip(ours[4], theirs[4], strict=True))
+            launched_by_both(driver, kernel, args, how)
     assert len(driver.launched) == 4 * len(cases)
     assert len({launched[2] for launched in driver.launched}) == 4 * 3 * 4 * 2 * 2
 
 
+KERNELS = sorted(
+    f"{path.stem}.{name}"
+    for path in Path(launch.__file__).parent.glob("*.py")
+    if path.stem != "__init__"
+    for name, value in vars(importlib.import_module(f"megatron_fp8.ops.triton.{path.stem}")).items()
+    if name.endswith("_kernel") and hasattr(value, "fn") and value.fn.__module__.endswith(path.stem)
+)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_is_the_one_that_triton_would_launch(driver, name):
+    """Every kernel of the package, each argument in turn of every kind: a change that Triton looks at is seen."""
+    file, kernel = name.split(".")
+    kernel = anew(getattr(importlib.import_module(f"megatron_fp8.ops.triton.{file}"), kernel))
+    memory = [torch.zeros(33, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8)]
+    pointers = [None, *(x[at:] for x in memory for at in (0, 1)), torch.nn.Parameter(memory[0])]
+    numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 40, 1 << 63, 0.5, True]
+    options = {"num_warps": (None, 4, 8), "maxnreg": (None, 64), "enable_fp_fusion": (None, False)}
+    kinds = {
+        p.name: (1, 4, "swiglu") if p.is_constexpr else pointers if p.name.endswith("_ptr") else numbers
+        for p in kernel._kernel.params
+    } | options
+    given = {name: random.choice(values) for name, values in kinds.items()}
+    for name, values in kinds.items():
+        for value in random.sample(values, len(values)):
+            given[name] = value
+            how = {name: given[name] for name in options if given[name] is not None}
+            for _ in range(2):
+                launched_by_both(driver, kernel, [given[name] for name in kinds if name not in options], how)
+
+
+def test_a_kernel_takes_nothing_that_has_no_key(driver):
+    kernel = anew(importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel)
+    with pytest.raises(TypeError, match="takes tensors, numbers and None, and not 'x'"):
+        kernel[(1,)]("x", 64, None, None, None, 0, E4M3=True, BLOCK=64)
+
+
+def test_tritons_own_launcher_can_be_asked_for(monkeypatch):
+    kernel = anew(importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel)._kernel
+    monkeypatch.setenv("MEGATRON_FP8_LAUNCH", "triton")
+    assert launch.launched(kernel) is kernel
+    monkeypatch.delenv("MEGATRON_FP8_LAUNCH")
+    assert isinstance(launch.launched(kernel), launch.Launched)
+
+
 def test_hooks_see_every_launch(driver):
-    kernel = importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel
-    if not isinstance(kernel, launch.Launched):
-        pytest.skip(f"Triton {triton.__version__} launches itself")
+    kernel = anew(importlib.import_module("megatron_fp8.ops.triton.cast")._flat_kernel)
     x = torch.zeros(64)
     run = triton.JITFunction.run
     through_triton = []
