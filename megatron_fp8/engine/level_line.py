@@ -1,22 +1,16 @@
 """The line of the log that says what of a run is in FP8: it stands before the first iteration's, where people look."""
 
-from megatron.core import mpu
-
 from ..flags.config import Fp8Config
-from ..ranks import gathered
 from .names import ranges
-from .owned_weight import owned_weights
+from .owned_weight import told_of_all
 
 _STATES = {"fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "remainder": "16 bits beside the weight"}
 _WIRES = {"block": "FP8 blocks", "shared": "FP8 of one scale", "fp32": "FP32"}
 
 
 def level_line(fp8: Fp8Config, chunks, gemms: str) -> str:
-    """Of the whole model: the ranks of pipeline and expert parallelism come here together. gemms: who computes those in
-    FP8."""
-    own = [(weight.name, weight.fp8) for weight in owned_weights(chunks)]
-    stages = gathered(own, mpu.get_expert_tensor_model_pipeline_parallel_group())
-    linears = dict(linear for stage in stages for linear in stage)
+    """Of the whole model: collective as `told_of_all`. gemms: who computes those in FP8."""
+    linears = dict(told_of_all(chunks, lambda weight: (weight.name, weight.fp8)))
     kept = [name for name, in_fp8 in linears.items() if not in_fp8]
     count = len(linears) - len(kept)
     parts = [f"{fp8.level}: the GEMMs of {count} of {len(linears)} linears are in FP8"]

@@ -14,11 +14,12 @@ for a pass a micro-batch).
 import contextlib
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 
 from .. import gemm, ops
 from ..flags.config import Fp8Config
@@ -27,7 +28,7 @@ from ..numerics.scaled import ScaledTensor
 from ..numerics.scaling import DelayedScaling, compute_scale, power_of_two_scale
 from ..ops import source
 from ..ops.source import Castable
-from ..ranks import all_reduce_largest
+from ..ranks import all_reduce_largest, gathered
 from .events import Events, Unwatched
 from .frozen import own, refuse_changed, refuse_unattached
 from .grad_store import GradSink
@@ -375,6 +376,17 @@ def owners(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 def owned_weights(modules: Iterable[torch.nn.Module]) -> list[OwnedWeight]:
     """The weights of every FP8 linear inside the modules, in model order."""
     return [module.owned for root in modules for _, module in owners(root)]
+
+
+def told_of_all[T](chunks: Sequence[torch.nn.Module], tell: Callable[[OwnedWeight], T]) -> list[T]:
+    """What `tell` says of each FP8 linear's weight in the whole model; what is said twice stands once.
+
+    Collective over the ranks that have other parts of the model: its pipeline stages, and other experts' ranks. The
+    model knows them. `chunks` are this rank's, wrapped or not.
+    """
+    group = unwrap_model(chunks[0]).pg_collection.tp_ep_pp
+    told = gathered([tell(weight) for weight in owned_weights(chunks)], group)
+    return list(dict.fromkeys(what for part in told for what in part))
 
 
 def name_weights(chunks: Iterable[torch.nn.Module]) -> None:

@@ -1,14 +1,11 @@
 """Which linears of the whole model the patterns of flags choose: --fp8-bf16-layers, --fp8-emulate-layers."""
 
-from megatron.core import mpu
-
 from ..engine.names import ranges
-from ..engine.owned_weight import owned_weights
+from ..engine.owned_weight import owned_weights, told_of_all
 from ..errors import UserError
 from ..flags.config import BF16_FLAG, Fp8Config
 from ..flags.emulate import LM_HEAD, linear_name, matches
 from ..metrics import LINEARS, record
-from ..ranks import gathered
 
 
 def emulates_head(config: Fp8Config) -> bool:
@@ -28,7 +25,7 @@ def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
 
 
 def check_chosen(config: Fp8Config, chunks) -> list[str]:
-    """A line for the log of the linears that --fp8-bf16-layers keeps in BF16, of all ranks.
+    """A line for the log of the linears that --fp8-bf16-layers keeps in BF16, of all ranks. As `told_of_all`.
 
     Args:
         chunks: this rank's model chunks, their weights named.
@@ -37,9 +34,7 @@ def check_chosen(config: Fp8Config, chunks) -> list[str]:
     """
     if not config.bf16_layers and config.emulate is None:
         return []
-    own = [(w.path, w.layer_number) for w in owned_weights(chunks)]
-    stages = gathered(own, mpu.get_expert_tensor_model_pipeline_parallel_group())
-    linears = list(dict.fromkeys(linear for stage in stages for linear in stage))
+    linears = told_of_all(chunks, lambda weight: (weight.path, weight.layer_number))
     if config.emulate is not None and config.emulate.lm_head:
         linears.append((LM_HEAD, 0))
     names = [linear_name(*linear) for linear in linears]

@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
-from megatron.core import mpu
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
@@ -50,7 +49,7 @@ def weights(
                 continue
             if name not in wanted:
                 raise UserError(f"{name} has no place in a model of Hugging Face's; export a model without it")
-            yield from _tensors(wanted[name], layer, param, owned.get(id(param)), args)
+            yield from _tensors(wanted[name], layer, param, owned.get(id(param)), args, chunk.pg_collection.tp)
 
 
 def _args_of(model, vocab_size: int | None) -> Namespace:
@@ -82,7 +81,12 @@ def _place(chunk, name: str) -> tuple[str, int]:
 
 
 def _tensors(
-    parameter: Parameter, layer: int, param: torch.nn.Parameter, weight: OwnedWeight | None, args: Namespace
+    parameter: Parameter,
+    layer: int,
+    param: torch.nn.Parameter,
+    weight: OwnedWeight | None,
+    args: Namespace,
+    group: torch.distributed.ProcessGroup,
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
     scale = None
     tensor = param.detach()
@@ -92,14 +96,15 @@ def _tensors(
             assert weight.stored.payload is not None
             tensor, scale = weight.stored.payload, weight.stored.scale_inv.reshape(1)
     gated = args.swiglu and ".linear_fc1." in parameter.name  # its norm is whole on every rank
-    whole = _whole(tensor, param, gated)
+    whole = _whole(tensor, param, gated, group)
     for name, part in zip(parameter.names, parameter.split(whole, args), strict=True):
         yield name.format(layer), part, scale
 
 
-def _whole(tensor: torch.Tensor, param: torch.nn.Parameter, gated: bool) -> torch.Tensor:
+def _whole(
+    tensor: torch.Tensor, param: torch.nn.Parameter, gated: bool, group: torch.distributed.ProcessGroup
+) -> torch.Tensor:
     """The tensor of all tensor-parallel ranks. gated: each rank has a part of the gate above its part of the rest."""
-    group = mpu.get_tensor_model_parallel_group()
     if group.size() == 1 or not getattr(param, "tensor_model_parallel", False):
         return tensor
     bits = tensor.contiguous().view(torch.uint8)

@@ -3,26 +3,26 @@
 import pytest
 import torch
 from engine_parts import OneWeight
+from megatron.core.process_groups_config import ProcessGroupCollection
 from test_config import O1
 
-from megatron_fp8.engine import level_line as page
+from megatron_fp8.engine.level_line import level_line
 from megatron_fp8.flags.config import config_from_args
 
 
 @pytest.fixture
-def line_of(parse, group, monkeypatch):
+def line_of(parse, group):
     """The line of a model of two layers' fc1, the second in BF16 where `kept`, with those flags."""
-    monkeypatch.setattr(page.mpu, "get_expert_tensor_model_pipeline_parallel_group", lambda: group)
-
     def line_of(*flags: str, kept: bool = False) -> str:
         config = config_from_args(parse(*O1, *flags))
         chunk = torch.nn.ModuleList()
+        chunk.pg_collection = ProcessGroupCollection(tp_ep_pp=group)
         for layer in (1, 2):
             linear = torch.nn.Module()
             linear.owned = OneWeight(torch.randn(16, 16).bfloat16(), group).weight
             linear.owned.layer_number, linear.owned.fp8 = layer, config.gemm == "fp8" and not (kept and layer == 2)
             chunk.append(linear)
-        return page.level_line(config, [chunk], "cuBLASLt")
+        return level_line(config, [chunk], "cuBLASLt")
 
     return line_of
 
