@@ -1,59 +1,45 @@
-"""The numeric operations that have a kernel; by_device.py runs the kernel or the reference. For Adam see adam.py."""
+"""The numeric operations that have a kernel: of each its plain form, with its docstring, and its kernel's file.
 
-from .by_device import (
-    activate,
-    activate_backward,
-    activate_backward_quantize,
-    activate_quantize,
-    add_blocks,
-    add_rows,
-    amax,
-    count_cast,
-    cross_entropy_gradient,
-    cross_entropy_loss,
-    cross_entropy_statistics,
-    emulate,
-    join_qkv,
-    norm,
-    norm_backward,
-    norm_quantize,
-    norm_requantize,
-    quantize,
-    quantize_bias_grad,
-    quantize_blocks,
-    split_qkv,
-    square_sum_blocks,
-    sum_blocks,
-    transpose,
+by_device.py runs one of the two. Adam's step checks its arguments first: adam.py.
+"""
+
+from ..numerics import emulation
+from . import (
+    reference,
+    reference_activation,
+    reference_cross_entropy,
+    reference_embedding,
+    reference_norm,
+    reference_qkv,
+    reference_statistics,
 )
-from .reference import ring_sum
-from .reference_activation import blocks_for
+from .by_device import operation
 
-__all__ = [
-    "activate",
-    "activate_backward",
-    "activate_backward_quantize",
-    "activate_quantize",
-    "add_blocks",
-    "add_rows",
-    "amax",
-    "blocks_for",
-    "count_cast",
-    "cross_entropy_gradient",
-    "cross_entropy_loss",
-    "cross_entropy_statistics",
-    "emulate",
-    "join_qkv",
-    "norm",
-    "norm_backward",
-    "norm_quantize",
-    "norm_requantize",
-    "quantize",
-    "quantize_bias_grad",
-    "quantize_blocks",
-    "ring_sum",
-    "split_qkv",
-    "square_sum_blocks",
-    "sum_blocks",
-    "transpose",
-]
+amax = operation(reference.amax, "cast")
+quantize = operation(reference.quantize, "cast")
+quantize_bias_grad = operation(reference.quantize_bias_grad, "cast")
+transpose = operation(reference.transpose, "cast")
+quantize_blocks = operation(reference.quantize_blocks, "blocks")
+add_blocks = operation(reference.add_blocks, "blocks")
+sum_blocks = operation(reference.sum_blocks, "blocks")
+square_sum_blocks = operation(reference.square_sum_blocks, "blocks")
+activate = operation(reference_activation.activate, "activation")
+activate_backward = operation(reference_activation.activate_backward, "activation")
+activate_quantize = operation(reference_activation.activate_quantize, "activation")
+activate_backward_quantize = operation(reference_activation.activate_backward_quantize, "activation")
+split_qkv = operation(reference_qkv.split_qkv, "qkv")
+join_qkv = operation(reference_qkv.join_qkv, "qkv")
+count_cast = operation(reference_statistics.count_cast, "statistics")
+emulate = operation(emulation.emulate, "emulate")
+norm = operation(reference_norm.norm, "norm")
+norm_quantize = operation(reference_norm.norm_quantize, "norm")
+norm_requantize = operation(reference_norm.norm_requantize, "norm")
+norm_backward = operation(reference_norm.norm_backward, "norm")
+cross_entropy_statistics = operation(reference_cross_entropy.cross_entropy_statistics, "cross_entropy")
+cross_entropy_loss = operation(reference_cross_entropy.cross_entropy_loss, "cross_entropy")
+cross_entropy_gradient = operation(reference_cross_entropy.cross_entropy_gradient, "cross_entropy")
+add_rows = operation(reference_embedding.add_rows, "embedding")
+
+# These have no kernel.
+ring_sum = reference.ring_sum
+blocks_for = reference_activation.blocks_for

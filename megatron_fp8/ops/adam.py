@@ -33,16 +33,21 @@ An E4M3 weight makes it 13.04. FP32 states, an FP32 gradient and a BF16 weight t
 4 + 8 + 8 + 8 + 2 = 30.
 
 A NaN or an infinity is never hidden: a NaN gradient makes m, v, master and weight NaN.
+
+On a GPU the kernel in triton/adam.py makes the step. Elsewhere it is plain PyTorch, which is also the kernel's
+reference. There each float32 operation in the code is rounded by itself. addcmul, or add with alpha, would round only
+once on some machines, but the kernel rounds twice. The square root is computed in float64, to be correctly rounded:
+torch's float32 root may be an ulp wrong if it comes from MKL.
 """
 
 import torch
 
-from ..numerics.blocks import BLOCK, BlockScaled
+from ..numerics.blocks import BLOCK, BlockScaled, block_scales
 from ..numerics.formats import E4M3
 from ..numerics.master import Block16
 from ..numerics.scaled import ScaledTensor
-from . import reference_adam
-from .adam_states import AdamHyper, Gradient, State
+from .adam_states import AdamHyper, Gradient, State, read_master, read_state, write_master, write_state
+from .reference import amax, quantize_blocks, sum_blocks
 
 __all__ = ["AdamHyper", "adam_step"]
 
@@ -87,9 +92,41 @@ def adam_step(
         weight_scale = weight.scale_inv.reciprocal()
     if _payload(weight).is_cuda:
         from .triton.adam import adam_step as step  # a machine without a GPU needs no Triton
-    else:
-        step = reference_adam.adam_step
-    step(gradient, exp_avg, exp_avg_sq, master, weight, hyper, grad_scale, weight_scale, amax_out)
+
+        step(gradient, exp_avg, exp_avg_sq, master, weight, hyper, grad_scale, weight_scale, amax_out)
+        return
+    g, w = _read_gradient(gradient, grad_scale), read_master(master, weight)
+    m, v = read_state(exp_avg), read_state(exp_avg_sq)
+    if isinstance(exp_avg_sq, BlockScaled):
+        v = v * v
+    if not hyper.decoupled:
+        g = g + w * hyper.weight_decay
+    m = m * hyper.beta1 + g * (1 - hyper.beta1)
+    v = v * hyper.beta2 + g * g * (1 - hyper.beta2)
+    root = v.double().sqrt().float()
+    if hyper.decoupled:
+        w = w * (1 - hyper.lr * hyper.weight_decay)
+    w = w - m / (root * hyper.root_correction + hyper.eps) * hyper.step_size
+    write_state(exp_avg, _towards_zero(m) if isinstance(exp_avg, BlockScaled) else m)
+    write_state(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
+    write_master(master, weight, w, weight_scale)
+    if amax_out is not None:
+        torch.maximum(amax_out, amax(torch.where(v < torch.inf, w, torch.nan)), out=amax_out)
+
+
+def _towards_zero(m: torch.Tensor) -> torch.Tensor:
+    """m (n,), with elements that are subnormal in their E4M3 block truncated to multiples of 2^-9 * 2^e."""
+    exponents = quantize_blocks(m).exponents
+    unit = (block_scales(exponents) * 2.0**-9).repeat_interleave(BLOCK)
+    steps = m / unit
+    return torch.where(steps.abs() < 8, steps.trunc() * unit + 0.0, m)  # + 0.0 makes -0 positive
+
+
+def _read_gradient(gradient: Gradient, grad_scale: torch.Tensor) -> torch.Tensor:
+    if isinstance(gradient, torch.Tensor):
+        return gradient.float() * grad_scale
+    payload, exponents = gradient
+    return sum_blocks(payload, exponents, grad_scale.new_empty(payload.shape[1]), grad_scale)
 
 
 def _payload(state: State | ScaledTensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..numerics.formats import Format
-from . import by_device
+from . import quantize
 
 type Payloads = tuple[torch.Tensor | None, torch.Tensor | None]  # q(x) (M, K) and q(x^T) (K, M)
 
@@ -45,5 +45,5 @@ def cast(
 ) -> Payloads:
     """(payload (M, K) if rows, payload_t (K, M) if columns) of x. scale and amax_out: as in reference.quantize."""
     if columns:
-        return by_device.quantize(x, fmt, scale, transpose=True, rows=rows, amax_out=amax_out)
-    return by_device.quantize(x, fmt, scale, rows=rows, amax_out=amax_out), None
+        return quantize(x, fmt, scale, transpose=True, rows=rows, amax_out=amax_out)
+    return quantize(x, fmt, scale, rows=rows, amax_out=amax_out), None

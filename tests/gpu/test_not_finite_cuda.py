@@ -15,9 +15,11 @@ from test_ops_cuda import DEVICE, INTERPRETED, formats, put
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2, ScaledTensor
 from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
 from megatron_fp8.numerics.noise import noise_seed
-from megatron_fp8.ops import reference, reference_activation, reference_adam, reference_norm, reference_qkv, triton
+from megatron_fp8.ops import reference, reference_activation, reference_norm, reference_qkv
 from megatron_fp8.ops.adam import AdamHyper
+from megatron_fp8.ops.adam import adam_step as plain_adam_step
 from megatron_fp8.ops.reference_activation import blocks_for
+from megatron_fp8.ops.triton import activation, blocks, cast, norm, qkv
 from megatron_fp8.ops.triton.adam import adam_step
 
 pytestmark = [pytest.mark.smoke] if INTERPRETED else [pytest.mark.gpu, pytest.mark.smoke]
@@ -76,11 +78,11 @@ def agree(got, expected) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_cast(fmt, rows, dtype):
     x = planted(rows, dtype=dtype)
-    check(triton.quantize(put(x), fmt, put(ONE)), x, fmt)
-    payload, payload_t = triton.quantize(put(x), fmt, put(ONE), transpose=True)
+    check(cast.quantize(put(x), fmt, put(ONE)), x, fmt)
+    payload, payload_t = cast.quantize(put(x), fmt, put(ONE), transpose=True)
     check(payload, x, fmt)
     check(payload_t.t(), x, fmt)
-    payload, payload_t, _ = triton.quantize_bias_grad(put(x), fmt, put(ONE), columns=True)
+    payload, payload_t, _ = cast.quantize_bias_grad(put(x), fmt, put(ONE), columns=True)
     check(payload, x, fmt)
     check(payload_t.t(), x, fmt)
 
@@ -94,7 +96,7 @@ def test_join_qkv(fmt, rows):
         angles = (None, None) if d == 0 else (torch.ones(rows, d), torch.zeros(rows, d))
         how = {"fmt": fmt, "columns": True}
         on_device = [None if t is None else put(t) for t in (*grads, *angles)]
-        got = triton.join_qkv(*on_device, scale=put(ONE), **how)
+        got = qkv.join_qkv(*on_device, scale=put(ONE), **how)
         for mine, theirs in zip(got, reference_qkv.join_qkv(*grads, *angles, scale=ONE, **how), strict=True):
             agree(mine, theirs)
             assert (codes(mine) == stated(fmt)[3]).any()
@@ -107,14 +109,15 @@ def test_activations(fmt, rows, kind):
     x = planted(rows, 288 if kind == "swiglu" else 144)
     dy = planted(rows, 144).flip(0)
     kept = [blocks_for(t, kind) for t in (put(x), x)]
-    got = triton.activate_quantize(put(x), kind, fmt, put(ONE), columns=True, kept=kept[0])
+    got = activation.activate_quantize(put(x), kind, fmt, put(ONE), columns=True, kept=kept[0])
     expected = reference_activation.activate_quantize(x, kind, fmt, ONE, columns=True, kept=kept[1])
     for mine, theirs in zip(got, expected, strict=True):
         agree(mine, theirs)
     assert torch.equal(codes(kept[0].payload), codes(kept[1].payload))
     again = [torch.empty(144, rows, dtype=E4M3.dtype, device=device) for device in (DEVICE, "cpu")]
     back = {"columns": True, "bias_grad": True}
-    got = triton.activate_backward_quantize(put(dy), put(x), kind, fmt, put(ONE), again=(put(ONE), again[0]), **back)
+    back_on_device = {**back, "again": (put(ONE), again[0])}
+    got = activation.activate_backward_quantize(put(dy), put(x), kind, fmt, put(ONE), **back_on_device)
     expected = reference_activation.activate_backward_quantize(dy, x, kind, fmt, ONE, again=(ONE, again[1]), **back)
     for mine, theirs in zip((*got[:2], again[0]), (*expected[:2], again[1]), strict=True):
         agree(mine, theirs)
@@ -132,9 +135,9 @@ def test_norms(fmt, rows, rms):
     arguments = put(x), put(weight), None, 1e-5, fmt, put(ONE)
     expected = reference_norm.norm_quantize(x, weight, None, 1e-5, fmt, ONE, columns=True, kept=kept[1], **how)
     for got in (
-        triton.norm_quantize(*arguments, columns=True, kept=kept[0], **how),
-        (triton.norm_quantize(*arguments, **how)[0], expected[1]),
-        triton.norm_requantize(kept[0], put(weight), None, fmt, put(ONE), zero_centered=False, columns=True),
+        norm.norm_quantize(*arguments, columns=True, kept=kept[0], **how),
+        (norm.norm_quantize(*arguments, **how)[0], expected[1]),
+        norm.norm_requantize(kept[0], put(weight), None, fmt, put(ONE), zero_centered=False, columns=True),
     ):
         for mine, theirs in zip(got[:2], expected[:2], strict=True):
             agree(mine, theirs)
@@ -149,12 +152,12 @@ def test_blocks(dtype):
     lost = ~x.isfinite()
     noise = torch.rand(x.shape)
     packed = [PackedBlocks.zeros(1, SHARD_UNIT, device) for device in (DEVICE, "cpu")]
-    triton.add_blocks(put(x), packed[0], noise_seed(1, 2, 3))
+    blocks.add_blocks(put(x), packed[0], noise_seed(1, 2, 3))
     reference.add_blocks(x, packed[1], noise_seed(1, 2, 3))
     cases = [
-        (triton.quantize_blocks(put(x)).payload, reference.quantize_blocks(x).payload),
+        (blocks.quantize_blocks(put(x)).payload, reference.quantize_blocks(x).payload),
         (
-            triton.quantize_blocks(put(x), "stochastic", put(noise)).payload,
+            blocks.quantize_blocks(put(x), "stochastic", put(noise)).payload,
             reference.quantize_blocks(x, "stochastic", noise).payload,
         ),
         (packed[0].payload.flatten(), packed[1].payload.flatten()),
@@ -182,7 +185,7 @@ def test_adam():
     here = copy.deepcopy(state)
     scale = torch.tensor(128.0)
     adam_step(put(gradient), *there, hyper, put(ONE), put(scale))
-    reference_adam.adam_step(gradient, *here, hyper, ONE, scale)
+    plain_adam_step(gradient, *here, hyper, ONE, scale)
     for mine, theirs in zip(there, here, strict=True):
         if not isinstance(mine, torch.Tensor):
             agree(mine.payload, theirs.payload)

@@ -15,11 +15,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from megatron_fp8 import ops
 from megatron_fp8.gemm.interface import Reference
-from megatron_fp8.ops import by_device, reference_adam
+from megatron_fp8.ops import adam
 
-WATCHED = {op.__wrapped__.__code__: name for name, op in vars(by_device).items() if hasattr(op, "__wrapped__")}
-WATCHED |= {reference_adam.adam_step.__code__: "adam_step", Reference.product.__code__: "gemm"}
+WATCHED = {op.__wrapped__.__code__: name for name, op in vars(ops).items() if hasattr(op, "__wrapped__")}
+WATCHED |= {adam.adam_step.__code__: "adam_step", Reference.product.__code__: "gemm"}
 NOT_CONSTANT = ("seed", "step")  # which differ from call to call, and no kernel is compiled for
 
 

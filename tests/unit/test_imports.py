@@ -178,5 +178,5 @@ def test_planted_imports_are_found(tmp_path):
 def test_a_planted_import_of_a_reference_is_found(tmp_path):
     for folder in ("ops/triton", "engine"):
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "module.py").write_text(f"from {tmp_path.name}.ops.reference_adam import adam_step\n")
+        (tmp_path / folder / "module.py").write_text(f"from {tmp_path.name}.ops.reference_norm import norm\n")
     assert users_of_references(tmp_path) == {"engine/module.py"}

@@ -25,7 +25,7 @@ remainder takes 51 with a BF16 weight, 73 with an E4M3 weight and its amax; 33 w
 ptxas moves a load down to its first use, and would then wait for memory twice: for the averages, and for master and
 weight. So all loads are before a barrier, except the gradient's scale, which every later line depends on.
 
-Rounding. m, v, the decay, and the stored formats of w agree with reference_adam.py bit for bit, except for the sign and
+Rounding. m, v, the decay, and the stored formats of w agree with ../adam.py bit for bit, except for the sign and
 payload of NaN; enable_fp_fusion=False keeps the compiler from fusing products and sums that are not written as fma. The
 update of w is approximate, in one fma, so that w is rounded once:
 

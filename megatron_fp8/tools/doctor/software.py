@@ -158,7 +158,7 @@ def linear_errors(device: str) -> dict[str, float]:
     from ...gemm.interface import gemm
     from ...numerics.formats import E4M3, E5M2
     from ...numerics.scaled import ScaledTensor
-    from ...ops.by_device import amax, quantize
+    from ...ops import amax, quantize
 
     def cast(x, fmt):
         scale = fmt.max / amax(x)
