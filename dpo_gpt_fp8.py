@@ -42,6 +42,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch.utils.data import default_collate
 
+from megatron_fp8 import hooks, plugin
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.dpo import READ, SCORE, add_arguments
 from megatron_fp8.flags.usage import one_line_errors, refuse_flags
@@ -65,6 +66,15 @@ class Reference:
     def _say(self, stock, policy, batches: list, sizes: dict) -> list[torch.Tensor]:
         """`said` of micro-batches, a list for each chunk of the model; None for it if this rank reads no data."""
         raise NotImplementedError
+
+    def schedules(self, stock):
+        """get_forward_backward_func, whose schedules are as `before` makes them."""
+
+        @functools.wraps(stock)
+        def get_forward_backward_func(*args, **kwargs):
+            return self.before(stock(*args, **kwargs))
+
+        return get_forward_backward_func
 
     def before(self, stock):
         """Wraps a schedule: the reference has its say first."""
@@ -188,8 +198,12 @@ class Scoring:
 
     datasets.is_distributed = True
 
+    def in_place_of(self, stock):
+        """Megatron's `train`."""
+        return functools.wraps(stock)(self.run)
+
     def run(self, forward_step_func, model, *_args, **_kwargs) -> tuple[int, int]:
-        """In place of Megatron's `train`: score, write the file; (0 steps, 0 operations)."""
+        """Score, write the file; (0 steps, 0 operations)."""
         args = get_args()
         if args.iteration > 0:
             raise UserError(f"{SCORE}: --load has a run that has trained; give the weights that a run starts from by "
@@ -304,13 +318,13 @@ def main() -> None:
     provider = datasets_provider
     if args.dpo_score_reference is not None:
         scoring = Scoring(args.dpo_score_reference)
-        training.train, provider, reference = scoring.run, scoring.datasets, Reference()
+        plugin.put(hooks.SCORING, scoring)
+        provider, reference = scoring.datasets, Reference()
     else:
         reference = ModelOfItsOwn(copy.deepcopy(config.model))
         if args.dpo_reference_scores is not None:
             reference = FromFile(ScoreFile(args.dpo_reference_scores, data_files(args)))
-        schedule = training.get_forward_backward_func
-        training.get_forward_backward_func = lambda *a, **k: reference.before(schedule(*a, **k))
+        plugin.put(hooks.REFERENCE, reference)
     pretrain(
         config,
         provider,

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator
 
 from . import cpu
-from .flags import graphs, log
+from .flags import dpo, graphs, log
 from .flags.level import LEVEL, is_stock
 from .flags.rope import hands_over
 from .flags.stock import installed
@@ -303,7 +303,6 @@ BUILT = (
     ),
 )
 
-
 TRAINER = (
     Hook(
         *("megatron.core.optimizer", "get_megatron_optimizer", "run.optimizer_built"),
@@ -311,6 +310,17 @@ TRAINER = (
         "Appends our part to the optimizer chain of a trainer, which may have imported the function already.",
         everywhere=True,
     ),
+)
+# Those that a script of ours puts by itself (plugin.put): its object is the "run" of the maker.
+SCORING = Hook(
+    *(TRAINING, "train", "run.in_place_of", "forward_step_func model"),
+    When(f"in {dpo.SCRIPT} with {dpo.SCORE}"),
+    "Scores the data in place of training.",
+)
+REFERENCE = Hook(
+    *(TRAINING, "get_forward_backward_func", "run.schedules", "pp_size vp_size schedule_pg_collection"),
+    When(f"in {dpo.SCRIPT}"),
+    "The reference runs over the micro-batches of a step before the policy does.",
 )
 
 
@@ -326,4 +336,4 @@ def on_objects() -> tuple[Hook, ...]:
 
 def of_modules() -> Iterator[Hook]:
     """The rows on modules and classes, each once."""
-    yield from (*PROCESS, cpu.COMPILE_HELPERS, *cpu.HOOKS, *UNTIL_READ, *RUN, *BUILT, *TRAINER)
+    yield from (*PROCESS, cpu.COMPILE_HELPERS, *cpu.HOOKS, *UNTIL_READ, *RUN, *BUILT, *TRAINER, SCORING, REFERENCE)

@@ -2,6 +2,7 @@
 
     install()      once a process, before the script runs: Megatron's parser gets our flags; idempotent
     enable()       for a trainer that does not parse Megatron's flags: a level from now on
+    put()          a script of ours asks for a hook of its own
     uninstall()    puts every original back, and forgets what a run has left
 
 Nothing is changed by an import. hooks.py is the table of all that is hooked, with the reasons; run.py composes a run;
@@ -15,6 +16,7 @@ from .errors import UserError
 from .flags import args_file
 from .flags.checks import check_megatron_version
 from .parsed_runs import ParsedRuns
+from .rebind import Hook
 from .run import Run, forget_said
 from .trainer import trainers_run
 
@@ -53,6 +55,15 @@ def enable(level: str = "O3", **flags: Any) -> None:
         raise UserError("megatron_fp8.enable: the plugin is there already: call uninstall() first, or leave this out")
     _prepare()
     _installed = trainers_run(level, flags)
+
+
+def put(hook: Hook, script: Any) -> None:
+    """Put a row of hooks.py that the running script asks for, until its run ends.
+
+    script: has the attribute that the row's maker names, in the place of the Run.
+    """
+    assert isinstance(_installed, ParsedRuns) and _installed.run is not None, "the flags are not read yet"
+    hook.put(_installed.run.hooked, script)
 
 
 def uninstall() -> None:

@@ -37,7 +37,7 @@ class Hook:
         owner: the module or class that has the name, dotted. Of a hook on objects, their class.
         name: the attribute; of a dictionary, the key.
         maker: what makes ours of the original: dotted, inside this package. If it begins with "run.", an attribute of
-            the Run. Of a hook on objects, the module that calls `on`.
+            the Run, or of what a script gives in its place. Of a hook on objects, the module that calls `on`.
         signature: how the parameters of the original begin; "..." if a script may give any function, and "None or "
             before it if there may be none. Of what is no function "holds " and its type: "holds bool"; "holds nothing"
             if the name is not there.
@@ -106,7 +106,7 @@ class Hook:
 class Rebound(list[Callable[[], Any]]):
     """What undoes each change, in the order of the changes. An undo of something else than a name may be added."""
 
-    def put(self, rows: Iterable[Hook], run: Any) -> None:
+    def put(self, rows: Iterable[Hook], run: Any = None) -> None:
         """Put the rows that `run` asks for; if one cannot be, undo everything and raise what it raises."""
         asked = [row for row in rows if row.when.test(run)]  # before one is there, which others look for
         try:

@@ -18,6 +18,7 @@ from make_flags_doc import table
 
 from megatron_fp8 import hooks
 from megatron_fp8.rebind import PACKAGE, Hook, find
+from megatron_fp8.tools.rehearsal import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "hooks.md"
@@ -46,6 +47,12 @@ OBJECTS = """\
 Of a model, its optimizer or its configuration. They live as long as the object: models already built keep them after
 `uninstall()`. `Hook.on` returns what undoes one.
 """
+WARM = """\
+## A warm process
+
+`tools/rehearsal/ranks.py` forks the ranks of rehearsals and tests from one that has imported everything. They are in
+that process and its ranks; `ranks.hooked.put_back()` undoes them.
+"""
 
 
 def where(hook: Hook) -> str:
@@ -71,8 +78,8 @@ def rows(hooks: Iterable[Hook]) -> str:
 
 def page() -> str:
     """The text of docs/hooks.md."""
-    parts = INTRODUCTION, MODULES, rows(hooks.of_modules()), OBJECTS, rows(hooks.on_objects())
-    return "\n".join(parts)
+    parts = MODULES, rows(hooks.of_modules()), OBJECTS, rows(hooks.on_objects()), WARM, rows(ranks.HOOKS)
+    return "\n".join((INTRODUCTION, *parts))
 
 
 def main() -> int:

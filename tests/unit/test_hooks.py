@@ -17,12 +17,13 @@ ALWAYS = When("always")
 
 @pytest.fixture(scope="module")
 def rows():
-    """All rows: of modules and classes, and of objects."""
+    """All rows: of modules and classes, of objects, and of a warm process."""
     if cpu.needed():
         cpu.install()
     from megatron_fp8 import hooks
+    from megatron_fp8.tools.rehearsal import ranks
 
-    rows = [*hooks.of_modules(), *hooks.on_objects()]
+    rows = [*hooks.of_modules(), *hooks.on_objects(), *ranks.HOOKS]
     for row in rows:
         find(row.owner)
     cpu.uninstall()  # which has put some of them
@@ -70,12 +71,16 @@ def test_every_row_says_who_and_why(rows):
 
 def test_what_the_run_makes_is_there(rows):
     """"run.step": an attribute of Run; "run.checks.look": of what its first one is annotated to be, by now."""
+    from megatron_fp8 import hooks
     from megatron_fp8.parsed_runs import ParsedRuns
     from megatron_fp8.run import Run
 
+    text = (ROOT / "dpo_gpt_fp8.py").read_text()  # tests/cpu/test_dpo_runs.py runs it
+    for row, name in ((hooks.SCORING, "SCORING"), (hooks.REFERENCE, "REFERENCE")):
+        assert f"def {row.maker.removeprefix('run.')}(self, stock)" in text and f"plugin.put(hooks.{name}, " in text
     run = Run(SimpleNamespace(check_for_nan_in_loss_and_grad=True), None)
     for row in rows:
-        if row.maker.startswith("run."):
+        if row.maker.startswith("run.") and row not in (hooks.SCORING, hooks.REFERENCE):
             first, *rest = row.maker.split(".")[1:]
             if first in ("step_graph", "parse_args"):
                 assert hasattr(run, first) or hasattr(ParsedRuns, first)

@@ -15,6 +15,7 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OURS".split()
 say(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:], "name": __name__, "path": sys.path[0],
                 "torch": "torch" in sys.modules, **{name: os.environ.get(name) for name in names}}))
 """
+WARM = "from megatron_fp8.tools.rehearsal import ranks\n"
 HANG = "say(f\"child {subprocess.Popen(['sleep', '600']).pid}\")\ntime.sleep(600)\n"
 
 
@@ -51,8 +52,25 @@ def test_a_rank_is_a_fresh_script_of_a_warm_process(run, tmp_path):
 
 def test_a_warm_process_is_warmed_up_once_more(run):
     """`warm_up` is idempotent. A second call once failed in Megatron's argument help, whose reader was replaced."""
-    (line,) = run("from megatron_fp8.tools.rehearsal import ranks\nranks.warm_up()\nsay('still warm')\n", count=1)[-1:]
+    (line,) = run(f"{WARM}ranks.warm_up()\nsay('still warm')\n", count=1)[-1:]
     assert line == "still warm"
+
+
+def test_what_a_warm_process_has_changed_in_megatron_is_put_back(run):
+    """It has both rows, the second remembers, and `put_back` brings stock's functions again."""
+    text = """
+found = [getattr(find(row.owner), row.name) for row in ranks.HOOKS]
+factory, asked = find(ranks.HOOKS[1].owner), find("megatron.core.transformer.TransformerConfig")
+reader = factory.__new__(factory)
+say(f"kept {reader._get_field_docstrings(asked) is reader._get_field_docstrings(asked)} {len(ranks.hooked)}")
+ranks.hooked.put_back()
+stock = [getattr(find(row.owner), row.name) for row in ranks.HOOKS]
+say(f"stock {[function.__module__ for function in stock]} {found[0].func is stock[0]} {len(ranks.hooked)}")
+say(f"kept {reader._get_field_docstrings(asked) is reader._get_field_docstrings(asked)}")
+"""
+    kept, stock, again = run(f"{WARM}from megatron_fp8.rebind import find\n{text}", count=1)[-3:]
+    modules = ["megatron.core.dist_checkpointing.strategies.filesystem_async", "megatron.training.argument_utils"]
+    assert (kept, stock, again) == ("kept True 2", f"stock {modules} True 0", "kept False")
 
 
 def test_the_first_rank_that_fails_ends_the_others(run, tmp_path):

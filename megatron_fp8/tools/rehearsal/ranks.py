@@ -31,12 +31,29 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+
+from ...rebind import Hook, Rebound, When
 
 TIMED_OUT = 124  # the exit code of a run that took too long, like that of timeout(1)
 _SIGNAL_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _PATIENCE = 5.0  # seconds between SIGTERM and SIGKILL for the other ranks
+
+_WARM = When("in a warm process")
+HOOKS = (  # rows of the table of hooks
+    Hook(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        *("get_write_results_queue", "tools.rehearsal.ranks.by_fork", "mp_mode", _WARM),
+        "Forks the process of a save's results: Megatron spawns it, and it would import everything again.",
+    ),
+    Hook(
+        "megatron.training.argument_utils.ArgumentGroupFactory",
+        *("_get_field_docstrings", "tools.rehearsal.ranks.read_once", "self src_cfg_class", _WARM),
+        "Reads the help in source files once for all ranks; to read it twice is a third of a tiny run's start.",
+    ),
+)
+hooked = Rebound()  # what `warm_up` has put there; `hooked.put_back()` undoes it
 
 
 def warm_up(folder: str | None = None) -> None:
@@ -62,7 +79,7 @@ def warm_up(folder: str | None = None) -> None:
     import megatron.training.argument_utils
     import megatron.training.checkpointing
     import megatron.training.training  # noqa: F401
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training import arguments
 
     from ... import plugin  # noqa: F401
     from ...checkpoint import convert  # noqa: F401
@@ -70,61 +87,30 @@ def warm_up(folder: str | None = None) -> None:
     from ...layers import model  # noqa: F401
     from ...monitor import collect, watch  # noqa: F401
 
-    # Megatron spawns this queue's process for each rank that saves; spawned, it would import all of this again.
-    own = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = functools.partial(own, mp_mode="fork")
-    # Each rank builds Megatron's parser twice and reads its help from source files: a third of a tiny run's start.
-    _read_help_once()
+    if not hooked:
+        hooked.put(HOOKS)
+        arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))  # so that its help is read
     gc.collect()
     gc.freeze()  # the collector never touches existing objects again, so their pages stay shared
     atexit.register(gc.unfreeze)  # Triton 3.9 reports on stderr what is left at the end
 
 
-@functools.cache
-def _read_help_once() -> None:
-    """Cache the help that Megatron's parser reads from its configurations' source, {class: {field: help}}."""
-    from megatron.training import argument_utils, arguments
-
-    factory = argument_utils.ArgumentGroupFactory
-    read = functools.partial(factory._get_field_docstrings, factory)
-    factory._get_field_docstrings = staticmethod(functools.cache(read))
-    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+def by_fork(stock: Callable) -> Callable:
+    """get_write_results_queue, its process forked."""
+    return functools.partial(stock, mp_mode="fork")
 
 
-def launch(
-    count: int,
-    command: Sequence[str],
-    *,
-    output: int,
-    timeout: float,
-    env: Mapping[str, str] | None = None,
-    cwd: str | None = None,
-) -> int:
-    """Start `count` ranks of a command: `supervise` in a fork of this warm process. Returns its pid, for `wait`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    supervisor = os.fork()
-    if supervisor == 0:
-        code = 1
-        try:
-            code = supervise(count, command, output=output, timeout=timeout, env=env, cwd=cwd)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return supervisor
+def read_once(stock: Callable) -> Callable:
+    """_get_field_docstrings, which remembers {class: {field: help}}."""
+    known: dict[type, dict[str, str]] = {}
 
+    @functools.wraps(stock)
+    def read(self, src_cfg_class):
+        if src_cfg_class not in known:
+            known[src_cfg_class] = stock(self, src_cfg_class)
+        return known[src_cfg_class]
 
-def wait(supervisor: int) -> int:
-    """The exit code of a launched run: 0, that of the first rank to fail (128 + signal), or TIMED_OUT."""
-    return _exit_code(os.waitpid(supervisor, 0)[1])
-
-
-def end(supervisor: int) -> None:
-    """End a launched run if it still runs, with all processes that its ranks have started."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(supervisor, signal.SIGTERM)
-        wait(supervisor)
+    return read
 
 
 def supervise(
@@ -177,6 +163,42 @@ def supervise(
     code = _wait_for(ranks, output, time.monotonic() + timeout, timeout)
     del store
     return code
+
+
+def _in_a_fork[**P](run: Callable[P, int]) -> Callable[P, int]:
+    """`run` in a fork of this process, which ends with its result; returns the fork's pid."""
+
+    @functools.wraps(run)
+    def start(*args: P.args, **kwargs: P.kwargs) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        fork = os.fork()
+        if fork == 0:
+            code = 1
+            try:
+                code = run(*args, **kwargs)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        return fork
+
+    return start
+
+
+launch = _in_a_fork(supervise)  # returns its pid, for `wait` and `end`
+
+
+def wait(supervisor: int) -> int:
+    """The exit code of a launched run: 0, that of the first rank to fail (128 + signal), or TIMED_OUT."""
+    return _exit_code(os.waitpid(supervisor, 0)[1])
+
+
+def end(supervisor: int) -> None:
+    """End a launched run if it still runs, with all processes that its ranks have started."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(supervisor, signal.SIGTERM)
+        wait(supervisor)
 
 
 def _wait_for(ranks: dict[int, int], output: int, deadline: float, timeout: float) -> int:
