@@ -140,13 +140,18 @@ def model_flags(args) -> list[str]:
     return [*COMMON.split(), *SHAPES[args.shape].flags.split(), f"--global-batch-size={args.gbs}", *args.extra]
 
 
+def environment(te: str, te_path: str) -> dict[str, str]:
+    """Variables of a run that finds Transformer Engine in the state `te`, in the folder te_path."""
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TE": te}
+    if te != "none" and te_path:
+        env["PYTHONPATH"] = f"{te_path}:{os.environ.get('PYTHONPATH', '')}"
+    return env
+
+
 def run(system: str, args) -> dict:
     """Train `args.iterations` steps. Returns the figures of the run; raises RunFailed with the end of its log."""
     te, flags = SYSTEMS[system]
-    env = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1", PROFILE_STEP=str(args.iterations - 1))
-    env["TE"] = te
-    if te != "none" and args.te_path:
-        env["PYTHONPATH"] = f"{args.te_path}:{env.get('PYTHONPATH', '')}"
+    env = {**environment(te, args.te_path), "PROFILE_STEP": str(args.iterations - 1)}
     command = ["benchmarks/profile_gpt.py", *model_flags(args), f"--micro-batch-size={args.mbs[system]}"]
     command += [*flags.split(), f"--train-iters={args.iterations}"]
     began = time.time()

@@ -41,9 +41,9 @@ def conversations(path: Path, system: str | None) -> Iterator[Conversation]:
             yield messages
 
 
-def pack(found: Iterable[Conversation], count: Callable[[Conversation], int], length: int) -> list[list[Conversation]]:
+def pack[T](found: Iterable[T], count: Callable[[T], int], length: int) -> list[list[T]]:
     """Lines of whole conversations, each of at most `length` tokens unless a single conversation is longer."""
-    lines: list[list[Conversation]] = []
+    lines: list[list[T]] = []
     room: dict[int, int] = {}  # {open line: tokens left}, the oldest first
     for conversation in found:
         tokens = count(conversation)

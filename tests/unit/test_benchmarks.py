@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = "kinds", "stamp"  # shared by benchmarks
-MEGATRONS = "profile_gpt"  # its flags are Megatron's
+MODULES = "kinds", "stamp", "token_files"  # shared by benchmarks
+MEGATRONS = "profile_gpt", "tuned_gpt"  # their flags are Megatron's
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 
 
@@ -32,7 +32,7 @@ def test_they_find_their_own_package_and_help(tmp_path):
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("found ")]
     found = {name: path for _, name, path in lines}
     assert {line.split()[1] for line in run.stdout.splitlines() if line.startswith("usage: ")} == {
-        f"{name}.py" for name in BENCHMARKS if name not in (*MODULES, MEGATRONS)
+        f"{name}.py" for name in BENCHMARKS if name not in (*MODULES, *MEGATRONS)
     }
     assert found.keys() == set(BENCHMARKS)
     for name in ("fused_activation", "fused_norm", "fused_qkv", "gemm", "grad_storage", "lab", "ops", "optimizer_step"):
@@ -54,7 +54,7 @@ def main(folder: str, *names: str) -> None:
             sys.argv = [f"{name}.py", "--help"]
             code = 0
             try:
-                runpy.run_path(f"{folder}/{name}.py", run_name="__main__" if name != MEGATRONS else name)
+                runpy.run_path(f"{folder}/{name}.py", run_name=name if name in MEGATRONS else "__main__")
             except SystemExit as end:
                 code = end.code
             print("found", name, getattr(sys.modules.get("megatron_fp8"), "__file__", "none"), flush=True)

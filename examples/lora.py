@@ -1,0 +1,109 @@
+"""LoRA: adapters train on a frozen base, in Megatron's own training loop, with a level or without one.
+
+    torchrun --nproc-per-node 8 examples/lora.py pretrain_gpt_fp8.py <its flags> --sft --fp8-level O3
+    LORA_RANK=32 torchrun --nproc-per-node 8 examples/lora.py dpo_gpt_fp8.py <its flags> --fp8-level O3
+
+Beside each linear of a layer stands y = W x + B A x. W is frozen: at O3 it is one E4M3 byte a weight, without gradient
+and state. A and B are BF16 parameters, trained by stock's optimizer; B begins as 0. The norms, the embedding and the
+head are frozen too. With tensor parallelism each rank has its part of A or of B.
+
+Source: Hu et al. (arXiv 2106.09685), with alpha = rank.
+"""
+
+import functools
+import os
+import runpy
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+
+LINEARS = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
+COLUMN = "linear_qkv", "linear_fc1"  # divided by outputs over tensor parallelism; the others by inputs
+
+
+class Lora(torch.nn.Module):
+    """base(x) + B A x, on each tensor-parallel rank its part.
+
+    Args:
+        base: one of Megatron's or our parallel linears, whose result is (y, bias).
+        name: the linear's in the whole model: A's first values, N(0, 1 / inputs), follow from it in any layout.
+        rank: of B A.
+    """
+
+    def __init__(self, base: torch.nn.Module, name: str, rank: int):
+        from megatron.core import mpu
+
+        super().__init__()
+        if base.config.sequence_parallel:
+            raise ValueError("--sequence-parallel: these adapters need whole sequences on each rank; remove the flag")
+        self.base, (n, k), ranks = base, base.weight.shape, mpu.get_tensor_model_parallel_world_size()
+        self.column = name.endswith(COLUMN)
+        self.a = torch.nn.Linear(k, rank, bias=False, device=base.weight.device)
+        self.b = torch.nn.Linear(rank, n, bias=False, device=base.weight.device)
+        whole = k if self.column else k * ranks
+        first = torch.randn(rank, whole, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        if not self.column:
+            first = first.chunk(ranks, 1)[mpu.get_tensor_model_parallel_rank()]
+        with torch.no_grad():
+            self.a.weight.copy_(first * whole**-0.5)
+            self.b.weight.zero_()
+        self.bfloat16()
+        (self.b if self.column else self.a).weight.tensor_model_parallel = True
+        self.on = True
+
+    def enable_adapter_layers(self) -> None:
+        self.on = True
+
+    def disable_adapter_layers(self) -> None:
+        """For DPO: the policy without its adapters is the reference (dpo_gpt_fp8.py)."""
+        self.on = False
+
+    def forward(self, x, *args):
+        from megatron.core.tensor_parallel import (
+            copy_to_tensor_model_parallel_region,
+            reduce_from_tensor_model_parallel_region,
+        )
+
+        y, bias = self.base(x, *args)
+        if not self.on:
+            return y, bias
+        reduce = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
+        return y + self.b(reduce(self.a(x))), bias
+
+
+def add_adapters(model: torch.nn.Module, rank: int) -> None:
+    """Freeze a GPTModel, and give each linear of its layers an adapter. Call it before the optimizer is made."""
+    model.requires_grad_(False)
+    for layer in model.decoder.layers:
+        for path in LINEARS:
+            parent, _, last = path.partition(".")
+            module = getattr(layer, parent)
+            setattr(module, last, Lora(getattr(module, last), f"{layer.layer_number} {path}", rank))
+
+
+def install(rank: int) -> None:
+    """Let Megatron's training loop add adapters to each model that it builds, before it is distributed."""
+    from megatron.training.models import dist_utils
+
+    stock = dist_utils.prepare_existing_model_chunks_for_distributed_training
+
+    @functools.wraps(stock)
+    def prepare(model_list, *args, **kwargs):
+        for model in model_list:
+            add_adapters(model, rank)
+        return stock(model_list, *args, **kwargs)
+
+    dist_utils.prepare_existing_model_chunks_for_distributed_training = prepare
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from megatron_fp8.plugin import install as install_plugin
+
+    install_plugin()
+    install(int(os.environ.get("LORA_RANK", "16")))
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
