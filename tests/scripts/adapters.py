@@ -8,72 +8,32 @@ ADAPTED  another script than pretrain_gpt_fp8.py
 
 Each step prints how many bytes of the frozen weights changed, and how many weight gradients of ours were computed;
 of a whole frozen base, how many bytes its linears, their FP8 copies, W^T's scratch and all other parameters hold.
-An adapter is two torch.nn.Linear: it begins as nothing, b being zero.
+The adapters are those of examples/lora.py.
 """
 
 import functools
 import os
 import runpy
 import sys
-import zlib
 
 import torch
 from launch import ROOT
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from megatron_fp8.plugin import install
 
 install()
 import megatron.training.training as training
+from lora import Lora
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.training.models import dist_utils
 
 from megatron_fp8 import gemm
 from megatron_fp8.engine.owned_weight import owned_weights, owners
-from megatron_fp8.layers.linear import Fp8ColumnParallelLinear
 
 BASE, RANK = os.environ.get("BASE", "all"), 4
 OURS = ".base.weight", ".a.weight", ".b.weight"  # the linears' weights and the adapters
 built: list[GPTModel] = []
-
-
-class Lora(torch.nn.Module):
-    """base(x) + b a x, of rank 4, on each tensor-parallel rank its part."""
-
-    def __init__(self, base: torch.nn.Module, name: str):
-        super().__init__()
-        self.base, (n, k), ranks = base, base.weight.shape, base.tp_group.size()
-        self.column = isinstance(base, Fp8ColumnParallelLinear)
-        self.a = torch.nn.Linear(k, RANK, bias=False, device=base.weight.device)
-        self.b = torch.nn.Linear(RANK, n, bias=False, device=base.weight.device)
-        whole = k if self.column else k * ranks
-        first = torch.randn(RANK, whole, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-        if not self.column:
-            first = first.chunk(ranks, 1)[base.tp_group.rank()]
-        with torch.no_grad():
-            self.a.weight.copy_(first * whole**-0.5)
-            self.b.weight.zero_()
-        self.bfloat16()
-        (self.b if self.column else self.a).weight.tensor_model_parallel = True
-        self.on = True
-
-    def enable_adapter_layers(self):
-        self.on = True
-
-    def disable_adapter_layers(self):
-        self.on = False
-
-    def forward(self, x, *args):
-        y, bias = self.base(x, *args)
-        if not self.on:
-            return y, bias
-        h = self.a(x)
-        reduce = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
-        return y + self.b(reduce(h)), bias
 
 
 def freeze(model: GPTModel) -> None:
@@ -92,7 +52,7 @@ def freeze(model: GPTModel) -> None:
     for name, module in names:
         parent, _, last = name.rpartition(".")
         number = module.owned.layer_number  # the same whatever the pipeline
-        setattr(model.get_submodule(parent), last, Lora(module, f"{number} {module.owned.path}"))
+        setattr(model.get_submodule(parent), last, Lora(module, f"{number} {module.owned.path}", RANK))
 
 
 def prepare(stock):
@@ -134,10 +94,11 @@ def train_step(stock):
             flush=True,
         )
         if BASE == "all":
+            scratch = frozen[0].scratch.memory  # None with BF16 GEMMs
             copies = sum(t.nbytes for w in frozen for t in w.cached_tensors())
             others = [p for model in built for name, p in model.named_parameters() if not name.endswith(OURS)]
             sizes = (
-                sum(w.param.untyped_storage().nbytes() for w in frozen), copies, frozen[0].scratch.memory.nbytes,
+                sum(w.param.untyped_storage().nbytes() for w in frozen), copies, 0 if scratch is None else scratch.nbytes,
                 sum(p.nbytes for p in others),
             )  # fmt: skip
             print("base's bytes:", *sizes, flush=True)
