@@ -44,6 +44,10 @@ COMMON = f"""--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type N
 --init-method-std 0.02 --distributed-timeout-minutes 3"""
 LLAMA_LAYER = "--swiglu --normalization RMSNorm --position-embedding-type rope"
 WIDTH_4096 = "--hidden-size 4096 --num-attention-heads 32"
+LLAMA_8B_LAYER = (
+    f"{WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention --num-query-groups 8 "
+    "--untie-embeddings-and-output-weights"
+)
 
 
 class Shape(NamedTuple):
@@ -54,12 +58,8 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "7b": Shape(16, 4, f"--num-layers 8 {WIDTH_4096}"),
-    "llama": Shape(
-        8,
-        2,
-        f"--num-layers 8 {WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention "
-        "--num-query-groups 8 --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096",
-    ),
+    "llama": Shape(8, 2, f"--num-layers 8 {LLAMA_8B_LAYER} --seq-length 4096 --max-position-embeddings 4096"),
+    "llama-32k": Shape(4, 1, f"--num-layers 4 {LLAMA_8B_LAYER} --seq-length 32768 --max-position-embeddings 32768"),
     "1b": Shape(  # Llama 3.2's
         16,
         4,
@@ -76,9 +76,8 @@ SHAPES = {
     "llama3-8b": Shape(  # whole, at its own sequence length
         8,
         1,
-        f"--num-layers 32 {WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention "
-        "--num-query-groups 8 --untie-embeddings-and-output-weights --vocab-size 128255 --rotary-base 500000 "
-        "--norm-epsilon 1e-5 --seq-length 8192 --max-position-embeddings 8192",
+        f"--num-layers 32 {LLAMA_8B_LAYER} --vocab-size 128255 --rotary-base 500000 --norm-epsilon 1e-5 "
+        "--seq-length 8192 --max-position-embeddings 8192",
     ),
     "7b-whole": Shape(16, 4, f"--num-layers 32 {WIDTH_4096}"),
     "13b-whole": Shape(4, 2, "--num-layers 40 --hidden-size 5120 --num-attention-heads 40"),
@@ -110,6 +109,8 @@ SYSTEMS = {
     ),
     "te-delayed-whole-graph": System("repaired", f"{TE_FP8} --fp8-recipe delayed {GRAPH}"),
     "te-delayed-overlap": System("repaired", TE_FP8 + " --fp8-recipe delayed --tp-comm-overlap"),
+    "te-delayed-all-gather": System("repaired", TE_FP8 + " --fp8-recipe delayed --cp-comm-type all_gather"),
+    "te-delayed-a2a": System("repaired", TE_FP8 + " --fp8-recipe delayed --cp-comm-type a2a"),
     "te-delayed-unrepaired": System("unrepaired", TE_FP8 + " --fp8-recipe delayed"),
     "te-tensorwise": System("repaired", TE_FP8 + " --fp8-recipe tensorwise"),
     "bf16-local": System("none", LOCAL + " --no-gradient-accumulation-fusion"),
@@ -122,6 +123,9 @@ SYSTEMS = {
     "O3-tp-fp8": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter fp8"),
     "O3-tp-fp8-backward": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter backward"),
     "O3-with-te": System("repaired", "--fp8-level O3"),  # stock's parts use TE's fused rotary embedding and optimizer
+    "O3-te-attention": System("repaired", "--fp8-level O3 --fp8-attention te"),
+    "O3-fp8-head": System("none", "--fp8-level O3 --fp8-lm-head"),
+    "O3-fp8-activations": System("none", "--fp8-level O3 --fp8-activations"),
     "O1-tensorwise": System("none", "--fp8-level O1 --fp8-recipe tensorwise"),
     "O1-transpose-cache": System("none", "--fp8-level O1 --keep-fp8-transpose-cache"),
     "O1-grads-fp32": System("none", "--fp8-level O1 --fp8-grad-accum fp32"),
@@ -148,25 +152,31 @@ def environment(te: str, te_path: str) -> dict[str, str]:
     return env
 
 
+def command(system: str, args) -> tuple[list[str], dict[str, str]]:
+    """(Script and flags of a system's run, what its environment has besides this process')."""
+    te, flags = SYSTEMS[system]
+    words = ["benchmarks/profile_gpt.py", *model_flags(args), f"--micro-batch-size={args.mbs[system]}"]
+    words += [*flags.split(), f"--train-iters={args.iterations}"]
+    return words, {**environment(te, args.te_path), "PROFILE_STEP": str(args.iterations - 1)}
+
+
 def run(system: str, args) -> dict:
     """Train `args.iterations` steps. Returns the figures of the run; raises RunFailed with the end of its log."""
-    te, flags = SYSTEMS[system]
-    env = {**environment(te, args.te_path), "PROFILE_STEP": str(args.iterations - 1)}
-    command = ["benchmarks/profile_gpt.py", *model_flags(args), f"--micro-batch-size={args.mbs[system]}"]
-    command += [*flags.split(), f"--train-iters={args.iterations}"]
+    words, env = command(system, args)
     began = time.time()
-    lines = logged_run(system, command, env, args)
+    lines = logged_run(system, words, env, args)
     figures = read("\n".join(lines), args.warmup)
     if not figures:
         raise RunFailed("no line of the log has a time\n" + last_words(lines), 1)
-    return {"system": system, "te": te, "mbs": args.mbs[system], **figures, "seconds": time.time() - began}
+    same = {"system": system, "te": SYSTEMS[system].te, "mbs": args.mbs[system]}
+    return {**same, **figures, "seconds": time.time() - began}
 
 
-def logged_run(system: str, command: list[str], env: Mapping[str, str], args) -> list[str]:
+def logged_run(system: str, words: list[str], env: Mapping[str, str], args) -> list[str]:
     """What the system's command printed. All of it stands in the folder `args.logs` too, also if the time was up."""
     with tempfile.TemporaryDirectory() as unkept:
         log = Path(args.logs or unkept).absolute() / f"{system}.log"
-        return torchrun(args.nproc, command, log, timeout=args.timeout, env=env)
+        return torchrun(args.nproc, words, log, timeout=args.timeout, env=env)
 
 
 def read(log: str, warmup: int) -> dict:
