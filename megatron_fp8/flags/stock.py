@@ -170,6 +170,14 @@ OTHER_THAN_TP = When(
 )
 
 
+ALL_TO_ALL = When("a2a or a2a+p2p", lambda value, args: bool({"a2a", "a2a+p2p"} & set(value or ())))
+PEER_TO_PEER = When("p2p", lambda value, args: "p2p" in (value or ()))
+NO_WAY = When(
+    "other than p2p, all_gather, a2a, a2a+p2p",
+    lambda value, args: not {"p2p", "all_gather", "a2a", "a2a+p2p"} >= set(value or ()),
+)
+
+
 def beside_context(when: When) -> When:
     """`when`, with context parallelism in torch's attention."""
     return in_torch(
@@ -322,6 +330,10 @@ UNFUSED_CONTEXT = "use auto: Megatron's unfused attention does not support --con
 BLOCKS_DRAW = "with --context-parallel-size every block of keys would drop the same elements (or --fp8-attention te)"
 UNREAD = "switched off: attention with --context-parallel-size does not read the mask, a byte for each pair of tokens"
 KEYS_GATHERED = "all_gather instead: keys and values are gathered, beside a rank's own block (same result)"
+KEYS_FETCHED = (
+    "keys and values are fetched from rank after rank if those of a layer and a whole sequence take more than 512 MiB; "
+    "else they are gathered, which costs less (same result)"
+)
 TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which supports it"
 TE = "transformer_engine.pytorch"
 FUSED_WGRAD = "fused_weight_gradient_mlp_cuda"
@@ -449,7 +461,9 @@ TABLE: list[Row] = [
     *_refuse("--window-size --reset-attention-mask", WITHOUT_CONTEXT, beside_context(GIVEN)),
     *_refuse("--attention-dropout", f"use 0: {BLOCKS_DRAW}", beside_context(GIVEN)),
     *_adapt("--no-create-attention-mask-in-dataloader", False, UNREAD, beside_context(LEFT_ON)),
-    *_adapt("--cp-comm-type", ["all_gather"], KEYS_GATHERED, beside_context(other_than("all_gather"))),
+    *_adapt("--cp-comm-type", ["all_gather"], KEYS_GATHERED, beside_context(ALL_TO_ALL)),
+    *_note("--cp-comm-type", KEYS_FETCHED, beside_context(PEER_TO_PEER)),
+    *_refuse("--cp-comm-type", "use p2p or all_gather", beside_context(NO_WAY)),
     *_adapt("--hierarchical-context-parallel-sizes", None, KEYS_GATHERED, beside_context(GIVEN)),
     *_refuse("--sft --dataloader-inter-document-masking", WITHOUT_CONTEXT, beside_context(GIVEN)),
     *_note("--sft --dataloader-inter-document-masking", PACKED, in_torch(GIVEN)),

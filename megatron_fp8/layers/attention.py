@@ -103,6 +103,7 @@ class TorchAttention(MegatronModule):
         self.window = _window_of(config, layer_number)
         self.reads_mask = reads_mask
         self.context = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.fetches = cp_comm_type == "p2p"
         if self.context is not None and (self.window is not None or reads_mask or self.dropout):
             raise UserError(
                 f"--context-parallel-size {config.context_parallel_size}: without --window-size, "
@@ -131,7 +132,7 @@ class TorchAttention(MegatronModule):
             return self._packed(query, key, value, documents_of(packed_seq_params))
         if self.context is not None:
             with _fastest_first():
-                return context_parallel.attention(query, key, value, self.scale, self.context)
+                return context_parallel.attention(query, key, value, self.scale, self.context, self.fetches)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # (b, heads, s, hn), views
         seen = None
         if self.window is not None or self.reads_mask:

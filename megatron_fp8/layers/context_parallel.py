@@ -15,27 +15,31 @@ Backward, torch's kernels are given this whole lse and out in place of a block's
 dS = P (dP - rowsum(dO out)), which are then the whole softmax's, and dQ, dK and dV of the blocks just add up (Ring
 Attention, arXiv 2310.01889).
 
-    forward    gather K and V                              |  own  |  earlier, between, merge
-    backward   gather K and V again                        |  own  |  earlier, between  |  exchange dK and dV, add
+K and V come again in the backward pass instead of being kept, so that a rank keeps its own tokens alone. Either they
+are gathered beside the own block, or fetched from one rank after the other, two at a time (context_exchange.py). To
+gather them is Llama 3's choice (arXiv 2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes
+over the output, and its bytes are hidden if a rank has thousands of tokens:
 
-What stands between the first bars runs while K and V are on their way. They are gathered again in the backward pass
-instead of being kept: a rank keeps its own tokens alone. That K and V are gathered, and not sent round a ring, is Llama
-3's choice (arXiv 2407.21783, 3.3.2): grouped queries make them small. What a rank has of the dK and dV of another's key
-comes out of one block, rounded to BF16; as such it travels, and the key's owner adds up in FP32. It is the sum that a
-reduce-scatter in FP32 gives, for 3/8 of its bytes: the late chunks of the ranks before it get none.
+    4 (N - 1) T K bytes    beside the own block's 2 T^2 A FLOPs        T tokens a rank; K, A channels of keys, queries
+
+At 370 GB/s and 450 TFLOP/s that is so from T = 2400 (N - 1) K / A on: 4,300 tokens on each of 8 ranks if K = A / 4. (An
+H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take more than `LARGE`
+bytes: 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from ..comm import tensor, wire
 from ..errors import UserError
+from .context_exchange import Fetched, Gathered
 from .parcel import hold
 
+LARGE = 1 << 29  # bytes of a layer's K and V, of the whole sequence
 _aten = torch.ops.aten
 
 
@@ -50,9 +54,12 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group, fetch: bool = False
+) -> torch.Tensor:
     """q (s/N, b, np, hn), k (s/N, b, ng, hn), v (s/N, b, ng, hv) -> (s/N, b, np * hv), as stock's chunks.
 
+    fetch: whether K and V above `LARGE` are fetched instead of gathered.
     Raises UserError on a GPU if torch offers neither its cuDNN nor its flash kernel.
     """
     kernel, width = _kernel(q, k, v), v.shape[3]
@@ -65,7 +72,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, g
             f"--context-parallel-size {group.size()}: torch has no fused attention here for heads of {q.shape[3]} in "
             f"{str(q.dtype).removeprefix('torch.')}; use heads of at most 256 and BF16, or --fp8-attention te"
         )
-    y = _ContextAttention.apply(q, k, v, scale, kernel, group)
+    exchange = Fetched if fetch and (k.nbytes + v.nbytes) * group.size() > LARGE else Gathered
+    y = _ContextAttention.apply(q, k, v, scale, kernel, functools.partial(exchange, group=group))
     if y.shape[3] != width:
         return y[..., :width].flatten(2)
     y = y.flatten(2)
@@ -83,57 +91,35 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
     return _FUSED.get(choice)
 
 
-class _Block(NamedTuple):
-    """Own queries from row `first` on, against keys (t, b, ng, hn) and values (t, b, ng, hv)."""
-
-    first: int
-    keys: torch.Tensor
-    values: torch.Tensor
-    causal: bool
-
-
-def _blocks(k: torch.Tensor, v: torch.Tensor, group) -> Iterator[_Block]:
-    """The own block, while the other ranks' K and V are on their way, and theirs."""
-    flights = [wire.Flight(tensor.gather(t, group, wire.KEYS)) for t in (k, v)]
-    yield _Block(0, k, v, True)
-    ranks, rank, chunk = group.size(), group.rank(), len(k) // 2
-    keys, values = (flight.land().unflatten(0, (ranks, 2, chunk)) for flight in flights)
-    if rank > 0:
-        yield _Block(0, keys[:rank, 0].flatten(0, 1), values[:rank, 0].flatten(0, 1), False)
-    if rank < ranks - 1:
-        yield _Block(chunk, keys[rank + 1 :].flatten(0, 2), values[rank + 1 :].flatten(0, 2), False)
-
-
 class _ContextAttention(torch.autograd.Function):
-    """q, k, v as `attention` -> (s/N, b, np, hv)."""
+    """q, k, v as `attention` -> (s/N, b, np, hv).  exchange(k, v): the Gathered or Fetched of a pass."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale: float, kernel: Kernel, group):
-        parts, rest = [], ()
-        for first, keys, values, causal in _blocks(k, v, group):
+    def forward(ctx, q, k, v, scale: float, kernel: Kernel, exchange):
+        merged, rest = _Merged(), ()
+        for first, keys, values, causal in exchange(k, v).blocks():
             out, lse, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), causal, scale)
-            parts.append((first, out, lse))
-        y, lse = _merge(parts)
-        ctx.save_for_backward(q, k, v, y, lse, *rest)
-        ctx.how = scale, kernel, group
+            merged.add(first, out, lse)
+            del keys, values  # what is fetched next may take their memory
+        y = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, merged.lse, *rest)
+        ctx.how = scale, kernel, exchange
         return y
 
     @staticmethod
     def backward(ctx, dy):
         q, k, v, y, lse, *rest = ctx.saved_tensors
-        scale, kernel, group = ctx.how
+        scale, kernel, exchange = ctx.how
         dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-        of_keys, of_values = [], []
-        for first, keys, values, causal in _blocks(k, v, group):
+        ours = exchange(k, v)
+        for first, keys, values, causal in ours.blocks():
             operands = map(_heads, (dy[first:], q[first:], keys, values, y[first:]))
             grads = kernel.backward(*operands, lse[..., first:].contiguous(), causal, scale, *rest)
-            of_queries, of_key, of_value = (t.permute(2, 0, 1, 3) for t in grads)
+            of_queries, of_keys, of_values = (t.permute(2, 0, 1, 3) for t in grads)
             dq[first:] += of_queries
-            of_keys.append(of_key)
-            of_values.append(of_value)
-        flights = [wire.Flight(_add(*parts, group=group)) for parts in (of_keys, of_values)]
-        dk, dv = (flight.land() for flight in flights)
-        return dq.to(q.dtype), dk, dv, None, None, None
+            ours.add(of_keys, of_values)
+            del keys, values
+        return dq.to(q.dtype), *ours.sums(), None, None, None
 
 
 def _heads(t: torch.Tensor) -> torch.Tensor:
@@ -141,34 +127,23 @@ def _heads(t: torch.Tensor) -> torch.Tensor:
     return t.permute(1, 2, 0, 3)
 
 
-def _merge(parts: list[tuple[int, torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(First row, out, lse) of each block, the first of all rows -> out (s, b, np, hv), lse (b, np, s) of all keys."""
-    (_, own, whole), *others = parts
-    whole = whole.clone()
-    for first, _, lse in others:
-        whole[..., first:] = torch.logaddexp(whole[..., first:], lse)
-    b, heads, s, width = own.shape
-    y = torch.zeros(s, b, heads, width, dtype=torch.float32, device=own.device)
-    for first, out, lse in parts:
-        _heads(y[first:]).addcmul_(out, (lse - whole[..., first:]).exp().unsqueeze(-1))
-    return y.to(own.dtype), whole
+class _Merged:
+    """out (s, b, np, hv) and lse (b, np, s) in FP32, of all blocks so far. The first one has all rows."""
 
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
 
-def _add(own: torch.Tensor, *others: torch.Tensor, group) -> wire.Stages:
-    """A gradient's blocks (t, b, ng, hn), in the order of `_blocks` -> the sum over ranks for the own tokens."""
-    ranks, rank, rows = group.size(), group.rank(), len(own)
-    chunk = rows // 2
-    # An earlier rank is sent what falls on its early chunk, a later one both; so each gets both of the earlier ranks.
-    sent = [chunk] * rank + [0] + [rows] * (ranks - 1 - rank)
-    expected = [rows] * rank + [0] + [chunk] * (ranks - 1 - rank)
-    data = torch.empty(sum(sent), *own.shape[1:], dtype=own.dtype, device=own.device)
-    received, handle = wire.pass_rows(torch.cat(others, out=data), sent, expected, group, wire.KEYS_GRADS)
-    yield [handle]
-    total = own.to(torch.float32, memory_format=torch.contiguous_format)
-    both, early = received.split([rank * rows, (ranks - 1 - rank) * chunk])
-    total += both.view(rank, *own.shape).sum(0, dtype=torch.float32)
-    total[:chunk] += early.view(ranks - 1 - rank, chunk, *own.shape[1:]).sum(0, dtype=torch.float32)
-    return total.to(own.dtype), []
+    def add(self, first: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge a block's out (b, np, s, hv) and lse (b, np, s) of the rows from `first` on."""
+        if self.lse is None:
+            self.out = out.permute(2, 0, 1, 3).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+            self.lse = lse.clone()
+            return
+        before = self.lse[..., first:]
+        whole = torch.logaddexp(before, lse)
+        old, new = ((part - whole).exp_().unsqueeze(-1) for part in (before, lse))
+        _heads(self.out[first:]).mul_(old).addcmul_(out, new)
+        before.copy_(whole)
 
 
 # --- the kernels

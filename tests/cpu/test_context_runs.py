@@ -27,14 +27,21 @@ MORE = {
     "next-tokens": (2, f"{CP} --mtp-num-layers 1"),
     "experts": (4, f"{CP} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"),
 }
+FETCHED = {
+    "two": (2, CP),
+    "four-recomputed": (4, f"--context-parallel-size 4 {GROUPED} {RECOMPUTED}"),
+    "pipeline": (4, f"{CP} --pipeline-model-parallel-size 2"),
+    "latent": (4, f"--context-parallel-size 4 {LATENT}"),
+    "data-sharded": (4, f"{CP} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+}
 BOUND = 3e-4  # of losses of 5.5 that fall by 0.16 to 0.28: BF16 rounds elsewhere
 
 
-def check(ranks: int, flags: str) -> None:
+def check(ranks: int, flags: str, **how) -> None:
     """Compare a run with the same without its context parallelism, whose weights are drawn alike."""
     _, size, *others = flags.split()
     whole = run_megatron(ranks // int(size), [*RUN, *EXACT, *others], timeout=300)
-    cut = run_megatron(ranks, [*RUN, *EXACT, *flags.split()], timeout=300)
+    cut = run_megatron(ranks, [*RUN, *EXACT, *flags.split()], timeout=300, **how)
     assert whole.losses[0] - whole.losses[-1] > 0.15
     assert cut.losses == pytest.approx(whole.losses, abs=BOUND)
     assert cut.grad_norms == pytest.approx(whole.grad_norms, rel=0.01)
@@ -49,6 +56,11 @@ def test_the_losses_of_one_rank(case):
 @pytest.mark.parametrize("case", MORE)
 def test_the_losses_of_one_rank_in_more_layouts(case):
     check(*MORE[case])
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "two" else pytest.mark.slow) for c in FETCHED])
+def test_the_losses_of_one_rank_with_keys_that_are_fetched(case):
+    check(*FETCHED[case], script="tests/scripts/fetched_keys.py")
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(2, CP), (4, f"{CP} {TP} --sequence-parallel --fp8-activations")])

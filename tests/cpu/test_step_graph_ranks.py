@@ -4,7 +4,7 @@ each run has the losses, gradient norms and evaluations, to the last bit, of the
 import pytest
 from megatron_runs import TINY_GPT, run_megatron
 
-TAPE = "tests/scripts/train_on_tape.py"
+PLAIN, TAPE, FETCHED = "pretrain_gpt_fp8.py", "tests/scripts/train_on_tape.py", "tests/scripts/fetched_keys.py"
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
 FLAGS = "--fp8-log-exact --train-iters 7 --lr-decay-iters 10 --eval-iters 1 --eval-interval 4 --split 8,1,1".split()
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -59,14 +59,14 @@ MORE = {
 }
 
 
-def check(nproc: int, flags: str, graphs: int = 1) -> list[str]:
+def check(nproc: int, flags: str, graphs: int = 1, script: str = TAPE, plain_script: str = PLAIN) -> list[str]:
     """Compare a run on the tape with the same without; its lines."""
     every = [*TINY_GPT, *FLAGS, *flags.split()]
     if "--step-batch-size-schedule" in every:
         at = every.index("--global-batch-size")
         del every[at : at + 2]
-    taped = run_megatron(nproc, [*every, *GRAPH.split()], script=TAPE, timeout=300)
-    plain = run_megatron(nproc, every, timeout=300)
+    taped = run_megatron(nproc, [*every, *GRAPH.split()], script=script, timeout=300)
+    plain = run_megatron(nproc, every, script=plain_script, timeout=300)
     assert sum("is a CUDA graph from now on" in line for line in taped.lines) == graphs
     exact = [[line for line in run.lines if "exact lm loss" in line] for run in (taped, plain)]
     assert exact[0] == exact[1] and len(exact[0]) == 7
@@ -83,6 +83,12 @@ def test_replayed_steps_are_the_steps(case):
 @pytest.mark.parametrize("case", MORE)
 def test_replayed_steps_are_the_steps_in_more_layouts(case):
     check(*MORE[case], graphs=2 if case == "ramp" else 1)
+
+
+@pytest.mark.slow
+def test_replayed_steps_that_fetch_keys_are_the_steps():
+    flags = "--fp8-level O3 --context-parallel-size 4 --attention-backend auto"
+    check(4, flags, script=FETCHED, plain_script=FETCHED)
 
 
 @pytest.mark.slow

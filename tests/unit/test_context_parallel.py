@@ -4,6 +4,7 @@ and against torch's own ring attention.
 One group of processes a size does everything once (`work`) and saves what each rank got; the tests look at it.
 """
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ HEADS = {  # np, ng, hn, hv
     "wide values": (4, 2, 8, 20),
 }
 NAMES = ("out", "dq", "dk", "dv")
+WAYS = {"gathered": False, "fetched": True}
 
 
 def whole(case: str, seed: int) -> list[torch.Tensor]:
@@ -63,16 +65,16 @@ def work(rank: int, ranks: int) -> dict:
     group, found = dist.group.WORLD, {"seed": seed.item()}
     cut = get_batch_on_this_cp_rank({"tokens": torch.arange(S)[None]}, is_hybrid_cp=False, cp_group=group)
     found["tokens"] = cut["tokens"][0]
-    for case in HEADS:
-        for dtype in (torch.float32, torch.bfloat16):
-            q, k, v, dy = (t[found["tokens"]].to(dtype) for t in whole(case, found["seed"]))
-            operands = [t.requires_grad_() for t in (q, k, v)]
-            wire.sent_bytes.clear()
-            y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group)
-            kept = {t.data_ptr() for t in y.grad_fn.next_functions[0][0].saved_tensors}
-            assert recipe_of(y) is not None and y.data_ptr() in kept
-            grads = torch.autograd.grad(y, operands, dy.flatten(2))
-            found[case, dtype] = [y.detach().view(dy.shape), *grads], dict(wire.sent_bytes)
+    context_parallel.LARGE = 0
+    for case, dtype, way in itertools.product(HEADS, (torch.float32, torch.bfloat16), WAYS):
+        q, k, v, dy = (t[found["tokens"]].to(dtype) for t in whole(case, found["seed"]))
+        operands = [t.requires_grad_() for t in (q, k, v)]
+        wire.sent_bytes.clear()
+        y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group, WAYS[way])
+        kept = {t.data_ptr() for t in y.grad_fn.next_functions[0][0].saved_tensors}
+        assert recipe_of(y) is not None and y.data_ptr() in kept
+        grads = torch.autograd.grad(y, operands, dy.flatten(2))
+        found[case, dtype, way] = [y.detach().view(dy.shape), *grads], dict(wire.sent_bytes)
     found["ring"] = ring(*(t[found["tokens"]] for t in whole("plain", found["seed"])), group)
     return found
 
@@ -112,46 +114,53 @@ def test_ranks_have_the_two_chunks_of_their_queries(ranks):
         assert torch.equal(found["tokens"], own.flatten())
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", HEADS)
-def test_fp32_is_the_formula(ranks, case):
+def test_fp32_is_the_formula(ranks, case, way):
     right = written_out(*whole(case, ranks[0]["seed"]))
-    got = joined(ranks, lambda rank: rank[case, torch.float32][0])
+    got = joined(ranks, lambda rank: rank[case, torch.float32, way][0])
     for name, value, exact in zip(NAMES, got, right, strict=True):
         assert value.dtype == torch.float32 and (value - exact).abs().max() < 1e-5, name
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", HEADS)
-def test_bf16_is_near_the_formula(ranks, case):
+def test_bf16_is_near_the_formula(ranks, case, way):
     """Each number is rounded once or twice on its way: the norm of the error is below two roundings of BF16."""
     right = written_out(*(t.bfloat16() for t in whole(case, ranks[0]["seed"])))
-    got = joined(ranks, lambda rank: rank[case, torch.bfloat16][0])
+    got = joined(ranks, lambda rank: rank[case, torch.bfloat16, way][0])
     for name, value, exact in zip(NAMES, got, right, strict=True):
         assert value.dtype == torch.bfloat16
         assert (value - exact).norm() / exact.norm() < 2 * 2**-9, name
 
 
-def test_torchs_own_ring_attention(ranks):
-    ours = joined(ranks, lambda rank: rank["plain", torch.float32][0])
+@pytest.mark.parametrize("way", WAYS)
+def test_torchs_own_ring_attention(ranks, way):
+    ours = joined(ranks, lambda rank: rank["plain", torch.float32, way][0])
     theirs = joined(ranks, lambda rank: rank["ring"])
     for name, value, right in zip(NAMES, ours, theirs, strict=True):
         assert (value - right).abs().max() < 1e-5, name
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", HEADS)
-def test_bytes_on_the_wire(ranks, case):
-    """K and V to all others twice, of their gradients to a later rank all and to an earlier one half."""
+def test_bytes_on_the_wire(ranks, case, way):
+    """K and V twice: gathered by all others, or fetched whole by an earlier rank and half by a later one. Of their
+    gradients a later rank gets all and an earlier one half."""
     _, groups, width, of_values = HEADS[case]
     n, own = len(ranks), S // len(ranks) * B * groups * (width + of_values) * 2
     for rank, found in enumerate(ranks):
+        read = own * (n - 1) if way == "gathered" else own * rank + own // 2 * (n - 1 - rank)
         sums = own * (n - 1 - rank) + own // 2 * rank
-        assert found[case, torch.bfloat16][1] == {"cp_gather": 2 * (n - 1) * own, "cp_sum": sums}
+        assert found[case, torch.bfloat16, way][1] == {"cp_gather": 2 * read, "cp_sum": sums}
 
 
-def attention(**settings) -> TorchAttention:
+def attention(cp_comm_type="p2p", **settings) -> TorchAttention:
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, context_parallel_size=2, **settings
     )
-    return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=SimpleNamespace(cp="the group"))
+    groups = SimpleNamespace(cp="the group")
+    return TorchAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=cp_comm_type, pg_collection=groups)
 
 
 @pytest.mark.parametrize("settings", [{"attention_dropout": 0.1}, {"attention_dropout": 0.0, "window_size": (4, 0)}])
@@ -160,7 +169,34 @@ def test_a_layer_refuses_what_blocks_of_keys_do_not_have(settings):
         attention(**settings)
 
 
-def test_a_layer_hands_its_group_on(monkeypatch):
+@pytest.mark.parametrize(("kind", "fetches"), [("p2p", True), ("all_gather", False), (None, False)])
+def test_a_layer_hands_its_group_on(monkeypatch, kind, fetches):
     q, k, v = (torch.randn(8, 1, 4, 16) for _ in range(3))
     monkeypatch.setattr(context_parallel, "attention", lambda *given: given)
-    assert attention(attention_dropout=0.0)(q, k, v) == (q, k, v, 0.25, "the group")
+    assert attention(kind, attention_dropout=0.0)(q, k, v) == (q, k, v, 0.25, "the group", fetches)
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+def test_only_large_keys_are_fetched(monkeypatch, fetch):
+    """LARGE bytes of the whole sequence's K and V are still gathered."""
+    made = []
+
+    class Told(Exception):
+        pass
+
+    def tell(way):
+        def make(k, v, group):
+            made.append(way)
+            raise Told
+
+        return make
+
+    for way in ("Gathered", "Fetched"):
+        monkeypatch.setattr(context_parallel, way, tell(way))
+    group = SimpleNamespace(size=lambda: 4)
+    q, k, v = torch.zeros(8, 1, 4, 16), torch.zeros(8, 1, 2, 16), torch.zeros(8, 1, 2, 8)
+    for limit in (4 * 4 * 8 * 2 * (16 + 8), 4 * 4 * 8 * 2 * (16 + 8) - 1):
+        monkeypatch.setattr(context_parallel, "LARGE", limit)
+        with pytest.raises(Told):
+            context_parallel.attention(q, k, v, 0.25, group, fetch)
+    assert made == ["Gathered", "Fetched" if fetch else "Gathered"]

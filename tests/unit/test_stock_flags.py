@@ -94,7 +94,7 @@ def samples(row, parser, parse):
         usual = (
             ("4,0",)
             if row.flag == "--window-size"
-            else ("3", "0.25", "x", "attn", "moe_act", "msc://x", "2 2 9", "default")
+            else ("3", "0.25", "x", "attn", "moe_act", "msc://x", "2 2 9", "default", "p2p", "a2a")
         )
         values = [[row.flag, *plain(v).split()] for v in action.choices or usual]
     found = []
