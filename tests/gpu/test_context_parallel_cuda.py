@@ -4,7 +4,7 @@ What ranks send each other is handed over here: K and V whole, and what falls on
 """
 
 import contextlib
-import itertools
+import functools
 import math
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fp8.layers import context_parallel
 from megatron_fp8.layers.attention import _fastest_first
+from megatron_fp8.layers.context_exchange import Block
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -48,39 +49,50 @@ def exact(q, k, v, dy) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, operands, dy.double())]
 
 
-def by_ranks(ranks: int, q, k, v, dy, monkeypatch) -> list[torch.Tensor]:
-    """The same of `ranks` ranks; dk and dv are sums in FP32 of what each has of them."""
+class Handed:
+    """A rank's exchange that takes the other ranks' K and V from `wholes`, and adds gradients to `sums`."""
+
+    def __init__(self, k, v, group, *, parts, wholes, totals):
+        self.own, self.parts, self.totals = (k, v), parts, totals
+        self.wholes = [F.pad(t, (0, own.shape[3] - t.shape[3])) for t, own in zip(wholes, (k, v), strict=True)]
+
+    def blocks(self):
+        for first, tokens in self.parts:
+            self.tokens = tokens
+            yield Block(first, *(t[tokens] for t in self.wholes), causal=tokens is self.parts[0][1])
+
+    def add(self, *gradients):
+        for total, gradient in zip(self.totals, gradients, strict=True):
+            total.index_add_(0, self.tokens, gradient[..., : total.shape[3]].float())
+
+    def sums(self):
+        return tuple(torch.zeros_like(t) for t in self.own)
+
+
+def by_ranks(ranks: int, joined: bool, q, k, v, dy, monkeypatch) -> list[torch.Tensor]:
+    """The same of `ranks` ranks; dk and dv are sums in FP32 of what each has of them.
+
+    joined: all earlier ranks' keys are one block, and all later ranks'; else each rank's are.
+    """
     chunks = torch.arange(len(q), device=DEVICE).view(ranks * 2, -1)
     halves = torch.stack([torch.stack([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)])  # (N, 2, c)
     out, dq = torch.empty_like(dy), torch.empty_like(q)
-    dk, dv = (torch.zeros(t.shape, device=DEVICE) for t in (k, v))
+    totals = [torch.zeros(t.shape, device=DEVICE) for t in (k, v)]
     for rank in range(ranks):
         own = halves[rank].flatten()
         group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
-        earlier, between = halves[:rank, 0].flatten(), halves[rank + 1 :].flatten()
-        tokens = [own, *(part for part in (earlier, between) if len(part))]  # of the keys of each block
-        wholes, sums = itertools.cycle((k, v)), itertools.cycle((dk, dv))
-
-        def gather(x, group, kind, wholes=wholes):
-            yield from ()
-            whole = next(wholes)
-            return F.pad(whole, (0, x.shape[3] - whole.shape[3]))[halves.flatten()], []
-
-        def add(*parts, group, sums=sums, tokens=tokens):
-            yield from ()
-            total = next(sums)
-            for at, part in zip(tokens, parts, strict=True):
-                total.index_add_(0, at, part[..., : total.shape[3]].float())
-            return torch.zeros_like(parts[0]), []
-
-        monkeypatch.setattr(context_parallel.tensor, "gather", gather)
-        monkeypatch.setattr(context_parallel, "_add", add)
+        earlier, between = list(halves[:rank, 0]), [both.flatten() for both in halves[rank + 1 :]]
+        if joined:
+            earlier, between = ([torch.cat(tokens)] if tokens else [] for tokens in (earlier, between))
+        parts = [(0, own), *((0, tokens) for tokens in earlier), *((len(own) // 2, tokens) for tokens in between)]
+        handed = functools.partial(Handed, parts=parts, wholes=(k, v), totals=totals)
+        monkeypatch.setattr(context_parallel, "Gathered", handed)
         operands = [t[own].requires_grad_() for t in (q, k, v)]
         with _fastest_first():
             y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group)
         y.backward(dy[own].flatten(2))
         out[own], dq[own] = y.detach().view(-1, *dy.shape[1:]), operands[0].grad
-    return [out, dq, dk, dv]
+    return [out, dq, *totals]
 
 
 @pytest.fixture(params=["as it comes", "flash", "deterministic"])
@@ -93,12 +105,12 @@ def kernel(request):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "joined"), [(2, True), (4, True), (4, False)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_near_float64(shape, ranks, kernel, monkeypatch):
+def test_near_float64(shape, ranks, joined, kernel, monkeypatch):
     """Within 4 units of BF16's last place in the mean, as the kernels without context parallelism are."""
     given = problem(shape)
-    for name, value, right in zip(NAMES, by_ranks(ranks, *given, monkeypatch), exact(*given), strict=True):
+    for name, value, right in zip(NAMES, by_ranks(ranks, joined, *given, monkeypatch), exact(*given), strict=True):
         error = (value.double() - right).norm() / right.norm()
         assert error < 4 * 2**-9, (name, error.item())
 
