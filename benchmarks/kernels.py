@@ -66,6 +66,7 @@ def dimensions(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-query-groups", type=int)
     parser.add_argument("--kv-channels", type=int)
     parser.add_argument("--ffn-hidden-size", type=int)
+    parser.add_argument("--num-experts", type=int)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     parser.add_argument("--swiglu", action="store_true")
@@ -81,7 +82,10 @@ def dimensions(flags: list[str]) -> argparse.Namespace:
 
 
 def floors(d: argparse.Namespace, nproc: int) -> dict[str, float]:
-    """The least milliseconds of each kind on each of nproc GPUs; the formulas are in the module's docstring."""
+    """The least milliseconds of each kind on each of nproc GPUs; the formulas are in the module's docstring, and know no
+    experts: none then."""
+    if d.num_experts:
+        return {}
     layers, h, s, vocabulary = d.num_layers, d.hidden_size, d.seq_length, d.vocab_size
     a, k = d.num_attention_heads * d.kv_channels, d.num_query_groups * d.kv_channels
     f, u = d.ffn_hidden_size, d.ffn_hidden_size * (2 if d.swiglu else 1)
@@ -115,7 +119,7 @@ def table(rows: list[dict], floor: dict[str, float]) -> str:
     def milliseconds(name: str, kinds) -> str:
         found = [[r["profile"]["ms"][k] for k in kinds if k in r["profile"]["ms"]] for r in rows]
         least = sum(floor.get(k, 0.0) for k in kinds)
-        return line(name, [f"{sum(ms):.1f}" if ms else "-" for ms in found], f"{least:.1f}")
+        return line(name, [f"{sum(ms):.1f}" if ms else "-" for ms in found], f"{least:.1f}" if floor else "-")
 
     def counts(name: str, key: str) -> str:
         return line(name, [r["profile"][key] for r in rows])

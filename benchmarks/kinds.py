@@ -1,7 +1,8 @@
 """Kinds of GPU kernels, recognised by their names: ours, torch's, cuBLASLt's, cuDNN's and Transformer Engine's.
 
 Names cannot tell everything. torch's contiguous BF16 additions count as residual adds, though an unfused rotary
-embedding makes some too; its strided products count as rotary; all of torch's sorting and indexing counts as embedding.
+embedding makes some too; its strided products count as rotary; all of torch's sorting and indexing counts as embedding,
+though experts' rows are sorted by it too, if no fused kernel does it.
 A kernel that does two things (norm and cast) counts as the first; compare it with the sum of both floors.
 """
 
@@ -10,11 +11,11 @@ import re
 FORWARD, BACKWARD, BF16 = "FP8 GEMM forward", "FP8 GEMM backward", "BF16 GEMM (LM head)"
 ATTENTION, ROTARY, NORM, ACTIVATION = "attention", "rotary, QKV", "norm", "activation"
 CAST, GRADIENTS, RESIDUAL, LOSS = "cast, transpose", "gradient adds", "residual adds", "cross-entropy"
-EMBEDDING, OPTIMIZER = "embedding", "optimizer"
+EMBEDDING, OPTIMIZER, ROUTING = "embedding", "optimizer", "router, permutation"
 COPY, COMMUNICATION, OTHER = "copy, memset", "communication", "other"
 GEMMS = (FORWARD, BACKWARD, BF16)
 # Bound by memory.
-PASSES = (CAST, GRADIENTS, NORM, ACTIVATION, ROTARY, LOSS, RESIDUAL, EMBEDDING, OPTIMIZER, COPY, OTHER)
+PASSES = (CAST, GRADIENTS, NORM, ACTIVATION, ROTARY, LOSS, RESIDUAL, EMBEDDING, ROUTING, OPTIMIZER, COPY, OTHER)
 ORDER = (*GEMMS, ATTENTION, *PASSES, COMMUNICATION)
 
 _PATTERNS = (  # (kind, pattern of a clean name); the first match counts
@@ -31,6 +32,8 @@ _PATTERNS = (  # (kind, pattern of a clean name); the first match counts
     (BACKWARD, r"^_ZN7cutlass\w*float_e5m2"),  # the profiler leaves these names mangled
     (FORWARD, r"^_ZN7cutlass\w*float_e4m3"),
     (CAST, r"^_\w*(flat|tile|cast|transpose|quant|block)"),
+    # of experts: ours, and Transformer Engine's
+    (ROUTING, r"^_(un)?permute_|^_row_id_map_|chunk_sort_map|sort_chunks_by_map|fused_router|multi_(un)?padding"),
     # libraries
     (ATTENTION, r"fmha|flash|sdpa|cudnn::fusion|softmax_warp|masked_softmax"),
     # nvjet_sm90_ABCSD_: types of A, B, C, sums and D; q is E4M3, r E5M2, t BF16, s FP32

@@ -43,6 +43,8 @@ COMMON = f"""--seq-length 2048 --max-position-embeddings 2048 --tokenizer-type N
 --eval-iters 0 --eval-interval 100000 --split 1,0,0 --num-workers 1 --no-create-attention-mask-in-dataloader
 --init-method-std 0.02 --distributed-timeout-minutes 3"""
 LLAMA_LAYER = "--swiglu --normalization RMSNorm --position-embedding-type rope"
+ROUTED = """--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+--moe-router-dtype fp32 --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096"""
 WIDTH_4096 = "--hidden-size 4096 --num-attention-heads 32"
 LLAMA_8B_LAYER = (
     f"{WIDTH_4096} {LLAMA_LAYER} --ffn-hidden-size 14336 --group-query-attention --num-query-groups 8 "
@@ -88,6 +90,22 @@ SHAPES = {
         "--num-layers 8 --hidden-size 12288 --num-attention-heads 24 --kv-channels 128 --ffn-hidden-size 12288 "
         "--vocab-size 12799",
     ),
+    "qwen3-moe": Shape(  # four layers of Qwen3-30B-A3B
+        4,
+        2,
+        f"--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 {LLAMA_LAYER} "
+        "--group-query-attention --num-query-groups 4 --qk-layernorm --rotary-base 1000000 --ffn-hidden-size 6144 "
+        f"--vocab-size 151935 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 {ROUTED}",
+    ),
+    "deepseek-moe": Shape(  # like four layers of DeepSeek-V2-Lite, each with experts
+        4,
+        2,
+        f"--num-layers 4 --hidden-size 2048 --num-attention-heads 16 {LLAMA_LAYER} --multi-latent-attention "
+        "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm "
+        "--rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707 "
+        "--ffn-hidden-size 10944 --vocab-size 102399 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
+        f"--moe-shared-expert-intermediate-size 2816 --moe-router-pre-softmax {ROUTED}",
+    ),
     "tiny": Shape(16, 2, "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"),
 }
 
@@ -99,6 +117,8 @@ class System(NamedTuple):
 
 GRAPH = "--cuda-graph-impl full_iteration --te-rng-tracker --no-check-for-nan-in-loss-and-grad"
 TE_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+TE_EXPERTS = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+PADDED = "--moe-router-padding-for-quantization"  # to a multiple of what an FP8 GEMM takes, by the router
 LOCAL = "--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
 SYSTEMS = {
     "bf16": System("unrepaired", ""),  # stock, as installed
@@ -113,6 +133,13 @@ SYSTEMS = {
     "te-delayed-a2a": System("repaired", TE_FP8 + " --fp8-recipe delayed --cp-comm-type a2a"),
     "te-delayed-unrepaired": System("unrepaired", TE_FP8 + " --fp8-recipe delayed"),
     "te-tensorwise": System("repaired", TE_FP8 + " --fp8-recipe tensorwise"),
+    # Of shapes with experts: each FP8 recipe of TE with all that TE has for experts.
+    "bf16-experts": System("repaired", TE_EXPERTS),
+    "te-delayed-experts": System("repaired", f"{TE_FP8} --fp8-recipe delayed {TE_EXPERTS}"),
+    "te-delayed-experts-padded": System("repaired", f"{TE_FP8} --fp8-recipe delayed {TE_EXPERTS} {PADDED}"),
+    "te-tensorwise-experts": System("repaired", f"{TE_FP8} --fp8-recipe tensorwise {TE_EXPERTS}"),
+    "te-tensorwise-experts-padded": System("repaired", f"{TE_FP8} --fp8-recipe tensorwise {TE_EXPERTS} {PADDED}"),
+    "te-blockwise-experts": System("repaired", f"--fp8-format e4m3 --fp8-recipe blockwise {TE_EXPERTS} {PADDED}"),
     "bf16-local": System("none", LOCAL + " --no-gradient-accumulation-fusion"),
     "O1": System("none", "--fp8-level O1"),
     "O2": System("none", "--fp8-level O2"),
@@ -120,6 +147,8 @@ SYSTEMS = {
     "O1-graph": System("none", f"--fp8-level O1 {GRAPH}"),
     "O2-graph": System("none", f"--fp8-level O2 {GRAPH}"),
     "O3-graph": System("none", f"--fp8-level O3 {GRAPH}"),
+    "O3-experts": System("none", "--fp8-level O3 --fp8-experts"),
+    "O3-experts-grouped": System("none", "--fp8-level O3 --fp8-experts --moe-grouped-gemm"),
     "O3-tp-fp8": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter fp8"),
     "O3-tp-fp8-backward": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter backward"),
     "O3-with-te": System("repaired", "--fp8-level O3"),  # stock's parts use TE's fused rotary embedding and optimizer

@@ -122,6 +122,16 @@ NAMES = {
         AT + "indexing_backward_kernel_stride_1<c10::BFloat16, 4, at::OpaqueType<2> >(long const*, long const*)",
         AT + "index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<at::native::index_kernel_impl<float> >()>",
     ],
+    kinds.ROUTING: [  # read in Transformer Engine's source
+        "_permute_kernel",
+        "_unpermute_kernel",
+        "_unpermute_bwd_with_merging_probs_kernel",
+        "_row_id_map_pass_1_kernel",
+        "_make_chunk_sort_map_kernel",
+        "_sort_chunks_by_map_kernel",
+        TE + "fused_router::fused_topk_with_score_function_forward_kernel<float, float>(float const*, int, int)",
+        TE + "(anonymous namespace)::multi_padding_kernel<16, unsigned char>(transformer_engine::MultiPaddingArgs)",
+    ],
     kinds.OPTIMIZER: [
         "_adam_kernel",
         "_sum_kernel",
@@ -327,3 +337,8 @@ def test_columns_are_checked_before_a_run(tmp_path):
     assert path.read_text().split() == ["a,b", "1,0.123", "2,x"]
     with pytest.raises(SystemExit, match="other columns"):
         train_step.check_columns(str(path), ["a", "c"])
+
+
+def test_experts_have_no_floor():
+    """The formulas are a dense model's."""
+    assert floors_of("qwen3-moe") == floors_of("deepseek-moe") == {} != floors_of("llama")
