@@ -89,10 +89,14 @@ def mend() -> None:
     to_tensor = semantic.TritonSemantic.to_tensor
 
     def truth(mask):
+        if isinstance(mask, np.ndarray):  # of a tensor descriptor
+            return mask
         return interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
 
-    builder.create_masked_load = lambda self, at, mask, *rest: masked_load(self, at, truth(mask), *rest)
-    builder.create_masked_store = lambda self, at, value, mask, *rest: masked_store(self, at, value, truth(mask), *rest)
+    builder.create_masked_load = lambda self, at, mask, *rest, **how: masked_load(self, at, truth(mask), *rest, **how)
+    builder.create_masked_store = lambda self, at, value, mask, *rest, **how: masked_store(
+        self, at, value, truth(mask), *rest, **how
+    )
     semantic.TritonSemantic.to_tensor = lambda self, x, *rest: to_tensor(self, getattr(x, "value", x), *rest)
 
 

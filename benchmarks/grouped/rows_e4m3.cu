@@ -1,0 +1,13 @@
+// Forward of all experts: E4M3 x E4M3; the tensor core sums all of K.
+#include "grouped.cuh"
+
+namespace mfp8 {
+
+static const GroupedEntry entries[] = {
+    GroupedTiled<E4M3, E4M3, BF16, 128, 256, 1, 2, Groups::Rows>::fast(),
+    GroupedTiled<E4M3, E4M3, BF16, 128, 256, 1, 1, Groups::Rows>::fast(),
+};
+
+extern const GroupedFamily rows_e4m3 = grouped_family(entries);
+
+}  // namespace mfp8
