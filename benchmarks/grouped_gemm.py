@@ -26,6 +26,7 @@ equals the loop of our dense CUTLASS kernels, if `megatron-fp8 build` has built 
 import argparse
 import csv
 import ctypes
+import functools
 import math
 import statistics
 import subprocess
@@ -48,7 +49,11 @@ MODELS = {"Qwen3-30B-A3B": (128, 2048, 768), "DeepSeek-V2-Lite": (64, 2048, 1408
 COUNTS = ("random", "equal", "skewed", "empty", "one")
 TILE = 128
 FP32, BF16 = torch.float32, torch.bfloat16
+FAMILIES = ("tables", "ptr-array", "triton", "loop", "loop torch", "torch FP8", "torch BF16")
+WRONG, FAILED = 1, 3  # exit codes of --check
 WITHIN = {BF16: 4e-3, FP32: 1e-3}  # the largest relative error of a right result
+
+TYPES = {0: E4M3.dtype, 1: E5M2.dtype, 2: BF16, 3: FP32}  # the codes of csrc/abi.h
 
 # ---- Groups and operands --------------------------------------------------------------------------------------------
 
@@ -135,11 +140,12 @@ class Case:
         """(relative error, what is wrong with the result, or ""). The result is filled with NaN before."""
         self.d.fill_(math.nan)
         call()
-        worst = 0.0
+        errors = []
         for a, b, d, scale_a, scale_b in self.each():
             exact = (a.float() @ b.float().t()) * (scale_a * scale_b)
-            worst = max(worst, float((d.float() - exact).norm() / exact.norm()))
-        wrong = "" if worst < WITHIN[self.d.dtype] else f"error {worst:.1e}"  # also NaN is not smaller
+            errors.append((d.float() - exact).norm() / exact.norm())
+        worst = float(torch.stack(errors).max())  # NaN if there is one
+        wrong = "" if worst < WITHIN[self.d.dtype] else f"error {worst:.1e}"
         groups = self.groups
         if self.sums:
             empty = [e for e, count in enumerate(groups.host) if not count]
@@ -155,17 +161,25 @@ class Case:
 
     # ---- Systems ----
 
-    def calls(self, library: "Library | None", quick: bool) -> dict[str, Callable[[], object]]:
-        found: dict[str, Callable[[], object]] = {}
+    def calls(self, library: "Library | None", families: list[str]) -> dict[str, Callable[[], object]]:
+        """{system: call} of some families; says which have no call for this GEMM."""
+        makers: dict[str, Callable[[], dict]] = {"triton": self.by_triton}
         if library is not None:
-            found |= library.calls(self)
-        found |= self.by_triton(quick)
-        if not quick:
-            found |= {"loop": self.loop(), "loop torch": self.loop_torch()}
-            found |= {"torch FP8": self.torch_fp8(), "torch BF16": self.torch_bf16()}
+            makers |= {name: functools.partial(library.calls, self, name) for name in ("tables", "ptr-array")}
+        for name, make in ("loop", self.loop), ("loop torch", self.loop_torch):
+            makers[name] = lambda name=name, make=make: {name: make()}
+        for name, make in ("torch FP8", self.torch_fp8), ("torch BF16", self.torch_bf16):
+            makers[name] = lambda name=name, make=make: {name: make()}
+        found: dict[str, Callable[[], object]] = {}
+        for name, make in makers.items():
+            if name in families:
+                try:
+                    found |= make()
+                except (RuntimeError, ValueError, AttributeError, TypeError) as reason:
+                    print(f"    {self.name}: no {name}: {str(reason).splitlines()[0][:150]}", flush=True)
         return found
 
-    def by_triton(self, quick: bool) -> dict[str, Callable[[], object]]:
+    def by_triton(self) -> dict[str, Callable[[], object]]:
         from grouped import by_triton
 
         g, found = self.groups, {}
@@ -188,7 +202,7 @@ class Case:
 
     def _apart(self) -> list[tuple]:
         """`each`, with operands of their own memory, as the loop has them."""
-        return [(a.contiguous(), b.contiguous(), d, sa, sb) for a, b, d, sa, sb in self.each()]
+        return [(a.contiguous(), b.contiguous(), d, sa.clone(), sb.clone()) for a, b, d, sa, sb in self.each()]
 
     def _empty_too(self, call: Callable[[], object]) -> Callable[[], object]:
         """The call, and zeros for experts without a row, which the loop gives 16 rows of zeros."""
@@ -213,7 +227,7 @@ class Case:
         g = self.groups
 
         def run() -> None:
-            if not self.sums and bool(self.d[0, 0].isnan()):  # the check's first call
+            if self.checked and not self.sums:
                 self.d[: g.end][~g.own[: g.end, 0]] = 0
             call()
 
@@ -231,7 +245,7 @@ class Case:
     def torch_fp8(self) -> Callable[[], object]:
         g, a, b = self.groups, self.a, self.b
         if E5M2.dtype in (a.dtype, b.dtype):
-            raise ValueError("E4M3 alone")
+            raise ValueError("it takes E4M3 alone")
         scale_a = self.scale_a[g.expert.long()].repeat_interleave(TILE)
         scale_b = self.scale_b.unsqueeze(1).expand(-1, b.shape[1]).contiguous()
         how = {"offs": g.ends, "out_dtype": BF16, "use_fast_accum": self.fast}
@@ -239,6 +253,8 @@ class Case:
 
     def torch_bf16(self) -> Callable[[], object]:
         a, b, g = self.a.to(BF16), self.b.to(BF16), self.groups
+        if self.d.dtype is FP32:
+            raise ValueError("it returns BF16")
         if self.sums:
             a, b = a.mT.contiguous().mT, b.mT.contiguous()  # dy^T and x as autograd has them
             call = lambda: torch._grouped_mm(a, b, offs=g.ends, out_dtype=BF16)  # noqa: E731
@@ -254,7 +270,8 @@ class Case:
             y = call()
             if bool(self.checked):
                 if scale is not None:
-                    y = y.float() * (scale[:, None, None] if self.sums else scale[g.expert.long()].repeat_interleave(TILE)[:, None])  # noqa: E501  # fmt: skip
+                    each = scale[:, None] if self.sums else scale[g.expert.long()].repeat_interleave(TILE)
+                    y = y.float() * each.unsqueeze(-1)
                 self.d.copy_(y) if self.sums else self.d[: g.end].copy_(y[: g.end])
 
         return run
@@ -278,8 +295,6 @@ class Args(ctypes.Structure):
 class Library:
     """The kernels of benchmarks/grouped/, compiled by `build`."""
 
-    TYPES = {0: E4M3.dtype, 1: E5M2.dtype, 2: BF16, 3: FP32}
-
     def __init__(self, path: str):
         self._loaded = loaded = ctypes.CDLL(str(Path(path).resolve()))
         loaded.mfp8_grouped_gemm.argtypes = [ctypes.c_int, ctypes.POINTER(Args)]
@@ -292,12 +307,12 @@ class Library:
             how = f"promoted/{info.promote}" if info.promote else "fast"
             shape = f"{info.tile_m}x{info.tile_n} {info.cluster_m}x{info.cluster_n}{' pingpong' * info.pingpong}"
             name = f"{'ptr-array' if ptr.value else 'tables'} {shape} {how}"
-            types = tuple(self.TYPES[code] for code in (info.a, info.b, info.d))
+            types = tuple(TYPES[code] for code in (info.a, info.b, info.d))
             self.kernels.append((index, name, types, bool(sums.value)))
 
-    def calls(self, case: Case) -> dict[str, Callable[[], object]]:
+    def calls(self, case: Case, family: str) -> dict[str, Callable[[], object]]:
         types = case.a.dtype, case.b.dtype, case.d.dtype
-        fitting = [k for k in self.kernels if k[2] == types and k[3] == case.sums]
+        fitting = [k for k in self.kernels if k[1].startswith(family) and k[2] == types and k[3] == case.sums]
         return {name: self._call(index, name, case) for index, name, _, _ in fitting}
 
     def _call(self, index: int, name: str, case: Case) -> Callable[[], object]:
@@ -383,27 +398,11 @@ def checked(case: Case, calls: dict[str, Callable[[], object]], dense: bool) -> 
     return results
 
 
-def systems_of(case: Case, library: "Library | None", quick: bool) -> dict[str, Callable[[], object]]:
-    found = {}
-    try:
-        found = case.calls(library, quick)
-    except (RuntimeError, ValueError, AttributeError):
-        found = (library.calls(case) if library else {}) | case.by_triton(quick)
-        for name in () if quick else ("loop", "loop_torch", "torch_fp8", "torch_bf16"):
-            try:
-                found[name.replace("_fp8", " FP8").replace("_bf16", " BF16").replace("_torch", " torch")] = getattr(
-                    case, name
-                )()
-            except (RuntimeError, ValueError, AttributeError) as reason:
-                print(f"    {case.name}: {name}: {str(reason).splitlines()[0][:150]}")
-    return found
-
-
-def measure(model: str, kind: str, groups: Groups, sizes: tuple[int, int], library, kinds: list[str], dense: bool):
+def measure(model: str, kind: str, groups: Groups, sizes, library, kinds: list[str], families: list[str], dense: bool):
     """Rows of the table, and prints them as they come."""
     rows = []
     for case in cases(groups, *sizes, "cuda", kinds):
-        calls = systems_of(case, library, False)
+        calls = case.calls(library, families)
         errors = checked(case, calls, dense)
         calls = {name: call for name, call in calls.items() if not math.isnan(errors[name][0])}
         bursts = timing.in_turns(calls, 4)
@@ -414,8 +413,8 @@ def measure(model: str, kind: str, groups: Groups, sizes: tuple[int, int], libra
             row |= {"system": name, "ms": round(ms[name], 4), "TFLOP/s": round(case.flops / ms[name] / 1e9, 1)}
             row |= {"burst TFLOP/s": round(case.flops / bursts[name] / 1e9, 1), "error": f"{error:.2e}"}
             rows.append(row | {"wrong": wrong, "bits": bits})
-            text = f"{case.name:16} {name:40} {row['TFLOP/s']:8} {row['burst TFLOP/s']:8}  {row['error']} {bits} {wrong}"
-            print(f"  {text}", flush=True)
+            rates = f"{row['TFLOP/s']:8} {row['burst TFLOP/s']:8}"
+            print(f"  {case.name:16} {name:40} {rates}  {row['error']} {bits} {wrong}", flush=True)
         del case, calls
         torch.cuda.empty_cache()
     return rows
@@ -438,18 +437,36 @@ def short_table(rows: list[dict]) -> None:
             print(f"{family:12}" + "".join(f"{best[name]:16.0f}" if name in best else f"{'':16}" for name in gemms))
 
 
-def check_all(device: str, library, dense: bool) -> int:
-    """Check every system at small sizes and all kinds of counts; the number of wrong results."""
-    wrong = 0
+def check_all(device: str, library, families: list[str], dense: bool) -> tuple[int, int]:
+    """Check systems at small sizes and all kinds of counts: the numbers of wrong results, and of failed calls."""
+    wrong = failed = 0
     for kind in COUNTS:
         experts, rows, sizes = (6, 150, (256, 128)) if device == "cuda" else (3, 20, (256, 128))
         groups = Groups(counts_of(kind, experts, rows, 7), device)
         for case in cases(groups, *sizes, device, ["forward", "dgrad", "wgrad", "wgrad FP32"]):
-            results = checked(case, systems_of(case, library, device != "cuda"), dense)
+            results = checked(case, case.calls(library, families), dense)
             wrong += sum(bool(text) for _, text, _ in results.values())
-            said = ", ".join(f"{name}{' ' + bits if bits else ''}" for name, (_, text, bits) in results.items() if not text)
+            failed += sum(math.isnan(error) and text[:5] != "error" for error, text, _ in results.values())
+            said = ", ".join(f"{name} {bits}".rstrip() for name, (_, text, bits) in results.items() if not text)
             print(f"  {kind:8} {case.name:16} right: {said}", flush=True)
-    return wrong
+    return wrong, failed
+
+
+def sound(families: list[str]) -> list[str]:
+    """The families whose calls end, each tried in a process of its own: a fault of one would end all others."""
+    found = []
+    for family in families:
+        command = [sys.executable, *sys.argv, "--check", "--only", family]
+        try:
+            run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+            code, printed = run.returncode, run.stdout
+        except subprocess.TimeoutExpired as hung:
+            code, printed = -1, (hung.stdout or b"").decode() + "it did not end"
+        lines = [line for line in printed.splitlines() if "right: " not in line] if code == 0 else printed.splitlines()
+        print(f"{family}: " + ("\n    ".join(lines[-12:]) or "nothing printed"), flush=True)
+        if code in (0, WRONG):
+            found.append(family)
+    return found
 
 
 def where() -> dict:
@@ -464,6 +481,7 @@ def main() -> None:
     parser.add_argument("--build", metavar="LIBRARY", help="compile the library, and stop")
     parser.add_argument("--library", help="the compiled kernels; without it only the rest is measured")
     parser.add_argument("--check", action="store_true", help="check results at small sizes, and stop")
+    parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="these systems")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     for name in ("experts", "hidden", "ffn"):
         parser.add_argument(f"--{name}", type=int, help="instead of the models'")
@@ -487,10 +505,12 @@ def main() -> None:
         except cutlass_build.Unavailable as reason:
             print(f"without our dense kernels: {reason}")
     print(", ".join(f"{key} {value}" for key, value in where().items()))
-    wrong = check_all(device, library, dense)
-    print(f"{wrong} wrong results at small sizes")
     if args.check or device == "cpu":
-        sys.exit(bool(wrong))
+        families = args.only if device == "cuda" else ["triton"]
+        wrong, failed = check_all(device, library, families, dense)
+        print(f"{wrong} wrong results at small sizes, {failed} failed calls")
+        sys.exit(FAILED if failed else WRONG if wrong else 0)
+    families = sound(args.only)
     rows: list[dict] = []
     for model in args.models:
         experts, hidden, ffn = (
@@ -501,7 +521,7 @@ def main() -> None:
             for kind in args.counts:
                 groups = Groups(counts_of(kind, experts, mean, args.seed), device)
                 print(f"{model}: {experts} experts, {mean} rows each on average, {kind}", flush=True)
-                rows += measure(model, f"{kind} {mean}", groups, (hidden, ffn), library, args.kinds, dense)
+                rows += measure(model, f"{kind} {mean}", groups, (hidden, ffn), library, args.kinds, families, dense)
                 made = [timing.in_turns({"tables": lambda g=groups: tables(g.counts, g.rows // TILE)}, 4)["tables"]]
                 print(f"  the tables take {statistics.median(made) * 1000:.0f} us", flush=True)
     short_table(rows)

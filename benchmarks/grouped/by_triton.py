@@ -64,7 +64,7 @@ def _described(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t.view(-1, t.shape[-1]), [rows, columns])
 
 
-def rows(a, b, d, scale_a, scale_b, first, expert, tile=(128, 256), promote=0, sms=132, warps=8, stages=3, flatten=False):
+def rows(a, b, d, scale_a, scale_b, first, expert, tile, promote=0, sms=132, warps=8, stages=3, flatten=False):
     """The call, ready to launch. a (R, K), b (E, N, K), d (R, N)."""
     (bm, bn), (experts, n, k) = tile, b.shape
     assert bm == GROUP_TILE
@@ -75,7 +75,7 @@ def rows(a, b, d, scale_a, scale_b, first, expert, tile=(128, 256), promote=0, s
     return lambda: rows_kernel[(sms,)](*at, scale_a, scale_b, first, expert, experts, n, k, **steps, **how)
 
 
-def sums(a, b, d, scale_a, scale_b, first, tile=(128, 256), promote=0, sms=132, warps=8, stages=3):
+def sums(a, b, d, scale_a, scale_b, first, tile, promote=0, sms=132, warps=8, stages=3):
     """The call, ready to launch. a (M, R), b (N, R), d (E, M, N); M a multiple of the tile's."""
     (bm, bn), (experts, m, n) = tile, d.shape
     if m % bm:
