@@ -82,8 +82,7 @@ def dimensions(flags: list[str]) -> argparse.Namespace:
 
 
 def floors(d: argparse.Namespace, nproc: int) -> dict[str, float]:
-    """The least milliseconds of each kind on each of nproc GPUs; the formulas are in the module's docstring, which knows
-    no experts: none then."""
+    """The least milliseconds of each kind on each of nproc GPUs, by the module's docstring; none for experts."""
     if d.num_experts:
         return {}
     layers, h, s, vocabulary = d.num_layers, d.hidden_size, d.seq_length, d.vocab_size

@@ -98,8 +98,8 @@ def train_step(stock):
             copies = sum(t.nbytes for w in frozen for t in w.cached_tensors())
             others = [p for model in built for name, p in model.named_parameters() if not name.endswith(OURS)]
             sizes = (
-                sum(w.param.untyped_storage().nbytes() for w in frozen), copies, 0 if scratch is None else scratch.nbytes,
-                sum(p.nbytes for p in others),
+                sum(w.param.untyped_storage().nbytes() for w in frozen), copies,
+                0 if scratch is None else scratch.nbytes, sum(p.nbytes for p in others),
             )  # fmt: skip
             print("base's bytes:", *sizes, flush=True)
         return result
