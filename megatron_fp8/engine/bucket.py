@@ -335,16 +335,3 @@ def dithered(values: torch.Tensor, identity: tuple[int, ...]) -> torch.Tensor:
     half_ulp = ((values.view(torch.int32) & 0x7F800000) - (8 << 23)).clamp(min=0).view(torch.float32)
     noise = uniform_noise(values.numel(), noise_seed(*identity), values.device)
     return values + half_ulp * (2 * noise - 1)
-
-
-def cut(weights: list[OwnedWeight], bucket_size: int) -> list[list[OwnedWeight]]:
-    """Cut weights into runs of at least `bucket_size` elements, as Megatron cuts its own buckets."""
-    runs: list[list[OwnedWeight]] = [[]]
-    filled = 0
-    for weight in weights:
-        if filled >= bucket_size:
-            runs.append([])
-            filled = 0
-        runs[-1].append(weight)
-        filled += weight.param.numel()
-    return [run for run in runs if run]

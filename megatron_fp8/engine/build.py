@@ -8,7 +8,7 @@ from megatron.core.utils import get_model_config
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
 from ..rebind import Hook, When
-from .bucket import Bucket, cut
+from .bucket import Bucket
 from .chain import Fp8ChainedOptimizer
 from .events import Events
 from .frozen import show_to_stock
@@ -16,6 +16,7 @@ from .frozen_set import freeze
 from .gatherer import ChunkGather
 from .optimizer import Archive, EngineOptimizer
 from .owned_weight import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights
+from .partition import bucket_size, cut
 from .reducer import ChunkReducer
 from .reductions import reduction
 from .set_parts import SetParts
@@ -131,24 +132,16 @@ class _Build:
         chunk without an FP8 linear has no bucket.
         """
         backward = [weight for weight in in_forward_order(owned_weights([chunk]))[::-1] if weight in members]
-        size = numel = sum(weight.param.numel() for weight in backward)
-        if self.fp8.partition != "greedy":  # whole weights balance well only if there are many (partition.py)
-            size = bucket_size(self._bucket_numel, chunk.ddp_config.num_buckets, numel, ranks)
+        numel = sum(weight.param.numel() for weight in backward)
+        size = bucket_size(self._bucket_numel, chunk.ddp_config.num_buckets, numel, ranks)
         alike: dict[tuple[int, str], list[OwnedWeight]] = {}
         for weight in backward:
             alike.setdefault((self._option_of[weight.param], weight.storage), []).append(weight)
-        runs = [run for same in alike.values() for run in cut(same, size)]
+        runs = []
+        for same in alike.values():
+            sizes = [weight.param.numel() for weight in same]
+            runs += [same[run] for run in cut(sizes, size, self.fp8.partition)]
         return sorted(runs, key=lambda run: backward.index(run[-1]))
-
-
-def bucket_size(asked: int | None, count: int | None, numel: int, ranks: int) -> int:
-    """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight.
-
-    asked, count: --ddp-bucket-size and --ddp-num-buckets, or None; numel: of the chunk; ranks: of data parallelism.
-    """
-    if count is not None:
-        return numel // count
-    return asked or max(40_000_000, 1_000_000 * ranks)
 
 
 def _weight_scales(

@@ -119,8 +119,6 @@ class OwnedWeight:
 
     Given by the engine (`attach`):
         of: the set that it belongs to: its process groups and ranks; None without an engine.
-        identity, rank: what tells the weight from others, and this replica from others, for noise.
-        key: its name in checkpoints.
         sink: where its gradients go; None until an engine is attached, and if it is frozen.
         casts: the scales of its linear's operands.
         events, scratch: the engine's.
@@ -140,8 +138,6 @@ class OwnedWeight:
         self.expert: int | None = None
         self.fp8, self.storage, self.emulate = config.gemm == "fp8", config.weight, config.emulate
         self.of: WeightGroups | None = None
-        self.identity: tuple[int, ...] = ()
-        self.rank, self.key = 0, ""
         self.stored: ScaledTensor | None = None
         self.sink: GradSink | None = None
         self.casts = Casts(config)
@@ -159,6 +155,22 @@ class OwnedWeight:
     def name(self) -> str:
         """Its linear's whole path in the model, layers numbered from 0."""
         return linear_name(self.path, self.layer_number)
+
+    @property
+    def key(self) -> str:
+        """Its name in checkpoints; the engine's weights have one."""
+        assert self.of is not None
+        return self.of.key(self)
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """What tells the weight from others, for noise; () without an engine."""
+        return () if self.of is None else self.of.identity(self, self.config.seed)
+
+    @property
+    def rank(self) -> int:
+        """What tells this replica of the weight from others, for noise."""
+        return 0 if self.of is None else self.of.data.rank()
 
     @property
     def trained(self) -> bool:
@@ -181,9 +193,7 @@ class OwnedWeight:
             sink: where its gradients go; None if it is frozen.
             on_gradient: called with this weight after each gradient.
         """
-        self.of = of = parts.of
-        self.events, self.scratch = parts.events, parts.scratch
-        self.identity, self.key, self.rank = of.identity(self, self.config.seed), of.key(self), of.data.rank()
+        self.of, self.events, self.scratch = parts.of, parts.events, parts.scratch
         self.sink, self._load, self._on_gradient = sink, load, on_gradient
         if self in parts.slots:
             self.casts.scaling, self.casts.slots = parts.scaling, parts.slots[self]
@@ -194,7 +204,7 @@ class OwnedWeight:
         load: what `load` calls if the weight is E4M3.
         """
         self.fp8, self.casts, self.scratch = twin.fp8, twin.casts, twin.scratch
-        self.of, self.identity, self.rank, self._load = twin.of, twin.identity, twin.rank, load
+        self.of, self._load = twin.of, load
 
     def belong_to_expert(self, number: int) -> None:
         """The weight is one of this expert's; number: among the experts of all ranks."""

@@ -10,36 +10,16 @@ small m. F is the fair share: the smallest multiple of 2,048 that is at least su
 even: back to back. m = F < sum(sizes) / R + 2,048: the fullest rank is within 2,048 elements of the mean, in a
 bucket. The gap, less than R * 2,048, is at the end.
 
-greedy, FP8-LM's: whole weights, largest first, each to the rank with the least so far. Where nothing has to be cut,
-
-    m <= (4/3 - 1/(3 R)) * the best that any placement of whole weights reaches        (and then up to 2,048's multiple)
-
-The paper stops there, so m is at least the largest weight. With more ranks than weights that is far above the share:
-7B at DP 256 has a share of 1.5 * 4096^2 and weights of 4 * 4096^2; R * m is 17.2 G elements for 6.4 G. So here a weight
-that is larger than a row is cut: such weights lie back to back over the first rows, and the rest is greedy over what
-is left, the last of these rows included. m is found by bisection: the packing fits there, and not in rows of 2,048
-less. It is never above the paper's m, from which on nothing is cut, and
-
-    m <= 2 F
-
-Proof, that m = 2 F fits, with cut weights of B elements in all: fewer than R - B/F weights are larger than F and not
-cut, and at least that many rows are empty, so each has its own; a weight of at most F then goes to the row with the
-least, which is below the mean, and that is at most F. Near 2 are R + 1 equal weights on R ranks, which whole weights
-cannot avoid: even can. 7B at DP 256 comes to m = 1.046 F.
-
-Whole weights need one bucket for a model chunk (few weights balance badly), so greedy gives up what buckets are for:
-with it nothing is sent before the chunk's last gradient is there. even has one bucket for each of Megatron's.
-
-Sources: FP8-LM (arXiv 2310.18313) section 2.3; the bound of largest-first: R. L. Graham, Bounds on multiprocessing
-timing anomalies, 1969.
+greedy (--fp8-partition greedy, FP8-LM's) is another way, in greedy.py. A way says where weights start, and whether all
+of a model chunk's must be one bucket; nothing else asks for it.
 """
 
-import heapq
-from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ..numerics.blocks import BLOCK, SHARD_UNIT
+from . import greedy
 
 
 @dataclass(frozen=True)
@@ -81,33 +61,48 @@ class Placement:
         return sorted((piece for piece in pieces if piece[1] < piece[2]), key=lambda piece: piece[1])
 
 
+@dataclass(frozen=True)
+class _Way:
+    """row_and_starts(sizes, ranks, fair share) -> (m, where each weight starts); one_bucket: for a whole chunk."""
+
+    row_and_starts: Callable[[list[int], int, int], tuple[int, list[int]]]
+    one_bucket: bool
+
+
+def _back_to_back(sizes: list[int], ranks: int, fair: int) -> tuple[int, list[int]]:
+    return fair, [0, *accumulate(sizes[:-1])]
+
+
+_WAYS = {"even": _Way(_back_to_back, one_bucket=False), "greedy": _Way(greedy.row_and_starts, one_bucket=True)}
+
+
 def place(sizes: list[int], ranks: int, how: str) -> Placement:
     """Place weights of `sizes` elements, positive multiples of 128, on `ranks` rows, "even" or "greedy"."""
-    assert sizes and all(size > 0 and size % BLOCK == 0 for size in sizes) and how in ("even", "greedy")
+    assert sizes and all(size > 0 and size % BLOCK == 0 for size in sizes)
     fair = -(-sum(sizes) // (ranks * SHARD_UNIT)) * SHARD_UNIT
-    if how == "even":
-        return Placement(fair, [0, *accumulate(sizes[:-1])], sizes, ranks)
-    rows = range(fair, 2 * fair + 1, SHARD_UNIT)
-    row = rows[bisect_left(rows, True, key=lambda row: _pack(sizes, ranks, row) is not None)]
-    starts = _pack(sizes, ranks, row)
-    assert starts is not None  # twice the fair row holds any
+    row, starts = _WAYS[how].row_and_starts(sizes, ranks, fair)
     return Placement(row, starts, sizes, ranks)
 
 
-def _pack(sizes: list[int], ranks: int, row: int) -> list[int] | None:
-    """Greedy starts in rows of `row` elements, at least the fair share; None if one of the rows would overflow."""
-    starts = [0] * len(sizes)
-    largest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    filled = 0
-    while largest_first and sizes[largest_first[0]] > row:
-        i = largest_first.pop(0)
-        starts[i], filled = filled, filled + sizes[i]
-    loads = [(max(filled - rank * row, 0), rank) for rank in range(filled // row, ranks)]
-    heapq.heapify(loads)
-    for i in largest_first:
-        if not loads or loads[0][0] + sizes[i] > row:
-            return None
-        load, rank = loads[0]
-        starts[i] = rank * row + load
-        heapq.heapreplace(loads, (load + sizes[i], rank))
-    return starts
+def cut(sizes: list[int], at_least: int, how: str) -> list[slice]:
+    """The buckets of weights of `sizes` elements: runs of at least that many elements, as Megatron cuts its own."""
+    if _WAYS[how].one_bucket:
+        return [slice(0, len(sizes))] if sizes else []
+    runs: list[slice] = []
+    first = filled = 0
+    for i, size in enumerate(sizes):
+        if filled >= at_least and first < i:
+            runs.append(slice(first, i))
+            first, filled = i, 0
+        filled += size
+    return [*runs, slice(first, len(sizes))] if sizes else []
+
+
+def bucket_size(asked: int | None, count: int | None, numel: int, ranks: int) -> int:
+    """Elements: Megatron's rule, but also without --overlap-grad-reduce: a bucket bounds what is in flight.
+
+    asked, count: --ddp-bucket-size and --ddp-num-buckets, or None; numel: of the chunk; ranks: of data parallelism.
+    """
+    if count is not None:
+        return numel // count
+    return asked or max(40_000_000, 1_000_000 * ranks)

@@ -62,7 +62,7 @@ def test_nothing_else_writes_into_an_owned_weight():
     [
         "weight.sink = None",
         "weight.pending += 1",
-        "weight.identity, weight.key = (), ''",
+        "weight.step, weight.events = 1, None",
         "module.owned.stored: object = None",
         "weight.casts.slots = (0, 1)",
         "weight.forwards[0] += 1",

@@ -1,14 +1,11 @@
-"""Where weight gradients wait: three storages, what overwrites and what adds, the noise, the bytes, and buckets."""
+"""Where weight gradients wait: three storages, what overwrites and what adds, the noise, and the bytes."""
 
-import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_parts import Known
 
 from megatron_fp8.comm.wire import Flight
-from megatron_fp8.engine.bucket import cut
 from megatron_fp8.engine.grad_store import GradSink, grad_store
 from megatron_fp8.numerics.blocks import PackedBlocks
 from megatron_fp8.ops.reference import sum_blocks
@@ -207,16 +204,3 @@ def test_a_group_of_one_reads_the_storage(storage):
     if storage == "fp8":
         part = sum_blocks(*part, torch.empty(256))
     assert torch.equal(part.float(), reduced.look()[START : START + 256])
-
-
-def test_buckets_are_the_shortest_runs_of_the_size():
-    draw = random.Random(1)
-    for _ in range(300):
-        sizes = [16 * 16 * draw.randint(1, 40) for _ in range(draw.randint(0, 12))]
-        weights = [SimpleNamespace(param=torch.empty(size, device="meta")) for size in sizes]
-        size = draw.choice([1, 256, 5000, 10_000, 10**6])
-        runs = cut(weights, size)
-        assert [w for run in runs for w in run] == weights and all(runs)
-        filled = [[w.param.numel() for w in run] for run in runs]
-        assert all(sum(run) >= size for run in filled[:-1])
-        assert all(sum(run[:-1]) < size for run in filled)

@@ -1,13 +1,14 @@
 """Where weights are placed: properties of any placement, balance, and greedy against other ways to its result."""
 
 import itertools
+import random
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fp8.engine.partition import Placement, place
+from megatron_fp8.engine.partition import Placement, cut, place
 from megatron_fp8.numerics.blocks import BLOCK, SHARD_UNIT
 
 HOWS = ("even", "greedy")
@@ -157,3 +158,15 @@ def test_greedy_finds_the_smallest_row_for_7b_at_256():
     square = 4096**2
     placed = place([4 * square, 4 * square, square, 3 * square] * 32, 256, "greedy")
     assert placed.row == rounded(Fraction(353 * square, 225))
+
+
+def test_buckets_are_the_shortest_runs_of_the_size():
+    draw = random.Random(1)
+    for _ in range(300):
+        sizes = [draw.randint(1, 40) * BLOCK for _ in range(draw.randint(0, 12))]
+        size = draw.choice([0, 1, 256, 5000, 10_000, 10**6])
+        runs = [sizes[run] for run in cut(sizes, size, "even")]
+        assert [w for run in runs for w in run] == sizes and all(runs)
+        assert all(sum(run) >= size for run in runs[:-1])
+        assert all(sum(run[:-1]) < size or len(run) == 1 for run in runs)
+        assert [sizes[run] for run in cut(sizes, size, "greedy")] == [sizes] * bool(sizes)

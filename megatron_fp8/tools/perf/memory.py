@@ -35,7 +35,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import lru_cache
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 from ...errors import UserError
@@ -63,18 +62,10 @@ def engine_buckets(sizes: list[int], ranks: int, how: str) -> "list[Placement]":
 
     ranks: the data-parallel size; how: "even" or "greedy".
     """
-    from ...engine.partition import place
+    from ...engine.partition import bucket_size, cut, place
 
-    if how == "greedy":
-        return [place(sizes, ranks, how)]
-    import torch
-
-    from ...engine.bucket import cut
-    from ...engine.build import bucket_size
-
-    weights: Any = [SimpleNamespace(param=torch.empty(size, device="meta")) for size in sizes]
-    runs = cut(weights, bucket_size(None, None, sum(sizes), ranks))
-    return [place([weight.param.numel() for weight in run], ranks, how) for run in runs]
+    runs = cut(sizes, bucket_size(None, None, sum(sizes), ranks), how)
+    return [place(sizes[run], ranks, how) for run in runs]
 
 
 def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: bool = True) -> dict[str, int]:
@@ -101,15 +92,13 @@ def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: 
 def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> "list[Placement]":
     """Stock Megatron's buckets for parameters of `sizes` elements, with Megatron's padding. If states are not sharded:
     one bucket of one row without padding, which every rank owns."""
-    from ...engine.partition import Placement
+    from ...engine.partition import Placement, bucket_size
 
     if not sharded:
         return [Placement(sum(sizes), [0, *accumulate(sizes[:-1])], sizes, 1)]
     import torch
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    from ...engine.build import bucket_size
 
     params = [torch.empty(size, device="meta") for size in reversed(sizes)]  # the layout reverses them again
     config = DistributedDataParallelConfig()
