@@ -28,21 +28,22 @@ class ParsedRuns:
         begins: a run begins with its flags; else they are read and checked, and left as they are asked for.
 
     Attributes:
-        run: the present one, or None.
+        run: the present one, or None. Megatron parses its flags again as training begins: then the next run begins.
+        hooked: undoes what stays from run to run.
     """
 
     def __init__(self, begins: bool):
         self.begins = begins
         self.expects_level = begins and _asks_for_level(sys.argv)
         self.run: Run | None = None
-        self._hooked, self._until_read = Rebound(), Rebound()
-        self._hooked.put(hooks.PROCESS, self)
+        self.hooked, self._until_read = Rebound(), Rebound()
+        self.hooked.put(hooks.PROCESS, self)
         self._until_read.put(hooks.UNTIL_READ, self)
 
     def end(self) -> None:
         """Put everything back."""
         self.end_run()
-        self._hooked.put_back()
+        self.hooked.put_back()
 
     def end_run(self) -> None:
         """Put back what waits for flags, or what a run has asked for."""

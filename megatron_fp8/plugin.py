@@ -58,12 +58,12 @@ def enable(level: str = "O3", **flags: Any) -> None:
 
 
 def put(hook: Hook, script: Any) -> None:
-    """Put a row of hooks.py that the running script asks for, until its run ends.
+    """Put a row of hooks.py that the running script asks for, until uninstall(). No run's row may have its name.
 
     script: has the attribute that the row's maker names, in the place of the Run.
     """
-    assert isinstance(_installed, ParsedRuns) and _installed.run is not None, "the flags are not read yet"
-    hook.put(_installed.run.hooked, script)
+    assert isinstance(_installed, ParsedRuns)
+    hook.put(_installed.hooked, script)
 
 
 def uninstall() -> None:

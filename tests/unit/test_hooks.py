@@ -78,6 +78,7 @@ def test_what_the_run_makes_is_there(rows):
     text = (ROOT / "dpo_gpt_fp8.py").read_text()  # tests/cpu/test_dpo_runs.py runs it
     for row, name in ((hooks.SCORING, "SCORING"), (hooks.REFERENCE, "REFERENCE")):
         assert f"def {row.maker.removeprefix('run.')}(self, stock)" in text and f"plugin.put(hooks.{name}, " in text
+        assert all((row.owner, row.name) != (other.owner, other.name) for other in (*hooks.RUN, *hooks.BUILT))
     run = Run(SimpleNamespace(check_for_nan_in_loss_and_grad=True), None)
     for row in rows:
         if row.maker.startswith("run.") and row not in (hooks.SCORING, hooks.REFERENCE):
