@@ -1,30 +1,31 @@
 """All forward and backward passes of a step, with what ranks exchange in them, as one CUDA graph.
 
-A host that launches kernel by kernel may be slower than its GPU. Of a step of GPT-125M the GPU works 94 ms, and the
-host needs 120 to launch what it does. With tensor parallelism, at micro-batch 1, a GPU waits for more than half of the
+A host that launches kernel by kernel may be slower than its GPU. In a step of GPT-125M the GPU works for 94 ms, and the
+host needs 120 to launch that work. With tensor parallelism, at micro-batch 1, a GPU waits for more than half of the
 time even with GPT-175B's layers. A graph is launched at once.
 
-    host   scales ─► replay ─► the next step's data ─► norm, Adam            as ever, outside the graph
+    host   scales ─► replay ─► the next step's data ─► norm, Adam            as before, outside the graph
     GPU             gather, forward, backward | ... | sum of gradients | norm, Adam
 
 Stock's wrapper (`--cuda-graph-impl full_iteration`) records a step and replays it. NCCL's collectives are recorded too,
-each on its stream: in a replay they overlap as they did when they were recorded. A replay runs no Python. So what the
-host of a level does anew in each step must be done beside it:
+each on its stream: in a replay they overlap as they did when they were recorded. A replay runs no Python. So the host
+of a level does beside it what changes from step to step:
 
-    scales      of casts and of E4M3 weights are new tensors after each step: copied into those that were recorded
-    seeds       of rounding are of the step: the recorded kernels read them from memory, filled before each replay
+    scales      casts and E4M3 weights have new scale tensors after each step: copied into those that were recorded
+    seeds       each step's rounding has its own: the recorded kernels read them from memory, filled before each replay
     gathers     of weights (--overlap-param-gather) belong to the forward pass: none starts before it
-    knowledge   of what was summed, and where it lies, is as after the recorded step: each part can `remember` it
+    knowledge   which sums are there, and where: each part can `remember` it as it was after the recorded step
     checks      of the loss are made when the replay is launched (monitor/loss_checks.py)
-    quantised   copies of BF16 weights and kept transposes are made once a step: so inside, and forgotten before
+    copies      quantised BF16 weights and kept transposes are made once a step: inside, and forgotten before
 
-All ranks record in the same step, when the steps before have used every communicator. If one cannot, all go on without
-a graph, and run that step again with the same data. A step that an observer looks at (statistics, a probe), or with
-linears in BF16 for a while after a spike, runs as without a graph, and so do evaluations; their memory comes on top of
-the graph's, which keeps a step's activations for good. Each number of micro-batches has a graph of its own, in the same
-memory, after a first step without. The bits are the same either way. What rules a graph out: flags/graphs.py.
+All ranks record in the same step, after steps that have used every communicator. If one rank cannot record, all go on
+without a graph, and run that step again with the same data. Some steps run without a graph: those that an observer
+looks at (statistics, a probe), those with linears in BF16 for a while after a spike, and evaluations. Their memory
+comes on top of the graph's, which keeps a step's activations for good. Each number of micro-batches has its own graph,
+in the same memory, after a first step without. The bits are the same either way. flags/graphs.py says what rules a
+graph out.
 
-Source: to record a whole step with its collectives is the idea of Megatron-LM's FullCudaGraphWrapper.
+Source: Megatron-LM's FullCudaGraphWrapper records a whole step with its collectives too.
 """
 
 import atexit
@@ -53,11 +54,11 @@ from .optimizer import EngineOptimizer
 from .weight_set import WeightSet
 
 _ENOUGH = 6  # steps
-MOST = 4  # graphs; the numbers of micro-batches of a batch that ramps up need one each, and the oldest goes
+MOST = 4  # graphs; a batch that ramps up needs one for each number of micro-batches, and the oldest goes
 
 
 class Checks(Protocol):
-    """The checks of losses that a step makes, and whether one is run again over them (monitor/loss_checks.py)."""
+    """A step's checks of its losses (monitor/loss_checks.py). reruns: whether a failed check runs the step again."""
 
     reruns: bool
 
@@ -71,13 +72,13 @@ class Recorded:
     """A recorded step.
 
     Attributes:
-        scales: the tensors it reads scales from, each with the Slots that it was of, and the attribute's name.
+        scales: the tensors it reads scales from, each with the Slots that held it, and the attribute's name.
         seeds: of its stochastic rounding.
         checks: of its losses.
-        sent: what it sends, in bytes by kind.
-        restore: each puts back what the host knew of a part after the step.
-        result: what stock's schedule returned, in the graph's memory.
-        kept: memory of before that it uses, and that its owners may drop.
+        sent: the bytes that it sends, by kind.
+        restore: each puts back what the host knew about a part after the step.
+        result: stock's schedule returned it; it lies in the graph's memory.
+        kept: older memory that it uses, and that its owners may drop.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -90,7 +91,7 @@ class Recorded:
     kept: list[Any]
 
     def replay(self) -> Any:
-        """Launch the step again, with the scales, seeds and data of now."""
+        """Launch the step again, with the present scales, seeds and data."""
         for recorded, slots, name in self.scales:
             now = getattr(slots, name)
             if now is not recorded:
@@ -120,7 +121,7 @@ class ReadAhead:
         return self._ready.popleft() if self._ready else next(self.source)
 
     def read(self, count: int) -> None:
-        """Have `count` ready, or what is left."""
+        """Have `count` micro-batches ready, or all that are left."""
         while len(self._ready) < count:
             try:
                 self._ready.append(next(self.source))
@@ -129,8 +130,8 @@ class ReadAhead:
 
 
 class Pace:
-    """Says once, when some steps have been graphs, how long one takes, and how long it took without; whole steps, from
-    the start of one to that of the next."""
+    """Says once, when some steps have been graphs, how long a step takes with a graph and how long it took without. A
+    step is timed from its start to the start of the next."""
 
     def __init__(self, log: Callable[[list[str]], None]):
         self._log = log
@@ -154,8 +155,8 @@ class StepGraph:
     """What stands for FullCudaGraphWrapper.__call__ in a run with a level.
 
     Args:
-        reads_ahead: whether the next step's data may be read during a replay: nothing else reads it, or saves how far
-            it was read.
+        reads_ahead: whether the next step's data may be read during a replay: only if nothing else reads the data or
+            saves how far it was read.
         wanted: whether a graph is worth it for this rank; asked when the first could be recorded.
     """
 
@@ -170,7 +171,8 @@ class StepGraph:
         self._engine, self._checks, self._reads_ahead, self._log = engine, checks, reads_ahead, log
         self._wanted, self._pace = wanted, Pace(log)
         self._steps = 0  # without a graph
-        # Of each kind of them, how many read a seed; a kind is recorded when it has run: to record loads no kernel.
+        # For each kind of step, how many additions read a seed. A kind is recorded after it has run once, because a
+        # recording may load no kernel.
         self._additions: dict[tuple, int] = {}
         self._recorded: dict[tuple, Recorded] = {}
         self._pool: Any = None  # the memory of all graphs
@@ -217,7 +219,7 @@ class StepGraph:
         return __call__
 
     def _sources(self, source: Any) -> list[ReadAhead | None]:
-        """Of each model chunk the iterator of its data, None on a rank that is given none."""
+        """Each model chunk's iterator of data; None if this rank is given none."""
         sources = source if isinstance(source, list) else [source]
         if [data and data.source for data in self._data] != sources:
             self._data = [None if chunk is None else ReadAhead(chunk) for chunk in sources]
@@ -247,13 +249,13 @@ class StepGraph:
 
     @property
     def _looked_at(self) -> bool:
-        """Whether an observer wants to be told what happens inside, or the step is not of the usual precision."""
+        """Whether an observer wants to see inside the step, or some linears compute in BF16 for a while."""
         events, watch = self._engine.events, self._engine.watch
         inside = events.cast, events.forward, events.backward, events.gradient, events.gradient_added, events.reducing
         return any(inside) or (watch is not None and watch.any_in_bf16)
 
     def _warm(self, model: list) -> bool:
-        """Whether casts have their scales, and modules wait for their weights, as they do when a first step is made."""
+        """Whether casts have their scales, and modules wait for their weights: both are so after a first step."""
         scaled = all(owned.scaling is None or owned.scaling.warm for owned in self._engine.sets)
         return scaled and all(
             bool(chunk.remove_forward_pre_hook_handles) or not chunk.ddp_config.overlap_param_gather for chunk in model
@@ -273,7 +275,7 @@ class StepGraph:
         sent = sent_bytes.copy()
         try:
             recorded = self._capture(step, model, self._additions[key])
-        except RuntimeError as error:  # CUDA's, of what cannot be recorded, and of memory
+        except RuntimeError as error:  # CUDA's: something cannot be recorded, or memory is short
             reason = _first_line(error)
         sent_bytes.clear()
         sent_bytes.update(sent)
@@ -283,12 +285,12 @@ class StepGraph:
             self._log([f"the step of {key[0]} micro-batches is a CUDA graph from now on"])
             return
         self._recorded.clear()
-        torch.cuda.empty_cache()  # of what the recording had taken
+        torch.cuda.empty_cache()  # the recording had taken memory
         self._begin_again(model)
         self._go_on_without(f"the run goes on without a CUDA graph: a step cannot be recorded ({reasons[0]})")
 
     def _go_on_without(self, line: str) -> None:
-        """Record no more; gathers may start before their step again."""
+        """Record no more. Gathers may again start before their step."""
         self._off = True
         for gather in self._gathers:
             gather.early = True
@@ -310,7 +312,7 @@ class StepGraph:
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
         seeds = RecordedSeeds(self._sinks, additions)
-        # Megatron's timers wait for the GPU, and so does it after each exchange of pipeline stages, for old torch.
+        # Megatron's timers wait for the GPU. Megatron also waits after each exchange of pipeline stages, for old torch.
         theirs = {"timers": None, "batch_p2p_sync": False}
         kept = [tensor for owned in self._engine.sets for b in owned.buckets for tensor in b.grads.tensors]
         # Stock's LM head gathers into these. An evaluation with larger micro-batches puts larger ones in their place.
@@ -343,7 +345,7 @@ class StepGraph:
                     group.param_gather_handle.wait()
 
     def _forget_gathers(self, model: list) -> None:
-        """Have the step that comes gather all weights itself, if it is to overlap: an evaluation may have done so."""
+        """Let the next step gather all weights itself, if gathers overlap: an evaluation may have gathered them."""
         for gather in self._gathers:
             if gather.overlap:
                 gather.begin()
@@ -352,8 +354,8 @@ class StepGraph:
                 group.param_gather_handle, group.param_gather_dispatched = None, False
 
     def _begin_again(self, model: list) -> None:
-        """Forget what a recording that failed has told the host; no gather of it is waited for, or finished: none runs,
-        and the ranks stopped at different ones."""
+        """Forget what a failed recording has told the host. Its gathers are neither waited for nor finished: none of
+        them runs, and the ranks stopped at different ones."""
         for owned in self._engine.sets:
             owned.begin_step(self._engine.steps)
         self._forget_gathers(model)
@@ -366,14 +368,14 @@ class StepGraph:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what came first: the end of a recording that failed is an error of its own."""
+    """The first line of the first error: the end of a failed recording raises an error of its own."""
     while error.__context__ is not None:
         error = error.__context__
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _scales(owned: WeightSet) -> list[tuple[Slots | SharedScale, str]]:
-    """What holds the set's scales, and the attributes that are new tensors after each step."""
+    """The holders of the set's scales, and the attributes that are new tensors after each step."""
     found: list[tuple[Slots | SharedScale, str]] = []
     for part in owned.scaling, owned.weight_scaling:
         if part is not None:
@@ -388,13 +390,13 @@ def _groups(chunk) -> list:
 
 
 def _after_step(group) -> None:
-    """What stock's bucket group knows after a step."""
+    """Tell stock's bucket group what it knows after a step."""
     group.param_gather_dispatched, group.grad_reduce_finished = False, True
 
 
 @contextlib.contextmanager
 def _as(config, values: dict[str, Any]):
-    """`config` with other values, inside."""
+    """`config` has these values inside the block."""
     stock = {name: getattr(config, name) for name in values}
     vars(config).update(values)
     try:

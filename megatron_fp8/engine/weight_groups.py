@@ -1,12 +1,12 @@
 """Sets of owned weights: who has a part of them, who sums their gradients, what they are called.
 
 Weights of one set share their process groups. GPT's linears are one set, over the data-parallel group. Routed experts
-are a second (--fp8-experts), over the expert-data-parallel group: each rank has other experts, so scales, amax and sums
-that are agreed on must not cross from one to the other. Everything that communicates, or names what it saves, asks the
-set (`Bucket`, `WeightSet`, checkpoint/, monitor/); nothing asks Megatron for "the" data-parallel group.
+are a second (--fp8-experts), over the expert-data-parallel group. There each rank has other experts, so no scale, amax
+or sum may be agreed on across the two. All code that communicates, or names what it saves, asks the set (`Bucket`,
+`WeightSet`, checkpoint/, monitor/). None asks Megatron for "the" data-parallel group.
 
-`register` adds a set beside the linears: a function from their set to another, called when the optimizer is built. The
-first set that has a weight owns it; what none has is a linear of the model.
+`register` adds a set beside the linears. It takes a function that makes the new set from theirs, and that is called
+when the optimizer is built. A weight belongs to the first set that has it; if none does, it is a linear of the model.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ class WeightGroups:
     """Some owned weights, their process groups and their names.
 
     Attributes:
-        name: what tells it from other sets: in noise and keys of checkpoints; "" for the linears.
+        name: tells it from other sets, in noise and in keys of checkpoints; "" for the linears.
         has: whether a weight is one of them.
         data: its ranks have the same weights and sum their gradients; each owns a part of the state.
-        sharing: the ranks that have parts or replicas of the same weights, and one scale for each.
+        sharing: the ranks that have parts or replicas of the same weights; each weight has one scale on all of them.
         amax: the ranks that agree on the amax of activations and gradients.
-        norm: over which the square of the gradient norm is summed.
+        norm: the square of the gradient norm is summed over it.
         stages: the ranks that have the set's other weights: the pipeline's stages, and other experts' ranks.
-        mean: from the sum over `data` to the gradient.
-        rank: of this process among those that have other parts of the same weights: tensor-parallel.
-        place: what tells the buckets of this `data` group from those of all others, in keys of checkpoints.
+        mean: the factor from the sum over `data` to the gradient.
+        rank: this process's, among the tensor-parallel ranks: they have other parts of the same weights.
+        place: tells the buckets of this `data` group from those of all others, in keys of checkpoints.
     """
 
     name: str
@@ -49,7 +49,7 @@ class WeightGroups:
     place: str
 
     def identity(self, weight: OwnedWeight, seed: int) -> tuple[int, ...]:
-        """What tells a weight, and this rank's part of it, from all others, in a run of that seed."""
+        """Numbers that only this rank's part of this weight has, in a run of that seed."""
         return noise_seed(seed, self.rank, weight.layer_number, *f"{self.name}{weight.path}".encode())
 
     def key(self, weight: OwnedWeight) -> str:
@@ -58,12 +58,12 @@ class WeightGroups:
 
     @property
     def replica(self) -> tuple[int, int, int]:
-        """Which of the ranks that have it this one is, for what belongs to a weight and all of `sharing` have alike."""
+        """This rank's replica id, for entries of a weight that are the same on all ranks of `sharing`."""
         return 0, self.rank, self.data.rank()
 
 
 def linears(config, norm: ProcessGroup) -> WeightGroups:
-    """The linears of GPT's layers. config: Megatron's of the model; norm: over which its optimizer sums the norm."""
+    """The linears of GPT's layers. config: Megatron's, of the model; norm: its optimizer sums the norm over it."""
     data, stages = mpu.get_data_parallel_group(with_context_parallel=True), mpu.get_pipeline_model_parallel_group()
     rank = mpu.get_tensor_model_parallel_rank()
     return WeightGroups(
@@ -83,10 +83,11 @@ def linears(config, norm: ProcessGroup) -> WeightGroups:
 def experts(linears: WeightGroups, sharded: bool) -> WeightGroups:
     """The routed experts, each whole on its ranks: expert tensor parallelism is 1.
 
-    A token's gradient reaches its expert once, on the rank that computed it: so the sum is over the ranks that have the
-    expert, and the mean is that of the linears, over the ranks that have other tokens, as in stock.
+    A token's gradient reaches its expert once, on the rank that computed it. So the sum is over the ranks that have the
+    expert, and the mean is the linears', over the ranks that have other tokens, as in stock.
 
-    linears: their set.  sharded: whether each rank of `data` owns a row of the buckets: then all ranks have other rows.
+    linears: their set.  sharded: whether each rank of `data` owns one row of the buckets; then no two ranks have the
+    same row.
     """
     assert mpu.get_expert_tensor_parallel_world_size() == 1
     data, others = mpu.get_expert_data_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
@@ -104,13 +105,13 @@ def experts(linears: WeightGroups, sharded: bool) -> WeightGroups:
     )
 
 
-type MakeSet = Callable[[WeightGroups], WeightGroups]  # from the linears' set, whose groups many may share
+type MakeSet = Callable[[WeightGroups], WeightGroups]  # takes the linears' set, and may reuse its groups
 
 _more: list[MakeSet] = []
 
 
 def register(make: MakeSet) -> None:
-    """Have models built from now on own a further set, until the plugin is uninstalled; see the top of the file."""
+    """Add a set to all models built from now on, until the plugin is uninstalled; see the top of the file."""
     _more.append(make)
 
 

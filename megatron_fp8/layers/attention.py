@@ -2,11 +2,11 @@
 
     softmax(Q K^T * scale + causal mask) V        softmax in FP32 inside the kernel, nothing of size s x s stored
 
-On Hopper the cuDNN kernel is the fastest that torch has, so it is asked first: 520 / 406 TFLOP/s forward / backward
-at 4 x 32 heads x 2048 x 128 on an H200, against 284 / 217 for the flash kernel.  Grouped-query attention passes the
-few K and V heads as they are; those of V may have another size (multi-latent attention).  A window, and documents that
-do not see each other (--reset-attention-mask), are a mask of booleans; the kernels that read one are slower.  Packed
-sequences need none (packed.py).
+On Hopper cuDNN's kernel is the fastest that torch has, so torch tries it first: 520 / 406 TFLOP/s forward / backward
+at 4 x 32 heads x 2048 x 128 on an H200, against 284 / 217 for the flash kernel.  In grouped-query attention the few K
+and V heads are passed as they are.  V's heads may have another size (multi-latent attention).  A window, or documents
+that do not see each other (--reset-attention-mask), need a mask of booleans; the kernels that read one are slower.
+Packed sequences need no mask (packed.py).
 """
 
 import contextlib
@@ -39,8 +39,8 @@ _ORDER = [int(backend) for backend in _FASTEST_FIRST]
 
 @contextlib.contextmanager
 def _fastest_first():
-    """Have torch ask its kernels in this order. torch's own sdpa_kernel also enables them one by one, as they are
-    anyway, and says all of it again at the end: 28 us of the host a layer, for 2."""
+    """Have torch try its kernels in this order. torch's own sdpa_kernel also enables each kernel, though all are
+    enabled, and does so again at the end: it costs the host 28 us a layer, and this costs 2."""
     before = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order(_ORDER)
     try:
@@ -50,9 +50,9 @@ def _fastest_first():
 
 
 def _window_of(config, layer_number: int) -> int | None:
-    """How many keys before its own a query of this layer sees, as Transformer Engine has it; None: all.
+    """How many keys before its own a query of this layer sees, as in Transformer Engine; None: all.
 
-    Attention is causal, so that what --window-size says of later keys has no say.
+    Attention is causal, so the part of --window-size about later keys has no effect.
     """
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
@@ -75,9 +75,9 @@ class TorchAttention(MegatronModule):
     """Causal self-attention with the constructor and call of Megatron's DotProductAttention.
 
     query (s, b, np, hn), key (s, b, ng, hn), value (s, b, ng, hv) -> (s, b, np * hv).  With `reads_mask` the attention
-    mask (b, 1, s, s), True for what is hidden, is applied too (--reset-attention-mask); else it is not read.
-    --apply-query-key-layer-scaling divides and multiplies the logits back around an FP16 product; in FP32 there is
-    nothing to do.  Of packed sequences b is 1, or left out: query (t, np, hn) -> (t, np * hv).
+    mask (b, 1, s, s), True for hidden keys, is applied too (--reset-attention-mask); else it is not read.
+    --apply-query-key-layer-scaling scales the logits down before an FP16 product and up after it; in FP32 there is
+    nothing to do.  For packed sequences b is 1, or left out: query (t, np, hn) -> (t, np * hv).
 
     Raises UserError for another kind of mask, a bias, dropout in packed sequences, or queries and keys of different
     lengths.
@@ -151,7 +151,7 @@ class TorchAttention(MegatronModule):
             )
         sq, b = query.shape[:2]
         y = out.permute(2, 0, 1, 3).reshape(sq, b, -1)
-        # The kernels' backward pass reads their output, and so keeps it; the one in plain torch does not.
+        # The kernels' backward pass reads their output, so they keep it; the one in plain torch does not.
         if hasattr(type(out.grad_fn), "_saved_output") and y.data_ptr() == out.data_ptr():
             hold(y)
         return y
@@ -170,11 +170,12 @@ class TorchAttention(MegatronModule):
 
 
 class UnfusedAttention(DotProductAttention):
-    """Megatron's kernel, whose logits take memory (b, np, s, s); with values of another size, and windows as above."""
+    """Megatron's kernel, whose logits take memory (b, np, s, s). Here values may have another size, and windows are as
+    above."""
 
     def __init__(self, config, layer_number, *args, k_channels=None, v_channels=None, **kwargs):
-        # A sink (--softmax-type learnable) draws its first value, Transformer Engine's does not: what is drawn after
-        # it would be other than stock's.
+        # A sink (--softmax-type learnable) draws its first value here, and does not in Transformer Engine. So the
+        # generator is put back: later weights start as stock's do.
         with torch.random.fork_rng([torch.cuda.current_device()]):
             super().__init__(config, layer_number, *args, **kwargs)
         if v_channels is not None:
@@ -182,7 +183,7 @@ class UnfusedAttention(DotProductAttention):
         softmax = self.scale_mask_softmax
         window = _window_of(config, layer_number)
         softmax.window_size = None if window is None else (window, 0)
-        # The fused kernel that it may choose knows neither a window nor a mask but the causal one, and does not say so.
+        # It may choose a fused kernel that knows no window and no mask but the causal one, and does not say so.
         softmax.scaled_masked_softmax_fusion &= config.window_size is None
 
     def forward(self, *args, packed_seq_params=None, **kwargs):

@@ -1,16 +1,17 @@
 """The language model's loss: it keeps the logits as they are, and in the backward pass makes them their gradient.
 
-Stock keeps e^(x - max), FP32, and makes several passes over it: 4 bytes a logit beside the logits' 2, and as many for
-a moment as the gradient is made. Here autograd keeps the logits, the targets and two numbers a row.
+Stock keeps e^(x - max) in FP32 and makes several passes over it: 4 bytes a logit beside the logits' 2, and 4 more for a
+moment while the gradient is made. Here autograd keeps the logits, the targets and two numbers a row.
 
-In place.  Nobody reads the logits of a GPT again after the loss: the head's gradients need only theirs. But somebody
-may: a script that kept them, a second loss on them, the node that made them (one that saved its output). So their
-memory is written only where nothing else holds it, which is counted: of the tensor, of its Python object and of its
-storage (views and detached ones). And not where the graph is retained for a second backward pass. Else the gradient
-gets new memory. The version counter is moved on as well, so that what a count could miss raises in autograd.
+In place.  A GPT does not read its logits again after the loss: the head's gradients need the logits' gradient alone.
+But other code may read them: a script that kept them, a second loss on them, the node that made them (if it saved its
+output). So their memory is written only if nothing else holds it. The holders are counted: those of the tensor, of its
+Python object and of its storage (views and detached tensors). Nor is it written if the graph is retained for a second
+backward pass. In these cases the gradient gets new memory. The version counter is moved on as well: a holder that the
+counts missed raises an error in autograd.
 
-Tensor parallel.  One all-gather of three numbers a row, not stock's two or three all-reduces: all are bound by
-latency (8,192 rows are 96 KiB a rank), no pass waits for the maximum of all ranks in its middle, and every rank adds
+Tensor parallel.  One all-gather of three numbers a row replaces stock's two or three all-reduces. All are bound by
+latency (8,192 rows are 96 KiB a rank). No pass waits in its middle for the maximum of all ranks, and every rank adds
 the same numbers in the same order.
 """
 
@@ -38,7 +39,7 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, group: dist.Proces
 
 
 def fused(stock: Callable) -> Callable:
-    """What stands for Megatron's fused_vocab_parallel_cross_entropy."""
+    """Replaces Megatron's fused_vocab_parallel_cross_entropy."""
 
     @functools.wraps(stock)
     def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group):
@@ -48,12 +49,12 @@ def fused(stock: Callable) -> Callable:
 
 
 def unfused(stock: Callable) -> Callable:
-    """What stands for Megatron's vocab_parallel_cross_entropy."""
+    """Replaces Megatron's vocab_parallel_cross_entropy."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     @functools.wraps(stock)
     def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
-        if label_smoothing:  # no GPT's: a script's own loss
+        if label_smoothing:  # a GPT has none: this is a script's own loss
             return stock(vocab_parallel_logits, target, label_smoothing, tp_group)
         return cross_entropy(vocab_parallel_logits, target, tp_group or get_tensor_model_parallel_group())
 
@@ -63,8 +64,8 @@ def unfused(stock: Callable) -> Callable:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, group):
-        logits = logits.contiguous()  # a copy is ours alone, and is overwritten like any
-        # A view of every second target, say, flattens to one that is not contiguous, which the kernels cannot read.
+        logits = logits.contiguous()  # if it is a copy, only we hold it, and it may be overwritten too
+        # A view of every second target, for example, stays strided when it is flattened: the kernels cannot read it.
         rows, labels = logits.view(-1, logits.shape[-1]), target.reshape(-1).contiguous()
         ranks, columns = group.size(), rows.shape[1]
         ctx.first = group.rank() * columns
@@ -83,7 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
         in_place = _only_ours(logits)
         gradient = logits.detach() if in_place else torch.empty_like(logits)
         rows = (-1, logits.shape[-1])
-        dloss = dloss.reshape(-1).contiguous()  # a sum's is one number, expanded
+        dloss = dloss.reshape(-1).contiguous()  # the gradient of a sum is one number, expanded
         ops.cross_entropy_gradient(
             logits.view(rows), labels, ctx.first, normalizer, dloss, out=gradient.view(rows)
         )
@@ -93,11 +94,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _only_ours(saved: torch.Tensor) -> bool:
-    """Whether nothing but the backward pass that now unpacked `saved` into a variable holds it, or ever will.
+    """Whether the backward pass that has just unpacked `saved` is its only holder, now and later.
 
-    The numbers are torch 2.11's: of the tensor, what saved it and its Python object; of this object, the caller's
-    variable, ours, getrefcount's and the tensor's own; of the storage, the tensor and the object asked for here. More
-    holders count as more, so that with another torch the gradient gets new memory at worst.
+    The numbers are torch 2.11's. The tensor is held by the node that saved it and by its Python object. That object is
+    held by the caller's variable, ours, getrefcount's and the tensor. The storage is held by the tensor and by the
+    object asked for here. Each further holder raises a count, so with another torch the gradient at worst gets new
+    memory.
     """
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return False

@@ -1,21 +1,22 @@
-"""Embeddings whose gradient goes straight to main_grad, as the linears' do: of tokens, and of learned positions; and
-what autograd is given in place of a head's.
+"""Embeddings of tokens and of learned positions that add their gradient to main_grad, as linears do; and the
+placeholder that autograd gets in place of the head's gradient.
 
     y = W[tokens]            dW[t] = sum of dy over the places of token t
 
-Of a vocabulary of 50 thousand a micro-batch has a few thousand. Torch makes a gradient of all rows in BF16, zeros and
-all, which is added to the FP32 main_grad, in four passes over the table; with tied embeddings the head's stand-in adds
-two more. Here the rows that a micro-batch has are read and written, in FP32, rounded nowhere.
+A micro-batch has a few thousand different tokens, the vocabulary 50 thousand. Torch makes a BF16 gradient of all rows,
+zeros too, and then adds it to the FP32 main_grad: four passes over the table. With tied embeddings the head's
+placeholder adds two more. Here only the rows of the micro-batch's tokens are read and written, in FP32, without any
+rounding.
 
-It serves where main_grad.py says.
+main_grad.py says when this serves.
 
-A head of stock's does the same, and gives autograd an empty gradient, as large as the table in BF16.  Of a tied table
-that would wait for the embedding's until the backward pass ends: 620 MB of a rank of 175B at TP 2, on top of all
-activations.  So the head reads a view of W without that mark, whose backward pass gives the stand-in: none where the
-embedding gives one, else one that takes no memory (main_grad.py).
+Stock's head adds to main_grad too, and gives autograd an empty gradient, as large as the table in BF16. If the table is
+tied, that gradient would wait for the embedding's until the backward pass ends: 620 MB of a rank of 175B at TP 2, on
+top of all activations. So the head reads a view of W without that mark. The view's backward pass gives the placeholder:
+none if the embedding gives one, else one that takes no memory (main_grad.py).
 
-Megatron turns y (b, s, h) into (s, b, h) by a copy, and dy comes back turned. So y is made in that order where no other
-rank must add to it, and dy's rows are read as they lie.
+Megatron copies y (b, s, h) into (s, b, h), and dy comes back in that order. So y is made in that order if no other rank
+must add to it, and dy's rows are read as they lie.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from .. import ops
 from ..rebind import Hook, When
 from .main_grad import added, adds, let_add
 
-_TIED, _TURNED = "fp8_is_head_too", "fp8_turned"  # of a table that the same stage's head uses; whose result is turned
+_TIED, _TURNED = "fp8_is_head_too", "fp8_turned"  # marks: this stage's head uses the table too; its result is (s, b, h)
 
 
 _BUILT = When("when a model is built, without --no-gradient-accumulation-fusion")
@@ -78,12 +79,12 @@ class _HeadWeight(torch.autograd.Function):
         assert nothing is None
         weight = ctx.weight
         if getattr(weight, _TIED, False):
-            return None  # the embedding, in the same graph, gives one
+            return None  # the embedding gives one in the same graph
         return added(weight)
 
 
 class Functional:
-    """torch.nn.functional, with `embedding` as above for weights that take their gradient so."""
+    """torch.nn.functional; for weights whose gradient goes to main_grad, `embedding` is the one above."""
 
     def __getattr__(self, name: str):
         return getattr(F, name)
@@ -96,7 +97,7 @@ class Functional:
 
 
 def functional(stock) -> Functional:
-    """For the torch.nn.functional that stock's layers use."""
+    """Replaces the torch.nn.functional that stock's layers use."""
     return Functional()
 
 
@@ -105,7 +106,7 @@ def _look_up(table: torch.nn.Embedding, input: torch.Tensor) -> torch.Tensor:
 
 
 def _head_product(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A head's product, `stock`, without the empty gradient that autograd would get for its weight."""
+    """The head's product `stock`, without the empty gradient that autograd would get for its weight."""
 
     def product(*, weight: torch.Tensor, **how):
         if torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
@@ -117,12 +118,12 @@ def _head_product(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def add_to_main_grad(model) -> None:
-    """Have a GPTModel's embeddings add their gradient to main_grad, where stock's linears do so with theirs, and its
-    head, which does, leave nothing behind.
+    """Let a GPTModel's embeddings add their gradient to main_grad, if stock's linears add theirs; and let its head
+    leave no gradient in autograd.
 
-    If a table is tied, or multi-token prediction reads it too, stock adds the gradient that comes in autograd to
-    main_grad all the same (`zero_out_wgrad`): the head's is zeros then. Here that gradient is not read. On a pipeline's
-    last stage stock does not add it, and loses what multi-token prediction gives a tied table.
+    If a table is tied, or multi-token prediction reads it too, stock also adds autograd's gradient to main_grad
+    (`zero_out_wgrad`); the head's is zeros then. Here that gradient is not read. On a pipeline's last stage stock does
+    not add it, and loses multi-token prediction's part of a tied table's gradient.
     """
     if model.post_process and model.output_layer.gradient_accumulation_fusion:
         _HEAD.on(model.output_layer, _head_product(model.output_layer._forward_impl))
@@ -137,7 +138,7 @@ def add_to_main_grad(model) -> None:
     weight = model.embedding.word_embeddings.weight
     if model.post_process and model.share_embeddings_and_output_weights:
         if not model.output_layer.gradient_accumulation_fusion:
-            return  # the head's gradient comes in autograd: both must
+            return  # the head's gradient comes through autograd, so the embedding's must too
         setattr(weight, _TIED, True)
     weight.zero_out_wgrad = False
     let_add(weight)

@@ -1,16 +1,16 @@
-"""Multi-latent attention: DeepSeek's, whose keys and values come out of one small vector a token.
+"""Multi-latent attention (DeepSeek): keys and values are computed from one small vector a token.
 
     q  = W_uq norm(W_dq x)        or W_q x, without --q-lora-rank
     c, r = W_dkv x                c: --kv-lora-rank numbers, r: one rotated key for all heads
     k, v = W_ukv norm(c)          the norms with --qk-layernorm
     y  = W_o attention(q, [k r], v)
 
-W_q, W_uq, W_ukv and W_o are column- and row-parallel linears, and ours: FP8 GEMMs, weights that the engine owns.  The
-down projections W_dq and W_dkv stay in BF16 and stock's; they are a few percent of a layer.  As in Megatron's
-Transformer Engine spec every tensor-parallel rank has the whole of them, and its own tokens under sequence parallelism;
-the local spec cuts them by columns, gathers x for them once more, and forgets to sum r's gradient over the ranks.
---mla-down-proj-fusion makes one column-parallel linear of both: theirs are its first values then, and it is switched
-off.  Megatron's own module does the rest.
+W_q, W_uq, W_ukv and W_o are column- and row-parallel linears with FP8 GEMMs, and the engine owns their weights.  The
+down projections W_dq and W_dkv stay in BF16, and stock owns them; they are a few percent of a layer.  As in Megatron's
+Transformer Engine spec, every tensor-parallel rank has them whole, and its own tokens under sequence parallelism.  The
+local spec cuts them by columns, gathers x for them once more, and forgets to sum r's gradient over the ranks.
+--mla-down-proj-fusion makes one column-parallel linear of both. It is switched off here, but both start with the values
+that it would have drawn. Megatron's own module does the rest.
 """
 
 import dataclasses
@@ -31,9 +31,10 @@ from .linear import Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8Row
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """y = x W^T in BF16, W (N, K) the same on all tensor-parallel ranks and stock Megatron's, returned with no bias.
+    """x -> (y = x W^T in BF16, no bias). W (N, K) is the same on all tensor-parallel ranks; stock Megatron trains it.
 
-    Under sequence parallelism each rank sees its own tokens: Megatron sums the gradients of what is marked so.
+    Under sequence parallelism each rank sees its own tokens. Megatron sums the gradients of parameters that are marked
+    `sequence_parallel`.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config, tp_group, drawn: bool = True, **_):
@@ -52,10 +53,10 @@ class ReplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
     def get_extra_state(self) -> None:
-        """Nothing, as of Megatron's own linears: Transformer Engine's expect an entry of that name in a checkpoint."""
+        """None, as Megatron's own linears have: Transformer Engine's expect an entry of that name in a checkpoint."""
 
     def set_extra_state(self, state) -> None:
-        """Ignored: Transformer Engine's is of its FP8."""
+        """Ignored: Transformer Engine's holds the state of its FP8."""
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         groups = {"tp_group": self._tp_group, "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]}
@@ -64,10 +65,10 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class _PassesForColumnParallel(ModuleSpec):
-    """A spec that Megatron takes although it accepts classes of its own only: it asks whether this equals one of them.
+    """A spec that Megatron accepts, although it accepts only its own classes: it compares the spec with them by `==`.
 
-    Nothing else is built in its place first, which would draw random numbers: every later weight would start as another
-    than stock's.
+    To build another linear first and replace it would draw random numbers, and then every later weight would start with
+    other values than stock's.
     """
 
     def __eq__(self, other):
@@ -75,7 +76,7 @@ class _PassesForColumnParallel(ModuleSpec):
 
 
 def _can_draw_fused(config) -> bool:
-    """Whether stock can train with one linear for W_dq and W_dkv.  What is drawn on the CPU is not gathered here."""
+    """Whether stock can train with one linear for W_dq and W_dkv.  Values drawn on the CPU are not gathered here."""
     if config.q_lora_rank is None or not config.perform_initialization or config.use_cpu_initialization:
         return False
     latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
@@ -83,7 +84,7 @@ def _can_draw_fused(config) -> bool:
 
 
 def _drawn_fused(config, tp_group) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first values of W_dq and W_dkv as of one column-parallel linear, of which each rank has a part of both."""
+    """W_dq and W_dkv as one column-parallel linear would start them; each rank draws a part of both."""
     rows = config.q_lora_rank // tp_group.size(), (config.kv_lora_rank + config.qk_pos_emb_head_dim) // tp_group.size()
     device = torch.cuda.current_device()
     part = torch.empty(sum(rows), config.hidden_size, dtype=config.params_dtype, device=device)
@@ -98,7 +99,7 @@ def _drawn_fused(config, tp_group) -> tuple[torch.Tensor, torch.Tensor]:
 class LatentAttention(MLASelfAttention):
     """Megatron's MLASelfAttention with our linears; the parameter names are those of its Transformer Engine spec."""
 
-    _drawn: tuple[torch.Tensor, torch.Tensor] | None = None  # of the down projections, while they are built
+    _drawn: tuple[torch.Tensor, torch.Tensor] | None = None  # the down projections' first values, during __init__
 
     def __init__(self, config, submodules, *args, fp8_config: Fp8Config, **kwargs):
         self._fp8_config = fp8_config
@@ -109,9 +110,9 @@ class LatentAttention(MLASelfAttention):
             self._drawn = None
 
     def _resolve_qk_norm_config(self, submodules):
-        """Which classes stand where, as Megatron has them under Transformer Engine: norms in the linears they feed.
+        """The class of each part, as Megatron chooses them under Transformer Engine: each linear holds its own norm.
 
-        It is asked before the first of them is built.
+        Megatron asks before it builds the first of them.
         """
         if not submodules.linear_q_down_proj.params.get("drawn", True):
             self._drawn = _drawn_fused(self.config, self.tp_group)
@@ -129,7 +130,7 @@ class LatentAttention(MLASelfAttention):
     def _qkv_down_projection(self, hidden_states):
         q, kv = super()._qkv_down_projection(hidden_states)
         if not self.config.sequence_parallel:
-            # Each rank has a part of the heads, and so of the gradient of the key that all heads share.
+            # Each rank has some of the heads. So it has a part of the gradient of the key that all heads share.
             latent, shared_key = kv.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
             shared_key = copy_to_tensor_model_parallel_region(shared_key, group=self.tp_group)
             kv = torch.cat([latent, shared_key], dim=-1)
@@ -137,12 +138,12 @@ class LatentAttention(MLASelfAttention):
 
 
 def is_latent(spec) -> bool:
-    """Whether `spec` is of Megatron's multi-latent self-attention."""
+    """Whether `spec` describes Megatron's multi-latent self-attention."""
     return isinstance(spec, ModuleSpec) and spec.module in (MLASelfAttention, FusedMLASelfAttention)
 
 
 def convert_latent(attention: ModuleSpec, core_attention, config, fp8: Fp8Config) -> ModuleSpec:
-    """The spec of a multi-latent attention with our linears, whichever it was."""
+    """A multi-latent attention's spec, of either of Megatron's two modules, with our linears."""
     down = _PassesForColumnParallel(ReplicatedLinear, {"drawn": not (fp8.draws_fused and _can_draw_fused(config))})
     return dataclasses.replace(
         attention,

@@ -1,4 +1,4 @@
-"""The layer spec: stock Megatron's own spec with the four linears, the norms and the attention exchanged.
+"""The layer spec: stock Megatron's spec, in which the four linears, the norms and the attention are exchanged.
 
 Megatron describes a model as nested dataclasses, lists and partials that name classes.  `convert` walks such
 a description and returns a copy in which
@@ -16,11 +16,11 @@ a description and returns a copy in which
 
     mlp.experts                 stock's, of any class            ->  Fp8Experts, with --fp8-experts
 
-by place, not by class, so that a local spec, a Transformer Engine spec and a user's own `--spec` all do.
-Shared experts, which every token passes, have dense linears like any other MLP's, but their norm is the router's too,
-and stays apart.  Parameter names come out as those of Megatron's TE spec, whatever came in, and so does what the local
-spec leaves out: --qk-l2-norm.  tests/unit/test_architecture.py compares what comes out with what stock's TE spec
-builds, over all of Megatron's flags of the model.
+Exchanges go by place, not by class. So a local spec, a Transformer Engine spec and a user's own `--spec` all work.
+Every token passes through the shared experts. Their linears are dense, as in any other MLP; their norm is also the
+router's, and stays apart. The result has the parameter names of Megatron's TE spec, whatever spec came in, and also has
+--qk-l2-norm, which the local spec leaves out. tests/unit/test_architecture.py compares it with the model that stock's
+TE spec builds, over all of Megatron's flags of the model.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def convert(spec, config, fp8: Fp8Config):
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
         return dataclasses.replace(spec, **{k: swap(v) for k, v in fields.items()})
-    if spec is RowParallelLinear:  # what no layer has taken over is an expert's
+    if spec is RowParallelLinear:  # no layer has taken it over, so it is an expert's
         return ExpertRowLinear
     return Norm if _is_norm(spec) else spec
 
@@ -143,14 +143,14 @@ def _convert_layer(layer: TransformerLayerSubmodules, config, fp8: Fp8Config) ->
 
 
 def _with_our_linears(build, fp8: Fp8Config):
-    """The builder of an MLP, a partial, with our linears among its submodules; what is none comes back as it is."""
+    """The builder of an MLP, a partial, with our linears among its submodules; anything else comes back unchanged."""
     if not isinstance(getattr(build, "keywords", {}).get("submodules"), MLPSubmodules):
         return build
     return functools.partial(build.func, *build.args, **{**build.keywords, "submodules": _our_linears(fp8)})
 
 
 def _our_linears(fp8: Fp8Config) -> MLPSubmodules:
-    """Of an MLP whose input is normalised before it."""
+    """The submodules of an MLP whose input is normalised before it."""
     column, row = (functools.partial(cls, fp8_config=fp8) for cls in (Fp8ColumnParallelLinear, Fp8RowParallelLinear))
     return MLPSubmodules(linear_fc1=column, linear_fc2=row)
 
@@ -184,7 +184,7 @@ def _column_after(norm, linear, fp8: Fp8Config):
 
 
 def _core_attention(attention: ModuleSpec, config, fp8: Fp8Config):
-    """torch's attention unless something else was asked for, or is needed."""
+    """torch's attention, unless a flag asks for another or the model needs one."""
     if fp8.attention == "te":
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
