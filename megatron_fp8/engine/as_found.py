@@ -1,6 +1,6 @@
-"""What a script has made of a model before its optimizer is built: which linears it has frozen, or taken away.
+"""What a script has done to a model before its optimizer is built: which linears it has frozen, or taken away.
 
-All ranks learn what any has found, so that all go on or all end. What is trained of a linear is told by its parameter
+All ranks learn what each has found, so all go on or all end. A linear's parameter tells whether it is trained
 (frozen.py).
 """
 
@@ -17,10 +17,10 @@ from .owned_weight import owned_weights, owners
 
 
 def check_linears(fp8: Fp8Config, model_chunks) -> list[str]:
-    """Before stock builds its optimizer: the names of the linears that a script has frozen, on any rank (frozen.py).
+    """The names of the linears that a script has frozen, on any rank (frozen.py); before stock builds its optimizer.
 
-    Raises UserError, on all ranks, if none has a weight of ours in its model chunks, if a script has put another
-    parameter in the place of one, or if it is not clear what it has frozen.
+    Raises UserError, on all ranks, if no rank has a weight of ours in its model chunks, if a script has put another
+    parameter in a weight's place, or if it is not clear what it has frozen.
     """
     mine = [
         (m.owned.name, m.owned.param.frozen, m._parameters.get("weight") is m.owned.param)
@@ -51,8 +51,8 @@ def check_linears(fp8: Fp8Config, model_chunks) -> list[str]:
 
 
 def layers_differ(model_chunks) -> bool:
-    """Whether a script has made the layers of the model's stack different, on any rank: what is trained of them, or
-    what they are called. Such layers cannot be saved as one tensor with an axis of layers."""
+    """Whether a script has made the layers of the model's stack different, on any rank: their parameters' names, or
+    which of them are trained. Such layers cannot be saved as one tensor with an axis of layers."""
     layers = {
         tuple((name, parameter.requires_grad, getattr(parameter, "frozen", False)) for name, parameter in found)
         for chunk in model_chunks
@@ -64,8 +64,8 @@ def layers_differ(model_chunks) -> bool:
 
 
 def _half_frozen_layers(model_chunks) -> list[int]:
-    """Numbers, from 1, of layers with weights of ours that the script has said nothing of, and nothing else of which is
-    trained: perhaps it meant to freeze the layer."""
+    """Numbers, from 1, of the layers that a script perhaps meant to freeze: it has said nothing about a weight of ours
+    there, and trains nothing else of the layer."""
     numbers = []
     for layer in (m for chunk in model_chunks for m in chunk.modules() if isinstance(m, TransformerLayer)):
         others = [p.requires_grad for p in layer.parameters() if not isinstance(p, OwnedParameter)]

@@ -1,13 +1,13 @@
-"""Other weights for a while, and then the same bytes: a reference in the policy's place, an average, a check.
+"""Other weights for a while, and then the same bytes again: for a reference in the policy's place, an average, a check.
 
     with engine.borrowed(chunk, reference.state_dict()):
         ...                                             # evaluations, under torch.no_grad()
 
 load_state_dict cannot do this if weights are stored in E4M3: it also sets their scales, and their masters, which have
 16 bits more than a BF16 value. Here the masters and moments are left alone. The weights' own bytes wait on the
-host, and go back with the scales that they had; so the steps after it are those that would have been made without.
+host, and go back with the scales that they had. So later steps are the same as if nothing had been borrowed.
 
-E4M3 values, such as state_dict() gives at O3, come back as they were; others are rounded to nearest.
+E4M3 values, as state_dict() gives them at O3, come in without rounding; others are rounded to nearest.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def borrowed(engine: "EngineOptimizer", chunk: torch.nn.Module, state: dict[str, Any]) -> Iterator[None]:
-    """In here a model chunk of the engine has the weights of `state`, as its state_dict() gives them: BF16 or FP32.
+    """Inside, a model chunk of the engine has the weights of `state`, as its state_dict() gives them: BF16 or FP32.
 
-    All ranks that share weights come here together, between two steps, and train nothing meanwhile; what casts would
-    tell delayed scaling is forgotten. Raises what load_state_dict raises for a state of another model, UserError for
-    codes; the weights are then as they were.
+    All ranks that share weights come here together, between two steps, and train nothing inside. Delayed scaling
+    forgets the amaxes of casts made inside. Raises what load_state_dict raises for a state of another model, UserError
+    for codes; the weights are then as they were.
     """
     engine.prepare_model_params_for_param_sync()
     scalings = [owned.scaling for owned in engine.sets if owned.scaling is not None]
@@ -55,7 +55,7 @@ def borrowed(engine: "EngineOptimizer", chunk: torch.nn.Module, state: dict[str,
 
 @torch.no_grad()
 def _lend(weight: OwnedWeight, values: torch.Tensor) -> None:
-    """Put values (N, K) in the place of an E4M3 weight's, with a scale of their own."""
+    """Replace an E4M3 weight's values by `values` (N, K), with a scale of their own."""
     assert weight.of is not None
     lent = nearest(values.to(weight.param.device), weight.config.margin, weight.of.sharing)
     weight.param.copy_(lent.payload)

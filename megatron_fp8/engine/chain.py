@@ -1,9 +1,9 @@
 """Megatron's optimizer chain with our part in it.
 
-One rule is added: a non-finite gradient norm skips the step, on every rank, with nothing changed.  The norm is the same
-number everywhere (it is all-reduced) and the host has it already, so this costs no further synchronisation.  NaN and
-infinity reach it from any rank: no cast of ours hides one.  In the same way `--fp8-on-spike skip` skips a spike
-(monitor/watch.py).
+One rule is added: if the gradient norm is not finite, every rank skips the step and changes nothing.  The norm is the
+same number on all ranks (it is all-reduced) and the host has it already, so this costs no further synchronisation.  A
+NaN or an infinity of any rank reaches the norm: no cast of ours hides one.  `--fp8-on-spike skip` skips a spike in the
+same way (monitor/watch.py).
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ HOOKS = (_SET_STATES,)
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
-    """Megatron's chain, with our part last, that skips a step whose gradient norm is not finite.
+    """Megatron's chain with our part last. It skips a step if the gradient norm is not finite.
 
-    `before_first_line` is called once, in the first step, made or skipped, before Megatron logs it; `after_first_step`
-    when one was made and all state is allocated.
+    `before_first_line` is called once, in the first step, made or skipped, before Megatron logs it. `after_first_step`
+    is called once, after the first step that is made, when all state is allocated.
     """
 
     def __init__(self, stock: list[MegatronOptimizer], engine: EngineOptimizer):
@@ -54,7 +54,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         engine.config = dataclasses.replace(engine.config, clip_grad=0.0)
         self.before_first_line: Callable[[], None] | None = None
         self.after_first_step: Callable[[], None] | None = None
-        # Stock skips a step over this norm before it asks its parts, and a rank that has no parameter does not skip.
+        # Stock skips a step over this norm before it asks its parts. A rank that has no parameter would not skip.
         self._largest_norm = engine.config.grad_norm_skip_threshold
         if math.isfinite(self._largest_norm):
             for part in self.chained_optimizers:
@@ -65,7 +65,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         self._loss_scale = torch.ones(())
 
     def get_loss_scale(self) -> torch.Tensor:
-        """1, on the host: stock's is on the GPU, and waited for after every step."""
+        """1, on the host. Stock's is on the GPU, and the host waits for it after every step."""
         return self._loss_scale
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
@@ -86,10 +86,10 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def get_grad_norm(self, p: float = 2.0) -> float:
-        """The global p-norm, 2 as in stock, up to infinity; the host is asked once.
+        """The global p-norm, p from 2 (stock's) to infinity; the host waits for the GPU once.
 
-        Parts whose gradients are summed over one group (all of them, but for experts without the distributed
-        optimizer) are summed together. Stock's own, without Transformer Engine or apex, asks once a parameter.
+        Parts whose gradients are summed over one group (all parts, except experts without the distributed optimizer)
+        are summed together. Without Transformer Engine or apex, stock waits once a parameter.
         """
         totals = []
         for group, sums in self._power_sums(p):
@@ -108,14 +108,14 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return self._norm
 
     def _power_sums(self, p: float) -> list[tuple[Any, list[torch.Tensor]]]:
-        """(a group, what is summed over it: of each part of this rank's gradients the sum of |g|^p, or max |g| for p
-        infinite, and `damage` of what the last step wrote), 2 numbers each."""
+        """(a group, the tensors that are summed over it). Each tensor has 2 numbers, of one part of this rank: the sum
+        of |g|^p over its gradients, or max |g| if p is infinite; and `damage` of what the last step wrote."""
         grads: dict[Any, list[torch.Tensor]] = {}
         for part in self.chained_optimizers:
             grads.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_grads_for_grad_norm())
         sums: dict[Any, list[torch.Tensor]] = {}
         for group, found in grads.items():
-            # None on a rank all of whose stock parameters are another's duplicates, or that has no parameter.
+            # None on a rank that has no parameter, or only duplicates of other ranks' stock parameters.
             norms = torch.stack([self._zero, *(torch._foreach_norm(found, p) if found else [])])
             total = norms.max() if p == math.inf else norms.pow(p).sum()
             sums[group] = [torch.stack([total, self._zero])]
@@ -168,11 +168,11 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
 
 
 class WaitsForWeights:
-    """Around what takes Megatron's hooks off by which modules wait for their weights (--overlap-param-gather), for an
-    evaluation say, and puts them back.
+    """Wraps the two functions that take off and put back the hooks by which Megatron's modules wait for their weights
+    (--overlap-param-gather), for an evaluation for example.
 
-    Until a step is made there are none. Stock, which aborts where a level skips, takes that for impossible: an
-    evaluation after a skipped first step ended with a KeyError.
+    There are no such hooks until a step is made. Stock does not expect that, because it aborts if a level would skip:
+    an evaluation after a skipped first step ended with a KeyError.
     """
 
     def __init__(self) -> None:
@@ -196,9 +196,9 @@ class WaitsForWeights:
 
 
 def _allocate_state(adam) -> None:
-    """Create the state of one of torch's Adams before its first step, to load into.
+    """Create the state of one of torch's Adams before its first step, so that a checkpoint can be loaded into it.
 
-    Stock's DistributedOptimizer asserts that it is there: megatron-core 0.19.2 by itself cannot resume with
+    Stock's DistributedOptimizer asserts that the state is there. So megatron-core 0.19.2 alone cannot resume with
     torch's AdamW, which it uses if neither Transformer Engine nor apex is installed.
     """
     if not isinstance(adam, torch.optim.Adam):  # AdamW is one too; TE's FusedAdam is not
@@ -213,9 +213,9 @@ def _allocate_state(adam) -> None:
 
 
 def _step_in_one_kernel(part: MegatronOptimizer) -> None:
-    """Let torch's Adam, which has stock's embeddings and norms, step in one pass on CUDA, as TE's and apex' FusedAdam.
+    """Let torch's Adam, which steps stock's embeddings and norms, run in one pass on CUDA, as TE's and apex' FusedAdam.
 
-    At every step, since a checkpoint brings its own options and a step on the host.
+    It is set at every step, because a checkpoint brings its own options and a step count on the host.
     """
 
     def fuse(adam, args, kwargs) -> None:
@@ -236,7 +236,7 @@ def _step_in_one_kernel(part: MegatronOptimizer) -> None:
 def _let_load_without_step(part: MegatronOptimizer) -> None:
     """Let a DistributedOptimizer over torch's Adam load --dist-ckpt-optim-fully-reshardable.
 
-    megatron-core 0.19.2 looks there for a step of each parameter, which that form does not have.
+    megatron-core 0.19.2 looks for a step of each parameter in it, and that form has none.
     """
     if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
         stock = part._set_main_param_and_optimizer_states

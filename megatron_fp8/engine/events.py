@@ -1,4 +1,4 @@
-"""Observers of the engine: they subscribe to events, and the code that works calls those that did.
+"""Observers of the engine: they subscribe to events, and the engine calls them.
 
     class Counting(Observer):
         def cast(self, weight, role, x, q):     # overrides the events it wants
@@ -6,10 +6,10 @@
 
     engine.events.subscribe(Counting())         # until unsubscribe
 
-An event is a method of `Observer`; `Events` has for each the bound methods of those that override it, in the order in
-which they came. With none a linear pays one test of an empty tuple a call. Observers change nothing: a run's losses
-are the same to the last bit with and without them. They may make the device work, and all ranks communicate; they are
-called on all ranks alike.
+An event is a method of `Observer`. For each event, `Events` has the bound methods of the observers that override it, in
+the order in which they subscribed. Without observers a linear pays for one test of an empty tuple a call. Observers
+change nothing: a run's losses are the same to the last bit with and without them. They may use the device and
+communicate: all ranks call them alike.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ class Observer:
         """A step begins: gradients are forgotten."""
 
     def cast(self, weight, role: int, x: torch.Tensor, q) -> None:
-        """x (M, K) was cast to the ScaledTensor q, of which this pass has the rows."""
+        """x (M, K) was cast to the ScaledTensor q, which has rows in this pass."""
 
     def forward(self, weight, x: torch.Tensor, read_x, read_w) -> None:
-        """y = x W^T: x (M, K) in BF16, whole under sequence parallelism, and what the GEMM reads of x and W (N, K)."""
+        """y = x W^T: x (M, K) in BF16, whole under sequence parallelism; the GEMM's operands for x and for W (N, K)."""
 
     def backward(self, weight, x: torch.Tensor, dy: torch.Tensor, dgrad: tuple, wgrad: tuple | None) -> None:
         """dx = dy W and dW = dy^T x: x (M, K) and dy (M, N) in BF16, and what the GEMMs read.
@@ -38,10 +38,10 @@ class Observer:
         """
 
     def gradient(self, weight, product) -> None:
-        """A micro-batch's gradient, a gemm.Product of dW (N, K), is about to be added to weight.sink."""
+        """A micro-batch's gradient dW (N, K), a gemm.Product that has not run, is about to be added to weight.sink."""
 
     def gradient_added(self, weight) -> None:
-        """It was."""
+        """The gradient was added."""
 
     def reducing(self, bucket, stages):
         """A bucket's gradients go out: the stages of its sum (comm/wire.py), to return or to wrap."""
@@ -51,7 +51,7 @@ class Observer:
         """Adam is about to step a bucket."""
 
     def updated(self, bucket) -> None:
-        """It did."""
+        """Adam has stepped it."""
 
     def end_step(self) -> None:
         """A step ends, made or skipped."""
@@ -68,13 +68,13 @@ class Events:
         self._arrange()
 
     def subscribe(self, observer: Observer) -> None:
-        """Tell `observer` of the events whose methods it overrides, after those that are there; once."""
+        """Call `observer` at the events that it overrides, after the observers that are there; once each."""
         if observer not in self._observers:
             self._observers.append(observer)
             self._arrange()
 
     def unsubscribe(self, observer: Observer) -> None:
-        """Tell it no more; if it was not told, nothing happens."""
+        """Call it no more; if it was not subscribed, nothing happens."""
         if observer in self._observers:
             self._observers.remove(observer)
             self._arrange()
@@ -89,7 +89,7 @@ class Events:
 
 
 class Unwatched(Events):
-    """Of weights without an engine, which all share it."""
+    """For weights without an engine; they all share one."""
 
     def subscribe(self, observer: Observer) -> None:
         raise AssertionError("an observer subscribes to an engine's events")

@@ -1,22 +1,24 @@
 """What a script does to an owned weight's parameter: it freezes it, or puts something else in its place.
 
 A weight that is frozen when the optimizer is built has no gradient: no product for it, no sink, no moments, no master,
-no place in a bucket. Its forward pass and dgrad are in FP8 as any other's. Where weights are stored in E4M3 it is one
-payload, a byte a weight, and a scale (frozen_set.py); else its parameter stays as it is. So adapters train on an FP8
-base (LoRA): they are stock's parameters, and so are norms, biases and embeddings, frozen or not.
+no place in a bucket. Its forward pass and dgrad are in FP8 as for any other weight. If weights are stored in E4M3, it
+is one payload of a byte a weight, and a scale (frozen_set.py); else its parameter stays as it is. So adapters train on
+an FP8 base (LoRA). They are stock's parameters. So are norms, biases and embeddings, frozen or not.
 
-To stock the parameter is frozen in any case, by our own doing; so the parameter itself notes what a script sets,
-at any place and time:
+To stock the parameter is frozen in any case, because we freeze it. So the parameter itself notes what a script sets, at
+any place and time:
 
     weight.requires_grad = False, weight.requires_grad_(False), weight.detach_(), module.requires_grad_(False)
     a LoRA wrapper's freezing of its base                                      all end in one of the first three
 
-It counts when the optimizer is built (build.py, on all ranks together). What is frozen or thawed after that is refused:
-when a step begins, and at each forward pass with gradients (OwnedWeight.makes_gradient).
+The note is read when the optimizer is built (build.py, on all ranks together). If a script freezes or thaws a weight
+after that, the run is refused: when a step begins, and at each forward pass with gradients
+(OwnedWeight.makes_gradient).
 
-Not seen: a script that asks `if weight.requires_grad` first finds False, and sets nothing. What it does to the norms
-and biases beside our weights is seen: a layer of which nothing else is trained, and of whose linears the script has
-said nothing, is refused. Nor is a script seen that freezes nothing, and gives an optimizer of its own the adapters.
+Two things are not seen. A script that asks `if weight.requires_grad` first finds False, and sets nothing. But its
+treatment of the norms and biases beside our weights is seen: if it trains nothing else of a layer, and has said nothing
+about the layer's linears, the run is refused. And a script may freeze nothing, and give only the adapters to its own
+optimizer.
 """
 
 from typing import NoReturn
@@ -56,7 +58,7 @@ class OwnedParameter(torch.nn.Parameter):
 
 
 def own(param: torch.nn.Parameter) -> OwnedParameter:
-    """Make a linear's parameter one that the engine owns: the same object."""
+    """Make a linear's parameter one that the engine owns; it stays the same object."""
     show_to_stock(param, False)
     param.__class__ = OwnedParameter
     assert isinstance(param, OwnedParameter)
@@ -64,7 +66,7 @@ def own(param: torch.nn.Parameter) -> OwnedParameter:
 
 
 def show_to_stock(param: torch.nn.Parameter, trained: bool) -> None:
-    """Set requires_grad as autograd and stock find it; what a script has set stays noted."""
+    """Set requires_grad for autograd and stock; the note of what a script has set stays."""
     torch.Tensor.requires_grad.__set__(param, trained)  # type: ignore[attr-defined]
 
 

@@ -1,11 +1,12 @@
 """The weights that a script has frozen (frozen.py): a payload in E4M3 and a scale, or the parameter as it was.
 
-    stored in E4M3 (O3)    1 byte a weight; BF16 is let go, a weight at a time, so that both are never there of all
-    stored in BF16         2 bytes, and 1 of the FP8 copy that its GEMMs read, made once
+    stored in E4M3 (O3)    1 byte a weight; BF16 memory is freed weight by weight, so one weight at a time has both
+    stored in BF16         2 bytes, and 1 for the FP8 copy that its GEMMs read, made once
 
-The scale is the tightest power of two, the same on all ranks that share the weight, so that a BF16 number of a
-checkpoint, an E4M3 number times a power of two, comes back as what it was. Nothing is dithered, unlike what is trained
-(bucket.py): no small update is to be seen in the mean, and to nearest the error is smaller.
+The scale is the tightest power of two, the same on all ranks that share the weight. A checkpoint has an E4M3 number
+times a power of two as a BF16 number, and this scale gives the same E4M3 number again. Unlike trained weights
+(bucket.py), frozen ones are not dithered: they have no small updates that must show in the mean, and the error to
+nearest is smaller.
 """
 
 import functools
@@ -31,7 +32,7 @@ def freeze(weights: list[OwnedWeight], parts: SetParts) -> None:
 
 
 def nearest(values: torch.Tensor, margin: int, sharing: torch.distributed.ProcessGroup) -> ScaledTensor:
-    """values (N, K) of any float type, rounded to E4M3 with the tightest power of two; collective over `sharing`."""
+    """Round values (N, K) of any float type to E4M3 with the tightest power of two; collective over `sharing`."""
     amax = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
     all_reduce_largest(amax, sharing)
     scale = power_of_two_scale(amax, E4M3, margin)

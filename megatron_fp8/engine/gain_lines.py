@@ -4,9 +4,9 @@
         768 x 768 (0.91 x)
     the linears' weights, gradients and states: 0.6 GB on this rank, stock's 1.53
 
-A product of small matrices is bound by what it reads and writes, and by its launch, and casts come on top: there FP8 is
-slower. Casts are passes of their own here; in training the kernels before and after a GEMM do most, and what is not a
-linear takes its own time in either type. So the ratio tells whether FP8 pays, and not how much faster a step is.
+A product of small matrices is bound by its memory traffic and its launch, and FP8 adds the casts: so FP8 is slower
+there. Here casts are passes of their own; in training the kernels before and after a GEMM do most of them, and the rest
+of a step takes its time in either type. So the ratio tells whether FP8 pays, not how much faster a step is.
 """
 
 from collections import Counter
@@ -27,7 +27,8 @@ WEIGHT, STATE = 2, 12  # bytes a parameter of stock's: BF16; FP32 master and mom
 
 
 class Gain(NamedTuple):
-    """Of so many `linears` of a weight (n, k): the milliseconds of the three products of one, in BF16 and in FP8."""
+    """How long the three products of a linear with a weight (n, k) take, in ms, in BF16 and in FP8. linears: how many
+    have that shape."""
 
     n: int
     k: int
@@ -41,8 +42,8 @@ class Gain(NamedTuple):
 
 
 def gains(weights: list[OwnedWeight], tokens: int) -> list[Gain]:
-    """A Gain for each shape of the weights whose GEMMs are FP8's, at so many tokens a micro-batch; nothing where no
-    GEMM takes so many. Waits for the GPU, some tenths of a second."""
+    """A Gain for each shape of the weights whose GEMMs are in FP8. tokens: of a micro-batch; if no FP8 GEMM takes that
+    number, there is no Gain. Waits for the GPU, some tenths of a second."""
     if tokens % GEMM_MULTIPLE:
         return []
     here = {tuple(weight.param.shape): weight for weight in weights if weight.fp8}
@@ -57,15 +58,15 @@ def gains(weights: list[OwnedWeight], tokens: int) -> list[Gain]:
         found = []
     finally:
         plans.on_plan = on_plan
-        plans.renew()  # what is logged, and searched, is what training meets
-        torch.cuda.empty_cache()  # what training allocates is of other sizes
+        plans.renew()  # training's plans alone are logged and searched
+        torch.cuda.empty_cache()  # training allocates other sizes
     return found
 
 
 def _products(weight: OwnedWeight, tokens: int) -> dict[str, Callable[[], None]]:
-    """The three products of a linear on random data, by the names that Gain has for their types."""
+    """{name of a Gain's type: runs the three products of a linear on random data in it}."""
     (n, k), device, config = weight.param.shape, weight.param.device, weight.config
-    noise = torch.Generator(device).manual_seed(0)  # the run's own is left as it is
+    noise = torch.Generator(device).manual_seed(0)  # the run's own generators stay as they are
     sizes = (tokens, k), (n, k), (tokens, n)
     x, w, dy = (torch.randn(size, dtype=torch.bfloat16, device=device, generator=noise) for size in sizes)
     one = torch.ones((), device=device)
@@ -96,7 +97,7 @@ def _both(x: torch.Tensor, fmt, scale: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def speed(args, weights: list[OwnedWeight]) -> list[str]:
-    """The line on time: measured by rank 0, on a GPU, of a run with Megatron's arguments."""
+    """The line about time, which rank 0 measures on a GPU. args: Megatron's."""
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
     weights = [weight for weight in weights if weight.expert is None]  # an expert has fewer tokens
     on_gpu = all(weight.param.is_cuda for weight in weights)
@@ -114,7 +115,8 @@ def said(found: list[Gain]) -> list[str]:
 
 
 def memory(args, sets: list[WeightSet]) -> list[str]:
-    """The line on memory, of a rank that has linears: what their engine holds, and stock would with these arguments."""
+    """The line about memory, if this rank has linears: the bytes that the engine holds for them, and the bytes that
+    stock would hold with these arguments."""
     buckets, linears = [b for owned in sets for b in owned.buckets], [w for owned in sets for w in owned.linears]
     if not linears:
         return []
@@ -129,5 +131,5 @@ def memory(args, sets: list[WeightSet]) -> list[str]:
 
 
 def copies(weight: OwnedWeight) -> int:
-    """Bytes an element that a weight's FP8 GEMMs keep of it, from the first step on."""
+    """How many bytes an element a weight's FP8 GEMMs keep of copies of it, from the first step on."""
     return weight.fp8 * ((weight.storage == "bf16") + weight.config.keep_transpose_cache)

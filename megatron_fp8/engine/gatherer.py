@@ -1,17 +1,17 @@
-"""When the weights come back: after a step every rank has encoded its own shard, and lacks the others'.
+"""When weights are gathered: after a step every rank has encoded its own shard, and lacks the others'.
 
-Without --overlap-param-gather all buckets are gathered at the end of the step.  With it they are gathered while the
-next forward pass goes on, in the order in which it needs them: a bucket is waited for at the first use of one of its
-weights, and then the next one starts.
+Without --overlap-param-gather all buckets are gathered at the end of the step.  With it they are gathered during the
+next forward pass, in the order in which it needs them: the first use of one of a bucket's weights waits for the bucket,
+and then the next one starts.
 
     compute   Adam | embedding  layers of bucket 0   layers of bucket 1   ...
     wire           | gather 0 | gather 1           | gather 2           | ...
 
-One is under way ahead of the one in use, no more: under CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue of
-the hardware, where a gather that waits for another holds up the compute behind it.
+Only one is under way ahead of the one in use: under CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue,
+and a gather that waits for another holds up the compute behind it.
 
-Whatever reads a weight asks for it first (`OwnedWeight.arrive`), checkpoints too; stock's own readers are preceded by
-`prepare_model_params_for_param_sync`.  Gathers of a chunk start in one order on all ranks.
+Our code asks for a weight before it reads it (`OwnedWeight.arrive`), checkpoints too. Before stock reads weights it
+calls `prepare_model_params_for_param_sync`.  Gathers of a chunk start in the same order on all ranks.
 """
 
 import functools
@@ -28,7 +28,8 @@ class ChunkGather:
         overlap: whether they are gathered during the forward pass.
 
     Attributes:
-        early: whether the first starts at the end of the step; else at its first use, inside the graph of a step.
+        early: whether the first gather starts at the end of the step; else it starts at the first use, inside the
+            graph of a step.
     """
 
     def __init__(self, buckets: list[Bucket], overlap: bool):
@@ -36,7 +37,7 @@ class ChunkGather:
         self._started = self._arrived = len(buckets)
 
     def begin(self) -> None:
-        """All own shards are written: start."""
+        """Start: this rank's shards are all written."""
         self._started = self._arrived = 0
         for count, bucket in enumerate(self.buckets, 1):
             for weight in bucket.weights:
@@ -55,7 +56,7 @@ class ChunkGather:
         self._need(self._started, ahead=0)
 
     def remember(self) -> Callable[[], None]:
-        """What puts back that all is here, after a step that a graph made."""
+        """A function that notes that all weights are here, after a step that a graph made."""
         return self._have_all
 
     def _have_all(self) -> None:
@@ -69,7 +70,7 @@ class ChunkGather:
         self._started = max(self._started, min(count, len(self.buckets)))
 
     def _need(self, count: int, ahead: int = 1) -> None:
-        """Have the first `count` buckets; start as many as `ahead` after them."""
+        """Have the first `count` buckets, and start `ahead` more after them."""
         while self._arrived < count:
             self._start(self._arrived + 1 + ahead)
             self.buckets[self._arrived].land_weights()

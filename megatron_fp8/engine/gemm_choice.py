@@ -1,9 +1,9 @@
-"""Who computes a run's FP8 GEMMs (gemm/interface.py): what its flags name, and what all ranks can do.
+"""Which backends compute a run's FP8 GEMMs (gemm/interface.py): those that its flags name and that all ranks can run.
 
     choose()   as the flags are read, on each rank alone: the backend that --fp8-gemm-backend names
-    settle()   before training, all ranks together: with "auto", CUTLASS if it is built and right on every rank; with
-               --fp8-gemm-search, what was found earlier; returns the search of the rest, for after the first step.
-               If it is named, whether CUTLASS multiplies rightly is asked too
+    settle()   before training, all ranks together. With "auto": CUTLASS, if it is built and right on every rank. If
+               the flag names CUTLASS: checks that it multiplies rightly. With --fp8-gemm-search: the plans that were
+               found earlier; returns the search for the rest, for after the first step
 
 All is put back when the next run of the process reads its flags.
 """
@@ -25,12 +25,12 @@ _NAMES = {"auto": "CUTLASS and cuBLASLt", "cublaslt": "cuBLASLt", "cutlass": "CU
 
 
 class RunGemms:
-    """Those of one run.
+    """The GEMM backends of one run.
 
     Args:
-        device: "cuda", or "cpu" if a machine has none: then the reference serves for every flag.
+        device: "cuda", or "cpu" on a machine without a GPU: then the reference serves, whatever the flags say.
         say: prints lines on rank 0.
-        undo: what puts back each change is added here.
+        undo: the undo of each change is added here.
     """
 
     def __init__(self, fp8: Fp8Config, device: str, say: Callable[[list[str]], None], undo: list[Callable[[], Any]]):
@@ -57,7 +57,7 @@ class RunGemms:
             self._undo.append(announce(self._device, lambda line: self._say([line])))
 
     def settle(self) -> Callable[[], list[str]]:
-        """Collective; a second time, for an evaluation after training, it changes nothing.
+        """Collective. A second call, for an evaluation after training, changes nothing.
 
         Raises UserError, on all ranks, if a backend that a flag names cannot serve on one of them.
         """
