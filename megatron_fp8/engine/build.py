@@ -50,8 +50,8 @@ def build_optimizer(
         archive: makes the state dicts of the two.
         bucket_numel: elements of a bucket (--ddp-bucket-size); None: Megatron's rule.
 
-    A rank may have no FP8 linear (a pipeline stage of the embedding alone): its part owns nothing, and joins in what
-    all ranks decide together.
+    A rank may have no FP8 linear (a pipeline stage of the embedding alone). Its part then owns nothing, and takes part
+    in the decisions that all ranks make together.
     """
     weights = owned_weights(model_chunks)
     name_weights(model_chunks)
@@ -76,13 +76,13 @@ class _Build:
     """What all sets are built with.
 
     Args:
-        sharded: whether each data-parallel rank owns a row of the buckets, or all of them.
+        sharded: whether each data-parallel rank owns one row of the buckets; else it owns all of them.
         groups: Megatron's parameter groups of our weights: options, with their parameters as `params`.
         bucket_numel: --ddp-bucket-size, or None.
 
     Attributes:
         options: Megatron's param-group options.
-        buckets: of each of the options, what was built so far.
+        buckets: for each of the options, the buckets that were built so far.
     """
 
     def __init__(self, fp8: Fp8Config, sharded: bool, model_chunks, groups: list[dict], bucket_numel: int | None):
@@ -94,7 +94,7 @@ class _Build:
         self.buckets: list[list[Bucket]] = [[] for _ in groups]
 
     def owned_set(self, of: WeightGroups, weights: list[OwnedWeight]) -> WeightSet:
-        """The set's weights, in model order, moved into buckets; but those that are frozen."""
+        """A set: its weights, given in model order, are moved into buckets; frozen ones are not."""
         fp8, frozen = self.fp8, [weight for weight in weights if not weight.trained]
         plans = [self._plan(chunk, set(weights).difference(frozen), of.data.size()) for chunk in self.chunks]
         ordered = [weight for plan in plans for run in plan for weight in run]
@@ -147,7 +147,7 @@ class _Build:
 def _weight_scales(
     fp8: Fp8Config, weights: list[OwnedWeight], of: WeightGroups
 ) -> tuple[WeightScaling | None, dict[OwnedWeight, int]]:
-    """The scales of the weights that are stored in E4M3, and each one's place: buckets have consecutive ones."""
+    """The scales of the weights that are stored in E4M3, and each weight's place; a bucket's places are consecutive."""
     stored = [weight for weight in weights if weight.storage == "fp8"]
     if not stored:
         return None, {}
@@ -158,7 +158,7 @@ def _weight_scales(
 def _operand_scales(
     fp8: Fp8Config, weights: list[OwnedWeight]
 ) -> tuple[DelayedScaling | None, dict[OwnedWeight, tuple[int, int]]]:
-    """Delayed scales of every linear that computes in FP8, and the places of its two: input and output gradient."""
+    """Delayed scales of all linears that compute in FP8, and each one's two places: input and output gradient."""
     users = [weight for weight in weights if weight.fp8]
     if fp8.recipe != "delayed" or not users:
         return None, {}
@@ -173,7 +173,7 @@ def _operand_scales(
 
 
 def _our_param_groups(model_chunks, ours: set[torch.Tensor], config, overrides) -> list[dict]:
-    """Megatron's own parameter groups, for exactly the parameters that it does not see; the same ones on all ranks."""
+    """Megatron's own parameter groups, for just the parameters that it does not see; the same groups on all ranks."""
     flags = [(p, p.requires_grad) for chunk in model_chunks for p in chunk.parameters()]
     try:
         for param, _ in flags:
@@ -187,7 +187,7 @@ def _our_param_groups(model_chunks, ours: set[torch.Tensor], config, overrides) 
 
 
 def _finalize_with(engine: EngineOptimizer, model_config) -> None:
-    """Reduce our gradients where Megatron finishes its own."""
+    """Reduce our gradients when Megatron finishes its own."""
 
     stock = model_config.finalize_model_grads_func or finalize_model_grads
 

@@ -1,25 +1,25 @@
-"""Where weight gradients are while micro-batches add to them: in FP32, BF16 or FP8 (`--fp8-grad-accum`).
+"""Storage of weight gradients while micro-batches add to them: in FP32, BF16 or FP8 (`--fp8-grad-accum`).
 
     fp32    G <- G + dW                       4 bytes an element
     bf16    G <- BF16(G + dW)                 2
     fp8     G <- SR(G + BF16(dW))             1 + 1/128: BlockScaled, E4M3 with a power of two for 128 elements
 
-The first micro-batch of a step overwrites, the others add.  In FP32 and BF16 the GEMM adds what its FP32 sums are
-(if a backend cannot, dW is rounded to G's type first; some of cuBLASLt's kernels do so too: docs/decisions.md).
+The first micro-batch of a step overwrites, the others add.  In FP32 and BF16 the GEMM adds its FP32 sums to G.  If a
+backend cannot, dW is rounded to G's type first; some of cuBLASLt's kernels do so too (docs/decisions.md).
 
-In E4M3 an addition rounds to 4 significant bits: with rounding to nearest, a contribution below 1/16 of what is there
-would vanish, and the sum would stall.  SR, stochastic rounding, goes up or down with the probability that makes the
-mean right, so small contributions survive in expectation; its noise is the price, and it grows with the number of
-micro-batches (docs/gradients.md has both, measured).  The first write rounds to nearest: nothing is there to stall on,
-and the error is smaller.
+In E4M3 an addition rounds to 4 significant bits.  Rounded to nearest, a contribution below 1/16 of the stored value
+would vanish, and the sum would stall.  SR, stochastic rounding, goes up or down with the probabilities that make the
+mean right.  So small contributions survive in expectation.  The price is noise, which grows with the number of
+micro-batches (docs/gradients.md has both, measured).  The first write rounds to nearest: it cannot stall, and its error
+is smaller.
 
-The noise is a hash of the element's index and of a seed made of the run's seed, the step, the micro-batch, the
-data-parallel rank and the weight: a run that restarts from a checkpoint draws the same.
+The noise is a hash of the element's index and of a seed. The seed is made of the run's seed, the step, the micro-batch,
+the data-parallel rank and the weight. So a run that restarts from a checkpoint draws the same noise.
 
 A NaN or an infinity in dW stays visible in G: in FP8 as a NaN.
 
-A `GradSink` is a weight's place in a store. It takes dW as an gemm.Product, a GEMM that has not run, and the store says
-how it runs: into its memory, accumulating there, or out of it to be added in FP8.
+A `GradSink` is a weight's place in a store. It takes dW as a gemm.Product, a GEMM that has not run. The store decides
+how it runs: into the store's memory, accumulating there, or into memory of its own, to be added in FP8.
 """
 
 import functools
@@ -50,7 +50,7 @@ class DenseStore:
         product.compute(into=sink.place, accumulate=sink.adds > 0)
 
     def clear(self, start: int, numel: int) -> None:
-        """Zero some elements: of padding, or a weight that no micro-batch of this step had a gradient for."""
+        """Zero some elements: padding, or a weight that got no gradient in this step."""
         self._values[start : start + numel].zero_()
 
     def dense(self) -> torch.Tensor:
@@ -58,12 +58,12 @@ class DenseStore:
         return self._values
 
     def local(self) -> Stages:
-        """What is stored, as a reduced gradient: of a data-parallel group of one."""
+        """The stored gradients as a reduced gradient, for a data-parallel group of one."""
         yield from ()
         return DenseShard(self._values), []
 
     def remember(self) -> Callable[[], None]:
-        """What puts back where the gradients lie now."""
+        """A function that puts back the present place of the gradients."""
         return lambda: None
 
     def to_send(self) -> tuple[PackedBlocks, PackedBlocks | None]:
@@ -74,11 +74,11 @@ class DenseStore:
         return sent, PackedBlocks(room)
 
     def keep_received(self, received: PackedBlocks) -> None:
-        """Gradients in FP8 have come from all ranks: they are in the storage, or in memory of their own."""
+        """Gradients in FP8 have come from all ranks. They lie in the storage, or in memory of their own."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is allocated."""
+        """The tensors that are allocated."""
         return [self._values]
 
 
@@ -92,7 +92,7 @@ class BlockStore:
         self._packed = PackedBlocks.zeros(shards, m, device)
 
     def add(self, product: gemm.Product, sink: "GradSink") -> None:
-        """Add a gradient, rounded to BF16, with noise of the sink's; the first of a step overwrites, to nearest."""
+        """Add a gradient, rounded to BF16, with the sink's noise. A step's first overwrites, to nearest."""
         gradient = product.compute(dtype=torch.bfloat16).view(-1)
         if sink.adds:
             ops.add_blocks(gradient, self._packed, sink.seed(), sink.start)
@@ -121,11 +121,11 @@ class BlockStore:
         return functools.partial(setattr, self, "_packed", self._packed)
 
     def to_send(self) -> tuple[PackedBlocks, PackedBlocks | None]:
-        """The gradients as they are; what is received has memory of its own."""
+        """The gradients as they are. Those that are received have memory of their own."""
         return self._packed, None
 
     def keep_received(self, received: PackedBlocks) -> None:
-        """What has come from all ranks takes the place of what was sent, if it is as large."""
+        """The received gradients replace those that were sent, if they have the same size."""
         if received.data.shape == self._packed.data.shape:
             self._packed = received
 
@@ -144,11 +144,11 @@ def grad_store(shards: int, m: int, storage: str, device) -> GradStore:
 
 
 class GradSink:
-    """Where one weight's gradients go: its elements of a store, counting the step's micro-batches in `adds`.
+    """Takes one weight's gradients: its elements of a store. `adds` counts the step's micro-batches.
 
-    identity: (run seed, data-parallel rank, and what tells the weight from all others), for the noise.
-    place: a view of these elements, of a store in FP32 or BF16, made once.
-    recorded: while a step is recorded, where its additions read their seeds; else None.
+    identity: (run seed, data-parallel rank, and numbers that only this weight has), for the noise.
+    place: a view of these elements in a store in FP32 or BF16, made once.
+    recorded: while a step is recorded, the memory from which its additions read their seeds; else None.
     """
 
     def __init__(self, store: GradStore, start: int, shape: torch.Size, identity: tuple[int, ...]):
@@ -163,7 +163,7 @@ class GradSink:
         self.step, self.adds, self.closed = step, 0, False
 
     def take(self, product: gemm.Product) -> None:
-        """Take the gradient of one micro-batch.  RuntimeError if it comes when the step's gradients are on the wire."""
+        """Take the gradient of one micro-batch.  RuntimeError if the step's gradients have already been sent."""
         if self.closed:
             raise RuntimeError(
                 "a weight gradient came after its bucket had gone out (a weight that is used several times in a "
@@ -173,30 +173,31 @@ class GradSink:
         self.adds += 1
 
     def seed(self) -> Seed:
-        """Of the noise of the addition that comes."""
+        """The seed of the next addition's noise."""
         return self.seed_of(self.adds) if self.recorded is None else self.recorded.next(self)
 
     def seed_of(self, adds: int) -> tuple[int, int]:
-        """Of the noise of the step's addition number `adds`."""
+        """The seed of the noise of the step's addition number `adds`."""
         return noise_seed(*self.identity, self.step, adds)
 
     def close(self) -> None:
-        """No more gradients in this step; make it valid also if no micro-batch gave one."""
+        """No more gradients come in this step. If none came, the stored gradient becomes zero."""
         self.closed = True
         if self.adds == 0:
             self.store.clear(self.start, self.shape.numel())
 
 
 class RecordedSeeds:
-    """The seeds of a step's additions, in memory that its kernels read: so a graph can make the step again.
+    """The seeds of a step's additions, in memory that its kernels read. So a graph can run the step again.
 
-    Inside of `with seeds:` the sinks' additions are told where each reads its own; `fill` writes those of the step. The
-    memory is there before: what is allocated while a graph is recorded may have served others earlier in the step, and
-    would be overwritten by each replay.
+    Inside `with seeds:` each addition of the sinks is told where to read its seed; `fill` writes a step's seeds. The
+    memory is allocated before the recording: memory that is allocated during it may have served others earlier in the
+    step, and each replay would overwrite it.
 
     Args:
-        room: for how many additions; None: each is written when it is asked for, one by one. That is for the step
-            before the recorded one, which compiles kernels, for a recording may load none; `count` has their number.
+        room: for how many additions; None: each seed is written when it is asked for, one by one. That serves the step
+            before the recorded one, which compiles kernels, because a recording may load none; `count` has their
+            number.
     """
 
     def __init__(self, sinks: Iterable[GradSink], room: int | None = None):
@@ -225,7 +226,7 @@ class RecordedSeeds:
         return self._room is not None
 
     def next(self, sink: GradSink) -> torch.Tensor:
-        """Where (2,) int32 the sink's next addition reads its seed. RuntimeError if there is no room."""
+        """The place (2,) int32 from which the sink's next addition reads its seed. RuntimeError if no room is left."""
         at = self.count
         self._additions.append((sink, sink.adds))
         if self._room is None:

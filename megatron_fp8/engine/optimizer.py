@@ -1,9 +1,9 @@
 """Our part of Megatron's optimizer chain.
 
 Megatron trains with a ChainedOptimizer of parts that share one gradient norm, one clip and one step (chain.py).  The
-plugin appends `EngineOptimizer`: one fused pass of Adam(W) over the shards of the weight engine (ops/adam.py).  To the
-chain it looks like any part: weight decay, learning-rate rules and schedules are stock code on our param groups.  Our
-gradients never exist in FP32; the norm and the count of zeros are taken from the reduced buckets themselves
+plugin appends `EngineOptimizer`: one fused pass of Adam(W) over the shards of the weight engine (ops/adam.py). The
+chain treats it like any other part: weight decay, learning-rate rules and schedules are stock code on our param groups.
+Our gradients never exist in FP32. The norm and the count of zeros are computed from the reduced buckets
 (comm/reduce.py), and the pass clips by the norm as it reads.
 """
 
@@ -22,7 +22,7 @@ from .weight_set import WeightSet
 
 
 class Archive(Protocol):
-    """What checkpoints hold of the engine and the chain, and how they get it back (checkpoint/archive.py)."""
+    """Makes and loads what checkpoints hold of the engine and of the chain (checkpoint/archive.py)."""
 
     def engine_state(self, engine: "EngineOptimizer", model: dict, is_loading: bool, metadata: dict | None) -> dict: ...
 
@@ -50,7 +50,7 @@ class EngineOptimizer(MegatronOptimizer):
         steps: updates made; skipped steps do not count.
         update: the number of the update that is under way, or was made last.
         borrowed(chunk, state): other weights for a while (borrowed.py).
-        watch: of a run with --fp8-on-spike (monitor/watch.py): judges each step before it is made; else None.
+        watch: with --fp8-on-spike it judges each step before it is made (monitor/watch.py); else None.
     """
 
     is_stub_optimizer = False
@@ -68,7 +68,7 @@ class EngineOptimizer(MegatronOptimizer):
         self.sets, self.archive = sets, archive
         self.events, self.device = sets[0].parts.events, sets[0].parts.device
         self.buckets = [bucket for owned in sets for bucket in owned.buckets]
-        # Holds the groups whose lr and weight_decay Megatron's scheduler writes; its parameters are empty.
+        # Megatron's scheduler writes lr and weight_decay into its groups; its parameters are empty.
         groups = [{**option, "params": [torch.nn.Parameter(torch.empty(0))]} for option, _ in options]
         inner = torch.optim.Optimizer(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
         self._groups = list(zip(inner.param_groups, (buckets for _, buckets in options), strict=True))
@@ -102,7 +102,7 @@ class EngineOptimizer(MegatronOptimizer):
         self.clip = min(1.0, self.max_norm / (norm + 1e-6)) if self.max_norm > 0.0 else 1.0
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        return []  # `WeightSet.power_sum` has them: they never exist in FP32 all at once
+        return []  # `WeightSet.power_sum` reads them: they never exist in FP32 all at once
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -148,14 +148,14 @@ class EngineOptimizer(MegatronOptimizer):
         self.archive.load_engine(self, state_dict)
 
     def weights_changed(self) -> None:
-        """Own shards were written: have the others'."""
+        """This rank's shards were written: get the other ranks'."""
         for owned in self.sets:
             for gather in owned.gathers:
                 gather.begin()
         self._finish_gathers()
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Have all weights: stock is about to read some (evaluation, checkpoints, hashes of replicas)."""
+        """Get all weights: stock is about to read some (evaluation, checkpoints, hashes of replicas)."""
         self._finish_gathers()
 
     def _finish_gathers(self) -> None:

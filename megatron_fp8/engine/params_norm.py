@@ -1,8 +1,8 @@
 """--log-params-norm over weights that stock cannot read: stored in E4M3, or still on their way from other ranks.
 
-Stock sums the squares of each parameter's `main_param`, its FP32 master, or else of its own data.  A weight of ours has
-a main_param where its master is FP32 (bucket.py).  Any other lends stock one number in the place of its master: the
-norm of the weight as the model has it, whose square is the sum that stock wants.  One weight at a time is in BF16.
+Stock sums the squares of each parameter's `main_param`, its FP32 master; if it has none, those of its data. A weight of
+ours has a main_param if its master is FP32 (bucket.py). Any other lends stock one number in place of its master: the
+norm of the weight as the model has it. The square of that is the sum that stock wants. One weight at a time is in BF16.
 """
 
 import functools
@@ -14,7 +14,7 @@ from .owned_weight import owned_weights
 
 
 def readable(stock: Callable) -> Callable:
-    """What stands for Megatron's calc_params_l2_norm in a run with a level; collective, as gathers are finished."""
+    """Replaces Megatron's calc_params_l2_norm in a run with a level; collective, because gathers are finished."""
 
     @functools.wraps(stock)
     @torch.no_grad()

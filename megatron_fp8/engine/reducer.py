@@ -1,21 +1,21 @@
-"""When a bucket's gradients go out: as soon as its last gradient is there, while the backward pass goes on.
+"""When a bucket's gradients are sent: as soon as its last gradient is there, while the backward pass goes on.
 
-The backward pass finishes the weights in the order in which the buckets hold them.  In the last micro-batch, each
-weight that is done asks for its bucket; a bucket whose weights are all done is launched, and the backward's GEMMs and
-the wire work at the same time:
+The backward pass finishes the weights in the order in which the buckets hold them.  In the last micro-batch, when all
+of a bucket's weights have their gradient, the bucket is launched.  So the backward pass's GEMMs and the network work at
+the same time:
 
     compute   ... dgrad wgrad(L) dgrad wgrad(L-1) dgrad wgrad(L-2) ...        | norm, Adam
     wire                all-to-all(bucket 0)  all-to-all(bucket 1) ...  all-to-all(last)|
                                                                                   ^ all that is waited for
 
-A sum of several stages (two levels, no distributed optimizer, a shared scale) is driven on by one stage whenever the
-next bucket is launched: by then what it waits for is long done.  At most IN_FLIGHT buckets are under way: what they
-send and receive is held twice until they land.
+Some sums have several stages (two levels, no distributed optimizer, a shared scale).  Each launch of a bucket starts
+the next stage of the buckets before it: by then the stage before has long ended.  At most IN_FLIGHT buckets are under
+way, because until they land they hold both the bytes that they send and those that they receive.
 
-Buckets of a model chunk go out in their order, never out of turn: collectives must start in the same order on all
-ranks.  Which micro-batch is the last is Megatron's business: its schedules open DDP's `no_sync` for all others, and
-under a pipeline they say themselves when (`start_grad_sync`, but for --no-align-grad-reduce); a whole chunk goes out
-then.  Without --overlap-grad-reduce, and for what is left, everything goes out at the end.
+A model chunk's buckets go out in their order only: collectives must start in the same order on all ranks.  Megatron
+decides which micro-batch is the last: its schedules open DDP's `no_sync` for all others. Under a pipeline they also say
+when (`start_grad_sync`, unless --no-align-grad-reduce is given), and then a whole chunk goes out. Buckets that are
+left, and all of them without --overlap-grad-reduce, go out at the end.
 """
 
 import torch
@@ -43,7 +43,7 @@ class ChunkReducer:
 
     Attributes:
         buckets: the chunk's buckets, in backward order.
-        on_gradient: what their weights are to call after each gradient, or None.
+        on_gradient: their weights call it after each gradient; None: nothing is to be called.
     """
 
     def __init__(self, chunk, overlap: bool):
@@ -56,7 +56,7 @@ class ChunkReducer:
             self._launch_when_stock_does()
 
     def add(self, bucket: Bucket) -> None:
-        """Reduce this one too, after those that are there."""
+        """Reduce this bucket too, after those that are there."""
         self.buckets.append(bucket)
 
     def begin_step(self, step: int) -> None:
@@ -78,14 +78,14 @@ class ChunkReducer:
 
     def _arrived(self, weight: OwnedWeight) -> None:
         """`weight` has a new gradient."""
-        # A weight that was used several times has its gradient when all uses are done.
+        # A weight that was used several times has its whole gradient when all uses are done.
         if weight.pending == 0 and self._is_last_microbatch():
             self._done.add(weight)
             while self._launched < len(self.buckets) and self._done.issuperset(self.buckets[self._launched].weights):
                 self._launch(IN_FLIGHT)
 
     def _is_last_microbatch(self) -> bool:
-        """Whether stock's buckets expect their last gradient; never if stock has none to ask."""
+        """Whether stock's buckets expect their last gradient; False if stock has no bucket."""
         stock = self.chunk.bucket_groups + self.chunk.expert_parallel_bucket_groups
         return bool(stock) and all(group.is_last_microbatch for group in stock)
 

@@ -5,8 +5,8 @@
     Fp32      the plain FP32 reduce-scatter or all-reduce (`fp32`)
     Shared    the paper's: one scale for all ranks, summed in FP8, moved by mu (`shared`, comm/shared.py)
 
-A bucket calls `start` once a step, when its last gradient is there (reducer.py). The weights of a set have one
-reduction; what one remembers from step to step, mu, is asked for here, and no other way pays for it.
+A bucket calls `start` once a step, when its last gradient is there (reducer.py). The weights of a set share one
+reduction. Only `Shared` remembers something from step to step, mu; no other way pays for it.
 """
 
 from typing import TYPE_CHECKING
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
 
 
 class Reduction:
-    """What all ways share: nothing to remember.
+    """The interface of all ways, with nothing to remember.
 
     Attributes:
         shared: the state of the paper's reduction, or None.
-        adapts: whether mu moves with the gradients, so that a run that goes on takes it from its checkpoint.
+        adapts: whether mu moves with the gradients; then a resumed run takes mu from its checkpoint.
     """
 
     shared: SharedScale | None = None
     adapts = False
 
     def start(self, bucket: "Bucket") -> Stages:
-        """Sum the bucket's gradients: stages under way, to a shard that the optimizer reads (`bucket.Reduced`)."""
+        """Sum the bucket's gradients: stages that end in a shard for the optimizer to read (`bucket.Reduced`)."""
         raise NotImplementedError
 
     def begin_step(self) -> None:
-        """A step begins; the one before may have been skipped."""
+        """A step begins. The step before may have been skipped."""
 
     def end_step(self, step: int) -> None:
         """Step 1, 2, ... is made."""
 
     def mu(self, weights: int, device: torch.device) -> torch.Tensor:
-        """mu (weights,) FP32 of the set's weights, to save; 0 is none."""
+        """mu (weights,) FP32 of the set's weights, to save; 0: a weight has none."""
         return torch.zeros(weights, device=device)
 
     def load_mu(self, mu: torch.Tensor) -> None:
-        """The reverse, if it adapts."""
+        """Take mu from a checkpoint, if it adapts."""
 
 
 class Local(Reduction):
-    """Of a data-parallel group of one."""
+    """For a data-parallel group of one."""
 
     def start(self, bucket: "Bucket") -> Stages:
         return bucket.grads.local()
@@ -78,14 +78,14 @@ class Block(Reduction):
 
 
 class Fp32(Reduction):
-    """As stock's."""
+    """In FP32, as stock."""
 
     def start(self, bucket: "Bucket") -> Stages:
         return reduce_fp32(bucket.grads.dense().float(), bucket.group, bucket.sharded)
 
 
 class Shared(Reduction):
-    """The paper's; the place of each weight in `shared` is its place in `weights`, those of a bucket consecutive."""
+    """The paper's. A weight's place in `shared` is its place in `weights`; a bucket's places are consecutive."""
 
     shared: SharedScale
 
@@ -116,7 +116,7 @@ class Shared(Reduction):
 def reduction(
     fp8: Fp8Config, weights: list[OwnedWeight], of: WeightGroups, sharded: bool, device: torch.device
 ) -> Reduction:
-    """What the flags ask for, of a set's weights in the order of its buckets; collective over the world."""
+    """The reduction that flags ask for. weights: a set's, in its buckets' order. Collective over the world."""
     if fp8.grad_reduce == "shared":
         sizes = [weight.param.numel() for weight in weights]
         return Shared(SharedScale(fp8.grad_scaling, sizes, of.data, of.sharing, sharded, device), weights)

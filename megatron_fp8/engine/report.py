@@ -1,10 +1,10 @@
-"""What a run holds and sends, measured: bytes a parameter by kind, bytes on the wire a step.
+"""The memory and the traffic of a run, measured: bytes a parameter by kind, bytes sent a step.
 
-Sizes are read off the tensors that exist, stock Megatron's and ours alike, on this rank, and divided by the
-number of parameters on this rank.  Shards count as what they are here: at a data-parallel size of R, a sharded
-FP32 moment costs 4/R bytes.  The wire: our collectives count themselves (comm/wire.py); stock's are two a
-step over buffers of known size, a gradient reduce-scatter and a weight all-gather (an all-reduce without the
-distributed optimizer).  Of tensor-parallel traffic our linears' is counted; pipeline-parallel traffic is not.
+Sizes are those of the tensors that exist on this rank, stock Megatron's and ours, divided by the number of parameters
+on this rank.  A shard counts with its size here: at a data-parallel size of R, a sharded FP32 moment costs 4/R bytes.
+Traffic: our collectives count themselves (comm/wire.py).  Stock has two a step over buffers of known size, a gradient
+reduce-scatter and a weight all-gather (or one all-reduce without the distributed optimizer).  Tensor-parallel traffic
+counts if it is our linears'; pipeline-parallel traffic does not count.
 
 With the environment variable MEGATRON_FP8_REPORT=FILE rank 0 writes both as JSON when it exits.
 """

@@ -1,4 +1,4 @@
-"""What the weights of one set share: made before their buckets, and given to each weight when it is attached."""
+"""What the weights of one set share. It is made before their buckets, and each weight gets it when it is attached."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ class SetParts:
     Attributes:
         of: the set's process groups and names.
         fp8: the run's configuration.
-        sharded: whether each data-parallel rank owns a row of a bucket, or all of it.
+        sharded: whether each data-parallel rank owns one row of a bucket; else it owns all of it.
         reduction: how the gradients are summed.
         events, scratch, device: the engine's.
-        scaling, slots: delayed scaling of the linears' operands, or None, and the places of each weight's two in it.
-        weight_scaling, places: the scales of the weights that are stored in E4M3, or None, and the place of each one's.
+        scaling, slots: delayed scaling of the linears' operands, or None; and each weight's two places in it.
+        weight_scaling, places: the scales of the weights that are stored in E4M3, or None; and each weight's place.
     """
 
     of: WeightGroups

@@ -1,14 +1,14 @@
-"""The end of a step without a wait: stock asks the GPU for what every rank knows.
+"""The end of a step without a wait: stock asks the GPU for numbers that every rank knows.
 
     stock   norm | wait | Adam | taken everywhere? | wait | the norm everywhere? | wait | begin the next step | forward
     here    norm | wait | Adam | forward
 
-After the step stock reduces over the model-parallel group whether it was taken, the gradient norm and the learning
-rate, since parts of a model may be frozen on some ranks. That is done on the GPU, so that the host waits for all of
-Adam, and then the GPU for the host. Under a level they are the same on all ranks: a chain of ours takes a step, or not,
-by the norm, and that is one number (chain.py). Whether all ranks have such a chain is asked once.
+After a step stock reduces three things over the model-parallel group: whether the step was taken, the gradient norm and
+the learning rate. Parts of a model may be frozen on some ranks. Stock reduces on the GPU, so the host waits for all of
+Adam, and then the GPU waits for the host. Under a level the three are the same on all ranks: our chain decides by the
+norm whether it takes a step, and the norm is one number (chain.py). Whether all ranks have such a chain is asked once.
 
-At every --log-interval steps the host waits for the GPU all the same.
+Every --log-interval steps the host still waits for the GPU.
 """
 
 import functools
@@ -18,15 +18,15 @@ import torch
 
 
 class SameEverywhere:
-    """What stands for training.logical_and_across_model_parallel_group and reduce_max_stat_across_model_parallel_group
-    in a run with a level."""
+    """Replaces training.logical_and_across_model_parallel_group and reduce_max_stat_across_model_parallel_group in a
+    run with a level."""
 
     def __init__(self) -> None:
         self.here = False  # whether this rank's optimizer is a chain of ours
         self._everywhere: bool | None = None
 
     def logical_and(self, stock: Callable) -> Callable:
-        """Of whether the step was taken."""
+        """Whether the step was taken."""
 
         @functools.wraps(stock)
         def logical_and_across_model_parallel_group(input, group=None) -> bool:
@@ -37,8 +37,8 @@ class SameEverywhere:
         return logical_and_across_model_parallel_group
 
     def largest(self, stock: Callable) -> Callable:
-        """Of the gradient norm, --log-num-zeros-in-grad and, for the log, the learning rate, which stock's aligned
-        parameter groups have on every rank or on none; in FP32, as they come back from the GPU."""
+        """The gradient norm, --log-num-zeros-in-grad and, for the log, the learning rate; in FP32, as they come back
+        from the GPU. Stock aligns its parameter groups, so either every rank has a learning rate or none has."""
 
         @functools.wraps(stock)
         def reduce_max_stat_across_model_parallel_group(stat, group=None):

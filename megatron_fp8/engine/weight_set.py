@@ -1,4 +1,4 @@
-"""One set of weights at work: its buckets, what sums and gathers them, and the scales that it agrees on.
+"""One set of weights in a run: its buckets, their sums and gathers, and the scales that its ranks agree on.
 
 A step, as EngineOptimizer drives every set through it:
 
@@ -66,7 +66,7 @@ class WeightSet:
         self.reduction.begin_step()
 
     def sum_gradients(self, num_tokens: torch.Tensor | None) -> None:
-        """Reduce what has not been; `num_tokens` (global, on the device) divides the gradients if given."""
+        """Reduce the remaining buckets; `num_tokens` (global, on the device) divides the gradients if given."""
         for reducer in self.reducers:
             reducer.launch_rest()
         for reducer in self.reducers:
@@ -85,8 +85,8 @@ class WeightSet:
     def damage(self) -> torch.Tensor:
         """0-d FP32: 0, or NaN if the last step wrote a weight or a second moment that is not finite.
 
-        Its gradients were finite, or it would have been skipped: so a moment or a master had been damaged. A weight of
-        2^64 counts too: BF16's infinity and a negative remainder make 3.4e38.
+        The step's gradients were finite, or it would have been skipped. So a moment or a master was damaged before. A
+        weight of 2^64 counts too: BF16's infinity and a negative remainder make 3.4e38.
         """
         written = [bucket.largest.view(1) for bucket in self.buckets if bucket.scaling is None]
         if self.weight_scaling is not None:
@@ -103,7 +103,7 @@ class WeightSet:
         return torch.stack(counts).sum()
 
     def end_update(self, steps: int) -> None:
-        """Update number `steps` is made on every bucket: gather the weights, agree on amaxes."""
+        """Update number `steps` is made on all buckets: gather the weights, agree on amaxes."""
         for gather in self.gathers:
             gather.begin()
         if self.weight_scaling is not None:
@@ -113,12 +113,13 @@ class WeightSet:
         self.reduction.end_step(steps)
 
     def finish_gathers(self) -> None:
-        """Have all weights."""
+        """Get all weights."""
         for gather in self.gathers:
             gather.finish()
 
     def remember(self) -> Callable[[], None]:
-        """What puts back what is known now, when the gradients are summed: for a step that a graph makes again."""
+        """A function that puts back what is known now, after the gradients are summed, when a graph runs the step
+        again."""
         grad_scale = self.grad_scale
         parts = [bucket.remember() for bucket in self.buckets] + [gather.remember() for gather in self.gathers]
 
