@@ -1,19 +1,19 @@
 """The weight engine: flat buffers for the weights, gradients and optimizer state of the FP8 linears.
 
-One `Bucket` for some linears of a model chunk, in backward order, all of one Megatron parameter group (the same weight
-decay and learning-rate rules):
+A `Bucket` holds some linears of a model chunk, in backward order. All belong to one Megatron parameter group (the same
+weight decay and learning-rate rules):
 
     weight      BF16 or E4M3   |  W0  |   W1   | W2 | ... | pad |     each linear's parameter is a view of it
     gradients   1 to 4 bytes   the same layout (grad_store.py)
     rows                       | rank 0 | rank 1 | ... | rank R-1 |   partition.py says where each weight starts
     master, m, v               this rank's row only (everything, without the distributed optimizer): bucket_states.py
 
-A step: micro-batches add to the gradients; these are summed over data parallelism for the owner of each row
-(`launch`, `advance`, `land`: started, driven on, waited for); one pass of Adam reads that sum and updates state and
-weight (`step`); the rows of the others are gathered (`gather`, `land_weights`).  A bucket is the unit of all of it.
+A step: micro-batches add to the gradients. The gradients are summed over data parallelism, each row for its owner
+(`launch` starts the sum, `advance` its next stage, `land` waits). One pass of Adam reads the sum and updates states and
+weights (`step`). Then the other ranks' rows are gathered (`gather`, `land_weights`). All of this goes bucket by bucket.
 
-The gradient of a parameter has the meaning that Megatron's own buffers give it: the mean over data-parallel
-(and context-parallel) ranks, or, with --calculate-per-token-loss, the sum divided by the number of tokens.
+A parameter's gradient has the same meaning as in Megatron's own buffers: the mean over data-parallel (and
+context-parallel) ranks, or, with --calculate-per-token-loss, the sum divided by the number of tokens.
 
 A weight in E4M3 has one scale, a power of two (numerics/scaling.py, `WeightScaling`).
 """
@@ -40,7 +40,7 @@ from .owned_weight import OwnedWeight
 from .partition import place
 from .set_parts import SetParts
 
-# Elements of which a master is made at a time: a linear of 175B took seven copies of it in FP32, more than its step.
+# Elements of a master that are made at once. A linear of 175B took seven copies of itself in FP32, more than its step.
 _AT_ONCE = 1 << 24
 
 Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
@@ -50,20 +50,20 @@ class Bucket:
     """The flat buffers of some linears, all with BF16 or all with E4M3 weights.
 
     Args:
-        weights: in backward order, with BF16 parameters, which the bucket takes over. Those that are stored in E4M3
+        weights: in backward order, with BF16 parameters, which the bucket takes over. If they are stored in E4M3, they
             have consecutive places in their set's scales.
         parts: what their set shares; its data-parallel group, of R ranks, is `group`.
         on_gradient: called with a weight after each of its gradients, or None.
 
     Attributes:
         of: the set's process groups.
-        sharded: whether each rank owns a row, or all.
+        sharded: whether each rank owns one row; else it owns all.
         scaling: the scales of E4M3 weights, or None.
         spans: (OwnedWeight, start, end) of each weight in the flat buffers, in elements.
         shard: this rank's part of the flat buffers, padding included.
         exp_avg, exp_avg_sq, master: states of the shard.
-        largest: 0-d FP32, of BF16 weights the largest magnitude that any step wrote here; not finite if a weight or
-            a second moment was not. (Of E4M3 ones `scaling` has it.)
+        largest: 0-d FP32, for BF16 weights: the largest magnitude that any step wrote here; not finite if a weight or
+            a second moment was not. (For E4M3 weights `scaling` has it.)
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Bucket:
             load = None if scaling is None else functools.partial(self.load, i)
             weight.attach(parts, load=load, sink=sink, on_gradient=on_gradient)
             self.load(i, values)
-            if fp8.master == "fp32":  # what --log-params-norm looks at
+            if fp8.master == "fp32":  # --log-params-norm looks at it
                 lo, hi = self._owned(start, stop)
                 weight.param.main_param_sharded = self.sharded
                 weight.param.main_param = self.part("master", lo, hi) if lo < hi else None
@@ -116,7 +116,7 @@ class Bucket:
         return lo - self.shard.start, hi - self.shard.start
 
     def pieces(self) -> list[tuple[int, int, int]]:
-        """(index of a weight, start, stop) of what the shard holds of each, counted from the shard's start."""
+        """(index of a weight, start, stop) of each weight's part in the shard, counted from the shard's start."""
         cuts = [(i, *self._owned(start, stop)) for i, (_, start, stop) in enumerate(self.spans)]
         return [(i, lo, hi) for i, lo, hi in cuts if lo < hi]
 
@@ -131,7 +131,7 @@ class Bucket:
         """Start to sum the gradients over data parallelism."""
         for sink in self._sinks:
             sink.close()
-        for start, stop in self.gaps:  # what a reduction received may lie in the padding
+        for start, stop in self.gaps:  # the padding may hold bytes that a reduction received
             self.grads.clear(start, stop - start)
         stages = self.parts.reduction.start(self)
         for look in self.parts.events.reducing:
@@ -144,7 +144,7 @@ class Bucket:
             self._flight.advance()
 
     def land(self) -> None:
-        """Have the current stream wait for the sum: `reduced`."""
+        """Let the current stream wait for the sum, `reduced`."""
         if self._flight is not None:
             self._reduced, self._flight = self._flight.land(), None
 
@@ -185,8 +185,8 @@ class Bucket:
 
     @functools.cached_property
     def _steps(self) -> list[tuple[int, int, int, tuple[State, State, State], torch.Tensor]]:
-        """What a step takes together, with views that are made once: (index of a weight, start, stop, the averages and
-        the master, the weight); each weight's piece, or without scales the whole shard at once."""
+        """The calls of Adam in a step, with views that are made once: (index of a weight, start, stop, the averages and
+        the master, the weight). One call for each weight's piece; without scales, one for the whole shard."""
         whole = [(0, 0, self.shard.stop - self.shard.start)]
 
         def parts(lo: int, hi: int) -> tuple[State, State, State]:
@@ -203,7 +203,7 @@ class Bucket:
             self._arrival = wire.all_gather_weights(self.weight, self.group)
 
     def land_weights(self) -> None:
-        """Have the current stream wait for `gather`."""
+        """Let the current stream wait for `gather`."""
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
@@ -211,15 +211,15 @@ class Bucket:
             weight.gathered()
 
     def _changed(self) -> None:
-        """The weights are others now, or their scales."""
+        """Tell the weights that their values or scales have changed."""
         for i, weight in enumerate(self.weights):
             weight.changed(None if self.scaling is None else self.scaling.slot_scale_inv(self._first + i))
 
     @torch.no_grad()
     def load(self, i: int, values: torch.Tensor) -> None:
-        """Set weight i, and what this rank has of its master, to `values` (N, K) of any float type.
+        """Set weight i, and this rank's part of its master, to `values` (N, K) of any float type.
 
-        Of E4M3 weights all ranks of the scaling's group must come here together.
+        If the weight is E4M3, it is collective over the scaling's group.
         """
         weight, start, stop = self.spans[i]
         flat = values.to(self.weight.device).flatten()
@@ -253,8 +253,8 @@ class Bucket:
     def write(self, name: str, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
         """Set weight i's part of a state, in the shard's lo .. hi, to `values` FP32 of a checkpoint.
 
-        Its weight is loaded already. A master from which the weight is rounded, or which the weight is part of, sets
-        the weight too; a coarser one leaves it: weights are rounded from what Adam computed, not from what it stored.
+        The weight is loaded already. A master in FP32 or with a remainder sets the weight too. A coarser one leaves it:
+        weights are rounded from the values that Adam computed, not from those that it stored.
         """
         part = self.part(name, lo, hi)
         if name != "master":
@@ -265,13 +265,13 @@ class Bucket:
             write_state(part, values)
 
     def scale_and_amax(self, i: int) -> torch.Tensor:
-        """(2,) of the E4M3 weight i, as they are between two steps."""
+        """(2,): scale and amax of the E4M3 weight i between two steps."""
         assert self.scaling is not None
         self.scaling.wait()
         return torch.stack([self.scaling.scale[self._first + i], self.scaling.amax[self._first + i]])
 
     def rescale(self, i: int, scale: torch.Tensor, amax: torch.Tensor) -> None:
-        """Give the E4M3 weight i the scale and amax that it had when it was saved; all of it, with the same values."""
+        """Give the E4M3 weight i the scale and amax that it had when it was saved. Its values stay the same."""
         weight, start, stop = self.spans[i]
         assert self.scaling is not None and weight.stored is not None
         values = weight.stored.dequantize().flatten()
@@ -298,7 +298,7 @@ class Bucket:
 
     @torch.no_grad()
     def reload_masters(self) -> None:
-        """Masters from BF16 weights, after these were loaded from a checkpoint (E4M3 ones come with `load`)."""
+        """Make masters from BF16 weights that a checkpoint has set (`load` makes those of E4M3 weights)."""
         if self.scaling is None:
             for i, lo, hi in self.pieces():
                 self.encode(i, lo, hi, self.weight[self.shard][lo:hi].float())
@@ -306,7 +306,7 @@ class Bucket:
 
     @torch.no_grad()
     def unsharded(self, values: torch.Tensor) -> torch.Tensor:
-        """A shard's FP32 values -> those of the whole flat buffer, on every rank (for checkpoints)."""
+        """A shard's FP32 values -> the whole flat buffer's, on every rank (for checkpoints)."""
         if not self.sharded:
             return values
         full = values.new_empty(self.numel)
@@ -323,11 +323,12 @@ class Bucket:
 
 
 def dithered(values: torch.Tensor, identity: tuple[int, ...]) -> torch.Tensor:
-    """FP32 numbers that `values` (n,) BF16 may be the roundings of: within half an ulp of them, evenly; others as they
-    are. identity: of the weight, for the noise.
+    """FP32 numbers that round to `values` (n,) BF16, drawn evenly within half an ulp of them; values of another type
+    come back as they are. identity: the weight's, for the noise.
 
-    A BF16 number has four bits more than E4M3, so one in sixteen lies just between two E4M3 numbers, where the smallest
-    update moves the weight by a whole ulp: a first step of 1e-5 would act like one of 4.5e-5 (docs/decisions.md).
+    A BF16 number has four bits more than an E4M3 one. So one in sixteen lies just between two E4M3 numbers, and there
+    the smallest update moves the weight by a whole ulp: a first step of 1e-5 would act like one of 4.5e-5
+    (docs/decisions.md).
     """
     if values.dtype != torch.bfloat16:
         return values

@@ -6,7 +6,7 @@
     fp16         Block16: FP16, a power of two for 128 elements                       2 + 1/128
     fp8          BlockScaled: E4M3, a power of two for 128 elements; of exp_avg_sq    1 + 1/128
                  the root is stored
-    remainder    int16, what the weight lacks of the master                           2
+    remainder    int16, the difference between master and weight                      2
 
 ops/adam.py steps them; numerics/master.py says what each keeps.
 """

@@ -4,21 +4,22 @@ R, m and F are those of partition.py. If nothing has to be cut,
 
     m <= (4/3 - 1/(3 R)) * the best that any placement of whole weights reaches        (and then up to 2,048's multiple)
 
-The paper stops there, so m is at least the largest weight. With more ranks than weights that is far above the share:
-7B at DP 256 has a share of 1.5 * 4096^2 and weights of 4 * 4096^2; R * m is 17.2 G elements for 6.4 G. So here a weight
-that is larger than a row is cut: such weights lie back to back over the first rows, and the rest is greedy over what
-is left, the last of these rows included. m is found by bisection: the packing fits there, and not in rows of 2,048
-less. It is never above the paper's m, from which on nothing is cut, and
+The paper stops there, so its m is at least the largest weight. With more ranks than weights that is far above the
+share: 7B at DP 256 has a share of 1.5 * 4096^2 and weights of 4 * 4096^2; R * m is 17.2 G elements for 6.4 G. So here a
+weight that is larger than a row is cut. Such weights lie back to back over the first rows. The others are placed
+greedily in the room that is left, which includes the rest of the last of these rows. m is found by bisection: the
+packing fits in rows of m, and not in rows of 2,048 less. m is never above the paper's, because in rows as large as the
+paper's nothing is cut, and
 
     m <= 2 F
 
-Proof, that m = 2 F fits, with cut weights of B elements in all: fewer than R - B/F weights are larger than F and not
-cut, and at least that many rows are empty, so each has its own; a weight of at most F then goes to the row with the
-least, which is below the mean, and that is at most F. Near 2 are R + 1 equal weights on R ranks, which whole weights
-cannot avoid: even can. 7B at DP 256 comes to m = 1.046 F.
+Proof that m = 2 F fits. Let the cut weights have B elements in all. Fewer than R - B/F weights are larger than F and
+not cut, and at least that many rows are empty, so each gets its own row. A weight of at most F then goes to the row
+with the smallest load, which is below the mean, and the mean is at most F. R + 1 equal weights on R ranks come near 2
+F: whole weights cannot avoid that, even can. 7B at DP 256 comes to m = 1.046 F.
 
-Whole weights need one bucket for a model chunk (few weights balance badly), so greedy gives up what buckets are for:
-with it nothing is sent before the chunk's last gradient is there. even has one bucket for each of Megatron's.
+Whole weights need one bucket for a model chunk, because few weights balance badly. So greedy loses the use of buckets:
+nothing is sent before the chunk's last gradient is there. even has one bucket for each of Megatron's.
 
 Sources: FP8-LM (arXiv 2310.18313) section 2.3; the bound of largest-first: R. L. Graham, Bounds on multiprocessing
 timing anomalies, 1969.

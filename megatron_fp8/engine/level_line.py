@@ -1,4 +1,4 @@
-"""The line of the log that says what of a run is in FP8: it stands before the first iteration's, where people look."""
+"""The log line that says which parts of a run are in FP8. It comes just before the first iteration's line."""
 
 from ..flags.config import Fp8Config
 from .names import ranges
@@ -9,7 +9,7 @@ _WIRES = {"block": "FP8 blocks", "shared": "FP8 of one scale", "fp32": "FP32"}
 
 
 def level_line(fp8: Fp8Config, chunks, gemms: str) -> str:
-    """Of the whole model: collective as `told_of_all`. gemms: who computes those in FP8."""
+    """The line, about the whole model; collective as `told_of_all`. gemms: the name of the FP8 GEMMs' backend."""
     linears = dict(told_of_all(chunks, lambda weight: (weight.name, weight.fp8)))
     kept = [name for name, in_fp8 in linears.items() if not in_fp8]
     count = len(linears) - len(kept)

@@ -1,14 +1,13 @@
-"""A weight that the engine owns: what its linear holds of it.
+"""A weight that the engine owns, as its linear sees it.
 
-The linear asks: for the weight as a GEMM reads it (`dense`, `quantized`, `transposed`), to cast its operands with the
-scales that belong to it (`casts`), and to take a gradient (`take_gradient`). Where the bytes lie, who else has a part
-of them, and how gradients are stored and summed, the engine decides: a `Bucket` (bucket.py) takes the weight
-over. To stock Megatron the parameter is frozen (`requires_grad=False`): its DDP, gradient buffers and optimizer pass
-it by.
+The linear asks it for the weight as a GEMM reads it (`dense`, `quantized`, `transposed`), to cast its operands with the
+linear's scales (`casts`), and to take a gradient (`take_gradient`). The engine decides where the bytes lie, which ranks
+have parts of them, and how gradients are stored and summed: a `Bucket` (bucket.py) takes the weight over. To stock
+Megatron the parameter is frozen (`requires_grad=False`): its DDP, gradient buffers and optimizer ignore it.
 
-W is quantised once a step; stored in E4M3 (O3) it is taken as it is. W^T is made when dgrad needs it, in one scratch
-buffer that all weights of an engine share; `--keep-fp8-transpose-cache` keeps one a weight instead (a byte a weight
-for a pass a micro-batch).
+W is quantised once a step; if it is stored in E4M3 (O3), it is read as it is. W^T is made when dgrad needs it, in one
+scratch buffer that all weights of an engine share. `--keep-fp8-transpose-cache` keeps each weight's W^T instead: it
+costs a byte a weight and saves a pass a micro-batch.
 """
 
 import contextlib
@@ -38,11 +37,11 @@ if TYPE_CHECKING:
     from .weight_groups import WeightGroups
 
 INPUT, GRAD = 0, 1  # the two operands that a linear casts
-UNSEEN: Events = Unwatched()  # of a model without an engine
+UNSEEN: Events = Unwatched()  # for a model without an engine
 
 
 class Scratch:
-    """Memory for what lives until the next call on the same stream: one buffer, as large as the largest asked for.
+    """Memory that lasts until the next call on the same stream: one buffer, as large as the largest request.
 
     memory: the buffer, or None.
     """
@@ -64,7 +63,7 @@ class Scratch:
 
 
 class Casts:
-    """The scales of a linear's two operands: of their own amax, or delayed.
+    """The scales of a linear's two operands: from their own amax, or delayed.
 
     Attributes:
         scaling, slots: delayed scaling's state and the places of INPUT and GRAD in it; None for tensorwise.
@@ -100,7 +99,7 @@ class Casts:
         return ScaledTensor(payload, scale_inv, payload_t), scale
 
     def follow(self, role: int, x: torch.Tensor) -> None:
-        """Keep the delayed scale up to date of what a linear would cast that is out of FP8 for a while."""
+        """Keep a delayed scale up to date while its linear is out of FP8: x is what it would have cast."""
         if self.scaling is not None:
             self.scaling.record(self.slots[role], ops.amax(x))
 
@@ -110,21 +109,21 @@ class OwnedWeight:
 
     Set when the model is built:
         param: (N, K) BF16 or E4M3, frozen to stock Megatron (frozen.py).
-        path, layer_number: where it sits in the model.
-        expert: the number among all ranks of the expert that it belongs to, or None.
-        storage: "bf16" or "fp8", what the engine is to make of param.
+        path, layer_number: its place in the model.
+        expert: if it belongs to an expert, the expert's number among those of all ranks; else None.
+        storage: "bf16" or "fp8": the type that the engine will store param in.
         emulate: how a BF16 linear's operands are rounded, or None.
-        fp8: whether the GEMMs are FP8's: not with `--fp8-gemm bf16`, `--first-last-layers-bf16`, `--fp8-bf16-layers`,
-            nor for a while after a spike (`--fp8-on-spike bf16-fallback`); it changes between steps only.
+        fp8: whether the GEMMs are in FP8: not with `--fp8-gemm bf16`, `--first-last-layers-bf16`, `--fp8-bf16-layers`,
+            nor for a while after a spike (`--fp8-on-spike bf16-fallback`). It changes only between steps.
 
     Given by the engine (`attach`):
-        of: the set that it belongs to: its process groups and ranks; None without an engine.
-        sink: where its gradients go; None until an engine is attached, and if it is frozen.
+        of: its set: process groups and ranks; None without an engine.
+        sink: takes its gradients; None until an engine is attached, and if it is frozen.
         casts: the scales of its linear's operands.
         events, scratch: the engine's.
 
     Told by the engine as it goes on (`changed`, `await_gather`):
-        stored: of an E4M3 param, with its scale; None until the engine has made it.
+        stored: an E4M3 param with its scale; None until the engine has made it.
 
     Of the step:
         step: the number of the update, from 1.
@@ -164,17 +163,17 @@ class OwnedWeight:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """What tells the weight from others, for noise; () without an engine."""
+        """Numbers that no other weight has, for noise; () without an engine."""
         return () if self.of is None else self.of.identity(self, self.config.seed)
 
     @property
     def rank(self) -> int:
-        """What tells this replica of the weight from others, for noise."""
+        """The number of this replica of the weight, for noise; 0 without an engine."""
         return 0 if self.of is None else self.of.data.rank()
 
     @property
     def trained(self) -> bool:
-        """Whether it has gradients: unless a script has frozen it (frozen.py)."""
+        """Whether it has gradients: not if a script has frozen it (frozen.py)."""
         return not self.param.frozen
 
     def attach(
@@ -189,8 +188,8 @@ class OwnedWeight:
 
         Args:
             parts: what it shares with the others of its set.
-            load: what `load` calls, of a weight stored in E4M3.
-            sink: where its gradients go; None if it is frozen.
+            load: `load` calls it, if the weight is stored in E4M3.
+            sink: takes its gradients; None if it is frozen.
             on_gradient: called with this weight after each gradient.
         """
         self.of, self.events, self.scratch = parts.of, parts.events, parts.scratch
@@ -201,26 +200,26 @@ class OwnedWeight:
     def stand_beside(self, twin: "OwnedWeight", load: Callable[[torch.Tensor], None]) -> None:
         """Compute as `twin` does, the same weight of another model, with the scales of its casts.
 
-        load: what `load` calls if the weight is E4M3.
+        load: `load` calls it, if the weight is E4M3.
         """
         self.fp8, self.casts, self.scratch = twin.fp8, twin.casts, twin.scratch
         self.of, self._load = twin.of, load
 
     def belong_to_expert(self, number: int) -> None:
-        """The weight is one of this expert's; number: among the experts of all ranks."""
+        """The weight belongs to the expert of this number, among those of all ranks."""
         self.expert = number
 
     def begin_step(self, step: int) -> None:
-        """The step that makes this update begins. Raises UserError as `makes_gradient`."""
+        """The step begins that makes update number `step`. Raises UserError as `makes_gradient`."""
         self.step, self.pending, self.forwards = step, 0, [0, 0]
         self._check_unchanged()
 
     def evaluate_at(self, step: int) -> None:
-        """Forward passes from now on are those of an evaluation that no training goes before: as in this step."""
+        """Evaluations without training begin: from now on forward passes are as in this step."""
         self.step = step
 
     def makes_gradient(self) -> bool:
-        """Whether a backward pass makes a gradient of the weight, if one follows the forward pass that begins.
+        """Whether the backward pass of a forward pass that begins now would make a gradient of the weight.
 
         Raises UserError if a script has frozen or thawed the weight since the optimizer was built, or if there is
         no engine to train it.
@@ -237,7 +236,8 @@ class OwnedWeight:
         self.pending += 1
 
     def count_forward(self, keep: bool) -> int:
-        """A forward pass begins, and keeps what a backward pass needs or not: how many of its kind the step has had."""
+        """A forward pass begins. keep: whether it keeps tensors for a backward pass. Returns how many forward passes of
+        its kind the step has had before."""
         self.forwards[keep] += 1
         return self.forwards[keep] - 1
 
@@ -246,19 +246,19 @@ class OwnedWeight:
             refuse_changed(self.config.level, self.name, frozen=self.param.frozen)
 
     def keep_in_bf16(self) -> None:
-        """Leave it out of FP8: its GEMMs, what is stored, and what is emulated."""
+        """Leave it out of FP8: BF16 GEMMs, BF16 storage, no emulation."""
         self.fp8, self.storage, self.emulate = False, "bf16", None
 
     def compute_in_fp8(self, on: bool) -> None:
-        """From the next step on its GEMMs are FP8's, or BF16's."""
+        """From the next step on its GEMMs are in FP8 (`on`) or in BF16."""
         self.fp8 = on
 
     def move_to(self, memory: torch.Tensor) -> None:
-        """The parameter's values are those of `memory`, as many elements, from now on."""
+        """From now on the parameter's values lie in `memory`, which has as many elements."""
         self.param.data = memory.view(self.param.shape)
 
     def changed(self, scale_inv: torch.Tensor | None = None) -> None:
-        """The parameter has other values now; scale_inv (0-d FP32): of E4M3 ones, whose scale may be another too."""
+        """The parameter has other values now. scale_inv (0-d FP32): the present one, if it is E4M3."""
         if scale_inv is not None:
             self.stored = ScaledTensor(self.param.data, scale_inv)
         self.invalidate()
@@ -275,9 +275,9 @@ class OwnedWeight:
 
     @contextlib.contextmanager
     def lent(self, load: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """In here an E4M3 weight takes other values by `load`; its own scale and way to load come back at the end.
+        """Inside, an E4M3 weight takes other values by `load`. At the end its own scale and its own `load` come back.
 
-        Its own bytes must be in place again by then.
+        The caller must have put back its bytes by then.
         """
         stored, before, self._load = self.stored, self._load, load
         try:
@@ -295,7 +295,7 @@ class OwnedWeight:
         self._need = None
 
     def arrive(self) -> None:
-        """Have the weight here; before every use."""
+        """Wait until the weight is here; called before every use."""
         if self._need is not None:
             self._need()
 
@@ -321,7 +321,7 @@ class OwnedWeight:
         return self._quantized
 
     def transposed(self, w: ScaledTensor) -> ScaledTensor:
-        """W^T (K, N) of what `quantized` gave, valid until the next call on the same stream."""
+        """W^T (K, N). w: the result of `quantized`. Valid until the next call on the same stream."""
         n, k = w.payload.shape
         if self.config.keep_transpose_cache:
             if self._transposed is None:
@@ -332,9 +332,9 @@ class OwnedWeight:
     def cast(
         self, x: Castable, role: int, *, columns: bool, rows: bool = True, training: bool, group=None
     ) -> tuple[ScaledTensor, torch.Tensor]:
-        """x (M, K), an INPUT or a GRAD -> (its cast to the format of its role, in the layouts asked for; the scale).
+        """Cast x (M, K), an INPUT or a GRAD -> (q in its role's format and the layouts asked for, the scale).
 
-        In training its amax counts, and observers see it, and have the rows made.
+        In training its amax counts and observers see it; if there are any, rows are made too.
         group: the ranks that must use one scale, or None.
         """
         looks = self.events.cast if training else ()
@@ -360,7 +360,7 @@ class OwnedWeight:
             self._on_gradient(self)
 
     def export(self) -> torch.Tensor:
-        """What stands for the weight in a sharded state dict: the parameter, or of E4M3 a BF16 copy on the host."""
+        """The weight's tensor for a sharded state dict: the parameter, or if it is E4M3 a BF16 copy on the host."""
         self.arrive()
         if self.stored is None:
             return self.param
@@ -369,7 +369,7 @@ class OwnedWeight:
         return copy
 
     def in_model_state(self) -> torch.Tensor:
-        """What stands for the weight in the model's sharded state dict that was made last."""
+        """The weight's tensor in the model's sharded state dict that was made last."""
         return self._in_model_state()
 
     def cached_tensors(self) -> list[torch.Tensor]:
@@ -379,7 +379,7 @@ class OwnedWeight:
 
 
 def owners(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """(name, module) of those that hold an OwnedWeight, as `owned`."""
+    """(name, module) of the modules that hold an OwnedWeight, as `owned`."""
     return [(name, m) for name, m in root.named_modules() if isinstance(getattr(m, "owned", None), OwnedWeight)]
 
 
@@ -389,10 +389,10 @@ def owned_weights(modules: Iterable[torch.nn.Module]) -> list[OwnedWeight]:
 
 
 def told_of_all[T](chunks: Sequence[torch.nn.Module], tell: Callable[[OwnedWeight], T]) -> list[T]:
-    """What `tell` says of each FP8 linear's weight in the whole model; what is said twice stands once.
+    """The results of `tell` for the weights of all FP8 linears in the whole model, each result once.
 
     Collective over the ranks that have other parts of the model: its pipeline stages, and other experts' ranks. The
-    model knows them. `chunks` are this rank's, wrapped or not.
+    model knows them. chunks: this rank's, wrapped or not.
     """
     group = unwrap_model(chunks[0]).pg_collection.tp_ep_pp
     told = gathered([tell(weight) for weight in owned_weights(chunks)], group)
@@ -400,10 +400,10 @@ def told_of_all[T](chunks: Sequence[torch.nn.Module], tell: Callable[[OwnedWeigh
 
 
 def name_weights(chunks: Iterable[torch.nn.Module]) -> None:
-    """Give every weight its `path` in the model, the layer's number left out, and its `layer_number` from 1.
+    """Give every weight its `path` in the model, without the layer's number, and its `layer_number` from 1.
 
-    Numbers inside of a layer stay: they tell one expert from the next. An expert's is that of all ranks, not the one
-    that this rank's modules have.
+    Numbers inside a layer stay: they tell one expert from the next. An expert has its number among those of all ranks,
+    not the one that this rank's modules have.
     """
     for chunk in chunks:
         layers = {n: m for n, m in chunk.named_modules() if isinstance(m, TransformerLayer)}

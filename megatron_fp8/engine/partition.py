@@ -1,17 +1,17 @@
-"""Who owns what: where each weight starts in a bucket's flat buffer of R rows, row j being data-parallel rank j's.
+"""Partition: where each weight starts in a bucket's flat buffer of R rows. Data-parallel rank j owns row j.
 
-    row 0 | A A A A A A A A |      A weight is one contiguous span of the R * m elements, for its parameter is a view
-    row 1 | A A A C C . . . |      of it, and starts at a multiple of 128. A span over the end of a row is cut there.
-    row 2 | B B B B D D D . |      m is a multiple of 2,048. What no weight covers (.) is a gap: padding.
+    row 0 | A A A A A A A A |      A weight is one contiguous span of the R * m elements, because its parameter is a
+    row 1 | A A A C C . . . |      view of it. It starts at a multiple of 128. A span over a row's end is cut there.
+    row 2 | B B B B D D D . |      m is a multiple of 2,048. Elements that no weight covers (.) are gaps: padding.
 
-Every rank holds the whole buffer's weights and gradients, R * m elements, and the states of its own row, so both want a
-small m. F is the fair share: the smallest multiple of 2,048 that is at least sum(sizes) / R, and m >= F.
+Every rank holds the whole buffer's weights and gradients, R * m elements, and the states of its own row. So a small m
+is good for both. F is the fair share: the smallest multiple of 2,048 that is at least sum(sizes) / R, and m >= F.
 
-even: back to back. m = F < sum(sizes) / R + 2,048: the fullest rank is within 2,048 elements of the mean, in a
-bucket. The gap, less than R * 2,048, is at the end.
+even: back to back. m = F < sum(sizes) / R + 2,048: in a bucket the fullest rank is within 2,048 elements of the mean.
+The gap, less than R * 2,048, is at the end.
 
-greedy (--fp8-partition greedy, FP8-LM's) is another way, in greedy.py. A way says where weights start, and whether all
-of a model chunk's must be one bucket; nothing else asks for it.
+greedy (--fp8-partition greedy, FP8-LM's) is another way, in greedy.py. A way says where weights start, and whether a
+model chunk's weights must all be one bucket. No other code asks which way it is.
 """
 
 from collections.abc import Callable
