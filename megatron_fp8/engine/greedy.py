@@ -16,7 +16,7 @@ paper's nothing is cut, and
 Proof that m = 2 F fits. Let the cut weights have B elements in all. Fewer than R - B/F weights are larger than F and
 not cut, and at least that many rows are empty, so each gets its own row. A weight of at most F then goes to the row
 with the smallest load, which is below the mean, and the mean is at most F. R + 1 equal weights on R ranks come near 2
-F: whole weights cannot avoid that, even can. 7B at DP 256 comes to m = 1.046 F.
+F; whole weights cannot avoid that, and `even` does. 7B at DP 256 comes to m = 1.046 F.
 
 Whole weights need one bucket for a model chunk, because few weights balance badly. So greedy loses the use of buckets:
 nothing is sent before the chunk's last gradient is there. even has one bucket for each of Megatron's.

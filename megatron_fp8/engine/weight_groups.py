@@ -83,11 +83,10 @@ def linears(config, norm: ProcessGroup) -> WeightGroups:
 def experts(linears: WeightGroups, sharded: bool) -> WeightGroups:
     """The routed experts, each whole on its ranks: expert tensor parallelism is 1.
 
-    A token's gradient reaches its expert once, on the rank that computed it. So the sum is over the ranks that have the
-    expert, and the mean is the linears', over the ranks that have other tokens, as in stock.
+    A token's gradient reaches its expert once, on the rank that computed it: so the sum is over the ranks that have the
+    expert, and the mean is that of the linears, over the ranks that have other tokens, as in stock.
 
-    linears: their set.  sharded: whether each rank of `data` owns one row of the buckets; then no two ranks have the
-    same row.
+    linears: their set.  sharded: whether each rank of `data` owns a row of the buckets: then all ranks have other rows.
     """
     assert mpu.get_expert_tensor_parallel_world_size() == 1
     data, others = mpu.get_expert_data_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()

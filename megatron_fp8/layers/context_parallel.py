@@ -1,19 +1,20 @@
-"""Causal self-attention over N context-parallel ranks, of which each has a part of every sequence.
+"""Causal self-attention over N context-parallel ranks; each rank has a part of every sequence.
 
 Megatron cuts a sequence in 2 N chunks of c tokens and gives rank r two of them, the r-th and the r-th from the end, the
-earlier one first. So every rank has 2 N c^2 pairs of a query and a key that it sees, in three blocks:
+earlier one first. So each rank computes 2 N c^2 pairs of a query and a key that it sees, in three blocks:
 
-    own       both own chunks, causal: only the order of keys matters             2 c queries, 2 c keys, half of it
+    own       both own chunks, causal: only the order of keys matters             2 c queries, 2 c keys, half of them
     earlier   the early chunks of the ranks before it, all seen by every query    2 c queries, r c keys
     between   both chunks of the ranks behind it, seen by the late chunk          c queries, 2 (N - 1 - r) c keys
 
-A softmax over several blocks of keys is theirs, weighted by the logarithms of their sums of exponentials:
+The softmax over several blocks of keys follows from the blocks' own, weighted by the logarithms of their sums of
+exponentials:
 
     lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i        in FP32, rounded once
 
-Backward, torch's kernels are given this whole lse and out in place of a block's own. They compute P = exp(S - lse) and
-dS = P (dP - rowsum(dO out)), which are then the whole softmax's, and dQ, dK and dV of the blocks just add up (Ring
-Attention, arXiv 2310.01889).
+Backward, torch's kernels get this whole lse and out in place of the block's own. They compute P = exp(S - lse) and
+dS = P (dP - rowsum(dO out)). With these inputs both are the whole softmax's, so the blocks' dQ, dK and dV just add up
+(Ring Attention, arXiv 2310.01889).
 
 K and V come again in the backward pass instead of being kept, so that a rank keeps its own tokens alone. Either they
 are gathered beside the own block, or fetched from one rank after the other, two at a time (context_exchange.py). To
@@ -46,8 +47,8 @@ _aten = torch.ops.aten
 class Kernel(NamedTuple):
     """Attention of one block; q (b, np, s, hn), k (b, ng, t, hn), v (b, ng, t, hv), of any strides.
 
-    forward(q, k, v, causal, scale) -> out (b, np, s, hv), lse (b, np, s) in FP32 of natural logarithms, and what else
-    the backward pass takes.  backward(dout, q, k, v, out, lse, causal, scale, *else) -> dq, dk, dv.
+    forward(q, k, v, causal, scale) -> out (b, np, s, hv), lse (b, np, s) in FP32 of natural logarithms, and more
+    arguments for the backward pass.  backward(dout, q, k, v, out, lse, causal, scale, *more) -> dq, dk, dv.
     """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor, tuple]]
@@ -63,7 +64,7 @@ def attention(
     Raises UserError on a GPU if torch offers neither its cuDNN nor its flash kernel.
     """
     kernel, width = _kernel(q, k, v), v.shape[3]
-    if kernel is None:  # one width that is a multiple of 8 is what the flash kernel takes
+    if kernel is None:  # the flash kernel takes one width for all, a multiple of 8
         even = -(-max(q.shape[3], width) // 8) * 8
         q, k, v = (F.pad(t, (0, even - t.shape[3])) for t in (q, k, v))
         kernel = _kernel(q, k, v)
@@ -77,13 +78,13 @@ def attention(
     if y.shape[3] != width:
         return y[..., :width].flatten(2)
     y = y.flatten(2)
-    if y.requires_grad:  # the backward pass reads it, and so keeps it
+    if y.requires_grad:  # the backward pass reads it, so it is kept
         hold(y)
     return y
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
-    """The first of torch's kernels, in the order that is set, if it is one of ours."""
+    """The kernel that torch would choose, in the order that is set; None if it is not one of ours."""
     if not q.is_cuda:
         return _REFERENCE
     q, k, v = map(_heads, (q, k, v))
@@ -123,7 +124,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _heads(t: torch.Tensor) -> torch.Tensor:
-    """(s, b, heads, hn) as torch's kernels have it, (b, heads, s, hn): a view."""
+    """(s, b, heads, hn) -> torch's kernels' order, (b, heads, s, hn): a view."""
     return t.permute(1, 2, 0, 3)
 
 
@@ -185,7 +186,7 @@ def _logits(q, k, causal: bool, scale: float) -> torch.Tensor:
 
 
 def _plain(q, k, v, causal: bool, scale: float):
-    """The formula, in FP32: what runs on a CPU."""
+    """The formula, in FP32; it runs on a CPU."""
     logits = _logits(q, k, causal, scale)
     lse = logits.logsumexp(-1, keepdim=True)
     out = (logits - lse).exp() @ v.unsqueeze(2).float()

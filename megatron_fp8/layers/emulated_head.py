@@ -2,8 +2,8 @@
 
     forward   y = e(x) e(W)^T          dgrad   dx = e(dy) e(W)          wgrad   dW = e(dy)^T e(x)
 
-Roundings stand around stock's own linear: what it is given is rounded on the way in, and the gradient that comes back
-to it on its way.  Gradients pass through the former unchanged (straight through).
+The roundings are around stock's own linear: its input and weight are rounded on the way in, and the gradient of its
+output on the way back.  Gradients pass through the roundings of input and weight unchanged (straight through).
 """
 
 from collections.abc import Callable
@@ -51,14 +51,15 @@ class _RoundedGradient(torch.autograd.Function):
 
 
 def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
-    """Let `head`, a stock ColumnParallelLinear, read operands as the plan has it.
+    """Let `head`, a stock ColumnParallelLinear, read operands rounded as the plan says.
 
     seed, rank: of the run and of this process, for stochastic rounding.
     """
     stock = head.forward
     head.gradient_accumulation_fusion = False  # a rounded weight has no main_grad to add to
     head.fp8_update = lambda: 1  # see `count_updates`
-    # For the noise: the update under way, its forward passes that keep nothing for a backward pass, and those that do.
+    # For the noise: the update under way, how many of its forward passes kept nothing for a backward pass, how many
+    # did.
     step, forwards = 0, [0, 0]
 
     def rounded(by: type[torch.autograd.Function], operand: str, x: torch.Tensor, count: int) -> torch.Tensor:
@@ -66,7 +67,7 @@ def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
         if how is None:
             return x
         noise = None
-        if how.rounding == "stochastic":  # the weight is one, and rounded alike, on all ranks and in all micro-batches
+        if how.rounding == "stochastic":  # all ranks and all micro-batches round the weight alike
             at = (step, 0, 0) if operand == "weight" else (step, 1 + rank, count)
             noise = noise_seed(seed, OPERANDS.index(operand), *at, *LM_HEAD.encode())
         return by.apply(x, how, noise)
@@ -87,7 +88,7 @@ def emulate_head(head, plan: EmulationPlan, seed: int, rank: int) -> None:
 
 
 def count_updates(chunks, update: Callable[[], int]) -> None:
-    """Have emulated heads in the model chunks ask `update` for the number of the update, from 1."""
+    """Let emulated heads in the model chunks ask `update` for the number of the update, from 1."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "fp8_update"):
             module.fp8_update = update

@@ -2,12 +2,12 @@
 
     forward   y  = q(x)  q(W)^T      dgrad   dx = q(dy) q(W)      wgrad   dW = q(dy)^T q(x)
 
-Formats are those of the other linears. Each operand has one scale, of its own amax: the gradient of the logits is a
-softmax less a one, times the same number in all rows, so its largest element stands out little, and E5M2 reaches 2^-32
-of it. No level takes it: nothing behind the logits evens their errors out, and what that does to the loss of real text
-has not been measured (docs/decisions.md).
+Formats are those of the other linears. Each operand has one scale, from its own amax. The gradient of the logits is the
+softmax minus one at the target, times the same number in all rows. So its largest element does not stand out much, and
+E5M2 reaches down to 2^-32 of it. No level switches this on: after the logits no layer averages their errors out, and
+the effect on the loss of real text has not been measured (docs/decisions.md).
 
-In BF16 the head's products take 55 ms of a step of a 7B slice, in FP8 21 (docs/performance.md). Where stock accumulates
+In a step of a 7B slice the head's products take 55 ms in BF16 and 21 in FP8 (docs/performance.md). If stock accumulates
 a weight's gradient in its GEMM (--gradient-accumulation-fusion), so does this.
 """
 
@@ -43,7 +43,7 @@ def _forward(
     input, weight, bias=None, gradient_accumulation_fusion=False, allreduce_dgrad=False, sequence_parallel=False, *,
     grad_format, tp_group=None, grad_output_buffer=None, gtp_remat_size=1, **_,
 ):  # fmt: skip
-    """In place of stock's linear_with_grad_accumulation_and_async_allreduce."""
+    """Replaces stock's linear_with_grad_accumulation_and_async_allreduce."""
     if grad_output_buffer is not None or gtp_remat_size > 1:
         raise UserError(
             "--fp8-lm-head: does not work with deferred weight gradients or generalized tensor parallelism; remove it"
@@ -61,14 +61,14 @@ def _forward(
 
 
 def _quantized(x: torch.Tensor, fmt: Format, columns: bool) -> ScaledTensor:
-    """x (M, K) with a scale of its own amax."""
+    """Quantise x (M, K) with a scale from its own amax."""
     scale = compute_scale(ops.amax(x), fmt)
     payload, payload_t = source.cast(x, fmt, scale, rows=True, columns=columns, amax_out=None)
     return ScaledTensor(payload, scale.reciprocal(), payload_t)
 
 
 class _HeadProduct(torch.autograd.Function):
-    """y = x W^T, x (s, ..., K) or under sequence parallelism a rank's part of it, W (N, K) in BF16."""
+    """y = x W^T: x (s, ..., K), or under sequence parallelism this rank's part of it; W (N, K) in BF16."""
 
     @staticmethod
     def forward(ctx, x, weight, accumulates: bool, group, gathers: bool, grad_format: Format):
@@ -94,7 +94,7 @@ class _HeadProduct(torch.autograd.Function):
             summed = Flight(landed(dx) if group is None else tensor.add(dx, group, scatter=gathers, fp8=False))
         if needs_dw:
             product = gemm.Product(q.T, ScaledTensor(x_columns, x_scale_inv))
-            if accumulates:  # what autograd gets for it: embedding.py
+            if accumulates:  # embedding.py says what autograd gets instead
                 product.compute(into=weight.main_grad, accumulate=True)
             else:
                 dw = product.compute(dtype=weight.dtype)

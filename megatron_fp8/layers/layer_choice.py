@@ -1,4 +1,4 @@
-"""Which linears of the whole model the patterns of flags choose: --fp8-bf16-layers, --fp8-emulate-layers."""
+"""The linears that flags choose by patterns: --fp8-bf16-layers, --fp8-emulate-layers."""
 
 from ..engine.names import ranges
 from ..engine.owned_weight import owned_weights, told_of_all
@@ -14,8 +14,8 @@ def emulates_head(config: Fp8Config) -> bool:
 
 
 def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
-    """Leave linears in BF16, their GEMMs and what is stored, and do not emulate them: those of the first and last
-    layers (`--first-last-layers-bf16` and its two counts), and those whose names match `--fp8-bf16-layers`."""
+    """Leave some linears in BF16, GEMMs and storage, without emulation: those of the first and last layers
+    (`--first-last-layers-bf16` and its two counts), and those whose names match `--fp8-bf16-layers`."""
     kept = [w for w in owned_weights([model]) if matches(config.bf16_layers, w.name)]
     for layer in model.decoder.layers:  # multi-token-prediction layers are neither first nor last
         if not config.bf16_layers_start < layer.layer_number <= num_layers - config.bf16_layers_end:
@@ -25,7 +25,7 @@ def keep_in_bf16(model, config: Fp8Config, num_layers: int) -> None:
 
 
 def check_chosen(config: Fp8Config, chunks) -> list[str]:
-    """A line for the log of the linears that --fp8-bf16-layers keeps in BF16, of all ranks. As `told_of_all`.
+    """A log line that names the linears that --fp8-bf16-layers keeps in BF16; collective as `told_of_all`.
 
     Args:
         chunks: this rank's model chunks, their weights named.

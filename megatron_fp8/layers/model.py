@@ -1,4 +1,4 @@
-"""Builds a GPTModel for a run with a level: by a converted spec, and with the changes that no spec can describe."""
+"""Builds a GPTModel for a run with a level: from a converted spec, with the changes that no spec can describe."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from .spec import accept_local_names, convert, convert_block
 
 
 def without_fp8(stock):
-    """CheckpointWithoutOutput.__init__ without Transformer Engine's contexts, which config.fp8 asks for."""
+    """CheckpointWithoutOutput.__init__ without Transformer Engine's contexts, for which config.fp8 asks."""
     return lambda self, fp8=None: stock(self, None)
 
 

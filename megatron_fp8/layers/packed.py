@@ -1,19 +1,19 @@
-"""Documents packed into one row: none sees another, and each is rotated from its own beginning.
+"""Documents packed into one row: none sees another, and each has positions from its own beginning.
 
     tokens      | a a a a a | b b b | c c c c c c |        (t, 1, ...), one row for any micro-batch
     ends        0           5       8             14       cu_seqlens (n + 1,) int32, on the device
     positions     0 1 2 3 4   0 1 2   0 1 2 3 4 5
 
-Megatron hands every layer a PackedSeqParams with cu_seqlens; its own rotary embedding then cuts the row on the host, a
-document at a time, in every layer. Here positions, and tables of cosines gathered by them, are made once a micro-batch,
-on the device: for layers the row is one sample whose angles differ from token to token. A `Documents` takes the place
-of the parameters between a layer's parts, and the core attention alone reads it:
+Megatron gives every layer a PackedSeqParams with cu_seqlens. In every layer its own rotary embedding then cuts the row
+on the host, one document at a time. Here positions, and tables of cosines gathered by them, are made once a
+micro-batch, on the device. For the layers the row is one sample whose angles differ from token to token. A `Documents`
+replaces the parameters between a layer's parts, and only the core attention reads it:
 
     on a GPU   torch's attention of variable length, the flash kernel: one call for all documents
-    else       torch's attention, a call a document, which is the oracle too
+    else       torch's attention, one call a document; it is also the kernel's reference
 
-Padding between documents (cu_seqlens_*_padded) counts to the document before it: attention is causal, so that no token
-before it sees it.
+Padding between documents (cu_seqlens_*_padded) belongs to the document before it: attention is causal, so no token
+before the padding sees it.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class Documents:
     Attributes:
         ends: (n + 1,) int32: 0, and where each document ends; the last at the row's end.
         longest: an upper bound of a document's length.
-        qkv_format: what Megatron's attention asks its parameters: it has to do nothing.
+        qkv_format: Megatron's attention asks for it; with this value it does nothing of its own.
     """
 
     ends: torch.Tensor
@@ -55,7 +55,7 @@ class Documents:
         return self._positions
 
     def by_position(self, table: torch.Tensor, length: int) -> torch.Tensor:
-        """Of a table (positions, ...) the row of each of `length` tokens; made once for a table."""
+        """The rows of a table (positions, ...) for `length` tokens; made once for a table."""
         for known, gathered in self._gathered:
             if same_memory(known, table):
                 return gathered
@@ -65,7 +65,7 @@ class Documents:
 
 
 def documents_of(params) -> Documents:
-    """Of a PackedSeqParams in the thd form, whose layers share it; UserError for another form."""
+    """The Documents of a PackedSeqParams in the thd form; all layers share it. UserError for another form."""
     if isinstance(params, Documents):
         return params
     if params.qkv_format != "thd":

@@ -1,16 +1,16 @@
-"""Products whose rows come from the other tensor-parallel ranks, or go to them: the own rows hide what travels.
+"""Products whose rows come from the other tensor-parallel ranks, or go to them: GEMMs of own rows hide the transfer.
 
     gathered   rows of T ranks -> y      gather    [ ........ ]
                                          GEMM      [ own rows ] [ the others' rows ]
     summed     y -> the sum over T       GEMM      [ the others' rows ] [ own rows ]
                                          exchange                       [ ........ ] [ + ]
 
-Neither needs anything but the order of two GEMMs, since a rank has its own rows before the others', and needs its own
-last.  A GEMM of a T-th of the rows takes several times longer than to gather the others over NVLink; where it would be
-short (SPLIT_FROM) the rows stay in one piece.
+Both need only the right order of two GEMMs, because a rank has its own rows before the others', and needs its own rows
+last.  A GEMM over a T-th of the rows takes several times longer than the gather of the others over NVLink.  If it would
+be short (SPLIT_FROM), the rows stay in one piece.
 
 torch's fused_all_gather_scaled_matmul and fused_scaled_matmul_reduce_scatter do the same with T pieces over symmetric
-memory; they know torch's _scaled_mm alone, without the algorithms that are chosen here, biases, or FP8 sums.
+memory. They use torch's _scaled_mm only: without the algorithms that are chosen here, biases, or FP8 sums.
 """
 
 import torch
@@ -26,9 +26,10 @@ SPLIT_FROM = 1 << 35  # multiplications of a T-th of the product: 50 us of an H2
 def gathered_product(
     q: ScaledTensor, arriving: Flight, group, w: ScaledTensor, epilogue: gemm.Epilogue, fast_accum: bool = False
 ) -> tuple[torch.Tensor, ScaledTensor]:
-    """y (T M, N) = x w^T of x's rows on all ranks, and those rows (T M, K) of q(x).
+    """y (T M, N) = x w^T for x's rows on all ranks, and all rows (T M, K) of q(x).
 
-    q: this rank's rows (M, K), which are under way as `arriving`; w (N, K); epilogue: what each row of y gets.
+    q: this rank's rows (M, K); arriving: the gather of all ranks' rows, under way; w (N, K); epilogue: for each row of
+    y.
     """
     (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
     if not _splits(m, n, k):
@@ -53,7 +54,7 @@ def gathered_product(
 def summed_product(
     q: ScaledTensor, w: ScaledTensor, group, dtype: torch.dtype, scatter: bool, fp8: bool
 ) -> torch.Tensor:
-    """A forward pass's sum over the ranks of q w^T (M, N), or with `scatter` this rank's rows (M/T, N) of it."""
+    """The sum of q w^T (M, N) over the ranks in a forward pass; with `scatter`, only this rank's rows (M/T, N)."""
     (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
     m //= ranks
     if not (scatter and _splits(m, n, k)):
