@@ -4,9 +4,16 @@
 
 TASK: sft; lora, which has adapters on a frozen base (examples/lora.py); dpo, whose flags are dpo_gpt_fp8.py's.
 TE: how Megatron finds Transformer Engine (profile_gpt.py). PAD, END: tokens that fill a sample and end a document.
+WATCH=1: print what evaluations and updates give, the two lines at the end.
 
 Prints a line `STEP {...}` for each step: milliseconds since the step before (the first: its own), GB (10^9 bytes) that
 torch's allocator holds after it, and the most that it held since the step before (the first: since the start).
+
+    HELDOUT {...}   of the samples evaluated since the last training step: {name: [sum, number]} of the logged values.
+                    Megatron itself takes the mean of micro-batches' means.
+    SHARE {...}     the part of Adam's update that the masters take, of every eighth step so far: the sum of d u over
+                    the sum of u u, where d is a master's change, and u the one that Adam in FP32 makes of the same
+                    states and gradients. A level's linears alone; an FP32 master takes 1.
 """
 
 import functools
@@ -21,6 +28,7 @@ from stamp import ROOT
 
 SCRIPTS = {"sft": "pretrain_gpt_fp8.py", "lora": "pretrain_gpt_fp8.py", "dpo": "dpo_gpt_fp8.py"}
 LORA_RANK = 16
+EVERY = 8  # steps between two whose updates are watched
 
 
 def measure() -> None:
@@ -47,6 +55,68 @@ def measure() -> None:
     training.train_step = train_step
 
 
+def sum_held_out() -> None:
+    """Let every evaluation print its sums."""
+    import megatron.training.training as training
+
+    stock = training.get_forward_backward_func
+    sums: dict[str, list[float]] = {}
+
+    def get_forward_backward_func(*given, **names):
+        schedule = stock(*given, **names)
+
+        @functools.wraps(schedule)
+        def run(*args, forward_only: bool, **kwargs):
+            reports = schedule(*args, forward_only=forward_only, **kwargs)
+            if not forward_only:
+                sums.clear()
+            elif any(reports):  # those of a reference are empty
+                for name in reports[0]:
+                    before = sums.get(name, [0.0, 0.0])
+                    found = sum(report[name].double() for report in reports).tolist()
+                    sums[name] = [a + b for a, b in zip(before, found, strict=True)]
+                print("HELDOUT", json.dumps(sums), flush=True)
+            return reports
+
+        return run
+
+    training.get_forward_backward_func = get_forward_backward_func
+
+
+def watch_updates() -> None:
+    """Let the engine's Adam print the share of its updates that the masters take."""
+    import torch
+
+    from megatron_fp8.engine import bucket
+    from megatron_fp8.engine.bucket_states import read_average
+    from megatron_fp8.numerics.scaled import ScaledTensor
+    from megatron_fp8.ops.adam_states import read_master
+    from megatron_fp8.ops.reference_adam import adam_step as in_fp32
+
+    stock, sums, steps = bucket.adam_step, [0.0, 0.0], [0]
+
+    @torch.no_grad()
+    def adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale=None, amax=None):
+        if hyper.step % EVERY:
+            stock(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
+            return
+        if steps[0] != hyper.step and steps[0]:
+            print("SHARE", json.dumps({"step": steps[0], "share": sums[0] / sums[1]}), flush=True)
+        steps[0] = hyper.step
+        before = read_master(master, weight)
+        exact, unused = before.clone(), before.bfloat16()
+        averages = read_average(m, is_square=False).clone(), read_average(v, is_square=True).clone()
+        in_fp32(gradient, *averages, exact, unused, hyper, grad_scale)
+        stock(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
+        if scale is not None:  # the one that the weight is written with now
+            weight = ScaledTensor(weight.payload, scale.reciprocal())
+        whole, taken = exact - before, read_master(master, weight) - before
+        sums[0] += (taken.double() * whole).sum().item()
+        sums[1] += whole.double().square().sum().item()
+
+    bucket.adam_step = adam_step
+
+
 if __name__ == "__main__":
     task = os.environ["TASK"]
     prepare_te(os.environ["TE"])
@@ -63,4 +133,7 @@ if __name__ == "__main__":
 
         lora.install(LORA_RANK)
     measure()
+    if os.environ.get("WATCH"):
+        sum_held_out()
+        watch_updates()
     runpy.run_path(str(ROOT / SCRIPTS[task]), run_name="__main__")

@@ -73,6 +73,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--csv", help="append the figures to this file")
     parser.add_argument("--logs", help="keep each process' log in this folder")
     args, args.extra = parser.parse_known_args(argv)
+    args.te_path = args.te_path and str(Path(args.te_path).resolve())  # a run's folder is the repository
     if args.warmup < 2 or args.iterations <= args.warmup:
         parser.error(f"--warmup {args.warmup}: at least 2, and less than --iterations {args.iterations}")
     for arm in args.arms:
@@ -187,13 +188,18 @@ def figures(log: str, warmup: int) -> dict:
     found = {"gb": steps[-1]["gb"], "gb_peak_start": steps[0]["gb_peak"],
              "gb_peak": max((step["gb_peak"] for step in steps[1:]), default=float("nan")),
              "steps_ms": " ".join(str(step["ms"]) for step in steps)}  # fmt: skip
-    losses = [part.partition(":")[2] for line in log.splitlines() if " iteration " in line
-              for part in line.split("|") if part.split(":")[0].strip() in ("lm loss", "dpo loss")]  # fmt: skip
-    if losses:
-        found["loss"] = float(losses[-1])
+    if seen := losses(log):
+        found["loss"] = seen[-1]
     if timed := [step["ms"] for step in steps[warmup:]]:
         found |= {"ms": statistics.median(timed), "ms_min": min(timed), "ms_max": max(timed)}
     return found
+
+
+def losses(log: str) -> list[float]:
+    """Of the steps that Megatron has logged."""
+    lines = (line for line in log.splitlines() if " iteration " in line)
+    parts = (part.partition(":") for line in lines for part in line.split("|"))
+    return [float(value) for name, _, value in parts if name.strip() in ("lm loss", "dpo loss")]
 
 
 def line(arm: str, row: dict) -> str:

@@ -94,12 +94,13 @@ def train_step(stock):
             flush=True,
         )
         if BASE == "all":
-            scratch = frozen[0].scratch.memory  # None with BF16 GEMMs
+            memory = frozen[0].scratch.memory  # None with BF16 GEMMs
+            scratch = 0 if memory is None else memory.nbytes
             copies = sum(t.nbytes for w in frozen for t in w.cached_tensors())
             others = [p for model in built for name, p in model.named_parameters() if not name.endswith(OURS)]
             sizes = (
-                sum(w.param.untyped_storage().nbytes() for w in frozen), copies,
-                0 if scratch is None else scratch.nbytes, sum(p.nbytes for p in others),
+                sum(w.param.untyped_storage().nbytes() for w in frozen), copies, scratch,
+                sum(p.nbytes for p in others),
             )  # fmt: skip
             print("base's bytes:", *sizes, flush=True)
         return result
