@@ -330,9 +330,10 @@ UNFUSED_CONTEXT = "use auto: Megatron's unfused attention does not support --con
 BLOCKS_DRAW = "with --context-parallel-size every block of keys would drop the same elements (or --fp8-attention te)"
 UNREAD = "switched off: attention with --context-parallel-size does not read the mask, a byte for each pair of tokens"
 KEYS_GATHERED = "all_gather instead: keys and values are gathered, beside a rank's own block (same result)"
+FETCHED_ABOVE = 1 << 29  # bytes
 KEYS_FETCHED = (
-    "keys and values are fetched from rank after rank if those of a layer and a whole sequence take more than 512 MiB; "
-    "else they are gathered, which costs less (same result)"
+    "keys and values are fetched from rank after rank if those of a layer and a whole sequence take more than "
+    f"{FETCHED_ABOVE >> 20} MiB; else they are gathered, which costs less (same result)"
 )
 TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which supports it"
 TE = "transformer_engine.pytorch"

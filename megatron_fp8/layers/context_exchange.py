@@ -66,20 +66,24 @@ class Gathered:
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """dk and dv of this rank's tokens, in the type of k and v."""
-        flights = [wire.Flight(_sent_home(*parts, group=self._group)) for parts in self._gradients]
+        flights = [wire.Flight(_sent_home(parts, self._group)) for parts in self._gradients]
         dk, dv = (flight.land() for flight in flights)
         return dk, dv
 
 
-def _sent_home(own: torch.Tensor, *others: torch.Tensor, group) -> wire.Stages:
-    """A gradient's blocks (t, b, ng, hn), in Gathered's order -> the sum over ranks for the own tokens."""
+def _sent_home(parts: list[torch.Tensor], group) -> wire.Stages:
+    """A gradient's blocks (t, b, ng, hn), in Gathered's order, which are used up -> the sum over ranks for the own
+    tokens."""
+    own, others = parts[0], parts[1:]
     ranks, rank, rows = group.size(), group.rank(), len(own)
     chunk = rows // 2
     # An earlier rank is sent what falls on its early chunk, a later one both; so each gets both of the earlier ranks.
     sent = [chunk] * rank + [0] + [rows] * (ranks - 1 - rank)
     expected = [rows] * rank + [0] + [chunk] * (ranks - 1 - rank)
     data = torch.empty(sum(sent), *own.shape[1:], dtype=own.dtype, device=own.device)
-    received, handle = wire.pass_rows(torch.cat(others, out=data), sent, expected, group, wire.KEYS_GRADS)
+    torch.cat(others, out=data)
+    del parts[:], others
+    received, handle = wire.pass_rows(data, sent, expected, group, wire.KEYS_GRADS)
     yield [handle]
     total = own.to(torch.float32, memory_format=torch.contiguous_format)
     both, early = received.split([rank * rows, (ranks - 1 - rank) * chunk])
@@ -137,18 +141,19 @@ class Fetched:
             return
         rank, (owner, reader) = self._group.rank(), self._partners(self._round)
         here = self._seen(rank, reader)
-        before, self._home = self._home, []
+        self._land()
         self._home = [self._pass(t.contiguous(), owner, reader, here, wire.KEYS_GRADS) for t in gradients]
-        self._land(before)
 
-    def _land(self, flights: list[wire.Flight]) -> None:
-        for total, flight in zip(self._totals, flights, strict=False):
+    def _land(self) -> None:
+        """Add what has come home since the round before."""
+        for total, flight in zip(self._totals, self._home, strict=False):
             received = flight.land()
             total[: len(received)] += received
+        self._home = []
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As Gathered's."""
-        self._land(self._home)
+        self._land()
         dk, dv = (total.to(own.dtype) for total, own in zip(self._totals, self._own, strict=True))
         return dk, dv
 

@@ -24,8 +24,8 @@ over the output, and its bytes are hidden if a rank has thousands of tokens:
     4 (N - 1) T K bytes    beside the own block's 2 T^2 A FLOPs        T tokens a rank; K, A channels of keys, queries
 
 At 370 GB/s and 450 TFLOP/s that is so from T = 2400 (N - 1) K / A on: 4,300 tokens on each of 8 ranks if K = A / 4. (An
-H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take more than `LARGE`
-bytes: 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
+H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take more than 512 MiB
+(flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
 """
 
 import functools
@@ -37,10 +37,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from ..errors import UserError
+from ..flags.stock import FETCHED_ABOVE
 from .context_exchange import Fetched, Gathered
 from .parcel import hold
 
-LARGE = 1 << 29  # bytes of a layer's K and V, of the whole sequence
 _aten = torch.ops.aten
 
 
@@ -60,7 +60,7 @@ def attention(
 ) -> torch.Tensor:
     """q (s/N, b, np, hn), k (s/N, b, ng, hn), v (s/N, b, ng, hv) -> (s/N, b, np * hv), as stock's chunks.
 
-    fetch: whether K and V above `LARGE` are fetched instead of gathered.
+    fetch: whether K and V above FETCHED_ABOVE bytes are fetched instead of gathered.
     Raises UserError on a GPU if torch offers neither its cuDNN nor its flash kernel.
     """
     kernel, width = _kernel(q, k, v), v.shape[3]
@@ -73,7 +73,7 @@ def attention(
             f"--context-parallel-size {group.size()}: torch has no fused attention here for heads of {q.shape[3]} in "
             f"{str(q.dtype).removeprefix('torch.')}; use heads of at most 256 and BF16, or --fp8-attention te"
         )
-    exchange = Fetched if fetch and (k.nbytes + v.nbytes) * group.size() > LARGE else Gathered
+    exchange = Fetched if fetch and (k.nbytes + v.nbytes) * group.size() > FETCHED_ABOVE else Gathered
     y = _ContextAttention.apply(q, k, v, scale, kernel, functools.partial(exchange, group=group))
     if y.shape[3] != width:
         return y[..., :width].flatten(2)
@@ -101,7 +101,7 @@ class _ContextAttention(torch.autograd.Function):
         for first, keys, values, causal in exchange(k, v).blocks():
             out, lse, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), causal, scale)
             merged.add(first, out, lse)
-            del keys, values  # what is fetched next may take their memory
+            del keys, values, out, lse  # the next block may take their memory
         y = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, merged.lse, *rest)
         ctx.how = scale, kernel, exchange
@@ -119,8 +119,9 @@ class _ContextAttention(torch.autograd.Function):
             of_queries, of_keys, of_values = (t.permute(2, 0, 1, 3) for t in grads)
             dq[first:] += of_queries
             ours.add(of_keys, of_values)
-            del keys, values
-        return dq.to(q.dtype), *ours.sums(), None, None, None
+            del keys, values, grads, of_queries, of_keys, of_values
+        dk, dv = ours.sums()
+        return dq.to(q.dtype), dk, dv, None, None, None
 
 
 def _heads(t: torch.Tensor) -> torch.Tensor:

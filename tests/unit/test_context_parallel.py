@@ -65,7 +65,7 @@ def work(rank: int, ranks: int) -> dict:
     group, found = dist.group.WORLD, {"seed": seed.item()}
     cut = get_batch_on_this_cp_rank({"tokens": torch.arange(S)[None]}, is_hybrid_cp=False, cp_group=group)
     found["tokens"] = cut["tokens"][0]
-    context_parallel.LARGE = 0
+    context_parallel.FETCHED_ABOVE = 0
     for case, dtype, way in itertools.product(HEADS, (torch.float32, torch.bfloat16), WAYS):
         q, k, v, dy = (t[found["tokens"]].to(dtype) for t in whole(case, found["seed"]))
         operands = [t.requires_grad_() for t in (q, k, v)]
@@ -178,7 +178,7 @@ def test_a_layer_hands_its_group_on(monkeypatch, kind, fetches):
 
 @pytest.mark.parametrize("fetch", [True, False])
 def test_only_large_keys_are_fetched(monkeypatch, fetch):
-    """LARGE bytes of the whole sequence's K and V are still gathered."""
+    """FETCHED_ABOVE bytes of the whole sequence's K and V are still gathered."""
     made = []
 
     class Told(Exception):
@@ -196,7 +196,7 @@ def test_only_large_keys_are_fetched(monkeypatch, fetch):
     group = SimpleNamespace(size=lambda: 4)
     q, k, v = torch.zeros(8, 1, 4, 16), torch.zeros(8, 1, 2, 16), torch.zeros(8, 1, 2, 8)
     for limit in (4 * 4 * 8 * 2 * (16 + 8), 4 * 4 * 8 * 2 * (16 + 8) - 1):
-        monkeypatch.setattr(context_parallel, "LARGE", limit)
+        monkeypatch.setattr(context_parallel, "FETCHED_ABOVE", limit)
         with pytest.raises(Told):
             context_parallel.attention(q, k, v, 0.25, group, fetch)
     assert made == ["Gathered", "Fetched" if fetch else "Gathered"]

@@ -10,9 +10,16 @@ For GPT that is 32 h in BF16 (the 34 of Korthikanti et al., arXiv 2205.05198, wi
 inputs. With --fp8-activations, norms' inputs and fc1's output take one byte and no linear's input is kept: 14 h. The
 model assumes flash attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
 micro-batches in flight as the schedule allows.
+
+A layer's backward pass has its peak in the MLP. With a level's context parallelism the peak may be in attention. For T
+tokens on each of N ranks that holds 6 T A bytes, and 4 T K bytes (K and V of a rank, or their gradients) 2 N times if
+they are gathered; N + 2 times, at most 49/8, if they are fetched. These are counts of the tensors of
+layers/context_exchange.py, on the rank that has most. The MLP's activations are freed by then. What Transformer
+Engine's attention holds is not counted.
 """
 
 from ...errors import UserError
+from ...flags.stock import FETCHED_ABOVE
 from .workload import MODULES, Workload
 
 
@@ -39,11 +46,16 @@ def _saved(w: Workload, modules: tuple[str, ...]) -> float:
     saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
     saved += (i == 1 and not kept) * w.heads / tensor
     if "mlp" not in modules:
-        saved += ((1 + 1 / 128) * w.fc1 if kept else 2 * w.fc1 + i * w.ffn) / tensor
+        saved += _of_mlp(w)
     elif "layernorm" not in modules:
         saved += (2 - i) * hidden  # its input is the norm's output in BF16
     saved += 2 * hidden * w.dropout
     return w.tokens * saved
+
+
+def _of_mlp(w: Workload) -> float:
+    """Bytes a token of what the MLP itself keeps: fc1's output, fc2's input."""
+    return ((1 + 1 / 128) * w.fc1 if w.fp8_activations else 2 * w.fc1 + w.input_bytes * w.ffn) / w.tensor
 
 
 def _checkpoint(w: Workload) -> float:
@@ -70,7 +82,8 @@ def in_flight(w: Workload, stage: int) -> float:
 def peak(w: Workload, stage: int) -> dict[str, float]:
     """{kind: bytes} at the peak of a pipeline stage, on top of the bytes held between two steps."""
     waiting = in_flight(w, stage) * chunk(w) * w.virtual
-    backward = _backward_of_a_layer(w)
+    of_mlp, of_attention = _backward_of_a_layer(w), _backward_of_attention(w)
+    backward = max(of_mlp, of_attention)
     found = {"activations": waiting, "a layer's backward pass": backward}
     if stage == w.pipeline - 1:
         logits = w.tokens * w.vocabulary / w.tensor * w.system.logits
@@ -105,10 +118,30 @@ def _backward_of_a_layer(w: Workload) -> float:
     hidden = w.job.hidden_size
     moving = w.tokens * (4 * hidden / w.split + 2 * (w.ffn + w.fc1) / w.tensor)
     largest = 2 * max(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
+    return moving + largest + _beside(w)
+
+
+def _beside(w: Workload) -> float:
+    """Bytes that a layer's whole backward pass has: what is recomputed, and a gathered gradient."""
     again = 0.0
     if w.recompute == "full":
         again = _saved(w, ())
     elif w.recompute == "selective":
         again = _saved(w, ()) - _saved(w, w.modules)
-    gathered = 2 * w.tokens * hidden * (w.split > 1)
-    return moving + largest + again + gathered
+    return again + 2 * w.tokens * w.job.hidden_size * (w.split > 1)
+
+
+def _backward_of_attention(w: Workload) -> float:
+    """As `_backward_of_a_layer`, when context parallelism's attention runs; 0 without it."""
+    if not w.keys or w.context == 1:
+        return 0.0
+    moving = w.tokens * (4 * w.job.hidden_size / w.split + 2 * w.heads / w.tensor)
+    return moving + context(w) + _beside(w) - w.tokens * _of_mlp(w)
+
+
+def context(w: Workload) -> float:
+    """Bytes of tensors that a level's context-parallel attention makes and frees in a layer's backward pass."""
+    own = 4 * w.tokens * w.groups / w.tensor  # K and V, or their gradients, of a rank's tokens
+    fetched = w.keys == "fetched" and own * w.context > FETCHED_ABOVE
+    times = min(w.context + 2, 49 / 8) if fetched else 2 * w.context
+    return times * own + 6 * w.tokens * w.heads / w.tensor

@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import UserError
 from ...flags.command import job_of
@@ -141,6 +141,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         global_batch=largest_batch(args) or args.micro_batch_size * data // context,
         sequence_parallel=bool(args.sequence_parallel) and tensor > 1,
         context=context,
+        keys=_keys(args) if system.level else "",
         virtual=virtual(args),
         recompute=args.recompute_granularity or ("selective" if again else "none"),
         modules=modules,
@@ -155,6 +156,13 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         two_levels=getattr(args, "fp8_grad_reduce_hierarchy", None) == "node",
         overrides=overrides if system.level else None,
     )
+
+
+def _keys(args: Namespace) -> Literal["gathered", "fetched", ""]:
+    """How a level's context parallelism gets K and V, by flags."""
+    if args.fp8_attention == "te":
+        return ""
+    return "fetched" if "p2p" in args.cp_comm_type else "gathered"
 
 
 def cells_given(args: Namespace) -> dict[str, str]:

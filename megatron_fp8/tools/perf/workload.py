@@ -18,6 +18,7 @@ MODULES = ("core_attn", "layernorm", "mlp")  # the --recompute-modules whose mem
 class Workload:
     """Attributes:
     job: model and layout; its data-parallel size includes context parallelism.
+    keys: how a level's context parallelism gets K and V of other ranks; "" if Transformer Engine does it.
     virtual: model chunks a pipeline stage.
     recompute, modules: --recompute-granularity, --recompute-modules.
     recomputed_layers: with recompute "full", how many layers of a chunk (None: all).
@@ -35,6 +36,7 @@ class Workload:
     global_batch: int
     sequence_parallel: bool = False
     context: int = 1
+    keys: Literal["gathered", "fetched", ""] = ""
     virtual: int = 1
     recompute: Recompute = "none"
     modules: tuple[str, ...] = ("core_attn",)
