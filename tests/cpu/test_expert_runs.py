@@ -188,3 +188,28 @@ def test_a_checkpoint_says_whether_experts_are_owned(tmp_path):
     experts(f"--fp8-level O3 {ZERO} --save {tmp_path} --save-interval 2", 1, 2)
     with pytest.raises(Exception, match=r"saved with --fp8-experts, which decides .*; add it, or add --no-load-optim"):
         run_megatron(1, [*TINY_GPT, *f"{MOE} --fp8-level O3 {ZERO} --load {tmp_path}".split()], timeout=300)
+
+
+ONE = "--num-experts 1 --moe-router-topk 1 --moe-router-pre-softmax --moe-router-load-balancing-type none --fp8-experts"
+OVERLAPPED = f"{ZERO} --overlap-grad-reduce --overlap-param-gather"
+
+
+@pytest.mark.parametrize(
+    ("level", "ranks"),
+    [
+        ("O1", 1),
+        pytest.param("O3", 1, marks=pytest.mark.slow),
+        pytest.param(f"O2 {OVERLAPPED}", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_one_expert_trains_as_a_dense_mlp(level, ranks):
+    """The losses of six steps to the last digit: scales, masters and moments are the same. The squares in the norm are
+    added up in another order."""
+    flags = f"--train-iters 6 --lr-decay-iters 10 --fp8-log-exact --fp8-level {level}"
+    script, env = "tests/scripts/one_expert.py", {"PYTHONPATH": script_path()}
+    dense, expert = (
+        run_megatron(ranks, [*TINY_GPT, *f"{flags} {more}".split()], script=script, env=env) for more in ("", ONE)
+    )
+    assert exact(expert) == exact(dense) and len(exact(dense)) == 6
+    norms = [[float(norm) for norm in exact(run, "grad norm")] for run in (expert, dense)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)

@@ -10,18 +10,20 @@ sys.path.insert(0, str(ROOT))
 from megatron_fp8.plugin import install
 
 install()
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import unwrap_model
 
 from megatron_fp8.engine.optimizer import EngineOptimizer
 
-build, finalize = GPTModel.__init__, EngineOptimizer.finalize_grads
+wrap, finalize = DistributedDataParallel.__init__, EngineOptimizer.finalize_grads
 
 
-@functools.wraps(build)
-def build_frozen(self, *args, **kwargs):
-    build(self, *args, **kwargs)
-    self.embedding.requires_grad_(False)
-    self.decoder.layers[0].self_attention.linear_qkv.layer_norm_weight.requires_grad_(False)
+@functools.wraps(wrap)
+def wrap_frozen(self, config, ddp_config, module, *args, **kwargs):
+    model = unwrap_model(module)
+    model.embedding.requires_grad_(False)
+    model.decoder.layers[0].self_attention.linear_qkv.layer_norm_weight.requires_grad_(False)
+    wrap(self, config, ddp_config, module, *args, **kwargs)
 
 
 def finalize_checked(self, num_tokens):
@@ -34,5 +36,5 @@ def finalize_checked(self, num_tokens):
     print(f"smallest gradient norm {min(norms.values()):.3e}", flush=True)
 
 
-GPTModel.__init__, EngineOptimizer.finalize_grads = build_frozen, finalize_checked
+DistributedDataParallel.__init__, EngineOptimizer.finalize_grads = wrap_frozen, finalize_checked
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
