@@ -1,6 +1,7 @@
 """Start Megatron runs from tests: `run_megatron(2, TINY_GPT + ["--fp8-level", "O1"]).losses`."""
 
 import functools
+import importlib.util
 import os
 import re
 import secrets
@@ -110,7 +111,8 @@ def run_megatron(
         script: the script, or ["-m", "megatron_fp8", script].
         timeout: seconds until every process of the run is killed.
         gpu: let the run see the GPUs.
-        cold: start every rank by itself, under torchrun, as a user does; else they are forked from a warm process.
+        cold: start every rank by itself, under torchrun, as a user does; else they are forked from a warm process. A
+            run on GPUs is cold too if Transformer Engine is installed, which starts the driver as it is imported.
 
     Raises launch.RunFailed, with the end of the log in it, for a run that fails or takes too long.
     """
@@ -119,7 +121,9 @@ def run_megatron(
         return _finished[command]
     test = os.environ.get("PYTEST_CURRENT_TEST", "run").split(" ")[0]
     log = ROOT / "runs/tests" / (re.sub(r"[^\w.-]+", "_", test) + ".log")
-    lines = (torchrun if gpu or cold else forked)(
+    cold = cold or bool(gpu and importlib.util.find_spec("transformer_engine"))
+    start = torchrun if cold else functools.partial(forked, gpus=gpu)
+    lines = start(
         nproc,
         [*([script] if isinstance(script, str) else script), *flags],
         log,

@@ -113,13 +113,14 @@ def torchrun(
 
 
 @functools.cache
-def warm_server() -> socket.socket:
-    """This process's warm server, started at the first use."""
+def warm_server(gpus: bool = False) -> socket.socket:
+    """This process's warm server, started at the first use. gpus: the one whose runs see this machine's GPUs."""
     ours, its = socket.socketpair()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tools/warm_server.py"), str(its.fileno())],
+        [sys.executable, str(ROOT / "tools/warm_server.py"), str(its.fileno()), *["--gpus"] * gpus],
         pass_fds=[its.fileno()],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     )
     its.close()
 
@@ -141,15 +142,16 @@ def forked(
     timeout: float,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
+    gpus: bool = False,
 ) -> list[str]:
-    """Like `torchrun`, but without a GPU, in ranks forked from a warm process: it starts seconds sooner."""
+    """Like `torchrun`, but in ranks forked from a warm process: it starts seconds sooner. gpus: the ranks see them."""
     log.parent.mkdir(parents=True, exist_ok=True)
     output, written = os.pipe()
     ended, ending = os.pipe()
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **(env or {})}
     request = {"count": nproc, "command": command, "env": environment, "cwd": str(ROOT), "timeout": timeout}
     try:
-        socket.send_fds(warm_server(), [json.dumps(request).encode()], [written, ending])
+        socket.send_fds(warm_server(gpus), [json.dumps(request).encode()], [written, ending])
     finally:
         os.close(written)
         os.close(ending)

@@ -19,10 +19,10 @@ import threading
 from megatron_fp8.tools.rehearsal import ranks
 
 
-def serve(requests: socket.socket) -> None:
-    """Take requests until the other side closes."""
+def serve(requests: socket.socket, gpus: bool) -> None:
+    """Take requests until the other side closes. gpus: the ranks see this machine's."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns that there is no CUDA
-    ranks.warm_up()
+    ranks.warm_up(gpus=gpus)
     assert threading.active_count() == 1
     requests.sendall(b"ready\n")
     while True:
@@ -43,4 +43,4 @@ def serve(requests: socket.socket) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the other side, which then closes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for supervisors
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), "--gpus" in sys.argv)

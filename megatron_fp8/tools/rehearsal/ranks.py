@@ -1,4 +1,4 @@
-"""Start many ranks of a Megatron script on one machine without a GPU, as forks of a process that has imported all.
+"""Start many ranks of a Megatron script on one machine, as forks of a process that has imported all.
 
 To import torch and Megatron costs each process four seconds and 600 MB. Here it is done once:
 
@@ -56,15 +56,20 @@ HOOKS = (  # rows of the table of hooks
 hooked = Rebound()  # what `warm_up` has put there; `hooked.put_back()` undoes it
 
 
-def warm_up(folder: str | None = None) -> None:
-    """Import what a training run imports. Hides the GPU from this process for good. Idempotent.
+def warm_up(folder: str | None = None, *, gpus: bool = False) -> None:
+    """Import what a training run imports. Idempotent.
 
     folder: put first on sys.path, as Python does with a script's own folder; it may be a Megatron checkout.
+    gpus: the ranks see this machine's GPUs. Else they are hidden from this process for good. A process that has used a
+        GPU must not fork, so this one only counts them.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a process that has seen a GPU must not fork
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a pool of threads would not survive the fork
-    for package in ("transformer_engine", "apex", "flash_attn"):  # their kernels need a GPU, so hide the packages
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    if gpus:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch.cuda.is_available() does not start the driver
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+        for package in ("transformer_engine", "apex", "flash_attn"):  # their kernels need a GPU, so hide the packages
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     if folder is not None and folder not in sys.path:
         sys.path.insert(0, folder)
     from ...flags.usage import hide_missing_package_warnings
@@ -72,7 +77,8 @@ def warm_up(folder: str | None = None) -> None:
     hide_missing_package_warnings()
     from ... import cpu
 
-    cpu.install()
+    if not gpus:
+        cpu.install()
     import megatron.core.datasets.gpt_dataset
     import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.tokenizers.utils.build_tokenizer
