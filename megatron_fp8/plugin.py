@@ -1,4 +1,4 @@
-"""What of ours stands in Megatron-LM, from install() or enable() to uninstall().
+"""The plugin's place in Megatron-LM, from install() or enable() to uninstall().
 
     install()      once a process, before the script runs: Megatron's parser gets our flags; idempotent
     enable()       for a trainer that does not parse Megatron's flags: a level from now on

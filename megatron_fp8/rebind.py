@@ -39,8 +39,8 @@ class Hook:
         maker: what makes ours of the original: dotted, inside this package. If it begins with "run.", an attribute of
             the Run, or of what a script gives in its place. Of a hook on objects, the module that calls `on`.
         signature: how the parameters of the original begin; "..." if a script may give any function, and "None or "
-            before it if there may be none. Of what is no function "holds " and its type: "holds bool"; "holds nothing"
-            if the name is not there.
+            before it if there may be none. If the original is no function, "holds " and its type: "holds bool"; "holds
+            nothing" if the name is not there.
         when: when it is there; of a hook on objects, the event that puts it there.
         why: one sentence.
         of_object: whether it changes objects.

@@ -152,7 +152,7 @@ class Pace:
 
 
 class StepGraph:
-    """What stands for FullCudaGraphWrapper.__call__ in a run with a level.
+    """Replaces FullCudaGraphWrapper.__call__ in a run with a level.
 
     Args:
         reads_ahead: whether the next step's data may be read during a replay: only if nothing else reads the data or
