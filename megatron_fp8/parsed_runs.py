@@ -9,6 +9,7 @@ from typing import Any
 from . import cpu, hooks
 from .errors import UserError
 from .flags import args_file
+from .flags.checkpoint_args import take_over
 from .flags.checks import check_data_files, check_script
 from .flags.config import add_fp8_arguments, asks_for_level, check_yaml, config_from_args
 from .flags.level import LEVEL, is_stock
@@ -136,7 +137,9 @@ def _read_checkpoint_args(args) -> None:
         for hook in hooks.LOADING:
             hook.put(reading.hooked, reading)
         for folder in "pretrained_checkpoint", "load":
-            checkpointing.load_args_from_checkpoint(args, load_arg=folder)
+            found = checkpointing.load_args_from_checkpoint(args, load_arg=folder)
+            if isinstance(found, tuple):  # else there are none
+                say(list(take_over(args, found[1])))
     finally:
         reading.end()
     args.use_checkpoint_args = False

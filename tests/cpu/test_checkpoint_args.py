@@ -1,10 +1,13 @@
 """--use-checkpoint-args: a level reads the checkpoint's arguments instead of the typed ones."""
 
+from argparse import Namespace
+
 import pytest
 from launch import RunFailed
 from megatron_runs import TINY_GPT, run_megatron
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.flags.checkpoint_args import take_over
 from megatron_fp8.tools.perf.job_flags import parse
 
 O3, READ = "--fp8-level O3", "--use-checkpoint-args"
@@ -44,6 +47,31 @@ def test_model_and_layout_come_from_a_checkpoint(tmp_path):
     rest = resume(2, tmp_path, f"{batch} --use-mp-args-from-checkpoint-args")
     assert [line for line in rest.lines if "gradients are stored in BF16: 2 micro-batches a step" in line]
     assert (rest.losses, rest.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])
+
+
+@pytest.mark.slow
+def test_what_changes_the_function_alone_comes_from_a_checkpoint_too(tmp_path):
+    """No tensor's shape tells of a window or an epsilon: without them the losses would be others."""
+    function = "--window-size 12,0 --norm-epsilon 0.01 --attention-backend auto"
+    whole = save(1, tmp_path, f"{O3} {function}")
+    rest = resume(1, tmp_path, f"{O3} --attention-backend auto")
+    said = [line for line in rest.lines if "which Megatron does not take from a checkpoint" in line]
+    assert said == [f"[fp8] --use-checkpoint-args: {flag}, which Megatron does not take from a checkpoint"
+                    for flag in ("--window-size 12,0", "--norm-epsilon 0.01")]  # fmt: skip
+    assert (rest.losses, rest.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])
+    other = save(1, tmp_path / "other", O3)
+    assert other.losses[0] != whole.losses[0]
+
+
+def test_a_value_that_is_missing_or_the_same_changes_nothing():
+    args = Namespace(window_size=None, layernorm_epsilon=1e-5, use_rope_scaling=False, rope_scaling_factor=8.0)
+    before = dict(vars(args))
+    assert not [*take_over(args, Namespace(layernorm_epsilon=1e-5, no_rope_freq=2, window_size=None))]
+    assert vars(args) == before
+    saved = Namespace(use_rope_scaling=True, rope_scaling_factor=32.0)
+    assert len([*take_over(args, saved)]) == 1 and args.use_rope_scaling and args.rope_scaling_factor == 8
+    assert len([*take_over(args, Namespace(**vars(saved), rope_factor_built=32.0))]) == 1
+    assert args.rope_scaling_factor == 32
 
 
 @pytest.mark.slow

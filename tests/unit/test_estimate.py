@@ -165,6 +165,44 @@ def test_flags_change_the_estimate():
     assert stock.cells() is None and stock.job == w.job
 
 
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
+def test_a_frozen_base_makes_no_gradients_and_no_update(flags, capsys):
+    """Of three products two are left, and of the head's; nothing is summed, stepped or sent over data parallelism."""
+    flags, before = f"{MODEL} --fp8-level O3 {flags}", "--gpus 8 --format json"
+    trained, frozen = (
+        {row["system"]: row for row in json.loads(call(estimate, capsys, f"{before}{more}", flags)[1])["estimates"]}
+        for more in ("", " --frozen-base")
+    )
+    assert trained.keys() == frozen.keys() == {"bf16", "te", "O3"}
+    for name, row in frozen.items():
+        whole = trained[name]
+        apart = 1e-6 if name == "bf16" else 0.05  # FP8's backward products are slower than its forward one
+        assert row["ms linears"] / whole["ms linears"] == pytest.approx(2 / 3, abs=apart)
+        assert row["ms LM head"] == pytest.approx(whole["ms LM head"] * 2 / 3)
+        assert row["ms attention"] == whole["ms attention"] and row["gb activations"] == whole["gb activations"]
+        for gone in ("ms optimizer", "ms copies", "ms tables' gradients", "gb grad", "gb optimizer states"):
+            assert gone in whole and gone not in row
+        assert "gradients: linears sent" not in row and not any(key.startswith("weights: ") for key in row)
+        assert row["step_ms"] < 0.8 * whole["step_ms"]
+    job = job_flags.parse([*flags.split()])
+    job.args.frozen_base = True
+    w = job_flags.workload(job, 8, "O3")
+    (rank,) = ranks_bytes(w.job, w.cells(), stages=[0], ranks=[0])
+    held = (sum(rank.linears.values()) + sum(rank.others.values())) / 1e9
+    assert frozen["O3"]["held_gb"] == pytest.approx(held + frozen["O3"]["gb buffers"])
+
+
+def test_adapters_reference_is_the_frozen_base(capsys):
+    """dpo_gpt_fp8.py with a frozen base: a second pass, and no second model."""
+    flags, before = f"{MODEL} --fp8-level O3", "--gpus 8 --format json --systems O3 --frozen-base"
+    tuned, alone = (
+        json.loads(call(estimate, capsys, before, f"{script}{flags}")[1])["estimates"][0]
+        for script in ("dpo_gpt_fp8.py ", "")
+    )
+    assert tuned["held_gb"] == alone["held_gb"] and tuned["ms reference's pass"] > 0.2 * alone["step_ms"]
+    assert "ms reference's pass" not in alone
+
+
 def test_dpo_s_reference_is_held_and_runs_forward():
     """Its bytes at O3 and in stock, and a third of a step's passes more, or little else."""
     flags = f"{MODEL} --fp8-level O3 --sft"

@@ -3,7 +3,6 @@
 import ast
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from launch import ROOT
+from megatron_runs import start_forked
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -207,24 +207,31 @@ def test_figures_and_report():
 
 
 @pytest.mark.slow
-def test_a_tiny_model_from_folder_to_table(tmp_path):
+def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
     """SFT and DPO at O3, with both masters; a second call finds all finished, one after a lost row makes that alone."""
     write_llama(tmp_path / "hf")
-    script = [sys.executable, str(ROOT / "benchmarks/smollm2.py")]
+    monkeypatch.chdir(tmp_path)
+    start_forked(monkeypatch)
 
-    def call(words: str) -> str:
-        done = subprocess.run([*script, *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def call(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["smollm2.py", *words])
+        ended = None
+        try:
+            smollm2.main()
+        except SystemExit as error:
+            ended = error.code
+        said = capsys.readouterr().out
+        assert not ended, (ended, said)
+        return said
 
-    source = Path(json.__file__).parent.parent
-    said = call(f"build --hf hf --out in --parts 2 --most 250 --tokenizer bytes --source {source / 'email'}")
+    source = Path(json.__file__).parent.parent / "email"
+    said = call(*f"build --hf hf --out in --parts 2 --most 250 --tokenizer bytes --source {source}".split())
     assert "held out" in said
     arms = ["--arms", "O3", "O3, FP16 master"]
     words = "run --inputs in/0 in/1 --work w --csv x.csv --seeds 5 --steps 17 --seq 512 --batch 2 --micro-batch 1"
     words += " --sft-lr 1e-4 --dpo-lr 1e-6 --minutes 12"
-    script += words.split() + arms
-    call("")
+    run = *words.split(), *arms
+    call(*run)
     with (tmp_path / "x.csv").open(newline="") as file:
         rows = {(row["arm"], row["stage"]): row for row in csv.DictReader(file)}
     assert len(rows) == 4 and {row["steps"] for row in rows.values()} == {"17"}
@@ -235,7 +242,7 @@ def test_a_tiny_model_from_folder_to_table(tmp_path):
     assert float(rows["O3", "dpo"]["share"]) == pytest.approx(1, abs=0.02)
     assert float(rows["O3, FP16 master", "dpo"]["share"]) < 0.6
     whole = (tmp_path / "x.csv").read_text().splitlines(keepends=True)
-    again = call("")
+    again = call(*run)
     assert "s)" not in again and "| O3 | 1 |" in again and (tmp_path / "x.csv").read_text() == "".join(whole)
     (tmp_path / "x.csv").write_text("".join(whole[:-1]))
-    assert "dpo: accuracy" in call("") and len((tmp_path / "x.csv").read_text().splitlines()) == 5
+    assert "dpo: accuracy" in call(*run) and len((tmp_path / "x.csv").read_text().splitlines()) == 5

@@ -2,13 +2,13 @@
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from launch import ROOT, RunFailed
+from megatron_runs import start_forked
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import token_files
@@ -113,14 +113,18 @@ def test_what_arms_share_and_what_not(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_task_runs_small(tmp_path):
+def test_every_task_runs_small(tmp_path, monkeypatch, capsys):
     """On a machine without a GPU nothing is measured but time; the rows are there, and they are whole."""
     arms = ["sft:O3", "dpo:O3", "dpo-file:O3", "lora:O3", "ppo:O3"]
-    words = [*"--shape tiny --gbs 4 --iterations 4 --csv x.csv --timeout 300 --arms".split(), *arms]
-    script = [sys.executable, str(ROOT / "benchmarks/tuning.py"), *words]
-    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=1000)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == arms
+    words = "--shape tiny --gbs 4 --iterations 4 --csv x.csv --timeout 300 --num-workers 0 --arms"
+    monkeypatch.setattr(sys, "argv", ["tuning.py", *words.split(), *arms])
+    monkeypatch.chdir(tmp_path)
+    start_forked(monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        tuning.main()
+    said = capsys.readouterr().out
+    assert ended.value.code == 0, said
+    assert [line.split()[0] for line in said.splitlines()] == arms
     with Path(tmp_path / "x.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [f"{row['task']}:{row['system']}" for row in rows] == arms and {row["outcome"] for row in rows} == {"ok"}

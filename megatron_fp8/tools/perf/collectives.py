@@ -48,7 +48,7 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict
     found = {}
     ranks, stride = w.job.data_parallel_size, w.tensor
     s = w.system
-    if ranks > 1:
+    if ranks > 1 and not w.job.frozen_base:
         bare = s.bare_gradients if w.overlap_reduce else 1.0
         reduce = _all_to_all if s.ours else _ring
         found["gradients: linears"] = reduce(w, hardware, ranks, stride, s.gradient_wire * linears, bare)

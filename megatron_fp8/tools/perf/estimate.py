@@ -44,6 +44,7 @@ def add_model_arguments(parser: ArgumentParser) -> None:
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 estimate`."""
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job (its command's, or one replica's)")
+    parser.add_argument("--frozen-base", action="store_true", help="nothing is trained but adapters, not counted here")
     parser.add_argument("--systems", nargs="+", metavar="SYSTEM", help=f"from {', '.join(SYSTEMS)}")
     add_model_arguments(parser)
 
@@ -51,6 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the estimates. Returns 0, or 1 if none fits."""
     flags, on = job_flags.parse(args.flags), hardware.load(args.hardware)
+    flags.args.frozen_base = args.frozen_base
     gpus = args.gpus or flags.gpus or flags.replica
     names = args.systems or (["bf16", "te", flags.level] if flags.level else list(SYSTEMS))
     found = [estimate(job_flags.workload(flags, gpus, name), on) for name in names]

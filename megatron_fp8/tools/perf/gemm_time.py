@@ -36,7 +36,8 @@ def products(w: Workload, hardware: Hardware) -> list[Product]:
     found = []
     for rows, columns, across in w.job.linear_sizes:
         n, k = (rows // tensor, columns) if across else (rows, columns // tensor)
-        backward = _product(tokens, k, n, *other), _product(n, k, tokens, *other)
+        wgrad = 0.0 if w.job.frozen_base else _product(n, k, tokens, *other)
+        backward = _product(tokens, k, n, *other), wgrad
         found.append(Product(across, columns, rows, _product(tokens, n, k, *one), *backward))
     return found
 
@@ -50,9 +51,10 @@ def linears(w: Workload, hardware: Hardware) -> tuple[float, float]:
 def head(w: Workload, hardware: Hardware) -> tuple[float, float]:
     """(Forward, backward) ms of the LM head."""
     flops = 2 * w.tokens * w.job.hidden_size * w.vocabulary / w.tensor / 1e9
+    backward = flops if w.job.frozen_base else 2 * flops
     if w.fp8_head:
-        return flops / hardware.fp8_forward_tflops, 2 * flops / hardware.fp8_backward_tflops
-    return flops / hardware.head_tflops, 2 * flops / hardware.head_tflops
+        return flops / hardware.fp8_forward_tflops, backward / hardware.fp8_backward_tflops
+    return flops / hardware.head_tflops, backward / hardware.head_tflops
 
 
 def attention(w: Workload, hardware: Hardware) -> tuple[float, float]:

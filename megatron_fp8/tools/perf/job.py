@@ -57,8 +57,6 @@ class Job:
                 raise UserError(f"{flag(field.name)} {value}: use 1 or more")
         if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
             raise UserError("--position-embedding-type learned_absolute: add --max-position-embeddings, or use rope")
-        if self.frozen_base and self.dpo_reference:
-            raise UserError("--frozen-base with --dpo-reference: the base itself is the reference; remove the latter")
         if self.kv_channels is None:
             self._check_divides("num_attention_heads", "hidden_size")
         self._check_divides("tensor_model_parallel_size", "num_attention_heads")

@@ -7,7 +7,7 @@ from .workload import Workload
 
 def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
     """{kind: ms} of a layer's forward and backward pass, for a micro-batch on one rank."""
-    system, job, tensor = w.system, w.job, w.tensor
+    system, job, tensor, trained = w.system, w.job, w.tensor, not w.job.frozen_base
     hidden = job.hidden_size / w.split
     heads, qkv, fc1, ffn = (size / tensor for size in (w.heads, w.heads + 2 * w.groups, w.fc1, w.ffn))
     if system.level and system.transpose:  # here norms, activations and the join of QKV's gradients cast their outputs
@@ -28,7 +28,7 @@ def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
         "residual adds": residual * 2 * hidden,
     }
     weights = sum(rows * columns for rows, columns, _ in job.linear_sizes) / tensor
-    of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": system.add * weights}
+    of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": system.add * weights * trained}
     kinds = moved | of_weights  # in this order
     return {kind: hardware.pass_ms(w.tokens * moved.get(kind, 0) + of_weights.get(kind, 0)) for kind in kinds}
 
@@ -53,11 +53,15 @@ def loss(w: Workload, hardware: Hardware) -> dict[str, float]:
 
 def table(w: Workload, hardware: Hardware) -> float:
     """Ms of the gradient of an embedding or a head, for a micro-batch."""
+    if w.job.frozen_base:
+        return 0.0
     return hardware.pass_ms(w.system.table * w.vocabulary * w.job.hidden_size / w.tensor)
 
 
 def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, float]:
     """{kind: ms} of a step's optimizer and copies. linears, others: numbers of parameters on the rank."""
+    if w.job.frozen_base:
+        return {}
     of_owners = (w.system.state * linears + STOCK_STATE * others) / w.job.data_parallel_size
     return {
         "optimizer": hardware.pass_ms(of_owners),

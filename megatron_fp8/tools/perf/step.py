@@ -173,7 +173,7 @@ def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
         if w.keeps_transposes:
             kinds.pop("transpose scratch", None)  # activations.py counts the kept transposes
         kinds["buffers"] = _WORKSPACE + _GRAPH_POOL * w.graphed
-        if system.keeps_wgrads:
+        if system.keeps_wgrads and not w.job.frozen_base:
             kinds["buffers"] += 2 * sum(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
             kinds["buffers"] += 2 * table * (stage == w.pipeline - 1)
         yield kinds, activations.peak(w, stage)
