@@ -95,7 +95,7 @@ def be_a_rank() -> None:
 
 def run(system: str, args) -> dict[str, float]:
     """A system's figures; raises RunFailed with the end of its log if it printed none."""
-    te, flags = SYSTEMS[system]
+    te, flags, _ = SYSTEMS[system]
     shaped = [*model_flags(args), *flags.split()]
     if args.shape != "tiny" and not any(word.split("=")[0] == "--num-layers" for word in args.extra):
         shaped.append(f"--num-layers={LAYERS}")

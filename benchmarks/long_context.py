@@ -36,8 +36,8 @@ from launch import RunFailed, torchrun
 
 from megatron_fp8.tools.perf.output import MIB
 
-SHARED, ALONE = ["O3", "O3-te-attention", "te-delayed", "te-delayed-all-gather", "bf16"], ["O3"]
-LONGEST = ["O3-fp8-activations"]
+SHARED = ["O3", "O3-te-attention", "te-delayed", "O3-fetched-keys", "te-delayed-all-gather", "bf16"]
+ALONE, LONGEST = ["O3"], ["O3-fp8-activations"]
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EVERY_STEP = "--log-interval 1 --log-memory-interval 1"
 FIGURES = ("ms", "ms_min", "ms_max", "tokens_s", "tflops", "held_gb", "peak_gb", "loss", "seconds")

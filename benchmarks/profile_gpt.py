@@ -9,7 +9,8 @@ critical path.  The profiler slows the host, so compare host times with each oth
 TRACE=FILE.json.gz keeps the trace itself.
 
 The environment variable TE=repaired, unrepaired or none sets how Megatron finds Transformer Engine (`prepare_te`).
-CAP_GB=80 limits torch's allocator to 80 GB (10^9 bytes) on each GPU.
+CAP_GB=80 limits torch's allocator to 80 GB (10^9 bytes) on each GPU.  With FETCH_KEYS=1 --cp-comm-type p2p fetches keys
+and values of any size.
 """
 
 import functools
@@ -195,5 +196,9 @@ if __name__ == "__main__":
         check_te(te)
     if os.environ.get("CAP_GB"):
         cap_memory(float(os.environ["CAP_GB"]))
+    if os.environ.get("FETCH_KEYS"):
+        from megatron_fp8.layers import context_parallel
+
+        context_parallel.FETCHED_ABOVE = 0
     install(int(os.environ.get("PROFILE_STEP", "8")))
     runpy.run_path(str(root / "pretrain_gpt_fp8.py"), run_name="__main__")

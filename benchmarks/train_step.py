@@ -113,6 +113,7 @@ SHAPES = {
 class System(NamedTuple):
     te: str  # Transformer Engine: repaired, unrepaired, none
     flags: str
+    variable: str = ""  # of the environment: "NAME=VALUE" (profile_gpt.py)
 
 
 GRAPH = "--cuda-graph-impl full_iteration --te-rng-tracker --no-check-for-nan-in-loss-and-grad"
@@ -153,6 +154,7 @@ SYSTEMS = {
     "O3-tp-fp8-backward": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter backward"),
     "O3-with-te": System("repaired", "--fp8-level O3"),  # stock's parts use TE's fused rotary embedding and optimizer
     "O3-te-attention": System("repaired", "--fp8-level O3 --fp8-attention te"),
+    "O3-fetched-keys": System("none", "--fp8-level O3", "FETCH_KEYS=1"),  # with context parallelism
     "O3-fp8-head": System("none", "--fp8-level O3 --fp8-lm-head"),
     "O3-fp8-activations": System("none", "--fp8-level O3 --fp8-activations"),
     "O1-tensorwise": System("none", "--fp8-level O1 --fp8-recipe tensorwise"),
@@ -183,10 +185,13 @@ def environment(te: str, te_path: str) -> dict[str, str]:
 
 def command(system: str, args) -> tuple[list[str], dict[str, str]]:
     """(Script and flags of a system's run, what its environment has besides this process')."""
-    te, flags = SYSTEMS[system]
+    te, flags, variable = SYSTEMS[system]
     words = ["benchmarks/profile_gpt.py", *model_flags(args), f"--micro-batch-size={args.mbs[system]}"]
     words += [*flags.split(), f"--train-iters={args.iterations}"]
-    return words, {**environment(te, args.te_path), "PROFILE_STEP": str(args.iterations - 1)}
+    env = {**environment(te, args.te_path), "PROFILE_STEP": str(args.iterations - 1)}
+    if variable:
+        name, env[name] = variable.split("=")
+    return words, env
 
 
 def run(system: str, args) -> dict:

@@ -130,7 +130,7 @@ class Files:
 def command_of(arm: str, args: argparse.Namespace, files: Files) -> tuple[list[str], dict[str, str]]:
     """A process' command and its environment."""
     task, _, system = arm.partition(":")
-    te, flags = train_step.SYSTEMS[system]
+    te, flags, _ = train_step.SYSTEMS[system]
     env = train_step.environment(te, args.te_path)
     if task == "ppo":
         command = [str(ROOT / "benchmarks/four_models.py"), "O0" if system == "bf16" else system]
