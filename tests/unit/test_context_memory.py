@@ -1,5 +1,5 @@
-"""What context-parallel attention holds beside its operands, tensor by tensor, in gloo groups of 2 to 8 ranks, against
-the estimate. Kernels are replaced by ones that make their results and nothing else."""
+"""What context-parallel attention holds beside its operands, tensor by tensor, and what it sends, against the estimate,
+in gloo groups of 2 to 8 ranks. Kernels are replaced by ones that make their results and nothing else."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from megatron_fp8.comm import wire
 from megatron_fp8.layers import context_parallel
-from megatron_fp8.tools.perf import activations
+from megatron_fp8.tools.perf import activations, collectives, hardware, workload
 from megatron_fp8.tools.perf.job import Job
 from megatron_fp8.tools.perf.systems import SYSTEMS
-from megatron_fp8.tools.perf.workload import Workload
 
 T, HEADS, GROUPS, WIDTH = 64, 8, 2, 16  # tokens of a rank
 
@@ -53,6 +53,7 @@ def work(rank: int, ranks: int) -> dict:
     context_parallel.FETCHED_ABOVE = 0
     found = {}
     for fetch in (False, True):
+        wire.sent_bytes.clear()
         operands = [torch.randn(T, 1, n, WIDTH).bfloat16().requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
         with Living(*operands) as there:
             y = context_parallel.attention(*operands, 0.1, dist.group.WORLD, fetch)
@@ -60,7 +61,7 @@ def work(rank: int, ranks: int) -> dict:
         dy = torch.randn_like(y)
         with Living(*operands, *kept, y, dy) as back:
             torch.autograd.grad(y, operands, dy)
-        found[fetch] = there.peak, back.peak
+        found[fetch] = there.peak, back.peak, wire.sent_bytes.total()
     return found
 
 
@@ -69,17 +70,29 @@ def ranks(request, tmp_path_factory) -> list[dict]:
     return run_ranks(work, request.param, tmp_path_factory.mktemp("ranks"))
 
 
+def workload_of(ranks: int, fetch: bool, monkeypatch) -> workload.Workload:
+    monkeypatch.setattr(workload, "FETCHED_ABOVE", 0)
+    job = Job(1, HEADS * WIDTH, HEADS, 128, num_query_groups=GROUPS, position_embedding_type="rope",
+              data_parallel_size=ranks)  # fmt: skip
+    keys = "fetched" if fetch else "gathered"
+    return workload.Workload(job, SYSTEMS["O3"], sequence=ranks * T, micro_batch=1, global_batch=1, context=ranks,
+                             keys=keys)  # fmt: skip
+
+
 @pytest.mark.parametrize("fetch", [False, True])
 def test_the_estimate_has_the_tensors_of_the_rank_that_has_most(ranks, fetch, monkeypatch):
-    monkeypatch.setattr(activations, "FETCHED_ABOVE", 0)
-    n = len(ranks)
-    job = Job(1, HEADS * WIDTH, HEADS, 128, num_query_groups=GROUPS, position_embedding_type="rope",
-              data_parallel_size=n)  # fmt: skip
-    keys = "fetched" if fetch else "gathered"
-    w = Workload(job, SYSTEMS["O3"], sequence=n * T, micro_batch=1, global_batch=1, context=n, keys=keys)
+    w = workload_of(len(ranks), fetch, monkeypatch)
     there, back = (max(rank[fetch][i] for rank in ranks) for i in (0, 1))
     assert there <= back
     assert 0.94 < back / activations.context(w) < 1.02
+
+
+@pytest.mark.parametrize("fetch", [False, True])
+def test_the_estimate_has_the_bytes_that_are_sent(ranks, fetch, monkeypatch):
+    """In the mean over the ranks."""
+    sent = sum(rank[fetch][2] for rank in ranks) / len(ranks)
+    traffic = collectives.micro_batches(workload_of(len(ranks), fetch, monkeypatch), hardware.load("h200"))
+    assert sent == pytest.approx(traffic["context"].inside)
 
 
 def test_fetched_keys_take_less_from_three_ranks_on(ranks):

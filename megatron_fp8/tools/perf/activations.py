@@ -19,7 +19,6 @@ Engine's attention holds is not counted.
 """
 
 from ...errors import UserError
-from ...flags.stock import FETCHED_ABOVE
 from .workload import MODULES, Workload
 
 
@@ -142,6 +141,5 @@ def _backward_of_attention(w: Workload) -> float:
 def context(w: Workload) -> float:
     """Bytes of tensors that a level's context-parallel attention makes and frees in a layer's backward pass."""
     own = 4 * w.tokens * w.groups / w.tensor  # K and V, or their gradients, of a rank's tokens
-    fetched = w.keys == "fetched" and own * w.context > FETCHED_ABOVE
-    times = min(w.context + 2, 49 / 8) if fetched else 2 * w.context
+    times = min(w.context + 2, 49 / 8) if w.fetches else 2 * w.context
     return times * own + 6 * w.tokens * w.heads / w.tensor

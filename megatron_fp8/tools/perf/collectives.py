@@ -11,8 +11,8 @@ port.
     tensor      with sequence parallelism, a layer and micro-batch: forward a gather and a reduce-scatter for each of
                 attention and MLP, backward the same and the gather of the linear's input once more
     pipeline    an activation forward and a gradient backward, a micro-batch and boundary
-    context     keys and values, gathered or round a ring, forward, and with their gradients backward (a level's own
-                sends 3/4 of those). Its bare share is assumed
+    context     keys and values forward, and again backward with their gradients. A level sends 3/4 of the gradients,
+                and of keys and values if it fetches them (layers/context_exchange.py). The bare share is assumed
 
 If recomputation repeats part of a layer's forward pass, the collectives of that part are repeated too.
 
@@ -72,7 +72,7 @@ def micro_batches(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
         ms = times * (size / rate / 1e6 + hardware.collective_ms)
         found["pipeline"] = Traffic(0 if crosses else times * size, times * size if crosses else 0, ms, ms)
     if w.context > 1:
-        often = 3 + w.again("core_attn")  # K and V forward; K and V again backward, and their gradients
+        often = (2 + w.again("core_attn")) * (0.75 if w.fetches else 1) + (0.75 if w.keys else 1)
         size = often * 2 * 2 * w.groups / w.tensor * w.tokens * w.context
         rounds = w.micro_batches * w.layers
         found["context"] = _ring(w, hardware, w.context, w.tensor, size, _BARE_CONTEXT, rounds)

@@ -7,6 +7,7 @@ from typing import Literal
 from ...errors import UserError
 from ...flags.level import CELLS
 from ...flags.numeric_checks import FEW_MICRO_BATCHES
+from ...flags.stock import FETCHED_ABOVE
 from .job import Job
 from .systems import System
 
@@ -18,7 +19,7 @@ MODULES = ("core_attn", "layernorm", "mlp")  # the --recompute-modules whose mem
 class Workload:
     """Attributes:
     job: model and layout; its data-parallel size includes context parallelism.
-    keys: how a level's context parallelism gets K and V of other ranks; "" if Transformer Engine does it.
+    keys: how a level's context parallelism gets K and V of other ranks if they are large; "" if it is not a level's.
     virtual: model chunks a pipeline stage.
     recompute, modules: --recompute-granularity, --recompute-modules.
     recomputed_layers: with recompute "full", how many layers of a chunk (None: all).
@@ -110,6 +111,12 @@ class Workload:
     def layers(self) -> int:
         """Layers of a stage."""
         return self.job.num_layers // self.pipeline
+
+    @property
+    def fetches(self) -> bool:
+        """Whether a level's context parallelism fetches K and V from rank after rank."""
+        whole = 4 * self.tokens * self.context * self.groups / self.tensor
+        return self.keys == "fetched" and whole > FETCHED_ABOVE
 
     def again(self, part: str) -> float:
         """Share of the layers that run a part of theirs forward again in the backward pass. part: one of MODULES, or
